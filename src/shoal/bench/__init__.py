@@ -1,0 +1,1 @@
+"""The scenarios that measure Shoal, and the frame that they share."""

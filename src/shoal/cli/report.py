@@ -1,0 +1,43 @@
+"""`shoal report`: reports as tables on the terminal, and as one HTML page with plots."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.cli.diff import refuse_to_overwrite
+from shoal.report.html import write_reports
+from shoal.report.storage import load
+from shoal.report.tables import emit, result_line, show
+from shoal.report.views import report_items
+
+
+def report(
+    files: Annotated[list[Path], typer.Argument(help="Reports to show side by side.", show_default=False)],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="The page; by default the first report's name with .html."
+        ),
+    ] = None,
+) -> None:
+    """Write one self-contained HTML page of the reports, and print their figures."""
+    path = output if output is not None else files[0].with_suffix(".html")
+    refuse_to_overwrite("-o", path, tuple(files))
+    reports = [load(file) for file in files]
+    write_reports(reports, path, [str(file) for file in files])
+    for file, item in zip(files, reports, strict=True):
+        if len(files) > 1:
+            emit(f"{file}", sys.stdout)
+        show(report_items(item), sys.stdout)
+    emit(f"Wrote {path}", sys.stdout)
+    result = {
+        "html": str(path),
+        "num_reports": len(reports),
+        "num_rows": sum(len(item.rows) for item in reports),
+        "failed": sum(len(item.failed) for item in reports),
+    }
+    emit(result_line(result), sys.stdout)

@@ -1,0 +1,62 @@
+"""What every room stands on: ids and keys, errors, time, the loop thread, task scopes and placement."""
+
+from shoal.core.clock import SYSTEM_CLOCK, Clock, ManualClock, SystemClock
+from shoal.core.deadlines import AdaptiveDeadline, Deadline
+from shoal.core.errors import (
+    BenchmarkError,
+    DeadlineExceeded,
+    IdentityError,
+    LimitExceeded,
+    NotComparable,
+    PeerBusy,
+    PeerError,
+    PeerLost,
+    PeerRefused,
+    PeerUnreachable,
+    ProtocolError,
+    RemoteFailure,
+    ReportError,
+    ShoalError,
+    TensorError,
+    UsageError,
+    VersionMismatch,
+)
+from shoal.core.ids import Address, Key, Peer, PeerId
+from shoal.core.loop import LoopThread
+from shoal.core.placement import Placement
+from shoal.core.scope import Scope, StandingScope, fanout
+
+__all__ = [
+    "SYSTEM_CLOCK",
+    "AdaptiveDeadline",
+    "Address",
+    "BenchmarkError",
+    "Clock",
+    "Deadline",
+    "DeadlineExceeded",
+    "IdentityError",
+    "Key",
+    "LimitExceeded",
+    "LoopThread",
+    "ManualClock",
+    "NotComparable",
+    "Peer",
+    "PeerBusy",
+    "PeerError",
+    "PeerId",
+    "PeerLost",
+    "PeerRefused",
+    "PeerUnreachable",
+    "Placement",
+    "ProtocolError",
+    "RemoteFailure",
+    "ReportError",
+    "Scope",
+    "ShoalError",
+    "StandingScope",
+    "SystemClock",
+    "TensorError",
+    "UsageError",
+    "VersionMismatch",
+    "fanout",
+]

@@ -1,0 +1,52 @@
+"""Time as a thing that is passed in: the machine's clock, and one that tests move by hand."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Two readings: `now_s` never goes back and measures waits, `wall_s` is what records expire by."""
+
+    def now_s(self) -> float:
+        """Seconds since an unknown start; only differences mean something."""
+
+    def wall_s(self) -> float:
+        """Seconds since 1970, UTC; may jump when the machine's clock is set."""
+
+
+class SystemClock:
+    """The machine's own clock."""
+
+    def now_s(self) -> float:
+        """The monotonic clock, the one that asyncio loops use."""
+        return time.monotonic()
+
+    def wall_s(self) -> float:
+        """The machine's idea of UTC."""
+        return time.time()
+
+
+class ManualClock:
+    """A clock that stands still until `advance` is called."""
+
+    def __init__(self, now_s: float = 0.0, wall_s: float = 1_700_000_000.0) -> None:
+        self._now_s = now_s
+        self._wall_s = wall_s
+
+    def now_s(self) -> float:
+        """Where the clock stands."""
+        return self._now_s
+
+    def wall_s(self) -> float:
+        """Where the calendar stands."""
+        return self._wall_s
+
+    def advance(self, seconds: float) -> None:
+        """Move both readings forward."""
+        self._now_s += seconds
+        self._wall_s += seconds
+
+
+SYSTEM_CLOCK = SystemClock()

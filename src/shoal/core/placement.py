@@ -1,0 +1,129 @@
+"""Where this process stands among its siblings, as its launcher says in environment variables."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shoal.core.errors import UsageError
+from shoal.core.ids import Address
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Rank and size in the whole run and on this machine; `source` names the launcher that said so."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    source: str = "alone"
+    rendezvous: Address | None = None
+
+    def __post_init__(self) -> None:
+        for name, rank, size in (("", self.rank, self.size), ("local ", self.local_rank, self.local_size)):
+            if size < 1 or not 0 <= rank < size:
+                raise UsageError(
+                    f"{name}rank {rank} of {size} is impossible.",
+                    cause=f"the variables set by {self.source} disagree.",
+                    next_step="start the program through its launcher again, or unset those variables.",
+                )
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Placement:
+        """Read the variables of torchrun, Open MPI, other MPIs or Slurm, in this order; alone without any.
+
+        torchrun's come first: `mpirun torchrun` and `srun torchrun` set both, and the innermost launcher is
+        the one that placed this process.
+        """
+        environ = os.environ if environ is None else environ
+        for dialect in _DIALECTS:
+            if dialect.rank in environ and (dialect.marker is None or dialect.marker in environ):
+                return dialect.read(environ)
+        return cls()
+
+
+@dataclass(frozen=True, slots=True)
+class _Dialect:
+    """The names that one launcher uses; the first of `local_size` that is set counts."""
+
+    source: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: tuple[str, ...]
+    marker: str | None = None
+
+    def read(self, environ: Mapping[str, str]) -> Placement:
+        rank, size = self._number(environ, self.rank), self._number(environ, self.size)
+        local_size_name = next((name for name in self.local_size if name in environ), None)
+        has_local_rank = self.local_rank in environ
+        # torchrun's minimum is RANK and WORLD_SIZE; scripts that set only these run one worker a machine
+        local_rank = self._number(environ, self.local_rank) if has_local_rank else 0
+        local_size = self._number(environ, local_size_name) if local_size_name else local_rank + 1
+        return Placement(rank, size, local_rank, local_size, self.source, _rendezvous(environ))
+
+    def _number(self, environ: Mapping[str, str], name: str) -> int:
+        text = environ.get(name)
+        if text is None:
+            raise UsageError(
+                f"{self.rank} is set but {name} is not.",
+                cause=f"the variables of {self.source} are incomplete.",
+                next_step=f"set {name} too, or unset {self.rank} to run alone.",
+            )
+        counts = _expand_counts(text)
+        if not counts:
+            raise UsageError(
+                f"{name}={text!r} is not a number.",
+                next_step=f"start through {self.source}, or unset {name}.",
+            )
+        node = environ.get("SLURM_NODEID", "0")
+        return (
+            counts[int(node)]
+            if len(counts) > 1 and node.isdecimal() and int(node) < len(counts)
+            else counts[0]
+        )
+
+
+def _expand_counts(text: str) -> list[int]:
+    """Slurm's lists of counts, one a machine: '4(x2),3' is 4, 4, 3; a plain number is itself; else empty."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d{1,6})\))?\s*", part)
+        if match is None:
+            return []
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _rendezvous(environ: Mapping[str, str]) -> Address | None:
+    host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+    if not host or not port:
+        return None
+    if not port.isdecimal():
+        raise UsageError(f"MASTER_PORT={port!r} is not a number.", next_step="set it to a free port.")
+    return Address(host, int(port))
+
+
+_DIALECTS = (
+    _Dialect("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE",)),
+    _Dialect(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    _Dialect("MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",)),
+    _Dialect(
+        "Slurm",
+        "SLURM_PROCID",
+        "SLURM_NTASKS",
+        "SLURM_LOCALID",
+        ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
+        # without a step this is the batch script itself, which is no worker
+        marker="SLURM_STEP_ID",
+    ),
+)

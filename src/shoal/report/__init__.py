@@ -1,0 +1,27 @@
+"""What a benchmark measured: its schema, storage, statistics, diff, tables and HTML, without torch."""
+
+from shoal.report.diff import Diff, RowDiff, compare
+from shoal.report.judge import Judgement, Verdict
+from shoal.report.schema import Code, Report, Row
+from shoal.report.statistics import Summary, noise_floor, percentile, percentiles, summarize
+from shoal.report.storage import DEFAULT_FOLDER, default_path, load, save
+
+__all__ = [
+    "DEFAULT_FOLDER",
+    "Code",
+    "Diff",
+    "Judgement",
+    "Report",
+    "Row",
+    "RowDiff",
+    "Summary",
+    "Verdict",
+    "compare",
+    "default_path",
+    "load",
+    "noise_floor",
+    "percentile",
+    "percentiles",
+    "save",
+    "summarize",
+]

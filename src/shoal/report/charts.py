@@ -1,0 +1,133 @@
+"""The data of the plots, reduced to what a browser draws quickly; `assets/page.js` draws them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.report.diff import Diff
+from shoal.report.schema import Report, Row
+from shoal.report.statistics import percentile, percentiles, start_medians
+from shoal.report.units import scale_for
+from shoal.report.views import group_title, shared_key, short_label, verdict_text
+
+MAX_POINTS = 4000
+"""Of one distribution plot; more are thinned evenly in time, which keeps drift within a start visible."""
+LOG_RATIO = 20
+"""Medians further apart than this are drawn on a logarithmic axis."""
+
+
+class Group:
+    """Rows of one metric and unit over several reports; a line of `rows` has one row, or None, for each."""
+
+    def __init__(self, key: tuple[str, str, str, str]) -> None:
+        self.benchmark, self.metric, self.unit, self.direction = key
+        self.rows: list[list[Row | None]] = []
+
+    @property
+    def present(self) -> list[Row]:
+        """The first row of each line, which names it."""
+        return [next(row for row in line if row is not None) for line in self.rows]
+
+    @property
+    def title(self) -> str:
+        """As in the text tables."""
+        return group_title((self.metric, self.unit, self.direction), shared_key(self.present))
+
+
+def group_reports(reports: Sequence[Report]) -> list[Group]:
+    """All rows of all reports, lined up by identity, in the order in which they first occur."""
+    groups: dict[tuple[str, str, str, str], Group] = {}
+    lines: dict[object, list[Row | None]] = {}
+    for number, report in enumerate(reports):
+        for row in report.rows:
+            key = (report.benchmark, row.metric, row.unit, row.direction)
+            line = lines.get((key, row.identity))
+            if line is None:
+                line = lines[key, row.identity] = [None] * len(reports)
+                groups.setdefault(key, Group(key)).rows.append(line)
+            line[number] = row
+    return list(groups.values())
+
+
+def group_data(group: Group) -> dict[str, Any]:
+    """One overview (a line for each row) and one distribution for each row."""
+    medians = [
+        percentile(row.samples, 50) for line in group.rows for row in line if row is not None and row.starts
+    ]
+    positive = [median for median in medians if median > 0]
+    is_log = len(positive) == len(medians) > 0 and max(medians) > LOG_RATIO * min(medians)
+    scale = scale_for(group.unit, percentile(medians, 50) if medians else 1.0)
+    shared = shared_key(group.present)
+    rows = []
+    for line in group.rows:
+        first = next(row for row in line if row is not None)
+        rows.append(
+            {
+                "label": short_label(first, shared),
+                "series": [
+                    _series(row, scale.factor) if row is not None and row.starts else None for row in line
+                ],
+                "failed": [row.error if row is not None else None for row in line],
+                "spread": _spread(line),
+            }
+        )
+    return {"unit": scale.unit, "isLog": is_log, "rows": rows}
+
+
+def _series(row: Row, factor: float) -> dict[str, Any]:
+    values = [value / factor for value in percentiles(row.samples, (5, 25, 50, 75, 95))]
+    return {"quantiles": values, "starts": len(row.starts), "samples": len(row.samples)}
+
+
+def _spread(line: list[Row | None]) -> dict[str, Any]:
+    rows = [row if row is not None and row.starts else None for row in line]
+    present = [row for row in rows if row is not None]
+    if not present:
+        return {"unit": "", "reports": [None for _ in rows]}
+    scale = scale_for(present[0].unit, percentile(present[0].samples, 50))
+    share = max(8, MAX_POINTS // sum(len(row.starts) for row in present))
+    reports = [
+        None
+        if row is None
+        else {
+            "median": percentile(row.samples, 50) / scale.factor,
+            "medians": [median / scale.factor for median in start_medians(row)],
+            "starts": [[sample / scale.factor for sample in thin(start, share)] for start in row.starts],
+        }
+        for row in rows
+    ]
+    return {"unit": scale.unit, "reports": reports}
+
+
+def thin(samples: Sequence[float], limit: int) -> list[float]:
+    """At most `limit` samples, evenly spaced in time, the smallest and largest among them."""
+    if len(samples) <= limit:
+        return list(samples)
+    keep = {round(index * (len(samples) - 1) / (limit - 3)): True for index in range(limit - 2)}
+    keep[min(range(len(samples)), key=lambda index: samples[index])] = True
+    keep[max(range(len(samples)), key=lambda index: samples[index])] = True
+    return [samples[index] for index in sorted(keep)]
+
+
+def forest_data(diff: Diff) -> list[dict[str, Any]]:
+    """The change of every row with its interval."""
+    shared = shared_key(row.baseline for row in diff.rows)
+    has_metrics = len({row.baseline.metric: True for row in diff.rows}) > 1
+    points = []
+    for row in diff.rows:
+        label = short_label(row.baseline, shared)
+        if has_metrics and label != row.baseline.metric:
+            label += f" · {row.baseline.metric}"
+        judgement = row.judgement
+        points.append(
+            {
+                "label": label,
+                "change": judgement.change_percent,
+                "low": judgement.low_percent,
+                "high": judgement.high_percent,
+                "verdict": row.verdict.value,
+                "text": verdict_text(row),
+            }
+        )
+    return points

@@ -1,0 +1,204 @@
+"""Whether two rows differ: one decision for each row, on the medians of its process starts.
+
+Iterations of one start are not independent, so a test on them calls equal runs different; starts are.
+Welch's t test on the logarithms of the medians, Holm's correction over all judged rows (Holm 1979). A row's
+interval has the level at which Holm decided it, so it excludes zero exactly when the row is called different.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import NormalDist
+
+from shoal.report.schema import Direction, Row
+from shoal.report.statistics import change_percent, mean_of, percentile, start_medians, variance_of
+from shoal.report.student import quantile, survival
+
+ALPHA = 0.01
+"""The chance, over all rows together, to call any equal pair different."""
+MIN_STARTS = 5
+"""On either side. With fewer, the spread between starts is a guess and so is any verdict."""
+EFFECT_PERCENT = 5.0
+POWER = 0.9
+
+
+class Verdict(StrEnum):
+    """What is said about one pair of rows."""
+
+    BETTER = "better"
+    WORSE = "worse"
+    NO_DIFFERENCE = "no-difference"
+    TOO_FEW = "too-few-starts"
+    FAILED = "failed"
+    FIXED = "fixed"
+    FAILED_BOTH = "failed-in-both"
+
+
+LABELS = {
+    Verdict.BETTER: "better",
+    Verdict.WORSE: "worse",
+    Verdict.NO_DIFFERENCE: "no difference found",
+    Verdict.TOO_FEW: "too few repeats to judge",
+    Verdict.FAILED: "failed in test",
+    Verdict.FIXED: "failed in baseline",
+    Verdict.FAILED_BOTH: "failed in both",
+}
+JUDGED = (Verdict.BETTER, Verdict.WORSE, Verdict.NO_DIFFERENCE)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The verdict on one row and what it rests on; percentages are negative when the test is worse."""
+
+    verdict: Verdict
+    change_percent: float | None = None
+    """Of the typical start median where judged, of the pooled median otherwise."""
+    low_percent: float | None = None
+    high_percent: float | None = None
+    confidence: float | None = None
+    """Of the interval from low to high, for example 0.99."""
+    p_value: float | None = None
+    p_adjusted: float | None = None
+    """By Holm, over all judged rows of the comparison."""
+    starts_needed: int | None = None
+    """On each side, to find a change of `effect_percent`; both only where there were too few to judge."""
+    effect_percent: float | None = None
+
+
+@dataclass(frozen=True)
+class _Welch:
+    """Welch's test of two samples, and the way back from its scale to percent."""
+
+    difference: float
+    error: float
+    freedom: float
+    p_value: float
+    is_log: bool
+    base: float
+
+    def percent(self, difference: float, direction: Direction) -> float | None:
+        if self.is_log:
+            change = 100 * math.expm1(min(difference, 700.0))
+        elif self.base == 0:
+            return 0.0 if difference == 0 else None
+        else:
+            change = 100 * difference / abs(self.base)
+        return change if direction == "higher" else -change
+
+
+def judge(
+    pairs: Sequence[tuple[Row, Row]], *, alpha: float = ALPHA, effect_percent: float = EFFECT_PERCENT
+) -> list[Judgement]:
+    """One judgement for each (baseline, test) pair; the pairs are one family for Holm's correction."""
+    tests = [
+        _welch(start_medians(old), start_medians(new)) if _can_judge(old, new) else None for old, new in pairs
+    ]
+    p_values = [test.p_value for test in tests if test is not None]
+    adjusted, levels = holm(p_values, alpha)
+    judgements, decided = [], 0
+    for (old, new), test in zip(pairs, tests, strict=True):
+        if test is None:
+            judgements.append(_unjudged(old, new, alpha, effect_percent))
+        else:
+            judgements.append(_judged(test, old.direction, adjusted[decided], levels[decided], alpha))
+            decided += 1
+    return judgements
+
+
+def holm(p_values: Sequence[float], alpha: float = ALPHA) -> tuple[list[float], list[float]]:
+    """For each p-value its adjusted one (different when at most `alpha`) and the level it was held against.
+
+    Those that stay equal share the level of the first that did, so that intervals agree with the decisions.
+    """
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    adjusted, levels = [1.0] * len(order), [alpha] * len(order)
+    running, level = 0.0, alpha
+    for rank, index in enumerate(order):
+        remaining = len(order) - rank
+        if running <= alpha:
+            level = alpha / remaining
+        running = max(running, min(1.0, p_values[index] * remaining))
+        adjusted[index], levels[index] = running, level
+    return adjusted, levels
+
+
+def starts_needed(
+    baseline: Sequence[float],
+    test: Sequence[float],
+    *,
+    level: float = ALPHA,
+    effect_percent: float = EFFECT_PERCENT,
+) -> int:
+    """How many starts each side needs to find a change of `effect_percent` nine times in ten; at least five.
+
+    Takes start medians. The normal approximation with Guenther's correction for the t distribution; where no
+    side has two starts the spread is unknown, and the answer is the least that can be judged.
+    """
+    values = [*baseline, *test]
+    is_log = all(value > 0 for value in values)
+    sides = [[math.log(value) for value in side] if is_log else list(side) for side in (baseline, test)]
+    freedom = sum(len(side) - 1 for side in sides if side)
+    size = math.log1p(effect_percent / 100) * (1.0 if is_log else abs(mean_of(values)))
+    if freedom <= 0 or size <= 0:
+        return MIN_STARTS
+    variance = sum(variance_of(side) * (len(side) - 1) for side in sides if len(side) > 1) / freedom
+    normal = NormalDist()
+    z_level, z_power = normal.inv_cdf(1 - level / 2), normal.inv_cdf(POWER)
+    count = 2 * (z_level + z_power) ** 2 * variance / (size * size) + z_level**2 / 4
+    return max(MIN_STARTS, math.ceil(count))
+
+
+def _can_judge(old: Row, new: Row) -> bool:
+    return min(len(old.starts), len(new.starts)) >= MIN_STARTS
+
+
+def _unjudged(old: Row, new: Row, level: float, effect_percent: float) -> Judgement:
+    if old.error is not None and new.error is not None:
+        return Judgement(Verdict.FAILED_BOTH)
+    if new.error is not None:
+        return Judgement(Verdict.FAILED)
+    if old.error is not None:
+        return Judgement(Verdict.FIXED)
+    change = change_percent(percentile(old.samples, 50), percentile(new.samples, 50), old.direction)
+    needed = starts_needed(start_medians(old), start_medians(new), level=level, effect_percent=effect_percent)
+    return Judgement(
+        Verdict.TOO_FEW, change_percent=change, starts_needed=needed, effect_percent=effect_percent
+    )
+
+
+def _welch(old: list[float], new: list[float]) -> _Welch:
+    is_log = min(*old, *new) > 0
+    if is_log:
+        old, new = [math.log(value) for value in old], [math.log(value) for value in new]
+    base = mean_of(old)
+    difference = mean_of(new) - base
+    shares = variance_of(old) / len(old), variance_of(new) / len(new)
+    error = math.sqrt(sum(shares))
+    if error == 0:
+        return _Welch(difference, 0.0, 1.0, 1.0 if difference == 0 else 0.0, is_log, base)
+    freedom = sum(shares) ** 2 / (shares[0] ** 2 / (len(old) - 1) + shares[1] ** 2 / (len(new) - 1))
+    p_value = 2 * survival(abs(difference) / error, freedom)
+    return _Welch(difference, error, freedom, p_value, is_log, base)
+
+
+def _judged(test: _Welch, direction: Direction, p_adjusted: float, level: float, alpha: float) -> Judgement:
+    is_up = test.difference > 0
+    verdict = Verdict.NO_DIFFERENCE
+    if p_adjusted <= alpha:
+        verdict = Verdict.BETTER if is_up == (direction == "higher") else Verdict.WORSE
+    margin = test.error * quantile(level / 2, test.freedom) if test.error else 0.0
+    ends = [test.percent(test.difference + side * margin, direction) for side in (-1, 1)]
+    if direction == "lower":
+        ends.reverse()
+    return Judgement(
+        verdict,
+        change_percent=test.percent(test.difference, direction),
+        low_percent=ends[0],
+        high_percent=ends[1],
+        confidence=1 - level,
+        p_value=test.p_value,
+        p_adjusted=p_adjusted,
+    )

@@ -1,0 +1,183 @@
+"""What a report holds: the versioned document of one benchmark run, and the checks that every one passes.
+
+Samples are raw and grouped by independent process start; statistics are computed when a report is read
+(`statistics`), so that a better estimate works on old reports too. Files are `storage`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import msgspec
+
+from shoal.core.errors import ReportError
+
+SCHEMA = "shoal-report"
+VERSION = 1
+
+Scalar = str | int | float | bool
+Direction = Literal["higher", "lower"]
+Identity = tuple[str, tuple[tuple[str, bool, Scalar], ...]]
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
+    """One figure of one scenario: its samples by process start, or the error that prevented them.
+
+    `key` and `metric` together identify it. Raises ReportError when made of samples that are not finite, of
+    an empty start, of both an error and samples, or of neither.
+    """
+
+    key: dict[str, Scalar]
+    """What was measured, for example {"scenario": "echo", "size_bytes": 100}."""
+    metric: str
+    """What the samples are: "calls_per_s", "sec_per_iter", "latency"."""
+    unit: str
+    """Of every sample: "s", "1/s", "GB/s", "B", "%"."""
+    direction: Direction
+    """Which way is better."""
+    starts: list[list[float]] = msgspec.field(default_factory=list)
+    """Raw samples in the order of measurement, one list for each independent process start."""
+    error: str | None = None
+    """Why there are no samples."""
+
+    def __post_init__(self) -> None:
+        if self.direction not in {"higher", "lower"}:
+            raise ReportError(
+                f"{self.name}: direction is {self.direction!r}",
+                next_step="say 'higher' or 'lower' (is better)",
+            )
+        for name, value in self.key.items():
+            if not isinstance(value, Scalar) or (isinstance(value, float) and not math.isfinite(value)):
+                raise ReportError(
+                    f"{self.name}: {name!r} in its key is {value!r}",
+                    cause="a key holds text, finite numbers and booleans",
+                    next_step="put anything larger into the report's config",
+                )
+        starts = [self._checked(number, start) for number, start in enumerate(self.starts, 1)]
+        msgspec.structs.force_setattr(self, "starts", starts)
+        if self.error is None and not starts:
+            raise ReportError(
+                f"{self.name} has neither samples nor an error",
+                next_step="record a failed scenario with error='what happened'",
+            )
+        if self.error is not None and starts:
+            raise ReportError(
+                f"{self.name} has both samples and an error",
+                next_step="leave the samples of a failed scenario out",
+            )
+
+    def _checked(self, number: int, start: list[float]) -> list[float]:
+        try:
+            samples = [float(sample) for sample in start]
+        except (TypeError, ValueError) as error:
+            raise ReportError(
+                f"{self.name}: start {number} holds something that is no number: {error}"
+            ) from error
+        if not samples:
+            raise ReportError(
+                f"{self.name}: start {number} holds no samples", next_step="leave that start out"
+            )
+        for index, sample in enumerate(samples, 1):
+            if not math.isfinite(sample):
+                raise ReportError(
+                    f"{self.name}: sample {index} of start {number} is {sample}",
+                    cause="a rate over zero seconds, or a measurement that diverged",
+                    next_step="record the scenario as failed, with error='what happened'",
+                )
+        return samples
+
+    @property
+    def label(self) -> str:
+        """The key as one line, in the order in which the benchmark wrote it."""
+        return " ".join(f"{name}={text(value)}" for name, value in self.key.items())
+
+    @property
+    def name(self) -> str:
+        """Key and metric as one line, for messages."""
+        return f"row '{self.label} {self.metric}'" if self.key else f"row '{self.metric}'"
+
+    @property
+    def identity(self) -> Identity:
+        """Equal for two rows of the same figure; 1 and 1.0 are one value, 1 and true are two."""
+        key = sorted((name, isinstance(value, bool), value) for name, value in self.key.items())
+        return self.metric, tuple(key)
+
+    @property
+    def samples(self) -> list[float]:
+        """All samples, pooled over starts."""
+        return [sample for start in self.starts for sample in start]
+
+
+class Code(msgspec.Struct, frozen=True, kw_only=True):
+    """The version of the code that ran."""
+
+    version: str = ""
+    revision: str | None = None
+    """The git commit, where there was one."""
+    is_dirty: bool = False
+    """Whether the working tree held changes that the commit does not."""
+
+    def __str__(self) -> str:
+        revision = f" ({self.revision[:12]}{', changed' if self.is_dirty else ''})" if self.revision else ""
+        return (self.version or "unknown") + revision
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """One benchmark run: what ran, where, and every raw sample. Raises ReportError on duplicate rows."""
+
+    schema: str = SCHEMA
+    version: int = VERSION
+    benchmark: str
+    created: str
+    """ISO 8601, UTC."""
+    command: list[str] = msgspec.field(default_factory=list)
+    config: dict[str, Any] = msgspec.field(default_factory=dict)
+    """The resolved configuration, defaults included."""
+    seeds: list[int] = msgspec.field(default_factory=list)
+    code: Code = msgspec.field(default_factory=Code)
+    environment: dict[str, Any] = msgspec.field(default_factory=dict)
+    """`machine`, `cores`, `device`, `versions`, `topology`; `before` and `after`, each with `load_average`
+    (of the last minute, or all three) and `cpu_steal_percent`."""
+    rows: list[Row] = msgspec.field(default_factory=list)
+    result: dict[str, Any] = msgspec.field(default_factory=dict)
+    """What the benchmark printed on its RESULT line."""
+
+    def __post_init__(self) -> None:
+        if self.schema != SCHEMA:
+            raise ReportError(f"the schema is {self.schema!r}, not {SCHEMA!r}")
+        seen: dict[Identity, Row] = {}
+        for row in self.rows:
+            if row.identity in seen:
+                raise ReportError(
+                    f"{row.name} occurs twice",
+                    cause="two scenarios with the same key and metric",
+                    next_step="add what distinguishes them to their keys",
+                )
+            seen[row.identity] = row
+
+    @property
+    def failed(self) -> list[Row]:
+        """The rows that hold an error instead of samples."""
+        return [row for row in self.rows if row.error is not None]
+
+
+def text(value: object) -> str:
+    """A configuration value as a person writes it: true, null, 1, cpu; containers as JSON."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict | list | tuple | bool) or value is None:
+        return msgspec.json.encode(value, enc_hook=str).decode()
+    return str(value)
+
+
+def flatten(document: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one level of dotted names, sorted, so that two compare line by line."""
+    flat: dict[str, Any] = {}
+    for name in sorted(document, key=str):
+        value = document[name]
+        if isinstance(value, dict) and value:
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

@@ -1,0 +1,139 @@
+"""Figures from raw samples: percentiles, medians by start, and the noise that equal runs show. Plain Python.
+
+Whether two rows differ is `judge`'s question.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from shoal.core.errors import UsageError
+from shoal.report.schema import Row
+
+PERCENTILES = (50, 75, 90, 95)
+
+
+def percentile(samples: Sequence[float], q: float) -> float:
+    """The q-th percentile, linear between the two nearest samples (numpy's default)."""
+    return _at(sorted(samples), q)
+
+
+def percentiles(samples: Iterable[float], qs: Iterable[float] = PERCENTILES) -> tuple[float, ...]:
+    """Several percentiles of the same samples, in the order of `qs`."""
+    ordered = sorted(samples)
+    return tuple(_at(ordered, q) for q in qs)
+
+
+def _at(ordered: Sequence[float], q: float) -> float:
+    if not ordered:
+        raise UsageError("no samples, so no percentile")
+    if not 0 <= q <= 100:
+        raise UsageError(f"a percentile is between 0 and 100, not {q}")
+    position = (len(ordered) - 1) * (q / 100)
+    lower = math.floor(position)
+    upper = min(lower + 1, len(ordered) - 1)
+    low, high, fraction = ordered[lower], ordered[upper], position - lower
+    if fraction < 0.5:
+        return low + (high - low) * fraction
+    return high - (high - low) * (1 - fraction)  # exact at a fraction of one, as numpy does it
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures of one row, in its unit. Percentiles are numeric: p95 of a rate is its high end."""
+
+    num_starts: int
+    num_samples: int
+    mean: float
+    spread: float
+    """Sample standard deviation (n - 1) over all samples; 0 for a single one."""
+    minimum: float
+    maximum: float
+    p50: float
+    p75: float
+    p90: float
+    p95: float
+    start_medians: tuple[float, ...]
+    noise_percent: float | None
+    """See `noise_floor`."""
+
+
+def summarize(row: Row) -> Summary | None:
+    """All figures of a row, or None for one that failed."""
+    samples = sorted(row.samples)
+    if not samples:
+        return None
+    mean = mean_of(samples)
+    p50, p75, p90, p95 = (_at(samples, q) for q in PERCENTILES)
+    return Summary(
+        num_starts=len(row.starts),
+        num_samples=len(samples),
+        mean=mean,
+        spread=math.sqrt(variance_of(samples)) if len(samples) > 1 else 0.0,
+        minimum=samples[0],
+        maximum=samples[-1],
+        p50=p50,
+        p75=p75,
+        p90=p90,
+        p95=p95,
+        start_medians=tuple(start_medians(row)),
+        noise_percent=noise_floor(row),
+    )
+
+
+def start_medians(row: Row) -> list[float]:
+    """The median of each process start, in order: the independent observations of a row."""
+    return [percentile(start, 50) for start in row.starts]
+
+
+def noise_floor(row: Row) -> float | None:
+    """How far equal measurements of this row are apart, in percent: a smaller change means nothing by itself.
+
+    With several starts: nine of ten pairs of starts have medians nearer to each other than this. With one
+    start: its samples are dealt to two halves in turns of 1, 2, 4, … samples, and the halves' medians differ
+    by at most this; it misses what changes from start to start, so it is a lower bound. None with one start
+    of fewer than eight samples.
+    """
+    medians = start_medians(row)
+    if len(medians) > 1:
+        return percentile([_apart(first, second) for first, second in combinations(medians, 2)], 90)
+    if not medians or len(row.starts[0]) < 8:
+        return None
+    samples, turn, largest = row.starts[0], 1, 0.0
+    while turn * 4 <= len(samples):
+        halves: tuple[list[float], list[float]] = ([], [])
+        for index, sample in enumerate(samples):
+            halves[index // turn % 2].append(sample)
+        largest = max(largest, _apart(percentile(halves[0], 50), percentile(halves[1], 50)))
+        turn *= 2
+    return largest
+
+
+def _apart(first: float, second: float) -> float:
+    """The difference in percent of the mean size, the same from either side; at most 200."""
+    size = abs(first) + abs(second)
+    return 200 * abs(first - second) / size if size else 0.0
+
+
+def change_percent(baseline: float, test: float, direction: str) -> float | None:
+    """The change from baseline to test, negative when worse; None where a zero baseline has no percentage."""
+    if baseline == test:
+        return 0.0
+    if baseline == 0:
+        return None
+    change = 100 * (test - baseline) / abs(baseline)
+    return change if direction == "higher" else -change
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """The mean; exactly the common value where all are equal."""
+    return values[0] if min(values) == max(values) else math.fsum(values) / len(values)
+
+
+def variance_of(values: Sequence[float]) -> float:
+    """The sample variance (n - 1); exactly zero where all are equal. Needs two values."""
+    mean = mean_of(values)
+    return math.fsum((value - mean) * (value - mean) for value in values) / (len(values) - 1)

@@ -1,0 +1,143 @@
+"""Tables as aligned text, coloured through rich on a terminal and plain in a pipe or a log.
+
+A cell may have several lines, and a row a note under all its cells. Keys are never cut: they wrap between
+their entries, and only a single entry wider than its column makes a table wider than asked. What the tables
+say is `views`'.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TextIO
+
+import msgspec
+
+WIDTH = 80
+"""Of text that does not go to a terminal."""
+GAP = "  "
+Line = tuple[str, str]
+"""A line and its style, in rich's words; '' for none."""
+_CONTROLS = dict.fromkeys((*range(32), *range(127, 160)), "?")
+"""A key read from a file must not steer the terminal."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A heading, which side its cells align to, and whether they may wrap (between words) to save width."""
+
+    name: str
+    align: Literal["left", "right"] = "right"
+    wraps: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells under columns."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+    notes: dict[int, Line] = field(default_factory=dict)
+    """Under the row of that index, as wide as the table."""
+
+    def lines(self, width: int = WIDTH, rule: str = "-") -> list[Line]:
+        """At most `width` columns wide where the cells allow it."""
+        widths = self._widths(width)
+        total = sum(widths) + len(GAP) * (len(widths) - 1)
+        blocks = [[(line, "") for line in self._block(cells, widths)] for cells in self.rows]
+        for index, (note, style) in self.notes.items():
+            blocks[index] += [("  " + line, style) for line in wrap(note, max(total, width) - 2)]
+        lines: list[Line] = [(self.title, "bold")] if self.title else []
+        lines += [(line, "dim") for line in self._block([column.name for column in self.columns], widths)]
+        lines.append((GAP.join(rule * size for size in widths), "dim"))
+        is_tall = any(len(block) > 1 for block in blocks)
+        for number, block in enumerate(blocks):
+            lines += [("", "")] * (is_tall and number > 0)
+            lines += block
+        return lines
+
+    def _block(self, cells: Sequence[str], widths: list[int]) -> list[str]:
+        columns = [
+            wrap(cell, size) if column.wraps else cell.split("\n")
+            for cell, size, column in zip(cells, widths, self.columns, strict=True)
+        ]
+        lines = []
+        for number in range(max(len(parts) for parts in columns)):
+            parts = [parts[number] if number < len(parts) else "" for parts in columns]
+            padded = [
+                part.ljust(size) if column.align == "left" else part.rjust(size)
+                for part, size, column in zip(parts, widths, self.columns, strict=True)
+            ]
+            lines.append(GAP.join(padded).rstrip())
+        return lines
+
+    def _widths(self, width: int) -> list[int]:
+        """What each column needs; those that may wrap share what the others leave."""
+        texts = [
+            [column.name, *(row[index] for row in self.rows)] for index, column in enumerate(self.columns)
+        ]
+        needs = [max(len(line) for text in cells for line in text.split("\n")) for cells in texts]
+        least = [
+            max((len(word) for text in cells for word in text.split()), default=0) if column.wraps else need
+            for cells, need, column in zip(texts, needs, self.columns, strict=True)
+        ]
+        excess = sum(needs) + len(GAP) * (len(needs) - 1) - width
+        while excess > 0:
+            widest = max(range(len(needs)), key=lambda index: needs[index] - least[index])
+            if needs[widest] <= least[widest]:
+                break
+            needs[widest] -= 1
+            excess -= 1
+        return needs
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """Break between words only; a longer word keeps a line to itself."""
+    lines: list[str] = []
+    for part in text.split("\n"):
+        line = ""
+        for word in part.split():
+            if line and len(line) + 1 + len(word) > width:
+                lines.append(line)
+                line = word
+            else:
+                line = f"{line} {word}" if line else word
+        lines.append(line)
+    return lines
+
+
+def show(items: Sequence[Table | Line | str], stream: TextIO) -> None:
+    """Write tables, each with an empty line after it, and lines of text."""
+    is_terminal = stream.isatty()
+    width = shutil.get_terminal_size((WIDTH, 24)).columns if is_terminal else WIDTH
+    lines: list[Line] = []
+    for item in items:
+        if isinstance(item, Table):
+            lines += [*item.lines(width, "─" if is_terminal else "-"), ("", "")]
+        else:
+            lines.append((item, "") if isinstance(item, str) else item)
+    lines = [(line.translate(_CONTROLS), style) for line, style in lines]
+    if not is_terminal:
+        emit("\n".join(line for line, _ in lines), stream)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=stream, highlight=False)
+    for line, style in lines:
+        console.print(Text(line, style=style), soft_wrap=True)
+
+
+def emit(text: str, stream: TextIO) -> None:
+    """Write text and a newline; where the stream cannot encode a character (µ in ASCII) it is replaced."""
+    try:
+        print(text, file=stream)
+    except UnicodeEncodeError:
+        print(text.replace("µ", "u").encode("ascii", "replace").decode(), file=stream)
+
+
+def result_line(result: dict[str, object]) -> str:
+    """The last line of every command: `RESULT: {json}`."""
+    return "RESULT: " + msgspec.json.encode(result).decode()

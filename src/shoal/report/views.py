@@ -1,0 +1,159 @@
+"""What the tables of a report and of a comparison say; how they look is `tables`'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shoal.report.diff import Diff, RowDiff
+from shoal.report.judge import LABELS, Verdict
+from shoal.report.schema import Report, Row, Scalar, text
+from shoal.report.statistics import PERCENTILES, summarize
+from shoal.report.tables import Column, Line, Table
+from shoal.report.units import percent, scale_for
+
+Group = tuple[str, str, str]
+Items = list[Table | Line | str]
+
+STYLES = {
+    Verdict.BETTER: "green",
+    Verdict.WORSE: "red",
+    Verdict.FAILED: "red",
+    Verdict.FAILED_BOTH: "red",
+    Verdict.FIXED: "green",
+    Verdict.TOO_FEW: "yellow",
+    Verdict.NO_DIFFERENCE: "dim",
+}
+
+
+def groups(rows: Iterable[Row]) -> dict[Group, list[Row]]:
+    """Rows by metric, unit and direction: what one chart or table can show together."""
+    grouped: dict[Group, list[Row]] = {}
+    for row in rows:
+        grouped.setdefault((row.metric, row.unit, row.direction), []).append(row)
+    return grouped
+
+
+def shared_key(rows: Iterable[Row]) -> dict[str, Scalar]:
+    """The entries of the keys that all rows have in common; none where there is only one row."""
+    keys = [row.key for row in rows]
+    if len(keys) < 2:
+        return {}
+    return {name: value for name, value in keys[0].items() if all(key.get(name) == value for key in keys)}
+
+
+def short_label(row: Row, shared: dict[str, Scalar]) -> str:
+    """The row's key without the shared entries; the metric where nothing else is left."""
+    parts = [f"{name}={text(value)}" for name, value in row.key.items() if name not in shared]
+    return " ".join(parts) or row.metric
+
+
+def group_title(group: Group, shared: dict[str, Scalar]) -> str:
+    """Metric, unit and direction, then what all rows of the group share."""
+    metric, unit, direction = group
+    where = " ".join(f"{name}={text(value)}" for name, value in shared.items())
+    return f"{metric} ({unit + ', ' if unit else ''}{direction} is better)" + (f"  {where}" if where else "")
+
+
+def report_items(report: Report) -> Items:
+    """The statistics of one report."""
+    code = f"  code {report.code}" if report.code.version else ""
+    items: Items = [(f"{report.benchmark}  {report.created}{code}".rstrip(), "bold"), ""]
+    for group, rows in groups(report.rows).items():
+        shared = shared_key(rows)
+        columns = (
+            Column("row", "left", wraps=True),
+            Column("starts"),
+            *(Column(f"p{q}") for q in PERCENTILES),
+        )
+        table = Table(group_title(group, shared), (*columns, Column("noise")))
+        for row in rows:
+            summary = summarize(row)
+            cells = ["-"] * (len(PERCENTILES) + 2)
+            if summary is None:
+                table.notes[len(table.rows)] = (f"failed: {row.error}", "red")
+            else:
+                scale = scale_for(row.unit, summary.p50)
+                values = (summary.p50, summary.p75, summary.p90, summary.p95)
+                noise = percent(summary.noise_percent, signed=False)
+                cells = [str(summary.num_starts), *map(scale.format, values), noise]
+            table.rows.append((short_label(row, shared), *cells))
+        items.append(table)
+    return items
+
+
+def diff_items(diff: Diff) -> Items:
+    """The comparison: what differs around the rows, then all percentiles with the verdict under each row."""
+    items: Items = [_header(diff)]
+    items += [(f"Warning: {warning}", "yellow") for warning in diff.warnings]
+    items += [""] * bool(diff.warnings)
+    pairs = {row.baseline.identity: row for row in diff.rows}
+    for group, rows in groups(row.baseline for row in diff.rows).items():
+        items.append(_percentile_table(group, [pairs[row.identity] for row in rows]))
+    return [*items, *unpaired_lines(diff), counts_text(diff)]
+
+
+def unpaired_lines(diff: Diff) -> list[str]:
+    """One line for each row that only one report has."""
+    sides = [("baseline", row) for row in diff.only_baseline] + [("test", row) for row in diff.only_test]
+    lines = []
+    for side, row in sides:
+        failure = f" (failed: {row.error})" if row.error is not None else ""
+        lines.append(f"Only in the {side}: {row.label} {row.metric}{failure}")
+    return [*lines, ""] if lines else []
+
+
+def counts_text(diff: Diff) -> str:
+    """'13 rows: 2 worse, 11 no difference found'; what did not occur is left out."""
+    counts = [f"{diff.count(verdict)} {LABELS[verdict]}" for verdict in Verdict if diff.count(verdict)]
+    plural = "row" if len(diff.rows) == 1 else "rows"
+    return f"{len(diff.rows)} {plural}, negative is worse: {', '.join(counts)}"
+
+
+def verdict_text(row: RowDiff) -> str:
+    """The verdict with what it rests on, as one line."""
+    judgement, label = row.judgement, LABELS[row.verdict]
+    starts = f"{len(row.baseline.starts)} and {len(row.test.starts)} starts"
+    if row.verdict is Verdict.TOO_FEW:
+        needs = f"needs {judgement.starts_needed} on each side to find {judgement.effect_percent:g}%"
+        return f"{label}: {starts}, {needs}"
+    if not row.changes:
+        return f"{label}: {row.test.error or row.baseline.error}"
+    return f"{label}: median {percent(judgement.change_percent)} (interval {interval_text(row)}), {starts}"
+
+
+def interval_text(row: RowDiff) -> str:
+    """'-12.1% to -8.3%', or '-' where nothing was judged."""
+    judgement = row.judgement
+    if judgement.low_percent is None or judgement.high_percent is None:
+        return "-"
+    return f"{percent(judgement.low_percent)} to {percent(judgement.high_percent)}"
+
+
+def _header(diff: Diff) -> Table:
+    columns = (
+        Column(diff.baseline.benchmark, "left"),
+        Column("baseline", "left", wraps=True),
+        Column("test", "left", wraps=True),
+    )
+    created = ("created", diff.baseline.created or "-", diff.test.created or "-")
+    return Table(
+        "", columns, [created, *((item.name, item.baseline, item.test) for item in diff.differences)]
+    )
+
+
+def _percentile_table(group: Group, rows: list[RowDiff]) -> Table:
+    shared = shared_key(row.baseline for row in rows)
+    columns = (Column("row", "left", wraps=True), Column("", "left"), *(Column(f"p{q}") for q in PERCENTILES))
+    table = Table(group_title(group, shared), columns)
+    for row in rows:
+        sides, cells = "", [""] * len(PERCENTILES)
+        if row.changes:
+            sides = "baseline\ntest\nchange"
+            scale = scale_for(row.baseline.unit, row.changes[0].baseline)
+            cells = [
+                f"{scale.format(change.baseline)}\n{scale.format(change.test)}\n{percent(change.percent)}"
+                for change in row.changes
+            ]
+        table.notes[len(table.rows)] = (verdict_text(row), STYLES[row.verdict])
+        table.rows.append((short_label(row.baseline, shared), sides, *cells))
+    return table

@@ -1,0 +1,56 @@
+"""What travels and where it lives: wire specs, flat buckets, and codecs with error feedback."""
+
+from shoal.tensors.buckets import DEFAULT_BUCKET_BYTES, Bucket, BucketLayout, BucketSlot
+from shoal.tensors.codecs import (
+    CODECS,
+    BFloat16,
+    Codec,
+    Encoded,
+    EncodedMeta,
+    ErrorFeedback,
+    Float16,
+    Int8,
+    LowRank,
+    Plain,
+    TopK,
+    codec_from_name,
+    decode,
+    read_meta,
+)
+from shoal.tensors.dtypes import DTYPES
+from shoal.tensors.memory import ALIGNMENT_BYTES, aligned_memory
+from shoal.tensors.packing import allocate_for, pack, unpack
+from shoal.tensors.specs import TensorLimits, TensorSpec, check, describe, read_specs, size_bytes
+
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "CODECS",
+    "DEFAULT_BUCKET_BYTES",
+    "DTYPES",
+    "BFloat16",
+    "Bucket",
+    "BucketLayout",
+    "BucketSlot",
+    "Codec",
+    "Encoded",
+    "EncodedMeta",
+    "ErrorFeedback",
+    "Float16",
+    "Int8",
+    "LowRank",
+    "Plain",
+    "TensorLimits",
+    "TensorSpec",
+    "TopK",
+    "aligned_memory",
+    "allocate_for",
+    "check",
+    "codec_from_name",
+    "decode",
+    "describe",
+    "pack",
+    "read_meta",
+    "read_specs",
+    "size_bytes",
+    "unpack",
+]

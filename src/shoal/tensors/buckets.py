@@ -1,0 +1,204 @@
+"""Flat buckets: many tensors of one dtype in one block of memory, so that one exchange moves them all.
+
+Every view starts on a 64-byte boundary and keeps its tensor's strides: a view that starts elsewhere, or has
+lost channels_last, makes torch choose other kernels and other bits. The gaps between views are zeros, so
+that a reduction over the whole of `flat` is clean. Who fills, exchanges and empties buckets is left to
+groups and strategies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+import torch
+
+from shoal.core.errors import TensorError, UsageError
+from shoal.tensors.dtypes import dtype_named
+from shoal.tensors.memory import ALIGNMENT_BYTES, aligned_memory, bytes_of, tensor_over
+from shoal.tensors.packing import reshape_dense
+from shoal.tensors.specs import TensorSpec, describe, size_bytes
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+T = TypeVar("T")
+
+DEFAULT_BUCKET_BYTES = 25 * 2**20
+"""Large enough that the cost of one exchange hardly counts, small enough to overlap with backward."""
+
+
+class BucketSlot(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor's place in a bucket; `index` is its position in the sequence that was planned."""
+
+    index: int
+    spec: TensorSpec
+    offset_bytes: int
+
+
+class BucketLayout(msgspec.Struct, frozen=True, array_like=True):
+    """Where each tensor lies in a bucket: numbers only, equal on all peers that plan equal tensors."""
+
+    dtype: str
+    slots: tuple[BucketSlot, ...]
+    size_bytes: int
+    """A multiple of 64, gaps included."""
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """Positions of the bucket's tensors in the planned sequence, in slot order."""
+        return tuple(slot.index for slot in self.slots)
+
+    def pick(self, sequence: Sequence[T]) -> list[T]:
+        """The bucket's members, in slot order, of a sequence parallel to the planned one."""
+        return [sequence[slot.index] for slot in self.slots]
+
+    @staticmethod
+    def plan(
+        tensors: Iterable[torch.Tensor | TensorSpec],
+        *,
+        max_bytes: int = DEFAULT_BUCKET_BYTES,
+        first_max_bytes: int | None = None,
+        is_reversed: bool = False,
+    ) -> list[BucketLayout]:
+        """Divide tensors among buckets of one dtype each, in the order in which the buckets fill.
+
+        `is_reversed` walks from the last tensor to the first, as backward produces gradients. A smaller
+        `first_max_bytes` lets the first bucket of each dtype leave early. A tensor larger than the limit
+        has a bucket to itself.
+        """
+        first_max_bytes = max_bytes if first_max_bytes is None else first_max_bytes
+        if min(max_bytes, first_max_bytes) < ALIGNMENT_BYTES:
+            raise UsageError(f"a bucket holds at least {ALIGNMENT_BYTES} bytes")
+        specs = [item if isinstance(item, TensorSpec) else describe(item) for item in tensors]
+        walk = list(enumerate(specs))
+        if is_reversed:
+            walk.reverse()
+        open_: dict[str, list[BucketSlot]] = {}
+        limits: dict[str, int] = {}
+        closed: list[list[BucketSlot]] = []
+        for index, spec in walk:
+            slots = open_.setdefault(spec.dtype, [])
+            limit = limits.setdefault(spec.dtype, first_max_bytes)
+            offset = _end(slots)
+            if slots and offset + _aligned(size_bytes(spec)) > limit:
+                closed.append(slots)
+                open_[spec.dtype] = slots = []
+                limits[spec.dtype] = max_bytes
+                offset = 0
+            slots.append(BucketSlot(index, spec, offset))
+        closed.extend(open_.values())
+        # A bucket can leave once its last tensor is there.
+        rank = {index: position for position, (index, _) in enumerate(walk)}
+        closed.sort(key=lambda slots: rank[slots[-1].index])
+        return [BucketLayout(slots[0].spec.dtype, tuple(slots), _end(slots)) for slots in closed]
+
+
+class Bucket:
+    """The memory of one layout.
+
+    `memory` may be any writable buffer on a 64-byte boundary, shared memory included: what its views
+    already hold is left alone, and only the gaps are zeroed, so that several processes may attach to it.
+    Without it the bucket allocates zeros, on `device`.
+    """
+
+    flat: torch.Tensor
+    """All of the memory, gaps included, as one 1-D tensor."""
+    views: tuple[torch.Tensor, ...]
+    """One tensor for each slot, in slot order."""
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        memory: WriteableBuffer | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.layout = layout
+        raw = _raw_memory(layout, memory, torch.device(device))
+        _zero_gaps(layout, raw)
+        dtype = dtype_named(layout.dtype)
+        self.flat = raw.view(dtype)
+        self.views = tuple(_view(self.flat, slot) for slot in layout.slots)
+
+    @property
+    def buffer(self) -> memoryview:
+        """The bucket's bytes, gaps included, for sending or receiving into; CPU only."""
+        if self.flat.device.type != "cpu":
+            raise UsageError(f"a bucket on {self.flat.device} has no buffer; copy `flat` to the CPU first")
+        return self.flat.view(torch.uint8).numpy().data
+
+    def load(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Copy tensors in, in slot order; None, a gradient that was not computed, becomes zeros."""
+        self._require_fit(tensors)
+        with torch.no_grad():
+            for view, tensor in zip(self.views, tensors, strict=True):
+                if tensor is None:
+                    view.zero_()
+                else:
+                    view.copy_(tensor)
+
+    def store(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Copy the views out into tensors, in slot order; None is passed over."""
+        self._require_fit(tensors)
+        with torch.no_grad():
+            for view, tensor in zip(self.views, tensors, strict=True):
+                if tensor is not None:
+                    tensor.copy_(view)
+
+    def _require_fit(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """All is checked before the first byte moves: copy_ would broadcast, or convert, in silence."""
+        if len(tensors) != len(self.views):
+            raise TensorError(f"{len(tensors)} tensors for a bucket of {len(self.views)}")
+        for slot, view, tensor in zip(self.layout.slots, self.views, tensors, strict=True):
+            if tensor is not None and (tensor.shape != view.shape or tensor.dtype != view.dtype):
+                raise TensorError(
+                    f"tensor {slot.index} is {tensor.dtype} of shape {list(tensor.shape)}; "
+                    f"its slot is {view.dtype} of shape {list(view.shape)}",
+                    next_step="give the tensors in the order of layout.indices; layout.pick(…) does",
+                )
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _end(slots: Sequence[BucketSlot]) -> int:
+    return slots[-1].offset_bytes + _aligned(size_bytes(slots[-1].spec)) if slots else 0
+
+
+def _raw_memory(layout: BucketLayout, memory: WriteableBuffer | None, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        if memory is not None:
+            raise UsageError(f"memory of the CPU cannot hold a bucket on {device}")
+        return torch.zeros(layout.size_bytes, dtype=torch.uint8, device=device)
+    if not layout.size_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    if memory is None:
+        return tensor_over(aligned_memory(layout.size_bytes)).zero_()
+    view = bytes_of(memory)
+    if view.readonly:
+        raise UsageError("a bucket needs memory that it may write")
+    if len(view) < layout.size_bytes:
+        raise UsageError(f"a bucket of {layout.size_bytes} bytes does not fit memory of {len(view)}")
+    raw = tensor_over(view[: layout.size_bytes])
+    if raw.data_ptr() % ALIGNMENT_BYTES:
+        raise UsageError(
+            f"a bucket's memory starts on a {ALIGNMENT_BYTES}-byte boundary, this one "
+            f"{raw.data_ptr() % ALIGNMENT_BYTES} bytes after one",
+            next_step="use aligned_memory(), or an offset into the mmap that is a multiple of 64",
+        )
+    return raw
+
+
+def _zero_gaps(layout: BucketLayout, raw: torch.Tensor) -> None:
+    for slot in layout.slots:
+        end = slot.offset_bytes + size_bytes(slot.spec)
+        raw[end : _aligned(end)].zero_()
+
+
+def _view(flat: torch.Tensor, slot: BucketSlot) -> torch.Tensor:
+    spec = slot.spec
+    start = slot.offset_bytes // flat.element_size()
+    count = size_bytes(spec) // flat.element_size()
+    return reshape_dense(flat[start : start + count], spec)

@@ -1,0 +1,362 @@
+"""The caller's side of a connection: calls that wait for an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from shoal.core import Deadline, DeadlineExceeded, PeerError, ProtocolError, ShoalError, UsageError
+from shoal.transport.errors import from_wire
+from shoal.transport.frames import (
+    INLINE_BYTES,
+    ErrorHead,
+    Kind,
+    MessageHead,
+    Mode,
+    RequestHead,
+    decode_payload,
+    encode,
+)
+from shoal.transport.memory import byte_view
+from shoal.transport.messages import Allocate, Head, Reply
+
+if TYPE_CHECKING:
+    from shoal.transport.channel import StreamChannel
+    from shoal.transport.connection import Connection
+
+Into = Sequence[Any] | Allocate | None
+
+
+TIMER_S = 2.5
+"""Most calls end long before their deadline: only those nearer than this get a timer of the loop."""
+
+
+class ConnectionRetired(Exception):
+    """The peer closed the connection before it looked at this call: it may be made again on another."""
+
+
+class PendingCall:
+    """One call that has been sent and not yet answered."""
+
+    __slots__ = (
+        "answer",
+        "channel",
+        "deadline",
+        "id",
+        "into",
+        "is_granted",
+        "is_settled",
+        "method",
+        "timer",
+        "views",
+    )
+
+    def __init__(
+        self,
+        call_id: int,
+        method: str,
+        views: Sequence[memoryview],
+        into: Into,
+        deadline: Deadline,
+        answer: asyncio.Future[Reply],
+    ) -> None:
+        self.id = call_id
+        self.method = method
+        self.views = views
+        self.into = into
+        self.deadline = deadline
+        self.answer = answer
+        self.timer: asyncio.TimerHandle | None = None
+        self.is_granted: asyncio.Future[None] | None = None
+        self.is_settled = False  # the peer has said its last word on it
+        self.channel: StreamChannel | None = None
+
+
+class Calling:
+    """All calls that this side of a connection has open."""
+
+    def __init__(self, connection: Connection, first_id: int) -> None:
+        self._connection = connection
+        self._next_id = first_id
+        self._pending: dict[int, PendingCall] = {}
+        self._max_calls = connection.limits.max_calls
+        self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
+        self._num_promised = 0  # places given to calls that have not woken up yet
+
+    @property
+    def num_open(self) -> int:
+        """Calls that wait for an answer."""
+        return len(self._pending)
+
+    def set_max_calls(self, max_calls: int) -> None:
+        """What the peer said it would take at once."""
+        self._max_calls = max(1, min(max_calls, self._connection.limits.max_calls))
+
+    async def call(
+        self, method: str, payload: Any, buffers: Sequence[Any], deadline: Deadline, into: Into
+    ) -> Reply:
+        """Send a request and wait for its answer."""
+        if self._is_full():
+            await self._wait_for_place(method, deadline)
+        call = self._begin(method, payload, buffers, deadline, into, Mode.CALL)
+        try:
+            return await call.answer
+        finally:
+            self._end(call)
+
+    async def notify(self, method: str, payload: Any, buffers: Sequence[Any], deadline: Deadline) -> None:
+        """Send a one-way request; its place stays taken until the handler is done, which nobody waits for."""
+        if self._is_full():
+            await self._wait_for_place(method, deadline)
+        call = self._begin(method, payload, buffers, deadline, None, Mode.ONE_WAY)
+        call.answer.add_done_callback(lambda answer: self._end_one_way(call, answer))
+        if sum(map(len, call.views)) <= INLINE_BYTES:
+            call.views = tuple(
+                memoryview(bytes(view)) for view in call.views
+            )  # in case the peer asks for them again
+            return
+        call.is_granted = self._connection.loop.create_future()
+        try:
+            await call.is_granted
+        except asyncio.CancelledError:
+            call.answer.cancel()
+            raise
+
+    async def open_channel(
+        self, method: str, payload: Any, deadline: Deadline
+    ) -> tuple[PendingCall, Callable[[], None]]:
+        """Begin a channel; the second value ends it, whatever state it is in."""
+        if self._is_full():
+            await self._wait_for_place(method, deadline)
+        call = self._begin(method, payload, (), deadline, None, Mode.CHANNEL)
+        return call, lambda: self._end(call)
+
+    def on_reply(self, call_id: int, head: MessageHead, body: memoryview) -> None:
+        """An answer has come, or begins to arrive when its buffers are large."""
+        call = self._pending.get(call_id)
+        if call is None or call.answer.done():
+            return
+        try:
+            reply = Reply(decode_payload(head.payload))
+            self._connection.check_sizes(head.sizes)
+            if call.into is None:
+                reply.buffers = self._connection.allocate(head.sizes)
+            else:
+                reply.buffers = self._memory_for(call, reply.payload, head.sizes)
+        except Exception as error:  # noqa: BLE001 - whatever the caller's allocate raises belongs to the caller
+            call.answer.set_exception(self._unusable(call, error))
+            return
+        self._connection.receive(call_id, reply.buffers, body, functools.partial(_settle, call, reply))
+
+    def on_error(self, call_id: int, head: ErrorHead) -> None:
+        """The peer says that a call failed."""
+        call = self._pending.get(call_id)
+        if call is None:
+            return
+        call.is_settled = True
+        if not call.answer.done():
+            call.answer.set_exception(from_wire(head, self._connection.peer, call.method))
+
+    def on_grant(self, call_id: int, *, is_from_start: bool) -> None:
+        """The peer has room for a request's buffers."""
+        call = self._pending.get(call_id)
+        if call is None:
+            return
+        if is_from_start:
+            self._connection.outbox.resend(call_id, call.views)
+        else:
+            self._connection.outbox.grant(call_id)
+        if call.is_granted is not None:
+            self._connection.outbox.when_sent(call_id, lambda: _set(call.is_granted))
+
+    def channel_of(self, call_id: int) -> StreamChannel | None:
+        """The channel that this call opened, while it lasts."""
+        call = self._pending.get(call_id)
+        return call.channel if call is not None else None
+
+    def retire(self, last_call_id: int) -> None:
+        """The peer will answer calls up to this id and no later one."""
+        for call in tuple(self._pending.values()):
+            if call.id > last_call_id and not call.answer.done():
+                call.answer.set_exception(ConnectionRetired())
+        self._fail_waiting(ConnectionRetired())
+
+    def fail_all(self, make_error: Callable[[str], ShoalError]) -> None:
+        """The connection has ended: every call fails with `make_error(method)`, oldest first."""
+        for call in tuple(self._pending.values()):
+            if not call.answer.done():
+                call.answer.set_exception(make_error(call.method))
+        self._fail_waiting(make_error("a call that waited for a free place"))
+
+    def _is_full(self) -> bool:
+        return bool(self._waiting) or len(self._pending) + self._num_promised >= self._max_calls
+
+    def _begin(
+        self, method: str, payload: Any, buffers: Sequence[Any], deadline: Deadline, into: Into, mode: Mode
+    ) -> PendingCall:
+        connection = self._connection
+        views = _views(buffers)
+        connection.raise_if_closed(method)
+        remaining_s = deadline.remaining_s
+        if remaining_s <= 0:
+            raise DeadlineExceeded(
+                f"{method} at {connection.peer}: the deadline had passed before it was sent."
+            )
+        sizes = [len(view) for view in views]
+        connection.check_sizes_of_peer(method, sizes)
+        timeout_ms = 0 if math.isinf(remaining_s) else max(1, int(remaining_s * 1000))
+        try:
+            head = encode(RequestHead(method, mode, timeout_ms, sizes, msgspec.Raw(encode(payload))))
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise UsageError(
+                f"The payload of {method} cannot be sent: {error}",
+                cause="payloads carry what MessagePack carries; tensors and arrays travel as buffers.",
+            ) from error
+        if len(head) > (limit := connection.limits.max_head_bytes):
+            raise UsageError(
+                f"The payload of {method} takes {len(head):,} bytes; {limit:,} are allowed.",
+                next_step="send large things as buffers.",
+            )
+        call_id = self._next_id
+        self._next_id += 2
+        answer: asyncio.Future[Reply] = connection.loop.create_future()
+        call = PendingCall(call_id, method, views, into, deadline, answer)
+        self._pending[call_id] = call
+        connection.outbox.send_message(Kind.REQUEST, call_id, head, views, None)
+        if remaining_s < TIMER_S:
+            call.timer = connection.loop.call_later(remaining_s, self._expire, call)
+        return call
+
+    def arm_timers(self) -> None:
+        """Set a timer for each call whose deadline is near; called about once a second."""
+        for call in tuple(self._pending.values()):
+            if call.timer is None and (remaining_s := call.deadline.remaining_s) < TIMER_S:
+                call.timer = self._connection.loop.call_later(remaining_s, self._expire, call)
+
+    def _end(self, call: PendingCall) -> None:
+        """Forget a call; one that was not answered is cancelled at the peer and frees what it held."""
+        if self._pending.pop(call.id, None) is None:
+            return
+        if call.timer is not None:
+            call.timer.cancel()
+        if not call.is_settled:
+            self._connection.forget(call.id)
+            self._connection.send(Kind.CANCEL, call.id)
+        if not call.answer.cancel() and not call.answer.cancelled():
+            call.answer.exception()  # a channel's owner may not have asked for it
+        if self._waiting:
+            self._free_place()
+
+    def _end_one_way(self, call: PendingCall, answer: asyncio.Future[Reply]) -> None:
+        error = None if answer.cancelled() else answer.exception()
+        if call.is_granted is not None and not call.is_granted.done():
+            if error is None:
+                call.is_granted.set_result(None)
+            else:
+                call.is_granted.set_exception(error)
+        self._end(call)
+
+    def _expire(self, call: PendingCall) -> None:
+        if not call.answer.done():
+            call.answer.set_exception(
+                DeadlineExceeded(
+                    f"{call.method} at {self._connection.peer} was not answered before its deadline.",
+                    cause=self._connection.describe_wait(call.id),
+                )
+            )
+
+    async def _wait_for_place(self, method: str, deadline: Deadline) -> None:
+        place: asyncio.Future[None] = self._connection.loop.create_future()
+        self._waiting.append(place)
+        try:
+            async with asyncio.timeout(None if math.isinf(deadline.at_s) else deadline.remaining_s):
+                await place
+        except TimeoutError as error:
+            if isinstance(error, ShoalError):
+                raise
+            raise DeadlineExceeded(
+                f"{method} at {self._connection.peer} could not be sent before its deadline.",
+                cause=f"{len(self._pending)} calls to this peer are open already.",
+            ) from None
+        finally:
+            if place in self._waiting:
+                self._waiting.remove(place)
+            elif not place.cancelled() and place.exception() is None:
+                self._num_promised -= 1
+
+    def _free_place(self) -> None:
+        while self._waiting and len(self._pending) + self._num_promised < self._max_calls:
+            place = self._waiting.popleft()
+            if not place.done():
+                self._num_promised += 1
+                place.set_result(None)
+
+    def _fail_waiting(self, error: Exception) -> None:
+        while self._waiting:
+            place = self._waiting.popleft()
+            if not place.done():
+                place.set_exception(error)
+
+    def _memory_for(self, call: PendingCall, payload: Any, sizes: Sequence[int]) -> list[memoryview]:
+        given = call.into
+        if callable(given):
+            given = given(Head(call.method, payload, sizes, self._connection.peer, call.deadline))
+        return fitting_views(given or (), sizes)
+
+    def _unusable(self, call: PendingCall, error: Exception) -> Exception:
+        if isinstance(error, ShoalError) or not isinstance(error, (msgspec.MsgspecError, RecursionError)):
+            return error
+        return ProtocolError(
+            f"The answer of {self._connection.peer} to {call.method} cannot be read: {error}."
+        )
+
+
+def _settle(call: PendingCall, reply: Reply) -> None:
+    call.is_settled = True
+    if not call.answer.done():
+        call.answer.set_result(reply)
+
+
+def fitting_views(given: Sequence[Any], sizes: Sequence[int]) -> list[memoryview]:
+    """Byte views of the memory that was picked for a message; PeerError when it does not fit the message."""
+    views = [byte_view(buffer) for buffer in given]
+    if [len(view) for view in views] != list(sizes):
+        raise PeerError(
+            f"The message has buffers of {_list(sizes)} bytes, "
+            f"the memory given for it {_list([len(view) for view in views])}.",
+            cause="the two sides disagree on what is exchanged.",
+            next_step="compare the shapes and dtypes that both sides use.",
+        )
+    if any(view.readonly for view in views):
+        raise UsageError(
+            "The memory given for a message is read-only.", next_step="give a bytearray or writable array."
+        )
+    return views
+
+
+def _views(buffers: Sequence[Any]) -> tuple[memoryview, ...]:
+    if not buffers:
+        return ()
+    try:
+        return tuple(byte_view(buffer) for buffer in buffers)
+    except (TypeError, BufferError) as error:
+        raise UsageError(
+            f"A buffer cannot be sent: {error}.",
+            cause="buffers are contiguous bytes-like objects.",
+            next_step="pack tensors with shoal.tensors.pack first.",
+        ) from error
+
+
+def _list(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes[:8])) + (", …" if len(sizes) > 8 else "") if sizes else "no"
+
+
+def _set(future: asyncio.Future[None] | None) -> None:
+    if future is not None and not future.done():
+        future.set_result(None)

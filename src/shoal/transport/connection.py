@@ -1,0 +1,495 @@
+"""One connection between two peers: many calls each way, multiplexed over one stream of bytes.
+
+It is an asyncio protocol and does not care what carries its bytes: a socket, TLS, or a link in memory.
+How a call flows through it is drawn in docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+from shoal import __version__
+from shoal.core import (
+    LimitExceeded,
+    Peer,
+    PeerBusy,
+    PeerError,
+    PeerId,
+    PeerLost,
+    PeerRefused,
+    ProtocolError,
+    Scope,
+    ShoalError,
+    VersionMismatch,
+)
+from shoal.core.fork import close_in_children, keep_in_children
+from shoal.core.ids import ID_BYTES
+from shoal.transport.assembly import Assembly
+from shoal.transport.budget import ByteBudget
+from shoal.transport.calling import Calling, ConnectionRetired
+from shoal.transport.channel import StreamChannel
+from shoal.transport.decoder import FrameDecoder
+from shoal.transport.frames import (
+    VERSION,
+    ErrorHead,
+    GoodbyeHead,
+    GrantHead,
+    HelloHead,
+    Kind,
+    MessageHead,
+    WindowHead,
+    encode,
+)
+from shoal.transport.limits import Limits
+from shoal.transport.memory import BufferPool
+from shoal.transport.outbox import Outbox
+from shoal.transport.routes import Routes
+from shoal.transport.serving import Serving
+
+log = logging.getLogger(__name__)
+
+
+class Host(Protocol):
+    """What a connection needs from the transport that it belongs to."""
+
+    peer_id: PeerId | None
+    limits: Limits
+    routes: Routes
+    budget: ByteBudget
+    pool: BufferPool
+
+    def on_ready(self, connection: Connection) -> None:
+        """The hello of the other side has come."""
+
+    def on_lost(self, connection: Connection) -> None:
+        """The connection is over."""
+
+    def complain(self, connection: Connection, error: ShoalError) -> None:
+        """The other side misbehaved and was cut off."""
+
+
+class _State(enum.Enum):
+    GREETING = "greeting"
+    READY = "ready"
+    LEAVING = "leaving"
+    CLOSED = "closed"
+
+
+class Connection(asyncio.BufferedProtocol):
+    """Lives on one loop; every method is called on that loop's thread."""
+
+    def __init__(self, host: Host, scope: Scope, peer: Peer, *, is_dialer: bool) -> None:
+        self.host = host
+        self.limits = host.limits
+        self.routes = host.routes
+        self.budget = host.budget
+        self.scope = scope
+        self.peer = peer
+        self.is_dialer = is_dialer
+        self.loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[None] = self.loop.create_future()
+        self.ready.add_done_callback(_retrieve)
+        self.used_at_s = self.loop.time()
+        self._state = _State.GREETING
+        self._reason: ShoalError | None = None
+        self._decoder = FrameDecoder(self, self.limits.max_head_bytes)
+        self._assemblies: dict[int, Assembly] = {}
+        self._peer_max_message_bytes = self.limits.max_message_bytes
+        self.calling = Calling(self, first_id=1 if is_dialer else 2)
+        self.serving = Serving(self, first_id=2 if is_dialer else 1)
+        self._watch = _Watch()
+        self._transport: asyncio.Transport | None = None
+        self._descriptor: int | None = None
+        self.outbox: Outbox
+        self._handlers: dict[Kind, Callable[[int, Any, memoryview], None]] = {
+            Kind.HELLO: self._on_hello,
+            Kind.REQUEST: self.serving.on_request,
+            Kind.REPLY: self.calling.on_reply,
+            Kind.ERROR: self._on_error,
+            Kind.GRANT: self._on_grant,
+            Kind.CANCEL: self._on_cancel,
+            Kind.ITEM: self._on_item,
+            Kind.END: self._on_end,
+            Kind.WINDOW: self._on_window,
+            Kind.GOODBYE: self._on_goodbye,
+        }
+
+    # --- what asyncio calls ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The bytes may flow: greet."""
+        self._transport = cast("asyncio.Transport", transport)
+        # zero: 'resumed' then means that every byte has left, and buffers may be used again
+        self._transport.set_write_buffer_limits(high=0)
+        socket = transport.get_extra_info("socket")
+        if socket is not None:
+            self._descriptor = socket.fileno()
+            close_in_children(self._descriptor)
+        self.outbox = Outbox(self.loop, self._transport)
+        peer_id = self.host.peer_id.digest if self.host.peer_id else b""
+        hello = HelloHead(__version__, peer_id, self.limits.max_calls, self.limits.max_message_bytes)
+        self.send(Kind.HELLO, 0, encode(hello))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes should go."""
+        return self._decoder.get_buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Bytes have come."""
+        try:
+            self._decoder.buffer_updated(nbytes)
+        except (ProtocolError, LimitExceeded) as error:
+            self._cut_off(error)
+
+    def pause_writing(self) -> None:
+        """The socket is full."""
+        self.outbox.pause()
+
+    def resume_writing(self) -> None:
+        """The socket is empty."""
+        self.outbox.resume()
+
+    def eof_received(self) -> bool:
+        """The other side sends no more: nothing is left to talk about."""
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell everybody who waits."""
+        if self._descriptor is not None:
+            keep_in_children(self._descriptor)
+        was_ready = self._state is not _State.GREETING
+        self._state = _State.CLOSED
+        cause = str(exc) if exc else "the other side closed it."
+        self._reason = self._reason or PeerLost(
+            f"The connection to {self.peer} ended.", peer=self.peer, cause=cause
+        )
+        if not self.ready.done():
+            self.ready.set_exception(self._reason)
+        self.calling.fail_all(self.error_for)
+        self.serving.abandon_all()
+        self._assemblies.clear()
+        self.outbox.close()
+        self._decoder.drop_chunk()
+        if was_ready:
+            log.debug("connection to %s ended: %s", self.peer, self._reason.what)
+        self.host.on_lost(self)
+
+    # --- what the decoder calls ---
+
+    def on_frame(self, kind: Kind, call_id: int, head: Any, body: memoryview) -> None:
+        """Pass a frame to whom it concerns."""
+        self._watch.num_frames += 1
+        if self._state is _State.GREETING and kind not in (Kind.HELLO, Kind.GOODBYE):
+            raise ProtocolError(f"A {kind.name} frame came before the hello.")
+        self._handlers[kind](call_id, head, body)
+
+    def on_chunk(self, call_id: int, body_bytes: int, *, is_from_start: bool) -> Sequence[memoryview] | None:
+        """Say where a part of a message belongs; parts of messages that were given up are dropped."""
+        self._watch.num_frames += 1
+        assembly = self._assemblies.get(call_id)
+        return None if assembly is None else assembly.next_targets(body_bytes, is_from_start=is_from_start)
+
+    def on_chunk_end(self, call_id: int) -> None:
+        """A part is in its place; the message may be complete with it."""
+        assembly = self._assemblies.get(call_id)
+        if assembly is not None and assembly.left_bytes == 0:
+            del self._assemblies[call_id]
+            self._decoder.expects_chunk = bool(self._assemblies)
+            assembly.on_complete()
+
+    # --- what the two sides of a call use ---
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether new calls may begin here."""
+        return self._state is _State.READY
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this side has said goodbye."""
+        return self._state is _State.LEAVING
+
+    @property
+    def num_open(self) -> int:
+        """Calls under way, both ways."""
+        return self.calling.num_open + self.serving.num_open
+
+    def send(self, kind: Kind, call_id: int, head: bytes = b"") -> None:
+        """Send a frame without a body, unless the connection is over."""
+        if self._state is not _State.CLOSED:
+            self.outbox.send_frame(kind, call_id, head)
+
+    def allocate(self, sizes: Sequence[int]) -> list[memoryview]:
+        """Memory for buffers that nobody picked memory for."""
+        return self.host.pool.allocate_all(sizes)
+
+    def receive(
+        self, call_id: int, views: Sequence[memoryview], body: memoryview, on_complete: Callable[[], None]
+    ) -> None:
+        """Fill a message's buffers with the body that came along, or with the chunks that will come."""
+        total_bytes = sum(map(len, views)) if views else 0
+        if len(body) != total_bytes:
+            if len(body):
+                raise ProtocolError(f"A message announced {total_bytes:,} bytes and carries {len(body):,}.")
+            self._expect(call_id, Assembly(views, total_bytes, on_complete))
+            return
+        start = 0
+        for view in views:
+            end = start + len(view)
+            view[:] = body[start:end]
+            start = end
+        on_complete()
+
+    def receive_later(self, call_id: int, total_bytes: int, on_complete: Callable[[], None]) -> None:
+        """Expect a message for which there is no room yet; see `make_room`."""
+        self._expect(call_id, Assembly.without_room(total_bytes, on_complete))
+
+    def _expect(self, call_id: int, assembly: Assembly) -> None:
+        if call_id in self._assemblies:
+            raise ProtocolError(f"A message of call {call_id} began before the one before it had ended.")
+        self._assemblies[call_id] = assembly
+        self._decoder.expects_chunk = True
+
+    def make_room(self, call_id: int, views: Sequence[memoryview]) -> None:
+        """Memory for a message that was expected later."""
+        self._assemblies[call_id].make_room(views)
+
+    def forget(self, call_id: int) -> None:
+        """Neither send nor receive more of a call's buffers; its memory is the owner's again."""
+        if self._assemblies.pop(call_id, None) is not None:
+            self._decoder.expects_chunk = bool(self._assemblies)
+            if self._decoder.is_receiving(call_id):
+                self._decoder.drop_chunk()
+        if self._state is not _State.CLOSED:
+            self.outbox.drop(call_id)
+
+    def check_sizes(self, sizes: Sequence[int]) -> None:
+        """LimitExceeded when a message's buffers are more than this peer takes."""
+        if not sizes:
+            return
+        total_bytes = sum(sizes)
+        if min(sizes) < 0:
+            raise ProtocolError("A message announced a buffer of negative size.")
+        if total_bytes > self.limits.max_message_bytes or len(sizes) > self.limits.max_buffers:
+            raise LimitExceeded(
+                f"a message of {total_bytes:,} bytes in {len(sizes):,} buffers is above the limit of "
+                f"{self.limits.max_message_bytes:,} bytes in {self.limits.max_buffers:,}.",
+                next_step="send it in parts through a channel, or raise the receiver's limits.",
+            )
+
+    def check_sizes_of_peer(self, method: str, sizes: Sequence[int]) -> None:
+        """PeerRefused when the other side has said that it does not take so much."""
+        if sizes and sum(sizes) > self._peer_max_message_bytes:
+            raise PeerRefused(
+                f"{method}: {sum(sizes):,} bytes are more than the {self._peer_max_message_bytes:,} that "
+                f"{self.peer} takes in one message.",
+                peer=self.peer,
+                next_step="send it in parts through a channel, or raise the receiver's max_message_bytes.",
+            )
+
+    def raise_if_closed(self, method: str) -> None:
+        """Raise what ended the connection, if it has ended."""
+        if self._state is _State.CLOSED:
+            raise self.error_for(method)
+        if self._state is not _State.READY:
+            raise ConnectionRetired
+
+    def describe_wait(self, call_id: int) -> str:
+        """How far a call has come, for its error message."""
+        if (body := self.outbox.body_of(call_id)) is not None:
+            return f"{body.sent_bytes:,} of {body.total_bytes:,} bytes had been sent."
+        if (assembly := self._assemblies.get(call_id)) is not None:
+            arrived = assembly.total_bytes - assembly.left_bytes
+            return f"{arrived:,} of the answer's {assembly.total_bytes:,} bytes had arrived."
+        return "the request had been sent; no answer had come."
+
+    # --- ending ---
+
+    def leave(self, reason: str, code: str = "leaving") -> None:
+        """Say goodbye: calls under way may end, new ones are refused, then the connection closes."""
+        if self._state in (_State.CLOSED, _State.LEAVING) or self._transport is None:
+            return
+        self._state = _State.LEAVING
+        self.send(Kind.GOODBYE, 0, encode(GoodbyeHead(code, reason, self.serving.last_call_id)))
+        self.close_when_done()
+
+    def close_when_done(self) -> None:
+        """Close a connection that has been left, once no call uses it."""
+        if self._state is _State.LEAVING and self.num_open == 0:
+            self.close()
+
+    def close(self, reason: ShoalError | None = None) -> None:
+        """End the connection now; frames that wait are still sent where the socket takes them."""
+        if self._state is _State.CLOSED or self._transport is None:
+            return
+        self._reason = self._reason or reason
+        self.outbox.flush_now()
+        self._transport.close()
+
+    def abort(self) -> None:
+        """End the connection without a word."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def check_progress(self, now_s: float) -> None:
+        """Cut off a sender that stalls inside a frame or a message; called about once a second."""
+        limits = self.limits
+        if self._state is _State.GREETING and now_s - self.used_at_s > limits.handshake_s:
+            self._cut_off(ProtocolError(f"No hello came within {limits.handshake_s:g} s."))
+            return
+        if self._watch.is_stuck(now_s, self._decoder, limits):
+            self._cut_off(
+                LimitExceeded(f"A frame did not arrive at {limits.min_bytes_per_s:,} bytes/s or more.")
+            )
+            return
+        self.close_when_done()
+        self.calling.arm_timers()
+        self.serving.arm_timers()
+        for call_id in self._watch.stalled(now_s, self._decoder, self._assemblies, limits):
+            error = LimitExceeded("the buffers of this message stopped arriving.")
+            self.serving.give_up(call_id, error)
+
+    def _cut_off(self, error: ShoalError) -> None:
+        """The other side does not keep to the protocol: say why, close, and log one line."""
+        if self._state is _State.CLOSED or self._transport is None:
+            return
+        self._reason = error
+        code = "version" if isinstance(error, VersionMismatch) else "protocol"
+        self._state = _State.LEAVING
+        self.send(Kind.GOODBYE, 0, encode(GoodbyeHead(code, error.what[:500], self.serving.last_call_id)))
+        self.outbox.flush_now()
+        self._decoder.drop_chunk()
+        self._transport.close()
+        self.loop.call_later(1.0, self.abort)  # a peer that does not read would keep the socket open
+        self.host.complain(self, error)
+
+    def error_for(self, method: str) -> ShoalError:
+        """What to raise for a call that the end of this connection has ended."""
+        reason = self._reason or PeerLost("the connection is closed.", peer=self.peer)
+        if isinstance(reason, PeerError):
+            return type(reason)(
+                f"{method} at {self.peer}: {reason.what}",
+                peer=self.peer,
+                cause=reason.cause,
+                next_step=reason.next_step,
+            )
+        return PeerLost(f"{method} at {self.peer}: {reason.what}", peer=self.peer, cause=reason.cause)
+
+    # --- frames ---
+
+    def _on_hello(self, call_id: int, head: HelloHead, body: memoryview) -> None:
+        if self._state is not _State.GREETING:
+            raise ProtocolError("A second hello came.")
+        if len(head.peer_id) not in (0, ID_BYTES):
+            raise ProtocolError("A hello came with a peer id of the wrong length.")
+        claimed = PeerId(head.peer_id) if head.peer_id else None
+        if self.peer.id is not None and claimed != self.peer.id:
+            other = claimed.short if claimed else "nobody in particular"
+            self._reason = PeerRefused(
+                f"The peer at {self.peer.address} is {other}, not {self.peer.id.short}.",
+                peer=self.peer,
+                cause="another peer has taken that address.",
+                next_step="look the peer up again.",
+            )
+            self.close()
+            return
+        self.peer = Peer(self.peer.address, claimed)
+        self.calling.set_max_calls(head.max_calls)
+        self._peer_max_message_bytes = head.max_message_bytes
+        self._state = _State.READY
+        self.host.on_ready(self)
+        if not self.ready.done():
+            self.ready.set_result(None)
+
+    def _on_error(self, call_id: int, head: ErrorHead, body: memoryview) -> None:
+        self.calling.on_error(call_id, head)
+
+    def _on_grant(self, call_id: int, head: GrantHead, body: memoryview) -> None:
+        self.calling.on_grant(call_id, is_from_start=head.from_start)
+
+    def _on_cancel(self, call_id: int, head: None, body: memoryview) -> None:
+        self.serving.on_cancel(call_id)
+
+    def _channel(self, call_id: int) -> StreamChannel | None:
+        return self.calling.channel_of(call_id) or self.serving.channel_of(call_id)
+
+    def _on_item(self, call_id: int, head: MessageHead, body: memoryview) -> None:
+        if (channel := self._channel(call_id)) is not None:
+            channel.on_item(head, body)
+
+    def _on_end(self, call_id: int, head: None, body: memoryview) -> None:
+        if (channel := self._channel(call_id)) is not None:
+            channel.on_end()
+
+    def _on_window(self, call_id: int, head: WindowHead, body: memoryview) -> None:
+        if (channel := self._channel(call_id)) is not None:
+            channel.on_window(head.size_bytes)
+
+    def _on_goodbye(self, call_id: int, head: GoodbyeHead, body: memoryview) -> None:
+        self._reason = _farewell(head, self.peer)
+        self.calling.retire(head.last_call_id)
+        if self._state is _State.GREETING:
+            self.close()
+        elif self._state is _State.READY:
+            self._state = _State.LEAVING
+            self.close_when_done()
+
+
+class _Watch:
+    """Notices a sender that stalls, by looking about once a second; costs nothing in between."""
+
+    def __init__(self) -> None:
+        self.num_frames = 0
+        self._seen_frames = -1
+        self._frame_until_s = 0.0
+        self._progress: dict[int, tuple[int, float]] = {}
+
+    def is_stuck(self, now_s: float, decoder: FrameDecoder, limits: Limits) -> bool:
+        """Whether the frame that was arriving at an earlier look is still the same and out of time."""
+        if not decoder.is_inside_frame:
+            self._seen_frames = -1
+            return False
+        if self._seen_frames != self.num_frames:
+            self._seen_frames = self.num_frames
+            self._frame_until_s = now_s + limits.frame_s + decoder.chunk_left / limits.min_bytes_per_s
+        return now_s > self._frame_until_s
+
+    def stalled(
+        self, now_s: float, decoder: FrameDecoder, assemblies: dict[int, Assembly], limits: Limits
+    ) -> list[int]:
+        """Messages with room here of which nothing came, on an idle line, for thrice a frame's time."""
+        before, self._progress = self._progress, {}
+        stalled = []
+        for call_id, assembly in assemblies.items():
+            left, since_s = before.get(call_id, (assembly.left_bytes, now_s))
+            if decoder.is_inside_frame or assembly.is_waiting_for_start or left != assembly.left_bytes:
+                since_s = now_s
+            self._progress[call_id] = (assembly.left_bytes, since_s)
+            if now_s - since_s > 3 * limits.frame_s:
+                stalled.append(call_id)
+        return stalled
+
+
+def _farewell(head: GoodbyeHead, peer: Peer) -> ShoalError:
+    if head.code == "version":
+        return VersionMismatch(
+            f"{peer} speaks another version of the protocol than this peer ({VERSION}): {head.reason}",
+            next_step="install the same Shoal version on both sides; `shoal --version` tells it.",
+        )
+    if head.code == "busy":
+        return PeerBusy(
+            f"{peer} takes no connection now: {head.reason}", peer=peer, next_step="try again later."
+        )
+    if head.code == "protocol":
+        return ProtocolError(f"{peer} closed the connection: {head.reason}")
+    return PeerLost(f"{peer} closed the connection: {head.reason}", peer=peer)
+
+
+def _retrieve(future: asyncio.Future[None]) -> None:
+    """Nobody may be waiting for an accepted connection: that is no error."""
+    if not future.cancelled():
+        future.exception()

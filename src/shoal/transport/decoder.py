@@ -1,0 +1,210 @@
+"""Bytes in, frames out: the receiving half of the wire format, without a socket.
+
+It says where the next bytes should go (`get_buffer`), so that the chunks of a large message land in their
+final memory and are never copied. Small frames share one scratch buffer, many of them in one read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from shoal.core import LimitExceeded, ProtocolError, VersionMismatch
+from shoal.transport.frames import DECODERS, HEADER, INLINE_BYTES, MAGIC, MAX_CHUNK_BYTES, VERSION, Kind
+
+_SCRATCH_BYTES = 128 << 10
+_DIRECT_FROM_BYTES = 16 << 10  # a smaller target is filled by a copy: cheaper than a read of its own
+_KINDS = {int(kind): kind for kind in Kind}
+_CHUNKS = (Kind.CHUNK, Kind.CHUNK_FROM_START)
+_BODY_LIMITS = {
+    Kind.REQUEST: INLINE_BYTES,
+    Kind.REPLY: INLINE_BYTES,
+    Kind.ITEM: INLINE_BYTES,
+    Kind.CHUNK: MAX_CHUNK_BYTES,
+    Kind.CHUNK_FROM_START: MAX_CHUNK_BYTES,
+}
+
+
+class FrameSink(Protocol):
+    """What a decoder reports to."""
+
+    def on_frame(self, kind: Kind, call_id: int, head: Any, body: memoryview) -> None:
+        """A whole frame that is no chunk; `body` is valid only until this returns."""
+
+    def on_chunk(self, call_id: int, body_bytes: int, *, is_from_start: bool) -> Sequence[memoryview] | None:
+        """A chunk begins; returns memory of `body_bytes` for it, or None to drop it."""
+
+    def on_chunk_end(self, call_id: int) -> None:
+        """The chunk announced last is in its place."""
+
+
+class FrameDecoder:
+    """Raises ProtocolError or LimitExceeded on bytes that no honest peer sends, and is of no use then."""
+
+    def __init__(self, sink: FrameSink, max_head_bytes: int) -> None:
+        self._sink = sink
+        self._max_head_bytes = max_head_bytes
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._filled = 0
+        self._call_id = 0
+        self._chunk_left = 0
+        self._targets: list[memoryview] = []  # of the current chunk, the next one last
+        self._is_dropping = False
+        self.expects_chunk = False
+        """Set by the sink while chunks of some message are still to come."""
+
+    @property
+    def is_inside_frame(self) -> bool:
+        """Whether a frame has begun and not ended."""
+        return self._filled > 0 or self._chunk_left > 0
+
+    @property
+    def chunk_left(self) -> int:
+        """Bytes of the current chunk that are still to come."""
+        return self._chunk_left
+
+    def is_receiving(self, call_id: int) -> bool:
+        """Whether a chunk of this call is arriving right now."""
+        return self._chunk_left > 0 and self._call_id == call_id
+
+    def drop_chunk(self) -> None:
+        """Have the rest of the current chunk thrown away: its memory belongs to somebody else now."""
+        if self._chunk_left:
+            self._is_dropping = True
+            self._targets = []
+
+    def get_buffer(self) -> memoryview:
+        """Where the next bytes should be written."""
+        if self._chunk_left:
+            if self._is_dropping:
+                return self._scratch[: min(self._chunk_left, len(self._scratch))]
+            if self._is_direct():
+                return self._targets[-1]
+        elif self.expects_chunk and self._filled < HEADER.size:
+            # the next chunk should go to its place by a read of its own: take no more than the header now
+            return self._scratch[self._filled : HEADER.size]
+        return self._scratch[self._filled :]
+
+    def buffer_updated(self, num_bytes: int) -> None:
+        """Tell how many bytes were written where `get_buffer` said."""
+        if self._chunk_left and (self._is_dropping or self._is_direct()):
+            self._advance(num_bytes)
+            return
+        self._filled += num_bytes
+        self._parse()
+
+    def _is_direct(self) -> bool:
+        return len(self._targets) == 1 or len(self._targets[-1]) >= _DIRECT_FROM_BYTES
+
+    def _advance(self, num_bytes: int) -> None:
+        self._chunk_left -= num_bytes
+        if not self._is_dropping:
+            target = self._targets[-1]
+            if num_bytes == len(target):
+                self._targets.pop()
+            else:
+                self._targets[-1] = target[num_bytes:]
+        if not self._chunk_left:
+            was_dropping, self._is_dropping = self._is_dropping, False
+            if not was_dropping:
+                self._sink.on_chunk_end(self._call_id)
+
+    def _parse(self) -> None:
+        """Use up what lies in scratch."""
+        start, filled, scratch = 0, self._filled, self._scratch
+        needed_bytes = 0
+        while start < filled:
+            if self._chunk_left:
+                start += self._copy_chunk(scratch[start:filled])
+                continue
+            if filled - start < HEADER.size:
+                break
+            magic, version, number, head_bytes, call_id, body_bytes = HEADER.unpack_from(scratch, start)
+            if magic != MAGIC or version != VERSION:
+                raise _stranger(bytes(scratch[start : start + HEADER.size]))
+            kind = self._check(number, head_bytes, body_bytes)
+            head_start = start + HEADER.size
+            body_start = head_start + head_bytes
+            if kind in _CHUNKS:
+                start = body_start
+                self._begin_chunk(kind, call_id, body_bytes)
+                continue
+            end = body_start + body_bytes
+            if end > filled:
+                needed_bytes = end - start
+                break
+            head = self._decode(kind, bytes(scratch[head_start:body_start]))
+            start = end
+            self._sink.on_frame(kind, call_id, head, scratch[body_start:end])
+        self._filled = filled - start
+        if start and self._filled:
+            scratch[: self._filled] = bytes(scratch[start:filled])
+        if needed_bytes > len(scratch) or len(scratch) > _SCRATCH_BYTES:
+            self._fit_scratch(needed_bytes)
+
+    def _begin_chunk(self, kind: Kind, call_id: int, body_bytes: int) -> None:
+        targets = self._sink.on_chunk(call_id, body_bytes, is_from_start=kind is Kind.CHUNK_FROM_START)
+        self._call_id, self._chunk_left = call_id, body_bytes
+        self._is_dropping = targets is None and body_bytes > 0
+        self._targets = list(reversed(targets)) if targets else []
+
+    def _copy_chunk(self, available: memoryview) -> int:
+        """Move what came along with the header to its place; the number of bytes used."""
+        if self._is_dropping:
+            used = min(self._chunk_left, len(available))
+        else:
+            target = self._targets[-1]
+            used = min(len(target), len(available))
+            target[:used] = available[:used]
+        self._advance(used)
+        return used
+
+    def _check(self, number: int, head_bytes: int, body_bytes: int) -> Kind:
+        kind = _KINDS.get(number)
+        if kind is None:
+            raise ProtocolError(f"A frame of the unknown kind {number} arrived.")
+        if head_bytes > self._max_head_bytes:
+            raise LimitExceeded(
+                f"A head of {head_bytes:,} bytes arrived; {self._max_head_bytes:,} are allowed."
+            )
+        if body_bytes and body_bytes > (limit := _BODY_LIMITS.get(kind, 0)):
+            raise LimitExceeded(
+                f"A {kind.name} frame claims {body_bytes:,} bytes of body; {limit:,} are allowed."
+            )
+        if head_bytes and kind not in DECODERS:
+            raise ProtocolError(f"A {kind.name} frame came with a head, which it must not have.")
+        return kind
+
+    @staticmethod
+    def _decode(kind: Kind, head: bytes) -> Any:
+        decoder = DECODERS.get(kind)
+        if decoder is None:
+            return None
+        try:
+            return decoder.decode(head)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"The head of a {kind.name} frame cannot be read: {error}.") from error
+
+    def _fit_scratch(self, needed_bytes: int) -> None:
+        """Grow for a head that does not fit, and go back to the usual size after it."""
+        wanted = max(_SCRATCH_BYTES, needed_bytes)
+        if wanted != len(self._scratch) and self._filled <= wanted:
+            fitting = memoryview(bytearray(wanted))
+            fitting[: self._filled] = self._scratch[: self._filled]
+            self._scratch = fitting
+
+
+def _stranger(header: bytes) -> ProtocolError:
+    """What to say to bytes that are not of this protocol or version."""
+    if header[:2] == MAGIC:
+        return VersionMismatch(
+            f"The other side speaks version {header[2]} of the protocol, this peer version {VERSION}.",
+            next_step="install the same Shoal version on both sides; `shoal --version` tells it.",
+        )
+    return ProtocolError(
+        f"The other side does not speak Shoal's protocol: it began with {header[:16]!r}.",
+        cause="another program is talking to this port, or the stream is damaged.",
+        next_step="check the address and port.",
+    )

@@ -1,0 +1,135 @@
+"""The wire format of streams: a fixed header, a MessagePack head, then raw bytes.
+
+    0        2        3      4           8          16          24
+    | magic  | version| kind | head size | call id  | body size | head ... | body ...
+
+All numbers are little-endian. Magic and version never move, so that peers of different versions can tell each
+other apart. A message with small buffers is one frame; larger buffers follow in CHUNK frames, between which
+other frames may pass. Ids of calls that the dialing side makes are odd, those of the accepting side even.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import Any
+
+import msgspec
+
+MAGIC = b"\xf0S"  # not ASCII, not valid UTF-8: no text protocol begins so
+VERSION = 1
+HEADER = struct.Struct("<2sBBIQQ")
+INLINE_BYTES = 32 << 10  # buffers up to this travel inside their message's own frame
+MAX_CHUNK_BYTES = 4 << 20
+EAGER_BYTES = 8 << 20  # of a message's buffers, sent before the receiver has said that it has room
+
+
+class Kind(enum.IntEnum):
+    """What a frame is for."""
+
+    HELLO = 1
+    REQUEST = 2
+    REPLY = 3
+    ERROR = 4
+    CHUNK = 5  # the next bytes of the message that this call is sending
+    CHUNK_FROM_START = 6  # the same, from its first byte again: the receiver had no room before
+    GRANT = 7  # the receiver has room now
+    CANCEL = 8
+    ITEM = 9  # one message of a channel
+    END = 10  # a channel's sender has no more items
+    WINDOW = 11  # a channel's receiver has taken bytes
+    GOODBYE = 12
+
+
+class Mode(enum.IntEnum):
+    """What the caller of a request expects."""
+
+    CALL = 0
+    ONE_WAY = 1
+    CHANNEL = 2
+
+
+class HelloHead(msgspec.Struct, array_like=True, frozen=True):
+    """The first frame each way: who speaks and how much it takes."""
+
+    software: str
+    peer_id: bytes
+    max_calls: int
+    max_message_bytes: int
+
+
+class RequestHead(msgspec.Struct, array_like=True, frozen=True):
+    """`timeout_ms` is the caller's remaining time, 0 when it has no deadline: clocks of peers differ."""
+
+    method: str
+    mode: int
+    timeout_ms: int
+    sizes: list[int]
+    payload: msgspec.Raw
+
+
+class MessageHead(msgspec.Struct, array_like=True, frozen=True):
+    """The head of a reply and of a channel's item."""
+
+    sizes: list[int]
+    payload: msgspec.Raw
+
+
+class ErrorHead(msgspec.Struct, array_like=True, frozen=True):
+    """Why a call failed; `code` is a key of `errors.ERRORS_BY_CODE`."""
+
+    code: str
+    what: str
+    cause: str
+    next_step: str
+
+
+class GrantHead(msgspec.Struct, array_like=True, frozen=True):
+    """`from_start`: what was sent so far had to be dropped."""
+
+    from_start: bool
+
+
+class WindowHead(msgspec.Struct, array_like=True, frozen=True):
+    """How many bytes of a channel have been taken since the last WINDOW."""
+
+    size_bytes: int
+
+
+class GoodbyeHead(msgspec.Struct, array_like=True, frozen=True):
+    """Why the sender ends the connection, and the last call id of the receiver's that it has served."""
+
+    code: str
+    reason: str
+    last_call_id: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+encode = _encoder.encode
+"""Anything that MessagePack carries, as bytes."""
+
+_decode_any = msgspec.msgpack.Decoder().decode
+
+DECODERS: dict[Kind, msgspec.msgpack.Decoder[Any]] = {
+    Kind.HELLO: msgspec.msgpack.Decoder(HelloHead),
+    Kind.REQUEST: msgspec.msgpack.Decoder(RequestHead),
+    Kind.REPLY: msgspec.msgpack.Decoder(MessageHead),
+    Kind.ERROR: msgspec.msgpack.Decoder(ErrorHead),
+    Kind.GRANT: msgspec.msgpack.Decoder(GrantHead),
+    Kind.ITEM: msgspec.msgpack.Decoder(MessageHead),
+    Kind.WINDOW: msgspec.msgpack.Decoder(WindowHead),
+    Kind.GOODBYE: msgspec.msgpack.Decoder(GoodbyeHead),
+}
+"""How each kind's head is read; kinds that are missing here have none."""
+
+EMPTY_PAYLOAD = msgspec.Raw(encode(None))
+
+
+def decode_payload(raw: msgspec.Raw, decoder: msgspec.msgpack.Decoder[Any] | None = None) -> Any:
+    """The payload of a message, checked against `decoder`'s type where there is one."""
+    return _decode_any(raw) if decoder is None else decoder.decode(raw)
+
+
+def frame(kind: Kind, call_id: int, head: bytes = b"", body_bytes: int = 0) -> bytes:
+    """Header and head of a frame whose body, if any, the caller sends after it."""
+    return HEADER.pack(MAGIC, VERSION, kind, len(head), call_id, body_bytes) + head

@@ -1,0 +1,47 @@
+"""What a peer puts up with: sizes, counts and times, with defaults that a home machine survives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.core import UsageError
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Settings of a transport; every peer has its own, and says those that concern callers in its hello."""
+
+    max_connections: int = 1024
+    """Accepted connections; one more makes the oldest that has said nothing go, or is refused."""
+    max_calls: int = 1024
+    """Calls that one connection may have open in one direction; a caller waits for a free place."""
+    max_head_bytes: int = 1 * MIB
+    """A call's method and payload; what is larger belongs into buffers."""
+    max_message_bytes: int = 256 * MIB
+    """All buffers of one message; what is larger goes through a channel."""
+    max_buffers: int = 16_384
+    """Buffers of one message."""
+    max_bytes_in_flight: int = 1 * GIB
+    """Request buffers that are being received or served, over all connections; callers beyond it wait."""
+    channel_window_bytes: int = 8 * MIB
+    """What a channel's sender may have sent before the receiver has taken it."""
+    handshake_s: float = 10.0
+    """Time from connection to a complete hello."""
+    frame_s: float = 10.0
+    """Time for a frame to arrive once it has begun, beside its bytes at `min_bytes_per_s`."""
+    min_bytes_per_s: int = 4 * KIB
+    """A sender slower than this is cut off."""
+    idle_s: float = 60.0
+    """A connection without calls is closed by the dialing side after this time, by the other after thrice."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not getattr(self, name) > 0:
+                raise UsageError(f"The limit {name} must be above 0, not {getattr(self, name)}.")
+        if self.max_message_bytes > self.max_bytes_in_flight:
+            raise UsageError(
+                "max_message_bytes is above max_bytes_in_flight: the largest message could never arrive.",
+                next_step="raise max_bytes_in_flight to at least max_message_bytes.",
+            )

@@ -1,0 +1,275 @@
+"""The sending half of a connection: small frames first, large bodies in chunks between them.
+
+Nothing is handed to the socket while it still holds bytes of ours, so a small call waits for one chunk at
+most, and what has been handed over has also left: its memory may be used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from shoal.transport.frames import EAGER_BYTES, INLINE_BYTES, MAX_CHUNK_BYTES, Kind, frame
+
+_MIN_CHUNK_BYTES = 64 << 10
+_CHUNK_BYTES = 1 << 20
+_CHUNK_S = 0.005  # a chunk should not hold a small call up for longer than this
+_TURN_BYTES = 4 << 20  # then let the loop receive something
+_OLDEST_EVERY = 4
+_EARLY_FRAMES = 32  # so many small frames leave at once: the other side works on them while we make more
+
+
+class OutgoingBody:
+    """Buffers on their way out, in chunks, under one call id."""
+
+    __slots__ = (
+        "_offset",
+        "_view_index",
+        "_views",
+        "call_id",
+        "is_from_start",
+        "is_granted",
+        "on_sent",
+        "sent_bytes",
+        "total_bytes",
+    )
+
+    def __init__(
+        self, call_id: int, views: Sequence[memoryview], total_bytes: int, on_sent: Callable[[], None]
+    ) -> None:
+        self.call_id = call_id
+        self.total_bytes = total_bytes
+        self.on_sent = on_sent
+        self.is_granted = True
+        self.is_from_start = False
+        self._views = views
+        self._rewind()
+
+    def _rewind(self) -> None:
+        self.sent_bytes = 0
+        self._view_index = 0
+        self._offset = 0
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes to send before it is done."""
+        return self.total_bytes - self.sent_bytes
+
+    @property
+    def sendable_bytes(self) -> int:
+        """Bytes that may be sent now, without a further grant."""
+        return self.left_bytes if self.is_granted else min(self.total_bytes, EAGER_BYTES) - self.sent_bytes
+
+    def restart(self) -> None:
+        """Send everything again: the receiver had no room for it before."""
+        self._rewind()
+        self.is_granted = self.is_from_start = True
+
+    def take(self, num_bytes: int) -> list[memoryview]:
+        """The next bytes, as pieces of the buffers."""
+        self.sent_bytes += num_bytes
+        pieces = []
+        while num_bytes:
+            view = self._views[self._view_index]
+            piece = view[self._offset : self._offset + num_bytes]
+            num_bytes -= len(piece)
+            self._offset += len(piece)
+            if self._offset == len(view):
+                self._view_index += 1
+                self._offset = 0
+            if len(piece):
+                pieces.append(piece)
+        return pieces
+
+
+class Outbox:
+    """Decides what goes to the socket next."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
+        self._loop = loop
+        self._transport = transport
+        self._small: list[bytes] = []
+        self._bodies: dict[int, OutgoingBody] = {}
+        self._sent: list[Callable[[], None]] = []
+        self._is_scheduled = False
+        self._is_paused = False
+        self._is_closed = False
+        self._paused_at_s = 0.0
+        self._last_chunk_bytes = 0
+        self._chunk_bytes = _CHUNK_BYTES
+        self._turn = 0
+        self.sent_bytes = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything has left."""
+        return not (self._small or self._bodies or self._is_paused or self._sent)
+
+    def send_frame(self, kind: Kind, call_id: int, head: bytes = b"") -> None:
+        """Send a frame without a body, before all bodies that are under way."""
+        self._small.append(frame(kind, call_id, head))
+        if not self._is_scheduled:
+            self._schedule()
+        elif len(self._small) >= _EARLY_FRAMES:
+            self._flush_small()
+
+    def send_message(
+        self,
+        kind: Kind,
+        call_id: int,
+        head: bytes,
+        views: Sequence[memoryview],
+        on_sent: Callable[[], None] | None,
+    ) -> None:
+        """Send a message and its buffers; `on_sent` is called when the buffers are needed no more.
+
+        A body that is not granted yet stays known, so that the receiver may ask for it again.
+        """
+        total_bytes = sum(map(len, views))
+        if total_bytes <= INLINE_BYTES:
+            self._small.append(frame(kind, call_id, head, total_bytes))
+            if total_bytes:
+                self._small.extend(bytes(view) for view in views)
+            if on_sent is not None:
+                on_sent()
+        else:
+            self._small.append(frame(kind, call_id, head))
+            body = self._bodies[call_id] = OutgoingBody(call_id, views, total_bytes, on_sent or _nothing)
+            # answers and items are expected: there is room for them
+            body.is_granted = kind is not Kind.REQUEST or total_bytes <= EAGER_BYTES
+        if not self._is_scheduled:
+            self._schedule()
+        elif len(self._small) >= _EARLY_FRAMES:
+            self._flush_small()
+
+    def grant(self, call_id: int) -> None:
+        """The receiver has room for the rest."""
+        if body := self._bodies.get(call_id):
+            body.is_granted = True
+            self._schedule()
+
+    def resend(self, call_id: int, views: Sequence[memoryview]) -> None:
+        """The receiver had no room before and has it now: send the whole body again."""
+        body = self._bodies.get(call_id)
+        if body is None:  # all of it had left already
+            body = self._bodies[call_id] = OutgoingBody(call_id, views, sum(map(len, views)), _nothing)
+        body.restart()
+        self._schedule()
+
+    def body_of(self, call_id: int) -> OutgoingBody | None:
+        """What this call is sending, if anything."""
+        return self._bodies.get(call_id)
+
+    def when_sent(self, call_id: int, on_sent: Callable[[], None]) -> None:
+        """Call `on_sent` once nothing of this call's body is left here."""
+        if body := self._bodies.get(call_id):
+            body.on_sent = on_sent
+        elif self._is_paused:
+            self._sent.append(on_sent)
+        else:
+            on_sent()
+
+    def drop(self, call_id: int) -> None:
+        """Send no more of this call's body."""
+        if body := self._bodies.pop(call_id, None):
+            self._sent.append(body.on_sent)
+            self._schedule()
+
+    def pause(self) -> None:
+        """The socket holds bytes of ours."""
+        self._is_paused = True
+        self._paused_at_s = self._loop.time()
+
+    def resume(self) -> None:
+        """The socket has passed everything on."""
+        self._is_paused = False
+        self._adapt_chunk(self._loop.time() - self._paused_at_s)
+        self._flush()
+
+    def close(self) -> None:
+        """Let go of everything, telling owners that their buffers are free."""
+        self._is_closed = True
+        bodies, self._bodies = self._bodies, {}
+        sent, self._sent = self._sent, []
+        self._small.clear()
+        for on_sent in sent:
+            on_sent()
+        for body in bodies.values():
+            body.on_sent()
+
+    def flush_now(self) -> None:
+        """Hand small frames to the socket at once, before it is closed."""
+        if self._small and not self._is_closed:
+            self._transport.write(b"".join(self._small))
+            self._small.clear()
+
+    def _schedule(self) -> None:
+        if not self._is_scheduled and not self._is_paused and not self._is_closed:
+            self._is_scheduled = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_scheduled = False
+        if self._is_paused or self._is_closed:
+            return
+        self._flush_small()
+        turn_bytes = 0
+        while not self._is_paused and (body := self._next_body()) is not None:
+            if turn_bytes >= _TURN_BYTES:
+                self._schedule()
+                break
+            turn_bytes += self._send_chunk(body)
+        if self._sent and not self._is_paused:
+            self._tell_sent()
+
+    def _flush_small(self) -> None:
+        if self._small and not self._is_paused and not self._is_closed:
+            data = self._small[0] if len(self._small) == 1 else b"".join(self._small)
+            self._small.clear()
+            self.sent_bytes += len(data)
+            self._transport.write(data)
+
+    def _next_body(self) -> OutgoingBody | None:
+        """The shortest that may be sent, and now and then the oldest, so that none starves."""
+        if len(self._bodies) == 1:
+            (body,) = self._bodies.values()
+            return body if body.sendable_bytes > 0 else None
+        sendable = [body for body in self._bodies.values() if body.sendable_bytes > 0]
+        if not sendable:
+            return None
+        self._turn += 1
+        if self._turn % _OLDEST_EVERY == 0:
+            return sendable[0]
+        return min(sendable, key=lambda body: body.left_bytes)
+
+    def _send_chunk(self, body: OutgoingBody) -> int:
+        num_bytes = min(body.sendable_bytes, self._chunk_bytes)
+        kind = Kind.CHUNK_FROM_START if body.is_from_start else Kind.CHUNK
+        body.is_from_start = False
+        pieces = body.take(num_bytes)
+        if body.left_bytes == 0:
+            del self._bodies[body.call_id]
+            self._sent.append(body.on_sent)
+        self._last_chunk_bytes = num_bytes
+        self.sent_bytes += num_bytes
+        self._transport.writelines([frame(kind, body.call_id, b"", num_bytes), *pieces])
+        return num_bytes
+
+    def _tell_sent(self) -> None:
+        sent, self._sent = self._sent, []
+        for on_sent in sent:
+            on_sent()
+
+    def _adapt_chunk(self, drained_in_s: float) -> None:
+        if self._last_chunk_bytes and drained_in_s > _CHUNK_S:
+            fitting = int(self._last_chunk_bytes * _CHUNK_S / drained_in_s)
+            self._chunk_bytes = max(_MIN_CHUNK_BYTES, fitting, self._chunk_bytes // 2)
+        elif self._chunk_bytes < _CHUNK_BYTES:
+            self._chunk_bytes = min(_CHUNK_BYTES, 2 * self._chunk_bytes)
+
+
+def _nothing() -> None:
+    """For buffers that nobody wants back."""
+
+
+assert _CHUNK_BYTES <= MAX_CHUNK_BYTES

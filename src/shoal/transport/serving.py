@@ -1,0 +1,295 @@
+"""The callee's side of a connection: calls that are being received, served and answered."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+
+from shoal.core import Deadline, DeadlineExceeded, PeerBusy, PeerRefused, ProtocolError, ShoalError
+from shoal.transport.calling import TIMER_S, fitting_views
+from shoal.transport.channel import StreamChannel
+from shoal.transport.errors import to_wire
+from shoal.transport.frames import (
+    EAGER_BYTES,
+    GrantHead,
+    Kind,
+    MessageHead,
+    Mode,
+    RequestHead,
+    decode_payload,
+    encode,
+)
+from shoal.transport.memory import byte_view
+from shoal.transport.messages import Head, Reply
+from shoal.transport.routes import Route
+
+if TYPE_CHECKING:
+    from shoal.transport.connection import Connection
+
+log = logging.getLogger(__name__)
+
+
+class ServedCall:
+    """One call of the peer's, from its request's head to its answer's last byte."""
+
+    __slots__ = (
+        "buffers",
+        "channel",
+        "final",
+        "head",
+        "held_bytes",
+        "id",
+        "is_over",
+        "is_waiting",
+        "mode",
+        "route",
+        "task",
+        "timer",
+    )
+
+    def __init__(self, call_id: int, route: Route, head: Head, mode: int) -> None:
+        self.id = call_id
+        self.route = route
+        self.head = head
+        self.mode = mode
+        self.buffers: list[memoryview] = []
+        self.held_bytes = 0
+        self.is_waiting = False  # for its share of the budget
+        self.is_over = False
+        self.task: asyncio.Task[None] | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self.channel: StreamChannel | None = None
+        self.final: asyncio.Future[Reply] | None = None
+
+
+class Serving:
+    """All calls that the peer has open on this connection."""
+
+    def __init__(self, connection: Connection, first_id: int) -> None:
+        self._connection = connection
+        self._calls: dict[int, ServedCall] = {}
+        self._parity = first_id % 2
+        self.last_call_id = 0
+
+    @property
+    def num_open(self) -> int:
+        """Calls that have not been answered to the end."""
+        return len(self._calls)
+
+    def on_request(self, call_id: int, wire: RequestHead, body: memoryview) -> None:
+        """A request has come, or begins to arrive when its buffers are large."""
+        if call_id % 2 != self._parity or call_id <= self.last_call_id:
+            raise ProtocolError(f"A request came with the call id {call_id}, which is not the next one.")
+        self.last_call_id = call_id
+        try:
+            call = self._open(call_id, wire)
+        except ShoalError as error:
+            self._send_error(call_id, error)
+            return
+        total_bytes = sum(wire.sizes) if wire.sizes else 0
+        if call.mode == Mode.CHANNEL:
+            self._admit(call, self._connection.limits.channel_window_bytes, body)
+        elif total_bytes:
+            self._admit(call, total_bytes, body)
+        elif not wire.sizes or self._allocate(call):  # buffers may be empty and yet be there
+            self._start(call)
+
+    def on_cancel(self, call_id: int) -> None:
+        """The caller no longer wants the answer."""
+        call = self._calls.get(call_id)
+        if call is not None:
+            self._abandon(call)
+
+    def channel_of(self, call_id: int) -> StreamChannel | None:
+        """The channel of a call, while it is served."""
+        call = self._calls.get(call_id)
+        return call.channel if call is not None else None
+
+    def give_up(self, call_id: int, error: ShoalError) -> None:
+        """End a call from this side and tell the caller why."""
+        call = self._calls.get(call_id)
+        if call is not None:
+            self._send_error(call_id, error)
+            self._abandon(call)
+
+    def abandon_all(self) -> None:
+        """The connection has ended: end every handler, oldest first."""
+        for call in tuple(self._calls.values()):
+            self._abandon(call)
+
+    def _open(self, call_id: int, wire: RequestHead) -> ServedCall:
+        connection = self._connection
+        if len(self._calls) >= connection.limits.max_calls:
+            raise PeerBusy(
+                f"{len(self._calls)} calls of yours are open here already.",
+                next_step="wait for answers, then try again.",
+            )
+        if connection.is_leaving:
+            raise PeerBusy("this peer is leaving.", next_step="ask another peer.")
+        connection.check_sizes(wire.sizes)
+        route = connection.routes.find(wire.method)
+        if (wire.mode == Mode.CHANNEL) != (route.serve is None) or not 0 <= wire.mode <= Mode.CHANNEL:
+            kind = "a channel" if route.serve is None else "a call"
+            raise PeerRefused(
+                f"{wire.method} is {kind}.", next_step="use call() for calls, open_channel() for channels."
+            )
+        try:
+            payload = decode_payload(wire.payload, route.decoder)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise PeerRefused(f"the payload of {wire.method} is not what it takes: {error}.") from error
+        deadline = Deadline.after(wire.timeout_ms / 1000) if wire.timeout_ms > 0 else Deadline.never()
+        call = ServedCall(
+            call_id, route, Head(wire.method, payload, wire.sizes, connection.peer, deadline), wire.mode
+        )
+        if wire.mode == Mode.CHANNEL:  # the caller may send its window before this side has room to begin
+            call.final = connection.loop.create_future()
+            call.channel = StreamChannel(connection, call_id, call.final)
+        self._calls[call_id] = call
+        if 0 < wire.timeout_ms < 1000 * TIMER_S:
+            call.timer = connection.loop.call_later(wire.timeout_ms / 1000, self._expire, call)
+        return call
+
+    def arm_timers(self) -> None:
+        """Set a timer for each call whose deadline is near; called about once a second."""
+        for call in tuple(self._calls.values()):
+            if call.timer is None and (remaining_s := call.head.deadline.remaining_s) < TIMER_S:
+                call.timer = self._connection.loop.call_later(remaining_s, self._expire, call)
+
+    def _admit(self, call: ServedCall, total_bytes: int, body: memoryview) -> None:
+        """Find room for a call's buffers, now or later."""
+        connection = self._connection
+        call.held_bytes = total_bytes
+
+        def wake() -> None:
+            connection.loop.call_soon_threadsafe(self._on_room, call)
+
+        call.is_waiting = not connection.budget.take(call, total_bytes, wake)
+        if call.mode == Mode.CHANNEL:
+            if not call.is_waiting:
+                self._start(call)
+        elif call.is_waiting:
+            connection.receive_later(call.id, total_bytes, functools.partial(self._start, call))
+        elif self._allocate(call):
+            if not len(body) and (total_bytes > EAGER_BYTES or call.mode == Mode.ONE_WAY):
+                connection.send(Kind.GRANT, call.id, encode(GrantHead(from_start=False)))
+            connection.receive(call.id, call.buffers, body, functools.partial(self._start, call))
+
+    def _on_room(self, call: ServedCall) -> None:
+        """The budget has room for a call that stood in line."""
+        if call.is_over:
+            return
+        call.is_waiting = False
+        if call.mode == Mode.CHANNEL:
+            self._start(call)
+        elif self._allocate(call):
+            self._connection.make_room(call.id, call.buffers)
+            self._connection.send(Kind.GRANT, call.id, encode(GrantHead(from_start=True)))
+
+    def _allocate(self, call: ServedCall) -> bool:
+        route, head = call.route, call.head
+        try:
+            if route.allocate is None:
+                call.buffers = self._connection.allocate(head.sizes)
+            else:
+                call.buffers = fitting_views(route.allocate(head), head.sizes)
+        except Exception as error:  # noqa: BLE001 - whatever a handler raises is told to its caller
+            self._fail(call, error)
+            return False
+        return True
+
+    def _start(self, call: ServedCall) -> None:
+        """Everything has arrived: run the handler."""
+        if call.is_over:
+            return
+        if call.route.is_plain_function:
+            serve = call.route.serve
+            assert serve is not None
+            try:
+                reply = serve(call.head, call.buffers)
+            except Exception as error:  # noqa: BLE001 - whatever a handler raises is told to its caller
+                self._fail(call, error)
+            else:
+                self._answer(call, cast("Reply | None", reply))
+            return
+        call.task = self._connection.scope.start(self._run(call), name=call.head.method)
+
+    async def _run(self, call: ServedCall) -> None:
+        try:
+            reply = await self._work_of(call)
+        except asyncio.CancelledError:
+            if call.is_over:  # cancelled by us; else the transport itself is closing
+                return
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a handler raises is told to its caller
+            self._fail(call, error)
+        else:
+            self._answer(call, reply)
+
+    def _work_of(self, call: ServedCall) -> Awaitable[Reply | None]:
+        route = call.route
+        if route.serve_channel is not None and call.channel is not None:
+            call.channel.open_window()
+            return route.serve_channel(call.head, call.channel)
+        return cast("Awaitable[Reply | None]", cast("Any", route.serve)(call.head, call.buffers))
+
+    def _answer(self, call: ServedCall, reply: Reply | None) -> None:
+        reply = reply or _EMPTY
+        on_sent = functools.partial(self._finish, call, reply)
+        if call.is_over:
+            on_sent()
+            return
+        try:
+            views = tuple(byte_view(buffer) for buffer in reply.buffers)
+            head = encode(MessageHead([len(view) for view in views], msgspec.Raw(encode(reply.payload))))
+        except Exception as error:  # noqa: BLE001 - a handler returned what cannot be sent: tell the caller
+            if reply.on_sent is not None:
+                reply.on_sent()
+            self._fail(call, error)
+            return
+        self._connection.outbox.send_message(Kind.REPLY, call.id, head, views, on_sent)
+
+    def _fail(self, call: ServedCall, error: Exception) -> None:
+        if call.is_over:
+            return
+        if not isinstance(error, ShoalError):
+            log.error("%s, called by %s, failed", call.head.method, call.head.peer, exc_info=error)
+        self._send_error(call.id, error)
+        self._connection.forget(call.id)
+        self._finish(call, _EMPTY)
+
+    def _send_error(self, call_id: int, error: Exception) -> None:
+        self._connection.send(Kind.ERROR, call_id, encode(to_wire(error)))
+
+    def _expire(self, call: ServedCall) -> None:
+        self.give_up(call.id, DeadlineExceeded("the deadline passed before the answer was ready."))
+
+    def _abandon(self, call: ServedCall) -> None:
+        """Drop a call in whatever state it is."""
+        self._finish(call, _EMPTY)
+        self._connection.forget(call.id)
+        if call.task is not None:
+            call.task.cancel()
+
+    def _finish(self, call: ServedCall, reply: Reply) -> None:
+        """Free what a call holds, once."""
+        if reply.on_sent is not None:
+            reply.on_sent()
+        if call.is_over:
+            return
+        call.is_over = True
+        self._calls.pop(call.id, None)
+        if call.timer is not None:
+            call.timer.cancel()
+        if call.final is not None and not call.final.done():
+            call.final.cancel()
+        call.buffers = []
+        if call.held_bytes and not (call.is_waiting and self._connection.budget.leave(call)):
+            self._connection.budget.give_back(call.held_bytes)
+
+
+_EMPTY = Reply()

@@ -1,0 +1,53 @@
+"""What all tests share: a loop to run coroutines on, and a home of their own for files that Shoal keeps."""
+
+import asyncio
+import gc
+import os
+
+import pytest
+
+from shoal.core.loop import new_event_loop
+
+LOOPS = {"uvloop": new_event_loop, "asyncio": asyncio.new_event_loop}
+
+
+@pytest.fixture(autouse=True)
+def _state_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHOAL_STATE", str(tmp_path / "state"))
+    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class Runner:
+    """Runs coroutines on one loop; whatever asyncio reports as unhandled fails the test."""
+
+    def __init__(self, loop):
+        self.loop = loop
+        self.unhandled = []
+        loop.set_exception_handler(lambda _, context: self.unhandled.append(context))
+
+    def __call__(self, work):
+        async def limited():
+            async with asyncio.timeout(50):
+                return await work
+
+        result = self.loop.run_until_complete(limited())
+        gc.collect()
+        assert not self.unhandled, self.unhandled
+        return result
+
+
+@pytest.fixture(params=["uvloop"])
+def run(request):
+    """Runs a coroutine to its end, on uvloop; parametrize indirectly for another loop."""
+    loop = LOOPS[request.param]()
+    try:
+        yield Runner(loop)
+    finally:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+
+def open_descriptors():
+    """How many descriptors this process holds."""
+    return len(os.listdir("/proc/self/fd"))

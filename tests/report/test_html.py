@@ -1,0 +1,206 @@
+import json
+import random
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from shoal.core.errors import ReportError, UsageError
+from shoal.report import Report, Row, compare
+from shoal.report.charts import group_data, group_reports, thin
+from shoal.report.html import write_diff, write_reports
+
+EVIL = "</script><script>alert('x')</script><img src=http://evil>"
+
+
+class Page(HTMLParser):
+    """The tags with their attributes, the visible text, and what each script holds."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.tags, self.text, self.scripts, self.stack = [], "", [], []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self.stack.append(tag)
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        while self.stack and self.stack.pop() != tag:
+            pass
+
+    def handle_data(self, data):
+        if "script" in self.stack:
+            self.scripts[-1] += data
+        elif "style" not in self.stack:
+            self.text += data
+
+    @property
+    def data(self):
+        return json.loads(self.scripts[0])
+
+
+def row(seconds=1e-4, key=None, num_starts=6, **fields):
+    starts = [[seconds + seconds * (i + j) / 100 for j in range(9)] for i in range(num_starts)]
+    key = key or {"scenario": EVIL, "size": 100}
+    return Row(
+        **{"key": key, "metric": "latency", "unit": "s", "direction": "lower", "starts": starts} | fields
+    )
+
+
+def report(*rows, **fields):
+    fields = {
+        "command": ["shoal", "bench", EVIL],
+        "config": {"model": EVIL, "net": {"delay_s": 0.1}},
+        "environment": {"machine": EVIL, "cores": 2},
+        "result": {"calls_per_s": 3.5},
+    } | fields
+    return Report(benchmark="transport", created="2026-03-02T10:00:00Z", rows=list(rows), **fields)
+
+
+@pytest.fixture(autouse=True)
+def plotly(monkeypatch, request):
+    """A stand-in of a few bytes, except where a test asks for the real one."""
+    if "real_plotly" not in request.fixturenames:
+        monkeypatch.setattr("shoal.report.html._plotly", lambda: "const Plotly = {};")
+
+
+@pytest.fixture
+def real_plotly():
+    return pytest.importorskip("plotly")
+
+
+def test_one_page_holds_everything_and_asks_for_nothing(tmp_path, real_plotly):
+    page = Page(write_reports([report(row())], tmp_path / "r.html", ["r.json"]))
+    assert not [tag for tag, attributes in page.tags if {"src", "href"} & attributes.keys() or tag == "link"]
+    assert len(page.scripts) == 3
+    assert len(page.scripts[1]) > 1_000_000
+    policy = next(a["content"] for t, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'")
+    assert "http" not in policy
+
+
+def test_nothing_from_a_report_becomes_markup(tmp_path):
+    failed = row(key={"scenario": "bulk"}, num_starts=0, error=EVIL)
+    alone = report(row(), failed, row(key={EVIL: EVIL}, metric=EVIL, unit=EVIL))
+    pages = [
+        write_reports([alone], tmp_path / "one.html", [EVIL]),
+        write_reports([alone, report(row())], tmp_path / "two.html", [EVIL, "b"]),
+        write_diff(
+            compare(alone, report(row(), failed, row(key={EVIL: 1}))), tmp_path / "d.html", [EVIL, "b"]
+        ),
+    ]
+    for path in pages:
+        page = Page(path)
+        assert [tag for tag, _ in page.tags].count("script") == 3
+        assert "img" not in [tag for tag, _ in page.tags]
+        assert EVIL in page.text
+        assert EVIL in json.dumps(page.data)
+
+
+def test_failed_rows_are_seen_in_table_and_notice(tmp_path):
+    page = Page(
+        write_reports([report(row(num_starts=0, error="PeerLost: 7"))], tmp_path / "r.html", ["r.json"])
+    )
+    assert page.text.count("PeerLost: 7") == 2
+    assert page.data["groups"][0]["rows"][0]["failed"] == ["PeerLost: 7"]
+
+
+def test_figures_config_environment_and_command_are_in_the_page(tmp_path):
+    path = write_reports(
+        [report(row(), row(key={"scenario": "b", "size": 10**6}))], tmp_path / "r.html", ["file.json"]
+    )
+    text = Page(path).text
+    for words in (
+        "file.json",
+        "106 µs",
+        "noise floor",
+        "net.delay_s",
+        "machine",
+        "shoal bench",
+        "1,000,000",
+        "3.5",
+    ):
+        assert words in text
+
+
+def test_several_reports_line_up_by_row_and_mark_what_differs(tmp_path):
+    first = report(row(), row(key={"only": "a"}), config={"bucket": 25})
+    second = report(row(2e-4), row(key={"only": "b"}), config={"bucket": 1})
+    path = write_reports([first, second], tmp_path / "r.html", ["a", "b"])
+    rows = Page(path).data["groups"][0]["rows"]
+    assert [[entry is not None for entry in line["series"]] for line in rows] == [
+        [True, True],
+        [True, False],
+        [False, True],
+    ]
+    assert '<tr class="differs"><th scope="row">bucket</th>' in path.read_text(encoding="utf-8")
+
+
+def test_a_comparison_shows_verdicts_intervals_and_lone_rows(tmp_path):
+    old = report(row(), row(key={"a": 1}), row(key={"a": 2}, num_starts=2), row(key={"a": 3}))
+    new = report(row(2e-4), row(key={"a": 1}, num_starts=0, error="lost"), row(key={"a": 2}))
+    page = Page(write_diff(compare(old, new), tmp_path / "d.html", ["a", "b"]))
+    for words in (
+        "1 worse",
+        "1 failed in test",
+        "too few repeats to judge",
+        "only in baseline",
+        "−100.0%",
+        "lost",
+    ):
+        assert words in page.text
+    worse, failed, unsure = page.data["forest"]
+    assert worse["low"] < worse["change"] < worse["high"] < 0
+    assert failed["change"] is None
+    assert unsure["low"] is None
+    assert unsure["verdict"] == "too-few-starts"
+
+
+def test_units_are_never_mixed_in_one_chart():
+    rate = row(key={"a": 1}, metric="rate", unit="1/s", direction="higher")
+    other = Report(benchmark="dht", created="", rows=[row()])
+    groups = group_reports([report(row(), rate), other])
+    assert [(group.benchmark, group.metric) for group in groups] == [
+        ("transport", "latency"), ("transport", "rate"), ("dht", "latency"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("seconds", "is_log"), [(1e-3, False), (1.0, True), (0.0, False)])
+def test_far_apart_rows_get_a_logarithmic_axis_where_there_is_one(seconds, is_log):
+    (group,) = group_reports([report(row(1e-3), row(seconds, key={"a": 1}))])
+    assert group_data(group)["isLog"] is is_log
+
+
+def test_thinning_keeps_order_ends_and_extremes():
+    rng = random.Random(0)
+    samples = [rng.random() for _ in range(1000)]
+    kept = thin(samples, 50)
+    places = [samples.index(sample) for sample in kept]
+    assert len(kept) <= 50
+    assert places == sorted(places)
+    assert {samples[0], samples[-1], min(samples), max(samples)} <= set(kept)
+    assert thin(samples[:50], 50) == samples[:50]
+
+
+def test_huge_reports_stay_small_enough_to_draw():
+    (group,) = group_reports(
+        [report(Row(key={}, metric="m", unit="s", direction="lower", starts=[[1.0] * 20_000] * 20))]
+    )
+    starts = group_data(group)["rows"][0]["spread"]["reports"][0]["starts"]
+    assert sum(map(len, starts)) <= 4000
+
+
+def test_without_plotly_the_error_says_what_to_install(tmp_path, monkeypatch, real_plotly):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ReportError, match=re.escape("pip install 'shoal[report]'")):
+        write_reports([report(row())], tmp_path / "r.html", ["r.json"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_reports_are_refused(tmp_path):
+    with pytest.raises(UsageError):
+        write_reports([], tmp_path / "r.html", [])

@@ -1,0 +1,151 @@
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.report import Row, Verdict, compare
+from shoal.report.judge import JUDGED, holm, judge, starts_needed
+
+DIFFERENT = (Verdict.BETTER, Verdict.WORSE)
+
+
+def row(medians, direction="lower", error=None):
+    starts = [[median] for median in medians]
+    return Row(key={"a": 1}, metric="m", unit="s", direction=direction, starts=starts, error=error)
+
+
+def one(old, new, direction="lower"):
+    return judge([(row(old, direction), row(new, direction))])[0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_equal_reports_are_called_different_in_at_most_one_of_twenty_pairs(make_report, seed):
+    rng = random.Random(seed)
+    pairs = [compare(make_report(rng), make_report(rng)) for _ in range(20)]
+    assert sum(pair.count(*DIFFERENT) for pair in pairs) <= 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_slowdown_of_a_tenth_is_found_in_at_least_eighteen_of_twenty_pairs(make_report, seed):
+    rng = random.Random(seed)
+    pairs = [compare(make_report(rng), make_report(rng, median=0.11)) for _ in range(20)]
+    assert sum(pair.count(Verdict.WORSE) for pair in pairs) >= 18
+    assert sum(pair.count(Verdict.BETTER) for pair in pairs) == 0
+
+
+@pytest.mark.parametrize("num_starts", [5, 20])
+def test_many_rows_together_are_held_to_the_same_error(make_report, num_starts):
+    rng = random.Random(11)
+    options = {"num_rows": 12, "num_starts": num_starts, "num_samples": 3}
+    pairs = [compare(make_report(rng, **options), make_report(rng, **options)) for _ in range(20)]
+    assert sum(pair.count(*JUDGED) for pair in pairs) == 240
+    assert sum(pair.count(*DIFFERENT) > 0 for pair in pairs) <= 1
+
+
+def test_iterations_do_not_count_as_repeats(make_report):
+    """Thousands of samples from two starts are still two observations."""
+    old = make_report(random.Random(0), num_starts=2, num_samples=2000)
+    new = make_report(random.Random(1), num_starts=2, num_samples=2000, median=0.2)
+    assert compare(old, new).rows[0].verdict is Verdict.TOO_FEW
+
+
+def test_a_report_does_not_differ_from_itself(make_report):
+    report = make_report(num_rows=4)
+    for pair in compare(report, report).rows:
+        assert pair.verdict is Verdict.NO_DIFFERENCE
+        assert pair.judgement.change_percent == 0
+        assert pair.judgement.p_value == 1
+        assert pair.judgement.low_percent < 0 < pair.judgement.high_percent
+
+
+@pytest.mark.parametrize(
+    ("direction", "verdict", "sign"), [("lower", Verdict.WORSE, -1), ("higher", Verdict.BETTER, 1)]
+)
+def test_direction_decides_what_growth_means(direction, verdict, sign):
+    judgement = one([1.0, 1.01, 0.99, 1.0, 1.02], [2.0, 2.01, 1.99, 2.0, 2.02], direction)
+    assert judgement.verdict is verdict
+    assert judgement.change_percent == pytest.approx(100 * sign, rel=0.02)
+    assert judgement.low_percent < judgement.change_percent < judgement.high_percent
+
+
+def test_welch_agrees_with_a_worked_example():
+    """Logarithms 0, 1, 2, 3, 4 and 2, 4, 6, 8, 10: t = 4 / sqrt(2.5), 5.882 degrees of freedom, p = 0.046."""
+    judgement = one([2.718281828459045**i for i in range(5)], [2.718281828459045**i for i in range(2, 11, 2)])
+    assert judgement.p_value == pytest.approx(0.0457, abs=3e-4)
+    assert judgement.verdict is Verdict.NO_DIFFERENCE
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "verdict", "change"),
+    [
+        ([0.1] * 5, [0.1] * 5, Verdict.NO_DIFFERENCE, 0),
+        ([100.0] * 5, [101.0] * 5, Verdict.WORSE, -1),
+        ([100.0] * 5, [50.0, 51.0, 50.0, 49.0, 50.0], Verdict.BETTER, 50),
+        ([0.0] * 5, [0.0] * 5, Verdict.NO_DIFFERENCE, 0),
+        ([0.0] * 5, [1.0] * 5, Verdict.WORSE, None),
+        ([-10.0, -10.1, -9.9, -10.0, -10.0], [-5.0, -5.1, -4.9, -5.0, -5.0], Verdict.WORSE, -50),
+        ([0.0, 1.0, 2.0, 1.0, 0.0], [1.0, 0.0, 1.0, 2.0, 0.0], Verdict.NO_DIFFERENCE, 0),
+    ],
+)
+def test_constant_zero_and_negative_medians(old, new, verdict, change):
+    judgement = one(old, new)
+    assert judgement.verdict is verdict
+    assert judgement.change_percent == (change if change is None else pytest.approx(change, rel=0.01))
+
+
+def test_failures_are_verdicts():
+    good, bad = row([1.0] * 5), row([], error="lost")
+    verdicts = [
+        judgement.verdict for judgement in judge([(good, bad), (bad, good), (bad, bad), (good, good)])
+    ]
+    assert verdicts == [Verdict.FAILED, Verdict.FIXED, Verdict.FAILED_BOTH, Verdict.NO_DIFFERENCE]
+
+
+@pytest.mark.parametrize(("few", "many"), [(4, 20), (20, 4), (1, 1)])
+def test_fewer_than_five_starts_on_a_side_say_how_many_are_needed(few, many):
+    rng = random.Random(0)
+    judgement = one(*([rng.lognormvariate(0, 0.05) for _ in range(n)] for n in (few, many)))
+    assert judgement.verdict is Verdict.TOO_FEW
+    assert judgement.starts_needed >= 5
+    assert judgement.p_value is None
+
+
+def test_the_number_of_starts_that_is_asked_for_suffices():
+    rng = random.Random(5)
+
+    def medians(count, median=1.0):
+        return [median * rng.lognormvariate(0, 0.05) for _ in range(count)]
+
+    needed = starts_needed(medians(500), medians(500), effect_percent=5)
+    found = sum(one(medians(needed), medians(needed, 1.05)).verdict is Verdict.WORSE for _ in range(100))
+    assert 80 <= found <= 98
+
+
+def test_more_spread_needs_more_starts_and_no_spread_the_least():
+    assert starts_needed([1.0, 1.0], [1.0]) == 5
+    assert starts_needed([1.0, 1.02, 0.98], []) < starts_needed([1.0, 1.1, 0.9], [])
+
+
+@given(st.lists(st.floats(1e-9, 1), min_size=1, max_size=15))
+def test_holm_lies_between_no_correction_and_bonferroni(p_values):
+    adjusted, levels = holm(p_values, 0.01)
+    for p, corrected, level in zip(p_values, adjusted, levels, strict=True):
+        assert p <= corrected <= min(1, p * len(p_values)) + 1e-12
+        assert 0.01 / len(p_values) <= level <= 0.01
+        if abs(p - level) > 1e-12:
+            assert (corrected <= 0.01) == (p <= level)
+
+
+def test_holm_steps_down():
+    assert holm([0.01, 0.04, 0.03], 0.05)[0] == pytest.approx([0.03, 0.06, 0.06])
+
+
+def test_intervals_exclude_zero_exactly_when_a_row_is_called_different(make_report):
+    rng = random.Random(2)
+    for _ in range(10):
+        old = make_report(rng, num_rows=8, num_samples=1)
+        new = make_report(rng, num_rows=8, num_samples=1, median=0.105)
+        for pair in compare(old, new).rows:
+            excludes = not pair.judgement.low_percent <= 0 <= pair.judgement.high_percent
+            assert excludes == (pair.verdict in DIFFERENT)

@@ -1,0 +1,114 @@
+import io
+
+import pytest
+
+from shoal.report import Report, Row, compare
+from shoal.report.tables import Column, Table, emit, show, wrap
+from shoal.report.views import diff_items, report_items
+
+LONG = {
+    "scenario": "echo",
+    "size_bytes": 1_000_000,
+    "in_flight": 64,
+    "transport": "stream",
+    "codec": "error-feedback",
+}
+
+
+def report(*rows, **fields):
+    return Report(benchmark="transport", created="2026-03-02T10:00:00Z", rows=list(rows), **fields)
+
+
+def row(seconds=1e-4, key=LONG, num_starts=6, **fields):
+    starts = [[seconds + seconds * i / 1000] * 3 for i in range(num_starts)]
+    return Row(
+        **{"key": key, "metric": "latency", "unit": "s", "direction": "lower", "starts": starts} | fields
+    )
+
+
+def shown(items):
+    stream = io.StringIO()
+    show(items, stream)
+    return stream.getvalue()
+
+
+def test_columns_align_and_wrap_only_between_words():
+    table = Table(
+        "", (Column("row", "left", wraps=True), Column("p50")), [("a=1 b=2 c=3", "1.0"), ("d=4", "10.0")]
+    )
+    assert [line for line, _ in table.lines(width=13)] == [
+        "row       p50",
+        "-------  ----",
+        "a=1 b=2   1.0",
+        "c=3",
+        "",
+        "d=4      10.0",
+    ]
+
+
+def test_a_word_is_never_cut_however_narrow_the_table():
+    assert wrap("transport=stream in_flight=64", 5) == ["transport=stream", "in_flight=64"]
+
+
+@pytest.mark.parametrize("num_starts", [6, 2])
+def test_a_comparison_fits_eighty_columns_with_whole_keys(num_starts):
+    text = shown(diff_items(compare(report(row()), report(row(2e-4, num_starts=num_starts)))))
+    assert max(len(line) for line in text.splitlines()) <= 80
+    for name, value in LONG.items():
+        assert f"{name}={value}" in text
+    assert "100 µs" in text
+    assert (
+        "worse: median -100.0%" if num_starts == 6 else "too few repeats to judge: 6 and 2 starts, needs 5"
+    ) in text
+
+
+def test_a_report_fits_eighty_columns_and_shows_failures():
+    text = shown(
+        report_items(report(row(), row(key={"scenario": "bulk"}, num_starts=0, error="PeerLost: peer 7")))
+    )
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert "failed: PeerLost: peer 7" in text
+
+
+def test_a_comparison_shows_failures_differences_warnings_and_lone_rows():
+    old = report(row(), row(key={"only": "old"}), config={"bucket": 25}, environment={"machine": "ws1"})
+    new = report(row(num_starts=0, error="PeerLost: peer 7"), row(key={"only": "new"}), config={"bucket": 1})
+    text = shown(diff_items(compare(old, new)))
+    for words in (
+        "failed in test: PeerLost: peer 7",
+        "Only in the baseline: only=old",
+        "Only in the test: only=new",
+        "config.bucket        25",
+        "Warning: the environments differ: machine",
+        "1 row, negative is worse: 1 failed in test",
+    ):
+        assert words in text
+
+
+def test_what_rows_share_is_said_once():
+    text = shown(report_items(report(row(key={"mode": "a", "size": 1}), row(key={"mode": "a", "size": 2}))))
+    assert text.count("mode=a") == 1
+
+
+def test_a_terminal_gets_colours_and_the_same_words(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    show(diff_items(compare(report(row()), report(row(2e-4)))), stream)
+    text = stream.getvalue()
+    assert "\x1b[31m  worse" in text
+    assert "transport=stream" in text
+
+
+def test_a_key_cannot_steer_the_terminal():
+    assert "\x1b" not in shown(report_items(report(row(key={"scenario": "\x1b[2J"}))))
+
+
+def test_a_stream_without_micro_gets_a_u():
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii", newline="\n")
+    emit("97.2 µs – x", stream)
+    stream.flush()
+    assert raw.getvalue() == b"97.2 us ? x\n"
