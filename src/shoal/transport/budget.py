@@ -26,14 +26,21 @@ class ByteBudget:
         """What is taken now."""
         return self._used_bytes
 
-    def take(self, ticket: object, size_bytes: int, when_granted: Callable[[], None]) -> bool:
-        """Take bytes now (True), or stand in line; whoever gives bytes back then calls `when_granted`."""
+    def try_take(self, size_bytes: int) -> bool:
+        """Take bytes now, if there are as many and nobody stands in line for them."""
         with self._lock:
-            if not self._waiting and self._used_bytes + size_bytes <= self._max_bytes:
-                self._used_bytes += size_bytes
-                return True
+            if self._waiting or self._used_bytes + size_bytes > self._max_bytes:
+                return False
+            self._used_bytes += size_bytes
+            return True
+
+    def stand_in_line(self, ticket: object, size_bytes: int, when_granted: Callable[[], None]) -> None:
+        """Wait for bytes; whoever gives some back calls `when_granted` once these are taken."""
+        with self._lock:
             self._waiting[ticket] = (size_bytes, when_granted)
-            return False
+            granted = self._grant()
+        for grant in granted:
+            grant()
 
     def leave(self, ticket: object) -> bool:
         """Step out of the line; False when it was not (or no longer) in it and so holds its bytes."""
@@ -48,6 +55,8 @@ class ByteBudget:
         """Return bytes that were taken."""
         with self._lock:
             self._used_bytes -= size_bytes
+            if not self._waiting:
+                return
             granted = self._grant()
         for when_granted in granted:
             when_granted()

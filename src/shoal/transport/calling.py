@@ -19,7 +19,6 @@ from shoal.transport.frames import (
     Kind,
     MessageHead,
     Mode,
-    RequestHead,
     decode_payload,
     encode,
 )
@@ -41,41 +40,20 @@ class ConnectionRetired(Exception):
     """The peer closed the connection before it looked at this call: it may be made again on another."""
 
 
-class PendingCall:
+class PendingCall(msgspec.Struct, eq=False):
     """One call that has been sent and not yet answered."""
 
-    __slots__ = (
-        "answer",
-        "channel",
-        "deadline",
-        "id",
-        "into",
-        "is_granted",
-        "is_settled",
-        "method",
-        "timer",
-        "views",
-    )
-
-    def __init__(
-        self,
-        call_id: int,
-        method: str,
-        views: Sequence[memoryview],
-        into: Into,
-        deadline: Deadline,
-        answer: asyncio.Future[Reply],
-    ) -> None:
-        self.id = call_id
-        self.method = method
-        self.views = views
-        self.into = into
-        self.deadline = deadline
-        self.answer = answer
-        self.timer: asyncio.TimerHandle | None = None
-        self.is_granted: asyncio.Future[None] | None = None
-        self.is_settled = False  # the peer has said its last word on it
-        self.channel: StreamChannel | None = None
+    id: int
+    method: str
+    views: Sequence[memoryview]
+    into: Any
+    deadline: Deadline
+    answer: asyncio.Future[Reply]
+    timer: asyncio.TimerHandle | None = None
+    is_granted: asyncio.Future[None] | None = None
+    is_settled: bool = False
+    """The peer has said its last word on it."""
+    channel: StreamChannel | None = None
 
 
 class Calling:
@@ -98,23 +76,16 @@ class Calling:
         """What the peer said it would take at once."""
         self._max_calls = max(1, min(max_calls, self._connection.limits.max_calls))
 
-    async def call(
-        self, method: str, payload: Any, buffers: Sequence[Any], deadline: Deadline, into: Into
-    ) -> Reply:
-        """Send a request and wait for its answer."""
-        if self._is_full():
-            await self._wait_for_place(method, deadline)
-        call = self._begin(method, payload, buffers, deadline, into, Mode.CALL)
-        try:
-            return await call.answer
-        finally:
-            self._end(call)
+    @property
+    def is_full(self) -> bool:
+        """Whether a new call must `wait_for_place` first."""
+        return bool(self._waiting) or len(self._pending) + self._num_promised >= self._max_calls
 
     async def notify(self, method: str, payload: Any, buffers: Sequence[Any], deadline: Deadline) -> None:
         """Send a one-way request; its place stays taken until the handler is done, which nobody waits for."""
-        if self._is_full():
-            await self._wait_for_place(method, deadline)
-        call = self._begin(method, payload, buffers, deadline, None, Mode.ONE_WAY)
+        if self.is_full:
+            await self.wait_for_place(method, deadline)
+        call = self.begin(method, payload, buffers, deadline, None, Mode.ONE_WAY)
         call.answer.add_done_callback(lambda answer: self._end_one_way(call, answer))
         if sum(map(len, call.views)) <= INLINE_BYTES:
             call.views = tuple(
@@ -132,10 +103,10 @@ class Calling:
         self, method: str, payload: Any, deadline: Deadline
     ) -> tuple[PendingCall, Callable[[], None]]:
         """Begin a channel; the second value ends it, whatever state it is in."""
-        if self._is_full():
-            await self._wait_for_place(method, deadline)
-        call = self._begin(method, payload, (), deadline, None, Mode.CHANNEL)
-        return call, lambda: self._end(call)
+        if self.is_full:
+            await self.wait_for_place(method, deadline)
+        call = self.begin(method, payload, (), deadline, None, Mode.CHANNEL)
+        return call, lambda: self.end(call)
 
     def on_reply(self, call_id: int, head: MessageHead, body: memoryview) -> None:
         """An answer has come, or begins to arrive when its buffers are large."""
@@ -144,7 +115,8 @@ class Calling:
             return
         try:
             reply = Reply(decode_payload(head.payload))
-            self._connection.check_sizes(head.sizes)
+            if head.sizes:
+                self._connection.check_sizes(head.sizes)
             if call.into is None:
                 reply.buffers = self._connection.allocate(head.sizes)
             else:
@@ -194,25 +166,25 @@ class Calling:
                 call.answer.set_exception(make_error(call.method))
         self._fail_waiting(make_error("a call that waited for a free place"))
 
-    def _is_full(self) -> bool:
-        return bool(self._waiting) or len(self._pending) + self._num_promised >= self._max_calls
-
-    def _begin(
+    def begin(
         self, method: str, payload: Any, buffers: Sequence[Any], deadline: Deadline, into: Into, mode: Mode
     ) -> PendingCall:
+        """Send a request; whoever begins a call must `end` it, whatever became of it."""
         connection = self._connection
-        views = _views(buffers)
-        connection.raise_if_closed(method)
+        views = _views(buffers) if buffers else ()
+        if not connection.is_usable:
+            connection.raise_closed(method)
         remaining_s = deadline.remaining_s
         if remaining_s <= 0:
             raise DeadlineExceeded(
                 f"{method} at {connection.peer}: the deadline had passed before it was sent."
             )
         sizes = [len(view) for view in views]
-        connection.check_sizes_of_peer(method, sizes)
+        if sizes:
+            connection.check_sizes_of_peer(method, sizes)
         timeout_ms = 0 if math.isinf(remaining_s) else max(1, int(remaining_s * 1000))
         try:
-            head = encode(RequestHead(method, mode, timeout_ms, sizes, msgspec.Raw(encode(payload))))
+            head = encode((method, mode, timeout_ms, sizes, payload))  # a RequestHead
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise UsageError(
                 f"The payload of {method} cannot be sent: {error}",
@@ -239,7 +211,7 @@ class Calling:
             if call.timer is None and (remaining_s := call.deadline.remaining_s) < TIMER_S:
                 call.timer = self._connection.loop.call_later(remaining_s, self._expire, call)
 
-    def _end(self, call: PendingCall) -> None:
+    def end(self, call: PendingCall) -> None:
         """Forget a call; one that was not answered is cancelled at the peer and frees what it held."""
         if self._pending.pop(call.id, None) is None:
             return
@@ -260,7 +232,7 @@ class Calling:
                 call.is_granted.set_result(None)
             else:
                 call.is_granted.set_exception(error)
-        self._end(call)
+        self.end(call)
 
     def _expire(self, call: PendingCall) -> None:
         if not call.answer.done():
@@ -271,7 +243,8 @@ class Calling:
                 )
             )
 
-    async def _wait_for_place(self, method: str, deadline: Deadline) -> None:
+    async def wait_for_place(self, method: str, deadline: Deadline) -> None:
+        """Wait until the peer takes one more call."""
         place: asyncio.Future[None] = self._connection.loop.create_future()
         self._waiting.append(place)
         try:
@@ -340,11 +313,9 @@ def fitting_views(given: Sequence[Any], sizes: Sequence[int]) -> list[memoryview
     return views
 
 
-def _views(buffers: Sequence[Any]) -> tuple[memoryview, ...]:
-    if not buffers:
-        return ()
+def _views(buffers: Sequence[Any]) -> list[memoryview]:
     try:
-        return tuple(byte_view(buffer) for buffer in buffers)
+        return [byte_view(buffer) for buffer in buffers]
     except (TypeError, BufferError) as error:
         raise UsageError(
             f"A buffer cannot be sent: {error}.",

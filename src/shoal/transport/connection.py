@@ -10,7 +10,7 @@ import asyncio
 import enum
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 from shoal import __version__
 from shoal.core import (
@@ -94,6 +94,8 @@ class Connection(asyncio.BufferedProtocol):
         self.ready: asyncio.Future[None] = self.loop.create_future()
         self.ready.add_done_callback(_retrieve)
         self.used_at_s = self.loop.time()
+        self.is_usable = False
+        """Whether new calls may begin here."""
         self._state = _State.GREETING
         self._reason: ShoalError | None = None
         self._decoder = FrameDecoder(self, self.limits.max_head_bytes)
@@ -105,7 +107,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._descriptor: int | None = None
         self.outbox: Outbox
-        self._handlers: dict[Kind, Callable[[int, Any, memoryview], None]] = {
+        handlers: dict[Kind, Callable[[int, Any, memoryview], None]] = {
             Kind.HELLO: self._on_hello,
             Kind.REQUEST: self.serving.on_request,
             Kind.REPLY: self.calling.on_reply,
@@ -117,6 +119,8 @@ class Connection(asyncio.BufferedProtocol):
             Kind.WINDOW: self._on_window,
             Kind.GOODBYE: self._on_goodbye,
         }
+        # by number: a look-up for every frame
+        self._handlers = [handlers.get(kind, self._on_unexpected) for kind in (Kind.HELLO, *Kind)]
 
     # --- what asyncio calls ---
 
@@ -163,6 +167,7 @@ class Connection(asyncio.BufferedProtocol):
             keep_in_children(self._descriptor)
         was_ready = self._state is not _State.GREETING
         self._state = _State.CLOSED
+        self.is_usable = False
         cause = str(exc) if exc else "the other side closed it."
         self._reason = self._reason or PeerLost(
             f"The connection to {self.peer} ended.", peer=self.peer, cause=cause
@@ -202,16 +207,6 @@ class Connection(asyncio.BufferedProtocol):
             assembly.on_complete()
 
     # --- what the two sides of a call use ---
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether new calls may begin here."""
-        return self._state is _State.READY
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether this side has said goodbye."""
-        return self._state is _State.LEAVING
 
     @property
     def num_open(self) -> int:
@@ -269,10 +264,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def check_sizes(self, sizes: Sequence[int]) -> None:
         """LimitExceeded when a message's buffers are more than this peer takes."""
-        if not sizes:
-            return
         total_bytes = sum(sizes)
-        if min(sizes) < 0:
+        if sizes and min(sizes) < 0:
             raise ProtocolError("A message announced a buffer of negative size.")
         if total_bytes > self.limits.max_message_bytes or len(sizes) > self.limits.max_buffers:
             raise LimitExceeded(
@@ -291,12 +284,11 @@ class Connection(asyncio.BufferedProtocol):
                 next_step="send it in parts through a channel, or raise the receiver's max_message_bytes.",
             )
 
-    def raise_if_closed(self, method: str) -> None:
-        """Raise what ended the connection, if it has ended."""
+    def raise_closed(self, method: str) -> NoReturn:
+        """Raise why no call can begin here: what ended the connection, or that another should be made."""
         if self._state is _State.CLOSED:
             raise self.error_for(method)
-        if self._state is not _State.READY:
-            raise ConnectionRetired
+        raise ConnectionRetired
 
     def describe_wait(self, call_id: int) -> str:
         """How far a call has come, for its error message."""
@@ -314,6 +306,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._state in (_State.CLOSED, _State.LEAVING) or self._transport is None:
             return
         self._state = _State.LEAVING
+        self.is_usable = False
         self.send(Kind.GOODBYE, 0, encode(GoodbyeHead(code, reason, self.serving.last_call_id)))
         self.close_when_done()
 
@@ -360,6 +353,7 @@ class Connection(asyncio.BufferedProtocol):
         self._reason = error
         code = "version" if isinstance(error, VersionMismatch) else "protocol"
         self._state = _State.LEAVING
+        self.is_usable = False
         self.send(Kind.GOODBYE, 0, encode(GoodbyeHead(code, error.what[:500], self.serving.last_call_id)))
         self.outbox.flush_now()
         self._decoder.drop_chunk()
@@ -401,9 +395,13 @@ class Connection(asyncio.BufferedProtocol):
         self.calling.set_max_calls(head.max_calls)
         self._peer_max_message_bytes = head.max_message_bytes
         self._state = _State.READY
+        self.is_usable = True
         self.host.on_ready(self)
         if not self.ready.done():
             self.ready.set_result(None)
+
+    def _on_unexpected(self, call_id: int, head: Any, body: memoryview) -> None:
+        raise ProtocolError("A frame came that only a decoder sees.")
 
     def _on_error(self, call_id: int, head: ErrorHead, body: memoryview) -> None:
         self.calling.on_error(call_id, head)
@@ -436,6 +434,7 @@ class Connection(asyncio.BufferedProtocol):
             self.close()
         elif self._state is _State.READY:
             self._state = _State.LEAVING
+            self.is_usable = False
             self.close_when_done()
 
 

@@ -16,7 +16,6 @@ from shoal.transport.frames import DECODERS, HEADER, INLINE_BYTES, MAGIC, MAX_CH
 
 _SCRATCH_BYTES = 128 << 10
 _DIRECT_FROM_BYTES = 16 << 10  # a smaller target is filled by a copy: cheaper than a read of its own
-_KINDS = {int(kind): kind for kind in Kind}
 _CHUNKS = (Kind.CHUNK, Kind.CHUNK_FROM_START)
 _BODY_LIMITS = {
     Kind.REQUEST: INLINE_BYTES,
@@ -25,6 +24,9 @@ _BODY_LIMITS = {
     Kind.CHUNK: MAX_CHUNK_BYTES,
     Kind.CHUNK_FROM_START: MAX_CHUNK_BYTES,
 }
+# looked up by number for every frame: a tuple is faster than a dict of enum members
+_KINDS: tuple[Kind | None, ...] = (None, *Kind)
+_MAX_BODY_BYTES = tuple(_BODY_LIMITS.get(Kind(number), 0) if number else 0 for number in range(len(_KINDS)))
 
 
 class FrameSink(Protocol):
@@ -162,24 +164,25 @@ class FrameDecoder:
         return used
 
     def _check(self, number: int, head_bytes: int, body_bytes: int) -> Kind:
-        kind = _KINDS.get(number)
+        kind = _KINDS[number] if number < len(_KINDS) else None
         if kind is None:
             raise ProtocolError(f"A frame of the unknown kind {number} arrived.")
         if head_bytes > self._max_head_bytes:
             raise LimitExceeded(
                 f"A head of {head_bytes:,} bytes arrived; {self._max_head_bytes:,} are allowed."
             )
-        if body_bytes and body_bytes > (limit := _BODY_LIMITS.get(kind, 0)):
+        if body_bytes > _MAX_BODY_BYTES[number]:
+            limit = _MAX_BODY_BYTES[number]
             raise LimitExceeded(
-                f"A {kind.name} frame claims {body_bytes:,} bytes of body; {limit:,} are allowed."
+                f"A {kind.name} frame claims a body of {body_bytes:,} bytes; the limit is {limit:,}."
             )
-        if head_bytes and kind not in DECODERS:
+        if head_bytes and DECODERS[number] is None:
             raise ProtocolError(f"A {kind.name} frame came with a head, which it must not have.")
         return kind
 
     @staticmethod
     def _decode(kind: Kind, head: bytes) -> Any:
-        decoder = DECODERS.get(kind)
+        decoder = DECODERS[kind]
         if decoder is None:
             return None
         try:

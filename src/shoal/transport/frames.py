@@ -110,7 +110,7 @@ encode = _encoder.encode
 
 _decode_any = msgspec.msgpack.Decoder().decode
 
-DECODERS: dict[Kind, msgspec.msgpack.Decoder[Any]] = {
+_DECODERS: dict[Kind, msgspec.msgpack.Decoder[Any]] = {
     Kind.HELLO: msgspec.msgpack.Decoder(HelloHead),
     Kind.REQUEST: msgspec.msgpack.Decoder(RequestHead),
     Kind.REPLY: msgspec.msgpack.Decoder(MessageHead),
@@ -120,7 +120,8 @@ DECODERS: dict[Kind, msgspec.msgpack.Decoder[Any]] = {
     Kind.WINDOW: msgspec.msgpack.Decoder(WindowHead),
     Kind.GOODBYE: msgspec.msgpack.Decoder(GoodbyeHead),
 }
-"""How each kind's head is read; kinds that are missing here have none."""
+DECODERS = tuple(_DECODERS.get(Kind(number)) if number else None for number in range(len(Kind) + 1))
+"""How the head of a frame of each kind's number is read; None for kinds that have no head."""
 
 EMPTY_PAYLOAD = msgspec.Raw(encode(None))
 

@@ -88,7 +88,7 @@ class BufferPool:
         return slab.view[start:end]
 
     def _new_slab(self) -> _Slab:
-        slab = self._slabs.slab = _Slab()
+        slab = self._slabs.slab = _Slab(self.allocate(_SLAB_BYTES))
         return slab
 
     def clear(self) -> None:
@@ -117,9 +117,9 @@ class _Slab:
 
     __slots__ = ("next_start", "view")
 
-    def __init__(self) -> None:
+    def __init__(self, view: memoryview) -> None:
         self.next_start = 0
-        self.view = memoryview(_aligned(np.empty(_SLAB_BYTES + ALIGNMENT_BYTES, np.uint8), _SLAB_BYTES))
+        self.view = view
 
 
 def _aligned(storage: Any, size_bytes: int) -> Any:

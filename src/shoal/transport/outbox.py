@@ -125,11 +125,11 @@ class Outbox:
 
         A body that is not granted yet stays known, so that the receiver may ask for it again.
         """
-        total_bytes = sum(map(len, views))
+        total_bytes = sum(map(len, views)) if views else 0
         if total_bytes <= INLINE_BYTES:
             self._small.append(frame(kind, call_id, head, total_bytes))
-            if total_bytes:
-                self._small.extend(bytes(view) for view in views)
+            for view in views:
+                self._small.append(bytes(view))
             if on_sent is not None:
                 on_sent()
         else:

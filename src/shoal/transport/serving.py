@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -18,7 +18,6 @@ from shoal.transport.frames import (
     EAGER_BYTES,
     GrantHead,
     Kind,
-    MessageHead,
     Mode,
     RequestHead,
     decode_payload,
@@ -34,37 +33,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class ServedCall:
+class ServedCall(msgspec.Struct, eq=False):
     """One call of the peer's, from its request's head to its answer's last byte."""
 
-    __slots__ = (
-        "buffers",
-        "channel",
-        "final",
-        "head",
-        "held_bytes",
-        "id",
-        "is_over",
-        "is_waiting",
-        "mode",
-        "route",
-        "task",
-        "timer",
-    )
-
-    def __init__(self, call_id: int, route: Route, head: Head, mode: int) -> None:
-        self.id = call_id
-        self.route = route
-        self.head = head
-        self.mode = mode
-        self.buffers: list[memoryview] = []
-        self.held_bytes = 0
-        self.is_waiting = False  # for its share of the budget
-        self.is_over = False
-        self.task: asyncio.Task[None] | None = None
-        self.timer: asyncio.TimerHandle | None = None
-        self.channel: StreamChannel | None = None
-        self.final: asyncio.Future[Reply] | None = None
+    id: int
+    route: Route
+    head: Head
+    mode: int
+    buffers: Sequence[memoryview] = ()
+    held_bytes: int = 0
+    is_waiting: bool = False
+    """It stands in line for its share of the budget."""
+    is_over: bool = False
+    task: asyncio.Task[None] | None = None
+    timer: asyncio.TimerHandle | None = None
+    channel: StreamChannel | None = None
+    final: asyncio.Future[Reply] | None = None
 
 
 class Serving:
@@ -87,17 +71,21 @@ class Serving:
             raise ProtocolError(f"A request came with the call id {call_id}, which is not the next one.")
         self.last_call_id = call_id
         try:
-            call = self._open(call_id, wire)
+            route, head = self._accept(wire)
         except ShoalError as error:
             self._send_error(call_id, error)
             return
         total_bytes = sum(wire.sizes) if wire.sizes else 0
-        if call.mode == Mode.CHANNEL:
+        if route.is_plain_function and len(body) == total_bytes:
+            self._serve_at_once(call_id, route, head, body)
+            return
+        call = self._open(call_id, route, head, wire.mode)
+        if call.channel is not None:
             self._admit(call, self._connection.limits.channel_window_bytes, body)
         elif total_bytes:
             self._admit(call, total_bytes, body)
         elif not wire.sizes or self._allocate(call):  # buffers may be empty and yet be there
-            self._start(call)
+            self._connection.receive(call_id, call.buffers, body, functools.partial(self._start, call))
 
     def on_cancel(self, call_id: int) -> None:
         """The caller no longer wants the answer."""
@@ -122,36 +110,55 @@ class Serving:
         for call in tuple(self._calls.values()):
             self._abandon(call)
 
-    def _open(self, call_id: int, wire: RequestHead) -> ServedCall:
+    def _accept(self, wire: RequestHead) -> tuple[Route, Head]:
+        """Find who answers a request; raises what its caller is told when nobody does."""
         connection = self._connection
         if len(self._calls) >= connection.limits.max_calls:
             raise PeerBusy(
                 f"{len(self._calls)} calls of yours are open here already.",
                 next_step="wait for answers, then try again.",
             )
-        if connection.is_leaving:
+        if not connection.is_usable:
             raise PeerBusy("this peer is leaving.", next_step="ask another peer.")
-        connection.check_sizes(wire.sizes)
+        if wire.sizes:
+            connection.check_sizes(wire.sizes)
         route = connection.routes.find(wire.method)
-        if (wire.mode == Mode.CHANNEL) != (route.serve is None) or not 0 <= wire.mode <= Mode.CHANNEL:
+        if (wire.mode == _CHANNEL) != (route.serve is None) or not 0 <= wire.mode <= _CHANNEL:
             kind = "a channel" if route.serve is None else "a call"
             raise PeerRefused(
                 f"{wire.method} is {kind}.", next_step="use call() for calls, open_channel() for channels."
             )
+        if wire.mode == _CHANNEL and wire.sizes:
+            raise ProtocolError("A channel's request came with buffers; they belong into items.")
         try:
             payload = decode_payload(wire.payload, route.decoder)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise PeerRefused(f"the payload of {wire.method} is not what it takes: {error}.") from error
-        deadline = Deadline.after(wire.timeout_ms / 1000) if wire.timeout_ms > 0 else Deadline.never()
-        call = ServedCall(
-            call_id, route, Head(wire.method, payload, wire.sizes, connection.peer, deadline), wire.mode
-        )
-        if wire.mode == Mode.CHANNEL:  # the caller may send its window before this side has room to begin
+        deadline = Deadline.after(wire.timeout_ms / 1000) if wire.timeout_ms > 0 else _NEVER
+        return route, Head(wire.method, payload, wire.sizes, connection.peer, deadline)
+
+    def _serve_at_once(self, call_id: int, route: Route, head: Head, body: memoryview) -> None:
+        """A plain function whose buffers are here: done before the next frame is looked at."""
+        try:
+            buffers = self._memory_for(route, head) if head.sizes else ()
+            self._connection.receive(call_id, buffers, body, _nothing)
+            reply = cast("Reply | None", cast("Any", route.serve)(head, buffers)) or _EMPTY
+            self._send_reply(call_id, reply, reply.on_sent)
+        except ProtocolError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a handler raises is told to its caller
+            self._tell_failure(call_id, head, error)
+
+    def _open(self, call_id: int, route: Route, head: Head, mode: int) -> ServedCall:
+        """Keep a call until it is answered."""
+        connection = self._connection
+        call = ServedCall(call_id, route, head, mode)
+        if mode == _CHANNEL:  # the caller may send its window before this side has room to begin
             call.final = connection.loop.create_future()
             call.channel = StreamChannel(connection, call_id, call.final)
         self._calls[call_id] = call
-        if 0 < wire.timeout_ms < 1000 * TIMER_S:
-            call.timer = connection.loop.call_later(wire.timeout_ms / 1000, self._expire, call)
+        if (remaining_s := head.deadline.remaining_s) < TIMER_S:
+            call.timer = connection.loop.call_later(remaining_s, self._expire, call)
         return call
 
     def arm_timers(self) -> None:
@@ -165,11 +172,10 @@ class Serving:
         connection = self._connection
         call.held_bytes = total_bytes
 
-        def wake() -> None:
-            connection.loop.call_soon_threadsafe(self._on_room, call)
-
-        call.is_waiting = not connection.budget.take(call, total_bytes, wake)
-        if call.mode == Mode.CHANNEL:
+        call.is_waiting = not connection.budget.try_take(total_bytes)
+        if call.is_waiting:
+            connection.budget.stand_in_line(call, total_bytes, functools.partial(self._wake, call))
+        if call.mode == _CHANNEL:
             if not call.is_waiting:
                 self._start(call)
         elif call.is_waiting:
@@ -179,28 +185,33 @@ class Serving:
                 connection.send(Kind.GRANT, call.id, encode(GrantHead(from_start=False)))
             connection.receive(call.id, call.buffers, body, functools.partial(self._start, call))
 
+    def _wake(self, call: ServedCall) -> None:
+        """Called on whatever thread gave bytes back."""
+        self._connection.loop.call_soon_threadsafe(self._on_room, call)
+
     def _on_room(self, call: ServedCall) -> None:
         """The budget has room for a call that stood in line."""
         if call.is_over:
             return
         call.is_waiting = False
-        if call.mode == Mode.CHANNEL:
+        if call.mode == _CHANNEL:
             self._start(call)
         elif self._allocate(call):
             self._connection.make_room(call.id, call.buffers)
             self._connection.send(Kind.GRANT, call.id, encode(GrantHead(from_start=True)))
 
     def _allocate(self, call: ServedCall) -> bool:
-        route, head = call.route, call.head
         try:
-            if route.allocate is None:
-                call.buffers = self._connection.allocate(head.sizes)
-            else:
-                call.buffers = fitting_views(route.allocate(head), head.sizes)
+            call.buffers = self._memory_for(call.route, call.head)
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is told to its caller
             self._fail(call, error)
             return False
         return True
+
+    def _memory_for(self, route: Route, head: Head) -> Sequence[memoryview]:
+        if route.allocate is None:
+            return self._connection.allocate(head.sizes)
+        return fitting_views(route.allocate(head), head.sizes)
 
     def _start(self, call: ServedCall) -> None:
         """Everything has arrived: run the handler."""
@@ -244,23 +255,28 @@ class Serving:
             on_sent()
             return
         try:
-            views = tuple(byte_view(buffer) for buffer in reply.buffers)
-            head = encode(MessageHead([len(view) for view in views], msgspec.Raw(encode(reply.payload))))
+            self._send_reply(call.id, reply, on_sent)
         except Exception as error:  # noqa: BLE001 - a handler returned what cannot be sent: tell the caller
             if reply.on_sent is not None:
                 reply.on_sent()
             self._fail(call, error)
-            return
-        self._connection.outbox.send_message(Kind.REPLY, call.id, head, views, on_sent)
+
+    def _send_reply(self, call_id: int, reply: Reply, on_sent: Callable[[], None] | None) -> None:
+        views = [byte_view(buffer) for buffer in reply.buffers]
+        head = encode(([len(view) for view in views], reply.payload))  # a MessageHead
+        self._connection.outbox.send_message(Kind.REPLY, call_id, head, views, on_sent)
 
     def _fail(self, call: ServedCall, error: Exception) -> None:
         if call.is_over:
             return
-        if not isinstance(error, ShoalError):
-            log.error("%s, called by %s, failed", call.head.method, call.head.peer, exc_info=error)
-        self._send_error(call.id, error)
+        self._tell_failure(call.id, call.head, error)
         self._connection.forget(call.id)
         self._finish(call, _EMPTY)
+
+    def _tell_failure(self, call_id: int, head: Head, error: Exception) -> None:
+        if not isinstance(error, ShoalError):
+            log.error("%s, called by %s, failed", head.method, head.peer, exc_info=error)
+        self._send_error(call_id, error)
 
     def _send_error(self, call_id: int, error: Exception) -> None:
         self._connection.send(Kind.ERROR, call_id, encode(to_wire(error)))
@@ -287,9 +303,15 @@ class Serving:
             call.timer.cancel()
         if call.final is not None and not call.final.done():
             call.final.cancel()
-        call.buffers = []
+        call.buffers = ()
         if call.held_bytes and not (call.is_waiting and self._connection.budget.leave(call)):
             self._connection.budget.give_back(call.held_bytes)
 
 
 _EMPTY = Reply()
+_NEVER = Deadline.never()
+_CHANNEL = int(Mode.CHANNEL)
+
+
+def _nothing() -> None:
+    """For buffers that are complete already."""

@@ -31,7 +31,7 @@ from shoal.transport.calling import ConnectionRetired
 from shoal.transport.channel import StreamChannel
 from shoal.transport.complaints import Complaints
 from shoal.transport.connection import Connection
-from shoal.transport.frames import GoodbyeHead, Kind, encode, frame
+from shoal.transport.frames import GoodbyeHead, Kind, Mode, encode, frame
 from shoal.transport.limits import Limits
 from shoal.transport.memory import BufferPool
 from shoal.transport.messages import Allocate, Channel, Reply, Serve, ServeChannel
@@ -188,8 +188,15 @@ class StreamTransport:
             connection = self._dialed.get(peer) if type(peer) is Peer else None
             if connection is None or not connection.is_usable:
                 connection = await self._connect(peer, deadline)
+            calling = connection.calling
             try:
-                return await connection.calling.call(method, payload, buffers, deadline, into)
+                if calling.is_full:
+                    await calling.wait_for_place(method, deadline)
+                call = calling.begin(method, payload, buffers, deadline, into, Mode.CALL)
+                try:
+                    return await call.answer
+                finally:
+                    calling.end(call)
             except ConnectionRetired:
                 if attempt == _DIAL_ATTEMPTS - 1:
                     raise connection.error_for(method) from None
