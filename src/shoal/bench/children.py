@@ -1,0 +1,140 @@
+"""Child processes of a benchmark: fresh interpreters that talk to their parent in lines of JSON.
+
+A child runs one function, `module:name`, with the arguments that it is given and its `Parent`. It ends when
+the function returns; a function that serves until its parent has had enough calls `parent.wait_for_end()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from shoal.core import BenchmarkError
+from shoal.core.loop import own_the_process
+
+_ENDING_S = 10.0
+
+
+class Child:
+    """A running child, as its parent sees it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], function: str) -> None:
+        self._process = process
+        self._function = function
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next thing that the child tells, None at its end; BenchmarkError when it failed."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait(_ENDING_S)
+            if code:
+                raise BenchmarkError(
+                    f"The process that runs {self._function} ended with {describe_exit(code)}.",
+                    cause="what it printed before that is above.",
+                )
+            return None
+        message: dict[str, Any] = msgspec.json.decode(line)
+        if "failure" in message:
+            raise BenchmarkError(f"{self._function} failed: {message['failure']}", cause=message["trace"])
+        return message
+
+    def expect(self) -> dict[str, Any]:
+        """The next thing that the child tells; BenchmarkError when it ended instead."""
+        message = self.receive()
+        if message is None:
+            raise BenchmarkError(f"The process that runs {self._function} ended before it was ready.")
+        return message
+
+
+class Parent:
+    """The parent, as a child sees it."""
+
+    def __init__(self, stdin: BinaryIO, stdout: BinaryIO) -> None:
+        self._stdin = stdin
+        self._stdout = stdout
+
+    def tell(self, **message: Any) -> None:
+        """Send something that JSON can carry."""
+        self._stdout.write(msgspec.json.encode(message) + b"\n")
+        self._stdout.flush()
+
+    def wait_for_end(self) -> None:
+        """Block until the parent has had enough, or is gone."""
+        while self._stdin.read(1):
+            pass
+
+
+@contextlib.contextmanager
+def child(function: str, arguments: dict[str, Any], *, source: Path | None = None) -> Iterator[Child]:
+    """Run `module:name` in a new interpreter for as long as the block lasts.
+
+    `source` is a folder that holds the package to use, for comparing versions; by default the one in use.
+    """
+    environment = dict(os.environ)
+    if source is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([str(source), environment.get("PYTHONPATH", "")]).rstrip(
+            os.pathsep
+        )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shoal.bench.children"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        with contextlib.suppress(BrokenPipeError):  # it has ended already: `receive` will say so
+            process.stdin.write(msgspec.json.encode({"function": function, "arguments": arguments}) + b"\n")
+            process.stdin.flush()
+        yield Child(process, function)
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        process.wait(_ENDING_S)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.stdout.close()
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        process.wait()
+
+
+def describe_exit(code: int) -> str:
+    """An exit status in words."""
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def main() -> None:
+    """What a child does: read what to run, run it, and tell when it fails."""
+    own_the_process()
+    stdin = sys.stdin.buffer
+    # what the function prints must not mix with what it tells
+    stdout = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    parent = Parent(stdin, stdout)
+    order = msgspec.json.decode(stdin.readline())
+    module, _, name = order["function"].partition(":")
+    try:
+        getattr(importlib.import_module(module), name)(order["arguments"], parent)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(1)  # the parent is gone
+    except Exception as error:  # noqa: BLE001 - whatever it is, the parent reports it
+        parent.tell(failure=f"{type(error).__name__}: {error}", trace=traceback.format_exc(limit=-3))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""The frame that all benchmarks share: independent process starts, progress, and the report at the end.
+
+A scenario measures; it runs in a fresh process for every start, because what differs from start to start
+(memory layout, where the scheduler put things) is most of the noise, and iterations inside one start do not
+show it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from shoal.bench.children import Parent, child
+from shoal.bench.environment import Watch, describe_code, describe_machine
+from shoal.core import BenchmarkError, UsageError
+from shoal.report import Report, Row
+
+Tell = Callable[[str], None]
+RowKey = dict[str, str | int | float | bool]
+
+
+class Measured(msgspec.Struct, kw_only=True):
+    """What one start found out about one row: raw samples, or why there are none."""
+
+    key: RowKey
+    metric: str
+    unit: str
+    direction: Literal["higher", "lower"]
+    samples: list[float] = msgspec.field(default_factory=list)
+    error: str | None = None
+
+
+class Scenario(Protocol):
+    """One thing that a benchmark measures."""
+
+    def run(self, tell: Tell) -> Iterator[Measured]:
+        """Measure once, in this process and its children; `tell` says what is being done."""
+
+
+class RunSettings(msgspec.Struct, frozen=True):
+    """How often a benchmark is started, and what with."""
+
+    num_starts: int = 5
+    """Independent processes; five are needed before a difference can be judged."""
+    seed: int = 0
+    """The first start's; each further one adds 1."""
+    command: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_starts < 1:
+            raise UsageError(
+                f"--starts {self.num_starts} measures nothing.", next_step="give 1 or more; 5 to compare."
+            )
+
+
+SCENARIOS: dict[str, str] = {"transport": "shoal.bench.transport:TransportScenario"}
+"""By the benchmark's name: `module:class`, made as `class(config, seed)` in the process that measures."""
+
+
+class Version(msgspec.Struct, frozen=True):
+    """Code that is measured: the package in use, or the one in the folder `source`."""
+
+    name: str = "this"
+    source: Path | None = None
+
+
+def run_benchmark(
+    benchmark: str,
+    config: Mapping[str, Any],
+    settings: RunSettings,
+    *,
+    tell: Tell,
+    versions: Sequence[Version] = (Version(),),
+) -> list[Report]:
+    """Start the scenario as often as asked, for each version, and return a report for each.
+
+    Two versions take turns A B B A, so that a machine that slows down meets both alike.
+    """
+    watch = Watch()
+    machine = describe_machine()  # takes a moment, in which stolen time shows
+    before = watch.look()
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    collected = {version.name: _Collected() for version in versions}
+    total = settings.num_starts * len(versions)
+    number = 0
+    for start in range(settings.num_starts):
+        for version in versions if start % 2 == 0 else reversed(versions):
+            number += 1
+            label = f"start {number} of {total}" + (f" ({version.name})" if len(versions) > 1 else "")
+            arguments = {"benchmark": benchmark, "config": dict(config), "seed": settings.seed + start}
+            _measure_start(
+                collected[version.name],
+                start,
+                arguments,
+                version,
+                lambda text, at=label: tell(f"{at}: {text}"),
+            )
+    environment = {**machine, "before": before, "after": watch.look()}
+    return [
+        Report(
+            benchmark=benchmark,
+            created=created,
+            command=list(settings.command),
+            config=dict(config),
+            seeds=[settings.seed + start for start in range(settings.num_starts)],
+            code=describe_code(version.source),
+            environment=environment,
+            rows=collected[version.name].rows(),
+        )
+        for version in versions
+    ]
+
+
+def run_start(arguments: dict[str, Any], parent: Parent) -> None:
+    """What the process of one start does: measure, and tell the parent every row."""
+    scenario = make_scenario(arguments["benchmark"], arguments["config"], arguments["seed"])
+    for measured in scenario.run(lambda text: parent.tell(progress=text)):
+        parent.tell(row=msgspec.to_builtins(measured))
+
+
+def make_scenario(benchmark: str, config: Mapping[str, Any], seed: int) -> Scenario:
+    """The scenario of a benchmark by its name, or by `module:class`."""
+    module, _, name = SCENARIOS.get(benchmark, benchmark).partition(":")
+    scenario: Scenario = getattr(importlib.import_module(module), name)(config, seed)
+    return scenario
+
+
+def _measure_start(
+    collected: _Collected, start: int, arguments: dict[str, Any], version: Version, tell: Tell
+) -> None:
+    try:
+        with child("shoal.bench.frame:run_start", arguments, source=version.source) as process:
+            while (message := process.receive()) is not None:
+                if "progress" in message:
+                    tell(message["progress"])
+                else:
+                    collected.add(start, msgspec.convert(message["row"], Measured))
+    except BenchmarkError as error:
+        tell(f"failed: {error.what}")
+        collected.fail(start, error)
+
+
+class _Collected:
+    """Rows of one version as they come in, in the order of their first appearance."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, Measured] = {}
+        self._starts: dict[str, list[list[float]]] = {}
+        self._failures: dict[str, list[Measured]] = {}
+
+    def add(self, start: int, measured: Measured) -> None:
+        name = f"{sorted(measured.key.items())} {measured.metric}"
+        self._rows.setdefault(name, measured)
+        if measured.error is None:
+            self._starts.setdefault(name, []).append(measured.samples)
+        else:
+            measured.key = {**measured.key, "start": start + 1}
+            self._failures.setdefault(name, []).append(measured)
+
+    def fail(self, start: int, error: BenchmarkError) -> None:
+        """A whole start broke off: that is a row too."""
+        text = error.what if not error.cause else f"{error.what} {error.cause.strip().splitlines()[-1]}"
+        self.add(
+            start,
+            Measured(key={"scenario": "start"}, metric="completed", unit="", direction="higher", error=text),
+        )
+
+    def rows(self) -> list[Row]:
+        """One row for what was measured, and one more for every start in which it failed."""
+        rows = []
+        for name, first in self._rows.items():
+            if name in self._starts:
+                rows.append(
+                    _row(
+                        first,
+                        key={k: v for k, v in first.key.items() if k != "start"},
+                        starts=self._starts[name],
+                    )
+                )
+            rows += [
+                _row(failure, key=failure.key, error=failure.error)
+                for failure in self._failures.get(name, ())
+            ]
+        return rows
+
+
+def _row(measured: Measured, **fields: Any) -> Row:
+    return Row(metric=measured.metric, unit=measured.unit, direction=measured.direction, **fields)

@@ -1,0 +1,46 @@
+"""Scenarios that the tests of the frame run in child processes."""
+
+import os
+import signal
+
+from shoal.bench.frame import Measured
+
+
+class Steady:
+    """Gives the samples that it is told to, and says which start it is."""
+
+    def __init__(self, config, seed):
+        self.config, self.seed = config, seed
+
+    def run(self, tell):
+        tell("measuring")
+        print("noise on stdout must not disturb")
+        yield Measured(
+            key={"scenario": "steady"},
+            metric="time",
+            unit="s",
+            direction="lower",
+            samples=[self.seed + 1.0, 2.0],
+        )
+        if self.seed in self.config.get("failing", ()):
+            yield Measured(
+                key={"scenario": "shaky"}, metric="time", unit="s", direction="lower", error="it broke"
+            )
+        else:
+            yield Measured(
+                key={"scenario": "shaky"}, metric="time", unit="s", direction="lower", samples=[1.0]
+            )
+        if self.seed in self.config.get("raising", ()):
+            raise RuntimeError("no more")
+        if self.seed in self.config.get("dying", ()):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def answer(arguments, parent):
+    """A child that serves until its parent has had enough."""
+    parent.tell(double=2 * arguments["number"])
+    parent.wait_for_end()
+
+
+def silent(arguments, parent):
+    """A child that ends without a word."""

@@ -1,0 +1,47 @@
+import pytest
+
+from shoal.bench.children import child, describe_exit
+from shoal.core import BenchmarkError
+
+SAMPLES = "bench.sample_scenarios"
+
+
+@pytest.fixture(autouse=True)
+def _tests_are_importable(monkeypatch, request):
+    monkeypatch.setenv("PYTHONPATH", str(request.config.rootpath / "tests"))
+
+
+def test_a_child_tells_and_ends_with_its_block():
+    with child(f"{SAMPLES}:answer", {"number": 21}) as process:
+        assert process.expect() == {"double": 42}
+    assert process._process.returncode == 0
+
+
+def test_a_child_that_ends_early_is_noticed():
+    with child(f"{SAMPLES}:silent", {}) as process:
+        with pytest.raises(BenchmarkError, match="before it was ready"):
+            process.expect()
+
+
+def test_a_failure_is_told_with_its_cause():
+    with child(f"{SAMPLES}:no_such_function", {}) as process:
+        with pytest.raises(BenchmarkError, match="AttributeError"):
+            process.receive()
+
+
+def test_a_child_ends_when_its_block_is_left_by_an_error():
+    def leave_by_error():
+        with child(f"{SAMPLES}:answer", {"number": 1}) as process:
+            process.expect()
+            started.append(process)
+            raise ZeroDivisionError
+
+    started = []
+    with pytest.raises(ZeroDivisionError):
+        leave_by_error()
+    assert started[0]._process.returncode is not None
+
+
+def test_exits_in_words():
+    assert describe_exit(-9) == "signal 9"
+    assert describe_exit(3) == "exit code 3"

@@ -1,0 +1,45 @@
+import msgspec
+import pytest
+
+from shoal.bench.frame import make_scenario
+from shoal.bench.transport import SHORT, summarize_transport
+from shoal.report import Report, Row
+
+TINY = msgspec.structs.replace(SHORT, repeats=1, block_s=0.05, num_latency_calls=20)
+
+
+@pytest.fixture(scope="module")
+def report():
+    rows = []
+    for measured in make_scenario("transport", msgspec.to_builtins(TINY), seed=1).run(lambda _: None):
+        fields = {name: getattr(measured, name) for name in ("key", "metric", "unit", "direction")}
+        rows.append(Row(**fields, starts=[measured.samples]))
+    return Report(benchmark="transport", created="2026-01-01T00:00:00+00:00", rows=rows)
+
+
+def test_it_measures_ours_and_the_sockets_with_the_same_in_flight(report):
+    echoes = {
+        (row.key["via"], row.key["in_flight"]): row.samples for row in report.rows if row.metric == "echo"
+    }
+    assert sorted(echoes) == [("shoal", 1), ("shoal", 4), ("sockets", 1), ("sockets", 4)]
+    assert all(rate > 0 for samples in echoes.values() for rate in samples)
+    fractions = [row for row in report.rows if row.metric == "fraction_of_sockets"]
+    for row in fractions:
+        pairs = zip(
+            echoes["shoal", row.key["in_flight"]], echoes["sockets", row.key["in_flight"]], strict=True
+        )
+        assert row.samples == [ours / raw for ours, raw in pairs]
+
+
+def test_the_result_has_the_names_that_scripts_read(report):
+    result = summarize_transport(report)
+    assert {"calls_per_s", "p50_us", "echo_gb_s", "raw_echo_gb_s"} <= set(result)
+    by_key = {(row.metric, row.key.get("via"), row.key["in_flight"]): row.samples[0] for row in report.rows}
+    assert result["echo_gb_s"] == round(by_key["echo", "shoal", 4], 3)
+    assert result["raw_echo_gb_s"] == round(by_key["echo", "sockets", 4], 3)
+    assert result["echo_gb_s_1_in_flight"] == round(by_key["echo", "shoal", 1], 3)
+
+
+def test_unknown_settings_are_refused():
+    with pytest.raises(msgspec.ValidationError, match="unknown field"):
+        make_scenario("transport", {"repeat": 3}, seed=0)

@@ -1,0 +1,125 @@
+"""What the package promises as a whole."""
+
+import ast
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shoal
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "shoal"
+ROOMS = sorted(path.parent for path in SOURCE.glob("*/__init__.py"))
+
+
+def python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    return done.stdout
+
+
+def test_importing_opens_nothing():
+    """No descriptor, thread, child or heavy module after `import shoal`."""
+    told = python(
+        "import os, sys, threading\n"
+        "before = set(os.listdir('/proc/self/fd'))\n"
+        "import shoal\n"
+        "print(set(os.listdir('/proc/self/fd')) - before, threading.active_count(),\n"
+        "      [name for name in ('torch', 'numpy', 'asyncio', 'uvloop', 'plotly') if name in sys.modules])\n"
+    )
+    assert told.strip() == "set() 1 []"
+
+
+def test_all_is_exact():
+    public = {name for name in shoal.__all__ if name != "__version__"}
+    assert public == set(shoal._HOMES)
+    assert sorted(shoal.__all__) == list(shoal.__all__)
+    for name in shoal.__all__:
+        assert getattr(shoal, name) is not None
+    assert public <= set(dir(shoal))
+    with pytest.raises(AttributeError, match="no attribute 'Whale'"):
+        shoal.Whale  # noqa: B018
+
+
+def test_names_for_type_checkers_are_the_same():
+    tree = ast.parse((SOURCE / "__init__.py").read_text())
+    guarded = next(node for node in tree.body if isinstance(node, ast.If))
+    imported = {
+        alias.name: node.module
+        for node in guarded.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert imported == shoal._HOMES
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
+def test_every_room_says_in_one_sentence_what_it_is(room):
+    docstring = ast.get_docstring(ast.parse((room / "__init__.py").read_text()))
+    assert docstring
+    assert "\n" not in docstring
+    assert docstring.endswith(".")
+    assert docstring.count(". ") == 0
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
+def test_every_file_says_what_it_is_for_and_all_names_exist(room):
+    for path in room.rglob("*.py"):
+        assert ast.get_docstring(ast.parse(path.read_text())), path
+    module = importlib.import_module(f"shoal.{room.name}")
+    assert all(hasattr(module, name) for name in getattr(module, "__all__", ()))
+
+
+def test_rooms_are_those_of_the_contract():
+    layers = re.search(r"layers = \[(.*)\]", (ROOT / "pyproject.toml").read_text())
+    assert sorted(re.findall(r'"(\w+)"', layers[1])) == [room.name for room in ROOMS]
+
+
+def test_ci_runs_the_readmes_commands():
+    blocks = re.findall(r"^```\w*\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    told = {
+        line.split("#")[0].strip()
+        for block in blocks
+        for line in block.splitlines()
+        if line.startswith("make ")
+    }
+    run = {line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")}
+    assert run <= told
+    assert {"make check", "make test"} == run
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {command.split()[1] for command in told} <= targets
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_the_readmes_example_runs(tmp_path):
+    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    script = tmp_path / "example.py"
+    script.write_text(example)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "{'got': 8388608}\n"
+    assert done.stderr == ""
+
+
+def test_pinned_versions_meet_the_declared_ranges():
+    constraints = (ROOT / "constraints.txt").read_text()
+    assert "torch==2.13.0" in constraints
+    project = (ROOT / "pyproject.toml").read_text()
+    for name in (
+        "numpy",
+        "msgspec",
+        "cryptography",
+        "safetensors",
+        "typer",
+        "rich",
+        "uvloop",
+        "aiofastnet",
+        "plotly",
+    ):
+        assert f'"{name}>=' in project
+        assert re.search(rf"^{name}==", constraints, re.MULTILINE)
