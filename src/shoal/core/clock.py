@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+from shoal.core.errors import UsageError
+
 
 class Clock(Protocol):
     """Two readings: `now_s` never goes back and measures waits, `wall_s` is what records expire by."""
@@ -44,7 +46,9 @@ class ManualClock:
         return self._wall_s
 
     def advance(self, seconds: float) -> None:
-        """Move both readings forward."""
+        """Move both readings forward; never back."""
+        if not seconds >= 0:
+            raise UsageError(f"A clock cannot go {seconds} s forward.", next_step="give zero or more.")
         self._now_s += seconds
         self._wall_s += seconds
 

@@ -62,7 +62,7 @@ class Deadline(msgspec.Struct, frozen=True):
 class AdaptiveDeadline:
     """median + k·MAD of the last waits, plus bytes over the measured bandwidth, times `patience`.
 
-    Before it has seen `enough` waits it answers `initial_s`. Waits that ended in a timeout are told by
+    Before it has seen five waits it answers `initial_s`. Waits that ended in a timeout are told by
     `missed`, which doubles the answer until one succeeds: a network that became slower is followed.
     """
 
@@ -85,6 +85,7 @@ class AdaptiveDeadline:
         self._floor_s = floor_s
         self._k = k
         self._waits_s: deque[float] = deque(maxlen=window)
+        self._bulk_waits_s: deque[float] = deque(maxlen=window)
         self._bytes_per_s: deque[float] = deque(maxlen=window)
         self._misses_in_a_row = 0
 
@@ -92,6 +93,7 @@ class AdaptiveDeadline:
         """Tell how long a wait took that succeeded, and how many bytes it moved."""
         self._misses_in_a_row = 0
         if size_bytes >= _BULK_BYTES and wait_s > 0:
+            self._bulk_waits_s.append(wait_s)
             self._bytes_per_s.append(size_bytes / wait_s)
             return  # its time is mostly bytes: it teaches bandwidth, not latency
         self._waits_s.append(wait_s)
@@ -104,18 +106,23 @@ class AdaptiveDeadline:
         """Seconds that the next wait for `size_bytes` deserves."""
         if len(self._waits_s) + len(self._bytes_per_s) < _ENOUGH:
             base_s = self._initial_s
+        elif not self._waits_s:
+            # of latency nothing is known, except that a call takes no longer than a larger one did
+            likely_s = max(statistics.median(self._bulk_waits_s), self._transfer_s(size_bytes))
+            base_s = max(self._floor_s, 3 * likely_s)
         else:
-            base_s = self._floor_s
-            if self._waits_s:
-                median_s = statistics.median(self._waits_s)
-                mad_s = statistics.median(abs(wait_s - median_s) for wait_s in self._waits_s)
-                # three medians at least: the MAD of a few equal waits is zero
-                base_s = max(base_s, median_s + self._k * mad_s, 3 * median_s)
+            median_s = statistics.median(self._waits_s)
+            mad_s = statistics.median(abs(wait_s - median_s) for wait_s in self._waits_s)
+            # three medians at least: the MAD of a few equal waits is zero
+            base_s = max(self._floor_s, median_s + self._k * mad_s, 3 * median_s)
             if size_bytes and self._bytes_per_s:
-                base_s += 3 * size_bytes / statistics.median(self._bytes_per_s)
+                base_s += 3 * self._transfer_s(size_bytes)
             elif size_bytes >= _BULK_BYTES:
                 base_s += self._initial_s
         return base_s * self.patience * float(2**self._misses_in_a_row)
+
+    def _transfer_s(self, size_bytes: int) -> float:
+        return size_bytes / statistics.median(self._bytes_per_s)
 
     def next(self, size_bytes: int = 0, clock: Clock = SYSTEM_CLOCK) -> Deadline:
         """The deadline of the next wait, from now."""

@@ -13,7 +13,7 @@ _descriptors: dict[int, None] = {}
 
 
 def close_in_children(descriptor: int) -> None:
-    """Have every later forked child close this descriptor first."""
+    """Have every later forked child let go of this descriptor first; its number stays taken there."""
     _descriptors[descriptor] = None
 
 
@@ -23,9 +23,24 @@ def keep_in_children(descriptor: int) -> None:
 
 
 def _in_child() -> None:
+    """Put the null device in their place.
+
+    The child's copy of the object that owned a descriptor closes that number when it is collected; by then a
+    closed number could be some file of the child's own.
+    """
+    if not _descriptors:
+        return
+    null = None
+    with contextlib.suppress(OSError):
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for descriptor in tuple(_descriptors):
         with contextlib.suppress(OSError):
-            os.close(descriptor)
+            if null is None:
+                os.close(descriptor)
+            elif os.fstat(descriptor):  # raises where it is closed already
+                os.dup2(null, descriptor, inheritable=False)
+    if null is not None:
+        os.close(null)
     _descriptors.clear()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
@@ -10,6 +11,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
@@ -24,7 +26,7 @@ SECRET_BYTES = 32
 class Identity:
     """An Ed25519 key pair; its private half never appears in a repr, a message or a log."""
 
-    private_key: Ed25519PrivateKey = field(repr=False)
+    private_key: Ed25519PrivateKey = field(repr=False, compare=False)
     peer_id: PeerId
 
     @classmethod
@@ -51,7 +53,7 @@ class Identity:
             )
         try:
             key = serialization.load_pem_private_key(pem, password=None)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise IdentityError(
                 f"The identity file {path} holds no usable key.",
                 cause="it is damaged, encrypted, or not a PEM file.",
@@ -69,7 +71,7 @@ class Identity:
     def load_or_create(cls, path: Path | None = None) -> Identity:
         """The identity of this user on this machine; two processes that start at once get the same one."""
         path = path or default_identity_path()
-        if not path.exists():
+        if not os.path.lexists(path):
             with contextlib.suppress(FileExistsError):  # another process was first: its key is the one to use
                 cls.generate().save(path)
         return cls.load(path)
@@ -106,11 +108,18 @@ def state_folder() -> Path:
     """Where Shoal keeps what outlives a process: `SHOAL_STATE`, else the platform's folder for it."""
     if given := os.environ.get("SHOAL_STATE"):
         return Path(given)
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "shoal"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Application Support" / "shoal"
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "shoal"
+    try:
+        if sys.platform == "win32":
+            return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "shoal"
+        if sys.platform == "darwin":
+            return Path.home() / "Library" / "Application Support" / "shoal"
+        return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "shoal"
+    except RuntimeError as error:
+        raise IdentityError(
+            "There is no folder for Shoal's state.",
+            cause="this user has no home folder, as in some containers.",
+            next_step="set SHOAL_STATE to a folder that only this user can read.",
+        ) from error
 
 
 def new_secret() -> str:
@@ -122,7 +131,7 @@ def write_private_file(path: Path, content: bytes, *, replace: bool = False) -> 
     """Write a file that only this user may read, whole or not at all; FileExistsError unless `replace`."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _make_folder(path.parent)
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -142,3 +151,10 @@ def write_private_file(path: Path, content: bytes, *, replace: bool = False) -> 
             f"{path} cannot be written: {error.strerror}.",
             next_step="check the folder's owner and free space, or set SHOAL_STATE to another folder.",
         ) from error
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except FileExistsError as error:  # the caller's FileExistsError means the file itself
+        raise NotADirectoryError(errno.ENOTDIR, f"{folder} is a file, not a folder") from error

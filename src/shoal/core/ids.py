@@ -66,6 +66,9 @@ class _Id160:
     def __hash__(self) -> int:
         return hash((type(self), self.digest))
 
+    def __reduce__(self) -> tuple[type[Self], tuple[bytes]]:
+        return type(self), (self.digest,)  # copying would set attributes otherwise
+
 
 class PeerId(_Id160):
     """The identity of a peer: a hash of its Ed25519 public key."""
@@ -135,6 +138,9 @@ class Peer:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __reduce__(self) -> tuple[type[Peer], tuple[Address, PeerId | None]]:
+        return Peer, (self.address, self.id)  # the hash of text differs from process to process
 
     @classmethod
     def at(cls, address: str | Address) -> Peer:

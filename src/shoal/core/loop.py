@@ -6,20 +6,25 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import math
 import sys
 import threading
 from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from shoal.core.deadlines import Deadline
 from shoal.core.errors import DeadlineExceeded, UsageError
 
 T = TypeVar("T")
+_Closed = concurrent.futures.CancelledError  # what waiting for a future raises whose loop was closed
 log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 2e-4  # beside a busy Python thread an echo's p95 is 10 ms at the default, 52 µs at this
 _CLOSE_GRACE_S = 5.0
+_CLOSE_ROUNDS = 3
+_LATE = "The call did not finish before its deadline and was cancelled."
+_CLOSED = "The call was cancelled: its loop thread was closed."
 # Windows does not interrupt a wait on a lock when Ctrl-C is pressed: wake up to look
 _INTERRUPT_POLL_S = 0.2 if sys.platform == "win32" else threading.TIMEOUT_MAX
 
@@ -54,6 +59,8 @@ class LoopThread:
         self._make_loop = make_loop
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._lock = threading.RLock()  # a signal handler may come back in while this thread holds it
+        self._is_closing = False
 
     def __enter__(self) -> Self:
         if self._thread is not None:
@@ -80,10 +87,14 @@ class LoopThread:
             raise UsageError(
                 "A loop thread cannot close itself.", next_step="close it from the thread that opened it."
             )
-        with contextlib.suppress(RuntimeError):  # the loop has ended already
-            loop.call_soon_threadsafe(loop.stop)
-        thread.join()
+        if thread.is_alive():  # not in a forked child, which must not touch what it shares with its parent
+            with self._lock:
+                self._is_closing = True
+            with contextlib.suppress(RuntimeError):  # the loop has ended already
+                loop.call_soon_threadsafe(loop.stop)
+            thread.join()
         self._loop = self._thread = None
+        self._is_closing = False
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -98,7 +109,16 @@ class LoopThread:
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start a coroutine on the loop and return at once; cancelling the future cancels it."""
         try:
-            return asyncio.run_coroutine_threadsafe(work, self.loop)
+            loop, thread = self.loop, self._thread
+            if thread is not None and thread.is_alive():
+                with self._lock:  # what is queued before the loop is told to stop is ended by it, not lost
+                    if loop is self._loop and not self._is_closing:
+                        return asyncio.run_coroutine_threadsafe(work, loop)
+            raise UsageError(
+                f"The loop thread '{self._name}' takes no work now.",
+                cause="it is closing, or this process was forked from the one that opened it.",
+                next_step="open a loop thread in this process, and let it live as long as the work.",
+            )
         except BaseException:
             work.close()
             raise
@@ -115,45 +135,46 @@ class LoopThread:
                 "run() was called on the loop's own thread and would wait for itself.",
                 next_step="await the coroutine instead.",
             )
-        started, finished = threading.Event(), threading.Event()
-
-        async def tracked() -> T:
-            started.set()
-            try:
-                return await work
-            finally:
-                finished.set()
-
-        future = self.submit(tracked())
+        tracked = _Tracked(work)
         try:
-            return _wait(future, deadline)
-        except concurrent.futures.CancelledError:
-            raise DeadlineExceeded("The call was cancelled: its loop thread was closed.") from None
-        except BaseException:
-            if not future.done():
-                future.cancel()
-                with contextlib.suppress(UsageError, RuntimeError, TimeoutError, KeyboardInterrupt):
-                    # after one turn of the loop it is certain whether the work ever started
-                    self.submit(asyncio.sleep(0)).result(_CLOSE_GRACE_S)
-                    if started.is_set():
-                        finished.wait(_CLOSE_GRACE_S)
-            raise
+            future = self.submit(tracked.run())
+            try:
+                return _wait(future, deadline)
+            except _Closed:
+                raise DeadlineExceeded(_CLOSED) from None
+            except BaseException:
+                if not future.done():
+                    future.cancel()
+                    with contextlib.suppress(UsageError, TimeoutError, KeyboardInterrupt, _Closed):
+                        # after one turn of the loop it is certain whether the work ever started
+                        self.submit(asyncio.sleep(0)).result(_CLOSE_GRACE_S)
+                        if tracked.started.is_set():
+                            tracked.finished.wait(_CLOSE_GRACE_S)
+                raise
         finally:
-            if not started.is_set():
-                work.close()
+            tracked.close()
 
     async def run_from_async(self, work: Coroutine[Any, Any, T], deadline: Deadline | None = None) -> T:
-        """Like `run`, for a caller on some other loop: it waits without blocking that loop."""
-        future = asyncio.wrap_future(self.submit(work))
-        if deadline is None or deadline.remaining_s == float("inf"):
-            return await future
+        """Like `run`, for a caller on some other loop: it waits without blocking that loop.
+
+        When the caller is cancelled, so is the work, and nobody waits for it to clean up.
+        """
+        tracked = _Tracked(work)
+        limit_s = None if deadline is None or math.isinf(deadline.at_s) else deadline.remaining_s
         try:
-            async with asyncio.timeout(deadline.remaining_s):
-                return await future
-        except TimeoutError as error:
-            if isinstance(error, DeadlineExceeded):
-                raise
-            raise DeadlineExceeded("The call did not finish before its deadline and was cancelled.") from None
+            future = self.submit(tracked.run())
+            try:
+                async with asyncio.timeout(limit_s) as limit:
+                    return await _crossed(future)
+            except TimeoutError:
+                if not limit.expired():
+                    raise  # the coroutine's own
+                with contextlib.suppress(UsageError, TimeoutError):
+                    async with asyncio.timeout(_CLOSE_GRACE_S):
+                        await _crossed(self.submit(tracked.ended()))
+                raise DeadlineExceeded(_LATE) from None
+        finally:
+            tracked.close()
 
     @staticmethod
     def _serve(loop: asyncio.AbstractEventLoop, started: threading.Event) -> None:
@@ -167,30 +188,80 @@ class LoopThread:
             loop.close()
 
 
+class _Tracked(Generic[T]):
+    """A coroutine of which another thread knows whether it began and whether it has ended."""
+
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+        self._work = work
+        self._task: asyncio.Task[Any] | None = None
+        self._is_dropped = False
+        self.started = threading.Event()
+        self.finished = threading.Event()
+
+    async def run(self) -> T:
+        """The coroutine itself, on its loop."""
+        self._task = asyncio.current_task()
+        self.started.set()
+        if self._is_dropped:  # after `started`, so that one of the two threads closes the coroutine
+            self._work.close()
+            raise asyncio.CancelledError
+        try:
+            return await self._work
+        finally:
+            self.finished.set()
+
+    async def ended(self) -> None:
+        """Wait for its end, on the same loop, after it was cancelled."""
+        await asyncio.sleep(0)  # after this turn it is certain whether it ever started
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    def close(self) -> None:
+        """Drop it if it never began, so that nothing warns of a coroutine that was never awaited."""
+        self._is_dropped = True
+        if not self.started.is_set():
+            self._work.close()
+
+
+async def _crossed(future: concurrent.futures.Future[T]) -> T:
+    """Wait for another loop's future; when that loop was closed, it is not this task that was cancelled."""
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise DeadlineExceeded(_CLOSED) from None
+
+
 def _wait(future: concurrent.futures.Future[T], deadline: Deadline | None) -> T:
     deadline = deadline or Deadline.never()
     while True:
         try:
             return future.result(min(deadline.remaining_s, _INTERRUPT_POLL_S))
         except TimeoutError:
-            if future.done():
-                raise  # the coroutine's own TimeoutError
+            if future.done():  # the coroutine's own TimeoutError, or it ended this very moment
+                return future.result()
             if deadline.is_past:
-                raise DeadlineExceeded(
-                    "The call did not finish before its deadline and was cancelled."
-                ) from None
+                raise DeadlineExceeded(_LATE) from None
 
 
 def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel what is still running, in order of creation, and let it clean up."""
-    tasks = sorted(asyncio.all_tasks(loop), key=lambda task: (len(task.get_name()), task.get_name()))
+    """Cancel what is still running and let it clean up; what does not end within a few seconds is left."""
+    for _ in range(_CLOSE_ROUNDS):  # cleaning up may start further tasks
+        # asyncio keeps them in a set: unnamed ones are sorted by their number, so by age
+        tasks = sorted(asyncio.all_tasks(loop), key=lambda task: (len(task.get_name()), task.get_name()))
+        if not tasks:
+            return
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(_ended(tasks))
+    for task in asyncio.all_tasks(loop):
+        log.warning("A task did not end when its loop was closed, and is left: %r", task)
+
+
+async def _ended(tasks: list[asyncio.Task[Any]]) -> None:
+    ended, _ = await asyncio.wait(tasks, timeout=_CLOSE_GRACE_S)
     for task in tasks:
-        task.cancel()
-    if tasks:
-        loop.run_until_complete(_gather_ended(tasks))
-
-
-async def _gather_ended(tasks: list[asyncio.Task[Any]]) -> None:
-    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
-        if isinstance(outcome, Exception) and not isinstance(outcome, asyncio.CancelledError):
-            log.warning("A task failed while its loop was closing: %r", outcome)
+        if task in ended and not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("A task failed while its loop was closing: %r", error)

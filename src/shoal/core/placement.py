@@ -30,6 +30,12 @@ class Placement:
                     cause=f"the variables set by {self.source} disagree.",
                     next_step="start the program through its launcher again, or unset those variables.",
                 )
+        if self.local_size > self.size:
+            raise UsageError(
+                f"{self.local_size} workers on this machine of {self.size} in all are impossible.",
+                cause=f"the variables set by {self.source} disagree.",
+                next_step="start the program through its launcher again, or unset those variables.",
+            )
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Placement:
@@ -62,7 +68,7 @@ class _Dialect:
         has_local_rank = self.local_rank in environ
         # torchrun's minimum is RANK and WORLD_SIZE; scripts that set only these run one worker a machine
         local_rank = self._number(environ, self.local_rank) if has_local_rank else 0
-        local_size = self._number(environ, local_size_name) if local_size_name else local_rank + 1
+        local_size = self._count_here(environ, local_size_name) if local_size_name else local_rank + 1
         return Placement(rank, size, local_rank, local_size, self.source, _rendezvous(environ))
 
     def _number(self, environ: Mapping[str, str], name: str) -> int:
@@ -73,17 +79,30 @@ class _Dialect:
                 cause=f"the variables of {self.source} are incomplete.",
                 next_step=f"set {name} too, or unset {self.rank} to run alone.",
             )
-        counts = _expand_counts(text)
+        if re.fullmatch(r"\s*\d+\s*", text) is None:
+            raise self._no_number(name, text)
+        return int(text)
+
+    def _count_here(self, environ: Mapping[str, str], name: str) -> int:
+        """The number of workers on this machine, of one number for all machines or a list of Slurm's."""
+        counts = _expand_counts(environ[name])
         if not counts:
+            raise self._no_number(name, environ[name])
+        if counts.count(counts[0]) == len(counts):
+            return counts[0]
+        node = environ.get("SLURM_NODEID", "")
+        if not node.isdecimal() or int(node) >= len(counts):
             raise UsageError(
-                f"{name}={text!r} is not a number.",
-                next_step=f"start through {self.source}, or unset {name}.",
+                f"{name}={environ[name]} has no number for this machine, SLURM_NODEID={node!r}.",
+                cause=f"the variables of {self.source} are incomplete.",
+                next_step="start the program with srun again.",
             )
-        node = environ.get("SLURM_NODEID", "0")
-        return (
-            counts[int(node)]
-            if len(counts) > 1 and node.isdecimal() and int(node) < len(counts)
-            else counts[0]
+        return counts[int(node)]
+
+    def _no_number(self, name: str, text: str) -> UsageError:
+        return UsageError(
+            f"{name}={text!r} is not a number.",
+            next_step=f"start through {self.source}, or unset {name}.",
         )
 
 

@@ -43,6 +43,15 @@ class Scope:
 
     def start(self, work: Coroutine[Any, Any, T], name: str | None = None) -> asyncio.Task[T]:
         """Run a coroutine as a task of this scope; refused once the scope is closing."""
+        return self._start(work, name, self._on_done)
+
+    def start_soon(self, work: Coroutine[Any, Any, object], name: str | None = None) -> None:
+        """Like `start` for work whose failure concerns nobody else: it is logged and goes no further."""
+        self._start(work, name, functools.partial(self._on_done_alone, name or self._name))
+
+    def _start(
+        self, work: Coroutine[Any, Any, T], name: str | None, on_done: Callable[[asyncio.Task[T]], None]
+    ) -> asyncio.Task[T]:
         if self._owner is None or self._is_closing:
             work.close()
             raise UsageError(
@@ -51,15 +60,13 @@ class Scope:
             )
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks[task] = None
-        task.add_done_callback(self._on_done)
+        task.add_done_callback(on_done)
         return task
 
-    def start_soon(self, work: Coroutine[Any, Any, object], name: str | None = None) -> None:
-        """Like `start` for work whose failure concerns nobody else: it is logged and goes no further."""
-        self.start(_logged(work, name or self._name), name)
-
     def cancel(self) -> None:
-        """Cancel every task, oldest first; the block still waits for them to end."""
+        """Cancel every task once, oldest first; the block still waits for them to end."""
+        if self._is_closing:
+            return  # a second cancellation would cut short what a task does to clean up
         self._is_closing = True
         for task in tuple(self._tasks):
             task.cancel()
@@ -95,6 +102,11 @@ class Scope:
                     interrupted = cancelled
                 self.cancel()
         return interrupted
+
+    def _on_done_alone(self, name: str, task: asyncio.Task[Any]) -> None:
+        self._tasks.pop(task, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s failed", name, exc_info=error)
 
     def _on_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.pop(task, None)
@@ -156,11 +168,22 @@ async def fanout(
     DeadlineExceeded. Only cancellation of the caller itself is raised.
     """
     pending = list(calls)
+    if limit is not None and limit < 1:
+        for work in pending:
+            work.close()
+        raise UsageError(f"limit must be above 0, not {limit}.", next_step="leave it out for no limit.")
     outcomes: dict[int, T | Exception] = {}
     running: dict[int, asyncio.Task[T]] = {}
     loop = asyncio.get_running_loop()
     wake = asyncio.Event()
     num_started = 0
+    is_late = deadline.is_past
+
+    def on_deadline() -> None:
+        # not asked of the deadline again: loops round their timers and may ring a little early
+        nonlocal is_late
+        is_late = True
+        wake.set()
 
     def on_done(index: int, task: asyncio.Task[T]) -> None:
         running.pop(index, None)
@@ -170,9 +193,9 @@ async def fanout(
             outcomes[index] = error if isinstance(error, Exception) else task.result()
         wake.set()
 
-    timer = None if math.isinf(deadline.at_s) else loop.call_later(deadline.remaining_s, wake.set)
+    timer = None if math.isinf(deadline.at_s) else loop.call_later(deadline.remaining_s, on_deadline)
     try:
-        while not deadline.is_past:
+        while not is_late:
             while num_started < len(pending) and (limit is None or len(running) < limit):
                 task = loop.create_task(pending[num_started])
                 running[num_started] = task
@@ -190,8 +213,7 @@ async def fanout(
         unfinished = list(running.values())
         for task in unfinished:
             task.cancel()
-        for task in unfinished:
-            await _settled(task)
+        await _all_settled(unfinished)
     return [
         outcomes[index]
         if index in outcomes
@@ -215,8 +237,16 @@ async def _settled(task: asyncio.Task[Any]) -> None:
         task.remove_done_callback(wake)
 
 
-async def _logged(work: Coroutine[Any, Any, object], name: str) -> None:
-    try:
-        await work
-    except Exception:
-        log.exception("%s failed", name)
+async def _all_settled(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Wait for all of them even when the caller is cancelled meanwhile; that is raised at the end."""
+    interrupted = None
+    for task in tasks:
+        is_settled = False
+        while not is_settled:
+            try:
+                await _settled(task)
+                is_settled = True
+            except asyncio.CancelledError as cancelled:
+                interrupted = cancelled
+    if interrupted is not None:
+        raise interrupted
