@@ -1,21 +1,23 @@
-"""Where a benchmark ran: the machine, what is installed, and what else was going on there."""
+"""Where a benchmark ran, as its report keeps it: the machine, the code, and what else was going on there.
+
+The facts themselves are `machine`'s.
+"""
 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import os
 import platform
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import shoal
+from shoal._version import __version__
+from shoal.bench.machine import ask, gpus, installed_version, memory, num_cores, processor_name, read
 from shoal.report import Code
 
 _PACKAGES = ("torch", "numpy", "msgspec", "uvloop", "aiofastnet", "cryptography")
+_ANSWER_S = 30.0  # a report without its device or commit is worth less than the wait
 
 
 def describe_machine() -> dict[str, Any]:
@@ -23,12 +25,15 @@ def describe_machine() -> dict[str, Any]:
     return {
         "machine": platform.node(),
         "system": f"{platform.system()} {platform.release()}",
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "processor": processor_name(),
+        "cores": num_cores(),
         "memory_gib": _memory_gib(),
         "device": device_name(),
         "topology": _topology(),
-        "versions": {"python": platform.python_version(), **_installed()},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: installed_version(name) or "not installed" for name in _PACKAGES},
+        },
     }
 
 
@@ -55,9 +60,9 @@ class Watch:
 def describe_code(source: Path | None = None) -> Code:
     """Version and commit of the package that runs, or of the one under `source`."""
     folder = source or Path(shoal.__file__).parent.parent
-    version = shoal.__version__
+    version = __version__
     if source is not None:
-        text = (source / "shoal" / "__init__.py").read_text()
+        text = (source / "shoal" / "_version.py").read_text()
         version = next(
             (line.split('"')[1] for line in text.splitlines() if line.startswith("__version__")), ""
         )
@@ -70,71 +75,34 @@ def describe_code(source: Path | None = None) -> Code:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    if shutil.which("git") is None:
-        return None
-    done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None
+    done = ask("git", "-C", str(folder), *arguments, answer_s=_ANSWER_S)
+    return done.stdout.strip() if done is not None and done.returncode == 0 else None
 
 
 @functools.cache
 def device_name() -> str:
     """The GPUs where there are some, else 'cpu'; asks the driver, not torch."""
-    if shutil.which("nvidia-smi") is None:
-        return "cpu"
-    done = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    names = done.stdout.split("\n") if done.returncode == 0 else []
-    return ", ".join(name.strip() for name in names if name.strip()) or "cpu"
+    told = gpus(_ANSWER_S)
+    if not told.has_answered:
+        return "unknown: nvidia-smi does not answer"
+    return ", ".join(gpu.name for gpu in told.found) or "cpu"
 
 
 def _topology() -> str:
     """How the devices hang together, as the machine's own tools say it."""
-    for command in (["nvidia-smi", "topo", "-m"], ["lscpu", "--extended=CPU,NODE,SOCKET,CORE"]):
-        if shutil.which(command[0]) is None:
-            continue
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode == 0:
+    for command in (("nvidia-smi", "topo", "-m"), ("lscpu", "--extended=CPU,NODE,SOCKET,CORE")):
+        done = ask(*command, answer_s=_ANSWER_S)
+        if done is not None and done.returncode == 0:
             return done.stdout.strip()
     return ""
 
 
-def _installed() -> dict[str, str]:
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
-
-
-def _processor() -> str:
-    if sys.platform == "linux":
-        for line in _read("/proc/cpuinfo").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def _memory_gib() -> float | None:
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    except (ValueError, OSError, AttributeError):
-        return None
+    total_bytes = memory().total_bytes
+    return None if total_bytes is None else round(total_bytes / 2**30, 1)
 
 
 def _cpu_times() -> list[int]:
     """User, nice, system, idle, iowait, irq, softirq, steal; empty where the system does not tell."""
-    fields = _read("/proc/stat").split("\n", 1)[0].split()[1:9]
+    fields = read("/proc/stat").split("\n", 1)[0].split()[1:9]
     return [int(field) for field in fields] if len(fields) == 8 else []
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""

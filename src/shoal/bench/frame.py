@@ -8,6 +8,7 @@ show it.
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -93,13 +94,8 @@ def run_benchmark(
             number += 1
             label = f"start {number} of {total}" + (f" ({version.name})" if len(versions) > 1 else "")
             arguments = {"benchmark": benchmark, "config": dict(config), "seed": settings.seed + start}
-            _measure_start(
-                collected[version.name],
-                start,
-                arguments,
-                version,
-                lambda text, at=label: tell(f"{at}: {text}"),
-            )
+            tell_at = functools.partial(_tell_at, tell, label)
+            _measure_start(collected[version.name], start, arguments, version, tell_at)
     environment = {**machine, "before": before, "after": watch.look()}
     return [
         Report(
@@ -128,6 +124,10 @@ def make_scenario(benchmark: str, config: Mapping[str, Any], seed: int) -> Scena
     module, _, name = SCENARIOS.get(benchmark, benchmark).partition(":")
     scenario: Scenario = getattr(importlib.import_module(module), name)(config, seed)
     return scenario
+
+
+def _tell_at(tell: Tell, label: str, text: str) -> None:
+    tell(f"{label}: {text}")
 
 
 def _measure_start(

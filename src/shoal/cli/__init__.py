@@ -3,6 +3,6 @@
 
 def main() -> None:
     """The program `shoal`."""
-    from shoal.cli.main import main as program
+    from shoal.cli.program import main as program
 
     program()

@@ -23,9 +23,13 @@ app = typer.Typer(
     help="Measure; every benchmark saves a report.", no_args_is_help=True, rich_markup_mode=None
 )
 
-Starts = Annotated[int, typer.Option(help="Independent process starts; 5 or more to compare.")]
+NUM_STARTS = 5
+Starts = Annotated[
+    int | None,
+    typer.Option(help="Independent process starts; 5 or more to compare.", show_default=str(NUM_STARTS)),
+]
 Repeats = Annotated[
-    int | None, typer.Option(help="Measured blocks of each kind in a start.", show_default=False)
+    int | None, typer.Option(min=1, help="Measured blocks of each kind in a start.", show_default=False)
 ]
 Seed = Annotated[int, typer.Option(help="Of the first start; each further one adds 1.")]
 ReportFile = Annotated[
@@ -44,10 +48,13 @@ Against = Annotated[
 
 @app.command()
 def transport(
-    starts: Starts = 5,
+    context: typer.Context,
+    starts: Starts = None,
     repeats: Repeats = None,
     seed: Seed = 0,
-    short: Annotated[bool, typer.Option("--short", help="One quick start, to see that it works.")] = False,
+    short: Annotated[
+        bool, typer.Option("--short", help="Quickly, and one start unless told otherwise.")
+    ] = False,
     against: Against = None,
     report: ReportFile = None,
     json_file: JsonFile = None,
@@ -58,7 +65,9 @@ def transport(
     config = SHORT if short else TransportConfig()
     if repeats is not None:
         config = msgspec.structs.replace(config, repeats=repeats)
-    settings = RunSettings(1 if short else starts, seed, ("shoal", *sys.argv[1:]))
+    settings = RunSettings(
+        starts if starts is not None else 1 if short else NUM_STARTS, seed, ("shoal", *(context.obj or ()))
+    )
     run_and_tell("transport", config, settings, summarize_transport, Outputs(report, json_file), against)
 
 
@@ -90,17 +99,19 @@ def run_and_tell(
         )
     reports = [msgspec.structs.replace(report, result=summarize(report)) for report in reports]
     latest = reports[-1]
-    show(report_items(latest), out)
-    if len(reports) == 2:
+    # saved before anything is printed or compared: whatever fails there, the samples stay
+    path = save(latest, outputs.report or default_path(DEFAULT_FOLDER, benchmark, latest.created))
+    if against is not None:
         base_path = save(reports[0], default_path(DEFAULT_FOLDER, f"{benchmark}-base", latest.created))
+    show(report_items(latest), out)
+    if against is not None:
         emit(f"Report of {against}: {base_path}", out)
         show(diff_items(compare(*reports)), out)
-    path = save(latest, outputs.report or default_path(DEFAULT_FOLDER, benchmark, latest.created))
     emit(f"Report: {path}", out)
     if to_stdout:
-        emit(path.read_text().rstrip(), sys.stdout)
+        emit(path.read_text(encoding="utf-8").rstrip(), sys.stdout)
     elif outputs.json_file is not None:
         emit(f"JSON: {write_atomically(outputs.json_file, path.read_bytes())}", out)
     emit(result_line({**latest.result, "report": str(path)}), out)
-    if any(row.error for row in latest.rows):
+    if latest.failed:
         raise typer.Exit(1)

@@ -9,18 +9,21 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
-import click
 import typer
 
-from shoal import __version__
+from shoal._version import __version__
 from shoal.cli.bench import app as bench_app
 from shoal.cli.diff import diff
 from shoal.cli.doctor import doctor
 from shoal.cli.keys import app as keys_app
 from shoal.cli.report import report
 from shoal.core.errors import ReportError, ShoalError, UsageError
+from shoal.report.tables import emit
+
+# Typer brings its own click in some versions and uses the installed one in others: take the one in use
+ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 FAILED, BAD_USAGE, NOT_COMPARABLE, INTERRUPTED = 1, 2, 3, 130
 
@@ -40,6 +43,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings=CONTEXT,
     rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
 app.command(context_settings=CONTEXT)(diff)
 app.command(context_settings=CONTEXT)(report)
@@ -48,17 +52,22 @@ app.add_typer(bench_app, name="bench", context_settings=CONTEXT)
 app.add_typer(keys_app, name="keys", context_settings=CONTEXT)
 
 
-@app.callback(invoke_without_command=False)
+def print_version(is_wanted: bool) -> None:
+    """What `--version` does."""
+    if is_wanted:
+        typer.echo(f"shoal {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
 def common(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)
+        bool,
+        typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=print_version),
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more, to stderr.")] = False,
 ) -> None:
     """Options of every verb."""
-    if version:
-        typer.echo(f"shoal {__version__}")
-        raise typer.Exit
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.WARNING,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -72,24 +81,44 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run the program; its exit code."""
+    """Run the program; its exit code. Only errors that nobody foresaw are raised."""
     try:
-        code = app(args=arguments, standalone_mode=False, prog_name="shoal")
+        code = _run(arguments)
+        sys.stdout.flush()  # here, because the interpreter's end would complain of a reader that has gone
+    except BrokenPipeError:
+        _let_go_of_closed_pipes()
+        return FAILED
+    return code
+
+
+def _run(arguments: list[str]) -> int:
+    command = typer.main.get_command(app)
+    try:
+        # not `app()`: it turns interrupts, exits and closed pipes into something else on the way
+        with command.make_context("shoal", list(arguments), obj=tuple(arguments)) as context:
+            command.invoke(context)
     except ShoalError as error:
-        print(f"shoal: {error}", file=sys.stderr)
+        emit(f"shoal: {error}", sys.stderr)
         if isinstance(error, UsageError):
             return BAD_USAGE
         return NOT_COMPARABLE if isinstance(error, ReportError) else FAILED
-    except click.exceptions.Exit as leave:
+    except typer.Exit as leave:
         return leave.exit_code
-    except click.ClickException as error:
+    except ClickException as error:
         error.show()
         return BAD_USAGE
-    except (KeyboardInterrupt, click.Abort):
-        print("shoal: interrupted", file=sys.stderr)
+    except (KeyboardInterrupt, typer.Abort):
+        emit("shoal: interrupted", sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        # whoever read the output has gone; keep Python from complaining when it flushes the rest
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
-    return code if isinstance(code, int) else 0
+    return 0
+
+
+def _let_go_of_closed_pipes() -> None:
+    """What is left for a reader that has gone goes nowhere, without a complaint; other output stays."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)

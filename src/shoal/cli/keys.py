@@ -1,0 +1,139 @@
+"""`shoal keys`: this user's identity on this machine, and secrets for swarms.
+
+Private keys go to files that only this user may read, and nowhere else; a secret goes to stdout or to a file.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from shoal.core.errors import IdentityError, UsageError
+from shoal.core.identity import Identity, default_identity_path, new_secret, write_private_file
+from shoal.report.storage import write_atomically
+from shoal.report.tables import emit, result_line
+
+app = typer.Typer(
+    help="Show or make this user's identity, and make secrets for swarms.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_show_locals=False,
+)
+
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; - is stdout.")
+]
+IdentityFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--file", metavar="PATH", help="The identity's file; by default this user's own.", show_default=False
+    ),
+]
+
+
+@app.command()
+def show(file: IdentityFile = None, json_file: JsonFile = None) -> None:
+    """Print the peer id, and where the key lies.
+
+    This user's own identity is created on first use; a file that --file names must exist.
+    """
+    path = default_identity_path() if file is None else file
+    identity = Identity.load_or_create(path) if file is None else Identity.load(path)
+    peer_id = str(identity.peer_id)
+    _report({"peer_id": peer_id, "file": str(path)}, [f"peer id  {peer_id}", f"file     {path}"], json_file)
+
+
+@app.command()
+def new(
+    file: IdentityFile = None,
+    replace: Annotated[
+        bool,
+        typer.Option("--replace", help="Replace the identity that lies there; it cannot be brought back."),
+    ] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Make a new identity, an Ed25519 key; refuses to replace one unless told to."""
+    path = file or default_identity_path()
+    _refuse_folder(path)
+    replaced = _peer_id_at(path)
+    identity = Identity.generate()
+    try:
+        identity.save(path, replace=replace)
+    except FileExistsError:
+        raise UsageError(
+            f"There is an identity in {path} already: {_peer_id_at(path) or 'a key that cannot be read'}. "
+            "Replacing it loses that peer id for good: lists that allow it and records that it signed would "
+            "name a peer that nobody can be again.",
+            next_step="keep it, give another --file, or add --replace.",
+        ) from None
+    peer_id = str(identity.peer_id)
+    lines = [f"peer id  {peer_id}", f"file     {path}"]
+    if replaced is not None:
+        lines.append(f"replaced {replaced}")
+    _report({"peer_id": peer_id, "file": str(path), "replaced": replaced}, lines, json_file)
+
+
+@app.command()
+def secret(
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file",
+            metavar="PATH",
+            help="Write it there, for this user's eyes alone; by default it goes to stdout.",
+            show_default=False,
+        ),
+    ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Replace the secret that lies there; it cannot be brought back.")
+    ] = False,
+) -> None:
+    """Make a secret for a swarm: peers that share it may talk to each other.
+
+    Give it to every peer by --secret-file or SHOAL_SECRET.
+    """
+    if file is None:
+        emit(new_secret(), sys.stdout)  # alone there, so that a shell can take it
+        emit(result_line({"file": None}), sys.stderr)
+        return
+    _refuse_folder(file)
+    try:
+        write_private_file(file, new_secret().encode() + b"\n", replace=replace)
+    except FileExistsError:
+        raise UsageError(
+            f"{file} exists already. Replacing a secret shuts out every peer that still has the old one.",
+            next_step="keep it, give another --file, or add --replace.",
+        ) from None
+    _report({"file": str(file)}, [f"file     {file}"], None)
+
+
+def _report(result: dict[str, object], lines: list[str], json_file: Path | None) -> None:
+    to_stdout = json_file is not None and str(json_file) == "-"
+    out = sys.stderr if to_stdout else sys.stdout
+    for line in lines:
+        emit(line, out)
+    document = msgspec.json.encode(result) + b"\n"
+    if json_file is not None and to_stdout:
+        emit(document.decode().rstrip(), sys.stdout)
+    elif json_file is not None:
+        emit(f"Wrote {write_atomically(json_file, document)}", out)
+    emit(result_line(result), out)
+
+
+def _peer_id_at(path: Path) -> str | None:
+    try:
+        return str(Identity.load(path).peer_id)
+    except IdentityError:
+        return None
+
+
+def _refuse_folder(path: Path) -> None:
+    if path.is_dir():
+        raise UsageError(
+            f"{path} is a folder.", next_step=f"name a file in it, for example {path / 'identity.pem'}"
+        )

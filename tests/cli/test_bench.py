@@ -1,0 +1,208 @@
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shoal.bench.transport import SHORT, TransportConfig
+from shoal.cli import bench as module
+from shoal.cli.program import run
+from shoal.core import PeerLost
+from shoal.report import DEFAULT_FOLDER, Report, Row, load
+
+CREATED = "2026-01-02T03:04:05+00:00"
+NAME = "transport-20260102T030405Z.json"
+
+
+def small_report(factor=1.0, error=None):
+    starts = [[1000 * factor + number] * 2 for number in range(5)]
+    rows = [
+        Row(
+            key={"scenario": "echo", "in_flight": 64},
+            metric="calls_per_s",
+            unit="1/s",
+            direction="higher",
+            starts=starts,
+        )
+    ]
+    if error is not None:
+        rows.append(Row(key={"scenario": "µ"}, metric="t", unit="s", direction="lower", error=error))
+    return Report(benchmark="transport", created=CREATED, rows=rows)
+
+
+class Bench:
+    """Stands in for the benchmark: remembers what it was asked, and gives the reports it was told to."""
+
+    def __init__(self):
+        self.reports = [small_report()]
+
+    def __call__(self, benchmark, config, settings, *, tell, versions):
+        self.benchmark, self.settings, self.versions = benchmark, settings, versions
+        self.config = msgspec.convert(config, TransportConfig)
+        tell("measuring")
+        return self.reports
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    stand_in = Bench()
+    monkeypatch.setattr(module, "run_benchmark", stand_in)
+    return stand_in
+
+
+@pytest.fixture
+def call(bench, capsys):
+    """Run `shoal bench transport` and give its exit code, stdout and stderr."""
+
+    def call(*arguments):
+        code = run(["bench", "transport", *map(str, arguments)])
+        return (code, *capsys.readouterr())
+
+    return call
+
+
+def last_line(text):
+    last = text.rstrip("\n").splitlines()[-1]
+    assert last.startswith("RESULT: ")
+    return json.loads(last.removeprefix("RESULT: "))
+
+
+def test_the_report_is_saved_here_and_its_path_printed(call):
+    code, out, complaint = call()
+    path = DEFAULT_FOLDER / NAME
+    assert code == 0
+    assert f"\nReport: {path}\n" in out
+    assert last_line(out) == {"calls_per_s": 1002, "report": str(path)}
+    report = load(path)
+    assert report.rows == small_report().rows
+    assert report.result == {"calls_per_s": 1002}
+    assert complaint == "bench transport: measuring\n"
+
+
+def test_a_second_report_does_not_replace_the_first(call):
+    call()
+    _, out, _ = call()
+    assert last_line(out)["report"] == str(DEFAULT_FOLDER / NAME.replace(".json", "-2.json"))
+    assert len(list(DEFAULT_FOLDER.iterdir())) == 2
+
+
+def test_the_report_may_have_another_place(call):
+    path = Path("mine") / "report.json"
+    code, out, _ = call("--report", path)
+    assert code == 0
+    assert f"\nReport: {path}\n" in out
+    assert last_line(out)["report"] == str(path)
+    assert load(path).benchmark == "transport"
+    assert not DEFAULT_FOLDER.exists()
+
+
+def test_json_goes_to_a_file_too(call):
+    code, out, _ = call("--json", "copy.json")
+    assert code == 0
+    assert "\nJSON: copy.json\n" in out
+    path = Path(last_line(out)["report"])
+    assert Path("copy.json").read_bytes() == path.read_bytes()
+
+
+def test_json_on_stdout_is_alone_there(call, bench):
+    bench.reports = [small_report(error="PeerLost: µ")]
+    code, out, complaint = call("--json", "-")
+    assert code == 1
+    path = DEFAULT_FOLDER / NAME
+    assert json.loads(out) == json.loads(path.read_text(encoding="utf-8"))
+    assert json.loads(out)["rows"][1]["error"] == "PeerLost: µ"
+    assert "calls_per_s" in complaint
+    assert f"\nReport: {path}\n" in complaint
+    assert last_line(complaint) == {"calls_per_s": 1002, "failed": 1, "report": str(path)}
+    assert not Path("-").exists()
+
+
+def test_a_failed_row_is_exit_code_1_and_the_report_stays(call, bench):
+    bench.reports = [small_report(error="PeerLost: peer 7")]
+    code, out, _ = call()
+    assert code == 1
+    assert "PeerLost: peer 7" in out
+    result = last_line(out)
+    assert result["failed"] == 1
+    assert load(result["report"]).failed
+
+
+def test_another_version_is_compared_with_and_its_report_kept(call, bench, request):
+    bench.reports = [small_report(), small_report(0.5)]
+    checkout = request.config.rootpath
+    code, out, _ = call("--against", checkout)
+    assert code == 0
+    base, path = DEFAULT_FOLDER / NAME.replace("transport-", "transport-base-"), DEFAULT_FOLDER / NAME
+    assert f"\nReport of {checkout}: {base}\n" in out
+    assert f"\nReport: {path}\n" in out
+    assert "worse" in out
+    assert last_line(out) == {"calls_per_s": 502, "report": str(path)}
+    assert load(base).rows == small_report().rows
+    assert load(path).rows == small_report(0.5).rows
+    assert [(version.name, version.source) for version in bench.versions] == [
+        (str(checkout), checkout / "src"),
+        ("this", None),
+    ]
+
+
+def test_the_comparison_goes_to_stderr_beside_json(call, bench, request):
+    bench.reports = [small_report(), small_report(0.5)]
+    _, out, complaint = call("--against", request.config.rootpath, "--json", "-")
+    assert json.loads(out)["result"] == {"calls_per_s": 502}
+    assert "worse" in complaint
+
+
+def test_a_version_that_is_not_there_is_bad_usage_and_nothing_is_measured(call, bench, tmp_path):
+    code, out, complaint = call("--against", tmp_path)
+    assert code == 2
+    assert out == ""
+    assert complaint.startswith(f"shoal: {tmp_path} holds no Shoal.")
+    assert not hasattr(bench, "settings")
+
+
+def test_samples_are_saved_whatever_happens_to_the_output(call, bench, monkeypatch, request):
+    def lose(*_):
+        raise PeerLost("The terminal is gone.")
+
+    bench.reports = [small_report(), small_report(0.5)]
+    monkeypatch.setattr(module, "show", lose)
+    assert call("--against", request.config.rootpath)[0] == 1
+    assert len(list(DEFAULT_FOLDER.iterdir())) == 2
+
+
+def test_defaults_reach_the_benchmark(call, bench):
+    call()
+    assert bench.benchmark == "transport"
+    assert bench.config == TransportConfig()
+    assert (bench.settings.num_starts, bench.settings.seed) == (5, 0)
+    assert [version.source for version in bench.versions] == [None]
+
+
+def test_options_reach_the_benchmark(call, bench):
+    call("--starts", 7, "--seed", 40, "--repeats", 3)
+    assert (bench.settings.num_starts, bench.settings.seed) == (7, 40)
+    assert bench.config == msgspec.structs.replace(TransportConfig(), repeats=3)
+
+
+def test_short_is_one_quick_start(call, bench):
+    call("--short")
+    assert bench.settings.num_starts == 1
+    assert bench.config == SHORT
+    call("--short", "--repeats", 4)
+    assert bench.config == msgspec.structs.replace(SHORT, repeats=4)
+
+
+def test_the_command_is_kept_as_it_was_given(call, bench):
+    call("--starts", 2, "--report", "my_report.json")
+    assert bench.settings.command == (
+        "shoal", "bench", "transport", "--starts", "2", "--report", "my_report.json",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("option", ["--starts", "--repeats"])
+def test_no_starts_and_no_repeats_are_bad_usage(call, option):
+    code, out, complaint = call(option, 0)
+    assert code == 2
+    assert out == ""
+    assert option in complaint
