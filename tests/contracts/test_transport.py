@@ -6,8 +6,8 @@ import random
 
 import pytest
 import torch
-from contracts.transports import TRANSPORTS, open_pair
 
+from contracts.transports import TRANSPORTS, open_pair
 from shoal.core import (
     Deadline,
     DeadlineExceeded,

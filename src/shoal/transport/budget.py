@@ -10,11 +10,13 @@ from collections.abc import Callable
 class ByteBudget:
     """First come, first served; may be used from several loop threads.
 
+    What has arrived already may pass the line, and use `spare_bytes` more: it takes memory as it is.
     What asks for more than the whole budget is the caller's mistake: limits are checked before.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, max_bytes: int, spare_bytes: int = 0) -> None:
+        self.max_bytes = max_bytes
+        self._spare_bytes = spare_bytes
         self._used_bytes = 0
         self._waiting: collections.OrderedDict[object, tuple[int, Callable[[], None]]] = (
             collections.OrderedDict()
@@ -26,10 +28,11 @@ class ByteBudget:
         """What is taken now."""
         return self._used_bytes
 
-    def try_take(self, size_bytes: int) -> bool:
+    def try_take(self, size_bytes: int, *, may_pass: bool = False) -> bool:
         """Take bytes now, if there are as many and nobody stands in line for them."""
         with self._lock:
-            if self._waiting or self._used_bytes + size_bytes > self._max_bytes:
+            max_bytes = self.max_bytes + self._spare_bytes if may_pass else self.max_bytes
+            if self._used_bytes + size_bytes > max_bytes or (self._waiting and not may_pass):
                 return False
             self._used_bytes += size_bytes
             return True
@@ -65,7 +68,7 @@ class ByteBudget:
         granted = []
         while self._waiting:
             ticket, (size_bytes, when_granted) = next(iter(self._waiting.items()))
-            if self._used_bytes + size_bytes > self._max_bytes:
+            if self._used_bytes + size_bytes > self.max_bytes:
                 break
             del self._waiting[ticket]
             self._used_bytes += size_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -11,10 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shoal.core import Deadline, DeadlineExceeded, PeerError, ProtocolError, ShoalError, UsageError
+from shoal.core import (
+    Deadline,
+    DeadlineExceeded,
+    PeerBusy,
+    ProtocolError,
+    ShoalError,
+)
 from shoal.transport.errors import from_wire
 from shoal.transport.frames import (
     INLINE_BYTES,
+    UNREADABLE,
     ErrorHead,
     Kind,
     MessageHead,
@@ -22,8 +30,8 @@ from shoal.transport.frames import (
     decode_payload,
     encode,
 )
-from shoal.transport.memory import byte_view
 from shoal.transport.messages import Allocate, Head, Reply
+from shoal.transport.payloads import UNSENDABLE, byte_views, fitting_views, too_large, unsendable
 
 if TYPE_CHECKING:
     from shoal.transport.channel import StreamChannel
@@ -64,6 +72,7 @@ class Calling:
         self._next_id = first_id
         self._pending: dict[int, PendingCall] = {}
         self._max_calls = connection.limits.max_calls
+        self._max_head_bytes = connection.limits.max_head_bytes
         self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
         self._num_promised = 0  # places given to calls that have not woken up yet
 
@@ -97,6 +106,8 @@ class Calling:
             await call.is_granted
         except asyncio.CancelledError:
             call.answer.cancel()
+            if not call.is_granted.cancelled():
+                call.is_granted.exception()  # it came in the same moment; nobody asks for it now
             raise
 
     async def open_channel(
@@ -124,7 +135,9 @@ class Calling:
         except Exception as error:  # noqa: BLE001 - whatever the caller's allocate raises belongs to the caller
             call.answer.set_exception(self._unusable(call, error))
             return
-        self._connection.receive(call_id, reply.buffers, body, functools.partial(_settle, call, reply))
+        self._connection.arrivals.receive(
+            call_id, reply.buffers, body, functools.partial(_settle, call, reply)
+        )
 
     def on_error(self, call_id: int, head: ErrorHead) -> None:
         """The peer says that a call failed."""
@@ -132,13 +145,14 @@ class Calling:
         if call is None:
             return
         call.is_settled = True
+        self._connection.forget(call_id)  # it may have failed in the middle of its request or answer
         if not call.answer.done():
             call.answer.set_exception(from_wire(head, self._connection.peer, call.method))
 
     def on_grant(self, call_id: int, *, is_from_start: bool) -> None:
         """The peer has room for a request's buffers."""
         call = self._pending.get(call_id)
-        if call is None:
+        if call is None or call.is_settled:
             return
         if is_from_start:
             self._connection.outbox.resend(call_id, call.views)
@@ -156,7 +170,10 @@ class Calling:
         """The peer will answer calls up to this id and no later one."""
         for call in tuple(self._pending.values()):
             if call.id > last_call_id and not call.answer.done():
-                call.answer.set_exception(ConnectionRetired())
+                # a channel's owner holds it already: it cannot be made again elsewhere
+                is_final = call.channel is not None
+                error = self._connection.error_for(call.method) if is_final else ConnectionRetired()
+                call.answer.set_exception(error)
         self._fail_waiting(ConnectionRetired())
 
     def fail_all(self, make_error: Callable[[str], ShoalError]) -> None:
@@ -171,7 +188,7 @@ class Calling:
     ) -> PendingCall:
         """Send a request; whoever begins a call must `end` it, whatever became of it."""
         connection = self._connection
-        views = _views(buffers) if buffers else ()
+        views = byte_views(buffers) if buffers else ()
         if not connection.is_usable:
             connection.raise_closed(method)
         remaining_s = deadline.remaining_s
@@ -179,22 +196,22 @@ class Calling:
             raise DeadlineExceeded(
                 f"{method} at {connection.peer}: the deadline had passed before it was sent."
             )
+        if connection.outbox.waiting_bytes > connection.max_waiting_bytes:
+            raise PeerBusy(
+                f"{method}: {connection.peer} does not read what it is sent.",
+                peer=connection.peer,
+                cause=f"{connection.outbox.waiting_bytes:,} bytes wait for it already.",
+            )
         sizes = [len(view) for view in views]
         if sizes:
             connection.check_sizes_of_peer(method, sizes)
         timeout_ms = 0 if math.isinf(remaining_s) else max(1, int(remaining_s * 1000))
         try:
             head = encode((method, mode, timeout_ms, sizes, payload))  # a RequestHead
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise UsageError(
-                f"The payload of {method} cannot be sent: {error}",
-                cause="payloads carry what MessagePack carries; tensors and arrays travel as buffers.",
-            ) from error
-        if len(head) > (limit := connection.limits.max_head_bytes):
-            raise UsageError(
-                f"The payload of {method} takes {len(head):,} bytes; {limit:,} are allowed.",
-                next_step="send large things as buffers.",
-            )
+        except UNSENDABLE as error:
+            raise unsendable(method, error) from error
+        if len(head) > self._max_head_bytes:
+            raise too_large(method, len(head), self._max_head_bytes)
         call_id = self._next_id
         self._next_id += 2
         answer: asyncio.Future[Reply] = connection.loop.create_future()
@@ -220,6 +237,8 @@ class Calling:
         if not call.is_settled:
             self._connection.forget(call.id)
             self._connection.send(Kind.CANCEL, call.id)
+        elif call.views:  # the peer may have answered without having asked for all of them
+            self._connection.forget(call.id)
         if not call.answer.cancel() and not call.answer.cancelled():
             call.answer.exception()  # a channel's owner may not have asked for it
         if self._waiting:
@@ -258,10 +277,13 @@ class Calling:
                 cause=f"{len(self._pending)} calls to this peer are open already.",
             ) from None
         finally:
-            if place in self._waiting:
-                self._waiting.remove(place)
-            elif not place.cancelled() and place.exception() is None:
+            if place.cancelled():
+                with contextlib.suppress(ValueError):
+                    self._waiting.remove(place)
+            elif place.exception() is None:
                 self._num_promised -= 1
+                # should this call not begin after all, the place is somebody else's
+                self._connection.loop.call_soon(self._free_place)
 
     def _free_place(self) -> None:
         while self._waiting and len(self._pending) + self._num_promised < self._max_calls:
@@ -283,7 +305,7 @@ class Calling:
         return fitting_views(given or (), sizes)
 
     def _unusable(self, call: PendingCall, error: Exception) -> Exception:
-        if isinstance(error, ShoalError) or not isinstance(error, (msgspec.MsgspecError, RecursionError)):
+        if isinstance(error, ShoalError) or not isinstance(error, UNREADABLE):
             return error
         return ProtocolError(
             f"The answer of {self._connection.peer} to {call.method} cannot be read: {error}."
@@ -294,38 +316,6 @@ def _settle(call: PendingCall, reply: Reply) -> None:
     call.is_settled = True
     if not call.answer.done():
         call.answer.set_result(reply)
-
-
-def fitting_views(given: Sequence[Any], sizes: Sequence[int]) -> list[memoryview]:
-    """Byte views of the memory that was picked for a message; PeerError when it does not fit the message."""
-    views = [byte_view(buffer) for buffer in given]
-    if [len(view) for view in views] != list(sizes):
-        raise PeerError(
-            f"The message has buffers of {_list(sizes)} bytes, "
-            f"the memory given for it {_list([len(view) for view in views])}.",
-            cause="the two sides disagree on what is exchanged.",
-            next_step="compare the shapes and dtypes that both sides use.",
-        )
-    if any(view.readonly for view in views):
-        raise UsageError(
-            "The memory given for a message is read-only.", next_step="give a bytearray or writable array."
-        )
-    return views
-
-
-def _views(buffers: Sequence[Any]) -> list[memoryview]:
-    try:
-        return [byte_view(buffer) for buffer in buffers]
-    except (TypeError, BufferError) as error:
-        raise UsageError(
-            f"A buffer cannot be sent: {error}.",
-            cause="buffers are contiguous bytes-like objects.",
-            next_step="pack tensors with shoal.tensors.pack first.",
-        ) from error
-
-
-def _list(sizes: Sequence[int]) -> str:
-    return ", ".join(map(str, sizes[:8])) + (", …" if len(sizes) > 8 else "") if sizes else "no"
 
 
 def _set(future: asyncio.Future[None] | None) -> None:

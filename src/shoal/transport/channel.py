@@ -10,9 +10,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shoal.core import ProtocolError, UsageError
-from shoal.transport.frames import Kind, MessageHead, WindowHead, decode_payload, encode
-from shoal.transport.memory import byte_view
+from shoal.transport.frames import (
+    INLINE_BYTES,
+    UNREADABLE,
+    Kind,
+    MessageHead,
+    WindowHead,
+    decode_payload,
+    encode,
+)
 from shoal.transport.messages import Reply
+from shoal.transport.payloads import UNSENDABLE, byte_views, too_large, unsendable
 
 if TYPE_CHECKING:
     from shoal.transport.connection import Connection
@@ -33,6 +41,8 @@ class StreamChannel:
         self._items: collections.deque[tuple[Reply, int]] = collections.deque()
         self._held_bytes = 0
         self._taken_bytes = 0
+        self._is_open = False
+        self._is_broken = False
         self._is_ended_here = False
         self._is_ended_there = False
         self._changed = asyncio.Event()
@@ -41,17 +51,23 @@ class StreamChannel:
 
     def open_window(self) -> None:
         """Let the other side send."""
+        self._is_open = True
         self._connection.send(Kind.WINDOW, self._call_id, encode(WindowHead(self._window_bytes)))
 
     async def send(self, payload: Any = None, buffers: Sequence[Any] = ()) -> None:
         """Send an item, when the other side has room; returns when its buffers may be changed again."""
         if self._is_ended_here:
             raise UsageError("This side of the channel has ended.", next_step="send before end().")
-        views = tuple(byte_view(buffer) for buffer in buffers)
+        views = byte_views(buffers)
         sizes = [len(view) for view in views]
         self._connection.check_sizes_of_peer("a channel's item", sizes)
-        raw = encode(payload)
+        try:
+            raw = encode(payload)
+        except UNSENDABLE as error:
+            raise unsendable("a channel's item", error) from error
         head = encode(MessageHead(sizes, msgspec.Raw(raw)))
+        if len(head) > (max_bytes := self._connection.limits.max_head_bytes):
+            raise too_large("a channel's item", len(head), max_bytes)
         cost_bytes = sum(sizes) + len(raw) + _ITEM_BYTES
         async with self._sending:
             # an item larger than the whole window may go when nothing else is on its way
@@ -61,14 +77,24 @@ class StreamChannel:
                 await self._changed.wait()
             self._raise_if_over()
             self._sent_bytes += cost_bytes
+            outbox = self._connection.outbox
+            outbox.send_message(Kind.ITEM, self._call_id, head, views, None)
             left: asyncio.Future[None] = self._connection.loop.create_future()
-            self._connection.outbox.send_message(Kind.ITEM, self._call_id, head, views, lambda: _set(left))
-            await left
+            # small items wait too while the socket is full: a peer may open its window and yet not read
+            outbox.when_sent(self._call_id, lambda: _set(left))
+            try:
+                await left
+            except asyncio.CancelledError:
+                # its owner may change the buffers now, and the other side must not take them for the item
+                self._is_broken = left.cancelled() and sum(sizes) > INLINE_BYTES
+                outbox.drop(self._call_id)
+                self._changed.set()
+                raise
 
     async def end(self) -> None:
         """Say that no more items will be sent."""
         async with self._sending:
-            if not self._is_ended_here and not self._answer.done():
+            if not (self._is_ended_here or self._is_broken or self._answer.done()):
                 self._connection.send(Kind.END, self._call_id)
             self._is_ended_here = True
 
@@ -101,8 +127,13 @@ class StreamChannel:
         """An item has come, or begins to arrive when its buffers are large."""
         self._connection.check_sizes(head.sizes)
         cost_bytes = sum(head.sizes) + len(memoryview(head.payload)) + _ITEM_BYTES
-        if self._is_ended_there or (self._held_bytes and self._held_bytes + cost_bytes > self._window_bytes):
+        is_too_much = self._held_bytes and self._held_bytes + cost_bytes > self._window_bytes
+        if not self._is_open or self._is_ended_there or is_too_much:
             raise ProtocolError("A channel's sender sent more than its window allows.")
+        if cost_bytes > self._window_bytes and not self._connection.serving.reserve(
+            self._call_id, cost_bytes
+        ):
+            return
         self._held_bytes += cost_bytes
         item = Reply(_payload(head), self._connection.allocate(head.sizes))
 
@@ -110,7 +141,7 @@ class StreamChannel:
             self._items.append((item, cost_bytes))
             self._changed.set()
 
-        self._connection.receive(self._call_id, item.buffers, body, complete)
+        self._connection.arrivals.receive(self._call_id, item.buffers, body, complete)
 
     def on_end(self) -> None:
         """The other side has no more items."""
@@ -127,21 +158,32 @@ class StreamChannel:
                 raise ProtocolError("A channel's receiver took more than it was sent.")
         self._changed.set()
 
+    def check_whole(self) -> None:
+        """UsageError when an item was cut in two: the other side cannot go on from there."""
+        if self._is_broken or self._connection.outbox.body_of(self._call_id) is not None:
+            raise UsageError(
+                "The sending of a channel's item was cancelled before all of it had left.",
+                cause="the channel's handler was in a hurry, or one of its tasks went on without it.",
+                next_step="let send() end, or give the whole channel up.",
+            )
+
     def _has_room(self, cost_bytes: int) -> bool:
         if self._credit_bytes == 0:
             return False
         return self._sent_bytes == 0 or self._sent_bytes + cost_bytes <= self._credit_bytes
 
     def _raise_if_over(self) -> None:
+        self.check_whole()
         if self._answer.done():
-            self._answer.result()
-            raise UsageError("The channel is over: the other side has given its answer.")
+            if not self._answer.cancelled():
+                self._answer.result()
+            raise UsageError("The channel is over.", cause="the other side answered, or its block was left.")
 
 
 def _payload(head: MessageHead) -> Any:
     try:
         return decode_payload(head.payload)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"A channel's item cannot be read: {error}.") from error
 
 

@@ -9,6 +9,7 @@ from shoal.core import SYSTEM_CLOCK, Clock, Peer
 
 _LINES = 10
 _EVERY_S = 1.0
+_MAX_TEXT = 500
 
 
 class Complaints:
@@ -33,7 +34,7 @@ class Complaints:
                 self._num_left_out += 1
                 return
             self._num_lines += 1
-        self._log.warning("%s (%s): %s", what, peer, why)
+        self._log.warning("%s (%s): %s", what, peer, _one_line(why))
 
     def flush(self) -> None:
         """Tell what was left out so far."""
@@ -44,3 +45,8 @@ class Complaints:
         if self._num_left_out:
             self._log.warning("and %d more complaints of this kind", self._num_left_out)
             self._num_left_out = 0
+
+
+def _one_line(text: str) -> str:
+    """What a stranger sent may be part of the text: it must not look like further lines of the log."""
+    return "".join(character if character.isprintable() else " " for character in text[:_MAX_TEXT])

@@ -1,7 +1,8 @@
 """One connection between two peers: many calls each way, multiplexed over one stream of bytes.
 
 It is an asyncio protocol and does not care what carries its bytes: a socket, TLS, or a link in memory.
-How a call flows through it is drawn in docs/architecture.md.
+How a call flows through it is drawn in docs/architecture.md. It is longer than other files because every
+frame passes here; what is done with one is elsewhere: in `calling`, `serving`, `channel` and `assembly`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol, cast
 
-from shoal import __version__
+from shoal._version import __version__
 from shoal.core import (
     LimitExceeded,
     Peer,
-    PeerBusy,
     PeerError,
     PeerId,
     PeerLost,
@@ -28,13 +28,14 @@ from shoal.core import (
 )
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.core.ids import ID_BYTES
-from shoal.transport.assembly import Assembly
+from shoal.transport.assembly import Arrivals
 from shoal.transport.budget import ByteBudget
 from shoal.transport.calling import Calling, ConnectionRetired
 from shoal.transport.channel import StreamChannel
 from shoal.transport.decoder import FrameDecoder
+from shoal.transport.errors import from_goodbye
 from shoal.transport.frames import (
-    VERSION,
+    INLINE_BYTES,
     ErrorHead,
     GoodbyeHead,
     GrantHead,
@@ -49,8 +50,11 @@ from shoal.transport.memory import BufferPool
 from shoal.transport.outbox import Outbox
 from shoal.transport.routes import Routes
 from shoal.transport.serving import Serving
+from shoal.transport.watch import Watch
 
 log = logging.getLogger(__name__)
+
+_LAST_WORDS_S = 1.0  # for the goodbye to a peer that is cut off: one that does not read keeps its socket open
 
 
 class Host(Protocol):
@@ -62,20 +66,18 @@ class Host(Protocol):
     budget: ByteBudget
     pool: BufferPool
 
-    def on_ready(self, connection: Connection) -> None:
-        """The hello of the other side has come."""
-
     def on_lost(self, connection: Connection) -> None:
         """The connection is over."""
 
-    def complain(self, connection: Connection, error: ShoalError) -> None:
+    def complain(self, peer: Peer, error: ShoalError) -> None:
         """The other side misbehaved and was cut off."""
 
 
 class _State(enum.Enum):
     GREETING = "greeting"
     READY = "ready"
-    LEAVING = "leaving"
+    LEAVING = "leaving"  # calls under way may end, new ones are refused
+    CLOSING = "closing"  # nothing is sent or heard any more; the socket may still hold bytes
     CLOSED = "closed"
 
 
@@ -94,17 +96,22 @@ class Connection(asyncio.BufferedProtocol):
         self.ready: asyncio.Future[None] = self.loop.create_future()
         self.ready.add_done_callback(_retrieve)
         self.used_at_s = self.loop.time()
+        self.received_bytes = 0
         self.is_usable = False
         """Whether new calls may begin here."""
+        # twice what an honest peer may have left unread: an answer to each of its calls
+        self.max_waiting_bytes = 2 * self.limits.max_calls * (INLINE_BYTES + 1024)
         self._state = _State.GREETING
         self._reason: ShoalError | None = None
         self._decoder = FrameDecoder(self, self.limits.max_head_bytes)
-        self._assemblies: dict[int, Assembly] = {}
+        self.arrivals = Arrivals(self._decoder)
         self._peer_max_message_bytes = self.limits.max_message_bytes
         self.calling = Calling(self, first_id=1 if is_dialer else 2)
         self.serving = Serving(self, first_id=2 if is_dialer else 1)
-        self._watch = _Watch()
+        self._watch = Watch(self.limits)
         self._transport: asyncio.Transport | None = None
+        self._is_unwanted = False
+        self._last_words: asyncio.TimerHandle | None = None
         self._descriptor: int | None = None
         self.outbox: Outbox
         handlers: dict[Kind, Callable[[int, Any, memoryview], None]] = {
@@ -127,6 +134,8 @@ class Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The bytes may flow: greet."""
         self._transport = cast("asyncio.Transport", transport)
+        if self._is_unwanted:
+            self._transport.abort()
         # zero: 'resumed' then means that every byte has left, and buffers may be used again
         self._transport.set_write_buffer_limits(high=0)
         socket = transport.get_extra_info("socket")
@@ -144,10 +153,13 @@ class Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Bytes have come."""
+        self.received_bytes += nbytes
         try:
             self._decoder.buffer_updated(nbytes)
         except (ProtocolError, LimitExceeded) as error:
             self._cut_off(error)
+        if self.outbox.waiting_bytes > self.max_waiting_bytes:
+            self._cut_off(LimitExceeded("It asks on and on, and does not read the answers."))
 
     def pause_writing(self) -> None:
         """The socket is full."""
@@ -165,7 +177,10 @@ class Connection(asyncio.BufferedProtocol):
         """Tell everybody who waits."""
         if self._descriptor is not None:
             keep_in_children(self._descriptor)
-        was_ready = self._state is not _State.GREETING
+        if self._last_words is not None:
+            self._last_words.cancel()
+        if not self._is_over and self._decoder.is_inside_frame:
+            self.host.complain(self.peer, ProtocolError("It ended in the middle of a frame."))
         self._state = _State.CLOSED
         self.is_usable = False
         cause = str(exc) if exc else "the other side closed it."
@@ -176,11 +191,11 @@ class Connection(asyncio.BufferedProtocol):
             self.ready.set_exception(self._reason)
         self.calling.fail_all(self.error_for)
         self.serving.abandon_all()
-        self._assemblies.clear()
-        self.outbox.close()
-        self._decoder.drop_chunk()
-        if was_ready:
-            log.debug("connection to %s ended: %s", self.peer, self._reason.what)
+        self.arrivals.clear()
+        if self._transport is not None:
+            self.outbox.close()
+        self._decoder.close()
+        log.debug("connection to %s ended: %s", self.peer, self._reason.what)
         self.host.on_lost(self)
 
     # --- what the decoder calls ---
@@ -195,18 +210,23 @@ class Connection(asyncio.BufferedProtocol):
     def on_chunk(self, call_id: int, body_bytes: int, *, is_from_start: bool) -> Sequence[memoryview] | None:
         """Say where a part of a message belongs; parts of messages that were given up are dropped."""
         self._watch.num_frames += 1
-        assembly = self._assemblies.get(call_id)
-        return None if assembly is None else assembly.next_targets(body_bytes, is_from_start=is_from_start)
+        if self._state is _State.GREETING:
+            raise ProtocolError("A CHUNK frame came before the hello.")
+        targets = self.arrivals.targets(call_id, body_bytes, is_from_start=is_from_start)
+        if targets:
+            self._watch.message_bytes += body_bytes
+        return targets
 
     def on_chunk_end(self, call_id: int) -> None:
         """A part is in its place; the message may be complete with it."""
-        assembly = self._assemblies.get(call_id)
-        if assembly is not None and assembly.left_bytes == 0:
-            del self._assemblies[call_id]
-            self._decoder.expects_chunk = bool(self._assemblies)
-            assembly.on_complete()
+        self.arrivals.on_chunk_end(call_id)
 
     # --- what the two sides of a call use ---
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is, or was, something that carries its bytes."""
+        return self._transport is not None
 
     @property
     def num_open(self) -> int:
@@ -215,58 +235,28 @@ class Connection(asyncio.BufferedProtocol):
 
     def send(self, kind: Kind, call_id: int, head: bytes = b"") -> None:
         """Send a frame without a body, unless the connection is over."""
-        if self._state is not _State.CLOSED:
+        if not self._is_over:
             self.outbox.send_frame(kind, call_id, head)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._state is _State.CLOSED or self._state is _State.CLOSING
 
     def allocate(self, sizes: Sequence[int]) -> list[memoryview]:
         """Memory for buffers that nobody picked memory for."""
         return self.host.pool.allocate_all(sizes)
 
-    def receive(
-        self, call_id: int, views: Sequence[memoryview], body: memoryview, on_complete: Callable[[], None]
-    ) -> None:
-        """Fill a message's buffers with the body that came along, or with the chunks that will come."""
-        total_bytes = sum(map(len, views)) if views else 0
-        if len(body) != total_bytes:
-            if len(body):
-                raise ProtocolError(f"A message announced {total_bytes:,} bytes and carries {len(body):,}.")
-            self._expect(call_id, Assembly(views, total_bytes, on_complete))
-            return
-        start = 0
-        for view in views:
-            end = start + len(view)
-            view[:] = body[start:end]
-            start = end
-        on_complete()
-
-    def receive_later(self, call_id: int, total_bytes: int, on_complete: Callable[[], None]) -> None:
-        """Expect a message for which there is no room yet; see `make_room`."""
-        self._expect(call_id, Assembly.without_room(total_bytes, on_complete))
-
-    def _expect(self, call_id: int, assembly: Assembly) -> None:
-        if call_id in self._assemblies:
-            raise ProtocolError(f"A message of call {call_id} began before the one before it had ended.")
-        self._assemblies[call_id] = assembly
-        self._decoder.expects_chunk = True
-
-    def make_room(self, call_id: int, views: Sequence[memoryview]) -> None:
-        """Memory for a message that was expected later."""
-        self._assemblies[call_id].make_room(views)
-
     def forget(self, call_id: int) -> None:
         """Neither send nor receive more of a call's buffers; its memory is the owner's again."""
-        if self._assemblies.pop(call_id, None) is not None:
-            self._decoder.expects_chunk = bool(self._assemblies)
-            if self._decoder.is_receiving(call_id):
-                self._decoder.drop_chunk()
-        if self._state is not _State.CLOSED:
+        self.arrivals.forget(call_id)
+        if self._state is not _State.CLOSED:  # else the outbox has told the owners already, or will
             self.outbox.drop(call_id)
 
     def check_sizes(self, sizes: Sequence[int]) -> None:
         """LimitExceeded when a message's buffers are more than this peer takes."""
-        total_bytes = sum(sizes)
         if sizes and min(sizes) < 0:
             raise ProtocolError("A message announced a buffer of negative size.")
+        total_bytes = sum(sizes)
         if total_bytes > self.limits.max_message_bytes or len(sizes) > self.limits.max_buffers:
             raise LimitExceeded(
                 f"a message of {total_bytes:,} bytes in {len(sizes):,} buffers is above the limit of "
@@ -294,7 +284,7 @@ class Connection(asyncio.BufferedProtocol):
         """How far a call has come, for its error message."""
         if (body := self.outbox.body_of(call_id)) is not None:
             return f"{body.sent_bytes:,} of {body.total_bytes:,} bytes had been sent."
-        if (assembly := self._assemblies.get(call_id)) is not None:
+        if (assembly := self.arrivals.get(call_id)) is not None:
             arrived = assembly.total_bytes - assembly.left_bytes
             return f"{arrived:,} of the answer's {assembly.total_bytes:,} bytes had arrived."
         return "the request had been sent; no answer had come."
@@ -303,7 +293,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def leave(self, reason: str, code: str = "leaving") -> None:
         """Say goodbye: calls under way may end, new ones are refused, then the connection closes."""
-        if self._state in (_State.CLOSED, _State.LEAVING) or self._transport is None:
+        if self._state not in (_State.GREETING, _State.READY) or self._transport is None:
             return
         self._state = _State.LEAVING
         self.is_usable = False
@@ -317,49 +307,63 @@ class Connection(asyncio.BufferedProtocol):
 
     def close(self, reason: ShoalError | None = None) -> None:
         """End the connection now; frames that wait are still sent where the socket takes them."""
-        if self._state is _State.CLOSED or self._transport is None:
+        if self._is_over or self._transport is None:
             return
         self._reason = self._reason or reason
-        self.outbox.flush_now()
+        self._state = _State.CLOSING
+        self.is_usable = False
+        self.outbox.seal()
+        self._decoder.close()
         self._transport.close()
 
     def abort(self) -> None:
-        """End the connection without a word."""
+        """End the connection without a word, or have it end as soon as it begins."""
+        self._is_unwanted = True
         if self._transport is not None:
             self._transport.abort()
 
-    def check_progress(self, now_s: float) -> None:
-        """Cut off a sender that stalls inside a frame or a message; called about once a second."""
-        limits = self.limits
+    def check(self, now_s: float) -> None:
+        """Cut off a peer that stalls, leave one that is not needed; called about once a second."""
+        limits, watch, transport = self.limits, self._watch, self._transport
+        if self._state is _State.CLOSED or transport is None:
+            return
+        if watch.does_not_read(now_s, self.outbox.sent_bytes, transport.get_write_buffer_size()):
+            self._cut_off(LimitExceeded("What it was sent stays unread."))
+            self.abort()
+            return
+        if self._state is _State.CLOSING:
+            return
         if self._state is _State.GREETING and now_s - self.used_at_s > limits.handshake_s:
             self._cut_off(ProtocolError(f"No hello came within {limits.handshake_s:g} s."))
             return
-        if self._watch.is_stuck(now_s, self._decoder, limits):
+        if watch.is_stuck(now_s, self.received_bytes, is_inside_frame=self._decoder.is_inside_frame):
             self._cut_off(
                 LimitExceeded(f"A frame did not arrive at {limits.min_bytes_per_s:,} bytes/s or more.")
             )
             return
-        self.close_when_done()
         self.calling.arm_timers()
         self.serving.arm_timers()
-        for call_id in self._watch.stalled(now_s, self._decoder, self._assemblies, limits):
+        arriving = self.arrivals.ids_with_room()
+        if watch.has_stalled(now_s, is_expecting=bool(arriving)):
             error = LimitExceeded("the buffers of this message stopped arriving.")
-            self.serving.give_up(call_id, error)
+            for call_id in arriving:
+                self.serving.give_up(call_id, error)
+        self.close_when_done()
+        if watch.has_heard(self.received_bytes) or self.num_open:
+            self.used_at_s = now_s
+        elif now_s - self.used_at_s > limits.idle_s * (1 if self.is_dialer else 3):
+            self.leave("the connection was idle.")
 
     def _cut_off(self, error: ShoalError) -> None:
         """The other side does not keep to the protocol: say why, close, and log one line."""
-        if self._state is _State.CLOSED or self._transport is None:
+        if self._is_over or self._transport is None:
             return
-        self._reason = error
+        self._reason = self._reason or error
         code = "version" if isinstance(error, VersionMismatch) else "protocol"
-        self._state = _State.LEAVING
-        self.is_usable = False
         self.send(Kind.GOODBYE, 0, encode(GoodbyeHead(code, error.what[:500], self.serving.last_call_id)))
-        self.outbox.flush_now()
-        self._decoder.drop_chunk()
-        self._transport.close()
-        self.loop.call_later(1.0, self.abort)  # a peer that does not read would keep the socket open
-        self.host.complain(self, error)
+        self.close()
+        self._last_words = self.loop.call_later(_LAST_WORDS_S, self.abort)
+        self.host.complain(self.peer, error)
 
     def error_for(self, method: str) -> ShoalError:
         """What to raise for a call that the end of this connection has ended."""
@@ -394,9 +398,9 @@ class Connection(asyncio.BufferedProtocol):
         self.peer = Peer(self.peer.address, claimed)
         self.calling.set_max_calls(head.max_calls)
         self._peer_max_message_bytes = head.max_message_bytes
+        self._decoder.welcome()
         self._state = _State.READY
         self.is_usable = True
-        self.host.on_ready(self)
         if not self.ready.done():
             self.ready.set_result(None)
 
@@ -428,7 +432,7 @@ class Connection(asyncio.BufferedProtocol):
             channel.on_window(head.size_bytes)
 
     def _on_goodbye(self, call_id: int, head: GoodbyeHead, body: memoryview) -> None:
-        self._reason = _farewell(head, self.peer)
+        self._reason = from_goodbye(head, self.peer)
         self.calling.retire(head.last_call_id)
         if self._state is _State.GREETING:
             self.close()
@@ -436,56 +440,6 @@ class Connection(asyncio.BufferedProtocol):
             self._state = _State.LEAVING
             self.is_usable = False
             self.close_when_done()
-
-
-class _Watch:
-    """Notices a sender that stalls, by looking about once a second; costs nothing in between."""
-
-    def __init__(self) -> None:
-        self.num_frames = 0
-        self._seen_frames = -1
-        self._frame_until_s = 0.0
-        self._progress: dict[int, tuple[int, float]] = {}
-
-    def is_stuck(self, now_s: float, decoder: FrameDecoder, limits: Limits) -> bool:
-        """Whether the frame that was arriving at an earlier look is still the same and out of time."""
-        if not decoder.is_inside_frame:
-            self._seen_frames = -1
-            return False
-        if self._seen_frames != self.num_frames:
-            self._seen_frames = self.num_frames
-            self._frame_until_s = now_s + limits.frame_s + decoder.chunk_left / limits.min_bytes_per_s
-        return now_s > self._frame_until_s
-
-    def stalled(
-        self, now_s: float, decoder: FrameDecoder, assemblies: dict[int, Assembly], limits: Limits
-    ) -> list[int]:
-        """Messages with room here of which nothing came, on an idle line, for thrice a frame's time."""
-        before, self._progress = self._progress, {}
-        stalled = []
-        for call_id, assembly in assemblies.items():
-            left, since_s = before.get(call_id, (assembly.left_bytes, now_s))
-            if decoder.is_inside_frame or assembly.is_waiting_for_start or left != assembly.left_bytes:
-                since_s = now_s
-            self._progress[call_id] = (assembly.left_bytes, since_s)
-            if now_s - since_s > 3 * limits.frame_s:
-                stalled.append(call_id)
-        return stalled
-
-
-def _farewell(head: GoodbyeHead, peer: Peer) -> ShoalError:
-    if head.code == "version":
-        return VersionMismatch(
-            f"{peer} speaks another version of the protocol than this peer ({VERSION}): {head.reason}",
-            next_step="install the same Shoal version on both sides; `shoal --version` tells it.",
-        )
-    if head.code == "busy":
-        return PeerBusy(
-            f"{peer} takes no connection now: {head.reason}", peer=peer, next_step="try again later."
-        )
-    if head.code == "protocol":
-        return ProtocolError(f"{peer} closed the connection: {head.reason}")
-    return PeerLost(f"{peer} closed the connection: {head.reason}", peer=peer)
 
 
 def _retrieve(future: asyncio.Future[None]) -> None:

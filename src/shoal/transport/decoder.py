@@ -9,11 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import msgspec
-
 from shoal.core import LimitExceeded, ProtocolError, VersionMismatch
-from shoal.transport.frames import DECODERS, HEADER, INLINE_BYTES, MAGIC, MAX_CHUNK_BYTES, VERSION, Kind
+from shoal.transport.frames import (
+    DECODERS,
+    HEADER,
+    INLINE_BYTES,
+    MAGIC,
+    MAX_CHUNK_BYTES,
+    UNREADABLE,
+    VERSION,
+    Kind,
+)
 
+_STRANGER_BYTES = 4 << 10  # scratch, and the largest head, for whoever has not said hello yet
 _SCRATCH_BYTES = 128 << 10
 _DIRECT_FROM_BYTES = 16 << 10  # a smaller target is filled by a copy: cheaper than a read of its own
 _CHUNKS = (Kind.CHUNK, Kind.CHUNK_FROM_START)
@@ -47,8 +55,10 @@ class FrameDecoder:
 
     def __init__(self, sink: FrameSink, max_head_bytes: int) -> None:
         self._sink = sink
-        self._max_head_bytes = max_head_bytes
-        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._friends_head_bytes = max_head_bytes
+        self._max_head_bytes = _STRANGER_BYTES
+        self._usual_bytes = _STRANGER_BYTES
+        self._scratch = memoryview(bytearray(_STRANGER_BYTES))
         self._filled = 0
         self._call_id = 0
         self._chunk_left = 0
@@ -66,6 +76,18 @@ class FrameDecoder:
     def chunk_left(self) -> int:
         """Bytes of the current chunk that are still to come."""
         return self._chunk_left
+
+    def welcome(self) -> None:
+        """The other side has said hello: take heads of up to `max_head_bytes` from it."""
+        self._max_head_bytes = self._friends_head_bytes
+        self._usual_bytes = _SCRATCH_BYTES  # takes effect when the frames that are here are used up
+
+    def close(self) -> None:
+        """Throw away whatever may still come, and let go of the memory for it."""
+        self._scratch = memoryview(bytearray(HEADER.size))
+        self._filled = 0
+        self._chunk_left = 1 << 63
+        self.drop_chunk()
 
     def is_receiving(self, call_id: int) -> bool:
         """Whether a chunk of this call is arriving right now."""
@@ -143,7 +165,7 @@ class FrameDecoder:
         self._filled = filled - start
         if start and self._filled:
             scratch[: self._filled] = bytes(scratch[start:filled])
-        if needed_bytes > len(scratch) or len(scratch) > _SCRATCH_BYTES:
+        if needed_bytes > len(scratch) or len(scratch) != self._usual_bytes:
             self._fit_scratch(needed_bytes)
 
     def _begin_chunk(self, kind: Kind, call_id: int, body_bytes: int) -> None:
@@ -187,13 +209,13 @@ class FrameDecoder:
             return None
         try:
             return decoder.decode(head)
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise ProtocolError(f"The head of a {kind.name} frame cannot be read: {error}.") from error
 
     def _fit_scratch(self, needed_bytes: int) -> None:
         """Grow for a head that does not fit, and go back to the usual size after it."""
-        wanted = max(_SCRATCH_BYTES, needed_bytes)
-        if wanted != len(self._scratch) and self._filled <= wanted:
+        wanted = max(self._usual_bytes, needed_bytes)
+        if wanted != len(self._scratch):
             fitting = memoryview(bytearray(wanted))
             fitting[: self._filled] = self._scratch[: self._filled]
             self._scratch = fitting

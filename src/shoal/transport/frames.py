@@ -108,6 +108,9 @@ _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
 """Anything that MessagePack carries, as bytes."""
 
+UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+"""What decoding a head or payload raises when a peer sent nonsense."""
+
 _decode_any = msgspec.msgpack.Decoder().decode
 
 _DECODERS: dict[Kind, msgspec.msgpack.Decoder[Any]] = {
@@ -127,7 +130,7 @@ EMPTY_PAYLOAD = msgspec.Raw(encode(None))
 
 
 def decode_payload(raw: msgspec.Raw, decoder: msgspec.msgpack.Decoder[Any] | None = None) -> Any:
-    """The payload of a message, checked against `decoder`'s type where there is one."""
+    """The payload of a message, checked against `decoder`'s type where there is one; see UNREADABLE."""
     return _decode_any(raw) if decoder is None else decoder.decode(raw)
 
 

@@ -24,15 +24,17 @@ class Limits:
     max_buffers: int = 16_384
     """Buffers of one message."""
     max_bytes_in_flight: int = 1 * GIB
-    """Request buffers that are being received or served, over all connections; callers beyond it wait."""
+    """Buffers and large payloads of requests that are received or served, over all connections; callers
+    beyond it wait."""
     channel_window_bytes: int = 8 * MIB
     """What a channel's sender may have sent before the receiver has taken it."""
     handshake_s: float = 10.0
     """Time from connection to a complete hello."""
     frame_s: float = 10.0
-    """Time for a frame to arrive once it has begun, beside its bytes at `min_bytes_per_s`."""
+    """Time for a frame to arrive once it has begun, beside its bytes at `min_bytes_per_s`; thrice this for a
+    message to come on, and for a peer to read what it was sent."""
     min_bytes_per_s: int = 4 * KIB
-    """A sender slower than this is cut off."""
+    """A sender or reader slower than this is cut off."""
     idle_s: float = 60.0
     """A connection without calls is closed by the dialing side after this time, by the other after thrice."""
 

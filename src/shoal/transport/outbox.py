@@ -1,7 +1,8 @@
 """The sending half of a connection: small frames first, large bodies in chunks between them.
 
 Nothing is handed to the socket while it still holds bytes of ours, so a small call waits for one chunk at
-most, and what has been handed over has also left: its memory may be used again.
+most, and what has been handed over has also left: its memory may be used again. `waiting_bytes` tells
+what a peer that does not read makes this side hold; the connection ends before it becomes too much.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ _CHUNK_BYTES = 1 << 20
 _CHUNK_S = 0.005  # a chunk should not hold a small call up for longer than this
 _TURN_BYTES = 4 << 20  # then let the loop receive something
 _OLDEST_EVERY = 4
+_FRAME_BYTES = 256  # what a waiting frame counts beside its bytes: it takes memory of its own
 _EARLY_FRAMES = 32  # so many small frames leave at once: the other side works on them while we make more
 
 
@@ -99,17 +101,15 @@ class Outbox:
         self._chunk_bytes = _CHUNK_BYTES
         self._turn = 0
         self.sent_bytes = 0
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether everything has left."""
-        return not (self._small or self._bodies or self._is_paused or self._sent)
+        """All bytes that the socket was given."""
+        self.waiting_bytes = 0
+        """Small frames that wait because the socket is full, and a little for each."""
 
     def send_frame(self, kind: Kind, call_id: int, head: bytes = b"") -> None:
         """Send a frame without a body, before all bodies that are under way."""
         self._small.append(frame(kind, call_id, head))
         if not self._is_scheduled:
-            self._schedule()
+            self._schedule(len(head))
         elif len(self._small) >= _EARLY_FRAMES:
             self._flush_small()
 
@@ -138,7 +138,7 @@ class Outbox:
             # answers and items are expected: there is room for them
             body.is_granted = kind is not Kind.REQUEST or total_bytes <= EAGER_BYTES
         if not self._is_scheduled:
-            self._schedule()
+            self._schedule(len(head) + min(total_bytes, INLINE_BYTES))
         elif len(self._small) >= _EARLY_FRAMES:
             self._flush_small()
 
@@ -152,7 +152,10 @@ class Outbox:
         """The receiver had no room before and has it now: send the whole body again."""
         body = self._bodies.get(call_id)
         if body is None:  # all of it had left already
-            body = self._bodies[call_id] = OutgoingBody(call_id, views, sum(map(len, views)), _nothing)
+            total_bytes = sum(map(len, views))
+            if total_bytes == 0:
+                return
+            body = self._bodies[call_id] = OutgoingBody(call_id, views, total_bytes, _nothing)
         body.restart()
         self._schedule()
 
@@ -178,33 +181,39 @@ class Outbox:
     def pause(self) -> None:
         """The socket holds bytes of ours."""
         self._is_paused = True
+        self._is_scheduled = False  # from now on what waits is counted
         self._paused_at_s = self._loop.time()
 
     def resume(self) -> None:
         """The socket has passed everything on."""
         self._is_paused = False
+        self.waiting_bytes = 0
         self._adapt_chunk(self._loop.time() - self._paused_at_s)
         self._flush()
 
+    def seal(self) -> None:
+        """Hand over the small frames at once, and nothing after them: the socket is about to be closed."""
+        if self._small and not self._is_closed:
+            self._write_small()
+        self._is_closed = True
+
     def close(self) -> None:
-        """Let go of everything, telling owners that their buffers are free."""
+        """The socket is gone: let go of everything, telling owners that their buffers are free."""
         self._is_closed = True
         bodies, self._bodies = self._bodies, {}
         sent, self._sent = self._sent, []
         self._small.clear()
+        self.waiting_bytes = 0
         for on_sent in sent:
             on_sent()
         for body in bodies.values():
             body.on_sent()
 
-    def flush_now(self) -> None:
-        """Hand small frames to the socket at once, before it is closed."""
-        if self._small and not self._is_closed:
-            self._transport.write(b"".join(self._small))
-            self._small.clear()
-
-    def _schedule(self) -> None:
-        if not self._is_scheduled and not self._is_paused and not self._is_closed:
+    def _schedule(self, small_bytes: int = 0) -> None:
+        """Have everything sent in this turn of the loop; while the socket is full, count what waits."""
+        if self._is_paused:
+            self.waiting_bytes += small_bytes + _FRAME_BYTES
+        elif not self._is_scheduled and not self._is_closed:
             self._is_scheduled = True
             self._loop.call_soon(self._flush)
 
@@ -214,7 +223,8 @@ class Outbox:
             return
         self._flush_small()
         turn_bytes = 0
-        while not self._is_paused and (body := self._next_body()) is not None:
+        # one chunk leaves even when small frames alone fill the socket: they might do so forever
+        while (turn_bytes == 0 or not self._is_paused) and (body := self._next_body()) is not None:
             if turn_bytes >= _TURN_BYTES:
                 self._schedule()
                 break
@@ -224,10 +234,14 @@ class Outbox:
 
     def _flush_small(self) -> None:
         if self._small and not self._is_paused and not self._is_closed:
-            data = self._small[0] if len(self._small) == 1 else b"".join(self._small)
-            self._small.clear()
-            self.sent_bytes += len(data)
-            self._transport.write(data)
+            self._write_small()
+
+    def _write_small(self) -> None:
+        data = self._small[0] if len(self._small) == 1 else b"".join(self._small)
+        self._small.clear()
+        self.waiting_bytes = 0
+        self.sent_bytes += len(data)
+        self._transport.write(data)
 
     def _next_body(self) -> OutgoingBody | None:
         """The shortest that may be sent, and now and then the oldest, so that none starves."""
@@ -251,8 +265,9 @@ class Outbox:
             del self._bodies[body.call_id]
             self._sent.append(body.on_sent)
         self._last_chunk_bytes = num_bytes
-        self.sent_bytes += num_bytes
-        self._transport.writelines([frame(kind, body.call_id, b"", num_bytes), *pieces])
+        header = frame(kind, body.call_id, b"", num_bytes)
+        self.sent_bytes += len(header) + num_bytes
+        self._transport.writelines([header, *pieces])
         return num_bytes
 
     def _tell_sent(self) -> None:

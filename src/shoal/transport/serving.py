@@ -1,4 +1,7 @@
-"""The callee's side of a connection: calls that are being received, served and answered."""
+"""The callee's side of a connection: calls that are being received, served and answered.
+
+Longer than other files: every way in which a call can end frees the same things, best seen in one place.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,21 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from shoal.core import Deadline, DeadlineExceeded, PeerBusy, PeerRefused, ProtocolError, ShoalError
-from shoal.transport.calling import TIMER_S, fitting_views
+from shoal.core import (
+    Deadline,
+    DeadlineExceeded,
+    PeerBusy,
+    PeerRefused,
+    ProtocolError,
+    ShoalError,
+    UsageError,
+)
+from shoal.transport.calling import TIMER_S
 from shoal.transport.channel import StreamChannel
 from shoal.transport.errors import to_wire
 from shoal.transport.frames import (
     EAGER_BYTES,
+    UNREADABLE,
     GrantHead,
     Kind,
     Mode,
@@ -23,14 +35,25 @@ from shoal.transport.frames import (
     decode_payload,
     encode,
 )
-from shoal.transport.memory import byte_view
 from shoal.transport.messages import Head, Reply
+from shoal.transport.payloads import (
+    EMPTY_REPLY,
+    UNSENDABLE,
+    byte_views,
+    checked_reply,
+    fitting_views,
+    release,
+    too_large,
+    unsendable,
+)
 from shoal.transport.routes import Route
 
 if TYPE_CHECKING:
     from shoal.transport.connection import Connection
 
 log = logging.getLogger(__name__)
+
+_LARGE_HEAD_BYTES = 4 << 10  # a payload from here on counts as bytes in flight, as buffers do
 
 
 class ServedCall(msgspec.Struct, eq=False):
@@ -42,8 +65,9 @@ class ServedCall(msgspec.Struct, eq=False):
     mode: int
     buffers: Sequence[memoryview] = ()
     held_bytes: int = 0
-    is_waiting: bool = False
-    """It stands in line for its share of the budget."""
+    """What it has taken from the budget."""
+    wanted_bytes: int = 0
+    """What it stands in line for."""
     is_over: bool = False
     task: asyncio.Task[None] | None = None
     timer: asyncio.TimerHandle | None = None
@@ -58,6 +82,9 @@ class Serving:
         self._connection = connection
         self._calls: dict[int, ServedCall] = {}
         self._parity = first_id % 2
+        self._max_calls = connection.limits.max_calls
+        self._max_head_bytes = connection.limits.max_head_bytes
+        self._max_waiting_bytes = connection.max_waiting_bytes // 2  # beyond it requests are refused
         self.last_call_id = 0
 
     @property
@@ -79,13 +106,23 @@ class Serving:
         if route.is_plain_function and len(body) == total_bytes:
             self._serve_at_once(call_id, route, head, body)
             return
+        payload_bytes = len(memoryview(wire.payload))
+        if payload_bytes <= _LARGE_HEAD_BYTES:
+            payload_bytes = 0
+        elif not self._connection.budget.try_take(payload_bytes, may_pass=True):
+            self._send_error(call_id, PeerBusy("too many large payloads are here already.", next_step=_LATER))
+            return
         call = self._open(call_id, route, head, wire.mode)
+        call.held_bytes = payload_bytes
         if call.channel is not None:
-            self._admit(call, self._connection.limits.channel_window_bytes, body)
+            budget_bytes = self._connection.budget.max_bytes
+            self._admit(call, min(self._connection.limits.channel_window_bytes, budget_bytes), body)
         elif total_bytes:
             self._admit(call, total_bytes, body)
         elif not wire.sizes or self._allocate(call):  # buffers may be empty and yet be there
-            self._connection.receive(call_id, call.buffers, body, functools.partial(self._start, call))
+            self._connection.arrivals.receive(
+                call_id, call.buffers, body, functools.partial(self._start, call)
+            )
 
     def on_cancel(self, call_id: int) -> None:
         """The caller no longer wants the answer."""
@@ -97,6 +134,18 @@ class Serving:
         """The channel of a call, while it is served."""
         call = self._calls.get(call_id)
         return call.channel if call is not None else None
+
+    def reserve(self, call_id: int, size_bytes: int) -> bool:
+        """Room for an item that is larger than its channel's window; ends the channel when there is none."""
+        call = self._calls.get(call_id)
+        if call is None:  # this side is the caller: what it asked for is its own affair
+            return True
+        more_bytes = max(0, size_bytes - call.held_bytes)
+        if more_bytes and not self._connection.budget.try_take(more_bytes):
+            self.give_up(call_id, PeerBusy("there is no room for an item so large.", next_step=_LATER))
+            return False
+        call.held_bytes += more_bytes
+        return True
 
     def give_up(self, call_id: int, error: ShoalError) -> None:
         """End a call from this side and tell the caller why."""
@@ -113,11 +162,13 @@ class Serving:
     def _accept(self, wire: RequestHead) -> tuple[Route, Head]:
         """Find who answers a request; raises what its caller is told when nobody does."""
         connection = self._connection
-        if len(self._calls) >= connection.limits.max_calls:
+        if len(self._calls) >= self._max_calls:
             raise PeerBusy(
                 f"{len(self._calls)} calls of yours are open here already.",
                 next_step="wait for answers, then try again.",
             )
+        if connection.outbox.waiting_bytes > self._max_waiting_bytes:
+            raise PeerBusy("earlier answers have not been read.", next_step="read them, then try again.")
         if not connection.is_usable:
             raise PeerBusy("this peer is leaving.", next_step="ask another peer.")
         if wire.sizes:
@@ -132,7 +183,7 @@ class Serving:
             raise ProtocolError("A channel's request came with buffers; they belong into items.")
         try:
             payload = decode_payload(wire.payload, route.decoder)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except UNREADABLE as error:
             raise PeerRefused(f"the payload of {wire.method} is not what it takes: {error}.") from error
         deadline = Deadline.after(wire.timeout_ms / 1000) if wire.timeout_ms > 0 else _NEVER
         return route, Head(wire.method, payload, wire.sizes, connection.peer, deadline)
@@ -141,12 +192,19 @@ class Serving:
         """A plain function whose buffers are here: done before the next frame is looked at."""
         try:
             buffers = self._memory_for(route, head) if head.sizes else ()
-            self._connection.receive(call_id, buffers, body, _nothing)
-            reply = cast("Reply | None", cast("Any", route.serve)(head, buffers)) or _EMPTY
-            self._send_reply(call_id, reply, reply.on_sent)
-        except ProtocolError:
-            raise
+            self._connection.arrivals.receive(call_id, buffers, body, _nothing)
+            reply = route.serve(head, buffers)  # type: ignore[misc]
+            if type(reply) is not Reply:
+                reply = checked_reply(reply)
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is told to its caller
+            self._tell_failure(call_id, head, error)
+            return
+        try:
+            self._send_reply(
+                call_id, head, reply, functools.partial(release, reply) if reply.on_sent else None
+            )
+        except UsageError as error:
+            release(reply)
             self._tell_failure(call_id, head, error)
 
     def _open(self, call_id: int, route: Route, head: Head, mode: int) -> ServedCall:
@@ -170,34 +228,38 @@ class Serving:
     def _admit(self, call: ServedCall, total_bytes: int, body: memoryview) -> None:
         """Find room for a call's buffers, now or later."""
         connection = self._connection
-        call.held_bytes = total_bytes
-
-        call.is_waiting = not connection.budget.try_take(total_bytes)
-        if call.is_waiting:
+        if connection.budget.try_take(total_bytes, may_pass=len(body) > 0):
+            call.held_bytes += total_bytes
+        else:
+            call.wanted_bytes = total_bytes
             connection.budget.stand_in_line(call, total_bytes, functools.partial(self._wake, call))
         if call.mode == _CHANNEL:
-            if not call.is_waiting:
+            if not call.wanted_bytes:
                 self._start(call)
-        elif call.is_waiting:
-            connection.receive_later(call.id, total_bytes, functools.partial(self._start, call))
+        elif call.wanted_bytes:
+            connection.arrivals.receive_later(call.id, total_bytes, functools.partial(self._start, call))
         elif self._allocate(call):
             if not len(body) and (total_bytes > EAGER_BYTES or call.mode == Mode.ONE_WAY):
                 connection.send(Kind.GRANT, call.id, encode(GrantHead(from_start=False)))
-            connection.receive(call.id, call.buffers, body, functools.partial(self._start, call))
+            connection.arrivals.receive(call.id, call.buffers, body, functools.partial(self._start, call))
 
     def _wake(self, call: ServedCall) -> None:
         """Called on whatever thread gave bytes back."""
-        self._connection.loop.call_soon_threadsafe(self._on_room, call)
+        try:
+            self._connection.loop.call_soon_threadsafe(self._on_room, call)
+        except RuntimeError:  # its loop was closed: nobody is left to use them
+            self._connection.budget.give_back(call.wanted_bytes)
 
     def _on_room(self, call: ServedCall) -> None:
         """The budget has room for a call that stood in line."""
         if call.is_over:
             return
-        call.is_waiting = False
+        call.held_bytes += call.wanted_bytes
+        call.wanted_bytes = 0
         if call.mode == _CHANNEL:
             self._start(call)
         elif self._allocate(call):
-            self._connection.make_room(call.id, call.buffers)
+            self._connection.arrivals.make_room(call.id, call.buffers)
             self._connection.send(Kind.GRANT, call.id, encode(GrantHead(from_start=True)))
 
     def _allocate(self, call: ServedCall) -> bool:
@@ -218,23 +280,26 @@ class Serving:
         if call.is_over:
             return
         if call.route.is_plain_function:
-            serve = call.route.serve
-            assert serve is not None
             try:
-                reply = serve(call.head, call.buffers)
+                reply = cast("Any", call.route.serve)(call.head, call.buffers)
             except Exception as error:  # noqa: BLE001 - whatever a handler raises is told to its caller
                 self._fail(call, error)
             else:
-                self._answer(call, cast("Reply | None", reply))
+                self._answer(call, reply)
             return
-        call.task = self._connection.scope.start(self._run(call), name=call.head.method)
+        try:
+            call.task = self._connection.scope.start(self._run(call), name=call.head.method)
+        except UsageError:  # the transport is closing
+            self._fail(call, PeerBusy("this peer is leaving.", next_step="ask another peer."))
 
     async def _run(self, call: ServedCall) -> None:
         try:
             reply = await self._work_of(call)
         except asyncio.CancelledError:
-            if call.is_over:  # cancelled by us; else the transport itself is closing
+            if call.is_over:
                 return
+            # cancelled by what it waited for, or by the closing transport: its caller must not wait on
+            self._fail(call, PeerBusy("the handler was cancelled.", next_step="try again."))
             raise
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is told to its caller
             self._fail(call, error)
@@ -248,30 +313,40 @@ class Serving:
             return route.serve_channel(call.head, call.channel)
         return cast("Awaitable[Reply | None]", cast("Any", route.serve)(call.head, call.buffers))
 
-    def _answer(self, call: ServedCall, reply: Reply | None) -> None:
-        reply = reply or _EMPTY
-        on_sent = functools.partial(self._finish, call, reply)
+    def _answer(self, call: ServedCall, returned: Reply | None) -> None:
+        try:
+            reply = checked_reply(returned)
+        except TypeError as error:
+            self._fail(call, error)
+            return
         if call.is_over:
-            on_sent()
+            release(reply)
             return
         try:
-            self._send_reply(call.id, reply, on_sent)
-        except Exception as error:  # noqa: BLE001 - a handler returned what cannot be sent: tell the caller
-            if reply.on_sent is not None:
-                reply.on_sent()
+            if call.channel is not None:
+                call.channel.check_whole()
+            self._send_reply(call.id, call.head, reply, functools.partial(self._finish, call, reply))
+        except UsageError as error:
+            release(reply)
             self._fail(call, error)
 
-    def _send_reply(self, call_id: int, reply: Reply, on_sent: Callable[[], None] | None) -> None:
-        views = [byte_view(buffer) for buffer in reply.buffers]
-        head = encode(([len(view) for view in views], reply.payload))  # a MessageHead
-        self._connection.outbox.send_message(Kind.REPLY, call_id, head, views, on_sent)
+    def _send_reply(self, call_id: int, head: Head, reply: Reply, on_sent: Callable[[], None] | None) -> None:
+        """UsageError, and nothing sent, when a handler returned what cannot be sent."""
+        views = byte_views(reply.buffers) if reply.buffers else ()
+        try:
+            wire = encode(([len(view) for view in views], reply.payload))  # a MessageHead
+        except UNSENDABLE as error:
+            raise unsendable(head.method, error) from error
+        if len(wire) > self._max_head_bytes:
+            raise too_large(head.method, len(wire), self._max_head_bytes)
+        self._connection.outbox.send_message(Kind.REPLY, call_id, wire, views, on_sent)
 
     def _fail(self, call: ServedCall, error: Exception) -> None:
         if call.is_over:
             return
         self._tell_failure(call.id, call.head, error)
         self._connection.forget(call.id)
-        self._finish(call, _EMPTY)
+        self._finish(call, EMPTY_REPLY)
 
     def _tell_failure(self, call_id: int, head: Head, error: Exception) -> None:
         if not isinstance(error, ShoalError):
@@ -286,15 +361,14 @@ class Serving:
 
     def _abandon(self, call: ServedCall) -> None:
         """Drop a call in whatever state it is."""
-        self._finish(call, _EMPTY)
+        self._finish(call, EMPTY_REPLY)
         self._connection.forget(call.id)
         if call.task is not None:
             call.task.cancel()
 
     def _finish(self, call: ServedCall, reply: Reply) -> None:
         """Free what a call holds, once."""
-        if reply.on_sent is not None:
-            reply.on_sent()
+        release(reply)
         if call.is_over:
             return
         call.is_over = True
@@ -304,11 +378,13 @@ class Serving:
         if call.final is not None and not call.final.done():
             call.final.cancel()
         call.buffers = ()
-        if call.held_bytes and not (call.is_waiting and self._connection.budget.leave(call)):
+        if call.wanted_bytes and not self._connection.budget.leave(call):  # granted in this very moment
+            call.held_bytes += call.wanted_bytes
+        if call.held_bytes:
             self._connection.budget.give_back(call.held_bytes)
 
 
-_EMPTY = Reply()
+_LATER = "try again later."
 _NEVER = Deadline.never()
 _CHANNEL = int(Mode.CHANNEL)
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import socket
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
@@ -15,14 +14,11 @@ from typing import TYPE_CHECKING, Any, Self
 from shoal.core import (
     Address,
     Deadline,
-    DeadlineExceeded,
     LoopThread,
     Peer,
-    PeerError,
     PeerId,
-    PeerUnreachable,
+    PeerLost,
     ShoalError,
-    StandingScope,
     UsageError,
 )
 from shoal.core.fork import close_in_children, keep_in_children
@@ -36,15 +32,15 @@ from shoal.transport.limits import Limits
 from shoal.transport.memory import BufferPool
 from shoal.transport.messages import Allocate, Channel, Reply, Serve, ServeChannel
 from shoal.transport.routes import Routes
+from shoal.transport.shard import SWEEP_S, Shard
+from shoal.transport.sockets import bind, no_answer, unreachable
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 log = logging.getLogger(__name__)
 
-_BACKLOG = 4096
-_SWEEP_S = 1.0
-_MAX_CLOSING_TURNS = 100
+_SPARE_SHARE = 16  # of the bytes in flight, one in so many more for what has arrived with its request
 _DIAL_ATTEMPTS = 3  # a connection may be retired by its peer between being picked and being used
 
 
@@ -66,26 +62,38 @@ class StreamTransport:
         self.peer_id = peer_id
         self.limits = limits or Limits()
         self.routes = Routes()
-        self.budget = ByteBudget(self.limits.max_bytes_in_flight)
+        in_flight = self.limits.max_bytes_in_flight
+        self.budget = ByteBudget(in_flight, spare_bytes=in_flight // _SPARE_SHARE)
+        self.places = ByteBudget(self.limits.max_connections)
+        """What accepted connections take, one each."""
         self.pool = BufferPool()
+        self.complaints = Complaints(log)
         self._helpers = helpers
-        self._shards: list[_Shard] = []
+        self._shards: list[Shard] = []
         self._dialed: dict[Peer, Connection] = {}
         self._dialing: dict[Peer, asyncio.Task[Connection | ShoalError]] = {}
         self._next_shard = 0
-        self._complaints = Complaints(log)
         self._is_open = False
+        self._closing = contextlib.AsyncExitStack()
 
     # --- opening and closing ---
 
     async def __aenter__(self) -> Self:
-        home = _Shard(self, asyncio.get_running_loop())
-        await home.open()
-        self._shards = [home]
-        for helper in self._helpers:
-            shard = _Shard(self, helper.loop)
-            await helper.run_from_async(shard.open())
-            self._shards.append(shard)
+        if self._is_open:
+            raise UsageError("The transport is open already.", next_step="open it in one place only.")
+        async with contextlib.AsyncExitStack() as closing:
+            closing.callback(self.pool.clear)
+            closing.callback(self.complaints.flush)
+            home = Shard(self, asyncio.get_running_loop())
+            await home.open()
+            closing.push_async_callback(home.close)
+            self._shards = [home]
+            for helper in self._helpers:
+                shard = Shard(self, helper.loop)
+                await helper.run_from_async(shard.open())
+                closing.push_async_callback(_close_on, helper, shard)
+                self._shards.append(shard)
+            self._closing = closing.pop_all()
         self._is_open = True
         return self
 
@@ -93,12 +101,7 @@ class StreamTransport:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._is_open = False
-        home, *others = self._shards
-        for helper, shard in zip(self._helpers, others, strict=True):
-            await helper.run_from_async(shard.close())
-        await home.close()
-        self._complaints.flush()
-        self.pool.clear()
+        await self._closing.aclose()
 
     @property
     def num_connections(self) -> int:
@@ -125,10 +128,15 @@ class StreamTransport:
     async def listen(self, address: Address) -> Address:
         """Accept calls there; port 0 picks a free one. Returns the address that was bound."""
         self._require_open()
-        listener = await _bind(address)
+        listener = await bind(address)
+        bound = Address(*listener.getsockname()[:2])
+        try:
+            self._shards[0].scope.start_soon(self._accept(listener), name=f"accept on {bound}")
+        except UsageError:  # closed meanwhile
+            listener.close()
+            raise
         close_in_children(listener.fileno())
-        self._shards[0].scope.start_soon(self._accept(listener), name=f"accept on {address}")
-        return Address(*listener.getsockname()[:2])
+        return bound
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -136,10 +144,12 @@ class StreamTransport:
             while True:
                 try:
                     accepted, origin = await loop.sock_accept(listener)
+                except ConnectionAbortedError:  # the caller has changed its mind
+                    continue
                 except OSError as error:
                     # out of descriptors, most likely: calls under way go on, newcomers wait in the backlog
                     log.warning("cannot accept connections right now: %s", error)
-                    await asyncio.sleep(_SWEEP_S)
+                    await asyncio.sleep(SWEEP_S)
                 else:
                     self._place(accepted, Peer(Address(origin[0], origin[1])))
         finally:
@@ -147,28 +157,24 @@ class StreamTransport:
             listener.close()
 
     def _place(self, accepted: socket.socket, peer: Peer) -> None:
-        if self.num_connections >= self.limits.max_connections and not self._evict_silent():
+        """Pass a newcomer to a shard, or refuse it."""
+        if not (self.places.try_take(1) or (self._evict_silent() and self.places.try_take(1))):
             reason = f"all {self.limits.max_connections} connections are taken."
             with contextlib.suppress(OSError), accepted:
                 accepted.setblocking(False)
                 accepted.send(frame(Kind.GOODBYE, 0, encode(GoodbyeHead("busy", reason, 0))))
-            self._complaints.add("refused a connection", peer, reason)
+            self.complaints.add("refused a connection", peer, reason)
             return
         shard = self._shards[self._next_shard % len(self._shards)]
         self._next_shard += 1
-        shard.loop.call_soon_threadsafe(shard.adopt, accepted, peer)
+        shard.place(accepted, peer)
 
     def _evict_silent(self) -> bool:
-        """Make room by closing the oldest connection that has not even said hello."""
+        """Make room by closing a connection that has not even said hello."""
         for shard in self._shards:
-            for connection in tuple(shard.connections):
-                if not connection.is_dialer and not connection.ready.done():
-                    shard.connections.pop(connection, None)
-                    shard.loop.call_soon_threadsafe(connection.abort)
-                    self._complaints.add(
-                        "dropped a silent connection", connection.peer, "its place was needed."
-                    )
-                    return True
+            if (peer := shard.evict_silent()) is not None:
+                self.complaints.add("dropped a silent connection", peer, "its place was needed.")
+                return True
         return False
 
     # --- asking ---
@@ -212,11 +218,14 @@ class StreamTransport:
         deadline: Deadline,
     ) -> None:
         """Tell without waiting for the handler; returns when the buffers may be changed again."""
-        connection = await self._connect(peer, deadline)
-        try:
-            await connection.calling.notify(method, payload, buffers, deadline)
-        except ConnectionRetired:
-            raise connection.error_for(method) from None
+        for attempt in range(_DIAL_ATTEMPTS):
+            connection = await self._connect(peer, deadline)
+            try:
+                return await connection.calling.notify(method, payload, buffers, deadline)
+            except ConnectionRetired:
+                if attempt == _DIAL_ATTEMPTS - 1:
+                    raise connection.error_for(method) from None
+        raise AssertionError("unreachable")
 
     @contextlib.asynccontextmanager
     async def open_channel(
@@ -251,7 +260,12 @@ class StreamTransport:
             async with asyncio.timeout(None if math.isinf(deadline.at_s) else deadline.remaining_s):
                 outcome = await asyncio.shield(dialing)
         except TimeoutError:
-            raise _no_answer(peer) from None
+            raise no_answer(peer) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if dialing.cancelled() and not (task and task.cancelling()):
+                raise PeerLost(f"The transport was closed before {peer} answered.", peer=peer) from None
+            raise
         if isinstance(outcome, ShoalError):
             raise outcome
         return outcome
@@ -259,159 +273,36 @@ class StreamTransport:
     async def _dial(self, peer: Peer) -> Connection | ShoalError:
         """An error is returned, not raised: it concerns those who wait for this peer and nobody else."""
         home = self._shards[0]
-        connection = home.connection(peer, is_dialer=True)
+        connection = home.add(peer, is_dialer=True)
         try:
             async with asyncio.timeout(self.limits.handshake_s):
                 await home.loop.create_connection(lambda: connection, peer.address.host, peer.address.port)
-                home.connections[connection] = None
                 await connection.ready
         except ShoalError as error:
             return error
         except TimeoutError:
-            return _no_answer(peer)
-        except OSError as error:
-            return _unreachable(peer, error)
+            return no_answer(peer)
+        except (OSError, ValueError) as error:  # ValueError: a name that no resolver takes
+            return unreachable(peer, error)
         finally:
             if not connection.is_usable:
                 connection.abort()
-        self._dialed[peer] = connection
+                if not connection.is_connected:
+                    home.remove(connection)
+        if connection.is_usable:  # it may have ended in the same moment
+            self._dialed[peer] = connection
         return connection
 
     def _require_open(self) -> None:
         if not self._is_open:
             raise UsageError("The transport is not open.", next_step="use it inside 'async with'.")
 
-    # --- what connections tell ---
-
-    def on_ready(self, connection: Connection) -> None:
-        """The hello of the other side has come."""
-
-    def on_lost(self, connection: Connection) -> None:
-        """The connection is over."""
-        for shard in self._shards:
-            shard.connections.pop(connection, None)
-        if connection.is_dialer:
-            for peer, dialed in tuple(self._dialed.items()):
-                if dialed is connection:
-                    del self._dialed[peer]
-
-    def complain(self, connection: Connection, error: ShoalError) -> None:
-        """The other side misbehaved and was cut off."""
-        self._complaints.add("closed a connection", connection.peer, error.what)
+    def forget(self, connection: Connection) -> None:
+        """A connection that was dialed is over."""
+        for peer, dialed in tuple(self._dialed.items()):
+            if dialed is connection:
+                del self._dialed[peer]
 
 
-class _Shard:
-    """The connections that live on one loop."""
-
-    def __init__(self, transport: StreamTransport, loop: asyncio.AbstractEventLoop) -> None:
-        self.transport = transport
-        self.loop = loop
-        self.connections: dict[Connection, None] = {}
-        self._standing = StandingScope("stream transport")
-        self.scope = self._standing.scope
-
-    async def open(self) -> None:
-        """Begin to own tasks on this loop."""
-        await self._standing.open()
-        self.scope.start_soon(self._sweep(), name="sweep")
-
-    async def close(self) -> None:
-        """Say goodbye to everybody and end every task."""
-        for connection in tuple(self.connections):
-            connection.leave("the peer is stopping.")
-            connection.close()
-        await self._standing.close()
-        # what could not be flushed is cut off; asyncio tells of the end in the next turns of the loop
-        for connection in tuple(self.connections):
-            connection.abort()
-        for _ in range(_MAX_CLOSING_TURNS):
-            if not self.connections:
-                break
-            await asyncio.sleep(0.001)
-
-    def connection(self, peer: Peer, *, is_dialer: bool) -> Connection:
-        """A new protocol for a socket of this loop."""
-        return Connection(self.transport, self.scope, peer, is_dialer=is_dialer)
-
-    def adopt(self, accepted: socket.socket, peer: Peer) -> None:
-        """Serve an accepted socket."""
-        try:
-            self.scope.start_soon(self._serve(accepted, peer), name="adopt")
-        except ShoalError:  # closing
-            accepted.close()
-
-    async def _serve(self, accepted: socket.socket, peer: Peer) -> None:
-        connection = self.connection(peer, is_dialer=False)
-        self.connections[connection] = None
-        try:
-            await self.loop.connect_accepted_socket(lambda: connection, accepted)
-        except OSError:  # gone already
-            accepted.close()
-            self.connections.pop(connection, None)
-        except BaseException:
-            self.connections.pop(connection, None)
-            raise
-
-    async def _sweep(self) -> None:
-        """Look after stalled and idle connections."""
-        limits = self.transport.limits
-        while True:
-            await asyncio.sleep(_SWEEP_S)
-            now_s = self.loop.time()
-            for connection in tuple(self.connections):
-                connection.check_progress(now_s)
-                if connection.num_open:
-                    connection.used_at_s = now_s
-                elif now_s - connection.used_at_s > limits.idle_s * (1 if connection.is_dialer else 3):
-                    connection.leave("the connection was idle.")
-
-
-async def _bind(address: Address) -> socket.socket:
-    loop = asyncio.get_running_loop()
-    try:
-        infos = await loop.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        family, kind, protocol, _, bound = infos[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise UsageError(
-            f"Cannot listen on {address}: {error}.", next_step="give an address of this machine."
-        ) from error
-    try:
-        if os.name == "posix":  # elsewhere the option lets two programs share a port
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(bound)
-        listener.listen(_BACKLOG)
-        listener.setblocking(False)
-    except OSError as error:
-        listener.close()
-        raise UsageError(
-            f"Cannot listen on {address}: {error.strerror}.",
-            cause="another program uses the port, or the address is not of this machine.",
-            next_step="choose another port, or 0 for any free one.",
-        ) from error
-    return listener
-
-
-def _unreachable(peer: Peer, error: OSError) -> PeerError:
-    if isinstance(error, ConnectionRefusedError):
-        cause = "nothing listens there: the peer has not started, has ended, or uses another port."
-    elif isinstance(error, socket.gaierror):
-        cause = f"the name {peer.address.host!r} is not known here."
-    else:
-        cause = f"{error.strerror or error}."
-    return PeerUnreachable(
-        f"Cannot connect to {peer}.",
-        peer=peer,
-        cause=cause,
-        next_step="check the address, and that the peer runs.",
-    )
-
-
-def _no_answer(peer: Peer) -> ShoalError:
-    return DeadlineExceeded(
-        f"No connection to {peer} before the deadline.",
-        cause="the host is down, a firewall drops the packets, or what listens there is no Shoal peer.",
-        next_step="check the address, and that its port is reachable.",
-    )
+async def _close_on(helper: LoopThread, shard: Shard) -> None:
+    await helper.run_from_async(shard.close())

@@ -1,0 +1,65 @@
+"""Sockets that listen, and what is said when no connection can be made."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+from shoal.core import Address, DeadlineExceeded, Peer, PeerError, PeerUnreachable, ShoalError, UsageError
+
+_BACKLOG = 4096
+
+
+async def bind(address: Address) -> socket.socket:
+    """A socket that listens there; UsageError when it cannot."""
+    loop = asyncio.get_running_loop()
+    try:
+        infos = await loop.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, kind, protocol, _, bound = infos[0]
+        listener = socket.socket(family, kind, protocol)
+    except (OSError, ValueError) as error:  # ValueError: a name that no resolver takes
+        raise UsageError(
+            f"Cannot listen on {address}: {error}.", next_step="give an address of this machine."
+        ) from error
+    try:
+        if os.name == "posix":  # elsewhere the option lets two programs share a port
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(bound)
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise UsageError(
+            f"Cannot listen on {address}: {error.strerror}.",
+            cause="another program uses the port, or the address is not of this machine.",
+            next_step="choose another port, or 0 for any free one.",
+        ) from error
+    return listener
+
+
+def unreachable(peer: Peer, error: OSError | ValueError) -> PeerError:
+    """Why no connection could be made, as an error to raise."""
+    if isinstance(error, ConnectionRefusedError):
+        cause = "nothing listens there: the peer has not started, has ended, or uses another port."
+    elif isinstance(error, (socket.gaierror, ValueError)):
+        cause = f"the name {peer.address.host!r} is not known here."
+    else:
+        cause = f"{error.strerror or error}."
+    return PeerUnreachable(
+        f"Cannot connect to {peer}.",
+        peer=peer,
+        cause=cause,
+        next_step="check the address, and that the peer runs.",
+    )
+
+
+def no_answer(peer: Peer) -> ShoalError:
+    """The error for a peer that nothing was heard from."""
+    return DeadlineExceeded(
+        f"No connection to {peer} before the deadline.",
+        cause="the host is down, a firewall drops the packets, or what listens there is no Shoal peer.",
+        next_step="check the address, and that its port is reachable.",
+    )
