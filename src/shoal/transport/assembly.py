@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from shoal.core import ProtocolError
 from shoal.transport.decoder import FrameDecoder
+from shoal.transport.memory import fill
 
 
 class Assembly:
@@ -107,12 +108,12 @@ class Arrivals:
             return
         if self._assemblies and call_id in self._assemblies:
             raise _too_early(call_id)
-        start = 0
-        for view in views:
-            end = start + len(view)
-            view[:] = body[start:end]
-            start = end
+        fill(views, body)
         on_complete()
+
+    def is_plain(self, sizes: Sequence[int], body: memoryview) -> bool:
+        """Whether a message is nothing but the one buffer that came along: the quick case of `receive`."""
+        return len(sizes) == 1 and sizes[0] == len(body) and not self._assemblies
 
     def receive_later(self, call_id: int, total_bytes: int, on_complete: Callable[[], None]) -> None:
         """Expect a message for which there is no room yet; see `make_room`."""

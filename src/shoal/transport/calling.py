@@ -54,6 +54,7 @@ class PendingCall(msgspec.Struct, eq=False):
     id: int
     method: str
     views: Sequence[memoryview]
+    total_bytes: int
     into: Any
     deadline: Deadline
     answer: asyncio.Future[Reply]
@@ -72,6 +73,7 @@ class Calling:
         self._next_id = first_id
         self._pending: dict[int, PendingCall] = {}
         self._max_calls = connection.limits.max_calls
+        self._max_message_bytes = connection.limits.max_message_bytes
         self._max_head_bytes = connection.limits.max_head_bytes
         self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
         self._num_promised = 0  # places given to calls that have not woken up yet
@@ -96,7 +98,7 @@ class Calling:
             await self.wait_for_place(method, deadline)
         call = self.begin(method, payload, buffers, deadline, None, Mode.ONE_WAY)
         call.answer.add_done_callback(lambda answer: self._end_one_way(call, answer))
-        if sum(map(len, call.views)) <= INLINE_BYTES:
+        if call.total_bytes <= INLINE_BYTES:
             call.views = tuple(
                 memoryview(bytes(view)) for view in call.views
             )  # in case the peer asks for them again
@@ -124,20 +126,26 @@ class Calling:
         call = self._pending.get(call_id)
         if call is None or call.answer.done():
             return
+        connection = self._connection
         try:
             reply = Reply(decode_payload(head.payload))
-            if head.sizes:
-                self._connection.check_sizes(head.sizes)
+            if (
+                call.into is None
+                and len(body) <= self._max_message_bytes
+                and connection.arrivals.is_plain(head.sizes, body)
+            ):
+                reply.buffers = connection.pool.copy_in(head.sizes, body)
+                _settle(call, reply)
+                return
+            connection.check_sizes(head.sizes)
             if call.into is None:
-                reply.buffers = self._connection.allocate(head.sizes)
+                reply.buffers = connection.allocate(head.sizes)
             else:
                 reply.buffers = self._memory_for(call, reply.payload, head.sizes)
         except Exception as error:  # noqa: BLE001 - whatever the caller's allocate raises belongs to the caller
             call.answer.set_exception(self._unusable(call, error))
             return
-        self._connection.arrivals.receive(
-            call_id, reply.buffers, body, functools.partial(_settle, call, reply)
-        )
+        connection.arrivals.receive(call_id, reply.buffers, body, functools.partial(_settle, call, reply))
 
     def on_error(self, call_id: int, head: ErrorHead) -> None:
         """The peer says that a call failed."""
@@ -191,7 +199,7 @@ class Calling:
         views = byte_views(buffers) if buffers else ()
         if not connection.is_usable:
             connection.raise_closed(method)
-        remaining_s = deadline.remaining_s
+        remaining_s = deadline.at_s - deadline.clock.now_s()
         if remaining_s <= 0:
             raise DeadlineExceeded(
                 f"{method} at {connection.peer}: the deadline had passed before it was sent."
@@ -202,10 +210,11 @@ class Calling:
                 peer=connection.peer,
                 cause=f"{connection.outbox.waiting_bytes:,} bytes wait for it already.",
             )
-        sizes = [len(view) for view in views]
-        if sizes:
+        sizes = list(map(len, views))
+        total_bytes = sum(sizes)
+        if total_bytes > connection.peer_max_message_bytes:
             connection.check_sizes_of_peer(method, sizes)
-        timeout_ms = 0 if math.isinf(remaining_s) else max(1, int(remaining_s * 1000))
+        timeout_ms = 0 if remaining_s == math.inf else int(remaining_s * 1000) or 1
         try:
             head = encode((method, mode, timeout_ms, sizes, payload))  # a RequestHead
         except UNSENDABLE as error:
@@ -215,7 +224,7 @@ class Calling:
         call_id = self._next_id
         self._next_id += 2
         answer: asyncio.Future[Reply] = connection.loop.create_future()
-        call = PendingCall(call_id, method, views, into, deadline, answer)
+        call = PendingCall(call_id, method, views, total_bytes, into, deadline, answer)
         self._pending[call_id] = call
         connection.outbox.send_message(Kind.REQUEST, call_id, head, views, None)
         if remaining_s < TIMER_S:
@@ -237,7 +246,9 @@ class Calling:
         if not call.is_settled:
             self._connection.forget(call.id)
             self._connection.send(Kind.CANCEL, call.id)
-        elif call.views:  # the peer may have answered without having asked for all of them
+        elif (
+            call.total_bytes > INLINE_BYTES
+        ):  # the peer may have answered without having asked for all of them
             self._connection.forget(call.id)
         if not call.answer.cancel() and not call.answer.cancelled():
             call.answer.exception()  # a channel's owner may not have asked for it

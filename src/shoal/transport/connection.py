@@ -103,9 +103,10 @@ class Connection(asyncio.BufferedProtocol):
         self.max_waiting_bytes = 2 * self.limits.max_calls * (INLINE_BYTES + 1024)
         self._state = _State.GREETING
         self._reason: ShoalError | None = None
+        self.pool = host.pool
         self._decoder = FrameDecoder(self, self.limits.max_head_bytes)
         self.arrivals = Arrivals(self._decoder)
-        self._peer_max_message_bytes = self.limits.max_message_bytes
+        self.peer_max_message_bytes = self.limits.max_message_bytes
         self.calling = Calling(self, first_id=1 if is_dialer else 2)
         self.serving = Serving(self, first_id=2 if is_dialer else 1)
         self._watch = Watch(self.limits)
@@ -200,11 +201,11 @@ class Connection(asyncio.BufferedProtocol):
 
     # --- what the decoder calls ---
 
-    def on_frame(self, kind: Kind, call_id: int, head: Any, body: memoryview) -> None:
+    def on_frame(self, kind: int, call_id: int, head: Any, body: memoryview) -> None:
         """Pass a frame to whom it concerns."""
         self._watch.num_frames += 1
         if self._state is _State.GREETING and kind not in (Kind.HELLO, Kind.GOODBYE):
-            raise ProtocolError(f"A {kind.name} frame came before the hello.")
+            raise ProtocolError(f"A {Kind(kind).name} frame came before the hello.")
         self._handlers[kind](call_id, head, body)
 
     def on_chunk(self, call_id: int, body_bytes: int, *, is_from_start: bool) -> Sequence[memoryview] | None:
@@ -244,7 +245,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def allocate(self, sizes: Sequence[int]) -> list[memoryview]:
         """Memory for buffers that nobody picked memory for."""
-        return self.host.pool.allocate_all(sizes)
+        return self.pool.allocate_all(sizes)
 
     def forget(self, call_id: int) -> None:
         """Neither send nor receive more of a call's buffers; its memory is the owner's again."""
@@ -266,9 +267,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def check_sizes_of_peer(self, method: str, sizes: Sequence[int]) -> None:
         """PeerRefused when the other side has said that it does not take so much."""
-        if sizes and sum(sizes) > self._peer_max_message_bytes:
+        if sizes and sum(sizes) > self.peer_max_message_bytes:
             raise PeerRefused(
-                f"{method}: {sum(sizes):,} bytes are more than the {self._peer_max_message_bytes:,} that "
+                f"{method}: {sum(sizes):,} bytes are more than the {self.peer_max_message_bytes:,} that "
                 f"{self.peer} takes in one message.",
                 peer=self.peer,
                 next_step="send it in parts through a channel, or raise the receiver's max_message_bytes.",
@@ -397,7 +398,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         self.peer = Peer(self.peer.address, claimed)
         self.calling.set_max_calls(head.max_calls)
-        self._peer_max_message_bytes = head.max_message_bytes
+        self.peer_max_message_bytes = head.max_message_bytes
         self._decoder.welcome()
         self._state = _State.READY
         self.is_usable = True

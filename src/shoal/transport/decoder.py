@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from shoal.core import LimitExceeded, ProtocolError, VersionMismatch
+from shoal.core import LimitExceeded, ProtocolError, ShoalError, VersionMismatch
 from shoal.transport.frames import (
     DECODERS,
     HEADER,
@@ -24,7 +24,7 @@ from shoal.transport.frames import (
 _STRANGER_BYTES = 4 << 10  # scratch, and the largest head, for whoever has not said hello yet
 _SCRATCH_BYTES = 128 << 10
 _DIRECT_FROM_BYTES = 16 << 10  # a smaller target is filled by a copy: cheaper than a read of its own
-_CHUNKS = (Kind.CHUNK, Kind.CHUNK_FROM_START)
+_CHUNKS = (int(Kind.CHUNK), int(Kind.CHUNK_FROM_START))
 _BODY_LIMITS = {
     Kind.REQUEST: INLINE_BYTES,
     Kind.REPLY: INLINE_BYTES,
@@ -33,15 +33,15 @@ _BODY_LIMITS = {
     Kind.CHUNK_FROM_START: MAX_CHUNK_BYTES,
 }
 # looked up by number for every frame: a tuple is faster than a dict of enum members
-_KINDS: tuple[Kind | None, ...] = (None, *Kind)
-_MAX_BODY_BYTES = tuple(_BODY_LIMITS.get(Kind(number), 0) if number else 0 for number in range(len(_KINDS)))
+_NUM_KINDS = len(Kind) + 1
+_MAX_BODY_BYTES = tuple(_BODY_LIMITS.get(Kind(number), 0) if number else 0 for number in range(_NUM_KINDS))
 
 
 class FrameSink(Protocol):
     """What a decoder reports to."""
 
-    def on_frame(self, kind: Kind, call_id: int, head: Any, body: memoryview) -> None:
-        """A whole frame that is no chunk; `body` is valid only until this returns."""
+    def on_frame(self, kind: int, call_id: int, head: Any, body: memoryview) -> None:
+        """A whole frame that is no chunk, of a Kind's number; `body` is valid only until this returns."""
 
     def on_chunk(self, call_id: int, body_bytes: int, *, is_from_start: bool) -> Sequence[memoryview] | None:
         """A chunk begins; returns memory of `body_bytes` for it, or None to drop it."""
@@ -148,28 +148,41 @@ class FrameDecoder:
             magic, version, number, head_bytes, call_id, body_bytes = HEADER.unpack_from(scratch, start)
             if magic != MAGIC or version != VERSION:
                 raise _stranger(bytes(scratch[start : start + HEADER.size]))
-            kind = self._check(number, head_bytes, body_bytes)
-            head_start = start + HEADER.size
-            body_start = head_start + head_bytes
-            if kind in _CHUNKS:
+            if not 0 < number < _NUM_KINDS:
+                raise ProtocolError(f"A frame of the unknown kind {number} arrived.")
+            decoder = DECODERS[number]
+            if (
+                head_bytes > self._max_head_bytes
+                or body_bytes > _MAX_BODY_BYTES[number]
+                or (head_bytes and decoder is None)
+            ):
+                raise self._refusal(number, head_bytes, body_bytes)
+            body_start = start + HEADER.size + head_bytes
+            if number in _CHUNKS:
                 start = body_start
-                self._begin_chunk(kind, call_id, body_bytes)
+                self._begin_chunk(call_id, body_bytes, is_from_start=number == Kind.CHUNK_FROM_START)
                 continue
             end = body_start + body_bytes
             if end > filled:
                 needed_bytes = end - start
                 break
-            head = self._decode(kind, bytes(scratch[head_start:body_start]))
+            head = None
+            if decoder is not None:
+                try:
+                    head = decoder.decode(bytes(scratch[start + HEADER.size : body_start]))
+                except UNREADABLE as error:
+                    name = Kind(number).name
+                    raise ProtocolError(f"The head of a {name} frame cannot be read: {error}.") from error
             start = end
-            self._sink.on_frame(kind, call_id, head, scratch[body_start:end])
+            self._sink.on_frame(number, call_id, head, scratch[body_start:end])
         self._filled = filled - start
         if start and self._filled:
             scratch[: self._filled] = bytes(scratch[start:filled])
         if needed_bytes > len(scratch) or len(scratch) != self._usual_bytes:
             self._fit_scratch(needed_bytes)
 
-    def _begin_chunk(self, kind: Kind, call_id: int, body_bytes: int) -> None:
-        targets = self._sink.on_chunk(call_id, body_bytes, is_from_start=kind is Kind.CHUNK_FROM_START)
+    def _begin_chunk(self, call_id: int, body_bytes: int, *, is_from_start: bool) -> None:
+        targets = self._sink.on_chunk(call_id, body_bytes, is_from_start=is_from_start)
         self._call_id, self._chunk_left = call_id, body_bytes
         self._is_dropping = targets is None and body_bytes > 0
         self._targets = list(reversed(targets)) if targets else []
@@ -185,32 +198,18 @@ class FrameDecoder:
         self._advance(used)
         return used
 
-    def _check(self, number: int, head_bytes: int, body_bytes: int) -> Kind:
-        kind = _KINDS[number] if number < len(_KINDS) else None
-        if kind is None:
-            raise ProtocolError(f"A frame of the unknown kind {number} arrived.")
+    def _refusal(self, number: int, head_bytes: int, body_bytes: int) -> ShoalError:
+        """Why a header is not acceptable."""
+        name = Kind(number).name
         if head_bytes > self._max_head_bytes:
-            raise LimitExceeded(
+            return LimitExceeded(
                 f"A head of {head_bytes:,} bytes arrived; {self._max_head_bytes:,} are allowed."
             )
-        if body_bytes > _MAX_BODY_BYTES[number]:
-            limit = _MAX_BODY_BYTES[number]
-            raise LimitExceeded(
-                f"A {kind.name} frame claims a body of {body_bytes:,} bytes; the limit is {limit:,}."
+        if body_bytes > (limit := _MAX_BODY_BYTES[number]):
+            return LimitExceeded(
+                f"A {name} frame claims a body of {body_bytes:,} bytes; the limit is {limit:,}."
             )
-        if head_bytes and DECODERS[number] is None:
-            raise ProtocolError(f"A {kind.name} frame came with a head, which it must not have.")
-        return kind
-
-    @staticmethod
-    def _decode(kind: Kind, head: bytes) -> Any:
-        decoder = DECODERS[kind]
-        if decoder is None:
-            return None
-        try:
-            return decoder.decode(head)
-        except UNREADABLE as error:
-            raise ProtocolError(f"The head of a {kind.name} frame cannot be read: {error}.") from error
+        return ProtocolError(f"A {name} frame came with a head, which it must not have.")
 
     def _fit_scratch(self, needed_bytes: int) -> None:
         """Grow for a head that does not fit, and go back to the usual size after it."""

@@ -31,6 +31,15 @@ def byte_view(buffer: Buffer) -> memoryview:
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
+def fill(views: Sequence[memoryview], body: memoryview) -> None:
+    """Copy `body` into the buffers, one after another."""
+    start = 0
+    for view in views:
+        end = start + len(view)
+        view[:] = body[start:end]
+        start = end
+
+
 class BufferPool:
     """Hands out aligned memory, and takes it back by itself when the last view of it is gone.
 
@@ -75,6 +84,16 @@ class BufferPool:
     def allocate_all(self, sizes_bytes: Sequence[int]) -> list[memoryview]:
         """One buffer for each size."""
         return [self.allocate(size_bytes) for size_bytes in sizes_bytes]
+
+    def copy_in(self, sizes_bytes: Sequence[int], body: memoryview) -> list[memoryview]:
+        """New memory that holds the bytes of `body`, cut into buffers of these sizes."""
+        if len(sizes_bytes) == 1 and 0 < len(body) <= _SLAB_ITEM_BYTES:
+            view = self._from_slab(len(body))
+            view[:] = body
+            return [view]
+        views = self.allocate_all(sizes_bytes)
+        fill(views, body)
+        return views
 
     def _from_slab(self, size_bytes: int) -> memoryview:
         """A piece of a larger block: what is small should not cost an allocation of its own."""

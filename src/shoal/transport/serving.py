@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from shoal.core import (
+    SYSTEM_CLOCK,
     Deadline,
     DeadlineExceeded,
     PeerBusy,
@@ -83,6 +84,7 @@ class Serving:
         self._calls: dict[int, ServedCall] = {}
         self._parity = first_id % 2
         self._max_calls = connection.limits.max_calls
+        self._max_message_bytes = connection.limits.max_message_bytes
         self._max_head_bytes = connection.limits.max_head_bytes
         self._max_waiting_bytes = connection.max_waiting_bytes // 2  # beyond it requests are refused
         self.last_call_id = 0
@@ -171,8 +173,9 @@ class Serving:
             raise PeerBusy("earlier answers have not been read.", next_step="read them, then try again.")
         if not connection.is_usable:
             raise PeerBusy("this peer is leaving.", next_step="ask another peer.")
-        if wire.sizes:
-            connection.check_sizes(wire.sizes)
+        sizes = wire.sizes
+        if sizes and (len(sizes) > 1 or not 0 <= sizes[0] <= self._max_message_bytes):
+            connection.check_sizes(sizes)
         route = connection.routes.find(wire.method)
         if (wire.mode == _CHANNEL) != (route.serve is None) or not 0 <= wire.mode <= _CHANNEL:
             kind = "a channel" if route.serve is None else "a call"
@@ -185,14 +188,19 @@ class Serving:
             payload = decode_payload(wire.payload, route.decoder)
         except UNREADABLE as error:
             raise PeerRefused(f"the payload of {wire.method} is not what it takes: {error}.") from error
-        deadline = Deadline.after(wire.timeout_ms / 1000) if wire.timeout_ms > 0 else _NEVER
+        timeout_ms = wire.timeout_ms
+        deadline = Deadline(SYSTEM_CLOCK.now_s() + timeout_ms / 1000) if timeout_ms > 0 else _NEVER
         return route, Head(wire.method, payload, wire.sizes, connection.peer, deadline)
 
     def _serve_at_once(self, call_id: int, route: Route, head: Head, body: memoryview) -> None:
         """A plain function whose buffers are here: done before the next frame is looked at."""
         try:
-            buffers = self._memory_for(route, head) if head.sizes else ()
-            self._connection.arrivals.receive(call_id, buffers, body, _nothing)
+            connection = self._connection
+            if route.allocate is None and connection.arrivals.is_plain(head.sizes, body):
+                buffers: Sequence[memoryview] = connection.pool.copy_in(head.sizes, body)
+            else:
+                buffers = self._memory_for(route, head) if head.sizes else ()
+                connection.arrivals.receive(call_id, buffers, body, _nothing)
             reply = route.serve(head, buffers)  # type: ignore[misc]
             if type(reply) is not Reply:
                 reply = checked_reply(reply)
@@ -334,7 +342,7 @@ class Serving:
         """UsageError, and nothing sent, when a handler returned what cannot be sent."""
         views = byte_views(reply.buffers) if reply.buffers else ()
         try:
-            wire = encode(([len(view) for view in views], reply.payload))  # a MessageHead
+            wire = encode((list(map(len, views)), reply.payload))  # a MessageHead
         except UNSENDABLE as error:
             raise unsendable(head.method, error) from error
         if len(wire) > self._max_head_bytes:
