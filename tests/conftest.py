@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import os
 
 import pytest
 
@@ -46,8 +45,3 @@ def run(request):
     finally:
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
-
-
-def open_descriptors():
-    """How many descriptors this process holds."""
-    return len(os.listdir("/proc/self/fd"))

@@ -18,9 +18,9 @@ from shoal.tensors.codecs import (
     read_meta,
 )
 from shoal.tensors.dtypes import DTYPES
-from shoal.tensors.memory import ALIGNMENT_BYTES, aligned_memory
 from shoal.tensors.packing import allocate_for, pack, unpack
 from shoal.tensors.specs import TensorLimits, TensorSpec, check, describe, read_specs, size_bytes
+from shoal.transport.memory import ALIGNMENT_BYTES, aligned_memory
 
 __all__ = [
     "ALIGNMENT_BYTES",

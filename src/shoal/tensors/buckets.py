@@ -16,9 +16,10 @@ import torch
 
 from shoal.core.errors import TensorError, UsageError
 from shoal.tensors.dtypes import dtype_named
-from shoal.tensors.memory import ALIGNMENT_BYTES, aligned_memory, bytes_of, tensor_over
+from shoal.tensors.memory import bytes_of, tensor_over
 from shoal.tensors.packing import reshape_dense
 from shoal.tensors.specs import TensorSpec, describe, size_bytes
+from shoal.transport.memory import ALIGNMENT_BYTES, aligned_memory
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

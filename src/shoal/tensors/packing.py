@@ -16,7 +16,7 @@ import torch
 
 from shoal.core.errors import TensorError
 from shoal.tensors.dtypes import carrier, dtype_named
-from shoal.tensors.memory import aligned_memory, bytes_of, tensor_over
+from shoal.tensors.memory import bytes_of, tensor_over
 from shoal.tensors.specs import (
     DEFAULT_LIMITS,
     TensorLimits,
@@ -26,6 +26,7 @@ from shoal.tensors.specs import (
     is_dense,
     refuse_unsendable,
 )
+from shoal.transport.memory import aligned_memory
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

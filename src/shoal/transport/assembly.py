@@ -6,15 +6,14 @@ from collections.abc import Callable, Sequence
 
 from shoal.core import ProtocolError
 from shoal.transport.decoder import FrameDecoder
-from shoal.transport.memory import fill
+from shoal.transport.memory import Cursor, fill
 
 
 class Assembly:
     """The memory of one message and how far it is filled."""
 
     __slots__ = (
-        "_offset",
-        "_view_index",
+        "_cursor",
         "_views",
         "is_waiting_for_start",
         "left_bytes",
@@ -45,8 +44,7 @@ class Assembly:
 
     def _rewind(self) -> None:
         self.left_bytes = self.total_bytes
-        self._view_index = 0
-        self._offset = 0
+        self._cursor = Cursor(self._views)
 
     def make_room(self, views: Sequence[memoryview]) -> None:
         """There is memory now; the sender has been asked to begin again."""
@@ -64,18 +62,7 @@ class Assembly:
         if num_bytes > self.left_bytes:
             raise ProtocolError(f"{num_bytes:,} bytes arrived for a message that lacks {self.left_bytes:,}.")
         self.left_bytes -= num_bytes
-        targets = []
-        while num_bytes:
-            view = self._views[self._view_index]
-            target = view[self._offset : self._offset + num_bytes]
-            num_bytes -= len(target)
-            self._offset += len(target)
-            if self._offset == len(view):
-                self._view_index += 1
-                self._offset = 0
-            if len(target):
-                targets.append(target)
-        return targets
+        return self._cursor.take(num_bytes)
 
 
 class Arrivals:

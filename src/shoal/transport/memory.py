@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 ALIGNMENT_BYTES = 64
+"""A cache line, and the widest vector register: kernels give equal bits only on equally aligned data."""
 _POOLED_FROM_BYTES = 64 << 10  # below this malloc is as fast as the pool
 _SLAB_BYTES = 64 << 10
 _SLAB_ITEM_BYTES = 2 << 10  # a piece that is kept keeps its whole slab: only small pieces come from one
@@ -38,6 +39,37 @@ def fill(views: Sequence[memoryview], body: memoryview) -> None:
         end = start + len(view)
         view[:] = body[start:end]
         start = end
+
+
+def aligned_memory(size_bytes: int) -> memoryview:
+    """New writable memory on a 64-byte boundary; its content is whatever was there before."""
+    return memoryview(_aligned(np.empty(size_bytes + ALIGNMENT_BYTES, np.uint8), size_bytes))
+
+
+class Cursor:
+    """A place in a sequence of buffers that are gone through from front to back, in parts of any size."""
+
+    __slots__ = ("_index", "_offset", "_views")
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._views = views
+        self._index = 0
+        self._offset = 0
+
+    def take(self, num_bytes: int) -> list[memoryview]:
+        """The next bytes, as pieces of the buffers; there must be as many."""
+        pieces = []
+        while num_bytes:
+            view = self._views[self._index]
+            piece = view[self._offset : self._offset + num_bytes]
+            num_bytes -= len(piece)
+            self._offset += len(piece)
+            if self._offset == len(view):
+                self._index += 1
+                self._offset = 0
+            if len(piece):
+                pieces.append(piece)
+        return pieces
 
 
 class BufferPool:
@@ -67,7 +99,7 @@ class BufferPool:
         if size_bytes <= _SLAB_ITEM_BYTES:
             return self._from_slab(size_bytes)
         if size_bytes < _POOLED_FROM_BYTES:
-            return memoryview(_aligned(np.empty(size_bytes + ALIGNMENT_BYTES, np.uint8), size_bytes))
+            return aligned_memory(size_bytes)
         class_bytes = _size_class(size_bytes)
         with self._lock:
             idle = self._idle.get(class_bytes)

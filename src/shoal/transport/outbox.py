@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from shoal.transport.frames import EAGER_BYTES, INLINE_BYTES, MAX_CHUNK_BYTES, Kind, frame
+from shoal.transport.memory import Cursor
 
 _MIN_CHUNK_BYTES = 64 << 10
 _CHUNK_BYTES = 1 << 20
@@ -25,8 +26,7 @@ class OutgoingBody:
     """Buffers on their way out, in chunks, under one call id."""
 
     __slots__ = (
-        "_offset",
-        "_view_index",
+        "_cursor",
         "_views",
         "call_id",
         "is_from_start",
@@ -49,8 +49,7 @@ class OutgoingBody:
 
     def _rewind(self) -> None:
         self.sent_bytes = 0
-        self._view_index = 0
-        self._offset = 0
+        self._cursor = Cursor(self._views)
 
     @property
     def left_bytes(self) -> int:
@@ -70,18 +69,7 @@ class OutgoingBody:
     def take(self, num_bytes: int) -> list[memoryview]:
         """The next bytes, as pieces of the buffers."""
         self.sent_bytes += num_bytes
-        pieces = []
-        while num_bytes:
-            view = self._views[self._view_index]
-            piece = view[self._offset : self._offset + num_bytes]
-            num_bytes -= len(piece)
-            self._offset += len(piece)
-            if self._offset == len(view):
-                self._view_index += 1
-                self._offset = 0
-            if len(piece):
-                pieces.append(piece)
-        return pieces
+        return self._cursor.take(num_bytes)
 
 
 class Outbox:
