@@ -235,9 +235,12 @@ def test_what_liars_send(loop, name):
         assert transport.is_closed == (name in ENDS)
 
 
-def test_a_long_quarrel(loop):
+@pytest.mark.parametrize(
+    "seed", [7, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 110))]
+)
+def test_a_long_quarrel(loop, seed):
     """Many frames on one connection, from a seed: what hypothesis keeps too short."""
-    rng = random.Random(7)
+    rng = random.Random(seed)
     for _ in range(500):
         parts = []
         for number in range(rng.randint(1, 60)):
