@@ -247,7 +247,8 @@ def busy(report: Report) -> list[str]:
         if when == "before" and isinstance(load, int | float) and isinstance(cores, int) and load > cores:
             reasons.append(f"the load average was {load:.1f} on {cores} cores before the run")
         if isinstance(steal, int | float) and steal > BUSY_STEAL_PERCENT:
-            reasons.append(f"{steal:.1f}% of the CPU was stolen by other guests {when} the run")
+            moment = "before" if when == "before" else "during"
+            reasons.append(f"{steal:.1f}% of the CPU was stolen by other guests {moment} the run")
     return reasons
 
 

@@ -159,6 +159,7 @@ class Connection(asyncio.BufferedProtocol):
             self._decoder.buffer_updated(nbytes)
         except (ProtocolError, LimitExceeded) as error:
             self._cut_off(error)
+        self.outbox.flush_small()  # answers that are ready need not wait for the next turn of the loop
         if self.outbox.waiting_bytes > self.max_waiting_bytes:
             self._cut_off(LimitExceeded("It asks on and on, and does not read the answers."))
 

@@ -99,7 +99,7 @@ class Outbox:
         if not self._is_scheduled:
             self._schedule(len(head))
         elif len(self._small) >= _EARLY_FRAMES:
-            self._flush_small()
+            self.flush_small()
 
     def send_message(
         self,
@@ -128,7 +128,7 @@ class Outbox:
         if not self._is_scheduled:
             self._schedule(len(head) + min(total_bytes, INLINE_BYTES))
         elif len(self._small) >= _EARLY_FRAMES:
-            self._flush_small()
+            self.flush_small()
 
     def grant(self, call_id: int) -> None:
         """The receiver has room for the rest."""
@@ -209,7 +209,7 @@ class Outbox:
         self._is_scheduled = False
         if self._is_paused or self._is_closed:
             return
-        self._flush_small()
+        self.flush_small()
         turn_bytes = 0
         # one chunk leaves even when small frames alone fill the socket: they might do so forever
         while (turn_bytes == 0 or not self._is_paused) and (body := self._next_body()) is not None:
@@ -220,7 +220,8 @@ class Outbox:
         if self._sent and not self._is_paused:
             self._tell_sent()
 
-    def _flush_small(self) -> None:
+    def flush_small(self) -> None:
+        """Hand small frames to the socket now, if it takes any."""
         if self._small and not self._is_paused and not self._is_closed:
             self._write_small()
 
