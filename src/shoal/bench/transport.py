@@ -190,7 +190,7 @@ class _Client:
         return num_done / took_s
 
     def _places_of(self, in_flight: int, size_bytes: int) -> list[_Place]:
-        """What each call in flight sends and where its answer goes, made once: fresh pages cost time."""
+        """What each call in flight sends and where its answer goes, made outside the measured time."""
         if (in_flight, size_bytes) not in self._places:
             self._places[in_flight, size_bytes] = [
                 _Place(

@@ -76,7 +76,8 @@ class BufferPool:
     """Hands out aligned memory, and takes it back by itself when the last view of it is gone.
 
     It matters above 32 MiB, where the C library returns memory to the system each time: allocating and
-    filling 64 MiB takes 6.8 ms with it and 18.6 ms without; at 8 MiB it makes no difference. May be used from any thread; at most `max_idle_bytes` lie unused.
+    filling 64 MiB takes 6.8 ms with it and 18.6 ms without; at 8 MiB it makes no difference. May be used
+    from any thread; at most `max_idle_bytes` lie unused.
     """
 
     def __init__(self, max_idle_bytes: int = 256 << 20) -> None:

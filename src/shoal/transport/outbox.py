@@ -19,8 +19,8 @@ _CHUNK_S = 0.005  # a chunk should not hold a small call up for longer than this
 _TURN_BYTES = 4 << 20  # then let the loop receive something
 _OLDEST_EVERY = 4
 _FRAME_BYTES = 256  # what a waiting frame counts beside its bytes: it takes memory of its own
-# so many small frames leave at once, and the other side works on them while we make more: else the two take
-# turns (+69 % calls/s with 64 in flight, between +40 and +105 %, judged over 8 starts)
+# so many small frames leave at once, and the other side works on them while we make more; else the two
+# take turns (+69 % calls/s with 64 in flight, between +40 and +105 %, judged over 8 starts)
 _EARLY_FRAMES = 32
 
 
