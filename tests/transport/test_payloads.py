@@ -3,7 +3,14 @@ import pytest
 
 from shoal.core import PeerError, UsageError
 from shoal.transport.messages import Reply
-from shoal.transport.payloads import EMPTY_REPLY, byte_views, checked_reply, fitting_views, release
+from shoal.transport.payloads import (
+    EMPTY_REPLY,
+    byte_views,
+    checked_reply,
+    encode_head,
+    fitting_views,
+    release,
+)
 
 
 def test_buffers_are_taken_as_they_lie():
@@ -59,3 +66,16 @@ def test_an_owner_that_fails_is_logged(caplog):
     release(Reply())
     release(Reply(on_sent=fail))
     assert "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize("bad", [object(), np.zeros(3), 2**70, {"a": {1, 2}, "b": object()}])
+def test_a_head_that_cannot_travel_is_explained(bad):
+    with pytest.raises(UsageError, match=r"(?s)payload of echo cannot be sent.*MessagePack"):
+        encode_head("echo", ("echo", bad), 1000)
+
+
+def test_a_head_may_be_as_large_as_peers_take_and_no_larger():
+    encoded = encode_head("echo", "x" * 100, 102)
+    assert len(encoded) == 102
+    with pytest.raises(UsageError, match=r"(?s)takes 102 bytes; 101 are allowed.*as buffers"):
+        encode_head("echo", "x" * 100, 101)

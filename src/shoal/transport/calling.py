@@ -28,10 +28,9 @@ from shoal.transport.frames import (
     MessageHead,
     Mode,
     decode_payload,
-    encode,
 )
 from shoal.transport.messages import Allocate, Head, Reply
-from shoal.transport.payloads import UNSENDABLE, byte_views, fitting_views, too_large, unsendable
+from shoal.transport.payloads import byte_views, encode_head, fitting_views
 
 if TYPE_CHECKING:
     from shoal.transport.channel import StreamChannel
@@ -139,7 +138,7 @@ class Calling:
                 return
             connection.check_sizes(head.sizes)
             if call.into is None:
-                reply.buffers = connection.allocate(head.sizes)
+                reply.buffers = connection.pool.allocate_all(head.sizes)
             else:
                 reply.buffers = self._memory_for(call, reply.payload, head.sizes)
         except Exception as error:  # noqa: BLE001 - whatever the caller's allocate raises belongs to the caller
@@ -212,15 +211,10 @@ class Calling:
             )
         sizes = list(map(len, views))
         total_bytes = sum(sizes)
-        if total_bytes > connection.peer_max_message_bytes:
-            connection.check_sizes_of_peer(method, sizes)
+        connection.check_size_for_peer(method, total_bytes)
         timeout_ms = 0 if remaining_s == math.inf else int(remaining_s * 1000) or 1
-        try:
-            head = encode((method, mode, timeout_ms, sizes, payload))  # a RequestHead
-        except UNSENDABLE as error:
-            raise unsendable(method, error) from error
-        if len(head) > self._max_head_bytes:
-            raise too_large(method, len(head), self._max_head_bytes)
+        wire = (method, mode, timeout_ms, sizes, payload)  # a RequestHead
+        head = encode_head(method, wire, self._max_head_bytes)
         call_id = self._next_id
         self._next_id += 2
         answer: asyncio.Future[Reply] = connection.loop.create_future()

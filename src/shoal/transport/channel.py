@@ -20,11 +20,12 @@ from shoal.transport.frames import (
     encode,
 )
 from shoal.transport.messages import Reply
-from shoal.transport.payloads import UNSENDABLE, byte_views, too_large, unsendable
+from shoal.transport.payloads import byte_views, encode_head
 
 if TYPE_CHECKING:
     from shoal.transport.connection import Connection
 
+_ITEM = "a channel's item"
 _ITEM_BYTES = 256  # what an item counts beside its bytes: empty items are not free either
 
 
@@ -60,15 +61,12 @@ class StreamChannel:
             raise UsageError("This side of the channel has ended.", next_step="send before end().")
         views = byte_views(buffers)
         sizes = [len(view) for view in views]
-        self._connection.check_sizes_of_peer("a channel's item", sizes)
-        try:
-            raw = encode(payload)
-        except UNSENDABLE as error:
-            raise unsendable("a channel's item", error) from error
-        head = encode(MessageHead(sizes, msgspec.Raw(raw)))
-        if len(head) > (max_bytes := self._connection.limits.max_head_bytes):
-            raise too_large("a channel's item", len(head), max_bytes)
-        cost_bytes = sum(sizes) + len(raw) + _ITEM_BYTES
+        total_bytes = sum(sizes)
+        self._connection.check_size_for_peer(_ITEM, total_bytes)
+        max_bytes = self._connection.limits.max_head_bytes
+        raw = encode_head(_ITEM, payload, max_bytes)  # apart from the head: the receiver counts it too
+        head = encode_head(_ITEM, MessageHead(sizes, msgspec.Raw(raw)), max_bytes)
+        cost_bytes = total_bytes + len(raw) + _ITEM_BYTES
         async with self._sending:
             # an item larger than the whole window may go when nothing else is on its way
             while not self._has_room(cost_bytes):
@@ -86,7 +84,7 @@ class StreamChannel:
                 await left
             except asyncio.CancelledError:
                 # its owner may change the buffers now, and the other side must not take them for the item
-                self._is_broken = left.cancelled() and sum(sizes) > INLINE_BYTES
+                self._is_broken = left.cancelled() and total_bytes > INLINE_BYTES
                 outbox.drop(self._call_id)
                 self._changed.set()
                 raise
@@ -135,7 +133,7 @@ class StreamChannel:
         ):
             return
         self._held_bytes += cost_bytes
-        item = Reply(_payload(head), self._connection.allocate(head.sizes))
+        item = Reply(_payload(head), self._connection.pool.allocate_all(head.sizes))
 
         def complete() -> None:
             self._items.append((item, cost_bytes))

@@ -106,7 +106,7 @@ class Connection(asyncio.BufferedProtocol):
         self.pool = host.pool
         self._decoder = FrameDecoder(self, self.limits.max_head_bytes)
         self.arrivals = Arrivals(self._decoder)
-        self.peer_max_message_bytes = self.limits.max_message_bytes
+        self._peer_max_message_bytes = self.limits.max_message_bytes
         self.calling = Calling(self, first_id=1 if is_dialer else 2)
         self.serving = Serving(self, first_id=2 if is_dialer else 1)
         self._watch = Watch(self.limits)
@@ -244,10 +244,6 @@ class Connection(asyncio.BufferedProtocol):
     def _is_over(self) -> bool:
         return self._state is _State.CLOSED or self._state is _State.CLOSING
 
-    def allocate(self, sizes: Sequence[int]) -> list[memoryview]:
-        """Memory for buffers that nobody picked memory for."""
-        return self.pool.allocate_all(sizes)
-
     def forget(self, call_id: int) -> None:
         """Neither send nor receive more of a call's buffers; its memory is the owner's again."""
         self.arrivals.forget(call_id)
@@ -266,11 +262,11 @@ class Connection(asyncio.BufferedProtocol):
                 next_step="send it in parts through a channel, or raise the receiver's limits.",
             )
 
-    def check_sizes_of_peer(self, method: str, sizes: Sequence[int]) -> None:
+    def check_size_for_peer(self, method: str, total_bytes: int) -> None:
         """PeerRefused when the other side has said that it does not take so much."""
-        if sizes and sum(sizes) > self.peer_max_message_bytes:
+        if total_bytes > self._peer_max_message_bytes:
             raise PeerRefused(
-                f"{method}: {sum(sizes):,} bytes are more than the {self.peer_max_message_bytes:,} that "
+                f"{method}: {total_bytes:,} bytes are more than the {self._peer_max_message_bytes:,} that "
                 f"{self.peer} takes in one message.",
                 peer=self.peer,
                 next_step="send it in parts through a channel, or raise the receiver's max_message_bytes.",
@@ -399,7 +395,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         self.peer = Peer(self.peer.address, claimed)
         self.calling.set_max_calls(head.max_calls)
-        self.peer_max_message_bytes = head.max_message_bytes
+        self._peer_max_message_bytes = head.max_message_bytes
         self._decoder.welcome()
         self._state = _State.READY
         self.is_usable = True

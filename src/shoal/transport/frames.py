@@ -126,8 +126,6 @@ _DECODERS: dict[Kind, msgspec.msgpack.Decoder[Any]] = {
 DECODERS = tuple(_DECODERS.get(Kind(number)) if number else None for number in range(len(Kind) + 1))
 """How the head of a frame of each kind's number is read; None for kinds that have no head."""
 
-EMPTY_PAYLOAD = msgspec.Raw(encode(None))
-
 
 def decode_payload(raw: msgspec.Raw, decoder: msgspec.msgpack.Decoder[Any] | None = None) -> Any:
     """The payload of a message, checked against `decoder`'s type where there is one; see UNREADABLE."""

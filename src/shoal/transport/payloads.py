@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.core import PeerError, UsageError
+from shoal.transport.frames import encode
 from shoal.transport.memory import byte_view
 from shoal.transport.messages import Reply
 
@@ -46,24 +47,21 @@ def byte_views(buffers: Sequence[Any]) -> list[memoryview]:
         ) from error
 
 
-UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError)
-"""What encoding a payload raises when it is of the wrong kind."""
-
-
-def unsendable(method: str, error: Exception) -> UsageError:
-    """What to raise for one of UNSENDABLE."""
-    return UsageError(
-        f"The payload of {method} cannot be sent: {error}",
-        cause="payloads carry what MessagePack carries; tensors and arrays travel as buffers.",
-    )
-
-
-def too_large(method: str, head_bytes: int, max_bytes: int) -> UsageError:
-    """What to raise for a payload that no peer would take."""
-    return UsageError(
-        f"The payload of {method} takes {head_bytes:,} bytes; {max_bytes:,} are allowed.",
-        next_step="send large things as buffers.",
-    )
+def encode_head(method: str, head: Any, max_bytes: int) -> bytes:
+    """A message's head as it travels; UsageError when its payload cannot, or is more than any peer takes."""
+    try:
+        encoded = encode(head)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise UsageError(
+            f"The payload of {method} cannot be sent: {error}",
+            cause="payloads carry what MessagePack carries; tensors and arrays travel as buffers.",
+        ) from error
+    if len(encoded) > max_bytes:
+        raise UsageError(
+            f"The payload of {method} takes {len(encoded):,} bytes; {max_bytes:,} are allowed.",
+            next_step="send large things as buffers.",
+        )
+    return encoded
 
 
 def checked_reply(returned: Any) -> Reply:

@@ -39,13 +39,11 @@ from shoal.transport.frames import (
 from shoal.transport.messages import Head, Reply
 from shoal.transport.payloads import (
     EMPTY_REPLY,
-    UNSENDABLE,
     byte_views,
     checked_reply,
+    encode_head,
     fitting_views,
     release,
-    too_large,
-    unsendable,
 )
 from shoal.transport.routes import Route
 
@@ -280,7 +278,7 @@ class Serving:
 
     def _memory_for(self, route: Route, head: Head) -> Sequence[memoryview]:
         if route.allocate is None:
-            return self._connection.allocate(head.sizes)
+            return self._connection.pool.allocate_all(head.sizes)
         return fitting_views(route.allocate(head), head.sizes)
 
     def _start(self, call: ServedCall) -> None:
@@ -341,12 +339,8 @@ class Serving:
     def _send_reply(self, call_id: int, head: Head, reply: Reply, on_sent: Callable[[], None] | None) -> None:
         """UsageError, and nothing sent, when a handler returned what cannot be sent."""
         views = byte_views(reply.buffers) if reply.buffers else ()
-        try:
-            wire = encode((list(map(len, views)), reply.payload))  # a MessageHead
-        except UNSENDABLE as error:
-            raise unsendable(head.method, error) from error
-        if len(wire) > self._max_head_bytes:
-            raise too_large(head.method, len(wire), self._max_head_bytes)
+        answer = (list(map(len, views)), reply.payload)  # a MessageHead
+        wire = encode_head(head.method, answer, self._max_head_bytes)
         self._connection.outbox.send_message(Kind.REPLY, call_id, wire, views, on_sent)
 
     def _fail(self, call: ServedCall, error: Exception) -> None:
