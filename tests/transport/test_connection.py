@@ -992,3 +992,24 @@ def test_an_ended_connection_can_be_forgotten(run):
         assert gone() is None  # no timer holds it
 
     run(check())
+
+
+def test_a_connection_is_looked_after_until_it_is_quiet(run):
+    async def check():
+        host = FakeHost()
+        async with fake_connection(host, is_dialer=True) as (connection, transport):
+            now_s = connection.loop.time()
+            assert host.watched
+            assert connection.check(now_s)
+            assert not connection.is_watched
+            host.watched.clear()
+            call = connection.calling.begin("echo", 1, (), NEVER, None, Mode.CALL)
+            assert host.watched == [connection]
+            assert not connection.check(now_s + 1)
+            connection.calling.end(call)
+            assert connection.check(now_s + 2)
+            feed(connection, header(Kind.REPLY, 5)[:-1])
+            assert connection.is_watched
+            assert not connection.check(now_s + 3)
+
+    run(check())

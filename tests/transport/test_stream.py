@@ -32,7 +32,7 @@ from shoal.core import (
     VersionMismatch,
     fork,
 )
-from shoal.transport import Limits, Reply, StreamTransport, shard, stream
+from shoal.transport import Limits, Reply, StreamTransport, network, shard, stream
 from shoal.transport.frames import GoodbyeHead, Kind, encode, frame
 from transport.wire import LOOPBACK, hello, open_descriptors, parse, resident_bytes, soon, until
 
@@ -508,12 +508,11 @@ def test_accepting_goes_on_after_it_ran_out_of_descriptors(run, monkeypatch, cap
         async with serving() as server, serving() as client:
             with monkeypatch.context() as patch:
                 patch.setattr(stream, "SWEEP_S", 0.01)
-                listener = await stream.bind(LOOPBACK)
-                patch.setattr(stream.asyncio, "get_running_loop", TroubledLoop)
+                listener = await server.network.listen(LOOPBACK)
+                patch.setattr(network.asyncio, "get_running_loop", TroubledLoop)
                 accepting = loop.create_task(server._accept(listener))
                 await until(lambda: not problems)
-            address = Address(*listener.getsockname())
-            assert (await client.call(address, "echo", 1, deadline=soon())).payload == 1
+            assert (await client.call(listener.address, "echo", 1, deadline=soon())).payload == 1
             accepting.cancel()
             await asyncio.gather(accepting, return_exceptions=True)
 

@@ -9,7 +9,7 @@ import socket
 import time
 from pathlib import Path
 
-from shoal.core import Address, Deadline, Peer, Scope
+from shoal.core import SYSTEM_CLOCK, Address, Deadline, Peer, Scope
 from shoal.transport.budget import ByteBudget
 from shoal.transport.connection import Connection
 from shoal.transport.frames import HEADER, MAGIC, VERSION, Kind, encode, frame
@@ -138,8 +138,13 @@ class FakeHost:
         self.routes = Routes()
         self.budget = ByteBudget(self.limits.max_bytes_in_flight, self.limits.max_bytes_in_flight // 16)
         self.pool = BufferPool()
+        self.clock = SYSTEM_CLOCK
         self.lost = []
+        self.watched = []
         self.complaints = []
+
+    def watch(self, connection):
+        self.watched.append(connection)
 
     def on_lost(self, connection):
         self.lost.append(connection)

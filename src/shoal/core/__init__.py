@@ -1,6 +1,6 @@
 """What every room stands on: ids and keys, errors, time, the loop thread, task scopes and placement."""
 
-from shoal.core.clock import SYSTEM_CLOCK, Clock, ManualClock, SystemClock
+from shoal.core.clock import SYSTEM_CLOCK, Clock, ManualClock, SystemClock, running_clock
 from shoal.core.deadlines import AdaptiveDeadline, Deadline
 from shoal.core.errors import (
     BenchmarkError,
@@ -59,4 +59,5 @@ __all__ = [
     "UsageError",
     "VersionMismatch",
     "fanout",
+    "running_clock",
 ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from typing import Protocol
+from typing import Protocol, cast
 
 from shoal.core.errors import UsageError
 
@@ -54,3 +55,9 @@ class ManualClock:
 
 
 SYSTEM_CLOCK = SystemClock()
+
+
+def running_clock() -> Clock:
+    """The clock of the running loop where it has its own, as in virtual time; the machine's otherwise."""
+    loop = asyncio._get_running_loop()
+    return SYSTEM_CLOCK if loop is None else cast("Clock", getattr(loop, "clock", SYSTEM_CLOCK))

@@ -11,7 +11,7 @@ from collections import deque
 
 import msgspec
 
-from shoal.core.clock import SYSTEM_CLOCK, Clock
+from shoal.core.clock import SYSTEM_CLOCK, Clock, running_clock
 from shoal.core.errors import DeadlineExceeded, UsageError
 
 
@@ -25,12 +25,13 @@ class Deadline(msgspec.Struct, frozen=True):
         return f"Deadline(in {self.at_s - self.clock.now_s():.3f} s)"
 
     @classmethod
-    def after(cls, seconds: float, clock: Clock = SYSTEM_CLOCK) -> Deadline:
-        """The moment `seconds` from now; infinity means never."""
+    def after(cls, seconds: float, clock: Clock | None = None) -> Deadline:
+        """The moment `seconds` from now, by the running loop's clock; infinity means never."""
         if math.isnan(seconds):
             raise UsageError(
                 "A deadline of NaN seconds means nothing.", next_step="give a number of seconds."
             )
+        clock = clock or running_clock()
         return cls(clock.now_s() + seconds, clock)
 
     @classmethod
@@ -124,7 +125,7 @@ class AdaptiveDeadline:
     def _transfer_s(self, size_bytes: int) -> float:
         return size_bytes / statistics.median(self._bytes_per_s)
 
-    def next(self, size_bytes: int = 0, clock: Clock = SYSTEM_CLOCK) -> Deadline:
+    def next(self, size_bytes: int = 0, clock: Clock | None = None) -> Deadline:
         """The deadline of the next wait, from now."""
         return Deadline.after(self.timeout_s(size_bytes), clock)
 

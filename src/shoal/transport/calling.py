@@ -220,6 +220,8 @@ class Calling:
         answer: asyncio.Future[Reply] = connection.loop.create_future()
         call = PendingCall(call_id, method, views, total_bytes, into, deadline, answer)
         self._pending[call_id] = call
+        if not connection.is_watched:
+            connection.watch()
         connection.outbox.send_message(Kind.REQUEST, call_id, head, views, None)
         if remaining_s < TIMER_S:
             call.timer = connection.loop.call_later(remaining_s, self._expire, call)

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Protocol, cast
 
 from shoal._version import __version__
 from shoal.core import (
+    Clock,
     LimitExceeded,
     Peer,
     PeerError,
@@ -65,6 +66,10 @@ class Host(Protocol):
     routes: Routes
     budget: ByteBudget
     pool: BufferPool
+    clock: Clock
+
+    def watch(self, connection: Connection) -> None:
+        """Something is expected: call `check` about once a second, until it says that nothing is."""
 
     def on_lost(self, connection: Connection) -> None:
         """The connection is over."""
@@ -112,6 +117,8 @@ class Connection(asyncio.BufferedProtocol):
         self._watch = Watch(self.limits)
         self._transport: asyncio.Transport | None = None
         self._is_unwanted = False
+        self.is_watched = False
+        """Whether the host looks after it; whoever makes it busy says `watch`."""
         self._last_words: asyncio.TimerHandle | None = None
         self._descriptor: int | None = None
         self.outbox: Outbox
@@ -147,6 +154,7 @@ class Connection(asyncio.BufferedProtocol):
         peer_id = self.host.peer_id.digest if self.host.peer_id else b""
         hello = HelloHead(__version__, peer_id, self.limits.max_calls, self.limits.max_message_bytes)
         self.send(Kind.HELLO, 0, encode(hello))
+        self.watch()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes should go."""
@@ -155,6 +163,8 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Bytes have come."""
         self.received_bytes += nbytes
+        if not self.is_watched:
+            self.watch()
         try:
             self._decoder.buffer_updated(nbytes)
         except (ProtocolError, LimitExceeded) as error:
@@ -244,6 +254,11 @@ class Connection(asyncio.BufferedProtocol):
     def _is_over(self) -> bool:
         return self._state is _State.CLOSED or self._state is _State.CLOSING
 
+    def watch(self) -> None:
+        """Have it looked after until it is quiet again."""
+        self.is_watched = True
+        self.host.watch(self)
+
     def forget(self, call_id: int) -> None:
         """Neither send nor receive more of a call's buffers; its memory is the owner's again."""
         self.arrivals.forget(call_id)
@@ -320,8 +335,21 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def check(self, now_s: float) -> None:
-        """Cut off a peer that stalls, leave one that is not needed; called about once a second."""
+    def check(self, now_s: float) -> bool:
+        """Cut off a peer that stalls, leave one that is not needed; True when nothing is expected of it."""
+        self._look(now_s)
+        transport = self._transport
+        is_quiet = (
+            self._state is _State.READY
+            and transport is not None
+            and self.num_open == 0
+            and not self._decoder.is_inside_frame
+            and transport.get_write_buffer_size() == 0
+        )
+        self.is_watched = not is_quiet
+        return is_quiet
+
+    def _look(self, now_s: float) -> None:
         limits, watch, transport = self.limits, self._watch, self._transport
         if self._state is _State.CLOSED or transport is None:
             return

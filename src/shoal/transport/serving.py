@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from shoal.core import (
-    SYSTEM_CLOCK,
     Deadline,
     DeadlineExceeded,
     PeerBusy,
@@ -79,6 +78,7 @@ class Serving:
 
     def __init__(self, connection: Connection, first_id: int) -> None:
         self._connection = connection
+        self._clock = connection.host.clock
         self._calls: dict[int, ServedCall] = {}
         self._parity = first_id % 2
         self._max_calls = connection.limits.max_calls
@@ -187,7 +187,9 @@ class Serving:
         except UNREADABLE as error:
             raise PeerRefused(f"the payload of {wire.method} is not what it takes: {error}.") from error
         timeout_ms = wire.timeout_ms
-        deadline = Deadline(SYSTEM_CLOCK.now_s() + timeout_ms / 1000) if timeout_ms > 0 else _NEVER
+        deadline = (
+            Deadline(self._clock.now_s() + timeout_ms / 1000, self._clock) if timeout_ms > 0 else _NEVER
+        )
         return route, Head(wire.method, payload, wire.sizes, connection.peer, deadline)
 
     def _serve_at_once(self, call_id: int, route: Route, head: Head, body: memoryview) -> None:

@@ -10,12 +10,11 @@ import asyncio
 import contextlib
 import functools
 import logging
-import socket
 from typing import TYPE_CHECKING
 
 from shoal.core import Peer, ShoalError, StandingScope, UsageError
-from shoal.core.fork import close_in_children, keep_in_children
 from shoal.transport.connection import Connection
+from shoal.transport.network import Accepted
 
 if TYPE_CHECKING:
     from shoal.transport.stream import StreamTransport
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SWEEP_S = 1.0
+_IDLE_SHARE = 0.25  # of the time after which an idle connection is closed: how often one looks for them
 _MAX_CLOSING_TURNS = 100
 _ABSENT = object()
 
@@ -36,10 +36,13 @@ class Shard:
         self.routes = transport.routes
         self.budget = transport.budget
         self.pool = transport.pool
+        self.clock = transport.network.clock
         self.loop = loop
         # read by other threads, and evicted from by one: each step on it is atomic
         self.connections: dict[Connection, object] = {}
+        self._watched: dict[Connection, None] = {}
         self._transport = transport
+        self._network = transport.network
         self._standing = StandingScope("stream transport")
         self.scope = self._standing.scope
 
@@ -78,13 +81,15 @@ class Shard:
             self._transport.places.give_back(1)
         return True
 
-    def place(self, accepted: socket.socket, peer: Peer) -> None:
-        """Have a socket served here, whose place has been taken. For any thread."""
-        close_in_children(accepted.fileno())
+    def place(self, accepted: Accepted) -> None:
+        """Have a stream served here, whose place has been taken. For any thread."""
+        if self.loop is self._transport.home_loop:
+            self._adopt(accepted)
+            return
         try:
-            self.loop.call_soon_threadsafe(self._adopt, accepted, peer)
+            self.loop.call_soon_threadsafe(self._adopt, accepted)
         except RuntimeError:  # the loop is closed
-            self._let_go(accepted)
+            accepted.close()
             self._transport.places.give_back(1)
 
     def evict_silent(self) -> Peer | None:
@@ -96,51 +101,55 @@ class Shard:
                 return connection.peer
         return None
 
-    def _adopt(self, accepted: socket.socket, peer: Peer) -> None:
-        connection = self.add(peer, is_dialer=False)
+    def _adopt(self, accepted: Accepted) -> None:
+        connection = self.add(Peer(accepted.origin), is_dialer=False)
         try:
             task = self.scope.start(self._serve(connection, accepted), name="adopt")
         except UsageError:  # closing
-            self._let_go(accepted)
+            accepted.close()
             self.remove(connection)
         else:
             task.add_done_callback(functools.partial(self._on_adopted, connection, accepted))
 
-    async def _serve(self, connection: Connection, accepted: socket.socket) -> None:
+    async def _serve(self, connection: Connection, accepted: Accepted) -> None:
         try:
-            await self.loop.connect_accepted_socket(lambda: connection, accepted)
+            await self._network.adopt(accepted, connection)
         except OSError:  # gone already
             pass
         except Exception:
             log.exception("a connection of %s could not be served", connection.peer)
 
-    def _on_adopted(self, connection: Connection, accepted: socket.socket, _: asyncio.Task[None]) -> None:
+    def _on_adopted(self, connection: Connection, accepted: Accepted, _: asyncio.Task[None]) -> None:
         if not connection.is_connected:  # cancelled before it began, or failed
-            self._let_go(accepted)
+            accepted.close()
             self.remove(connection)
 
-    @staticmethod
-    def _let_go(accepted: socket.socket) -> None:
-        if (descriptor := accepted.fileno()) >= 0:
-            keep_in_children(descriptor)
-        accepted.close()
-
     async def _sweep(self) -> None:
-        """Look after stalled and idle connections."""
+        """Look after busy connections often, and now and then after those that are idle."""
+        idle_at_s = self.loop.time()
         while True:
             await asyncio.sleep(SWEEP_S)
             now_s = self.loop.time()
-            for connection in tuple(self.connections):
+            if now_s >= idle_at_s:
+                idle_at_s = now_s + self.limits.idle_s * _IDLE_SHARE
+                self._watched.update(dict.fromkeys(self.connections))
+            for connection in tuple(self._watched):
                 try:
-                    connection.check(now_s)
+                    if connection.check(now_s):
+                        del self._watched[connection]
                 except Exception:
                     log.exception("looking after %s failed", connection.peer)
                     connection.abort()
 
     # --- what connections tell ---
 
+    def watch(self, connection: Connection) -> None:
+        """Something is expected of the connection: look after it until it is quiet again."""
+        self._watched[connection] = None
+
     def on_lost(self, connection: Connection) -> None:
         """The connection is over."""
+        self._watched.pop(connection, None)
         self.remove(connection)
         if connection.is_dialer:
             self._transport.forget(connection)

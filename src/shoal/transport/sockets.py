@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 
 from shoal.core import Address, DeadlineExceeded, Peer, PeerError, PeerUnreachable, ShoalError, UsageError
 
 _BACKLOG = 4096
+_RECEIVE_BYTES = 4 << 20  # a burst of answers must not be lost while the loop is busy
 
 
 async def bind(address: Address) -> socket.socket:
@@ -21,9 +23,7 @@ async def bind(address: Address) -> socket.socket:
         family, kind, protocol, _, bound = infos[0]
         listener = socket.socket(family, kind, protocol)
     except (OSError, ValueError) as error:  # ValueError: a name that no resolver takes
-        raise UsageError(
-            f"Cannot listen on {address}: {error}.", next_step="give an address of this machine."
-        ) from error
+        raise _cannot_listen(address, f"{error}.") from error
     try:
         if os.name == "posix":  # elsewhere the option lets two programs share a port
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -32,12 +32,42 @@ async def bind(address: Address) -> socket.socket:
         listener.setblocking(False)
     except OSError as error:
         listener.close()
-        raise UsageError(
-            f"Cannot listen on {address}: {error.strerror}.",
-            cause="another program uses the port, or the address is not of this machine.",
-            next_step="choose another port, or 0 for any free one.",
-        ) from error
+        raise _port_is_taken(address, error) from error
     return listener
+
+
+async def bind_datagrams(address: Address) -> socket.socket:
+    """A UDP socket there, with a large buffer for what arrives; UsageError when it cannot be."""
+    loop = asyncio.get_running_loop()
+    try:
+        infos = await loop.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_DGRAM, flags=socket.AI_PASSIVE
+        )
+        family, kind, protocol, _, where = infos[0]
+        bound = socket.socket(family, kind, protocol)
+    except (OSError, ValueError) as error:
+        raise _cannot_listen(address, f"{error}.") from error
+    try:
+        bound.setblocking(False)
+        with contextlib.suppress(OSError):  # as much as the system allows
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BYTES)
+        bound.bind(where)
+    except OSError as error:
+        bound.close()
+        raise _port_is_taken(address, error) from error
+    return bound
+
+
+def _cannot_listen(address: Address, why: str) -> UsageError:
+    return UsageError(f"Cannot listen on {address}: {why}", next_step="give an address of this machine.")
+
+
+def _port_is_taken(address: Address, error: OSError) -> UsageError:
+    return UsageError(
+        f"Cannot listen on {address}: {error.strerror}.",
+        cause="another program uses the port, or the address is not of this machine.",
+        next_step="choose another port, or 0 for any free one.",
+    )
 
 
 def unreachable(peer: Peer, error: OSError | ValueError) -> PeerError:

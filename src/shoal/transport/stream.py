@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import socket
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -21,7 +20,6 @@ from shoal.core import (
     ShoalError,
     UsageError,
 )
-from shoal.core.fork import close_in_children, keep_in_children
 from shoal.transport.budget import ByteBudget
 from shoal.transport.calling import ConnectionRetired
 from shoal.transport.channel import StreamChannel
@@ -31,9 +29,10 @@ from shoal.transport.frames import GoodbyeHead, Kind, Mode, encode, frame
 from shoal.transport.limits import Limits
 from shoal.transport.memory import BufferPool
 from shoal.transport.messages import Allocate, Channel, Reply, Serve, ServeChannel, Transport
+from shoal.transport.network import Accepted, Listener, Network, SocketNetwork
 from shoal.transport.routes import Routes
 from shoal.transport.shard import SWEEP_S, Shard
-from shoal.transport.sockets import bind, no_answer, unreachable
+from shoal.transport.sockets import no_answer, unreachable
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -57,11 +56,14 @@ class StreamTransport:
         *,
         peer_id: PeerId | None = None,
         limits: Limits | None = None,
+        network: Network | None = None,
+        routes: Routes | None = None,
         helpers: Sequence[LoopThread] = (),
     ) -> None:
         self.peer_id = peer_id
         self.limits = limits or Limits()
-        self.routes = Routes()
+        self.network = network or SocketNetwork()
+        self.routes = routes or Routes()
         in_flight = self.limits.max_bytes_in_flight
         self.budget = ByteBudget(in_flight, spare_bytes=in_flight // _SPARE_SHARE)
         self.places = ByteBudget(self.limits.max_connections)
@@ -74,6 +76,8 @@ class StreamTransport:
         self._dialing: dict[Peer, asyncio.Task[Connection | ShoalError]] = {}
         self._next_shard = 0
         self._is_open = False
+        self.home_loop: asyncio.AbstractEventLoop | None = None
+        """The loop that it was opened on."""
         self._closing = contextlib.AsyncExitStack()
 
     # --- opening and closing ---
@@ -84,7 +88,8 @@ class StreamTransport:
         async with contextlib.AsyncExitStack() as closing:
             closing.callback(self.pool.clear)
             closing.callback(self.complaints.flush)
-            home = Shard(self, asyncio.get_running_loop())
+            self.home_loop = asyncio.get_running_loop()
+            home = Shard(self, self.home_loop)
             await home.open()
             closing.push_async_callback(home.close)
             self._shards = [home]
@@ -128,46 +133,38 @@ class StreamTransport:
     async def listen(self, address: Address) -> Address:
         """Accept calls there; port 0 picks a free one. Returns the address that was bound."""
         self._require_open()
-        listener = await bind(address)
-        bound = Address(*listener.getsockname()[:2])
+        listener = await self.network.listen(address)
         try:
-            self._shards[0].scope.start_soon(self._accept(listener), name=f"accept on {bound}")
+            self._shards[0].scope.start_soon(self._accept(listener), name=f"accept on {listener.address}")
         except UsageError:  # closed meanwhile
             listener.close()
             raise
-        close_in_children(listener.fileno())
-        return bound
+        return listener.address
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
+    async def _accept(self, listener: Listener) -> None:
         try:
             while True:
                 try:
-                    accepted, origin = await loop.sock_accept(listener)
-                except ConnectionAbortedError:  # the caller has changed its mind
-                    continue
+                    accepted = await listener.accept()
                 except OSError as error:
                     # out of descriptors, most likely: calls under way go on, newcomers wait in the backlog
                     log.warning("cannot accept connections right now: %s", error)
                     await asyncio.sleep(SWEEP_S)
                 else:
-                    self._place(accepted, Peer(Address(origin[0], origin[1])))
+                    self._place(accepted)
         finally:
-            keep_in_children(listener.fileno())
             listener.close()
 
-    def _place(self, accepted: socket.socket, peer: Peer) -> None:
+    def _place(self, accepted: Accepted) -> None:
         """Pass a newcomer to a shard, or refuse it."""
         if not (self.places.try_take(1) or (self._evict_silent() and self.places.try_take(1))):
             reason = f"all {self.limits.max_connections} connections are taken."
-            with contextlib.suppress(OSError), accepted:
-                accepted.setblocking(False)
-                accepted.send(frame(Kind.GOODBYE, 0, encode(GoodbyeHead("busy", reason, 0))))
-            self.complaints.add("refused a connection", peer, reason)
+            accepted.refuse(frame(Kind.GOODBYE, 0, encode(GoodbyeHead("busy", reason, 0))))
+            self.complaints.add("refused a connection", Peer(accepted.origin), reason)
             return
         shard = self._shards[self._next_shard % len(self._shards)]
         self._next_shard += 1
-        shard.place(accepted, peer)
+        shard.place(accepted)
 
     def _evict_silent(self) -> bool:
         """Make room by closing a connection that has not even said hello."""
@@ -276,7 +273,7 @@ class StreamTransport:
         connection = home.add(peer, is_dialer=True)
         try:
             async with asyncio.timeout(self.limits.handshake_s):
-                await home.loop.create_connection(lambda: connection, peer.address.host, peer.address.port)
+                await self.network.dial(peer.address, connection)
                 await connection.ready
         except ShoalError as error:
             return error
