@@ -997,7 +997,7 @@ def test_an_ended_connection_can_be_forgotten(run):
 def test_a_connection_is_looked_after_until_it_is_quiet(run):
     async def check():
         host = FakeHost()
-        async with fake_connection(host, is_dialer=True) as (connection, transport):
+        async with fake_connection(host, is_dialer=True) as (connection, _):
             now_s = connection.loop.time()
             assert host.watched
             assert connection.check(now_s)
