@@ -25,6 +25,7 @@ from shoal.core.ids import Address, Key, Peer, PeerId
 from shoal.core.loop import LoopThread
 from shoal.core.placement import Placement
 from shoal.core.scope import Scope, StandingScope, fanout
+from shoal.core.virtual import VirtualLoop, run_virtual
 
 __all__ = [
     "SYSTEM_CLOCK",
@@ -58,6 +59,8 @@ __all__ = [
     "TensorError",
     "UsageError",
     "VersionMismatch",
+    "VirtualLoop",
     "fanout",
+    "run_virtual",
     "running_clock",
 ]

@@ -1,0 +1,267 @@
+"""Time that is simulated: an event loop whose clock jumps to the next timer when nothing is ready.
+
+What waits costs nothing, and a program of coroutines runs the same way every time: callbacks run in order of
+their time, and of their creation where the times are equal. Sockets, threads and signals belong to real time
+and are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+import selectors
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from contextvars import Context
+from typing import Any, NoReturn, TypeVar, TypeVarTuple
+
+from shoal.core.errors import DeadlineExceeded, ShoalError, UsageError
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+START_WALL_S = 1_700_000_000.0
+_MAX_TURNS = 1_000_000  # at one moment: something yields again and again and waits for time to pass
+_MANY_CANCELLED = 100
+_MAX_NAMES = 8
+_MAX_LAST_ROUNDS = 100
+
+
+class VirtualClock:
+    """The clock of a virtual loop: starts at zero, and on one fixed day for everybody."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+
+    def now_s(self) -> float:
+        """The loop's time."""
+        return self._loop.now_s
+
+    def wall_s(self) -> float:
+        """The calendar of the simulation."""
+        return START_WALL_S + self._loop.now_s
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Never blocks; raises ShoalError out of `run_until_complete` when nothing can ever happen again."""
+
+    def __init__(self, *, limit_s: float = math.inf) -> None:
+        super().__init__(_NoSelector())
+        self.now_s = 0.0
+        self.limit_s = limit_s
+        """The time that nothing may pass; DeadlineExceeded is raised instead."""
+        self.clock = VirtualClock(self)
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._num_timers = 0
+        self._num_cancelled = 0
+
+    def time(self) -> float:
+        """Seconds since the simulation began."""
+        return self.now_s
+
+    # --- what happens when ---
+
+    def call_soon(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        """As asyncio's, without its checks: it is called for every event."""
+        if self._closed:  # type: ignore[attr-defined]
+            self._check_closed()  # type: ignore[attr-defined]
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)  # type: ignore[attr-defined]
+        return handle
+
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """As asyncio's; timers of equal times run in order of their creation."""
+        self._check_closed()  # type: ignore[attr-defined]
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        if when > self.now_s:
+            timer._scheduled = True  # type: ignore[attr-defined]
+            self._num_timers += 1
+            heapq.heappush(self._timers, (when, self._num_timers, timer))
+        else:
+            self._ready.append(timer)  # type: ignore[attr-defined]
+        return timer
+
+    def call_later(
+        self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """As asyncio's."""
+        return self.call_at(self.now_s + delay, callback, *args, context=context)
+
+    def _timer_handle_cancelled(self, timer: asyncio.TimerHandle) -> None:
+        if not timer._scheduled:  # type: ignore[attr-defined]
+            return
+        self._num_cancelled += 1
+        if self._num_cancelled > _MANY_CANCELLED and 2 * self._num_cancelled > len(self._timers):
+            # the one that is being cancelled does not say so yet, and goes when its time comes
+            self._timers = [entry for entry in self._timers if not entry[2]._cancelled]
+            heapq.heapify(self._timers)
+            self._num_cancelled = 1
+
+    def _run_once(self) -> None:
+        """Run moment after moment until the loop is stopped."""
+        ready: Any = self._ready  # type: ignore[attr-defined]
+        num_turns = 0
+        while True:
+            if not ready:
+                if self._stopping:  # type: ignore[attr-defined]
+                    return
+                self._jump()
+                num_turns = 0
+            for _ in range(len(ready)):
+                handle = ready.popleft()
+                if not handle._cancelled:
+                    handle._run()
+            if self._stopping:  # type: ignore[attr-defined]
+                return
+            num_turns += 1
+            if num_turns > _MAX_TURNS:
+                raise ShoalError(
+                    f"Virtual time stands still at {self.now_s:g} s.",
+                    cause="something yields again and again instead of waiting for an event or a timer.",
+                    next_step="wait with asyncio.sleep(seconds) there.",
+                )
+
+    def _jump(self) -> None:
+        """Go on to the next timer, and to its own time: adding up would drift."""
+        timers = self._timers
+        while timers and timers[0][2]._cancelled:
+            heapq.heappop(timers)[2]._scheduled = False  # type: ignore[attr-defined]
+            self._num_cancelled -= 1
+        when_s = timers[0][0] if timers else math.inf
+        if when_s == math.inf:
+            raise ShoalError(
+                f"Nothing can happen any more at {self.now_s:g} s of virtual time: {self._who_waits()}.",
+                cause="they wait for each other, or for something outside of virtual time.",
+            )
+        if when_s > self.limit_s:
+            raise DeadlineExceeded(
+                f"Virtual time passes its limit of {self.limit_s:g} s: {self._who_waits()}.",
+                next_step="raise the limit, or look for what keeps the program alive.",
+            )
+        self.now_s = when_s
+        while timers and timers[0][0] == when_s:
+            timer = heapq.heappop(timers)[2]
+            timer._scheduled = False  # type: ignore[attr-defined]
+            if timer._cancelled:
+                self._num_cancelled -= 1
+            else:
+                self._ready.append(timer)  # type: ignore[attr-defined]
+
+    def _who_waits(self) -> str:
+        names = sorted(task.get_name() for task in asyncio.all_tasks(self))
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        return f"{len(names)} tasks wait ({', '.join(names[:_MAX_NAMES])}{more})"
+
+    # --- what belongs to real time ---
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        """For the loop's own thread only: another one would come at a time that nobody can repeat."""
+        runs_in: int | None = self._thread_id  # type: ignore[attr-defined]
+        if runs_in is not None and runs_in != threading.get_ident():
+            _refuse("a call from another thread")
+        return self.call_soon(callback, *args, context=context)
+
+    def run_in_executor(self, executor: Any, func: Callable[[*Ts], T], *args: *Ts) -> NoReturn:
+        """Refused: a thread."""
+        _refuse("a thread")
+
+    def add_signal_handler(self, sig: int, callback: Callable[[*Ts], object], *args: *Ts) -> NoReturn:
+        """Refused."""
+        _refuse("a signal")
+
+    async def create_connection(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: a socket."""
+        _refuse("a socket")
+
+    create_server = create_datagram_endpoint = connect_accepted_socket = create_connection
+
+    def _make_self_pipe(self) -> None:
+        """None is needed: nobody wakes this loop from outside."""
+
+    def _close_self_pipe(self) -> None:
+        """There is none."""
+
+
+class _NoSelector(selectors.BaseSelector):
+    def register(self, fileobj: Any, events: int, data: Any = None) -> NoReturn:
+        _refuse("a socket")
+
+    def unregister(self, fileobj: Any) -> NoReturn:
+        raise KeyError(fileobj)
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        return []
+
+    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
+        return {}
+
+
+def _refuse(what: str) -> NoReturn:
+    raise UsageError(
+        f"Virtual time has no place for {what}.",
+        cause="it would happen at a moment of real time.",
+        next_step="use links in memory (MemoryNetwork) and coroutines, or an ordinary loop.",
+    )
+
+
+def run_virtual(main: Coroutine[Any, Any, T], *, limit_s: float | None = None) -> T:
+    """Run a program of coroutines in virtual time, from zero to its end, and return its result.
+
+    DeadlineExceeded when it does not end by `limit_s` of virtual time. Tasks that it leaves behind are
+    cancelled.
+    """
+    if _is_loop_running():
+        main.close()
+        raise UsageError(
+            "Virtual time cannot begin inside another loop.", next_step="call run_virtual from plain code."
+        )
+    loop = VirtualLoop(limit_s=math.inf if limit_s is None else limit_s)
+    try:
+        task = loop.create_task(main, name="main")
+        try:
+            return loop.run_until_complete(task)
+        finally:
+            loop.limit_s = math.inf
+            _end(loop)
+    finally:
+        loop.close()
+
+
+def _is_loop_running() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _end(loop: VirtualLoop) -> None:
+    """Cancel what is left, by name: asyncio's own way goes by memory address."""
+    for _ in range(_MAX_LAST_ROUNDS):
+        left = sorted(asyncio.all_tasks(loop), key=_creation)
+        if not left:
+            break
+        for task in left:
+            task.cancel()
+        try:
+            loop.run_until_complete(_all_done(left))
+        except ShoalError:  # one waits on although it was cancelled
+            continue
+    loop.run_until_complete(loop.shutdown_asyncgens())
+
+
+async def _all_done(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        await asyncio.wait([task])
+
+
+def _creation(task: asyncio.Task[Any]) -> tuple[int, str]:
+    name = task.get_name()  # asyncio numbers those that nobody names
+    return len(name), name
