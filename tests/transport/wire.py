@@ -139,6 +139,7 @@ class FakeHost:
         self.budget = ByteBudget(self.limits.max_bytes_in_flight, self.limits.max_bytes_in_flight // 16)
         self.pool = BufferPool()
         self.clock = SYSTEM_CLOCK
+        self.access = None
         self.lost = []
         self.watched = []
         self.complaints = []

@@ -20,6 +20,7 @@ from shoal.core.ids import PeerId
 
 IDENTITY_FILE = "identity.pem"
 SECRET_BYTES = 32
+_MAX_PRIVATE_BYTES = 64 << 10  # no key or secret is larger
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +38,12 @@ class Identity:
     @classmethod
     def load(cls, path: Path) -> Identity:
         """Read a key that `save` wrote; refuses a file that others may read."""
-        try:
-            pem = path.read_bytes()
-            mode = path.stat().st_mode
-        except OSError as error:
-            raise IdentityError(
-                f"The identity file {path} cannot be read: {error.strerror}.",
-                next_step=f"make one with: shoal keys new --file {path}",
-            ) from error
-        if os.name == "posix" and mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise IdentityError(
-                f"The identity file {path} can be read by other users.",
-                cause=f"its mode is {stat.S_IMODE(mode):o}, not 600.",
-                next_step=f"chmod 600 {path}; if others have read it: shoal keys new --file {path} --replace",
-            )
+        pem = read_private_file(
+            path,
+            f"The identity file {path}",
+            if_missing=f"make one with: shoal keys new --file {path}",
+            if_exposed=f"shoal keys new --file {path} --replace",
+        )
         try:
             key = serialization.load_pem_private_key(pem, password=None)
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
@@ -125,6 +118,26 @@ def state_folder() -> Path:
 def new_secret() -> str:
     """A fresh swarm secret, 256 bits as text."""
     return secrets.token_urlsafe(SECRET_BYTES)
+
+
+def read_private_file(path: Path, name: str, *, if_missing: str, if_exposed: str) -> bytes:
+    """The content of a file that only this user may read; IdentityError when it cannot be read or others can.
+
+    `name` is what messages call it, `if_missing` and `if_exposed` what they say to do.
+    """
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read(_MAX_PRIVATE_BYTES)
+    except OSError as error:
+        raise IdentityError(f"{name} cannot be read: {error.strerror}.", next_step=if_missing) from error
+    if os.name == "posix" and mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise IdentityError(
+            f"{name} can be read by other users.",
+            cause=f"its mode is {stat.S_IMODE(mode):o}, not 600.",
+            next_step=f"chmod 600 {path}; if others have read it: {if_exposed}",
+        )
+    return content
 
 
 def write_private_file(path: Path, content: bytes, *, replace: bool = False) -> None:

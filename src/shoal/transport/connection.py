@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import ssl
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol, cast
 
 from shoal._version import __version__
 from shoal.core import (
     Clock,
+    IdentityError,
     LimitExceeded,
     Peer,
     PeerError,
@@ -29,9 +31,11 @@ from shoal.core import (
 )
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.core.ids import ID_BYTES
+from shoal.transport.access import Access
 from shoal.transport.assembly import Arrivals
 from shoal.transport.budget import ByteBudget
 from shoal.transport.calling import Calling, ConnectionRetired
+from shoal.transport.certificates import peer_id_of
 from shoal.transport.channel import StreamChannel
 from shoal.transport.decoder import FrameDecoder
 from shoal.transport.errors import from_goodbye
@@ -43,6 +47,7 @@ from shoal.transport.frames import (
     HelloHead,
     Kind,
     MessageHead,
+    RequestHead,
     WindowHead,
     encode,
 )
@@ -51,10 +56,12 @@ from shoal.transport.memory import BufferPool
 from shoal.transport.outbox import Outbox
 from shoal.transport.routes import Routes
 from shoal.transport.serving import Serving
+from shoal.transport.tls import explain
 from shoal.transport.watch import Watch
 
 log = logging.getLogger(__name__)
 
+_GOODBYE_CODES = {VersionMismatch: "version", PeerRefused: "refused"}
 _LAST_WORDS_S = 1.0  # for the goodbye to a peer that is cut off: one that does not read keeps its socket open
 
 
@@ -67,6 +74,8 @@ class Host(Protocol):
     budget: ByteBudget
     pool: BufferPool
     clock: Clock
+    access: Access | None
+    """Who may talk, where connections are TLS between members; None where they are plain."""
 
     def watch(self, connection: Connection) -> None:
         """Something is expected: call `check` about once a second, until it says that nothing is."""
@@ -121,21 +130,8 @@ class Connection(asyncio.BufferedProtocol):
         """Whether the host looks after it; whoever makes it busy says `watch`."""
         self._last_words: asyncio.TimerHandle | None = None
         self._descriptor: int | None = None
+        self._proven_id: PeerId | None = None
         self.outbox: Outbox
-        handlers: dict[Kind, Callable[[int, Any, memoryview], None]] = {
-            Kind.HELLO: self._on_hello,
-            Kind.REQUEST: self.serving.on_request,
-            Kind.REPLY: self.calling.on_reply,
-            Kind.ERROR: self._on_error,
-            Kind.GRANT: self._on_grant,
-            Kind.CANCEL: self._on_cancel,
-            Kind.ITEM: self._on_item,
-            Kind.END: self._on_end,
-            Kind.WINDOW: self._on_window,
-            Kind.GOODBYE: self._on_goodbye,
-        }
-        # by number: a look-up for every frame
-        self._handlers = [handlers.get(kind, self._on_unexpected) for kind in (Kind.HELLO, *Kind)]
 
     # --- what asyncio calls ---
 
@@ -144,17 +140,41 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = cast("asyncio.Transport", transport)
         if self._is_unwanted:
             self._transport.abort()
-        # zero: 'resumed' then means that every byte has left, and buffers may be used again
-        self._transport.set_write_buffer_limits(high=0)
+        self.outbox = Outbox(self.loop, self._transport)
+        # 'resumed' then means that every byte has left, and buffers may be used again; TLS has copies of its
+        # own, and takes zero for 'always full'
+        self._transport.set_write_buffer_limits(high=0 if self.host.access is None else 1)
         socket = transport.get_extra_info("socket")
         if socket is not None:
             self._descriptor = socket.fileno()
             close_in_children(self._descriptor)
-        self.outbox = Outbox(self.loop, self._transport)
+        if self.host.access is not None:
+            self._identify(self._transport)
+            self.check_access()
         peer_id = self.host.peer_id.digest if self.host.peer_id else b""
         hello = HelloHead(__version__, peer_id, self.limits.max_calls, self.limits.max_message_bytes)
         self.send(Kind.HELLO, 0, encode(hello))
         self.watch()
+
+    def _identify(self, transport: asyncio.Transport) -> None:
+        """Take the peer's id from its certificate, whose key TLS has seen it use."""
+        try:
+            ssl_object = transport.get_extra_info("ssl_object")
+            certificate = ssl_object.getpeercert(True) if ssl_object else None
+            if certificate is None:
+                raise IdentityError("No certificate came with the connection.")
+            self._proven_id = peer_id_of(certificate)
+        except IdentityError as error:
+            self._cut_off(ProtocolError(error.what))
+            return
+        if self.peer.id is None:
+            self.peer = Peer(self.peer.address, self._proven_id)
+
+    def check_access(self) -> None:
+        """Cut off a peer that may not talk to this one, or may no more."""
+        access, peer_id = self.host.access, self._proven_id
+        if access is not None and peer_id is not None and not access.is_allowed(peer_id):
+            self._cut_off(PeerRefused(f"The peer {peer_id.short} is not allowed here.", peer=self.peer))
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes should go."""
@@ -187,18 +207,17 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell everybody who waits."""
+        if self._state is _State.CLOSED:
+            return
         if self._descriptor is not None:
             keep_in_children(self._descriptor)
         if self._last_words is not None:
             self._last_words.cancel()
         if not self._is_over and self._decoder.is_inside_frame:
             self.host.complain(self.peer, ProtocolError("It ended in the middle of a frame."))
+        self._reason = self._reason or self._why_lost(exc)
         self._state = _State.CLOSED
         self.is_usable = False
-        cause = str(exc) if exc else "the other side closed it."
-        self._reason = self._reason or PeerLost(
-            f"The connection to {self.peer} ended.", peer=self.peer, cause=cause
-        )
         if not self.ready.done():
             self.ready.set_exception(self._reason)
         self.calling.fail_all(self.error_for)
@@ -210,6 +229,21 @@ class Connection(asyncio.BufferedProtocol):
         log.debug("connection to %s ended: %s", self.peer, self._reason.what)
         self.host.on_lost(self)
 
+    def _why_lost(self, exc: Exception | None) -> ShoalError:
+        if isinstance(exc, ssl.SSLError):
+            return explain(exc, self.peer)
+        cause = str(exc) if exc else "the other side closed it."
+        next_step = ""
+        if self._state is _State.GREETING:
+            if self.host.access is None:
+                cause += " It may belong to a swarm with a secret, and this peer has none."
+                next_step = "if so, start this peer with the swarm's --secret-file or SHOAL_SECRET."
+            else:
+                cause += " It may not take this peer's certificate."
+                next_step = "compare the clocks of the two machines, and look into the log of the other."
+        what = f"The connection to {self.peer} ended."
+        return PeerLost(what, peer=self.peer, cause=cause, next_step=next_step)
+
     # --- what the decoder calls ---
 
     def on_frame(self, kind: int, call_id: int, head: Any, body: memoryview) -> None:
@@ -217,7 +251,7 @@ class Connection(asyncio.BufferedProtocol):
         self._watch.num_frames += 1
         if self._state is _State.GREETING and kind not in (Kind.HELLO, Kind.GOODBYE):
             raise ProtocolError(f"A {Kind(kind).name} frame came before the hello.")
-        self._handlers[kind](call_id, head, body)
+        _HANDLERS[kind](self, call_id, head, body)
 
     def on_chunk(self, call_id: int, body_bytes: int, *, is_from_start: bool) -> Sequence[memoryview] | None:
         """Say where a part of a message belongs; parts of messages that were given up are dropped."""
@@ -335,6 +369,12 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def give_up(self) -> None:
+        """End a connection that failed to begin; a loop that was cancelled just then does not tell of it."""
+        self.abort()
+        if self._transport is not None:
+            self.connection_lost(None)
+
     def check(self, now_s: float) -> bool:
         """Cut off a peer that stalls, leave one that is not needed; True when nothing is expected of it."""
         self._look(now_s)
@@ -385,7 +425,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._is_over or self._transport is None:
             return
         self._reason = self._reason or error
-        code = "version" if isinstance(error, VersionMismatch) else "protocol"
+        code = _GOODBYE_CODES.get(type(error), "protocol")
         self.send(Kind.GOODBYE, 0, encode(GoodbyeHead(code, error.what[:500], self.serving.last_call_id)))
         self.close()
         self._last_words = self.loop.call_later(_LAST_WORDS_S, self.abort)
@@ -411,6 +451,9 @@ class Connection(asyncio.BufferedProtocol):
         if len(head.peer_id) not in (0, ID_BYTES):
             raise ProtocolError("A hello came with a peer id of the wrong length.")
         claimed = PeerId(head.peer_id) if head.peer_id else None
+        if self._proven_id is not None and claimed != self._proven_id:
+            other = claimed.short if claimed else "nobody in particular"
+            raise ProtocolError(f"It says that it is {other}; its certificate is {self._proven_id.short}'s.")
         if self.peer.id is not None and claimed != self.peer.id:
             other = claimed.short if claimed else "nobody in particular"
             self._reason = PeerRefused(
@@ -429,6 +472,12 @@ class Connection(asyncio.BufferedProtocol):
         self.is_usable = True
         if not self.ready.done():
             self.ready.set_result(None)
+
+    def _on_request(self, call_id: int, head: RequestHead, body: memoryview) -> None:
+        self.serving.on_request(call_id, head, body)
+
+    def _on_reply(self, call_id: int, head: MessageHead, body: memoryview) -> None:
+        self.calling.on_reply(call_id, head, body)
 
     def _on_unexpected(self, call_id: int, head: Any, body: memoryview) -> None:
         raise ProtocolError("A frame came that only a decoder sees.")
@@ -472,3 +521,19 @@ def _retrieve(future: asyncio.Future[None]) -> None:
     """Nobody may be waiting for an accepted connection: that is no error."""
     if not future.cancelled():
         future.exception()
+
+
+_BY_KIND: dict[Kind, Callable[[Connection, int, Any, memoryview], None]] = {
+    Kind.HELLO: Connection._on_hello,
+    Kind.REQUEST: Connection._on_request,
+    Kind.REPLY: Connection._on_reply,
+    Kind.ERROR: Connection._on_error,
+    Kind.GRANT: Connection._on_grant,
+    Kind.CANCEL: Connection._on_cancel,
+    Kind.ITEM: Connection._on_item,
+    Kind.END: Connection._on_end,
+    Kind.WINDOW: Connection._on_window,
+    Kind.GOODBYE: Connection._on_goodbye,
+}
+# by number: a look-up for every frame
+_HANDLERS = [_BY_KIND.get(kind, Connection._on_unexpected) for kind in (Kind.HELLO, *Kind)]

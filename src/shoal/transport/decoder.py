@@ -23,6 +23,7 @@ from shoal.transport.frames import (
 
 _STRANGER_BYTES = 4 << 10  # scratch, and the largest head, for whoever has not said hello yet
 _SCRATCH_BYTES = 128 << 10
+_GROWTH = 4
 _DIRECT_FROM_BYTES = 16 << 10  # a smaller target is filled by a copy: cheaper than a read of its own
 _CHUNKS = (int(Kind.CHUNK), int(Kind.CHUNK_FROM_START))
 _BODY_LIMITS = {
@@ -34,6 +35,7 @@ _BODY_LIMITS = {
 }
 # looked up by number for every frame: a tuple is faster than a dict of enum members
 _NUM_KINDS = len(Kind) + 1
+_TLS_STARTS = (b"\x15\x03", b"\x16\x03")  # an alert, a handshake
 _MAX_BODY_BYTES = tuple(_BODY_LIMITS.get(Kind(number), 0) if number else 0 for number in range(_NUM_KINDS))
 
 
@@ -57,7 +59,7 @@ class FrameDecoder:
         self._sink = sink
         self._friends_head_bytes = max_head_bytes
         self._max_head_bytes = _STRANGER_BYTES
-        self._usual_bytes = _STRANGER_BYTES
+        self._usual_bytes = self._most_bytes = _STRANGER_BYTES
         self._scratch = memoryview(bytearray(_STRANGER_BYTES))
         self._filled = 0
         self._call_id = 0
@@ -80,7 +82,7 @@ class FrameDecoder:
     def welcome(self) -> None:
         """The other side has said hello: take heads of up to `max_head_bytes` from it."""
         self._max_head_bytes = self._friends_head_bytes
-        self._usual_bytes = _SCRATCH_BYTES  # takes effect when the frames that are here are used up
+        self._most_bytes = _SCRATCH_BYTES
 
     def close(self) -> None:
         """Throw away whatever may still come, and let go of the memory for it."""
@@ -117,6 +119,9 @@ class FrameDecoder:
             self._advance(num_bytes)
             return
         self._filled += num_bytes
+        if self._filled == len(self._scratch) and self._usual_bytes < self._most_bytes:
+            # there is more than fits: only a connection that is busy gets much memory
+            self._usual_bytes = min(_GROWTH * self._usual_bytes, self._most_bytes)
         self._parse()
 
     def _is_direct(self) -> bool:
@@ -144,6 +149,10 @@ class FrameDecoder:
                 start += self._copy_chunk(scratch[start:filled])
                 continue
             if filled - start < HEADER.size:
+                if (
+                    bytes(scratch[start : start + len(MAGIC)]) in _TLS_STARTS
+                ):  # an alert is no longer than that
+                    raise _stranger(bytes(scratch[start:filled]))
                 break
             magic, version, number, head_bytes, call_id, body_bytes = HEADER.unpack_from(scratch, start)
             if magic != MAGIC or version != VERSION:
@@ -226,6 +235,12 @@ def _stranger(header: bytes) -> ProtocolError:
         return VersionMismatch(
             f"The other side speaks version {header[2]} of the protocol, this peer version {VERSION}.",
             next_step="install the same Shoal version on both sides; `shoal --version` tells it.",
+        )
+    if header[:2] in _TLS_STARTS:
+        return ProtocolError(
+            "The other side speaks TLS, and this peer has no swarm secret.",
+            cause="the other side belongs to a swarm with a secret.",
+            next_step="start this peer with the same --secret-file or SHOAL_SECRET.",
         )
     return ProtocolError(
         f"The other side does not speak Shoal's protocol: it began with {header[:16]!r}.",

@@ -72,6 +72,12 @@ def from_goodbye(head: GoodbyeHead, peer: Peer) -> ShoalError:
         )
     if head.code == "busy":
         return PeerBusy(f"{peer} takes no connection now: {reason}", peer=peer, next_step="try again later.")
+    if head.code == "refused":
+        return PeerRefused(
+            f"{peer} closed the connection: {reason}",
+            peer=peer,
+            next_step="ask who runs it to allow this peer's id, which `shoal keys show` prints.",
+        )
     if head.code == "protocol":
         return ProtocolError(f"{peer} closed the connection: {reason}")
     return PeerLost(f"{peer} closed the connection: {reason}", peer=peer)

@@ -17,6 +17,7 @@ from typing import Any, Protocol, cast
 from shoal.core import SYSTEM_CLOCK, Address, Clock
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.transport.sockets import bind, bind_datagrams
+from shoal.transport.tls import carry
 
 
 class Accepted(Protocol):
@@ -205,8 +206,10 @@ async def _carry(
     is_server: bool,
 ) -> None:
     """Join a protocol to a connected socket, which belongs to the loop from then on."""
+    keep_in_children(connected.fileno())  # the loop may close it unseen; a protocol that has it says so again
     if tls is not None:
-        raise NotImplementedError
+        await carry(protocol, connected, tls, is_server=is_server)
+        return
     loop = asyncio.get_running_loop()
     try:
         if is_server:

@@ -88,7 +88,7 @@ class Outbox:
         self._is_closed = False
         self._paused_at_s = 0.0
         self._last_chunk_bytes = 0
-        self._chunk_bytes = _CHUNK_BYTES
+        self._chunk_bytes = _MIN_CHUNK_BYTES
         self._turn = 0
         self.sent_bytes = 0
         """All bytes that the socket was given."""
@@ -219,6 +219,8 @@ class Outbox:
                 self._schedule()
                 break
             turn_bytes += self._send_chunk(body)
+            if not self._is_paused:
+                self._adapt_chunk(0.0)
         if self._sent and not self._is_paused:
             self._tell_sent()
 

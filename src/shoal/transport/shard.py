@@ -10,11 +10,13 @@ import asyncio
 import contextlib
 import functools
 import logging
+import ssl
 from typing import TYPE_CHECKING
 
-from shoal.core import Peer, ShoalError, StandingScope, UsageError
+from shoal.core import Peer, ProtocolError, ShoalError, StandingScope, UsageError
 from shoal.transport.connection import Connection
 from shoal.transport.network import Accepted
+from shoal.transport.tls import explain
 
 if TYPE_CHECKING:
     from shoal.transport.stream import StreamTransport
@@ -37,10 +39,12 @@ class Shard:
         self.budget = transport.budget
         self.pool = transport.pool
         self.clock = transport.network.clock
+        self.access = transport.access
         self.loop = loop
         # read by other threads, and evicted from by one: each step on it is atomic
         self.connections: dict[Connection, object] = {}
         self._watched: dict[Connection, None] = {}
+        self._adopting: dict[Connection, asyncio.Task[bool]] = {}
         self._transport = transport
         self._network = transport.network
         self._standing = StandingScope("stream transport")
@@ -97,9 +101,14 @@ class Shard:
         for connection in tuple(self.connections):
             if not connection.is_dialer and not connection.ready.done() and self.remove(connection):
                 with contextlib.suppress(RuntimeError):
-                    self.loop.call_soon_threadsafe(connection.abort)
+                    self.loop.call_soon_threadsafe(self._drop, connection)
                 return connection.peer
         return None
+
+    def _drop(self, connection: Connection) -> None:
+        connection.abort()
+        if (task := self._adopting.get(connection)) is not None:  # it may be amid a handshake
+            task.cancel()
 
     def _adopt(self, accepted: Accepted) -> None:
         connection = self.add(Peer(accepted.origin), is_dialer=False)
@@ -109,18 +118,36 @@ class Shard:
             accepted.close()
             self.remove(connection)
         else:
+            self._adopting[connection] = task
             task.add_done_callback(functools.partial(self._on_adopted, connection, accepted))
 
-    async def _serve(self, connection: Connection, accepted: Accepted) -> None:
+    async def _serve(self, connection: Connection, accepted: Accepted) -> bool:
+        """Begin to serve a stream; whether that went well."""
         try:
-            await self._network.adopt(accepted, connection)
+            async with asyncio.timeout(self.limits.handshake_s):
+                await self._network.adopt(accepted, connection, tls=self._transport.server_tls())
+            return True
+        except ssl.SSLError as error:
+            self._complain_of_handshake(connection.peer, explain(error, connection.peer))
+        except TimeoutError:
+            why = ProtocolError(f"No TLS handshake was made within {self.limits.handshake_s:g} s.")
+            self._complain_of_handshake(connection.peer, why)
         except OSError:  # gone already
             pass
         except Exception:
             log.exception("a connection of %s could not be served", connection.peer)
+        return False
 
-    def _on_adopted(self, connection: Connection, accepted: Accepted, _: asyncio.Task[None]) -> None:
-        if not connection.is_connected:  # cancelled before it began, or failed
+    def _complain_of_handshake(self, peer: Peer, error: ShoalError) -> None:
+        why = f"{error.what} Likely cause: {error.cause}" if error.cause else error.what
+        self._transport.complaints.add("refused a connection", peer, why)
+
+    def _on_adopted(self, connection: Connection, accepted: Accepted, task: asyncio.Task[bool]) -> None:
+        self._adopting.pop(connection, None)
+        if not task.cancelled() and task.result():
+            return
+        connection.give_up()
+        if not connection.is_connected:
             accepted.close()
             self.remove(connection)
 
@@ -130,6 +157,10 @@ class Shard:
         while True:
             await asyncio.sleep(SWEEP_S)
             now_s = self.loop.time()
+            if self.access is not None:
+                self.access.refresh()
+                for connection in tuple(self.connections):
+                    connection.check_access()
             if now_s >= idle_at_s:
                 idle_at_s = now_s + self.limits.idle_s * _IDLE_SHARE
                 self._watched.update(dict.fromkeys(self.connections))

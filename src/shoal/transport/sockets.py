@@ -78,12 +78,14 @@ def unreachable(peer: Peer, error: OSError | ValueError) -> PeerError:
         cause = f"the name {peer.address.host!r} is not known here."
     else:
         cause = f"{error.strerror or error}."
-    return PeerUnreachable(
+    reason = PeerUnreachable(
         f"Cannot connect to {peer}.",
         peer=peer,
         cause=cause,
         next_step="check the address, and that the peer runs.",
     )
+    reason.__cause__ = error  # for those who tell refused from unreachable
+    return reason
 
 
 def no_answer(peer: Peer) -> ShoalError:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import ssl
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -27,12 +28,14 @@ from shoal.transport.complaints import Complaints
 from shoal.transport.connection import Connection
 from shoal.transport.frames import GoodbyeHead, Kind, Mode, encode, frame
 from shoal.transport.limits import Limits
+from shoal.transport.membership import Membership, check_may_listen
 from shoal.transport.memory import BufferPool
 from shoal.transport.messages import Allocate, Channel, Reply, Serve, ServeChannel, Transport
 from shoal.transport.network import Accepted, Listener, Network, SocketNetwork
 from shoal.transport.routes import Routes
 from shoal.transport.shard import SWEEP_S, Shard
 from shoal.transport.sockets import no_answer, unreachable
+from shoal.transport.tls import BUSY_ALERT, explain
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -49,6 +52,9 @@ class StreamTransport:
     `helpers` are further loop threads that take accepted connections in turn: sockets copy without the
     interpreter's lock, so a server with many busy clients moves more bytes through several. Handlers of those
     connections run on the helpers' threads.
+
+    With a `membership` every connection is TLS between members of its swarm, and peers are who they say they
+    are. Without one it listens on this machine only, unless `is_insecure`.
     """
 
     def __init__(
@@ -58,11 +64,16 @@ class StreamTransport:
         limits: Limits | None = None,
         network: Network | None = None,
         routes: Routes | None = None,
+        membership: Membership | None = None,
+        is_insecure: bool = False,
         helpers: Sequence[LoopThread] = (),
     ) -> None:
-        self.peer_id = peer_id
+        self.peer_id = membership.peer_id if membership else peer_id
         self.limits = limits or Limits()
         self.network = network or SocketNetwork()
+        self._membership = None if self.network.is_simulated else membership
+        self._is_insecure = is_insecure or self.network.is_simulated
+        self.access = self._membership.access if self._membership else None
         self.routes = routes or Routes()
         in_flight = self.limits.max_bytes_in_flight
         self.budget = ByteBudget(in_flight, spare_bytes=in_flight // _SPARE_SHARE)
@@ -73,6 +84,7 @@ class StreamTransport:
         self._helpers = helpers
         self._shards: list[Shard] = []
         self._dialed: dict[Peer, Connection] = {}
+        self._dialed_as: dict[Connection, Peer] = {}  # under which name: a peer's id may be known only later
         self._dialing: dict[Peer, asyncio.Task[Connection | ShoalError]] = {}
         self._next_shard = 0
         self._is_open = False
@@ -133,6 +145,7 @@ class StreamTransport:
     async def listen(self, address: Address) -> Address:
         """Accept calls there; port 0 picks a free one. Returns the address that was bound."""
         self._require_open()
+        check_may_listen(address, self._membership, is_insecure=self._is_insecure)
         listener = await self.network.listen(address)
         try:
             self._shards[0].scope.start_soon(self._accept(listener), name=f"accept on {listener.address}")
@@ -159,7 +172,8 @@ class StreamTransport:
         """Pass a newcomer to a shard, or refuse it."""
         if not (self.places.try_take(1) or (self._evict_silent() and self.places.try_take(1))):
             reason = f"all {self.limits.max_connections} connections are taken."
-            accepted.refuse(frame(Kind.GOODBYE, 0, encode(GoodbyeHead("busy", reason, 0))))
+            goodbye = frame(Kind.GOODBYE, 0, encode(GoodbyeHead("busy", reason, 0)))
+            accepted.refuse(BUSY_ALERT if self._membership else goodbye)
             self.complaints.add("refused a connection", Peer(accepted.origin), reason)
             return
         shard = self._shards[self._next_shard % len(self._shards)]
@@ -273,32 +287,40 @@ class StreamTransport:
         connection = home.add(peer, is_dialer=True)
         try:
             async with asyncio.timeout(self.limits.handshake_s):
-                await self.network.dial(peer.address, connection)
+                tls = self._membership.client_tls() if self._membership else None
+                await self.network.dial(peer.address, connection, tls=tls)
                 await connection.ready
         except ShoalError as error:
             return error
         except TimeoutError:
             return no_answer(peer)
+        except ssl.SSLError as error:
+            return explain(error, peer)
         except (OSError, ValueError) as error:  # ValueError: a name that no resolver takes
             return unreachable(peer, error)
         finally:
             if not connection.is_usable:
-                connection.abort()
+                connection.give_up()
                 if not connection.is_connected:
                     home.remove(connection)
         if connection.is_usable:  # it may have ended in the same moment
             self._dialed[peer] = connection
+            self._dialed_as[connection] = peer
         return connection
 
     def _require_open(self) -> None:
         if not self._is_open:
             raise UsageError("The transport is not open.", next_step="use it inside 'async with'.")
 
+    def server_tls(self) -> ssl.SSLContext | None:
+        """What accepted connections are secured by; None where they are plain. For any thread."""
+        return self._membership.server_tls() if self._membership else None
+
     def forget(self, connection: Connection) -> None:
         """A connection that was dialed is over."""
-        for peer, dialed in tuple(self._dialed.items()):
-            if dialed is connection:
-                del self._dialed[peer]
+        peer = self._dialed_as.pop(connection, None)
+        if peer is not None and self._dialed.get(peer) is connection:
+            del self._dialed[peer]
 
 
 async def _close_on(helper: LoopThread, shard: Shard) -> None:
