@@ -185,11 +185,15 @@ class Connection(asyncio.BufferedProtocol):
         self.received_bytes += nbytes
         if not self.is_watched:
             self.watch()
+        is_held_back = self.outbox.hold_back()  # answers that are ready leave together, at the end of this
         try:
             self._decoder.buffer_updated(nbytes)
         except (ProtocolError, LimitExceeded) as error:
             self._cut_off(error)
-        self.outbox.flush_small()  # answers that are ready need not wait for the next turn of the loop
+        if is_held_back:
+            self.outbox.let_go()
+        else:
+            self.outbox.flush_small()
         if self.outbox.waiting_bytes > self.max_waiting_bytes:
             self._cut_off(LimitExceeded("It asks on and on, and does not read the answers."))
 
@@ -377,17 +381,23 @@ class Connection(asyncio.BufferedProtocol):
 
     def check(self, now_s: float) -> bool:
         """Cut off a peer that stalls, leave one that is not needed; True when nothing is expected of it."""
-        self._look(now_s)
         transport = self._transport
-        is_quiet = (
-            self._state is _State.READY
-            and transport is not None
-            and self.num_open == 0
-            and not self._decoder.is_inside_frame
-            and transport.get_write_buffer_size() == 0
-        )
-        self.is_watched = not is_quiet
-        return is_quiet
+        if (
+            self._state is not _State.READY
+            or transport is None
+            or self.num_open
+            or self._decoder.is_inside_frame
+            or transport.get_write_buffer_size()
+        ):
+            self._look(now_s)
+            return False
+        self._watch.rest()
+        if self._watch.has_heard(self.received_bytes):
+            self.used_at_s = now_s
+        elif now_s - self.used_at_s > self.limits.idle_s * (1 if self.is_dialer else 3):
+            self.leave("the connection was idle.")
+        self.is_watched = False
+        return True
 
     def _look(self, now_s: float) -> None:
         limits, watch, transport = self.limits, self._watch, self._transport
@@ -417,8 +427,6 @@ class Connection(asyncio.BufferedProtocol):
         self.close_when_done()
         if watch.has_heard(self.received_bytes) or self.num_open:
             self.used_at_s = now_s
-        elif now_s - self.used_at_s > limits.idle_s * (1 if self.is_dialer else 3):
-            self.leave("the connection was idle.")
 
     def _cut_off(self, error: ShoalError) -> None:
         """The other side does not keep to the protocol: say why, close, and log one line."""

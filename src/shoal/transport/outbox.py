@@ -224,6 +224,20 @@ class Outbox:
         if self._sent and not self._is_paused:
             self._tell_sent()
 
+    def hold_back(self) -> bool:
+        """Have what is sent from here on wait for `let_go`; False when it waits for a turn already."""
+        if self._is_scheduled or self._is_paused or self._is_closed:
+            return False
+        self._is_scheduled = True
+        return True
+
+    def let_go(self) -> None:
+        """Send what was held back, without waiting for the next turn of the loop."""
+        self._is_scheduled = False
+        self.flush_small()
+        if self._bodies or self._sent:
+            self._schedule()
+
     def flush_small(self) -> None:
         """Hand small frames to the socket now, if it takes any."""
         if self._small and not self._is_paused and not self._is_closed:

@@ -55,6 +55,11 @@ class Watch:
         self._messages = Patience(3 * limits.frame_s, limits.min_bytes_per_s)
         self._reading = Patience(3 * limits.frame_s, limits.min_bytes_per_s)
 
+    def rest(self) -> None:
+        """Nothing is expected now."""
+        for patience in (self._frame, self._messages, self._reading):
+            patience.renew()
+
     def is_stuck(self, now_s: float, received_bytes: int, *, is_inside_frame: bool) -> bool:
         """Whether the frame that is arriving has been for too long."""
         if self._seen_frames != self.num_frames:

@@ -1,0 +1,113 @@
+"""One address for all: a peer's streams and datagrams on the same port number, with the same handlers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from shoal.core import Address, LoopThread, PeerId, UsageError
+from shoal.transport.datagrams import DatagramTransport
+from shoal.transport.limits import Limits
+from shoal.transport.membership import Membership
+from shoal.transport.messages import Allocate, Serve, ServeChannel
+from shoal.transport.network import Network, SocketNetwork
+from shoal.transport.routes import Routes
+from shoal.transport.stream import StreamTransport
+
+_ATTEMPTS = 20  # a port that is free for datagrams may be taken for streams
+
+
+class Endpoint:
+    """A peer's transports, opened and closed together: `datagrams` for small calls, `streams` for others."""
+
+    def __init__(
+        self,
+        *,
+        membership: Membership | None = None,
+        is_insecure: bool = False,
+        network: Network | None = None,
+        limits: Limits | None = None,
+        helpers: Sequence[LoopThread] = (),
+        peer_id: PeerId | None = None,
+    ) -> None:
+        self.network = network or SocketNetwork()
+        self.routes = Routes()
+        self.limits = limits or Limits()
+        self.streams = StreamTransport(
+            membership=membership,
+            is_insecure=is_insecure,
+            peer_id=peer_id,
+            limits=self.limits,
+            network=self.network,
+            routes=self.routes,
+            helpers=helpers,
+        )
+        self.datagrams = DatagramTransport(
+            membership=membership,
+            is_insecure=is_insecure,
+            peer_id=peer_id,
+            limits=self.limits,
+            network=self.network,
+            routes=self.routes,
+            streams=self.streams,
+        )
+        self.peer_id = self.streams.peer_id
+        self.addresses: list[Address] = []
+        """Where it listens."""
+        self._closing = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as closing:
+            await closing.enter_async_context(self.streams)
+            await closing.enter_async_context(self.datagrams)
+            closing.callback(self.addresses.clear)
+            self._closing = closing.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._closing.aclose()
+
+    @property
+    def num_calls(self) -> int:
+        """Calls under way, both ways and of both kinds."""
+        return self.datagrams.num_calls
+
+    def handle(
+        self, method: str, serve: Serve, *, allocate: Allocate | None = None, payload_type: Any = Any
+    ) -> None:
+        """Answer calls of this method, whichever way they come."""
+        self.routes.add(method, serve, allocate, payload_type)
+
+    def handle_channel(self, method: str, serve: ServeChannel, *, payload_type: Any = Any) -> None:
+        """Answer channels of this method."""
+        self.routes.add_channel(method, serve, payload_type)
+
+    async def listen(self, address: Address) -> Address:
+        """Accept calls of both kinds there; port 0 picks a number that is free for both."""
+        clash = None
+        for _ in range(_ATTEMPTS if address.port == 0 else 1):
+            bound = await self.datagrams.listen(address)
+            try:
+                await self.streams.listen(Address(address.host, bound.port))
+            except BaseException as error:
+                await self.datagrams.stop_listening(bound)
+                if not isinstance(error, UsageError):
+                    raise
+                clash = error
+            else:
+                self.addresses.append(bound)
+                return bound
+        if address.port:
+            raise UsageError(
+                f"Cannot listen on {address}: the port is free for datagrams but not for streams.",
+                cause="another program uses the port.",
+                next_step="choose another port, or 0 for one that is free for both.",
+            ) from clash
+        raise UsageError(
+            f"Cannot listen on {address}: no port was free for both datagrams and streams.",
+            next_step="give a port that nobody uses.",
+        ) from clash

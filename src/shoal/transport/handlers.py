@@ -1,0 +1,122 @@
+"""Handlers that take their time: each is a task, ends with its caller's deadline, and frees what it held."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from shoal.core import DeadlineExceeded, PeerBusy, Scope, UsageError
+from shoal.transport.budget import ByteBudget
+from shoal.transport.messages import Head, Reply
+from shoal.transport.payloads import release
+from shoal.transport.routes import Route
+
+LATER = "try again later."
+
+
+class HandlingHub(Protocol):
+    """What handlers run on."""
+
+    loop: asyncio.AbstractEventLoop
+    scope: Scope
+    budget: ByteBudget
+    is_open: bool
+
+
+class ServedCall(msgspec.Struct, eq=False):
+    """One call whose handler runs."""
+
+    id: int
+    head: Head
+    buffers: Sequence[memoryview]
+    is_one_way: bool
+    held_bytes: int
+    is_over: bool = False
+    task: asyncio.Task[None] | None = None
+    timer: asyncio.TimerHandle | None = None
+
+
+class Handlers:
+    """The handlers that run for one session; each ends in `on_reply` or `on_error`, unless cancelled."""
+
+    def __init__(
+        self,
+        hub: HandlingHub,
+        on_reply: Callable[[ServedCall, Any], None],
+        on_error: Callable[[ServedCall, Exception], None],
+    ) -> None:
+        self._hub = hub
+        self._on_reply = on_reply
+        self._on_error = on_error
+        self._running: dict[int, ServedCall] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def start(self, route: Route, call: ServedCall, timeout_s: float | None) -> None:
+        """Run a handler; PeerBusy when there is no room for it."""
+        hub = self._hub
+        if not hub.budget.try_take(call.held_bytes, may_pass=True):
+            raise PeerBusy("too many calls are being served already.", next_step=LATER)
+        try:
+            call.task = hub.scope.start(self._run(route, call), name=call.head.method)
+        except UsageError:  # closing
+            hub.budget.give_back(call.held_bytes)
+            raise PeerBusy("this peer is leaving.", next_step="ask another peer.") from None
+        self._running[call.id] = call
+        if timeout_s is not None:
+            call.timer = hub.loop.call_later(timeout_s, self._expire, call)
+
+    def cancel(self, call_id: int) -> None:
+        """The caller of this one wants no answer, if it still runs."""
+        call = self._running.get(call_id)
+        if call is not None:
+            self._finish(call)
+            if call.task is not None:
+                call.task.cancel()
+
+    def cancel_all(self) -> None:
+        """End all, oldest first."""
+        for call_id in tuple(self._running):
+            self.cancel(call_id)
+
+    async def _run(self, route: Route, call: ServedCall) -> None:
+        try:
+            reply = await route.serve(call.head, call.buffers)  # type: ignore[misc]
+        except asyncio.CancelledError:
+            if not call.is_over:
+                # cancelled by what it waited for, or by the closing transport: its caller must not wait on
+                self._fail(call, PeerBusy("the handler was cancelled.", next_step="try again."))
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a handler raises is told to its caller
+            self._fail(call, error)
+        else:
+            if call.is_over:
+                if isinstance(reply, Reply):
+                    release(reply)
+            else:
+                self._finish(call)
+                self._on_reply(call, reply)
+
+    def _expire(self, call: ServedCall) -> None:
+        if not call.is_over:
+            self._fail(call, DeadlineExceeded("the deadline passed before the answer was ready."))
+            if call.task is not None:
+                call.task.cancel()
+
+    def _fail(self, call: ServedCall, error: Exception) -> None:
+        if not call.is_over:
+            self._finish(call)
+            self._on_error(call, error)
+
+    def _finish(self, call: ServedCall) -> None:
+        """Free what a call holds."""
+        call.is_over = True
+        self._running.pop(call.id, None)
+        call.buffers = ()
+        if call.timer is not None:
+            call.timer.cancel()
+        self._hub.budget.give_back(call.held_bytes)

@@ -1,0 +1,213 @@
+"""The wire format of datagrams: a header that never moves, then a greeting or the frames of a session.
+
+    0       2         3      4            12        20
+    | magic | version | kind | session id | counter | frames, sealed ...        DATA
+    | magic | version | kind | nonce (12 bytes)     | greeting, sealed ...      HELLO, WELCOME, REFUSAL
+
+A DATA packet carries an array of small frames in MessagePack, so that several messages for one peer share a
+packet. Its session id was picked by its receiver; session id and counter are its nonce. What greetings say is
+`sealing`'s.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Sequence
+
+import msgspec
+
+from shoal.transport.frames import UNREADABLE, ErrorHead, encode
+
+MAGIC = b"\xf0D"
+VERSION = 1
+PREFIX = MAGIC + bytes([VERSION])
+MAX_PACKET_BYTES = 1200
+"""Passes every path of the internet unbroken, even inside a tunnel."""
+MIN_PACKET_BYTES = 64
+"""A caller's packet is padded to this, so that whatever a stranger is answered is not larger."""
+HEADER_BYTES = 20
+TAG_BYTES = 16
+SESSION_BYTES = 8
+COUNTER = struct.Struct("<Q")
+MAX_FRAME_BYTES = MAX_PACKET_BYTES - HEADER_BYTES - TAG_BYTES - 32
+"""All frames of a packet together; the rest is for the array around them, `oldest` and a Proof."""
+PART_BYTES = MAX_FRAME_BYTES - 20
+MAX_PARTS = 8
+"""An answer that takes more datagrams than this is asked for again over a stream."""
+
+
+class Kind(enum.IntEnum):
+    """What a packet is for; greetings that are sealed have SEALED added."""
+
+    HELLO = 1
+    WELCOME = 2
+    REFUSAL = 3
+    DATA = 4
+    UNKNOWN = 5  # the receiver does not know this session: greet again
+    VERSION = 127  # the receiver speaks another version; the same in all of them
+
+
+SEALED = 0x80
+
+
+class Request(msgspec.Struct, array_like=True, tag=1, frozen=True):
+    """`timeout_ms` is the caller's remaining time, 0 when it has no deadline."""
+
+    id: int
+    timeout_ms: int
+    method: str
+    mode: int
+    payload: msgspec.Raw
+    buffers: list[bytes] = []
+
+
+class Cancel(msgspec.Struct, array_like=True, tag=2, frozen=True):
+    """The caller no longer wants the answer."""
+
+    id: int
+
+
+class Fetch(msgspec.Struct, array_like=True, tag=3, frozen=True):
+    """Send these parts of an answer again."""
+
+    id: int
+    missing: list[int]
+
+
+class Proof(msgspec.Struct, array_like=True, tag=4, frozen=True):
+    """A token that was sent to the address which this comes from."""
+
+    token: bytes
+
+
+class Answer(msgspec.Struct, array_like=True, tag=5, frozen=True):
+    """What the handler returned."""
+
+    id: int
+    payload: msgspec.Raw
+    buffers: list[bytes] = []
+
+
+class Failure(msgspec.Struct, array_like=True, tag=6, frozen=True):
+    """Why there is no answer: an `ErrorHead` of a call."""
+
+    id: int
+    code: str
+    what: str
+    cause: str
+    next_step: str
+
+
+class Part(msgspec.Struct, array_like=True, tag=7, frozen=True):
+    """A piece of an Answer or Failure that is too large for one datagram."""
+
+    id: int
+    index: int
+    num_parts: int
+    data: bytes
+
+
+class Working(msgspec.Struct, array_like=True, tag=8, frozen=True):
+    """The request has come and is being served: no need to send it again soon."""
+
+    id: int
+
+
+class Parked(msgspec.Struct, array_like=True, tag=9, frozen=True):
+    """The answer is too large for datagrams; it waits to be taken over a stream with this ticket."""
+
+    id: int
+    ticket: bytes
+    size_bytes: int
+
+
+class Challenge(msgspec.Struct, array_like=True, tag=10, frozen=True):
+    """Prove that you receive at the address you send from: send this token back."""
+
+    token: bytes
+
+
+class Goodbye(msgspec.Struct, array_like=True, tag=11, frozen=True):
+    """The sender ends the session."""
+
+    reason: str
+
+
+Frame = Request | Cancel | Fetch | Proof | Answer | Failure | Part | Working | Parked | Challenge | Goodbye
+
+
+class Frames(msgspec.Struct, array_like=True, frozen=True):
+    """The content of a DATA packet; `oldest` is the first call that its sender still waits for."""
+
+    oldest: int
+    frames: list[Frame]
+    padding: bytes = b""
+
+
+class UnreadablePacket(Exception):
+    """Bytes that do not follow the format."""
+
+
+_frames_decoder = msgspec.msgpack.Decoder(Frames)
+_outcome_decoder: msgspec.msgpack.Decoder[Answer | Failure] = msgspec.msgpack.Decoder(Answer | Failure)
+_COUNTS = [bytes([0x90 | count]) for count in range(16)]
+_ID = struct.Struct(">Q")
+_REQUEST_HEAD = {num_fields: bytes([0x92 + num_fields, 1, 0xCF]) for num_fields in (4, 5)}
+
+
+def encode_request(call_id: int, rest: bytes) -> bytes:
+    """A Request frame; `rest` is its other four or five fields as an encoded array.
+
+    The id has a fixed place, so that `renumbered` can put another one there.
+    """
+    return _REQUEST_HEAD[rest[0] & 0x0F] + _ID.pack(call_id) + rest[1:]
+
+
+def renumbered(request: bytes, call_id: int) -> bytes:
+    """The same Request frame under another id."""
+    return request[:3] + _ID.pack(call_id) + request[11:]
+
+
+def encode_failure(call_id: int, head: ErrorHead) -> bytes:
+    """A Failure frame, cut so that it always fits into a few parts."""
+    texts = (head.what, head.cause, head.next_step)
+    return encode((6, call_id, head.code, *(text[:500] for text in texts)))
+
+
+def encode_frames(oldest: int, frames: Sequence[bytes], min_bytes: int = 0) -> bytes:
+    """The content of a DATA packet, from frames that are encoded already."""
+    num_frames = len(frames)
+    count = _COUNTS[num_frames] if num_frames < 16 else b"\xdc" + num_frames.to_bytes(2)
+    content = b"".join((b"\x92", encode(oldest), count, *frames))
+    missing_bytes = min_bytes - len(content)
+    if missing_bytes > 0:
+        return b"\x93" + content[1:] + encode(bytes(max(0, missing_bytes - 2)))
+    return content
+
+
+def decode_frames(content: bytes) -> Frames:
+    """Read what `encode_frames` made; UnreadablePacket for anything else."""
+    try:
+        return _frames_decoder.decode(content)
+    except UNREADABLE as error:
+        raise UnreadablePacket(str(error)) from None
+
+
+def decode_outcome(content: bytes) -> Answer | Failure:
+    """Read the Answer or Failure that parts were cut from."""
+    try:
+        return _outcome_decoder.decode(content)
+    except UNREADABLE as error:
+        raise UnreadablePacket(str(error)) from None
+
+
+def cut(call_id: int, outcome: bytes) -> list[bytes]:
+    """The Part frames of an encoded Answer or Failure."""
+    pieces = [outcome[start : start + PART_BYTES] for start in range(0, len(outcome), PART_BYTES)]
+    return [encode((7, call_id, index, len(pieces), piece)) for index, piece in enumerate(pieces)]
+
+
+def version_answer(packet: bytes) -> bytes:
+    """What a packet of another version is answered: this peer's version, and some of that packet's bytes."""
+    return PREFIX + bytes([Kind.VERSION]) + packet[4:12]
