@@ -5,7 +5,9 @@ from shoal.bench.frame import make_scenario
 from shoal.bench.transport import SHORT, summarize_transport
 from shoal.report import Report, Row
 
-TINY = msgspec.structs.replace(SHORT, repeats=1, block_s=0.05, num_latency_calls=20)
+TINY = msgspec.structs.replace(
+    SHORT, repeats=1, block_s=0.05, num_latency_calls=20, virtual_peers=5, virtual_s=2
+)
 
 
 @pytest.fixture(scope="module")
@@ -21,20 +23,33 @@ def test_it_measures_ours_and_the_sockets_with_the_same_in_flight(report):
     echoes = {
         (row.key["via"], row.key["in_flight"]): row.samples for row in report.rows if row.metric == "echo"
     }
-    assert sorted(echoes) == [("shoal", 1), ("shoal", 4), ("sockets", 1), ("sockets", 4)]
+    assert sorted(echoes) == [
+        *(("shoal", 1), ("shoal", 4), ("shoal-tls", 4)),
+        *(("sockets", 1), ("sockets", 4), ("tls-sockets", 4)),
+    ]
     assert all(rate > 0 for samples in echoes.values() for rate in samples)
-    fractions = [row for row in report.rows if row.metric == "fraction_of_sockets"]
-    for row in fractions:
-        pairs = zip(
-            echoes["shoal", row.key["in_flight"]], echoes["sockets", row.key["in_flight"]], strict=True
-        )
-        assert row.samples == [ours / raw for ours, raw in pairs]
+    for metric, ours, raw in (
+        ("fraction_of_sockets", "shoal", "sockets"),
+        ("fraction_of_tls_sockets", "shoal-tls", "tls-sockets"),
+    ):
+        rows = [row for row in report.rows if row.metric == metric]
+        assert rows
+        for row in rows:
+            in_flight = row.key["in_flight"]
+            pairs = zip(echoes[ours, in_flight], echoes[raw, in_flight], strict=True)
+            assert row.samples == [mine / theirs for mine, theirs in pairs]
 
 
 def test_the_result_has_the_names_that_scripts_read(report):
     result = summarize_transport(report)
     assert {"calls_per_s", "p50_us", "echo_gb_s", "raw_echo_gb_s"} <= set(result)
-    by_key = {(row.metric, row.key.get("via"), row.key["in_flight"]): row.samples[0] for row in report.rows}
+    assert {"udp_calls_per_s", "tls_echo_gb_s", "raw_tls_echo_gb_s", "virtual_calls_per_s"} <= set(result)
+    by_key = {
+        (row.metric, row.key.get("via"), row.key.get("in_flight")): row.samples[0] for row in report.rows
+    }
+    assert result["udp_calls_per_s"] == round(by_key["calls_per_s", "udp", 64])
+    assert result["virtual_calls_per_s"] == round(by_key["virtual_calls_per_s", "datagram", None])
+    assert result["tls_echo_gb_s"] == round(by_key["echo", "shoal-tls", 4], 3)
     assert result["echo_gb_s"] == round(by_key["echo", "shoal", 4], 3)
     assert result["raw_echo_gb_s"] == round(by_key["echo", "sockets", 4], 3)
     assert result["echo_gb_s_1_in_flight"] == round(by_key["echo", "shoal", 1], 3)

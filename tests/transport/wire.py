@@ -147,6 +147,9 @@ class FakeHost:
     def watch(self, connection):
         self.watched.append(connection)
 
+    def unwatch(self, connection):
+        self.watched.remove(connection)
+
     def on_lost(self, connection):
         self.lost.append(connection)
 

@@ -59,7 +59,10 @@ class RunSettings(msgspec.Struct, frozen=True):
             )
 
 
-SCENARIOS: dict[str, str] = {"transport": "shoal.bench.transport:TransportScenario"}
+SCENARIOS: dict[str, str] = {
+    "transport": "shoal.bench.transport:TransportScenario",
+    "virtual": "shoal.bench.virtual:VirtualScenario",
+}
 """By the benchmark's name: `module:class`, made as `class(config, seed)` in the process that measures."""
 
 

@@ -1,30 +1,34 @@
-"""`shoal bench transport`: small and large echoes between two processes, beside plain sockets.
+"""`shoal bench transport`: echoes between two processes, in the open and protected, beside bare sockets.
 
 The server answers with a plain function, the quick way of handling a call that has nothing to wait for. Large
-echoes and the sockets' take turns, so that a ratio is made of neighbours in time.
+echoes and the sockets' take turns, so that a ratio is made of neighbours in time. Virtual time runs in this
+process alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import random
 import statistics
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from shoal.bench import raw_sockets
 from shoal.bench.children import Parent, child
+from shoal.bench.echo_client import EchoClient
 from shoal.bench.frame import Measured, RowKey, Tell
-from shoal.core import Address, Deadline, LoopThread, Peer, fanout
+from shoal.bench.raw_sockets import RawClient
+from shoal.bench.raw_tls import RawTlsClient
+from shoal.bench.virtual import run_world
+from shoal.core import Address, LoopThread, Peer
+from shoal.core.identity import Identity, new_secret
 from shoal.report import Report
-from shoal.transport import Head, Reply, StreamTransport
+from shoal.transport import Endpoint, Head, Membership, Reply, StreamTransport, SwarmSecret
 
 SMALL_BYTES = 100
 LARGE_BYTES = 8 << 20
-_DEADLINE_S = 30.0
+_HOST = "127.0.0.1"
 _MAIN_IN_FLIGHT = 4
 
 
@@ -39,27 +43,41 @@ class TransportConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Calls, one after another, of which the latency is kept."""
     in_flight_small: int = 64
     in_flight_large: tuple[int, ...] = (1, 4)
+    virtual_peers: int = 200
+    virtual_s: float = 60.0
+    """Simulated seconds, in which every peer calls three others each second."""
 
 
-SHORT = TransportConfig(repeats=2, block_s=0.25, num_latency_calls=500)
+SHORT = TransportConfig(repeats=2, block_s=0.25, num_latency_calls=500, virtual_peers=50)
 
 
 def serve_echo(arguments: dict[str, Any], parent: Parent) -> None:
-    """The process that answers."""
-    with LoopThread() as loop:
-        transport = StreamTransport()
-        transport.handle("echo", _echo)
-        loop.run(transport.__aenter__())
-        try:
-            address = loop.run(transport.listen(Address("127.0.0.1", 0)))
-            parent.tell(port=address.port)
-            parent.wait_for_end()
-        finally:
-            loop.run(transport.__aexit__(None, None, None))
+    """The process that answers: one address in the open, and one for members of a swarm."""
+    plain, sealed = StreamTransport(), Endpoint(membership=_member(arguments["secret"]))
+    with LoopThread() as loop, _opened(loop, plain), _opened(loop, sealed):
+        for transport in (plain, sealed):
+            transport.handle("echo", _echo)
+        ports = [loop.run(transport.listen(Address(_HOST, 0))).port for transport in (plain, sealed)]
+        parent.tell(plain_port=ports[0], sealed_port=ports[1])
+        parent.wait_for_end()
+
+
+def _member(secret: str) -> Membership:
+    return Membership(Identity.generate(), SwarmSecret.parse(secret))
 
 
 def _echo(head: Head, buffers: Any) -> Reply:
     return Reply(head.payload, buffers)
+
+
+class _Ceiling(Protocol):
+    """What Shoal's echoes are measured beside."""
+
+    def echo_for(self, seconds: float) -> float:
+        """Bytes a second, both directions counted."""
+
+    def close(self) -> None:
+        """Let the server go."""
 
 
 class TransportScenario:
@@ -70,28 +88,37 @@ class TransportScenario:
         self._seed = seed
 
     def run(self, tell: Tell) -> Iterator[Measured]:
-        """Small echoes, then large ones beside plain sockets."""
-        with child("shoal.bench.transport:serve_echo", {}) as server, LoopThread() as loop:
-            client = _Client(loop, server.expect()["port"], self._seed)
-            try:
-                yield from self._small(client, tell)
+        """Small echoes, large ones beside bare sockets, and calls in virtual time."""
+        secret = new_secret()
+        with child("shoal.bench.transport:serve_echo", {"secret": secret}) as server, LoopThread() as loop:
+            ports = server.expect()
+            plain, sealed = StreamTransport(), Endpoint(membership=_member(secret))
+            with _opened(loop, plain), _opened(loop, sealed):
+                at_plain = Peer(Address(_HOST, ports["plain_port"]))
+                at_sealed = Peer(Address(_HOST, ports["sealed_port"]))
+                stream = EchoClient(loop, plain, at_plain, self._seed)
+                tls = EchoClient(loop, sealed.streams, at_sealed, self._seed)
+                udp = EchoClient(loop, sealed.datagrams, at_sealed, self._seed, in_payload=True)
+                yield from self._small(stream, {}, tell)
+                yield from self._small(udp, {"via": "udp"}, tell)
                 for in_flight in self._config.in_flight_large:
-                    yield from self._large(client, in_flight, tell)
-            finally:
-                client.close()
+                    yield from self._large(stream, "shoal", "sockets", in_flight, tell)
+                yield from self._large(tls, "shoal-tls", "tls-sockets", _MAIN_IN_FLIGHT, tell)
+        yield from self._virtual(tell)
 
-    def _small(self, client: _Client, tell: Tell) -> Iterator[Measured]:
-        key: RowKey = {"scenario": "echo", "size_bytes": SMALL_BYTES}
-        tell("100-byte echoes, one at a time")
-        client.latencies_s(self._config.num_latency_calls // 4)
-        latencies_s = client.latencies_s(self._config.num_latency_calls)
+    def _small(self, client: EchoClient, via: RowKey, tell: Tell) -> Iterator[Measured]:
+        key: RowKey = {"scenario": "echo", "size_bytes": SMALL_BYTES, **via}
+        kind = "sealed datagrams" if via else "streams"
+        tell(f"100-byte echoes, {kind}, one at a time")
+        client.latencies_s(SMALL_BYTES, self._config.num_latency_calls // 4)
+        latencies_s = client.latencies_s(SMALL_BYTES, self._config.num_latency_calls)
         yield Measured(
             key={**key, "in_flight": 1}, metric="latency", unit="s", direction="lower", samples=latencies_s
         )
-        in_flight = self._config.in_flight_small
-        tell(f"100-byte echoes, {in_flight} in flight")
-        client.calls_per_s(in_flight, self._config.block_s)
-        rates = [client.calls_per_s(in_flight, self._config.block_s) for _ in range(self._config.repeats)]
+        in_flight, block_s = self._config.in_flight_small, self._config.block_s
+        tell(f"100-byte echoes, {kind}, {in_flight} in flight")
+        client.calls_per_s(SMALL_BYTES, in_flight, block_s)
+        rates = [client.calls_per_s(SMALL_BYTES, in_flight, block_s) for _ in range(self._config.repeats)]
         yield Measured(
             key={**key, "in_flight": in_flight},
             metric="calls_per_s",
@@ -100,134 +127,95 @@ class TransportScenario:
             samples=rates,
         )
 
-    def _large(self, client: _Client, in_flight: int, tell: Tell) -> Iterator[Measured]:
-        tell(f"8 MiB echoes, {in_flight} in flight, beside plain sockets")
+    def _large(
+        self, client: EchoClient, via: str, raw_via: str, in_flight: int, tell: Tell
+    ) -> Iterator[Measured]:
+        tell(f"8 MiB echoes, {via}, {in_flight} in flight, beside {raw_via}")
         key: RowKey = {"scenario": "echo", "size_bytes": LARGE_BYTES, "in_flight": in_flight}
-        arguments = {"size_bytes": LARGE_BYTES, "in_flight": in_flight}
+        block_s = self._config.block_s
         ours: list[float] = []
         ceiling: list[float] = []
-        with child("shoal.bench.raw_sockets:serve", arguments) as server:
-            raw = raw_sockets.RawClient(server.expect()["port"], LARGE_BYTES, in_flight)
-            with contextlib.closing(raw):
-                for repeat in range(self._config.repeats + 1):
-                    for is_ours in (True, False) if repeat % 2 == 0 else (False, True):
-                        if is_ours:
-                            ours.append(client.echo_bytes_per_s(in_flight, self._config.block_s) / 1e9)
-                        else:
-                            ceiling.append(raw.echo_for(self._config.block_s) / 1e9)
+        with _ceiling(raw_via, in_flight) as raw:
+            for repeat in range(self._config.repeats + 1):
+                for is_ours in (True, False) if repeat % 2 == 0 else (False, True):
+                    if is_ours:
+                        ours.append(client.bytes_per_s(LARGE_BYTES, in_flight, block_s) / 1e9)
+                    else:
+                        ceiling.append(raw.echo_for(block_s) / 1e9)
         del ours[0], ceiling[0]  # the warm-up
-        for via, rates in (("shoal", ours), ("sockets", ceiling)):
+        for name, rates in ((via, ours), (raw_via, ceiling)):
             yield Measured(
-                key={**key, "via": via}, metric="echo", unit="GB/s", direction="higher", samples=rates
+                key={**key, "via": name}, metric="echo", unit="GB/s", direction="higher", samples=rates
             )
-        fractions = [mine / raw for mine, raw in zip(ours, ceiling, strict=True)]
-        yield Measured(key=key, metric="fraction_of_sockets", unit="", direction="higher", samples=fractions)
-
-
-class _Client:
-    """Measures calls to the echo server, on the loop's thread."""
-
-    def __init__(self, loop: LoopThread, port: int, seed: int) -> None:
-        self._loop = loop
-        self._random = random.Random(seed)
-        self._places: dict[tuple[int, int], list[_Place]] = {}
-        self._peer = Peer(Address("127.0.0.1", port))
-        self._transport = loop.run(StreamTransport().__aenter__())
-
-    def close(self) -> None:
-        self._loop.run(self._transport.__aexit__(None, None, None))
-
-    def latencies_s(self, count: int) -> list[float]:
-        return self._loop.run(self._latencies_s(count))
-
-    def calls_per_s(self, in_flight: int, seconds: float) -> float:
-        return self._loop.run(self._rate(in_flight, seconds, SMALL_BYTES))
-
-    def echo_bytes_per_s(self, in_flight: int, seconds: float) -> float:
-        return 2 * LARGE_BYTES * self._loop.run(self._rate(in_flight, seconds, LARGE_BYTES))
-
-    async def _latencies_s(self, count: int) -> list[float]:
-        data = bytes(SMALL_BYTES)
-        latencies_s = []
-        for _ in range(count):
-            began_s = time.perf_counter()
-            await self._transport.call(
-                self._peer, "echo", None, (data,), deadline=Deadline.after(_DEADLINE_S)
-            )
-            latencies_s.append(time.perf_counter() - began_s)
-        return latencies_s
-
-    async def _rate(self, in_flight: int, seconds: float, size_bytes: int) -> float:
-        """Calls a second with so many in flight; large answers arrive in memory that is used again."""
-        places = self._places_of(in_flight, size_bytes)
-        num_done = 0
-        began_s = time.perf_counter()
-
-        async def keep_calling(place: _Place) -> None:
-            nonlocal num_done
-            while True:  # at least once, however short the block
-                place.reply = await self._transport.call(
-                    self._peer,
-                    "echo",
-                    None,
-                    place.outgoing,
-                    deadline=Deadline.after(_DEADLINE_S),
-                    into=place.into,
-                )
-                num_done += 1
-                if time.perf_counter() - began_s >= seconds:
-                    return
-
-        outcomes = await fanout(
-            [keep_calling(place) for place in places], Deadline.after(seconds + _DEADLINE_S)
+        yield Measured(
+            key=key,
+            metric=f"fraction_of_{raw_via.replace('-', '_')}",
+            unit="",
+            direction="higher",
+            samples=[mine / theirs for mine, theirs in zip(ours, ceiling, strict=True)],
         )
-        took_s = time.perf_counter() - began_s
-        for place, outcome in zip(places, outcomes, strict=True):
-            if isinstance(outcome, Exception):
-                raise outcome
-            if place.reply.buffers[0] != place.outgoing[0]:
-                raise AssertionError("an echo came back changed")
-        return num_done / took_s
 
-    def _places_of(self, in_flight: int, size_bytes: int) -> list[_Place]:
-        """What each call in flight sends and where its answer goes, made outside the measured time."""
-        if (in_flight, size_bytes) not in self._places:
-            self._places[in_flight, size_bytes] = [
-                _Place(
-                    (self._random.randbytes(size_bytes),),
-                    (bytearray(size_bytes),) if size_bytes == LARGE_BYTES else None,
-                )
-                for _ in range(in_flight)
-            ]
-        return self._places[in_flight, size_bytes]
+    def _virtual(self, tell: Tell) -> Iterator[Measured]:
+        num_peers, seconds = self._config.virtual_peers, self._config.virtual_s
+        for kind in ("stream", "datagram"):
+            tell(f"virtual time: {num_peers} peers under 'wan' for {seconds:g} s, {kind}s")
+            began_s = time.perf_counter()
+            world = run_world(num_peers, seconds=seconds, profile="wan", seed=self._seed, kind=kind)
+            took_s = time.perf_counter() - began_s
+            yield Measured(
+                key={"scenario": "virtual", "via": kind, "num_peers": num_peers, "seconds": seconds},
+                metric="virtual_calls_per_s",
+                unit="1/s",
+                direction="higher",
+                samples=[world.num_calls / took_s],
+            )
 
 
-class _Place(msgspec.Struct):
-    """One of the calls that are in flight at a time."""
+@contextlib.contextmanager
+def _opened(loop: LoopThread, transport: StreamTransport | Endpoint) -> Iterator[None]:
+    loop.run(transport.__aenter__())
+    try:
+        yield
+    finally:
+        loop.run(transport.__aexit__(None, None, None))
 
-    outgoing: tuple[bytes]
-    into: tuple[bytearray] | None
-    reply: Reply = msgspec.field(default_factory=Reply)
+
+@contextlib.contextmanager
+def _ceiling(via: str, in_flight: int) -> Iterator[_Ceiling]:
+    """A process that echoes over bare sockets, and its client."""
+    module, client = ("raw_sockets", RawClient) if via == "sockets" else ("raw_tls", RawTlsClient)
+    with child(f"shoal.bench.{module}:serve", {"size_bytes": LARGE_BYTES, "in_flight": in_flight}) as server:
+        ready = server.expect()
+        with contextlib.closing(client(ready["port"], LARGE_BYTES, in_flight)) as ceiling:
+            yield ceiling
+
+
+_NAMES = {
+    "shoal": "echo_gb_s",
+    "sockets": "raw_echo_gb_s",
+    "shoal-tls": "tls_echo_gb_s",
+    "tls-sockets": "raw_tls_echo_gb_s",
+    "fraction_of_sockets": "fraction_of_raw",
+    "fraction_of_tls_sockets": "fraction_of_raw_tls",
+}
+_PREFIXES = {"udp": "udp_", "stream": "stream_"}
 
 
 def summarize_transport(report: Report) -> dict[str, Any]:
-    """The RESULT line: medians over all starts; the bare names are those with 4 in flight."""
-    medians = {
-        (row.metric, row.key.get("via"), row.key.get("in_flight")): statistics.median(row.samples)
-        for row in report.rows
-        if row.starts
-    }
+    """The RESULT line: medians over all starts; names without a number are those with 4 in flight."""
     result: dict[str, Any] = {}
-    for (metric, via, in_flight), value in medians.items():
-        if metric == "calls_per_s":
-            result["calls_per_s"] = round(value)
-        elif metric == "latency":
-            result["p50_us"] = round(value * 1e6, 1)
+    for row in report.rows:
+        if not row.starts:
+            continue
+        value = statistics.median(row.samples)
+        via, in_flight = str(row.key.get("via")), row.key.get("in_flight")
+        if row.metric.endswith("calls_per_s"):
+            result[_PREFIXES.get(via, "") + row.metric] = round(value)
+        elif row.metric == "latency":
+            result[_PREFIXES.get(via, "") + "p50_us"] = round(value * 1e6, 1)
         else:
-            name = {"shoal": "echo_gb_s", "sockets": "raw_echo_gb_s"}.get(str(via), "fraction_of_raw")
-            if in_flight == _MAIN_IN_FLIGHT:
-                result[name] = round(value, 3)
-            else:
-                result[f"{name}_{in_flight}_in_flight"] = round(value, 3)
+            name = _NAMES[via if row.metric == "echo" else row.metric]
+            suffix = "" if in_flight == _MAIN_IN_FLIGHT else f"_{in_flight}_in_flight"
+            result[name + suffix] = round(value, 3)
     failed = sum(row.error is not None for row in report.rows)
     return {**result, "failed": failed} if failed else result

@@ -1,19 +1,25 @@
-"""A world in virtual time: many peers that call each other under a network's profile, in one process."""
+"""`shoal bench virtual`: peers that call each other under a profile, in one process and in a time of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import hashlib
 import random
+import statistics
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from shoal.bench.frame import Measured, RowKey, Tell
+
 from shoal.core import Address, Deadline, Peer, Scope, ShoalError, UsageError
 from shoal.core.virtual import run_virtual
+from shoal.report import Report
 from shoal.transport.limits import Limits
 from shoal.transport.memory_network import MemoryHost, MemoryNetwork
 from shoal.transport.messages import Head, Reply
@@ -55,19 +61,69 @@ def run_world(
             next_step=f"give two peers or more, and one of {', '.join(KINDS)}.",
         )
     world = _World(num_peers, kind, seed)
-    with _rare_collections():
-        return run_virtual(world.run(calls_per_s, round(seconds), profile))
+    return run_virtual(world.run(calls_per_s, round(seconds), profile))
 
 
-@contextlib.contextmanager
-def _rare_collections() -> Iterator[None]:
-    """A world is millions of objects that live to its end; looking through them took 40 % of the time."""
-    usual = gc.get_threshold()
-    gc.set_threshold(200_000, 100, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*usual)
+class VirtualConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The world that is simulated."""
+
+    num_peers: int = 200
+    calls_per_s: int = 3
+    """Of each peer."""
+    seconds: float = 600.0
+    """Simulated."""
+    profile: str = "wan"
+    """A preset's name or a file."""
+    kind: str = "datagram"
+
+
+class VirtualScenario:
+    """One start: one world."""
+
+    def __init__(self, config: Mapping[str, Any], seed: int) -> None:
+        self._config = msgspec.convert(dict(config), VirtualConfig)
+        self._seed = seed
+
+    def run(self, tell: Tell) -> Iterator[Measured]:
+        """Let it run, and tell how fast it was and what happened in it."""
+        config = self._config
+        tell(f"{config.num_peers} peers under {config.profile!r} for {config.seconds:g} s, {config.kind}s")
+        began_s, began_cpu_s = time.perf_counter(), time.process_time()
+        world = run_world(**msgspec.structs.asdict(config), seed=self._seed)
+        took_s, took_cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
+        key: RowKey = {"scenario": "virtual", "via": config.kind, "num_peers": config.num_peers}
+        for metric, unit, value in (("wall_time", "s", took_s), ("cpu_time", "s", took_cpu_s)):
+            yield Measured(key=key, metric=metric, unit=unit, direction="lower", samples=[value])
+        yield Measured(
+            key=key,
+            metric="virtual_calls_per_s",
+            unit="1/s",
+            direction="higher",
+            samples=[world.num_calls / took_s],
+        )
+        yield Measured(
+            key={**key, "num_calls": world.num_calls, "seed": self._seed, "digest": world.digest},
+            metric="failed_calls",
+            unit="",
+            direction="lower",
+            samples=[float(world.num_failed)],
+        )
+
+
+def summarize_virtual(report: Report) -> dict[str, Any]:
+    """The RESULT line: medians over all starts, and what happened in each world."""
+    result: dict[str, Any] = {}
+    worlds = []
+    for row in report.rows:
+        if row.metric == "failed_calls":
+            worlds.append({name: row.key[name] for name in ("seed", "num_calls", "digest")})
+            result["failed_calls"] = result.get("failed_calls", 0) + int(sum(row.samples))
+        elif row.starts:
+            digits = 0 if row.unit == "1/s" else 2
+            name = f"{row.metric}_s" if row.unit == "s" else row.metric
+            result[name] = round(statistics.median(row.samples), digits)
+    failed = sum(row.error is not None for row in report.rows)
+    return {**result, "worlds": worlds, **({"failed": failed} if failed else {})}
 
 
 class _World:

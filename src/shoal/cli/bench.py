@@ -59,7 +59,7 @@ def transport(
     report: ReportFile = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Echoes between two processes: 100 bytes and 8 MiB, beside plain sockets."""
+    """Echoes between two processes, by streams, TLS and sealed datagrams, beside bare sockets."""
     from shoal.bench.transport import SHORT, TransportConfig, summarize_transport
 
     config = SHORT if short else TransportConfig()
@@ -69,6 +69,27 @@ def transport(
         starts if starts is not None else 1 if short else NUM_STARTS, seed, ("shoal", *(context.obj or ()))
     )
     run_and_tell("transport", config, settings, summarize_transport, Outputs(report, json_file), against)
+
+
+@app.command()
+def virtual(
+    context: typer.Context,
+    peers: Annotated[int, typer.Option(min=2, help="Peers in the world.")] = 200,
+    calls_per_s: Annotated[int, typer.Option(min=1, help="Calls of each peer in a simulated second.")] = 3,
+    seconds: Annotated[float, typer.Option(min=1.0, help="Simulated seconds.")] = 600.0,
+    profile: Annotated[str, typer.Option(help="The network: a preset's name or a TOML file.")] = "wan",
+    kind: Annotated[str, typer.Option(help="How they call: datagram or stream.")] = "datagram",
+    starts: Annotated[int, typer.Option(help="Worlds, each in a process of its own.")] = 1,
+    seed: Seed = 0,
+    report: ReportFile = None,
+    json_file: JsonFile = None,
+) -> None:
+    """A world of peers in virtual time; the same seed gives the same digest of all that happened."""
+    from shoal.bench.virtual import VirtualConfig, summarize_virtual
+
+    config = VirtualConfig(peers, calls_per_s, seconds, profile, kind)
+    settings = RunSettings(starts, seed, ("shoal", *(context.obj or ())))
+    run_and_tell("virtual", config, settings, summarize_virtual, Outputs(report, json_file))
 
 
 class Outputs(msgspec.Struct, frozen=True):

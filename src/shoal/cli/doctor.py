@@ -1,13 +1,14 @@
-"""`shoal doctor`: is this machine fit to run a peer, and what to change where it is not.
+"""`shoal doctor`: is this machine fit to run a peer, can it reach others and be reached, and what to change.
 
-0 nothing failed (warnings are allowed), 1 a check failed.
+0 nothing failed (warnings are allowed), 1 a check failed, or a link could not be measured.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -15,48 +16,232 @@ import typer
 from shoal import __version__
 from shoal.bench.findings import Finding, run_checks
 from shoal.bench.health import CHECKS
+from shoal.core.errors import UsageError
+from shoal.core.ids import Address
 from shoal.report.storage import write_atomically
-from shoal.report.tables import Column, Line, Table, emit, result_line, show
+from shoal.report.tables import WIDTH, Column, Line, Table, emit, result_line, show, wrap
+
+if TYPE_CHECKING:
+    from shoal.bench.joining import Member
+    from shoal.bench.recording import Link
 
 _STYLES = {"warn": "yellow", "fail": "bold red"}
+_JOIN_LIMIT_S = 20.0  # the steps have limits of their own, 15 s in all
+_MAX_LINES = 1000  # of callers that are remembered, so that each is told of once
+DEFAULT_PROFILE = Path("recorded.toml")
 
 
 def doctor(
+    peers: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PEER", help="With --record: HOST:PORT of each.", show_default=False),
+    ] = None,
+    join: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Call that peer, have it call back, and explain what fails."),
+    ] = None,
+    serve: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Be a peer that others can --join, until Ctrl-C."),
+    ] = None,
+    record: Annotated[
+        bool, typer.Option("--record", help="Measure the links to the PEERs and write a profile of them.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="With --record: the profile.",
+            show_default=str(DEFAULT_PROFILE),
+        ),
+    ] = None,
+    secret_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The swarm's secret; SHOAL_SECRET where it is not given."),
+    ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="With --join: where this side is to be dialed back."),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen beyond this machine without a secret.")
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the findings as JSON; - is stdout.")
     ] = None,
 ) -> None:
     """Look at this machine: what is installed, what it allows, and how fast its parts are.
 
-    Exits 1 if something keeps Shoal from working; warnings are advice. Takes about two seconds.
+    With --join, at the ways to a running peer and back: firewall, addresses, secret, versions, clocks.
+    Exits 1 if something keeps Shoal from working; warnings are advice. Takes two seconds, --join 15 at most.
     """
-    findings = run_checks(CHECKS)
+    _check_usage(
+        peers, join=join, serve=serve, record=record, listen=listen, output=output, json_file=json_file
+    )
+    if join is not None:
+        where = Address.parse(listen) if listen is not None else None
+        _join(Address.parse(join), _member(secret_file, is_insecure=insecure), where, json_file)
+    elif serve is not None:
+        _serve(Address.parse(serve), _member(secret_file, is_insecure=insecure))
+    elif record:
+        member = _member(secret_file, is_insecure=insecure)
+        _record([Address.parse(peer) for peer in peers or ()], member, output or DEFAULT_PROFILE, json_file)
+    else:
+        findings = run_checks(CHECKS)
+        _tell(findings, _summary(findings), {}, json_file)
+
+
+def _check_usage(
+    peers: list[str] | None, *, join: str | None, serve: str | None, record: bool, **others: Any
+) -> None:
+    modes = [name for name, is_on in (("--join", join), ("--serve", serve), ("--record", record)) if is_on]
+    if len(modes) > 1:
+        raise UsageError(f"{' and '.join(modes)} cannot be had at once.", next_step="give one of them.")
+    if peers and not record:
+        raise UsageError(
+            f"{' '.join(peers)}: what is to be done with it?",
+            next_step=f"--join {peers[0]} to see whether it can be reached, --record to measure the link.",
+        )
+    if record and not peers:
+        raise UsageError(
+            "--record needs peers to measure.", next_step="shoal doctor --record HOST:PORT [HOST:PORT]..."
+        )
+    for name, needs, is_met in (
+        ("listen", "--join", join is not None),
+        ("output", "--record", record),
+        ("json_file", "something other than --serve", serve is None),
+    ):
+        if others[name] is not None and not is_met:
+            option = "--json" if name == "json_file" else f"--{name}"
+            raise UsageError(f"{option} goes with {needs}.", next_step="see: shoal doctor --help")
+
+
+def _member(secret_file: Path | None, *, is_insecure: bool) -> Member:
+    from shoal.bench.joining import Member
+    from shoal.core.identity import Identity, default_identity_path
+    from shoal.transport.membership import Membership
+    from shoal.transport.secret import SwarmSecret
+
+    secret = SwarmSecret.load(secret_file) if secret_file is not None else SwarmSecret.from_environment()
+    identity = Identity.load_or_create(default_identity_path())
+    membership = None if secret is None else Membership(identity, secret)
+    return Member(identity.peer_id, membership, is_insecure)
+
+
+# --- the verbs ---
+
+
+def _join(target: Address, member: Member, listen: Address | None, json_file: Path | None) -> None:
+    from shoal.bench.advice import explain, summarize
+    from shoal.bench.joining import join
+    from shoal.bench.progress import show_progress
+    from shoal.core import Deadline, LoopThread
+
+    with LoopThread() as loop, show_progress(f"doctor --join {target}") as tell:
+        tell("calling it, and having it call back")
+        facts = loop.run(join(target, member, listen), Deadline.after(_JOIN_LIMIT_S))
+    findings = explain(facts)
+    result: dict[str, object] = {
+        "peer_id": facts.about.peer_id if facts.about else None,
+        "seen_as": facts.seen_as.host if facts.seen_as else None,
+    }
+    _tell(findings, summarize(facts, findings), result, json_file)
+
+
+def _serve(address: Address, member: Member) -> None:
+    from shoal.bench.facts import is_wildcard
+    from shoal.bench.joining import serve
+    from shoal.core import LoopThread
+
+    told: dict[str, None] = {}
+
+    def on_ready(listens: Address) -> None:
+        protected = "with a swarm secret" if member.membership else "without a secret"
+        _say(f"Listening on {listens}, TCP and UDP, as peer {member.peer_id}, {protected}.")
+        where = f"THIS-MACHINE:{listens.port}" if is_wildcard(listens.host) else str(listens)
+        secret = " --secret-file FILE" if member.membership else ""
+        _say(f"From the other side: shoal doctor --join {where}{secret}")
+        _say("Ctrl-C ends it.")
+
+    def on_caller(line: str) -> None:
+        if line not in told and len(told) < _MAX_LINES:
+            told[line] = None
+            _say(line)
+
+    with LoopThread() as loop:
+        try:
+            loop.run(serve(address, member, on_ready=on_ready, on_caller=on_caller))
+        except KeyboardInterrupt:
+            _say("")
+    emit(result_line({"num_lines": len(told)}), sys.stdout)
+
+
+def _say(line: str) -> None:
+    emit(line, sys.stdout)
+    sys.stdout.flush()  # somebody may be waiting for it in a pipe
+
+
+def _record(peers: list[Address], member: Member, output: Path, json_file: Path | None) -> None:
+    from shoal.bench.progress import show_progress
+    from shoal.bench.recording import record, to_profile
+    from shoal.core import SYSTEM_CLOCK, LoopThread
+
+    with LoopThread() as loop, show_progress("doctor --record") as tell:
+        links = loop.run(record(peers, member, tell=tell))
+    failed = [str(link.peer) for link in links if link.error]
+    out = sys.stderr if str(json_file) == "-" else sys.stdout
+    show([_links_table(links)], out)
+    path = None
+    if len(failed) < len(links):
+        profile = to_profile(links, SYSTEM_CLOCK.wall_s())
+        path = write_atomically(output, profile.to_toml().encode())
+        emit(f"Profile: {path}", out)
+    result: dict[str, object] = {
+        "profile": None if path is None else str(path),
+        "num_links": len(links) - len(failed),
+        "failed": failed,
+        "exit_code": 1 if failed else 0,
+    }
+    _write_json({"shoal": __version__, "links": links, "result": result}, json_file)
+    emit(result_line(result), out)
+    if failed:
+        raise typer.Exit(1)
+
+
+# --- showing ---
+
+
+def _tell(findings: list[Finding], summary: str, more: dict[str, object], json_file: Path | None) -> None:
     names = {
         status: [finding.name for finding in findings if finding.status == status]
         for status in ("ok", "warn", "fail")
     }
-    summary = _summary(names["warn"], names["fail"])
     exit_code = 1 if names["fail"] else 0
     result: dict[str, object] = {
         "num_ok": len(names["ok"]),
         "warned": names["warn"],
         "failed": names["fail"],
+        **more,
         "exit_code": exit_code,
     }
-    to_stdout = json_file is not None and str(json_file) == "-"
-    out = sys.stderr if to_stdout else sys.stdout
-
-    show([_table(findings), summary], out)
-    if json_file is not None:
-        document = {"shoal": __version__, "summary": summary, "checks": findings, "result": result}
-        encoded = msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
-        if to_stdout:
-            emit(encoded.decode().rstrip(), sys.stdout)
-        else:
-            emit(f"Wrote {write_atomically(json_file, encoded)}", out)
+    out = sys.stderr if str(json_file) == "-" else sys.stdout
+    show([_table(findings), *wrap(summary, WIDTH)], out)
+    _write_json({"shoal": __version__, "summary": summary, "checks": findings, "result": result}, json_file)
     emit(result_line(result), out)
     if exit_code:
         raise typer.Exit(exit_code)
+
+
+def _write_json(document: dict[str, object], json_file: Path | None) -> None:
+    if json_file is None:
+        return
+    encoded = msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
+    if str(json_file) == "-":
+        emit(encoded.decode().rstrip(), sys.stdout)
+    else:
+        emit(f"Wrote {write_atomically(json_file, encoded)}", sys.stdout)
 
 
 def _table(findings: list[Finding]) -> Table:
@@ -71,7 +256,40 @@ def _table(findings: list[Finding]) -> Table:
     return table
 
 
-def _summary(warned: list[str], failed: list[str]) -> str:
+def _links_table(links: list[Link]) -> Table:
+    table = Table(
+        "",
+        (
+            Column("peer", "left"),
+            Column("one way p50"),
+            Column("p95"),
+            Column("loss"),
+            Column("Mbit/s up"),
+            Column("down"),
+            Column("calls over", "left"),
+        ),
+    )
+    for index, link in enumerate(links):
+        if link.error:
+            table.rows.append((str(link.peer), *("-" * 5), "failed"))
+            table.notes[index] = (f"{link.error} Next: {link.next_step}", _STYLES["fail"])
+            continue
+        p50_ms, p95_ms = (
+            statistics.median(link.delays_ms),
+            sorted(link.delays_ms)[int(0.95 * len(link.delays_ms))],
+        )
+        loss = "-" if link.loss is None else f"{link.loss:.2%}"
+        speeds = ("-" if speed is None else f"{speed:,g}" for speed in (link.up_mbit_s, link.down_mbit_s))
+        table.rows.append(
+            (str(link.peer), f"{p50_ms:.3g} ms", f"{p95_ms:.3g} ms", loss, *speeds, link.way.upper())
+        )
+    return table
+
+
+def _summary(findings: list[Finding]) -> str:
+    warned, failed = (
+        [finding.name for finding in findings if finding.status == status] for status in ("warn", "fail")
+    )
     if failed:
         return f"Shoal cannot work here yet: see {', '.join(failed)}." + (
             f" Advice on {', '.join(warned)}." if warned else ""

@@ -8,11 +8,13 @@ and are refused.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import heapq
 import math
 import selectors
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextvars import Context
 from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
@@ -26,6 +28,8 @@ _MAX_TURNS = 1_000_000  # at one moment: something yields again and again and wa
 _MANY_CANCELLED = 100
 _MAX_NAMES = 8
 _MAX_LAST_ROUNDS = 100
+_YOUNG_OBJECTS = 200_000
+_NEVER = 1_000_000
 
 
 class VirtualClock:
@@ -225,13 +229,25 @@ def run_virtual(main: Coroutine[Any, Any, T], *, limit_s: float | None = None) -
     loop = VirtualLoop(limit_s=math.inf if limit_s is None else limit_s)
     try:
         task = loop.create_task(main, name="main")
-        try:
-            return loop.run_until_complete(task)
-        finally:
-            loop.limit_s = math.inf
-            _end(loop)
+        with _rare_collections():
+            try:
+                return loop.run_until_complete(task)
+            finally:
+                loop.limit_s = math.inf
+                _end(loop)
     finally:
         loop.close()
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """A world is millions of objects that live to its end: look for garbage among the new ones only."""
+    usual = gc.get_threshold()
+    gc.set_threshold(_YOUNG_OBJECTS, _NEVER, _NEVER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
 
 
 def _is_loop_running() -> bool:

@@ -11,6 +11,7 @@ from shoal.core import (
     PeerLost,
     ShoalError,
 )
+from shoal.core.futures import settle
 from shoal.transport.frames import encode
 from shoal.transport.limits import Limits
 from shoal.transport.memory import BufferPool
@@ -23,7 +24,7 @@ from shoal.transport.packets import (
 from shoal.transport.pending import PendingCall, State
 from shoal.transport.ports import Hub
 from shoal.transport.sealing import BareSeal
-from shoal.transport.sessions import MIN_CALLER_CONTENT_BYTES, RoundTrips, Session, settle
+from shoal.transport.sessions import MIN_CALLER_CONTENT_BYTES, RoundTrips, Session
 from shoal.transport.waiting import Alarms, Line
 
 if TYPE_CHECKING:

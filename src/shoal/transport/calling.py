@@ -19,6 +19,7 @@ from shoal.core import (
     ProtocolError,
     ShoalError,
 )
+from shoal.core.futures import settle
 from shoal.transport.errors import from_wire
 from shoal.transport.frames import (
     INLINE_BYTES,
@@ -165,8 +166,8 @@ class Calling:
             self._connection.outbox.resend(call_id, call.views)
         else:
             self._connection.outbox.grant(call_id)
-        if call.is_granted is not None:
-            self._connection.outbox.when_sent(call_id, lambda: _set(call.is_granted))
+        if (is_granted := call.is_granted) is not None:
+            self._connection.outbox.when_sent(call_id, lambda: settle(is_granted, None))
 
     def channel_of(self, call_id: int) -> StreamChannel | None:
         """The channel that this call opened, while it lasts."""
@@ -250,6 +251,8 @@ class Calling:
             call.answer.exception()  # a channel's owner may not have asked for it
         if self._waiting:
             self._free_place()
+        elif not self._pending:
+            self._connection.rest()
 
     def _end_one_way(self, call: PendingCall, answer: asyncio.Future[Reply]) -> None:
         error = None if answer.cancelled() else answer.exception()
@@ -321,10 +324,4 @@ class Calling:
 
 def _settle(call: PendingCall, reply: Reply) -> None:
     call.is_settled = True
-    if not call.answer.done():
-        call.answer.set_result(reply)
-
-
-def _set(future: asyncio.Future[None] | None) -> None:
-    if future is not None and not future.done():
-        future.set_result(None)
+    settle(call.answer, reply)

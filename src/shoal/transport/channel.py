@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shoal.core import ProtocolError, UsageError
+from shoal.core.futures import settle
 from shoal.transport.frames import (
     INLINE_BYTES,
     UNREADABLE,
@@ -79,7 +80,7 @@ class StreamChannel:
             outbox.send_message(Kind.ITEM, self._call_id, head, views, None)
             left: asyncio.Future[None] = self._connection.loop.create_future()
             # small items wait too while the socket is full: a peer may open its window and yet not read
-            outbox.when_sent(self._call_id, lambda: _set(left))
+            outbox.when_sent(self._call_id, lambda: settle(left, None))
             try:
                 await left
             except asyncio.CancelledError:
@@ -183,8 +184,3 @@ def _payload(head: MessageHead) -> Any:
         return decode_payload(head.payload)
     except UNREADABLE as error:
         raise ProtocolError(f"A channel's item cannot be read: {error}.") from error
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

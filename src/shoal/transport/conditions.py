@@ -21,6 +21,9 @@ from shoal.transport.profiles import Profile, Way
 _NOBODY: tuple[str | None, ...] = ()
 
 
+_ANY = Address("any", 0)
+
+
 class Timers(Protocol):
     """The part of an event loop that a script needs."""
 
@@ -53,6 +56,8 @@ class Conditions:
         if script is not None:
             script.check_names(self.profile.places)
             self._schedule = Schedule(script, seed)
+        # where all ways are alike, it need not be looked for again for each of a simulation's links
+        self._only_way = None if self.profile.ways.between else self.profile.way_between(_ANY, _ANY)
         self._links: dict[tuple[Address | None, Address | None, str], WayLink] = {}
         self._up: dict[Address, UpLine | None] = {}
         self._down: dict[Address, DownLine | None] = {}
@@ -188,7 +193,9 @@ class Conditions:
         if link is None:
             up = self._up_line(source) if source and part != "arriving" else None
             down = self._down_line(target) if target and part != "leaving" else None
-            way = self.profile.way_between(source, target) if source and target else Way()
+            way = Way()
+            if source and target:
+                way = self._only_way or self.profile.way_between(source, target)
             if source == target:  # a peer reaches itself through no network
                 up, down, way = None, None, Way()
             draws = Draws(self.seed, "link", str(source), str(target))

@@ -80,6 +80,9 @@ class Host(Protocol):
     def watch(self, connection: Connection) -> None:
         """Something is expected: call `check` about once a second, until it says that nothing is."""
 
+    def unwatch(self, connection: Connection) -> None:
+        """Nothing is expected any more."""
+
     def on_lost(self, connection: Connection) -> None:
         """The connection is over."""
 
@@ -108,7 +111,6 @@ class Connection(asyncio.BufferedProtocol):
         self.is_dialer = is_dialer
         self.loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self.loop.create_future()
-        self.ready.add_done_callback(_retrieve)
         self.used_at_s = self.loop.time()
         self.received_bytes = 0
         self.is_usable = False
@@ -153,7 +155,7 @@ class Connection(asyncio.BufferedProtocol):
             self.check_access()
         peer_id = self.host.peer_id.digest if self.host.peer_id else b""
         hello = HelloHead(__version__, peer_id, self.limits.max_calls, self.limits.max_message_bytes)
-        self.send(Kind.HELLO, 0, encode(hello))
+        self._send_now(Kind.HELLO, encode(hello))
         self.watch()
 
     def _identify(self, transport: asyncio.Transport) -> None:
@@ -183,8 +185,6 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Bytes have come."""
         self.received_bytes += nbytes
-        if not self.is_watched:
-            self.watch()
         is_held_back = self.outbox.hold_back()  # answers that are ready leave together, at the end of this
         try:
             self._decoder.buffer_updated(nbytes)
@@ -194,6 +194,8 @@ class Connection(asyncio.BufferedProtocol):
             self.outbox.let_go()
         else:
             self.outbox.flush_small()
+        if not self.is_watched and not self._is_quiet:
+            self.watch()
         if self.outbox.waiting_bytes > self.max_waiting_bytes:
             self._cut_off(LimitExceeded("It asks on and on, and does not read the answers."))
 
@@ -224,6 +226,7 @@ class Connection(asyncio.BufferedProtocol):
         self.is_usable = False
         if not self.ready.done():
             self.ready.set_exception(self._reason)
+            self.ready.exception()  # nobody may be waiting for an accepted connection: that is no error
         self.calling.fail_all(self.error_for)
         self.serving.abandon_all()
         self.arrivals.clear()
@@ -288,6 +291,13 @@ class Connection(asyncio.BufferedProtocol):
         if not self._is_over:
             self.outbox.send_frame(kind, call_id, head)
 
+    def _send_now(self, kind: Kind, head: bytes) -> None:
+        """Send a frame that belongs to no call, without waiting for the end of this turn of the loop."""
+        is_held_back = self.outbox.hold_back()
+        self.send(kind, 0, head)
+        if is_held_back:
+            self.outbox.let_go()
+
     @property
     def _is_over(self) -> bool:
         return self._state is _State.CLOSED or self._state is _State.CLOSING
@@ -296,6 +306,24 @@ class Connection(asyncio.BufferedProtocol):
         """Have it looked after until it is quiet again."""
         self.is_watched = True
         self.host.watch(self)
+
+    def rest(self) -> None:
+        """Something has ended: unless more is expected, nobody needs to look after it."""
+        if self.is_watched and self._is_quiet:
+            self.is_watched = False
+            self._watch.rest()
+            self.host.unwatch(self)
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Whether nothing is expected of the other side."""
+        return not (
+            self._state is not _State.READY
+            or self.calling.num_open
+            or self.serving.num_open
+            or self._decoder.is_inside_frame
+            or self.outbox.is_paused
+        )
 
     def forget(self, call_id: int) -> None:
         """Neither send nor receive more of a call's buffers; its memory is the owner's again."""
@@ -348,7 +376,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._state = _State.LEAVING
         self.is_usable = False
-        self.send(Kind.GOODBYE, 0, encode(GoodbyeHead(code, reason, self.serving.last_call_id)))
+        self._send_now(Kind.GOODBYE, encode(GoodbyeHead(code, reason, self.serving.last_call_id)))
         self.close_when_done()
 
     def close_when_done(self) -> None:
@@ -381,14 +409,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def check(self, now_s: float) -> bool:
         """Cut off a peer that stalls, leave one that is not needed; True when nothing is expected of it."""
-        transport = self._transport
-        if (
-            self._state is not _State.READY
-            or transport is None
-            or self.num_open
-            or self._decoder.is_inside_frame
-            or transport.get_write_buffer_size()
-        ):
+        if not self._is_quiet:
             self._look(now_s)
             return False
         self._watch.rest()
@@ -523,12 +544,6 @@ class Connection(asyncio.BufferedProtocol):
             self._state = _State.LEAVING
             self.is_usable = False
             self.close_when_done()
-
-
-def _retrieve(future: asyncio.Future[None]) -> None:
-    """Nobody may be waiting for an accepted connection: that is no error."""
-    if not future.cancelled():
-        future.exception()
 
 
 _BY_KIND: dict[Kind, Callable[[Connection, int, Any, memoryview], None]] = {

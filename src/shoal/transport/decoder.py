@@ -21,7 +21,8 @@ from shoal.transport.frames import (
     Kind,
 )
 
-_STRANGER_BYTES = 4 << 10  # scratch, and the largest head, for whoever has not said hello yet
+_FIRST_BYTES = 512  # scratch, until more comes at once
+_STRANGER_BYTES = 4 << 10  # most of it, and the largest head, for whoever has not said hello yet
 _SCRATCH_BYTES = 128 << 10
 _GROWTH = 4
 _DIRECT_FROM_BYTES = 16 << 10  # a smaller target is filled by a copy: cheaper than a read of its own
@@ -59,8 +60,9 @@ class FrameDecoder:
         self._sink = sink
         self._friends_head_bytes = max_head_bytes
         self._max_head_bytes = _STRANGER_BYTES
-        self._usual_bytes = self._most_bytes = _STRANGER_BYTES
-        self._scratch = memoryview(bytearray(_STRANGER_BYTES))
+        self._usual_bytes = _FIRST_BYTES
+        self._most_bytes = _STRANGER_BYTES
+        self._scratch = memoryview(bytearray(_FIRST_BYTES))
         self._filled = 0
         self._call_id = 0
         self._chunk_left = 0

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from shoal.core import Address, LoopThread, PeerId, UsageError
+from shoal.transport import introductions
 from shoal.transport.datagrams import DatagramTransport
 from shoal.transport.limits import Limits
 from shoal.transport.membership import Membership
@@ -20,7 +21,10 @@ _ATTEMPTS = 20  # a port that is free for datagrams may be taken for streams
 
 
 class Endpoint:
-    """A peer's transports, opened and closed together: `datagrams` for small calls, `streams` for others."""
+    """A peer's transports, opened and closed together: `datagrams` for small calls, `streams` for others.
+
+    It answers the methods of `introductions` by itself.
+    """
 
     def __init__(
         self,
@@ -57,6 +61,7 @@ class Endpoint:
         self.addresses: list[Address] = []
         """Where it listens."""
         self._closing = contextlib.AsyncExitStack()
+        introductions.answer(self)
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as closing:

@@ -84,7 +84,8 @@ class Outbox:
         self._bodies: dict[int, OutgoingBody] = {}
         self._sent: list[Callable[[], None]] = []
         self._is_scheduled = False
-        self._is_paused = False
+        self.is_paused = False
+        """Whether the socket holds bytes of ours."""
         self._is_closed = False
         self._paused_at_s = 0.0
         self._last_chunk_bytes = 0
@@ -157,7 +158,7 @@ class Outbox:
         """Call `on_sent` once nothing of this call's body is left here."""
         if body := self._bodies.get(call_id):
             body.on_sent = on_sent
-        elif self._is_paused:
+        elif self.is_paused:
             self._sent.append(on_sent)
         else:
             on_sent()
@@ -170,13 +171,13 @@ class Outbox:
 
     def pause(self) -> None:
         """The socket holds bytes of ours."""
-        self._is_paused = True
+        self.is_paused = True
         self._is_scheduled = False  # from now on what waits is counted
         self._paused_at_s = self._loop.time()
 
     def resume(self) -> None:
         """The socket has passed everything on."""
-        self._is_paused = False
+        self.is_paused = False
         self.waiting_bytes = 0
         self._adapt_chunk(self._loop.time() - self._paused_at_s)
         self._flush()
@@ -201,7 +202,7 @@ class Outbox:
 
     def _schedule(self, small_bytes: int = 0) -> None:
         """Have everything sent in this turn of the loop; while the socket is full, count what waits."""
-        if self._is_paused:
+        if self.is_paused:
             self.waiting_bytes += small_bytes + _FRAME_BYTES
         elif not self._is_scheduled and not self._is_closed:
             self._is_scheduled = True
@@ -209,24 +210,24 @@ class Outbox:
 
     def _flush(self) -> None:
         self._is_scheduled = False
-        if self._is_paused or self._is_closed:
+        if self.is_paused or self._is_closed:
             return
         self.flush_small()
         turn_bytes = 0
         # one chunk leaves even when small frames alone fill the socket: they might do so forever
-        while (turn_bytes == 0 or not self._is_paused) and (body := self._next_body()) is not None:
+        while (turn_bytes == 0 or not self.is_paused) and (body := self._next_body()) is not None:
             if turn_bytes >= _TURN_BYTES:
                 self._schedule()
                 break
             turn_bytes += self._send_chunk(body)
-            if not self._is_paused:
+            if not self.is_paused:
                 self._adapt_chunk(0.0)
-        if self._sent and not self._is_paused:
+        if self._sent and not self.is_paused:
             self._tell_sent()
 
     def hold_back(self) -> bool:
         """Have what is sent from here on wait for `let_go`; False when it waits for a turn already."""
-        if self._is_scheduled or self._is_paused or self._is_closed:
+        if self._is_scheduled or self.is_paused or self._is_closed:
             return False
         self._is_scheduled = True
         return True
@@ -240,7 +241,7 @@ class Outbox:
 
     def flush_small(self) -> None:
         """Hand small frames to the socket now, if it takes any."""
-        if self._small and not self._is_paused and not self._is_closed:
+        if self._small and not self.is_paused and not self._is_closed:
             self._write_small()
 
     def _write_small(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shoal.core import DeadlineExceeded, Peer, ProtocolError, ShoalError
+from shoal.core.futures import settle
 from shoal.transport.contents import check_sizes, copy_in, fill_all
 from shoal.transport.errors import from_wire
 from shoal.transport.frames import UNREADABLE, ErrorHead, decode_payload
@@ -24,7 +25,6 @@ from shoal.transport.packets import (
 )
 from shoal.transport.payloads import fitting_views
 from shoal.transport.pending import PendingCall, State
-from shoal.transport.sessions import settle
 
 if TYPE_CHECKING:
     from shoal.transport.asking import Asker

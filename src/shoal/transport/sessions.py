@@ -6,7 +6,6 @@ other have two.
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -187,9 +186,3 @@ class Session:
 
 MIN_CALLER_CONTENT_BYTES = 64 - HEADER_BYTES - TAG_BYTES
 """A caller's packets are padded to 64 bytes, so that nothing a stranger is answered is larger."""
-
-
-def settle(future: asyncio.Future[Any], error: Exception) -> None:
-    """Have whoever waits for the future raise, unless it has been told before."""
-    if not future.done():
-        future.set_exception(error)

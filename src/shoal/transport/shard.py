@@ -167,7 +167,7 @@ class Shard:
             for connection in tuple(self._watched):
                 try:
                     if connection.check(now_s):
-                        del self._watched[connection]
+                        self._watched.pop(connection, None)
                 except Exception:
                     log.exception("looking after %s failed", connection.peer)
                     connection.abort()
@@ -177,6 +177,10 @@ class Shard:
     def watch(self, connection: Connection) -> None:
         """Something is expected of the connection: look after it until it is quiet again."""
         self._watched[connection] = None
+
+    def unwatch(self, connection: Connection) -> None:
+        """Nothing is expected any more."""
+        self._watched.pop(connection, None)
 
     def on_lost(self, connection: Connection) -> None:
         """The connection is over."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import ssl
@@ -21,6 +22,7 @@ from shoal.core import (
     ShoalError,
     UsageError,
 )
+from shoal.core.futures import settle
 from shoal.transport.budget import ByteBudget
 from shoal.transport.calling import ConnectionRetired
 from shoal.transport.channel import StreamChannel
@@ -85,7 +87,7 @@ class StreamTransport:
         self._shards: list[Shard] = []
         self._dialed: dict[Peer, Connection] = {}
         self._dialed_as: dict[Connection, Peer] = {}  # under which name: a peer's id may be known only later
-        self._dialing: dict[Peer, asyncio.Task[Connection | ShoalError]] = {}
+        self._dialing: dict[Peer, list[asyncio.Future[Connection]]] = {}  # who waits for which peer
         self._next_shard = 0
         self._is_open = False
         self.home_loop: asyncio.AbstractEventLoop | None = None
@@ -262,24 +264,35 @@ class StreamTransport:
         connection = self._dialed.get(peer)
         if connection is not None and connection.is_usable:
             return connection
-        dialing = self._dialing.get(peer)
-        if dialing is None:
-            dialing = self._shards[0].scope.start(self._dial(peer), name=f"dial {peer}")
-            self._dialing[peer] = dialing
-            dialing.add_done_callback(lambda _: self._dialing.pop(peer, None))
+        waiter: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
+        waiters = self._dialing.get(peer)
+        if waiters is None:
+            waiters = self._dialing[peer] = []
+            try:
+                dialing = self._shards[0].scope.start(self._dial(peer), name=f"dial {peer}")
+            except UsageError:  # closing
+                del self._dialing[peer]
+                raise
+            dialing.add_done_callback(functools.partial(self._on_dialed, peer))
+        waiters.append(waiter)
+        timer = None
+        if not math.isinf(deadline.at_s):
+            timer = waiter.get_loop().call_later(deadline.remaining_s, settle, waiter, no_answer(peer))
         try:
-            async with asyncio.timeout(None if math.isinf(deadline.at_s) else deadline.remaining_s):
-                outcome = await asyncio.shield(dialing)
-        except TimeoutError:
-            raise no_answer(peer) from None
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if dialing.cancelled() and not (task and task.cancelling()):
-                raise PeerLost(f"The transport was closed before {peer} answered.", peer=peer) from None
-            raise
-        if isinstance(outcome, ShoalError):
-            raise outcome
-        return outcome
+            return await waiter
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def _on_dialed(self, peer: Peer, dialing: asyncio.Task[Connection | ShoalError]) -> None:
+        """Tell everybody who waits for this peer."""
+        outcome: Connection | ShoalError
+        if dialing.cancelled():
+            outcome = PeerLost(f"The transport was closed before {peer} answered.", peer=peer)
+        else:
+            outcome = dialing.result()
+        for waiter in self._dialing.pop(peer, ()):
+            settle(waiter, outcome)
 
     async def _dial(self, peer: Peer) -> Connection | ShoalError:
         """An error is returned, not raised: it concerns those who wait for this peer and nobody else."""

@@ -1,0 +1,200 @@
+"""What `shoal doctor --join` says of the ways between two machines: out, back, and where others see it."""
+
+from __future__ import annotations
+
+from shoal.bench.facts import CLOCK_FAIL_S, Facts, any_host, duration, is_loopback, is_wildcard
+from shoal.bench.findings import Finding, fail, ok, warn
+from shoal.core import Address
+from shoal.transport.introductions import Attempt, Way
+
+# --- to the peer ---
+
+
+def check_out(facts: Facts, way: Way, *, is_peer: bool = False) -> Finding:
+    """Whether calls reach the peer over one way; `is_peer`: a Shoal peer is known to be there."""
+    out, tried = facts.out(way), f"Called {facts.target} over {way.upper()}"
+    if out.about is not None:
+        who = f"peer {out.about.peer_id[:8]}" if out.about.peer_id else "a peer without an id"
+        says = f"{tried}: {who} answered, a round trip takes {duration(out.round_trip_s)}."
+        return ok(says, round_trip_s=out.round_trip_s, peer_id=out.about.peer_id)
+    if is_peer:
+        return ok(f"Dialed {facts.target} over {way.upper()}: a Shoal peer is there.")
+    other = facts.udp if way == "tcp" else facts.tcp
+    if other.outcome == "ok":
+        return _only_this_way(facts, way, tried)
+    return _no_way(facts, way, tried)
+
+
+def _only_this_way(facts: Facts, way: Way, tried: str) -> Finding:
+    """The other way gets through, so the machine and the peer are there."""
+    name, other, port = way.upper(), "UDP" if way == "tcp" else "TCP", facts.target.port
+    publish = f"in a container, publish both: -p {port}:{port}/tcp -p {port}:{port}/udp"
+    reach = _reach(facts, way)
+    if reach == "refused":
+        return fail(
+            f"{tried}: refused, while {other} gets through. A firewall rejects {name}, or what passes "
+            f"packets on to the peer does so for {other} only.",
+            f"{_allow(facts.target.host, port, way)}; {publish}",
+        )
+    if reach == "silent":
+        return fail(
+            f"{tried}: no answer within {facts.patience_s:g} s, while {other} gets through. A firewall drops "
+            f"{name} at one of the two machines or between them, or what passes packets on to the peer (a "
+            f"tunnel, a container's port) does so for {other} only.",
+            f"{_allow(facts.target.host, port, way)}; {publish}",
+        )
+    is_clock = abs(facts.tcp.ahead_s) > CLOCK_FAIL_S  # a sealed greeting is refused when it looks old
+    return fail(
+        f"{tried}: it said no, while {other} gets through. {facts.out(way).says}",
+        "see clock." if is_clock else "run it again with -v (shoal -v doctor …), and read the peer's log.",
+    )
+
+
+def _no_way(facts: Facts, way: Way, tried: str) -> Finding:
+    target, reach = facts.target, _reach(facts, way)
+    if way == "udp" and reach != "unknown host":
+        return fail(f"{tried}: no answer either.", "see TCP to peer.")
+    if reach == "unknown host":
+        if way == "udp":
+            return fail(f"The name {target.host!r} is not known here.", "see TCP to peer.")
+        return fail(
+            f"The name {target.host!r} is not known here, so nothing could be sent to it.",
+            f"check how it is written (getent hosts {target.host}), or give the machine's number, as in "
+            f"192.0.2.7:{target.port}",
+        )
+    if reach == "refused":
+        return fail(
+            f"{tried}: refused. The machine is there, but nothing listens at that port: the peer has not "
+            "started, has ended, or uses another port or another address of its machine.",
+            f"see what listens there (ss -ltnup), and start a peer there: shoal doctor --serve "
+            f"{Address(any_host(target.host), target.port)} --secret-file FILE",
+        )
+    if reach == "silent":
+        return fail(
+            f"{tried}: no answer within {facts.patience_s:g} s. A firewall drops the packets, the machine is "
+            "off, or the address is of a network that cannot be reached from here.",
+            f"see whether the machine is up (ping {target.host}); then {_allow(target.host, target.port)}",
+        )
+    if reach == "unreachable":
+        detail = facts.look.detail if facts.look and facts.look.detail else facts.tcp.says
+        return fail(
+            f"{tried}: this machine finds no way there ({detail}).",
+            f"check the address, and this machine's network: ip route get {target.host}",
+        )
+    if facts.look and not facts.look.is_shoal:
+        said = facts.look.says.decode("ascii", "replace").strip()
+        heard = f"it says {said!r}" if said else "it does not speak as one does"
+        return fail(
+            f"Dialed {target} over TCP: something listens there that is no Shoal peer; {heard}.",
+            "check the port: a peer prints its address when it starts.",
+        )
+    return fail(f"{tried}: {facts.tcp.says}", "run it again with -v: shoal -v doctor --join …")
+
+
+def _reach(facts: Facts, way: Way) -> str:
+    """How far packets came; for TCP a closer look knows better than the call."""
+    return facts.look.reach if way == "tcp" and facts.look else facts.out(way).outcome
+
+
+def _allow(host: str, port: int, way: Way | None = None) -> str:
+    name, suffix = (way.upper(), f"/{way}") if way else ("TCP and UDP", "")
+    return (
+        f"allow {name} to port {port} in the firewall of {host} (sudo ufw allow {port}{suffix}, or its "
+        "cloud's security group)"
+    )
+
+
+# --- from the peer ---
+
+
+def check_interface(facts: Facts) -> Finding:
+    """Whether this peer listens where others look for it."""
+    seen, listens, port = facts.seen_as, facts.listens, facts.port_to_open
+    if seen is None:
+        return warn("The peer did not say where it sees this machine.", "see version.")
+    figures: dict[str, object] = {"seen_as": seen.host, "listens": str(listens)}
+    everywhere = Address(any_host(seen.host), port)
+    is_wrong = _wrong_interface(facts)
+    if is_wrong and is_loopback(listens.host) and not is_loopback(seen.host):
+        return fail(
+            f"Wrong interface: this peer listens on {listens.host}, which only programs on this machine "
+            f"reach, while the peer sees this machine as {seen.host}.",
+            f"listen on all addresses, --listen {everywhere}, with --secret-file FILE (or --insecure in a "
+            "network that you trust).",
+            **figures,
+        )
+    if is_wrong:
+        return fail(
+            f"Wrong interface: this peer listens on {listens.host} only, while packets to "
+            f"{facts.target.host} leave through another one, and the peer sees this machine as {seen.host}.",
+            f"listen on that address, --listen {Address(seen.host, port)}, or on all, --listen {everywhere}",
+            **figures,
+        )
+    if facts.is_own_address:
+        note = " Both peers are on one machine." if is_loopback(seen.host) else ""
+        return ok(f"The peer sees this machine as {seen.host}, its own address.{note}", **figures)
+    says = f"The peer sees this machine as {seen.host}, not its own address: a router translates it (NAT)."
+    if _was_reached(facts):
+        return ok(f"{says} It passes port {listens.port} on to this machine.", **figures)
+    return warn(
+        says,
+        f"to be reached, have the router pass port {port} on to this machine, TCP and UDP.",
+        **figures,
+    )
+
+
+def _wrong_interface(facts: Facts) -> bool:
+    """Whether this peer listens on one address of this machine, and is looked for at another."""
+    seen, host = facts.seen_as, facts.listens.host
+    if seen is None or is_wildcard(host) or host == seen.host or _was_reached(facts):
+        return False
+    return facts.is_own_address or (is_loopback(host) and not is_loopback(seen.host))
+
+
+def _was_reached(facts: Facts) -> bool:
+    return any(attempt.outcome == "ok" for attempt in facts.attempts)
+
+
+def check_dial_back(facts: Facts, attempt: Attempt) -> Finding:
+    """Whether the peer got through to this one, and what it means if it did not."""
+    name, where = attempt.way.upper(), facts.seen_as
+    tried = f"The peer dialed back to {where} over {name}"
+    if attempt.outcome == "ok":
+        return ok(f"{tried} and got through.")
+    if _wrong_interface(facts):
+        return warn(f"{tried} and did not get through: this peer does not listen there.", "see interface.")
+    is_only_outbound = all(each.outcome != "ok" for each in facts.attempts)
+    meaning = (
+        "Only outbound works: this peer can take part, but others cannot dial it, so it cannot serve."
+        if is_only_outbound and attempt is facts.attempts[0]
+        else f"Others cannot call this peer over {name}."
+    )
+    return warn(f"{tried} {_why_not_back(facts, attempt)} {meaning}", _open_up(facts, attempt.way))
+
+
+def _why_not_back(facts: Facts, attempt: Attempt) -> str:
+    if attempt.outcome == "refused":
+        return "and was refused: " + (
+            "a firewall, here or on the way, rejects it."
+            if facts.is_own_address
+            else "the router does not pass the port on."
+        )
+    if attempt.outcome == "silent":
+        return "and heard nothing: " + (
+            "a firewall, here or on the way, drops it."
+            if facts.is_own_address
+            else "the router does not pass the port on, or a firewall drops it."
+        )
+    return f"and failed: {' '.join(attempt.says.split())}"
+
+
+def _open_up(facts: Facts, way: Way) -> str:
+    port = facts.port_to_open
+    first = (
+        _allow("this machine", port, way)
+        if facts.is_own_address
+        else f"have the router pass {way.upper()} port {port} on to this machine"
+    )
+    where = Address(any_host(facts.target.host), port)
+    allowed = "--secret-file FILE" if facts.has_secret else "--insecure"
+    return f"{first}, then try it: shoal doctor --join {facts.target} --listen {where} {allowed}"
