@@ -18,19 +18,23 @@ _HOMES = {
     "Codec": "shoal.tensors",
     "Deadline": "shoal.core",
     "Diff": "shoal.report",
+    "Endpoint": "shoal.transport",
     "ErrorFeedback": "shoal.tensors",
     "Head": "shoal.transport",
     "Identity": "shoal.core.identity",
     "Key": "shoal.core",
     "Limits": "shoal.transport",
     "LoopThread": "shoal.core",
+    "Membership": "shoal.transport",
     "Peer": "shoal.core",
     "PeerId": "shoal.core",
     "Placement": "shoal.core",
+    "Profile": "shoal.transport",
     "Reply": "shoal.transport",
     "Report": "shoal.report",
     "ShoalError": "shoal.core",
     "StreamTransport": "shoal.transport",
+    "SwarmSecret": "shoal.transport",
     "Transport": "shoal.transport",
 }
 
@@ -49,7 +53,17 @@ if TYPE_CHECKING:
     from shoal.core.identity import Identity
     from shoal.report import Diff, Report
     from shoal.tensors import Bucket, Codec, ErrorFeedback
-    from shoal.transport import Head, Limits, Reply, StreamTransport, Transport
+    from shoal.transport import (
+        Endpoint,
+        Head,
+        Limits,
+        Membership,
+        Profile,
+        Reply,
+        StreamTransport,
+        SwarmSecret,
+        Transport,
+    )
 
 __all__ = [
     "AdaptiveDeadline",
@@ -58,19 +72,23 @@ __all__ = [
     "Codec",
     "Deadline",
     "Diff",
+    "Endpoint",
     "ErrorFeedback",
     "Head",
     "Identity",
     "Key",
     "Limits",
     "LoopThread",
+    "Membership",
     "Peer",
     "PeerId",
     "Placement",
+    "Profile",
     "Reply",
     "Report",
     "ShoalError",
     "StreamTransport",
+    "SwarmSecret",
     "Transport",
     "__version__",
 ]

@@ -5,9 +5,9 @@ import pytest
 from bench.networks import BadNetwork, saying
 from shoal.bench.looking import Look, look
 from shoal.core import SYSTEM_CLOCK, Address
-from shoal.transport.certificates import VALID_BEFORE_S
 from shoal.transport.frames import HEADER, MAGIC, VERSION
-from shoal.transport.stream import StreamTransport
+from shoal.transport.streams.transport import StreamTransport
+from shoal.transport.trust.certificates import VALID_BEFORE_S
 from transport.members import Swarm
 
 LOOPBACK = Address("127.0.0.1", 0)

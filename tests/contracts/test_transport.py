@@ -310,7 +310,7 @@ def test_both_directions_at_once(name, run, probe):
 def test_small_calls_pass_large_ones(name, run, probe):
     async def check():
         async with open_pair(name, probe.register) as pair:
-            large = bytes(min(64 << 20, 2 * pair.max_bytes))
+            large = bytes(min(64 << 20, 4 * pair.max_bytes))
             done = []
 
             async def slow():
@@ -429,7 +429,7 @@ def test_a_callee_that_goes_is_named(name, run, probe):
                     await call
                 assert caught.value.peer is not None
             with pytest.raises(gone(name), match=r"[Cc]onnect"):
-                await pair.client.call(pair.server_peer, "echo", None, deadline=soon(2))
+                await pair.client.call(pair.server_peer, "echo", None, deadline=soon(1.5))
             await pair.server_owner.__aenter__()
 
     run(check())
@@ -598,7 +598,7 @@ def test_a_peer_that_is_not_there_is_said_to_be_unreachable(name, run, probe):
         async with open_pair(name, probe.register) as pair:
             await pair.server_owner.__aexit__(None, None, None)
             with pytest.raises(gone(name), match=r"[Cc]onnect"):
-                await pair.client.call(pair.server_peer, "echo", None, deadline=soon(2))
+                await pair.client.call(pair.server_peer, "echo", None, deadline=soon(1.5))
             await pair.server_owner.__aenter__()
 
     run(check())

@@ -126,7 +126,7 @@ def _member(secret):
     return Membership(Identity.generate(), SwarmSecret.parse(secret))
 
 
-_HOME = {"profile": "home", "max_bytes": 1 << 20}
+_HOME = {"profile": "home", "max_bytes": 400_000}
 _BAD = {"script": FAULTS, "max_bytes": 8 << 20}
 
 TRANSPORTS = {

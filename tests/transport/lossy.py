@@ -6,7 +6,7 @@ import random
 
 from shoal.core import Address, running_clock
 from shoal.core.virtual import VirtualLoop
-from shoal.transport.datagrams import DatagramTransport
+from shoal.transport.datagrams.transport import DatagramTransport
 
 
 class Air:

@@ -6,8 +6,8 @@ import re
 from cryptography.hazmat.primitives import serialization
 
 from shoal.core.identity import Identity, new_secret
-from shoal.transport.membership import Membership
-from shoal.transport.secret import SwarmSecret
+from shoal.transport.trust.membership import Membership
+from shoal.transport.trust.secret import SwarmSecret
 
 
 class Swarm:

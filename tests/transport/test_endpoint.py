@@ -7,7 +7,7 @@ import pytest
 from shoal.core import Address, Peer, UsageError
 from shoal.transport import Reply
 from shoal.transport.endpoint import Endpoint
-from shoal.transport.stream import StreamTransport
+from shoal.transport.streams.transport import StreamTransport
 from transport.members import Swarm
 from transport.wire import LOOPBACK, open_descriptors, soon
 

@@ -37,8 +37,8 @@ from shoal.transport.introductions import (
     read_answer,
 )
 from shoal.transport.messages import Reply
-from shoal.transport.network import SocketNetwork
-from shoal.transport.sockets import unreachable
+from shoal.transport.networks.network import SocketNetwork
+from shoal.transport.networks.sockets import unreachable
 from transport.members import Swarm
 
 LOOPBACK = Address("127.0.0.1", 0)

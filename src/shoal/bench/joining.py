@@ -28,8 +28,8 @@ from shoal.transport.introductions import (
     outcome_of,
     read_answer,
 )
-from shoal.transport.membership import Membership
-from shoal.transport.network import Network, SocketNetwork
+from shoal.transport.networks.network import Network, SocketNetwork
+from shoal.transport.trust.membership import Membership
 
 PATIENCE_S = 4.0
 _MARGIN_S = 1.0  # for an answer to come back that took its whole time

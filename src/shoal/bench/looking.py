@@ -17,10 +17,10 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.x509.oid import NameOID
 
 from shoal.core import Address
-from shoal.transport.certificates import VALID_BEFORE_S, Authority
 from shoal.transport.frames import HEADER, MAGIC
-from shoal.transport.network import Network
-from shoal.transport.secret import SwarmSecret
+from shoal.transport.networks.network import Network
+from shoal.transport.trust.certificates import VALID_BEFORE_S, Authority
+from shoal.transport.trust.secret import SwarmSecret
 
 Reach = Literal["open", "refused", "silent", "unreachable", "unknown host"]
 """How far a plain TCP connection comes; `silent` means that nothing came back at all."""

@@ -1,4 +1,4 @@
-"""`shoal bench virtual`: peers that call each other under a profile, in one process and in a time of its own."""
+"""`shoal bench virtual`: peers that call each other under a profile, in one process, in virtual time."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ import struct
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from shoal.bench.frame import Measured, RowKey, Tell
-
 from shoal.core import Address, Deadline, Peer, Scope, ShoalError, UsageError
 from shoal.core.virtual import run_virtual
 from shoal.report import Report
-from shoal.transport.limits import Limits
-from shoal.transport.memory_network import MemoryHost, MemoryNetwork
-from shoal.transport.messages import Head, Reply
-from shoal.transport.stream import StreamTransport
-
-if TYPE_CHECKING:
-    from shoal.transport.memory_network import Conditions
-    from shoal.transport.messages import Transport
+from shoal.transport import (
+    Conditions,
+    DatagramTransport,
+    Head,
+    Limits,
+    MemoryNetwork,
+    Profile,
+    Reply,
+    StreamTransport,
+    Transport,
+)
+from shoal.transport.networks.memory_network import MemoryHost
 
 _CALL_S = 10.0
 _PAYLOAD_BYTES = 64
@@ -52,12 +55,12 @@ def run_world(
     seconds: float = 600,
     profile: str | None = "wan",
     seed: int = 0,
-    kind: str = "stream",
+    kind: str = "datagram",
 ) -> WorldResult:
     """Let every peer call `calls_per_s` random others each second; without a profile the network is ideal."""
     if kind not in KINDS or num_peers < 2:
         raise UsageError(
-            f"There is no world of {num_peers} peers with {kind!r} calls.",
+            f"There is no world of {num_peers} peers that call by {kind!r}.",
             next_step=f"give two peers or more, and one of {', '.join(KINDS)}.",
         )
     world = _World(num_peers, kind, seed)
@@ -157,8 +160,6 @@ class _World:
 
     def _transport(self, host: MemoryHost) -> Any:
         if self._kind == "datagram":
-            from shoal.transport.datagrams import DatagramTransport
-
             return DatagramTransport(network=host)
         # everybody knows everybody soon; dialing again after a short silence is another experiment
         return StreamTransport(network=host, limits=Limits(idle_s=3600.0))
@@ -199,7 +200,4 @@ class _World:
 def _conditions(profile: str | None, seed: int) -> Conditions | None:
     if profile is None:
         return None
-    from shoal.transport.conditions import Conditions
-    from shoal.transport.profiles import Profile
-
     return Conditions(Profile.load(profile), seed=seed)

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -46,6 +46,9 @@ Against = Annotated[
 ]
 
 
+CallKind = Literal["datagram", "stream"]
+
+
 @app.command()
 def transport(
     context: typer.Context,
@@ -78,7 +81,7 @@ def virtual(
     calls_per_s: Annotated[int, typer.Option(min=1, help="Calls of each peer in a simulated second.")] = 3,
     seconds: Annotated[float, typer.Option(min=1.0, help="Simulated seconds.")] = 600.0,
     profile: Annotated[str, typer.Option(help="The network: a preset's name or a TOML file.")] = "wan",
-    kind: Annotated[str, typer.Option(help="How they call: datagram or stream.")] = "datagram",
+    kind: Annotated[CallKind, typer.Option(help="How they call.")] = "datagram",
     starts: Annotated[int, typer.Option(help="Worlds, each in a process of its own.")] = 1,
     seed: Seed = 0,
     report: ReportFile = None,
@@ -86,7 +89,9 @@ def virtual(
 ) -> None:
     """A world of peers in virtual time; the same seed gives the same digest of all that happened."""
     from shoal.bench.virtual import VirtualConfig, summarize_virtual
+    from shoal.transport import Profile
 
+    Profile.load(profile)  # complains before anything is started
     config = VirtualConfig(peers, calls_per_s, seconds, profile, kind)
     settings = RunSettings(starts, seed, ("shoal", *(context.obj or ())))
     run_and_tell("virtual", config, settings, summarize_virtual, Outputs(report, json_file))

@@ -121,8 +121,8 @@ def _check_usage(
 def _member(secret_file: Path | None, *, is_insecure: bool) -> Member:
     from shoal.bench.joining import Member
     from shoal.core.identity import Identity, default_identity_path
-    from shoal.transport.membership import Membership
-    from shoal.transport.secret import SwarmSecret
+    from shoal.transport.trust.membership import Membership
+    from shoal.transport.trust.secret import SwarmSecret
 
     secret = SwarmSecret.load(secret_file) if secret_file is not None else SwarmSecret.from_environment()
     identity = Identity.load_or_create(default_identity_path())

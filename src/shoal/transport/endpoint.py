@@ -9,13 +9,13 @@ from typing import Any, Self
 
 from shoal.core import Address, LoopThread, PeerId, UsageError
 from shoal.transport import introductions
-from shoal.transport.datagrams import DatagramTransport
+from shoal.transport.datagrams.transport import DatagramTransport
 from shoal.transport.limits import Limits
-from shoal.transport.membership import Membership
 from shoal.transport.messages import Allocate, Serve, ServeChannel
-from shoal.transport.network import Network, SocketNetwork
+from shoal.transport.networks.network import Network, SocketNetwork
 from shoal.transport.routes import Routes
-from shoal.transport.stream import StreamTransport
+from shoal.transport.streams.transport import StreamTransport
+from shoal.transport.trust.membership import Membership
 
 _ATTEMPTS = 20  # a port that is free for datagrams may be taken for streams
 

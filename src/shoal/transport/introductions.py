@@ -26,7 +26,7 @@ from shoal.core import (
     VersionMismatch,
     fanout,
 )
-from shoal.transport.datagrams import DatagramTransport
+from shoal.transport.datagrams.transport import DatagramTransport
 from shoal.transport.frames import VERSION
 from shoal.transport.limits import KIB, MIB
 from shoal.transport.messages import Head, Reply

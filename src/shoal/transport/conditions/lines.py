@@ -1,0 +1,211 @@
+"""What bytes pass on their way: a peer's line up, what lies between, the other's line down.
+
+Each line and link is a queue that sends one byte after another, and the next one begins to send what it
+has when the first byte comes, not the last: three queues of one speed together take as long as one.
+Streams and datagrams share the queues. A stream feels a lost packet as a pause of one round trip, in which
+nothing behind it arrives. Congestion control is not modelled: a stream takes all the bandwidth that it finds.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+
+from shoal.transport.conditions.distributions import Draws, sampler_of
+from shoal.transport.conditions.profiles import DEFAULT_QUEUE_MS, Way
+from shoal.transport.networks.pipes import Passage
+
+PACKET_BYTES = 1400
+LEAST_RETRANSMISSION_S = 0.01  # a lost packet is missed no sooner, however near the other side is
+
+_MAX_TRIES = 8
+_LOST: tuple[Passage, ...] = ()
+
+
+def seconds_per_byte(mbit_s: float | None) -> float:
+    """How long a queue takes for one byte; zero without a limit."""
+    return 0.0 if mbit_s is None else 8e-6 / mbit_s
+
+
+class UpLine:
+    """The sender's own line: what enters it, enters in order."""
+
+    __slots__ = ("_busy_until_s", "_per_byte_s", "queue_s", "slowness")
+
+    def __init__(self, mbit_s: float, queue_ms: float) -> None:
+        self.queue_s = queue_ms * 1e-3
+        self.slowness = 1.0
+        self._per_byte_s = seconds_per_byte(mbit_s)
+        self._busy_until_s = 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What it can carry."""
+        return 1 / (self._per_byte_s * self.slowness)
+
+    def waits_s(self, now_s: float) -> float:
+        """How long the queue is."""
+        return self._busy_until_s - now_s
+
+    def take(self, now_s: float, size_bytes: int) -> tuple[float, float]:
+        """When the first and the last byte are through."""
+        first_s = max(now_s, self._busy_until_s)
+        self._busy_until_s = last_s = first_s + size_bytes * self._per_byte_s * self.slowness
+        return first_s, last_s
+
+
+class DownLine:
+    """The receiver's own line, asked at the time of sending: what comes from far is asked for before what
+    comes from near and arrives first. So it remembers when it is busy, and fills the gaps.
+    """
+
+    __slots__ = ("_begins_s", "_ends_s", "_per_byte_s", "queue_s", "slowness")
+
+    def __init__(self, mbit_s: float, queue_ms: float) -> None:
+        self.queue_s = queue_ms * 1e-3
+        self.slowness = 1.0
+        self._per_byte_s = seconds_per_byte(mbit_s)
+        self._begins_s: list[float] = []  # of the times in which it is busy: in order, never touching
+        self._ends_s: list[float] = []
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What it can carry."""
+        return 1 / (self._per_byte_s * self.slowness)
+
+    def take(
+        self, now_s: float, first_s: float, last_s: float, size_bytes: int, *, should_wait: bool
+    ) -> float | None:
+        """When the last byte is through, given when first and last come; None when the queue is too long."""
+        begins_s, ends_s = self._begins_s, self._ends_s
+        if ends_s and ends_s[0] <= now_s:
+            num_past = bisect_right(ends_s, now_s)
+            del begins_s[:num_past], ends_s[:num_past]
+        work_s = size_bytes * self._per_byte_s * self.slowness
+        index = bisect_right(ends_s, first_s)
+        place, left_s, at_s = index, work_s, first_s
+        while place < len(begins_s) and begins_s[place] - at_s < left_s:
+            left_s -= max(0.0, begins_s[place] - at_s)
+            at_s = ends_s[place]
+            place += 1
+        through_s = at_s + left_s
+        if not should_wait and through_s - work_s - first_s > self.queue_s:
+            return None
+        busy_from_s = first_s
+        if through_s < last_s:  # it comes in more slowly than the line could take it
+            through_s, busy_from_s = last_s, last_s - work_s
+            index, place = bisect_right(ends_s, busy_from_s), bisect_right(begins_s, through_s)
+        if index < place:  # one stretch, with those that it has filled the gaps between
+            busy_from_s = min(busy_from_s, begins_s[index])
+            ends_s[place - 1] = max(ends_s[place - 1], through_s)
+            begins_s[place - 1] = busy_from_s
+            del begins_s[index : place - 1], ends_s[index : place - 1]
+        else:
+            begins_s.insert(index, busy_from_s)
+            ends_s.insert(index, through_s)
+        return through_s
+
+
+class WayLink:
+    """A link that a profile describes: lines of both ends, where they have a limit, and the way between."""
+
+    def __init__(self, way: Way, up: UpLine | None, down: DownLine | None, draws: Draws) -> None:
+        self._up = up
+        self._down = down
+        self._uniform = draws.uniform
+        self._sample_s = sampler_of(way.delay_ms or 0.0)
+        self._has_one_delay = not way.delay_ms or isinstance(way.delay_ms, int | float)
+        self._jitter_s = (way.jitter_ms or 0.0) * 1e-3
+        self._loss = way.loss or 0.0
+        self._per_byte_s = seconds_per_byte(way.mbit_s)
+        self._queue_s = (way.queue_ms or DEFAULT_QUEUE_MS) * 1e-3
+        self._busy_until_s = 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What the narrowest part can carry; infinity without a limit."""
+        lines = [line.bytes_per_s for line in (self._up, self._down) if line is not None]
+        return min([*lines, 1 / self._per_byte_s if self._per_byte_s else math.inf])
+
+    def carry_stream(self, now_s: float, size_bytes: int) -> Passage:
+        """For bytes that must arrive."""
+        first_s = left_s = now_s
+        if self._up is not None:
+            first_s, left_s = self._up.take(now_s, size_bytes)
+        if self._per_byte_s:
+            first_s = max(first_s, self._busy_until_s)
+            through_s = first_s + size_bytes * self._per_byte_s
+            left_s = max(left_s, through_s)
+            self._busy_until_s = left_s
+        delay_s = self._sample_s(0.5 if self._has_one_delay else self._uniform())
+        if self._jitter_s:
+            delay_s = self._shaken(delay_s)
+        if self._loss and self.happens(self._loss, size_bytes):
+            delay_s += self._retransmission_s(delay_s)
+        arrives_s = left_s + delay_s
+        if self._down is not None:
+            through_down_s = self._down.take(
+                now_s, first_s + delay_s, arrives_s, size_bytes, should_wait=True
+            )
+            if through_down_s is not None and through_down_s > arrives_s:
+                # a stream does not run ahead of its receiver: what waits there, waits at the sender
+                arrives_s, left_s = through_down_s, through_down_s - delay_s
+        return Passage(left_s, arrives_s)
+
+    def carry_datagram(self, now_s: float, size_bytes: int) -> Sequence[Passage]:
+        """For a packet: lost by chance, and where a queue is full."""
+        first_s = left_s = now_s
+        if self._up is not None:
+            if self._up.waits_s(now_s) > self._up.queue_s:
+                return _LOST
+            first_s, left_s = self._up.take(now_s, size_bytes)
+        if self._per_byte_s:
+            if self._busy_until_s > first_s:
+                if self._busy_until_s - first_s > self._queue_s:
+                    return _LOST
+                first_s = self._busy_until_s
+            through_s = first_s + size_bytes * self._per_byte_s
+            left_s = max(left_s, through_s)
+            self._busy_until_s = left_s
+        delay_s = self._sample_s(0.5 if self._has_one_delay else self._uniform())
+        if self._jitter_s:
+            delay_s = self._shaken(delay_s)
+        if self._loss and self.happens(self._loss, size_bytes):
+            return _LOST
+        arrives_s = left_s + delay_s
+        if self._down is not None:
+            through_down_s = self._down.take(
+                now_s, first_s + delay_s, arrives_s, size_bytes, should_wait=False
+            )
+            if through_down_s is None:
+                return _LOST
+            arrives_s = through_down_s
+        return (Passage(left_s, arrives_s),)
+
+    def when_changed(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Nothing is ever held up."""
+        return _nothing
+
+    def happens(self, probability: float, size_bytes: int) -> bool:
+        """Whether what befalls a packet with this probability befalls one of a message."""
+        if size_bytes > PACKET_BYTES:
+            num_packets = -(-size_bytes // PACKET_BYTES)
+            probability = 1 - (1 - probability) ** num_packets
+        return self._uniform() < probability
+
+    def _shaken(self, delay_s: float) -> float:
+        delay_s += (2 * self._uniform() - 1) * self._jitter_s
+        return delay_s if delay_s > 0 else 0.0
+
+    def _retransmission_s(self, delay_s: float) -> float:
+        """Until a lost packet has been missed and sent again, as often as that is lost too."""
+        round_trip_s = max(2 * delay_s, LEAST_RETRANSMISSION_S)
+        num_tries = 1
+        while num_tries < _MAX_TRIES and self._uniform() < self._loss:
+            num_tries += 1
+        return num_tries * round_trip_s
+
+
+def _nothing() -> None:
+    """How to stop what never begins."""

@@ -1,0 +1,188 @@
+"""What two peers share once they have greeted each other: numbered, sealed packets with frames in them.
+
+A session goes one way: one side asks (`asking`), the other answers (`answering`). Two peers that ask each
+other have two.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from shoal.core import Peer
+from shoal.transport.datagrams.packets import (
+    COUNTER,
+    HEADER_BYTES,
+    MAX_FRAME_BYTES,
+    PREFIX,
+    TAG_BYTES,
+    Frames,
+    Kind,
+    UnreadablePacket,
+    decode_frames,
+    encode_frames,
+)
+from shoal.transport.datagrams.sealing import BareSeal
+from shoal.transport.frames import encode
+
+if TYPE_CHECKING:
+    from shoal.transport.datagrams.ports import Hub, Port
+
+INITIAL_TIMEOUT_S = 0.5
+MIN_TIMEOUT_S = 0.02
+MAX_TIMEOUT_S = 8.0
+_GRAIN_S = 0.001  # what loops know of time
+_GOODBYES = 2  # nobody is there to repeat one that is lost
+
+
+class Stats(msgspec.Struct):
+    """What a datagram transport has done so far."""
+
+    packets_in: int = 0
+    packets_out: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    resent: int = 0
+    """Requests sent again because no answer had come in time."""
+    duplicates: int = 0
+    """Packets, requests and answers that had come before."""
+    refused: int = 0
+    """Packets that were not taken: nonsense, forged, replayed, or from somebody who may not talk."""
+    unheard: int = 0
+    """Packets that the system had no room to send; their calls try again."""
+
+
+class RoundTrips:
+    """How long answers take, and so how long to wait for one (RFC 6298, section 2)."""
+
+    __slots__ = ("_deviation_s", "smoothed_s", "timeout_s")
+
+    def __init__(self) -> None:
+        self.smoothed_s: float | None = None
+        self._deviation_s = 0.0
+        self.timeout_s = INITIAL_TIMEOUT_S
+
+    def observe(self, trip_s: float) -> None:
+        """A request that was sent once was answered after this time."""
+        if self.smoothed_s is None:
+            self.smoothed_s, self._deviation_s = trip_s, trip_s / 2
+        else:
+            self._deviation_s += (abs(self.smoothed_s - trip_s) - self._deviation_s) / 4
+            self.smoothed_s += (trip_s - self.smoothed_s) / 8
+        timeout_s = self.smoothed_s + max(_GRAIN_S, 4 * self._deviation_s)
+        self.timeout_s = min(MAX_TIMEOUT_S, max(MIN_TIMEOUT_S, timeout_s))
+
+    def missed(self, waited_s: float) -> None:
+        """No answer came in this time: later requests wait longer, until an answer teaches better."""
+        self.timeout_s = min(MAX_TIMEOUT_S, max(self.timeout_s, 2 * waited_s))
+
+
+class Session:
+    """One side's end of a session: packets out, packets in."""
+
+    _min_content_bytes = 0
+
+    def __init__(self, hub: Hub, port: Port, peer: Peer, where: tuple[Any, ...], session_id: bytes) -> None:
+        self.hub = hub
+        self.port = port
+        self.peer = peer
+        self.where = where
+        self.id = session_id
+        """What packets to this side are marked with."""
+        self.their_id = b""
+        self.used_at_s = hub.loop.time()
+        self.is_open = True
+        self.seal: BareSeal | None = None
+        """None until both have greeted."""
+        self._prefix = b""
+        self._counter = 0
+        self._frames: list[bytes] = []
+        self._frames_bytes = 0
+
+    def begin(self, seal: BareSeal, their_id: bytes) -> None:
+        """Both have greeted: packets may be sent."""
+        self.seal = seal
+        self.their_id = their_id
+        self._prefix = PREFIX + bytes([Kind.DATA]) + their_id
+
+    @property
+    def num_open(self) -> int:
+        """Calls under way."""
+        raise NotImplementedError
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether both sides know each other, and where."""
+        raise NotImplementedError
+
+    @property
+    def num_sent(self) -> int:
+        """Packets sent so far: counters below this were used."""
+        return self._counter
+
+    def queue(self, frame: bytes) -> None:
+        """Send a frame with the others of this turn of the loop."""
+        frames = self._frames
+        if not frames:
+            self.hub.on_dirty(self)
+        elif self._frames_bytes + len(frame) > MAX_FRAME_BYTES:
+            self._send()
+        frames.append(frame)
+        self._frames_bytes += len(frame)
+
+    def flush(self) -> None:
+        """Send what is queued."""
+        if self._frames:
+            self._send()
+
+    def _send(self) -> None:
+        if self.seal is not None and self.is_open:
+            self.port.send(self.packet(self._frames), self.where)
+        self._frames.clear()
+        self._frames_bytes = 0
+
+    def packet(self, frames: list[bytes]) -> bytes:
+        """A packet with these frames; UnreadablePacket before the greetings."""
+        if self.seal is None:
+            raise UnreadablePacket("no keys yet.")
+        header = self._prefix + COUNTER.pack(self._counter)
+        self._counter += 1
+        return self.seal.seal(header, encode_frames(self._oldest(), frames, self._min_content_bytes))
+
+    def _oldest(self) -> int:
+        return 0
+
+    def read(self, packet: bytes) -> Frames | None:
+        """The frames of a packet that is genuine and new; None, and counted, for any other."""
+        content = self.seal.open(packet) if self.seal is not None else None
+        if content is None:
+            self.hub.on_bad_packet(self.peer, "a packet that is not genuine.")
+            return None
+        if not self.seal.is_fresh(COUNTER.unpack_from(packet, 12)[0]):  # type: ignore[union-attr]
+            self.hub.on_replay(self.peer)
+            return None
+        try:
+            return decode_frames(content)
+        except UnreadablePacket:
+            self.hub.on_bad_packet(self.peer, "frames that do not follow the protocol.")
+            return None
+
+    def receive(self, packet: bytes, where: tuple[Any, ...], port: Port) -> None:
+        """A packet of this session has come."""
+        raise NotImplementedError
+
+    def leave(self, reason: str) -> None:
+        """Tell the other side that this one ends the session."""
+        if self.is_settled:
+            for _ in range(_GOODBYES):
+                self.queue(encode((11, reason)))
+                self.flush()
+
+    def close(self, reason: str) -> None:
+        """End it on this side; nothing is sent any more."""
+        raise NotImplementedError
+
+
+MIN_CALLER_CONTENT_BYTES = 64 - HEADER_BYTES - TAG_BYTES
+"""A caller's packets are padded to 64 bytes, so that nothing a stranger is answered is larger."""

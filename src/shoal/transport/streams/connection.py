@@ -1,0 +1,562 @@
+"""One connection between two peers: many calls each way, multiplexed over one stream of bytes.
+
+It is an asyncio protocol and does not care what carries its bytes: a socket, TLS, or a link in memory.
+How a call flows through it is drawn in docs/architecture.md. It is longer than other files because every
+frame passes here; what is done with one is elsewhere: in `calling`, `serving`, `channel` and `assembly`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import ssl
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol, cast
+
+from shoal._version import __version__
+from shoal.core import (
+    Clock,
+    IdentityError,
+    LimitExceeded,
+    Peer,
+    PeerError,
+    PeerId,
+    PeerLost,
+    PeerRefused,
+    ProtocolError,
+    Scope,
+    ShoalError,
+    VersionMismatch,
+)
+from shoal.core.fork import close_in_children, keep_in_children
+from shoal.core.ids import ID_BYTES
+from shoal.transport.budget import ByteBudget
+from shoal.transport.errors import from_goodbye
+from shoal.transport.frames import (
+    INLINE_BYTES,
+    ErrorHead,
+    GoodbyeHead,
+    GrantHead,
+    HelloHead,
+    Kind,
+    MessageHead,
+    RequestHead,
+    WindowHead,
+    encode,
+)
+from shoal.transport.limits import Limits
+from shoal.transport.memory import BufferPool
+from shoal.transport.routes import Routes
+from shoal.transport.streams.assembly import Arrivals
+from shoal.transport.streams.calling import Calling, ConnectionRetired
+from shoal.transport.streams.channel import StreamChannel
+from shoal.transport.streams.decoder import FrameDecoder
+from shoal.transport.streams.outbox import Outbox
+from shoal.transport.streams.serving import Serving
+from shoal.transport.streams.watch import Watch
+from shoal.transport.trust.access import Access
+from shoal.transport.trust.certificates import peer_id_of
+from shoal.transport.trust.tls import explain
+
+log = logging.getLogger(__name__)
+
+_GOODBYE_CODES = {VersionMismatch: "version", PeerRefused: "refused"}
+_LAST_WORDS_S = 1.0  # for the goodbye to a peer that is cut off: one that does not read keeps its socket open
+
+
+class Host(Protocol):
+    """What a connection needs from the transport that it belongs to."""
+
+    peer_id: PeerId | None
+    limits: Limits
+    routes: Routes
+    budget: ByteBudget
+    pool: BufferPool
+    clock: Clock
+    access: Access | None
+    """Who may talk, where connections are TLS between members; None where they are plain."""
+
+    def watch(self, connection: Connection) -> None:
+        """Something is expected: call `check` about once a second, until it says that nothing is."""
+
+    def unwatch(self, connection: Connection) -> None:
+        """Nothing is expected any more."""
+
+    def on_lost(self, connection: Connection) -> None:
+        """The connection is over."""
+
+    def complain(self, peer: Peer, error: ShoalError) -> None:
+        """The other side misbehaved and was cut off."""
+
+
+class _State(enum.Enum):
+    GREETING = "greeting"
+    READY = "ready"
+    LEAVING = "leaving"  # calls under way may end, new ones are refused
+    CLOSING = "closing"  # nothing is sent or heard any more; the socket may still hold bytes
+    CLOSED = "closed"
+
+
+class Connection(asyncio.BufferedProtocol):
+    """Lives on one loop; every method is called on that loop's thread."""
+
+    def __init__(self, host: Host, scope: Scope, peer: Peer, *, is_dialer: bool) -> None:
+        self.host = host
+        self.limits = host.limits
+        self.routes = host.routes
+        self.budget = host.budget
+        self.scope = scope
+        self.peer = peer
+        self.is_dialer = is_dialer
+        self.loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[None] = self.loop.create_future()
+        self.used_at_s = self.loop.time()
+        self.received_bytes = 0
+        self.is_usable = False
+        """Whether new calls may begin here."""
+        # twice what an honest peer may have left unread: an answer to each of its calls
+        self.max_waiting_bytes = 2 * self.limits.max_calls * (INLINE_BYTES + 1024)
+        self._state = _State.GREETING
+        self._reason: ShoalError | None = None
+        self.pool = host.pool
+        self._decoder = FrameDecoder(self, self.limits.max_head_bytes)
+        self.arrivals = Arrivals(self._decoder)
+        self._peer_max_message_bytes = self.limits.max_message_bytes
+        self.calling = Calling(self, first_id=1 if is_dialer else 2)
+        self.serving = Serving(self, first_id=2 if is_dialer else 1)
+        self._watch = Watch(self.limits)
+        self._transport: asyncio.Transport | None = None
+        self._is_unwanted = False
+        self.is_watched = False
+        """Whether the host looks after it; whoever makes it busy says `watch`."""
+        self._last_words: asyncio.TimerHandle | None = None
+        self._descriptor: int | None = None
+        self._proven_id: PeerId | None = None
+        self.outbox: Outbox
+
+    # --- what asyncio calls ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The bytes may flow: greet."""
+        self._transport = cast("asyncio.Transport", transport)
+        if self._is_unwanted:
+            self._transport.abort()
+        self.outbox = Outbox(self.loop, self._transport)
+        # 'resumed' then means that every byte has left, and buffers may be used again; TLS has copies of its
+        # own, and takes zero for 'always full'
+        self._transport.set_write_buffer_limits(high=0 if self.host.access is None else 1)
+        socket = transport.get_extra_info("socket")
+        if socket is not None:
+            self._descriptor = socket.fileno()
+            close_in_children(self._descriptor)
+        if self.host.access is not None:
+            self._identify(self._transport)
+            self.check_access()
+        peer_id = self.host.peer_id.digest if self.host.peer_id else b""
+        hello = HelloHead(__version__, peer_id, self.limits.max_calls, self.limits.max_message_bytes)
+        self._send_now(Kind.HELLO, encode(hello))
+        self.watch()
+
+    def _identify(self, transport: asyncio.Transport) -> None:
+        """Take the peer's id from its certificate, whose key TLS has seen it use."""
+        try:
+            ssl_object = transport.get_extra_info("ssl_object")
+            certificate = ssl_object.getpeercert(True) if ssl_object else None
+            if certificate is None:
+                raise IdentityError("No certificate came with the connection.")
+            self._proven_id = peer_id_of(certificate)
+        except IdentityError as error:
+            self._cut_off(ProtocolError(error.what))
+            return
+        if self.peer.id is None:
+            self.peer = Peer(self.peer.address, self._proven_id)
+
+    def check_access(self) -> None:
+        """Cut off a peer that may not talk to this one, or may no more."""
+        access, peer_id = self.host.access, self._proven_id
+        if access is not None and peer_id is not None and not access.is_allowed(peer_id):
+            self._cut_off(PeerRefused(f"The peer {peer_id.short} is not allowed here.", peer=self.peer))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes should go."""
+        return self._decoder.get_buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Bytes have come."""
+        self.received_bytes += nbytes
+        is_held_back = self.outbox.hold_back()  # answers that are ready leave together, at the end of this
+        try:
+            self._decoder.buffer_updated(nbytes)
+        except (ProtocolError, LimitExceeded) as error:
+            self._cut_off(error)
+        if is_held_back:
+            self.outbox.let_go()
+        else:
+            self.outbox.flush_small()
+        if not self.is_watched and not self._is_quiet:
+            self.watch()
+        if self.outbox.waiting_bytes > self.max_waiting_bytes:
+            self._cut_off(LimitExceeded("It asks on and on, and does not read the answers."))
+
+    def pause_writing(self) -> None:
+        """The socket is full."""
+        self.outbox.pause()
+
+    def resume_writing(self) -> None:
+        """The socket is empty."""
+        self.outbox.resume()
+
+    def eof_received(self) -> bool:
+        """The other side sends no more: nothing is left to talk about."""
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell everybody who waits."""
+        if self._state is _State.CLOSED:
+            return
+        if self._descriptor is not None:
+            keep_in_children(self._descriptor)
+        if self._last_words is not None:
+            self._last_words.cancel()
+        if not self._is_over and self._decoder.is_inside_frame:
+            self.host.complain(self.peer, ProtocolError("It ended in the middle of a frame."))
+        self._reason = self._reason or self._why_lost(exc)
+        self._state = _State.CLOSED
+        self.is_usable = False
+        if not self.ready.done():
+            self.ready.set_exception(self._reason)
+            self.ready.exception()  # nobody may be waiting for an accepted connection: that is no error
+        self.calling.fail_all(self.error_for)
+        self.serving.abandon_all()
+        self.arrivals.clear()
+        if self._transport is not None:
+            self.outbox.close()
+        self._decoder.close()
+        log.debug("connection to %s ended: %s", self.peer, self._reason.what)
+        self.host.on_lost(self)
+
+    def _why_lost(self, exc: Exception | None) -> ShoalError:
+        if isinstance(exc, ssl.SSLError):
+            return explain(exc, self.peer)
+        cause = str(exc) if exc else "the other side closed it."
+        next_step = ""
+        if self._state is _State.GREETING:
+            if self.host.access is None:
+                cause += " It may belong to a swarm with a secret, and this peer has none."
+                next_step = "if so, start this peer with the swarm's --secret-file or SHOAL_SECRET."
+            else:
+                cause += " It may not take this peer's certificate."
+                next_step = "compare the clocks of the two machines, and look into the log of the other."
+        what = f"The connection to {self.peer} ended."
+        return PeerLost(what, peer=self.peer, cause=cause, next_step=next_step)
+
+    # --- what the decoder calls ---
+
+    def on_frame(self, kind: int, call_id: int, head: Any, body: memoryview) -> None:
+        """Pass a frame to whom it concerns."""
+        self._watch.num_frames += 1
+        if self._state is _State.GREETING and kind not in (Kind.HELLO, Kind.GOODBYE):
+            raise ProtocolError(f"A {Kind(kind).name} frame came before the hello.")
+        _HANDLERS[kind](self, call_id, head, body)
+
+    def on_chunk(self, call_id: int, body_bytes: int, *, is_from_start: bool) -> Sequence[memoryview] | None:
+        """Say where a part of a message belongs; parts of messages that were given up are dropped."""
+        self._watch.num_frames += 1
+        if self._state is _State.GREETING:
+            raise ProtocolError("A CHUNK frame came before the hello.")
+        targets = self.arrivals.targets(call_id, body_bytes, is_from_start=is_from_start)
+        if targets:
+            self._watch.message_bytes += body_bytes
+        return targets
+
+    def on_chunk_end(self, call_id: int) -> None:
+        """A part is in its place; the message may be complete with it."""
+        self.arrivals.on_chunk_end(call_id)
+
+    # --- what the two sides of a call use ---
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is, or was, something that carries its bytes."""
+        return self._transport is not None
+
+    @property
+    def num_open(self) -> int:
+        """Calls under way, both ways."""
+        return self.calling.num_open + self.serving.num_open
+
+    def send(self, kind: Kind, call_id: int, head: bytes = b"") -> None:
+        """Send a frame without a body, unless the connection is over."""
+        if not self._is_over:
+            self.outbox.send_frame(kind, call_id, head)
+
+    def _send_now(self, kind: Kind, head: bytes) -> None:
+        """Send a frame that belongs to no call, without waiting for the end of this turn of the loop."""
+        is_held_back = self.outbox.hold_back()
+        self.send(kind, 0, head)
+        if is_held_back:
+            self.outbox.let_go()
+
+    @property
+    def _is_over(self) -> bool:
+        return self._state is _State.CLOSED or self._state is _State.CLOSING
+
+    def watch(self) -> None:
+        """Have it looked after until it is quiet again."""
+        self.is_watched = True
+        self.host.watch(self)
+
+    def rest(self) -> None:
+        """Something has ended: unless more is expected, nobody needs to look after it."""
+        if self.is_watched and self._is_quiet:
+            self.is_watched = False
+            self._watch.rest()
+            self.host.unwatch(self)
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Whether nothing is expected of the other side."""
+        return not (
+            self._state is not _State.READY
+            or self.calling.num_open
+            or self.serving.num_open
+            or self._decoder.is_inside_frame
+            or self.outbox.is_paused
+        )
+
+    def forget(self, call_id: int) -> None:
+        """Neither send nor receive more of a call's buffers; its memory is the owner's again."""
+        self.arrivals.forget(call_id)
+        if self._state is not _State.CLOSED:  # else the outbox has told the owners already, or will
+            self.outbox.drop(call_id)
+
+    def check_sizes(self, sizes: Sequence[int]) -> None:
+        """LimitExceeded when a message's buffers are more than this peer takes."""
+        if sizes and min(sizes) < 0:
+            raise ProtocolError("A message announced a buffer of negative size.")
+        total_bytes = sum(sizes)
+        if total_bytes > self.limits.max_message_bytes or len(sizes) > self.limits.max_buffers:
+            raise LimitExceeded(
+                f"a message of {total_bytes:,} bytes in {len(sizes):,} buffers is above the limit of "
+                f"{self.limits.max_message_bytes:,} bytes in {self.limits.max_buffers:,}.",
+                next_step="send it in parts through a channel, or raise the receiver's limits.",
+            )
+
+    def check_size_for_peer(self, method: str, total_bytes: int) -> None:
+        """PeerRefused when the other side has said that it does not take so much."""
+        if total_bytes > self._peer_max_message_bytes:
+            raise PeerRefused(
+                f"{method}: {total_bytes:,} bytes are more than the {self._peer_max_message_bytes:,} that "
+                f"{self.peer} takes in one message.",
+                peer=self.peer,
+                next_step="send it in parts through a channel, or raise the receiver's max_message_bytes.",
+            )
+
+    def raise_closed(self, method: str) -> NoReturn:
+        """Raise why no call can begin here: what ended the connection, or that another should be made."""
+        if self._state is _State.CLOSED:
+            raise self.error_for(method)
+        raise ConnectionRetired
+
+    def describe_wait(self, call_id: int) -> str:
+        """How far a call has come, for its error message."""
+        if (body := self.outbox.body_of(call_id)) is not None:
+            return f"{body.sent_bytes:,} of {body.total_bytes:,} bytes had been sent."
+        if (assembly := self.arrivals.get(call_id)) is not None:
+            arrived = assembly.total_bytes - assembly.left_bytes
+            return f"{arrived:,} of the answer's {assembly.total_bytes:,} bytes had arrived."
+        return "the request had been sent; no answer had come."
+
+    # --- ending ---
+
+    def leave(self, reason: str, code: str = "leaving") -> None:
+        """Say goodbye: calls under way may end, new ones are refused, then the connection closes."""
+        if self._state not in (_State.GREETING, _State.READY) or self._transport is None:
+            return
+        self._state = _State.LEAVING
+        self.is_usable = False
+        self._send_now(Kind.GOODBYE, encode(GoodbyeHead(code, reason, self.serving.last_call_id)))
+        self.close_when_done()
+
+    def close_when_done(self) -> None:
+        """Close a connection that has been left, once no call uses it."""
+        if self._state is _State.LEAVING and self.num_open == 0:
+            self.close()
+
+    def close(self, reason: ShoalError | None = None) -> None:
+        """End the connection now; frames that wait are still sent where the socket takes them."""
+        if self._is_over or self._transport is None:
+            return
+        self._reason = self._reason or reason
+        self._state = _State.CLOSING
+        self.is_usable = False
+        self.outbox.seal()
+        self._decoder.close()
+        self._transport.close()
+
+    def abort(self) -> None:
+        """End the connection without a word, or have it end as soon as it begins."""
+        self._is_unwanted = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    def give_up(self) -> None:
+        """End a connection that failed to begin; a loop that was cancelled just then does not tell of it."""
+        self.abort()
+        if self._transport is not None:
+            self.connection_lost(None)
+
+    def check(self, now_s: float) -> bool:
+        """Cut off a peer that stalls, leave one that is not needed; True when nothing is expected of it."""
+        if not self._is_quiet:
+            self._look(now_s)
+            return False
+        self._watch.rest()
+        if self._watch.has_heard(self.received_bytes):
+            self.used_at_s = now_s
+        elif now_s - self.used_at_s > self.limits.idle_s * (1 if self.is_dialer else 3):
+            self.leave("the connection was idle.")
+        self.is_watched = False
+        return True
+
+    def _look(self, now_s: float) -> None:
+        limits, watch, transport = self.limits, self._watch, self._transport
+        if self._state is _State.CLOSED or transport is None:
+            return
+        if watch.does_not_read(now_s, self.outbox.sent_bytes, transport.get_write_buffer_size()):
+            self._cut_off(LimitExceeded("What it was sent stays unread."))
+            self.abort()
+            return
+        if self._state is _State.CLOSING:
+            return
+        if self._state is _State.GREETING and now_s - self.used_at_s > limits.handshake_s:
+            self._cut_off(ProtocolError(f"No hello came within {limits.handshake_s:g} s."))
+            return
+        if watch.is_stuck(now_s, self.received_bytes, is_inside_frame=self._decoder.is_inside_frame):
+            self._cut_off(
+                LimitExceeded(f"A frame did not arrive at {limits.min_bytes_per_s:,} bytes/s or more.")
+            )
+            return
+        self.calling.arm_timers()
+        self.serving.arm_timers()
+        arriving = self.arrivals.ids_with_room()
+        if watch.has_stalled(now_s, is_expecting=bool(arriving)):
+            error = LimitExceeded("the buffers of this message stopped arriving.")
+            for call_id in arriving:
+                self.serving.give_up(call_id, error)
+        self.close_when_done()
+        if watch.has_heard(self.received_bytes) or self.num_open:
+            self.used_at_s = now_s
+
+    def _cut_off(self, error: ShoalError) -> None:
+        """The other side does not keep to the protocol: say why, close, and log one line."""
+        if self._is_over or self._transport is None:
+            return
+        self._reason = self._reason or error
+        code = _GOODBYE_CODES.get(type(error), "protocol")
+        self.send(Kind.GOODBYE, 0, encode(GoodbyeHead(code, error.what[:500], self.serving.last_call_id)))
+        self.close()
+        self._last_words = self.loop.call_later(_LAST_WORDS_S, self.abort)
+        self.host.complain(self.peer, error)
+
+    def error_for(self, method: str) -> ShoalError:
+        """What to raise for a call that the end of this connection has ended."""
+        reason = self._reason or PeerLost("the connection is closed.", peer=self.peer)
+        if isinstance(reason, PeerError):
+            return type(reason)(
+                f"{method} at {self.peer}: {reason.what}",
+                peer=self.peer,
+                cause=reason.cause,
+                next_step=reason.next_step,
+            )
+        return PeerLost(f"{method} at {self.peer}: {reason.what}", peer=self.peer, cause=reason.cause)
+
+    # --- frames ---
+
+    def _on_hello(self, call_id: int, head: HelloHead, body: memoryview) -> None:
+        if self._state is not _State.GREETING:
+            raise ProtocolError("A second hello came.")
+        if len(head.peer_id) not in (0, ID_BYTES):
+            raise ProtocolError("A hello came with a peer id of the wrong length.")
+        claimed = PeerId(head.peer_id) if head.peer_id else None
+        if self._proven_id is not None and claimed != self._proven_id:
+            other = claimed.short if claimed else "nobody in particular"
+            raise ProtocolError(f"It says that it is {other}; its certificate is {self._proven_id.short}'s.")
+        if self.peer.id is not None and claimed != self.peer.id:
+            other = claimed.short if claimed else "nobody in particular"
+            self._reason = PeerRefused(
+                f"The peer at {self.peer.address} is {other}, not {self.peer.id.short}.",
+                peer=self.peer,
+                cause="another peer has taken that address.",
+                next_step="look the peer up again.",
+            )
+            self.close()
+            return
+        self.peer = Peer(self.peer.address, claimed)
+        self.calling.set_max_calls(head.max_calls)
+        self._peer_max_message_bytes = head.max_message_bytes
+        self._decoder.welcome()
+        self._state = _State.READY
+        self.is_usable = True
+        if not self.ready.done():
+            self.ready.set_result(None)
+
+    def _on_request(self, call_id: int, head: RequestHead, body: memoryview) -> None:
+        self.serving.on_request(call_id, head, body)
+
+    def _on_reply(self, call_id: int, head: MessageHead, body: memoryview) -> None:
+        self.calling.on_reply(call_id, head, body)
+
+    def _on_unexpected(self, call_id: int, head: Any, body: memoryview) -> None:
+        raise ProtocolError("A frame came that only a decoder sees.")
+
+    def _on_error(self, call_id: int, head: ErrorHead, body: memoryview) -> None:
+        self.calling.on_error(call_id, head)
+
+    def _on_grant(self, call_id: int, head: GrantHead, body: memoryview) -> None:
+        self.calling.on_grant(call_id, is_from_start=head.from_start)
+
+    def _on_cancel(self, call_id: int, head: None, body: memoryview) -> None:
+        self.serving.on_cancel(call_id)
+
+    def _channel(self, call_id: int) -> StreamChannel | None:
+        return self.calling.channel_of(call_id) or self.serving.channel_of(call_id)
+
+    def _on_item(self, call_id: int, head: MessageHead, body: memoryview) -> None:
+        if (channel := self._channel(call_id)) is not None:
+            channel.on_item(head, body)
+
+    def _on_end(self, call_id: int, head: None, body: memoryview) -> None:
+        if (channel := self._channel(call_id)) is not None:
+            channel.on_end()
+
+    def _on_window(self, call_id: int, head: WindowHead, body: memoryview) -> None:
+        if (channel := self._channel(call_id)) is not None:
+            channel.on_window(head.size_bytes)
+
+    def _on_goodbye(self, call_id: int, head: GoodbyeHead, body: memoryview) -> None:
+        self._reason = from_goodbye(head, self.peer)
+        self.calling.retire(head.last_call_id)
+        if self._state is _State.GREETING:
+            self.close()
+        elif self._state is _State.READY:
+            self._state = _State.LEAVING
+            self.is_usable = False
+            self.close_when_done()
+
+
+_BY_KIND: dict[Kind, Callable[[Connection, int, Any, memoryview], None]] = {
+    Kind.HELLO: Connection._on_hello,
+    Kind.REQUEST: Connection._on_request,
+    Kind.REPLY: Connection._on_reply,
+    Kind.ERROR: Connection._on_error,
+    Kind.GRANT: Connection._on_grant,
+    Kind.CANCEL: Connection._on_cancel,
+    Kind.ITEM: Connection._on_item,
+    Kind.END: Connection._on_end,
+    Kind.WINDOW: Connection._on_window,
+    Kind.GOODBYE: Connection._on_goodbye,
+}
+# by number: a look-up for every frame
+_HANDLERS = [_BY_KIND.get(kind, Connection._on_unexpected) for kind in (Kind.HELLO, *Kind)]

@@ -1,0 +1,397 @@
+"""The callee's side of a connection: calls that are being received, served and answered.
+
+Longer than other files: every way in which a call can end frees the same things, best seen in one place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+
+from shoal.core import (
+    Deadline,
+    DeadlineExceeded,
+    PeerBusy,
+    PeerRefused,
+    ProtocolError,
+    ShoalError,
+    UsageError,
+)
+from shoal.transport.errors import to_wire
+from shoal.transport.frames import (
+    EAGER_BYTES,
+    UNREADABLE,
+    GrantHead,
+    Kind,
+    Mode,
+    RequestHead,
+    decode_payload,
+    encode,
+)
+from shoal.transport.messages import Head, Reply
+from shoal.transport.payloads import (
+    EMPTY_REPLY,
+    byte_views,
+    checked_reply,
+    encode_head,
+    fitting_views,
+    release,
+)
+from shoal.transport.routes import Route
+from shoal.transport.streams.calling import TIMER_S
+from shoal.transport.streams.channel import StreamChannel
+
+if TYPE_CHECKING:
+    from shoal.transport.streams.connection import Connection
+
+log = logging.getLogger(__name__)
+
+_LARGE_HEAD_BYTES = 4 << 10  # a payload from here on counts as bytes in flight, as buffers do
+
+
+class ServedCall(msgspec.Struct, eq=False):
+    """One call of the peer's, from its request's head to its answer's last byte."""
+
+    id: int
+    route: Route
+    head: Head
+    mode: int
+    buffers: Sequence[memoryview] = ()
+    held_bytes: int = 0
+    """What it has taken from the budget."""
+    wanted_bytes: int = 0
+    """What it stands in line for."""
+    is_over: bool = False
+    task: asyncio.Task[None] | None = None
+    timer: asyncio.TimerHandle | None = None
+    channel: StreamChannel | None = None
+    final: asyncio.Future[Reply] | None = None
+
+
+class Serving:
+    """All calls that the peer has open on this connection."""
+
+    def __init__(self, connection: Connection, first_id: int) -> None:
+        self._connection = connection
+        self._clock = connection.host.clock
+        self._calls: dict[int, ServedCall] = {}
+        self._parity = first_id % 2
+        self._max_calls = connection.limits.max_calls
+        self._max_message_bytes = connection.limits.max_message_bytes
+        self._max_head_bytes = connection.limits.max_head_bytes
+        self._max_waiting_bytes = connection.max_waiting_bytes // 2  # beyond it requests are refused
+        self.last_call_id = 0
+
+    @property
+    def num_open(self) -> int:
+        """Calls that have not been answered to the end."""
+        return len(self._calls)
+
+    def on_request(self, call_id: int, wire: RequestHead, body: memoryview) -> None:
+        """A request has come, or begins to arrive when its buffers are large."""
+        if call_id % 2 != self._parity or call_id <= self.last_call_id:
+            raise ProtocolError(f"A request came with the call id {call_id}, which is not the next one.")
+        self.last_call_id = call_id
+        try:
+            route, head = self._accept(wire)
+        except ShoalError as error:
+            self._send_error(call_id, error)
+            return
+        total_bytes = sum(wire.sizes) if wire.sizes else 0
+        if route.is_plain_function and len(body) == total_bytes:
+            self._serve_at_once(call_id, route, head, body)
+            return
+        payload_bytes = len(memoryview(wire.payload))
+        if payload_bytes <= _LARGE_HEAD_BYTES:
+            payload_bytes = 0
+        elif not self._connection.budget.try_take(payload_bytes, may_pass=True):
+            self._send_error(call_id, PeerBusy("too many large payloads are here already.", next_step=_LATER))
+            return
+        call = self._open(call_id, route, head, wire.mode)
+        call.held_bytes = payload_bytes
+        if call.channel is not None:
+            budget_bytes = self._connection.budget.max_bytes
+            self._admit(call, min(self._connection.limits.channel_window_bytes, budget_bytes), body)
+        elif total_bytes:
+            self._admit(call, total_bytes, body)
+        elif not wire.sizes or self._allocate(call):  # buffers may be empty and yet be there
+            self._connection.arrivals.receive(
+                call_id, call.buffers, body, functools.partial(self._start, call)
+            )
+
+    def on_cancel(self, call_id: int) -> None:
+        """The caller no longer wants the answer."""
+        call = self._calls.get(call_id)
+        if call is not None:
+            self._abandon(call)
+
+    def channel_of(self, call_id: int) -> StreamChannel | None:
+        """The channel of a call, while it is served."""
+        call = self._calls.get(call_id)
+        return call.channel if call is not None else None
+
+    def reserve(self, call_id: int, size_bytes: int) -> bool:
+        """Room for an item that is larger than its channel's window; ends the channel when there is none."""
+        call = self._calls.get(call_id)
+        if call is None:  # this side is the caller: what it asked for is its own affair
+            return True
+        more_bytes = max(0, size_bytes - call.held_bytes)
+        if more_bytes and not self._connection.budget.try_take(more_bytes):
+            self.give_up(call_id, PeerBusy("there is no room for an item so large.", next_step=_LATER))
+            return False
+        call.held_bytes += more_bytes
+        return True
+
+    def give_up(self, call_id: int, error: ShoalError) -> None:
+        """End a call from this side and tell the caller why."""
+        call = self._calls.get(call_id)
+        if call is not None:
+            self._send_error(call_id, error)
+            self._abandon(call)
+
+    def abandon_all(self) -> None:
+        """The connection has ended: end every handler, oldest first."""
+        for call in tuple(self._calls.values()):
+            self._abandon(call)
+
+    def _accept(self, wire: RequestHead) -> tuple[Route, Head]:
+        """Find who answers a request; raises what its caller is told when nobody does."""
+        connection = self._connection
+        if len(self._calls) >= self._max_calls:
+            raise PeerBusy(
+                f"{len(self._calls)} calls of yours are open here already.",
+                next_step="wait for answers, then try again.",
+            )
+        if connection.outbox.waiting_bytes > self._max_waiting_bytes:
+            raise PeerBusy("earlier answers have not been read.", next_step="read them, then try again.")
+        if not connection.is_usable:
+            raise PeerBusy("this peer is leaving.", next_step="ask another peer.")
+        sizes = wire.sizes
+        if sizes and (len(sizes) > 1 or not 0 <= sizes[0] <= self._max_message_bytes):
+            connection.check_sizes(sizes)
+        route = connection.routes.find(wire.method)
+        if (wire.mode == _CHANNEL) != (route.serve is None) or not 0 <= wire.mode <= _CHANNEL:
+            kind = "a channel" if route.serve is None else "a call"
+            raise PeerRefused(
+                f"{wire.method} is {kind}.", next_step="use call() for calls, open_channel() for channels."
+            )
+        if wire.mode == _CHANNEL and wire.sizes:
+            raise ProtocolError("A channel's request came with buffers; they belong into items.")
+        try:
+            payload = decode_payload(wire.payload, route.decoder)
+        except UNREADABLE as error:
+            raise PeerRefused(f"the payload of {wire.method} is not what it takes: {error}.") from error
+        timeout_ms = wire.timeout_ms
+        deadline = (
+            Deadline(self._clock.now_s() + timeout_ms / 1000, self._clock) if timeout_ms > 0 else _NEVER
+        )
+        return route, Head(wire.method, payload, wire.sizes, connection.peer, deadline)
+
+    def _serve_at_once(self, call_id: int, route: Route, head: Head, body: memoryview) -> None:
+        """A plain function whose buffers are here: done before the next frame is looked at."""
+        try:
+            connection = self._connection
+            if route.allocate is None and connection.arrivals.is_plain(head.sizes, body):
+                buffers: Sequence[memoryview] = connection.pool.copy_in(head.sizes, body)
+            else:
+                buffers = self._memory_for(route, head) if head.sizes else ()
+                connection.arrivals.receive(call_id, buffers, body, _nothing)
+            reply = route.serve(head, buffers)  # type: ignore[misc]
+            if type(reply) is not Reply:
+                reply = checked_reply(reply)
+        except Exception as error:  # noqa: BLE001 - whatever a handler raises is told to its caller
+            self._tell_failure(call_id, head, error)
+            return
+        try:
+            self._send_reply(
+                call_id, head, reply, functools.partial(release, reply) if reply.on_sent else None
+            )
+        except UsageError as error:
+            release(reply)
+            self._tell_failure(call_id, head, error)
+
+    def _open(self, call_id: int, route: Route, head: Head, mode: int) -> ServedCall:
+        """Keep a call until it is answered."""
+        connection = self._connection
+        call = ServedCall(call_id, route, head, mode)
+        if mode == _CHANNEL:  # the caller may send its window before this side has room to begin
+            call.final = connection.loop.create_future()
+            call.channel = StreamChannel(connection, call_id, call.final)
+        self._calls[call_id] = call
+        if (remaining_s := head.deadline.remaining_s) < TIMER_S:
+            call.timer = connection.loop.call_later(remaining_s, self._expire, call)
+        return call
+
+    def arm_timers(self) -> None:
+        """Set a timer for each call whose deadline is near; called about once a second."""
+        for call in tuple(self._calls.values()):
+            if call.timer is None and (remaining_s := call.head.deadline.remaining_s) < TIMER_S:
+                call.timer = self._connection.loop.call_later(remaining_s, self._expire, call)
+
+    def _admit(self, call: ServedCall, total_bytes: int, body: memoryview) -> None:
+        """Find room for a call's buffers, now or later."""
+        connection = self._connection
+        if connection.budget.try_take(total_bytes, may_pass=len(body) > 0):
+            call.held_bytes += total_bytes
+        else:
+            call.wanted_bytes = total_bytes
+            connection.budget.stand_in_line(call, total_bytes, functools.partial(self._wake, call))
+        if call.mode == _CHANNEL:
+            if not call.wanted_bytes:
+                self._start(call)
+        elif call.wanted_bytes:
+            connection.arrivals.receive_later(call.id, total_bytes, functools.partial(self._start, call))
+        elif self._allocate(call):
+            if not len(body) and (total_bytes > EAGER_BYTES or call.mode == Mode.ONE_WAY):
+                connection.send(Kind.GRANT, call.id, encode(GrantHead(from_start=False)))
+            connection.arrivals.receive(call.id, call.buffers, body, functools.partial(self._start, call))
+
+    def _wake(self, call: ServedCall) -> None:
+        """Called on whatever thread gave bytes back."""
+        try:
+            self._connection.loop.call_soon_threadsafe(self._on_room, call)
+        except RuntimeError:  # its loop was closed: nobody is left to use them
+            self._connection.budget.give_back(call.wanted_bytes)
+
+    def _on_room(self, call: ServedCall) -> None:
+        """The budget has room for a call that stood in line."""
+        if call.is_over:
+            return
+        call.held_bytes += call.wanted_bytes
+        call.wanted_bytes = 0
+        if call.mode == _CHANNEL:
+            self._start(call)
+        elif self._allocate(call):
+            self._connection.arrivals.make_room(call.id, call.buffers)
+            self._connection.send(Kind.GRANT, call.id, encode(GrantHead(from_start=True)))
+
+    def _allocate(self, call: ServedCall) -> bool:
+        try:
+            call.buffers = self._memory_for(call.route, call.head)
+        except Exception as error:  # noqa: BLE001 - whatever a handler raises is told to its caller
+            self._fail(call, error)
+            return False
+        return True
+
+    def _memory_for(self, route: Route, head: Head) -> Sequence[memoryview]:
+        if route.allocate is None:
+            return self._connection.pool.allocate_all(head.sizes)
+        return fitting_views(route.allocate(head), head.sizes)
+
+    def _start(self, call: ServedCall) -> None:
+        """Everything has arrived: run the handler."""
+        if call.is_over:
+            return
+        if call.route.is_plain_function:
+            try:
+                reply = cast("Any", call.route.serve)(call.head, call.buffers)
+            except Exception as error:  # noqa: BLE001 - whatever a handler raises is told to its caller
+                self._fail(call, error)
+            else:
+                self._answer(call, reply)
+            return
+        try:
+            call.task = self._connection.scope.start(self._run(call), name=call.head.method)
+        except UsageError:  # the transport is closing
+            self._fail(call, PeerBusy("this peer is leaving.", next_step="ask another peer."))
+
+    async def _run(self, call: ServedCall) -> None:
+        try:
+            reply = await self._work_of(call)
+        except asyncio.CancelledError:
+            if call.is_over:
+                return
+            # cancelled by what it waited for, or by the closing transport: its caller must not wait on
+            self._fail(call, PeerBusy("the handler was cancelled.", next_step="try again."))
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a handler raises is told to its caller
+            self._fail(call, error)
+        else:
+            self._answer(call, reply)
+
+    def _work_of(self, call: ServedCall) -> Awaitable[Reply | None]:
+        route = call.route
+        if route.serve_channel is not None and call.channel is not None:
+            call.channel.open_window()
+            return route.serve_channel(call.head, call.channel)
+        return cast("Awaitable[Reply | None]", cast("Any", route.serve)(call.head, call.buffers))
+
+    def _answer(self, call: ServedCall, returned: Reply | None) -> None:
+        try:
+            reply = checked_reply(returned)
+        except TypeError as error:
+            self._fail(call, error)
+            return
+        if call.is_over:
+            release(reply)
+            return
+        try:
+            if call.channel is not None:
+                call.channel.check_whole()
+            self._send_reply(call.id, call.head, reply, functools.partial(self._finish, call, reply))
+        except UsageError as error:
+            release(reply)
+            self._fail(call, error)
+
+    def _send_reply(self, call_id: int, head: Head, reply: Reply, on_sent: Callable[[], None] | None) -> None:
+        """UsageError, and nothing sent, when a handler returned what cannot be sent."""
+        views = byte_views(reply.buffers) if reply.buffers else ()
+        answer = (list(map(len, views)), reply.payload)  # a MessageHead
+        wire = encode_head(head.method, answer, self._max_head_bytes)
+        self._connection.outbox.send_message(Kind.REPLY, call_id, wire, views, on_sent)
+
+    def _fail(self, call: ServedCall, error: Exception) -> None:
+        if call.is_over:
+            return
+        self._tell_failure(call.id, call.head, error)
+        self._connection.forget(call.id)
+        self._finish(call, EMPTY_REPLY)
+
+    def _tell_failure(self, call_id: int, head: Head, error: Exception) -> None:
+        if not isinstance(error, ShoalError):
+            log.error("%s, called by %s, failed", head.method, head.peer, exc_info=error)
+        self._send_error(call_id, error)
+
+    def _send_error(self, call_id: int, error: Exception) -> None:
+        self._connection.send(Kind.ERROR, call_id, encode(to_wire(error)))
+
+    def _expire(self, call: ServedCall) -> None:
+        self.give_up(call.id, DeadlineExceeded("the deadline passed before the answer was ready."))
+
+    def _abandon(self, call: ServedCall) -> None:
+        """Drop a call in whatever state it is."""
+        self._finish(call, EMPTY_REPLY)
+        self._connection.forget(call.id)
+        if call.task is not None:
+            call.task.cancel()
+
+    def _finish(self, call: ServedCall, reply: Reply) -> None:
+        """Free what a call holds, once."""
+        release(reply)
+        if call.is_over:
+            return
+        call.is_over = True
+        self._calls.pop(call.id, None)
+        if call.timer is not None:
+            call.timer.cancel()
+        if call.final is not None and not call.final.done():
+            call.final.cancel()
+        call.buffers = ()
+        if call.wanted_bytes and not self._connection.budget.leave(call):  # granted in this very moment
+            call.held_bytes += call.wanted_bytes
+        if call.held_bytes:
+            self._connection.budget.give_back(call.held_bytes)
+
+
+_LATER = "try again later."
+_NEVER = Deadline.never()
+_CHANNEL = int(Mode.CHANNEL)
+
+
+def _nothing() -> None:
+    """For buffers that are complete already."""

@@ -1,0 +1,347 @@
+"""The stream transport: calls over TCP, to and from many peers, on one loop thread or several."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import math
+import ssl
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from shoal.core import (
+    Address,
+    Deadline,
+    LoopThread,
+    Peer,
+    PeerId,
+    PeerLost,
+    ShoalError,
+    UsageError,
+)
+from shoal.core.futures import settle
+from shoal.transport.budget import ByteBudget
+from shoal.transport.complaints import Complaints
+from shoal.transport.frames import GoodbyeHead, Kind, Mode, encode, frame
+from shoal.transport.limits import Limits
+from shoal.transport.memory import BufferPool
+from shoal.transport.messages import Allocate, Channel, Reply, Serve, ServeChannel, Transport
+from shoal.transport.networks.network import Accepted, Listener, Network, SocketNetwork
+from shoal.transport.networks.sockets import no_answer, unreachable
+from shoal.transport.routes import Routes
+from shoal.transport.streams.calling import ConnectionRetired
+from shoal.transport.streams.channel import StreamChannel
+from shoal.transport.streams.connection import Connection
+from shoal.transport.streams.shard import SWEEP_S, Shard
+from shoal.transport.trust.membership import Membership, check_may_listen
+from shoal.transport.trust.tls import BUSY_ALERT, explain
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+log = logging.getLogger(__name__)
+
+_SPARE_SHARE = 16  # of the bytes in flight, one in so many more for what has arrived with its request
+_DIAL_ATTEMPTS = 3  # a connection may be retired by its peer between being picked and being used
+
+
+class StreamTransport:
+    """Calls over TCP; open it with `async with` on the loop that it should live on.
+
+    `helpers` are further loop threads that take accepted connections in turn: sockets copy without the
+    interpreter's lock, so a server with many busy clients moves more bytes through several. Handlers of those
+    connections run on the helpers' threads.
+
+    With a `membership` every connection is TLS between members of its swarm, and peers are who they say they
+    are. Without one it listens on this machine only, unless `is_insecure`.
+    """
+
+    def __init__(
+        self,
+        *,
+        peer_id: PeerId | None = None,
+        limits: Limits | None = None,
+        network: Network | None = None,
+        routes: Routes | None = None,
+        membership: Membership | None = None,
+        is_insecure: bool = False,
+        helpers: Sequence[LoopThread] = (),
+    ) -> None:
+        self.peer_id = membership.peer_id if membership else peer_id
+        self.limits = limits or Limits()
+        self.network = network or SocketNetwork()
+        self._membership = None if self.network.is_simulated else membership
+        self._is_insecure = is_insecure or self.network.is_simulated
+        self.access = self._membership.access if self._membership else None
+        self.routes = routes or Routes()
+        in_flight = self.limits.max_bytes_in_flight
+        self.budget = ByteBudget(in_flight, spare_bytes=in_flight // _SPARE_SHARE)
+        self.places = ByteBudget(self.limits.max_connections)
+        """What accepted connections take, one each."""
+        self.pool = BufferPool()
+        self.complaints = Complaints(log)
+        self._helpers = helpers
+        self._shards: list[Shard] = []
+        self._dialed: dict[Peer, Connection] = {}
+        self._dialed_as: dict[Connection, Peer] = {}  # under which name: a peer's id may be known only later
+        self._dialing: dict[Peer, list[asyncio.Future[Connection]]] = {}  # who waits for which peer
+        self._next_shard = 0
+        self._is_open = False
+        self.home_loop: asyncio.AbstractEventLoop | None = None
+        """The loop that it was opened on."""
+        self._closing = contextlib.AsyncExitStack()
+
+    # --- opening and closing ---
+
+    async def __aenter__(self) -> Self:
+        if self._is_open:
+            raise UsageError("The transport is open already.", next_step="open it in one place only.")
+        async with contextlib.AsyncExitStack() as closing:
+            closing.callback(self.pool.clear)
+            closing.callback(self.complaints.flush)
+            self.home_loop = asyncio.get_running_loop()
+            home = Shard(self, self.home_loop)
+            await home.open()
+            closing.push_async_callback(home.close)
+            self._shards = [home]
+            for helper in self._helpers:
+                shard = Shard(self, helper.loop)
+                await helper.run_from_async(shard.open())
+                closing.push_async_callback(_close_on, helper, shard)
+                self._shards.append(shard)
+            self._closing = closing.pop_all()
+        self._is_open = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_open = False
+        await self._closing.aclose()
+
+    @property
+    def num_connections(self) -> int:
+        """Connections that are open, dialed and accepted."""
+        return sum(len(shard.connections) for shard in self._shards)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls under way over all connections, both ways."""
+        return sum(connection.num_open for shard in self._shards for connection in tuple(shard.connections))
+
+    # --- answering ---
+
+    def handle(
+        self, method: str, serve: Serve, *, allocate: Allocate | None = None, payload_type: Any = Any
+    ) -> None:
+        """Answer calls of this method; payloads that are not of `payload_type` are refused."""
+        self.routes.add(method, serve, allocate, payload_type)
+
+    def handle_channel(self, method: str, serve: ServeChannel, *, payload_type: Any = Any) -> None:
+        """Answer channels of this method."""
+        self.routes.add_channel(method, serve, payload_type)
+
+    async def listen(self, address: Address) -> Address:
+        """Accept calls there; port 0 picks a free one. Returns the address that was bound."""
+        self._require_open()
+        check_may_listen(address, self._membership, is_insecure=self._is_insecure)
+        listener = await self.network.listen(address)
+        try:
+            self._shards[0].scope.start_soon(self._accept(listener), name=f"accept on {listener.address}")
+        except UsageError:  # closed meanwhile
+            listener.close()
+            raise
+        return listener.address
+
+    async def _accept(self, listener: Listener) -> None:
+        try:
+            while True:
+                try:
+                    accepted = await listener.accept()
+                except OSError as error:
+                    # out of descriptors, most likely: calls under way go on, newcomers wait in the backlog
+                    log.warning("cannot accept connections right now: %s", error)
+                    await asyncio.sleep(SWEEP_S)
+                else:
+                    self._place(accepted)
+        finally:
+            listener.close()
+
+    def _place(self, accepted: Accepted) -> None:
+        """Pass a newcomer to a shard, or refuse it."""
+        if not (self.places.try_take(1) or (self._evict_silent() and self.places.try_take(1))):
+            reason = f"all {self.limits.max_connections} connections are taken."
+            goodbye = frame(Kind.GOODBYE, 0, encode(GoodbyeHead("busy", reason, 0)))
+            accepted.refuse(BUSY_ALERT if self._membership else goodbye)
+            self.complaints.add("refused a connection", Peer(accepted.origin), reason)
+            return
+        shard = self._shards[self._next_shard % len(self._shards)]
+        self._next_shard += 1
+        shard.place(accepted)
+
+    def _evict_silent(self) -> bool:
+        """Make room by closing a connection that has not even said hello."""
+        for shard in self._shards:
+            if (peer := shard.evict_silent()) is not None:
+                self.complaints.add("dropped a silent connection", peer, "its place was needed.")
+                return True
+        return False
+
+    # --- asking ---
+
+    async def call(
+        self,
+        peer: Peer | Address,
+        method: str,
+        payload: Any = None,
+        buffers: Sequence[Buffer] = (),
+        *,
+        deadline: Deadline,
+        into: Sequence[Buffer] | Allocate | None = None,
+    ) -> Reply:
+        """Ask and wait for the answer, whose buffers arrive in `into` where it is given."""
+        for attempt in range(_DIAL_ATTEMPTS):
+            connection = self._dialed.get(peer) if type(peer) is Peer else None
+            if connection is None or not connection.is_usable:
+                connection = await self._connect(peer, deadline)
+            calling = connection.calling
+            try:
+                if calling.is_full:
+                    await calling.wait_for_place(method, deadline)
+                call = calling.begin(method, payload, buffers, deadline, into, Mode.CALL)
+                try:
+                    return await call.answer
+                finally:
+                    calling.end(call)
+            except ConnectionRetired:
+                if attempt == _DIAL_ATTEMPTS - 1:
+                    raise connection.error_for(method) from None
+        raise AssertionError("unreachable")
+
+    async def notify(
+        self,
+        peer: Peer | Address,
+        method: str,
+        payload: Any = None,
+        buffers: Sequence[Buffer] = (),
+        *,
+        deadline: Deadline,
+    ) -> None:
+        """Tell without waiting for the handler; returns when the buffers may be changed again."""
+        for attempt in range(_DIAL_ATTEMPTS):
+            connection = await self._connect(peer, deadline)
+            try:
+                return await connection.calling.notify(method, payload, buffers, deadline)
+            except ConnectionRetired:
+                if attempt == _DIAL_ATTEMPTS - 1:
+                    raise connection.error_for(method) from None
+        raise AssertionError("unreachable")
+
+    @contextlib.asynccontextmanager
+    async def open_channel(
+        self, peer: Peer | Address, method: str, payload: Any = None, *, deadline: Deadline
+    ) -> AsyncIterator[Channel]:
+        """Begin a conversation; leaving the block before the end cancels it."""
+        connection = await self._connect(peer, deadline)
+        try:
+            call, end = await connection.calling.open_channel(method, payload, deadline)
+        except ConnectionRetired:
+            raise connection.error_for(method) from None
+        call.channel = StreamChannel(connection, call.id, call.answer)
+        call.channel.open_window()
+        try:
+            yield call.channel
+        finally:
+            end()
+
+    async def _connect(self, target: Peer | Address, deadline: Deadline) -> Connection:
+        """A connection that new calls may use; concurrent callers share one attempt to make it."""
+        self._require_open()
+        peer = target if isinstance(target, Peer) else Peer(target)
+        connection = self._dialed.get(peer)
+        if connection is not None and connection.is_usable:
+            return connection
+        waiter: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
+        waiters = self._dialing.get(peer)
+        if waiters is None:
+            waiters = self._dialing[peer] = []
+            try:
+                dialing = self._shards[0].scope.start(self._dial(peer), name=f"dial {peer}")
+            except UsageError:  # closing
+                del self._dialing[peer]
+                raise
+            dialing.add_done_callback(functools.partial(self._on_dialed, peer))
+        waiters.append(waiter)
+        timer = None
+        if not math.isinf(deadline.at_s):
+            timer = waiter.get_loop().call_later(deadline.remaining_s, settle, waiter, no_answer(peer))
+        try:
+            return await waiter
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def _on_dialed(self, peer: Peer, dialing: asyncio.Task[Connection | ShoalError]) -> None:
+        """Tell everybody who waits for this peer."""
+        outcome: Connection | ShoalError
+        if dialing.cancelled():
+            outcome = PeerLost(f"The transport was closed before {peer} answered.", peer=peer)
+        else:
+            outcome = dialing.result()
+        for waiter in self._dialing.pop(peer, ()):
+            settle(waiter, outcome)
+
+    async def _dial(self, peer: Peer) -> Connection | ShoalError:
+        """An error is returned, not raised: it concerns those who wait for this peer and nobody else."""
+        home = self._shards[0]
+        connection = home.add(peer, is_dialer=True)
+        try:
+            async with asyncio.timeout(self.limits.handshake_s):
+                tls = self._membership.client_tls() if self._membership else None
+                await self.network.dial(peer.address, connection, tls=tls)
+                await connection.ready
+        except ShoalError as error:
+            return error
+        except TimeoutError:
+            return no_answer(peer)
+        except ssl.SSLError as error:
+            return explain(error, peer)
+        except (OSError, ValueError) as error:  # ValueError: a name that no resolver takes
+            return unreachable(peer, error)
+        finally:
+            if not connection.is_usable:
+                connection.give_up()
+                if not connection.is_connected:
+                    home.remove(connection)
+        if connection.is_usable:  # it may have ended in the same moment
+            self._dialed[peer] = connection
+            self._dialed_as[connection] = peer
+        return connection
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise UsageError("The transport is not open.", next_step="use it inside 'async with'.")
+
+    def server_tls(self) -> ssl.SSLContext | None:
+        """What accepted connections are secured by; None where they are plain. For any thread."""
+        return self._membership.server_tls() if self._membership else None
+
+    def forget(self, connection: Connection) -> None:
+        """A connection that was dialed is over."""
+        peer = self._dialed_as.pop(connection, None)
+        if peer is not None and self._dialed.get(peer) is connection:
+            del self._dialed[peer]
+
+
+async def _close_on(helper: LoopThread, shard: Shard) -> None:
+    await helper.run_from_async(shard.close())
+
+
+if TYPE_CHECKING:
+
+    def _is_a_transport(stream: StreamTransport) -> Transport:
+        """Held by mypy: what this file makes is what `messages` promises."""
+        return stream

@@ -1,0 +1,235 @@
+"""TLS 1.3 between members of a swarm: contexts, what carries a protocol over it, its errors in plain words.
+
+Three libraries can carry it: aiofastnet, uvloop and the standard library. What differs between them is evened
+out here, so that nobody else needs to know which it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import secrets
+import socket
+import ssl
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shoal.core import Peer, PeerBusy, PeerLost, PeerRefused, PeerUnreachable, ShoalError
+from shoal.core.identity import Identity, write_private_file
+from shoal.transport.trust.certificates import Authority, chain_pem
+
+LIBRARY: str | None = None
+"""What carries TLS: `aiofastnet`, `loop` for the loop's own, None for the first where it is installed."""
+
+BUSY_ALERT = bytes.fromhex("15 0303 0002 02 50")
+"""A fatal alert, 'internal error', for a peer that greets and finds no place: it is not worth a handshake."""
+
+_NO_NAME = "0.0.0.0"  # an address is not sent along, unlike a name; nothing is compared with it
+_MAX_HANDSHAKE_S = 600.0  # callers have limits of their own
+_SHUTDOWN_S = 5.0
+_EXPIRED, _NOT_YET_VALID = 10, 9  # OpenSSL's X509_V_ERR_CERT_HAS_EXPIRED and _CERT_NOT_YET_VALID
+_NOT_TLS = (
+    "WRONG_VERSION_NUMBER",
+    "UNKNOWN_PROTOCOL",
+    "HTTP_REQUEST",
+    "HTTPS_PROXY_REQUEST",
+    "PACKET_LENGTH",
+)
+_SAME_SECRET = "give both peers the same --secret-file or SHOAL_SECRET."
+_CLOCKS = "compare the clocks of the two machines, for example with: date -u"
+
+
+def make_context(
+    identity: Identity, authority: Authority, wall_s: float, *, is_server: bool
+) -> ssl.SSLContext:
+    """A context that shows a certificate of this moment and trusts this swarm's authority alone."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # the peer id is compared instead
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_TICKET
+    if is_server:
+        context.num_tickets = 0  # a session that is resumed would outlive its certificate
+    context.load_verify_locations(cadata=authority.pem)
+    certificate = authority.certify(identity.public_key, wall_s)
+    # OpenSSL takes a private key from a file only: it is gone at once, and of no use without the password
+    password = secrets.token_hex().encode()
+    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
+        path = Path(folder) / "chain.pem"
+        write_private_file(path, chain_pem(certificate, identity, password))
+        context.load_cert_chain(path, password=password)
+    return context
+
+
+async def carry(
+    protocol: asyncio.BufferedProtocol, connected: socket.socket, context: ssl.SSLContext, *, is_server: bool
+) -> None:
+    """Make the handshake over a connected socket, then have `protocol` speak through it.
+
+    Returns once `protocol` has its transport; ssl.SSLError when the handshake fails. The socket is closed
+    then, and when this is cancelled, which is how a caller bounds the time.
+    """
+    loop = asyncio.get_running_loop()
+    fast = _aiofastnet() if LIBRARY != "loop" else None
+    options: dict[str, Any] = {
+        "ssl": context,
+        "ssl_handshake_timeout": _MAX_HANDSHAKE_S,
+        "ssl_shutdown_timeout": _SHUTDOWN_S,
+    }
+    guarded = _LoopForAiofastnet(loop, connected)
+    try:
+        if is_server:
+            if fast is not None:
+                await fast.connect_accepted_socket(guarded, lambda: protocol, connected, **options)
+            else:
+                await loop.connect_accepted_socket(lambda: protocol, connected, **options)
+        else:
+            options |= {"sock": connected, "server_hostname": _NO_NAME}
+            if fast is not None:
+                await fast.create_connection(guarded, lambda: protocol, **options)
+            else:
+                await loop.create_connection(lambda: protocol, **options)
+    except BaseException as error:
+        guarded.give_up()
+        connected.close()
+        if isinstance(error, (ConnectionError, TimeoutError)):
+            raise ssl.SSLEOFError(ssl.SSL_ERROR_EOF, "the connection ended during the handshake") from error
+        raise
+
+
+class _LoopForAiofastnet:
+    """A loop as aiofastnet sees it, where three of its ways are made good.
+
+    It reports a connection that ends in the handshake as an unhandled exception, and leaves the timer of a
+    failed handshake to hold half a megabyte. On uvloop, which tells of a reset once and then no more, it
+    takes a reset that comes together with bytes for bytes alone, and never learns of the end.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, connected: socket.socket) -> None:
+        self._loop = loop
+        self._socket = connected
+        self._timer: asyncio.TimerHandle | None = None
+        self._on_readable: Callable[[], None] | None = None
+        self._is_reset = False
+        # used for every write that has to wait
+        self.call_soon = loop.call_soon
+        self.add_writer = loop.add_writer
+        self.remove_writer = loop.remove_writer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    def call_later(self, delay_s: float, callback: Any, *arguments: Any) -> asyncio.TimerHandle:
+        timer = self._loop.call_later(delay_s, callback, *arguments)
+        self._timer = self._timer or timer
+        return timer
+
+    def give_up(self) -> None:
+        """The handshake has failed."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        if context.get("exception") is not ConnectionResetError:  # the class itself: an end in the handshake
+            self._loop.call_exception_handler(context)
+
+    def add_reader(self, descriptor: int, callback: Callable[[], None]) -> None:
+        self._on_readable = callback
+        self._loop.add_reader(descriptor, self._read)
+
+    def remove_reader(self, descriptor: int) -> bool:
+        self._on_readable = None
+        return self._loop.remove_reader(descriptor)
+
+    def _read(self) -> None:
+        if self._on_readable is None:
+            return
+        self._on_readable()
+        if self._on_readable is not None:  # nobody has closed it
+            self._is_reset = (
+                self._is_reset or self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+            )
+            if self._is_reset:
+                self._loop.call_soon(self._read)
+
+
+@functools.cache
+def _aiofastnet() -> ModuleType | None:
+    try:
+        module = importlib.import_module("aiofastnet")
+    except ImportError:  # not installed, or not for this Python
+        return None
+    # where OpenSSL is built into Python it has a way of its own, whose flow control gets stuck
+    return module if getattr(module, "OPENSSL_DYN_LIBS", None) is not None else None
+
+
+def explain(error: ssl.SSLError, peer: Peer) -> ShoalError:
+    """What to raise for TLS that failed."""
+    reason = str(getattr(error, "reason", None) or "")
+    alert = reason.partition("ALERT_")[2]
+    if isinstance(error, ssl.SSLCertVerificationError):
+        code = getattr(error, "verify_code", None)
+        if code in (_EXPIRED, _NOT_YET_VALID):
+            when = "has expired" if code == _EXPIRED else "is not valid yet"
+            return PeerRefused(
+                f"The certificate of {peer} {when}.",
+                peer=peer,
+                cause="the clock of one of the two machines is wrong.",
+                next_step=_CLOCKS,
+            )
+        return PeerRefused(
+            f"The certificate of {peer} is not of this swarm.",
+            peer=peer,
+            cause="it has another swarm secret.",
+            next_step=_SAME_SECRET,
+        )
+    if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+        return PeerRefused(f"{peer} showed no certificate.", peer=peer, next_step=_SAME_SECRET)
+    if any(reason.startswith(start) for start in _NOT_TLS):
+        return PeerRefused(
+            f"{peer} does not speak TLS.",
+            peer=peer,
+            cause="it has no swarm secret, or is no Shoal peer.",
+            next_step="start it with the swarm's --secret-file or SHOAL_SECRET.",
+        )
+    if alert == "INTERNAL_ERROR":
+        return PeerBusy(
+            f"{peer} takes no connection now.",
+            peer=peer,
+            cause="all its connections are taken.",
+            next_step="try again later.",
+        )
+    if alert == "CERTIFICATE_EXPIRED":
+        return PeerRefused(
+            f"{peer} says that this peer's certificate has expired.",
+            peer=peer,
+            cause="the clock of one of the two machines is wrong.",
+            next_step=_CLOCKS,
+        )
+    if alert == "CERTIFICATE_REQUIRED":
+        return PeerRefused(f"{peer} was shown no certificate.", peer=peer, next_step=_SAME_SECRET)
+    if alert in ("UNKNOWN_CA", "DECRYPT_ERROR", "BAD_CERTIFICATE", "CERTIFICATE_UNKNOWN", "ACCESS_DENIED"):
+        return PeerRefused(
+            f"{peer} does not take this peer's certificate.",
+            peer=peer,
+            cause="it has another swarm secret, or the clock of one of the two machines is wrong.",
+            next_step=_SAME_SECRET,
+        )
+    if isinstance(error, ssl.SSLEOFError):
+        return PeerUnreachable(
+            f"{peer} hung up during the TLS handshake.",
+            peer=peer,
+            cause="it has another swarm secret, is stopping, or is no Shoal peer.",
+            next_step="check the address, and the log of the peer.",
+        )
+    words = reason.lower().replace("_", " ") or "unknown"
+    return PeerLost(
+        f"TLS with {peer} failed: {words}.",
+        peer=peer,
+        cause="what arrived was changed on its way, or is not TLS 1.3.",
+        next_step="try again; if it stays so, look for a proxy or a firewall between the two.",
+    )
