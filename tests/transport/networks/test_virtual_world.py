@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from shoal.core import Address, Deadline, DeadlineExceeded, Peer, PeerLost, PeerUnreachable, Scope
+from shoal.core import Address, Deadline, DeadlineExceeded, Peer, PeerLost, PeerUnreachable, Scope, ShoalError
 from shoal.core.virtual import run_virtual
 from shoal.transport.conditions.conditions import Conditions
 from shoal.transport.conditions.faults import FaultScript
@@ -176,3 +176,19 @@ def test_many_callers_at_once():
                     scope.start_soon(ask(number))
 
     run_virtual(main())
+
+
+def test_a_program_that_waits_for_nothing_is_told_so_though_a_transport_is_open():
+    async def check():
+        world = MemoryNetwork()
+        async with (
+            StreamTransport(network=world.host("a")) as one,
+            StreamTransport(network=world.host("b")) as other,
+        ):
+            other.handle("echo", lambda head, buffers: Reply(head.payload))
+            address = await other.listen(Address("b", 0))
+            await one.call(address, "echo", 1, deadline=Deadline.after(5))
+            await asyncio.Event().wait()
+
+    with pytest.raises(ShoalError, match="Nothing can happen any more"):
+        run_virtual(check())

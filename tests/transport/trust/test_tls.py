@@ -14,6 +14,7 @@ import pytest
 
 from shoal.core import (
     Address,
+    IdentityError,
     Peer,
     PeerBusy,
     PeerLost,
@@ -439,3 +440,9 @@ def test_an_alert_is_recognised_by_one_without_a_secret():
         ProtocolError, match=r"(?s)speaks TLS, and this peer has no swarm secret.*SHOAL_SECRET"
     ):
         decoder.buffer_updated(len(tls.BUSY_ALERT))
+
+
+def test_no_folder_for_a_temporary_file_is_said_to_be_the_reason(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(IdentityError, match=r"(?s)OpenSSL.*TMPDIR"):
+        Swarm().member().server_tls()

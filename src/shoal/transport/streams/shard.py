@@ -43,6 +43,7 @@ class Shard:
         self.loop = loop
         # read by other threads, and evicted from by one: each step on it is atomic
         self.connections: dict[Connection, object] = {}
+        self._has_some = asyncio.Event()
         self._watched: dict[Connection, None] = {}
         self._adopting: dict[Connection, asyncio.Task[bool]] = {}
         self._transport = transport
@@ -75,6 +76,7 @@ class Shard:
         """A new connection, not connected yet."""
         connection = Connection(self, self.scope, peer, is_dialer=is_dialer)
         self.connections[connection] = None
+        self._has_some.set()
         return connection
 
     def remove(self, connection: Connection) -> bool:
@@ -129,6 +131,8 @@ class Shard:
             return True
         except ssl.SSLError as error:
             self._complain_of_handshake(connection.peer, explain(error, connection.peer))
+        except ShoalError as error:
+            self._complain_of_handshake(connection.peer, error)
         except TimeoutError:
             why = ProtocolError(f"No TLS handshake was made within {self.limits.handshake_s:g} s.")
             self._complain_of_handshake(connection.peer, why)
@@ -155,6 +159,9 @@ class Shard:
         """Look after busy connections often, and now and then after those that are idle."""
         idle_at_s = self.loop.time()
         while True:
+            if not self.connections:  # then there is nothing to wake up for, and virtual time can see that
+                self._has_some.clear()
+                await self._has_some.wait()
             await asyncio.sleep(SWEEP_S)
             now_s = self.loop.time()
             if self.access is not None:

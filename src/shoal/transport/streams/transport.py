@@ -82,7 +82,7 @@ class StreamTransport:
         self.places = ByteBudget(self.limits.max_connections)
         """What accepted connections take, one each."""
         self.pool = BufferPool()
-        self.complaints = Complaints(log)
+        self.complaints = Complaints(log, self.network.clock)
         self._helpers = helpers
         self._shards: list[Shard] = []
         self._dialed: dict[Peer, Connection] = {}
@@ -148,6 +148,7 @@ class StreamTransport:
         """Accept calls there; port 0 picks a free one. Returns the address that was bound."""
         self._require_open()
         check_may_listen(address, self._membership, is_insecure=self._is_insecure)
+        self.server_tls()  # what is wrong with it should be said here, not to every caller
         listener = await self.network.listen(address)
         try:
             self._shards[0].scope.start_soon(self._accept(listener), name=f"accept on {listener.address}")

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shoal.core import Peer, PeerBusy, PeerLost, PeerRefused, PeerUnreachable, ShoalError
+from shoal.core import IdentityError, Peer, PeerBusy, PeerLost, PeerRefused, PeerUnreachable, ShoalError
 from shoal.core.identity import Identity, write_private_file
 from shoal.transport.trust.certificates import Authority, chain_pem
 
@@ -58,10 +58,17 @@ def make_context(
     certificate = authority.certify(identity.public_key, wall_s)
     # OpenSSL takes a private key from a file only: it is gone at once, and of no use without the password
     password = secrets.token_hex().encode()
-    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
-        path = Path(folder) / "chain.pem"
-        write_private_file(path, chain_pem(certificate, identity, password))
-        context.load_cert_chain(path, password=password)
+    try:
+        with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
+            path = Path(folder) / "chain.pem"
+            write_private_file(path, chain_pem(certificate, identity, password))
+            context.load_cert_chain(path, password=password)
+    except OSError as error:
+        raise IdentityError(
+            f"This peer's certificate cannot be given to OpenSSL: {error.strerror or error}.",
+            cause="it passes through a temporary file for a moment, and there is no folder for one.",
+            next_step="set TMPDIR to a folder that this user can write to.",
+        ) from error
     return context
 
 
