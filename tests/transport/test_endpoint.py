@@ -87,11 +87,14 @@ def test_port_0_is_tried_again_where_only_one_kind_is_free(run, monkeypatch):
             assert bound.port == attempts[-1]
 
             async def taken(address):
-                raise UsageError("taken.")
+                raise UsageError("taken.", cause="the moon is full.")
 
             monkeypatch.setattr(endpoint.streams, "listen", taken)
-            with pytest.raises(UsageError, match="no port was free for both"):
+            with pytest.raises(UsageError, match=r"(?s)no port was free for both.*the moon is full"):
                 await endpoint.listen(LOOPBACK)
+            await endpoint.datagrams.stop_listening(bound)
+            with pytest.raises(UsageError, match=r"(?s)streams cannot.*the moon is full"):
+                await endpoint.listen(bound)
             assert endpoint.addresses == [bound]
             async with StreamTransport() as other:  # datagrams alone would not notice a port left behind
                 for port in dict.fromkeys(attempts[:-1]):

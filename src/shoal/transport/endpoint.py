@@ -36,6 +36,7 @@ class Endpoint:
         helpers: Sequence[LoopThread] = (),
         peer_id: PeerId | None = None,
     ) -> None:
+        self.membership = membership
         self.network = network or SocketNetwork()
         self.routes = Routes()
         self.limits = limits or Limits()
@@ -93,7 +94,7 @@ class Endpoint:
 
     async def listen(self, address: Address) -> Address:
         """Accept calls of both kinds there; port 0 picks a number that is free for both."""
-        clash = None
+        clash: UsageError | None = None
         for _ in range(_ATTEMPTS if address.port == 0 else 1):
             bound = await self.datagrams.listen(address)
             try:
@@ -106,13 +107,15 @@ class Endpoint:
             else:
                 self.addresses.append(bound)
                 return bound
+        reason = (clash.cause or clash.what) if clash is not None else ""
         if address.port:
             raise UsageError(
-                f"Cannot listen on {address}: the port is free for datagrams but not for streams.",
-                cause="another program uses the port.",
+                f"Cannot listen on {address}: datagrams can, streams cannot.",
+                cause=reason,
                 next_step="choose another port, or 0 for one that is free for both.",
             ) from clash
         raise UsageError(
             f"Cannot listen on {address}: no port was free for both datagrams and streams.",
+            cause=reason,
             next_step="give a port that nobody uses.",
         ) from clash

@@ -166,7 +166,7 @@ class Introductions:
             return
         # from a port that the caller has never sent to: routers and firewalls let answers in, not strangers
         stranger = DatagramTransport(
-            membership=endpoint.datagrams._membership,
+            membership=endpoint.membership,
             peer_id=endpoint.peer_id,
             limits=endpoint.limits,
             network=endpoint.network,

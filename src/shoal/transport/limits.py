@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.core import UsageError
+from shoal.core import LimitExceeded, UsageError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -46,4 +47,14 @@ class Limits:
             raise UsageError(
                 "max_message_bytes is above max_bytes_in_flight: the largest message could never arrive.",
                 next_step="raise max_bytes_in_flight to at least max_message_bytes.",
+            )
+
+    def check_sizes(self, sizes: Sequence[int]) -> None:
+        """LimitExceeded when a message's buffers are more than this peer takes."""
+        total_bytes = sum(sizes)
+        if total_bytes > self.max_message_bytes or len(sizes) > self.max_buffers:
+            raise LimitExceeded(
+                f"a message of {total_bytes:,} bytes in {len(sizes):,} buffers is above the limit of "
+                f"{self.max_message_bytes:,} bytes in {self.max_buffers:,}.",
+                next_step="send it in parts through a channel, or raise the receiver's limits.",
             )

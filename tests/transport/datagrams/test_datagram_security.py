@@ -9,7 +9,7 @@ import pytest
 from shoal.core import Address, DeadlineExceeded, Peer, PeerLost, PeerRefused
 from shoal.core.identity import Identity
 from shoal.transport import Reply
-from shoal.transport.datagrams.hellos import HELLO_BYTES, Hello, SealedGreetings
+from shoal.transport.datagrams.hellos import HELLO_BYTES, Hello, SealedGreetings, Welcome
 from shoal.transport.datagrams.newcomers import MAX_NEWCOMERS_A_HOST
 from shoal.transport.datagrams.packets import PREFIX, SEALED, Kind, encode_frames, encode_request
 from shoal.transport.datagrams.sealing import AeadSeal
@@ -291,7 +291,7 @@ def test_a_peer_that_is_denied_in_mid_conversation_is_out(caplog):
             for _ in range(3):
                 with pytest.raises(PeerRefused, match="not on this peer's list"):
                     await scene.client.call(scene.address, "echo", 3, deadline=soon())
-            with pytest.raises((PeerLost, PeerRefused)):
+            with pytest.raises(PeerRefused, match=r"(?s)block at .*may no longer talk"):
                 await call
             await other.call(scene.address, "echo", 4, deadline=soon())
         scene.server.access.allow(scene.client.peer_id)
@@ -311,8 +311,9 @@ def test_a_list_that_changes_while_nobody_talks_counts_for_the_next_packet(tmp_p
         await scene.still_works()
         await asyncio.sleep(60)
         denied.write_text(f"{scene.client.peer_id}\n")
-        with pytest.raises(PeerRefused, match="not on this peer's list"):
-            await scene.client.call(scene.address, "echo", 2, deadline=soon())
+        for why in ("no longer talk", "not on this peer's list"):
+            with pytest.raises(PeerRefused, match=why):
+                await scene.client.call(scene.address, "echo", 2, deadline=soon())
         assert [payload for _, payload in scene.probe.seen] == ["still"]
 
     stage(check)
@@ -327,6 +328,145 @@ def test_a_caller_does_not_talk_to_those_that_it_denies(caplog):
 
     stage(check)
     assert len(lines(caplog, "asked nothing")) == 1
+
+
+def test_a_peer_that_is_denied_while_it_is_asked_is_told_and_asked_no_more():
+    async def check(scene):
+        await scene.still_works()
+        call = asyncio.ensure_future(scene.client.call(scene.address, "block", 1, deadline=soon(60)))
+        await asyncio.sleep(5)
+        scene.client.access.deny(scene.server.peer_id)
+        with pytest.raises(PeerRefused, match=r"(?s)block at .*may no longer talk"):
+            await call
+        await asyncio.sleep(0.1)
+        assert scene.probe.num_cancelled == 1
+        assert scene.server.num_sessions == scene.client.num_sessions == 0
+
+    stage(check)
+
+
+def test_a_peer_that_is_denied_while_nobody_talks_is_not_asked():
+    async def check(scene):
+        await scene.still_works()
+        await asyncio.sleep(60)
+        scene.client.access.deny(scene.server.peer_id)
+        with pytest.raises(PeerRefused, match="is not asked"):
+            await scene.client.call(scene.address, "echo", 1, deadline=soon())
+        assert [payload for _, payload in scene.probe.seen] == ["still"]
+
+    stage(check)
+
+
+def test_what_another_member_says_of_a_session_is_worth_nothing():
+    async def check(scene):
+        await scene.still_works()
+        client = next(where for where, _, _ in scene.air.packets if where[0] == "client")
+        async with open_on(scene.air, "third", membership=scene.swarm.member()) as (_, third):
+            for packet in scene.data_packets():  # an outsider shows it to somebody who cannot know it
+                scene.air.deliver(EVIL, (third.host, third.port), packet)
+            await asyncio.sleep(0.1)
+        answers = scene.air.between("third", "evil")
+        assert [answer[3] for answer in answers] == [Kind.UNKNOWN]
+        for answer in answers:
+            scene.air.deliver(scene.where, client, answer)
+        await asyncio.sleep(0.1)
+        await scene.still_works()
+        hellos = [packet for packet in scene.air.between("client", "server") if packet[3] != Kind.DATA]
+        assert len(hellos) == 1
+
+    stage(check)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"session_id": b"long" * 200}, {"session_id": b""}, {"token": b"t" * 100}, {"salt": b"s"}],
+    ids=["long id", "no id", "long token", "short salt"],
+)
+def test_a_welcome_that_does_not_follow_the_protocol_harms_only_its_own_calls(caplog, changes):
+    async def check(scene):
+        mallory = SealedGreetings(scene.swarm.member(), random.SystemRandom())
+        where = ("mallory", 5)
+
+        class Welcomer(asyncio.DatagramProtocol):
+            def datagram_received(self, data, addr):
+                fields = {"salt": b"t" * 16, "session_id": b"session2", "token": b"token678"} | changes
+                hello = mallory.open(data).body
+                answer = Welcome(hello.salt, ephemeral=mallory.ephemeral, max_calls=9, **fields)
+                scene.air.send(where, addr, mallory.write(Kind.WELCOME, answer))
+
+        await scene.air.host("mallory").open_datagrams(Address(*where), _connected(Welcomer()))
+        calls = [scene.client.call(Address(*where), "echo", 1, deadline=soon(2))]
+        calls += [scene.client.call(scene.address, "echo", n, deadline=soon(2)) for n in range(5)]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(outcomes[0], DeadlineExceeded)
+        assert [reply.payload for reply in outcomes[1:]] == list(range(5))
+
+    stage(check)
+    assert len(lines(caplog, "a welcome that does not follow")) == 1
+
+
+def test_a_session_that_cannot_send_is_dropped_and_others_go_on(caplog):
+    async def check(scene):
+        await scene.still_works()
+        options = {"handlers": scene.probe.register, "membership": scene.swarm.member()}
+        async with open_on(scene.air, "second", **options) as (_, second):
+            await scene.client.call(second, "echo", 1, deadline=soon())
+            (broken, _) = scene.client.sessions.values()
+            broken._prefix = b""
+            lost = asyncio.ensure_future(scene.client.call(scene.address, "echo", 2, deadline=soon()))
+            reply = await scene.client.call(second, "echo", 3, deadline=soon())
+            assert reply.payload == 3
+            with pytest.raises(PeerLost, match="could not be made"):
+                await lost
+            await scene.still_works()
+
+    stage(check)
+    assert len(lines(caplog, "packets cannot be made")) == 1
+
+
+def test_a_challenge_of_the_wrong_size_is_dropped(caplog):
+    async def check(scene):
+        await scene.still_works()
+        (answerer,), (asker,) = scene.server.sessions.values(), scene.client.sessions.values()
+        answerer.queue(encode((10, b"t" * 1000)))
+        answerer.flush()
+        await asyncio.sleep(0.1)
+        assert asker.token is None
+        await scene.still_works()
+
+    stage(check)
+    assert len(lines(caplog, "a challenge that")) == 1
+
+
+def test_nothing_is_served_after_a_goodbye():
+    async def check(scene):
+        await scene.still_works()
+        (asker,) = scene.client.sessions.values()
+        asker.queue(encode((11, "leaving")))
+        asker.queue(encode_request(99, encode((0, "echo", 0, "after"))))
+        asker.flush()
+        await asyncio.sleep(0.1)
+        assert [payload for _, payload in scene.probe.seen] == ["still"]
+        assert scene.server.num_sessions == 0
+
+    stage(check)
+
+
+def test_stale_hellos_cost_no_check_of_a_signature_and_few_an_answer(monkeypatch):
+    async def check(scene):
+        await scene.still_works()
+        greetings = SealedGreetings(scene.swarm.member(), random.SystemRandom())
+        checked = []
+        monkeypatch.setattr(scene.server._greeter._greetings, "verified", checked.append)
+        for number in range(300):
+            salt = number.to_bytes(16)
+            hello = Hello(salt, greetings.ephemeral, b"session1", b"", air_wall(scene) - 3600)
+            scene.air.deliver(EVIL, scene.where, greetings.write(Kind.HELLO, hello))
+        await asyncio.sleep(0.1)
+        assert checked == []
+        assert 1 <= len(scene.answers_to("evil")) <= 100
+
+    stage(check)
 
 
 @pytest.mark.parametrize("is_sealed", [True, False])

@@ -127,11 +127,14 @@ def test_only_a_member_can_say_that_a_session_is_unknown():
     packet = bytes([*b"\xf0D\x01\x04", *range(16), *range(44)])
     answer = bob.unknown(packet)
     assert answer[4:20] == packet[4:20]
-    assert alice.is_genuine_unknown(answer)
-    assert not alice.is_genuine_unknown(sealed(OTHER).unknown(packet))
-    assert not alice.is_genuine_unknown(answer[:20])
-    assert not alice.is_genuine_unknown(answer[:4] + bytes(16) + answer[20:])
-    assert bare().is_genuine_unknown(bare().unknown(packet))
+    assert len(answer) == 48
+    assert alice.is_genuine_unknown(answer, bob.peer_id)
+    assert not alice.is_genuine_unknown(sealed().unknown(packet), bob.peer_id)  # of somebody else's sessions
+    assert not alice.is_genuine_unknown(answer, None)
+    assert not alice.is_genuine_unknown(sealed(OTHER).unknown(packet), bob.peer_id)
+    assert not alice.is_genuine_unknown(answer[:20], bob.peer_id)
+    assert not alice.is_genuine_unknown(answer[:4] + bytes(16) + answer[20:], bob.peer_id)
+    assert bare().is_genuine_unknown(bare().unknown(packet), None)
 
 
 def test_nothing_secret_in_a_repr():

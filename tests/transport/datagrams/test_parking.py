@@ -7,7 +7,7 @@ import pytest
 
 from shoal.core import Address, Deadline, Peer, PeerId, PeerRefused
 from shoal.transport import Head, Reply
-from shoal.transport.datagrams.parking import KEPT_S, MAX_PARKED, PARKED, Parking
+from shoal.transport.datagrams.parking import KEPT_S, MAX_PARKED, MAX_PARKED_BYTES, PARKED, Parking
 from shoal.transport.routes import Routes
 from transport.lossy import run_virtual
 
@@ -24,7 +24,7 @@ def test_an_answer_is_taken_once_by_the_peer_that_asked():
         routes = Routes()
         parking = Parking(routes, random.Random(1))
         reply = Reply("large")
-        ticket = parking.park(reply, ALICE, asyncio.get_running_loop())
+        ticket = parking.park(reply, 5, ALICE, asyncio.get_running_loop())
         assert routes.find(PARKED).is_plain_function
         for wrong in ((b"no such ticket", ALICE), (ticket, BOB)):
             with pytest.raises(PeerRefused, match="not kept any longer"):
@@ -41,12 +41,33 @@ def test_what_nobody_takes_is_given_back():
         parking, given_back = Parking(Routes(), random.Random(1)), []
         loop = asyncio.get_running_loop()
         for number in range(MAX_PARKED + 5):
-            parking.park(Reply(on_sent=lambda number=number: given_back.append(number)), None, loop)
+            parking.park(Reply(on_sent=lambda number=number: given_back.append(number)), 1, None, loop)
         assert given_back == [0, 1, 2, 3, 4]
         await asyncio.sleep(KEPT_S + 0.1)
         assert given_back == list(range(MAX_PARKED + 5))
-        parking.park(Reply(on_sent=lambda: given_back.append("closed")), None, loop)
+        parking.park(Reply(on_sent=lambda: given_back.append("closed")), 1, None, loop)
         parking.close()
         assert given_back[-1] == "closed"
+
+    run_virtual(check())
+
+
+def test_large_answers_crowd_out_earlier_ones_and_no_timer_stays():
+    async def check():
+        loop, gone = asyncio.get_running_loop(), []
+        parking = Parking(Routes(), random.Random(1))
+        third = MAX_PARKED_BYTES // 3
+        tickets = [
+            parking.park(Reply(on_sent=lambda n=n: gone.append(n)), third, None, loop) for n in range(4)
+        ]
+        assert gone == [0]
+        ask(parking, tickets[1], ALICE)
+        parking.park(Reply(), third, None, loop)
+        assert gone == [0]  # what was taken has made room
+        parking.park(Reply(on_sent=lambda: gone.append("huge")), 2 * MAX_PARKED_BYTES, None, loop)
+        assert gone == [0, 2, 3]
+        parking.close()
+        assert gone == [0, 2, 3, "huge"]
+        assert not [timer for timer in loop._timers if not timer[2].cancelled()]
 
     run_virtual(check())

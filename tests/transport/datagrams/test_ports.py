@@ -6,14 +6,14 @@ import pytest
 
 from shoal.core import Address
 from shoal.transport.datagrams.packets import PREFIX
-from shoal.transport.datagrams.ports import Port, peer_at
-from shoal.transport.datagrams.sessions import Stats
+from shoal.transport.datagrams.ports import Port
+from shoal.transport.datagrams.sessions import Stats, peer_at
 
 
 class FakeHub:
     def __init__(self):
         self.stats, self.sessions, self.is_watching = Stats(), {}, True
-        self.bad = []
+        self.bad, self.is_open = [], True
 
     def on_bad_packet(self, peer, why):
         self.bad.append(why)
@@ -112,6 +112,9 @@ def test_packets_go_to_whom_they_concern():
         port.datagram_received(packet, ("10.0.0.1", 1))
     assert len(port._greeter.heard) == 5
     assert len(port._hub.bad) == 9
+    port._hub.is_open = False  # closing: nobody is served any more
+    port.datagram_received(PREFIX + b"\x04" + body, ("10.0.0.1", 1))
+    assert len(port._greeter.heard) == 5
 
 
 def test_a_peer_is_named_by_its_sockets_address():

@@ -18,6 +18,7 @@ from shoal.transport.datagrams.sessions import (
 from shoal.transport.frames import encode
 
 PEER = Peer(Address("10.0.0.1", 1))
+ELSEWHERE = ("10.0.0.66", 6)
 
 
 class FakeLoop:
@@ -28,16 +29,18 @@ class FakeLoop:
 class FakeHub:
     def __init__(self):
         self.loop, self.stats = FakeLoop(), Stats()
-        self.dirty, self.bad, self.replays = [], [], 0
+        self.dirty, self.bad, self.replays, self.blamed = [], [], 0, []
 
     def on_dirty(self, session):
         self.dirty.append(session)
 
     def on_bad_packet(self, peer, why):
         self.bad.append(why)
+        self.blamed.append(peer.address.host)
 
     def on_replay(self, peer):
         self.replays += 1
+        self.blamed.append(peer.address.host)
 
 
 class FakePort:
@@ -64,7 +67,7 @@ def test_frames_of_a_turn_share_a_packet():
     one.flush()
     (packet,) = one.port.sent
     assert packet.startswith(PREFIX + b"\x04theirsid" + COUNTER.pack(0))
-    assert one.read(packet).frames == [Working(number) for number in range(10)]
+    assert one.read(packet, ELSEWHERE).frames == [Working(number) for number in range(10)]
     one.flush()
     assert len(one.port.sent) == 1
 
@@ -76,7 +79,7 @@ def test_frames_that_do_not_fit_take_several_packets_in_order():
     one.flush()
     assert all(len(packet) <= MAX_PACKET_BYTES for packet in one.port.sent)
     assert len(one.port.sent) == 5
-    ids = [frame.id for packet in one.port.sent for frame in one.read(packet).frames]
+    ids = [frame.id for packet in one.port.sent for frame in one.read(packet, ELSEWHERE).frames]
     assert ids == list(range(50))
     assert one.num_sent == 5
 
@@ -84,19 +87,21 @@ def test_frames_that_do_not_fit_take_several_packets_in_order():
 def test_a_packet_that_comes_twice_is_read_once():
     one = session(AeadSeal(b"k" * 32, b"k" * 32))
     packet = one.packet([encode((8, 1))])
-    assert one.read(packet) is not None
-    assert one.read(packet) is None
+    assert one.read(packet, ELSEWHERE) is not None
+    assert one.read(packet, ELSEWHERE) is None
     assert one.hub.replays == 1
+    assert one.hub.blamed == ["10.0.0.66"]  # not the peer whose packet it is
 
 
 def test_what_is_not_genuine_or_not_readable_is_dropped():
     one = session(AeadSeal(b"k" * 32, b"k" * 32))
     packet = one.packet([encode((8, 1))])
-    assert one.read(packet[:-1] + bytes([packet[-1] ^ 1])) is None
+    assert one.read(packet[:-1] + bytes([packet[-1] ^ 1]), ELSEWHERE) is None
     bare = session()
-    assert bare.read(packet[:20] + b"nonsense") is None
-    assert session(has_begun=False).read(packet) is None
+    assert bare.read(packet[:20] + b"nonsense", ELSEWHERE) is None
+    assert session(has_begun=False).read(packet, ELSEWHERE) is None
     assert len(one.hub.bad) == len(bare.hub.bad) == 1
+    assert one.hub.blamed == ["10.0.0.66"]
 
 
 def test_nothing_is_sent_before_the_greetings():
@@ -106,6 +111,15 @@ def test_nothing_is_sent_before_the_greetings():
     assert one.port.sent == []
     with pytest.raises(UnreadablePacket):
         one.packet([])
+
+
+def test_frames_that_cannot_be_sent_are_not_tried_again():
+    one = session(AeadSeal(b"k" * 32, b"k" * 32))
+    one.begin(one.seal, b"long" * 200)  # no nonce can be made from it
+    one.queue(encode((8, 1)))
+    with pytest.raises(ValueError, match="Nonce"):
+        one.flush()
+    one.flush()
 
 
 def test_the_timeout_follows_the_round_trips():

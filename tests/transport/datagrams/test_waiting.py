@@ -158,3 +158,18 @@ def test_a_deadline_ends_the_wait():
         assert not line.try_take()
 
     run_virtual(check())
+
+
+def test_a_place_that_is_given_when_time_is_over_is_taken():
+    async def check():
+        loop = asyncio.get_running_loop()
+        line = Line(loop, 1)
+        assert line.try_take()
+        loop.call_later(1.0, line.give_back)  # in the turn in which the deadline passes
+        is_taken = await line.take(Deadline.after(1.0))
+        if is_taken:
+            line.give_back()
+        assert line.try_take()
+        assert is_taken
+
+    run_virtual(check())

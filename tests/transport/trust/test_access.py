@@ -1,5 +1,7 @@
 import logging
 import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -108,3 +110,16 @@ def test_a_file_that_is_broken_at_the_start(tmp_path):
     path.write_text(f"{A}\nabc\n")
     with pytest.raises(UsageError, match=f"(?s)Line 2 of {path} is no peer id.*shoal keys show"):
         Access(deny_file=path)
+
+
+def test_changes_of_several_threads_are_all_kept():
+    access = Access()
+    ids = [PeerId(number.to_bytes(20)) for number in range(4000)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda start: [access.deny(peer_id) for peer_id in ids[start::4]], range(4)))
+    finally:
+        sys.setswitchinterval(before)
+    assert not any(access.is_allowed(peer_id) for peer_id in ids)

@@ -8,14 +8,14 @@ kept with that answer. No handler runs for an address that has not proven itself
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.core import Deadline, LimitExceeded, Peer, PeerBusy, PeerRefused, ShoalError
-from shoal.transport.datagrams.contents import check_sizes, copy_in, fill_all
+from shoal.transport.datagrams.contents import memory_for
 from shoal.transport.datagrams.handlers import LATER, Handlers, HandlingHub, ServedCall
 from shoal.transport.datagrams.kept import FORGOTTEN, MAX_SPAN, NEW, RUNNING, KeepingHub, Kept, KeptAnswers
 from shoal.transport.datagrams.packets import (
+    LEFT,
     MAX_FRAME_BYTES,
     MAX_PARTS,
     PART_BYTES,
@@ -28,8 +28,8 @@ from shoal.transport.datagrams.packets import (
     encode_failure,
 )
 from shoal.transport.datagrams.parking import Parking
-from shoal.transport.datagrams.ports import Hub, peer_at
-from shoal.transport.datagrams.sessions import Session
+from shoal.transport.datagrams.ports import Hub
+from shoal.transport.datagrams.sessions import Session, peer_at
 from shoal.transport.errors import to_wire
 from shoal.transport.frames import UNREADABLE, Mode, decode_payload, encode
 from shoal.transport.limits import Limits
@@ -40,7 +40,6 @@ from shoal.transport.payloads import (
     byte_views,
     checked_reply,
     encode_head,
-    fitting_views,
     release,
 )
 from shoal.transport.routes import Route, Routes
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MAX_ANSWER_BYTES = MAX_PARTS * PART_BYTES
+_HANDLER_BYTES = 4096  # what a handler that runs takes beside its packet, about
 _ONE_WAY = int(Mode.ONE_WAY)
 _NEVER = Deadline.never()
 
@@ -100,7 +100,7 @@ class Answerer(Session):
 
     def receive(self, packet: bytes, where: tuple[Any, ...], port: Port) -> None:
         """Requests have come."""
-        frames = self.read(packet)
+        frames = self.read(packet, where)
         if frames is None:
             return
         if where != self.where or not self.is_proven:
@@ -123,12 +123,13 @@ class Answerer(Session):
                 self._on_fetch(frame)
             elif type(frame) is Goodbye:
                 self.hub.on_left(self)
+                return
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: str, code: str = LEFT) -> None:
         """End every handler, oldest first."""
         self.is_open = False
         self._handlers.cancel_all()
-        self.kept.shed()
+        self.kept.clear()
 
     # --- requests ---
 
@@ -145,9 +146,10 @@ class Answerer(Session):
             return
         try:
             route, head = self._accept(frame)
-            buffers = self._memory(route, head, frame.buffers) if frame.buffers else ()
+            buffers = memory_for(route, head, frame.buffers, self.hub.pool) if frame.buffers else ()
             if not route.is_plain_function:
-                call = ServedCall(call_id, head, buffers, frame.mode == _ONE_WAY, packet_bytes)
+                held_bytes = min(packet_bytes + _HANDLER_BYTES, self.hub.budget.max_bytes)
+                call = ServedCall(call_id, head, buffers, frame.mode == _ONE_WAY, held_bytes)
                 self._start(route, frame, call)
                 return
             reply = route.serve(head, buffers)  # type: ignore[misc]
@@ -198,7 +200,7 @@ class Answerer(Session):
             )
         sizes = [len(buffer) for buffer in frame.buffers]
         if sizes:
-            check_sizes(sizes, hub.limits)
+            hub.limits.check_sizes(sizes)
         try:
             payload = decode_payload(frame.payload, route.decoder)
         except UNREADABLE as error:
@@ -207,13 +209,6 @@ class Answerer(Session):
         timeout_ms = frame.timeout_ms
         deadline = Deadline(clock.now_s() + timeout_ms / 1000, clock) if timeout_ms > 0 else _NEVER
         return route, Head(frame.method, payload, sizes, self.peer, deadline)
-
-    def _memory(self, route: Route, head: Head, buffers: list[bytes]) -> Sequence[memoryview]:
-        if route.allocate is None:
-            return copy_in(self.hub.pool, buffers)
-        views = fitting_views(route.allocate(head), head.sizes)
-        fill_all(views, buffers)
-        return views
 
     def _start(self, route: Route, frame: Request, call: ServedCall) -> None:
         """Run a handler that may wait; a one-way call is answered before its handler ends."""
@@ -270,7 +265,7 @@ class Answerer(Session):
                 cause="this peer answers over datagrams alone.",
                 next_step="ask for less at once, or give the peer a stream transport.",
             )
-        ticket = parking.park(reply, self.peer.id, self.hub.loop)
+        ticket = parking.park(reply, size_bytes, self.peer.id, self.hub.loop)
         self._send_outcome(call_id, encode((9, call_id, ticket, size_bytes)))
 
     def _fail(self, call_id: int, method: str, error: Exception) -> None:

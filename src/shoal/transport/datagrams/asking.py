@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from shoal.core import (
     Deadline,
     Peer,
-    PeerLost,
-    ShoalError,
 )
 from shoal.core.futures import settle
+from shoal.transport.datagrams.acquaintance import JITTER, AskingSession
 from shoal.transport.datagrams.outcomes import HANDLERS, late
 from shoal.transport.datagrams.packets import (
     Challenge,
@@ -19,100 +17,23 @@ from shoal.transport.datagrams.packets import (
     renumbered,
 )
 from shoal.transport.datagrams.pending import PendingCall, State
-from shoal.transport.datagrams.ports import Hub
 from shoal.transport.datagrams.sealing import BareSeal
-from shoal.transport.datagrams.sessions import MIN_CALLER_CONTENT_BYTES, RoundTrips, Session
-from shoal.transport.datagrams.waiting import Alarms, Line
+from shoal.transport.datagrams.waiting import Line
 from shoal.transport.frames import encode
-from shoal.transport.limits import Limits
-from shoal.transport.memory import BufferPool
 
 if TYPE_CHECKING:
     from shoal.transport.datagrams.ports import Port
 
-MAX_SPAN = 4096
+MAX_SPAN = 2048
 """Ids between the oldest open call and the newest; a session that has more is replaced by a new one, since
 the callee remembers every call from the oldest on."""
 _MAX_WAIT_S = 8.0
-_JITTER = 0.1
+_SILENT_SENDS = 4
+_SILENT_S = 8.0  # a peer so silent may have forgotten the session, and be kept from saying so
 
 
-class AskingHub(Hub, Protocol):
-    """What this side needs besides."""
-
-    limits: Limits
-    pool: BufferPool
-    alarms: Alarms
-    window: Line
-
-    def jitter(self, share: float) -> float:
-        """A random factor around 1."""
-
-    def new_hello(self, asker: Asker) -> bytes:
-        """A greeting; each is another one, so that a copy of it can keep nobody out."""
-
-    def on_retired(self, asker: Asker) -> None:
-        """It takes no new calls, or is closed."""
-
-
-class Asker(Session):
+class Asker(AskingSession):
     """A session that this side has begun, to ask."""
-
-    _min_content_bytes = MIN_CALLER_CONTENT_BYTES
-    hub: AskingHub
-
-    def __init__(
-        self, hub: AskingHub, port: Port, peer: Peer, where: tuple[Any, ...], session_id: bytes
-    ) -> None:
-        super().__init__(hub, port, peer, where, session_id)
-        self.target = peer
-        """Whom callers asked for; `peer` tells who it is."""
-        self.state = State.GREETING
-        self.round_trips = RoundTrips()
-        self.waiters: list[asyncio.Future[None]] = []
-        self.heard_at_s: float | None = None
-        self.places = Line(hub.loop, 0)
-        """How many calls the other side takes at once."""
-        self.token: bytes | None = None
-        self.hellos: dict[bytes, bytes] = {}
-        """Those sent so far, by their salts."""
-        self.num_hellos = 0
-        self.greeted_at_s = 0.0
-        self._next_id = 1
-        self.pending: dict[int, PendingCall] = {}
-
-    # --- the way from a greeting to its end ---
-
-    @property
-    def num_open(self) -> int:
-        """Calls that wait for an answer."""
-        return len(self.pending)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether both sides know each other."""
-        return self.state in (State.READY, State.RETIRED)
-
-    @property
-    def is_over(self) -> bool:
-        """For the alarm of its hello."""
-        return self.state is not State.GREETING
-
-    def on_alarm(self, now_s: float) -> None:
-        """No welcome has come in time: greet again, as long as somebody waits for it."""
-        if not any(not waiter.done() for waiter in self.waiters) and not self.pending:
-            self.close("nobody waits for it.")
-            return
-        if self.num_hellos:
-            self.round_trips.missed(now_s - self.greeted_at_s)
-        self.greet(now_s)
-
-    def greet(self, now_s: float) -> None:
-        """Send the hello, and listen for a while."""
-        self.num_hellos += 1
-        self.greeted_at_s = now_s
-        self.port.send(self.hub.new_hello(self), self.where)
-        self.hub.alarms.set(now_s + self.round_trips.timeout_s * self.hub.jitter(_JITTER), self)
 
     def welcome(self, peer: Peer, seal: BareSeal, their_id: bytes, token: bytes, max_calls: int) -> None:
         """The other side has greeted back."""
@@ -122,47 +43,28 @@ class Asker(Session):
         max_calls = max(1, min(max_calls, self.hub.limits.max_calls))
         self.places = Line(self.hub.loop, max_calls - len(self.pending))
         self.state = State.READY
+        now_s = self.hub.loop.time()
         if self.num_hellos == 1:
-            self.round_trips.observe(self.hub.loop.time() - self.greeted_at_s)
+            self.round_trips.observe(now_s - self.greeted_at_s)
         for waiter in self.waiters:
             if not waiter.done():
                 waiter.set_result(None)
         self.waiters.clear()
         for call in self.pending.values():  # of an earlier session
+            call.sent_at_s = now_s
             self.resend(call)
 
-    def refuse(self, error: ShoalError) -> None:
-        """Nothing can be asked there."""
-        self.state = State.CLOSED
-        self.is_open = False
-        for waiter in self.waiters:
-            settle(waiter, error)
-        self.waiters.clear()
-        for call in tuple(self.pending.values()):
-            settle(call.answer, error)
-        self.places.let_all_in()
-        self.hub.on_retired(self)
+    def inherit(self, earlier: Asker, counter: int) -> None:
+        """Go on for a session of which the other side did not know the packet with this counter.
 
-    def retire(self) -> None:
-        """Take no new calls; those under way may end."""
-        if self.state is State.READY:
-            self.state = State.RETIRED
-            self.hub.on_retired(self)
-
-    def close(self, reason: str) -> None:
-        """End every call, oldest first."""
-        for call in self.pending.values():
-            what = f"{call.method} at {self.peer}: the session ended."
-            settle(call.answer, PeerLost(what, peer=self.peer, cause=reason))
-        self.refuse(PeerLost(f"The session with {self.peer} ended.", peer=self.peer, cause=reason))
-
-    def inherit(self, earlier: Asker) -> None:
-        """Go on for a session that the other side does not know: its calls that may safely be made again."""
+        Calls that may safely be made again move here: those sent once, in that packet or a later one. Earlier
+        packets may have come while the session was known.
+        """
         self.round_trips = earlier.round_trips
         self.waiters = earlier.waiters
         earlier.waiters = []
         for call in tuple(earlier.pending.values()):
-            if call.num_sends > 1 or call.is_working or call.parts:
+            if call.num_sends > 1 or call.is_working or call.parts or call.counter < counter:
                 continue  # it may have been served already: `earlier` tells its caller so
             del earlier.pending[call.id]
             call.asker = self
@@ -189,6 +91,7 @@ class Asker(Session):
         )
         self.pending[call_id] = call
         self.queue(frame)
+        call.counter = self._counter
         due_at_s = now_s + wait_s
         hub.alarms.set(min(expires_at_s, due_at_s), call)
         self.used_at_s = now_s
@@ -208,6 +111,7 @@ class Asker(Session):
             call.answer.exception()  # a one-way call's failure is nobody's
         self.places.give_back()
         if self.state is State.RETIRED and not self.pending:
+            self.flush()  # its cancellation
             self.close("its last call has ended.")
 
     def on_overdue(self, call: PendingCall, now_s: float) -> None:
@@ -226,7 +130,11 @@ class Asker(Session):
             call.num_sends += 1
             self.hub.stats.resent += 1
             self.resend(call)
-        call.wait_s = min(_MAX_WAIT_S, 2 * call.wait_s) * self.hub.jitter(_JITTER)
+            heard_at_s = self.greeted_at_s if self.heard_at_s is None else self.heard_at_s
+            is_silent = call.num_sends > _SILENT_SENDS and now_s - heard_at_s > _SILENT_S
+            if is_silent and not call.is_working:
+                self.retire()  # new calls greet again
+        call.wait_s = min(_MAX_WAIT_S, 2 * call.wait_s) * self.hub.jitter(JITTER)
         self.hub.alarms.set(min(now_s + call.wait_s, call.expires_at_s), call)
 
     def resend(self, call: PendingCall) -> None:
@@ -236,6 +144,7 @@ class Asker(Session):
             self.queue(encode((3, call.id, missing)))
         else:
             self.queue(call.frame)
+            call.counter = self._counter
 
     def leave_window(self, call: PendingCall) -> None:
         """Something has come back, or will not: another request may be sent."""
@@ -256,7 +165,7 @@ class Asker(Session):
 
     def receive(self, packet: bytes, where: tuple[Any, ...], port: Port) -> None:
         """Answers have come; where from does not matter, since they are genuine."""
-        frames = self.read(packet)
+        frames = self.read(packet, where)
         if frames is None:
             return
         self.heard_at_s = self.hub.loop.time()

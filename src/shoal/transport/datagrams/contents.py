@@ -4,20 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.core import LimitExceeded
-from shoal.transport.limits import Limits
 from shoal.transport.memory import BufferPool
-
-
-def check_sizes(sizes: Sequence[int], limits: Limits) -> None:
-    """LimitExceeded when a message's buffers are more than this peer takes."""
-    total_bytes = sum(sizes)
-    if total_bytes > limits.max_message_bytes or len(sizes) > limits.max_buffers:
-        raise LimitExceeded(
-            f"a message of {total_bytes:,} bytes in {len(sizes):,} buffers is above the limit of "
-            f"{limits.max_message_bytes:,} bytes in {limits.max_buffers:,}.",
-            next_step="send less at once, or raise the receiver's limits.",
-        )
+from shoal.transport.messages import Head
+from shoal.transport.payloads import fitting_views
+from shoal.transport.routes import Route
 
 
 def copy_in(pool: BufferPool, buffers: Sequence[bytes]) -> list[memoryview]:
@@ -25,6 +15,15 @@ def copy_in(pool: BufferPool, buffers: Sequence[bytes]) -> list[memoryview]:
     if len(buffers) == 1:
         return pool.copy_in([len(buffers[0])], memoryview(buffers[0]))
     views = pool.allocate_all([len(buffer) for buffer in buffers])
+    fill_all(views, buffers)
+    return views
+
+
+def memory_for(route: Route, head: Head, buffers: Sequence[bytes], pool: BufferPool) -> Sequence[memoryview]:
+    """The same bytes where a handler wants them."""
+    if route.allocate is None:
+        return copy_in(pool, buffers)
+    views = fitting_views(route.allocate(head), head.sizes)
     fill_all(views, buffers)
     return views
 

@@ -23,7 +23,6 @@ class HandlingHub(Protocol):
     loop: asyncio.AbstractEventLoop
     scope: Scope
     budget: ByteBudget
-    is_open: bool
 
 
 class ServedCall(msgspec.Struct, eq=False):

@@ -133,8 +133,8 @@ class Greetings:
         """What a packet of a session that nobody knows is answered: its session id and counter again."""
         return PREFIX + bytes([Kind.UNKNOWN]) + packet[4:HEADER_BYTES]
 
-    def is_genuine_unknown(self, packet: bytes) -> bool:
-        """Whether a peer, rather than a passer-by, says that it does not know a session."""
+    def is_genuine_unknown(self, packet: bytes, their_id: PeerId | None) -> bool:
+        """Whether this peer, rather than a passer-by, says that it does not know a session."""
         return len(packet) == HEADER_BYTES
 
     def _signed(self, kind: int, content: bytes) -> tuple[bytes, bytes]:
@@ -179,16 +179,21 @@ class SealedGreetings(Greetings):
         return AeadSeal(sending, receiving)
 
     def unknown(self, packet: bytes) -> bytes:
-        """The same, sealed for the swarm: an outsider must not be able to end sessions."""
+        """The same, sealed for the swarm and naming this peer: an outsider must not be able to end sessions.
+
+        It could have any member answer a packet that it saw; what another peer says of a session is worth
+        nothing.
+        """
         header = super().unknown(packet)
         nonce = self._random.randbytes(NONCE_BYTES)
-        return header + nonce + self._swarm.encrypt(nonce, b"", header)
+        return header + nonce + self._swarm.encrypt(nonce, b"", header + self._membership.peer_id.digest)
 
-    def is_genuine_unknown(self, packet: bytes) -> bool:
-        """Whether a member says that it does not know a session."""
+    def is_genuine_unknown(self, packet: bytes, their_id: PeerId | None) -> bool:
+        """Whether a member says in this peer's name that it does not know a session."""
         header, nonce = packet[:HEADER_BYTES], packet[HEADER_BYTES : HEADER_BYTES + NONCE_BYTES]
+        named = header + (their_id.digest if their_id else b"")
         try:
-            return self._swarm.decrypt(nonce, packet[HEADER_BYTES + NONCE_BYTES :], header) == b""
+            return self._swarm.decrypt(nonce, packet[HEADER_BYTES + NONCE_BYTES :], named) == b""
         except (InvalidTag, ValueError):
             return False
 

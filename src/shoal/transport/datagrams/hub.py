@@ -13,11 +13,11 @@ from shoal.transport.budget import ByteBudget
 from shoal.transport.complaints import Complaints
 from shoal.transport.datagrams.answering import Answerer
 from shoal.transport.datagrams.asking import Asker
+from shoal.transport.datagrams.crowds import make_room, shed
 from shoal.transport.datagrams.greeting import Greeter
 from shoal.transport.datagrams.grievances import Grievances
 from shoal.transport.datagrams.hellos import Greetings, SealedGreetings
-from shoal.transport.datagrams.kept import MAX_KEPT_BYTES_IN_ALL
-from shoal.transport.datagrams.packets import SESSION_BYTES
+from shoal.transport.datagrams.packets import LEFT, REFUSED, SESSION_BYTES
 from shoal.transport.datagrams.parking import Parking
 from shoal.transport.datagrams.pending import State
 from shoal.transport.datagrams.ports import Port
@@ -35,10 +35,7 @@ log = logging.getLogger(__name__)
 
 WINDOW = 64
 """Requests that may be unanswered at once; more would only fill the queues between here and there."""
-SESSIONS_A_CONNECTION = 4
-"""So many sessions for each of `Limits.max_connections`: they cost much less."""
 _ACCESS_S = 1.0  # how soon a peer that is denied is gone
-_EVICTED_SHARE = 8  # one in so many sessions goes when there are too many
 
 
 class DatagramHub:
@@ -110,21 +107,29 @@ class DatagramHub:
             yield
         finally:
             self.is_open = False
-            self._leave()
-            await standing.close()
-            if self.parking is not None:
-                self.parking.close()
-            ports, self._ports = self._ports, []
-            for port in ports:
-                await port.close()
-            self.complaints.flush()
-            self.pool.clear()
+            try:
+                self._leave()
+                await standing.close()
+            finally:
+                if self.parking is not None:
+                    self.parking.close()
+                self.complaints.flush()
+                self.pool.clear()
+                ports, self._ports = self._ports, []
+                for port in ports:  # all of them, before anything is waited for
+                    port.begin_closing()
+                for port in ports:
+                    await port.close()
 
     def _leave(self) -> None:
         """Tell those who wait, on either side."""
+        self.flush()
         for session in tuple(self.sessions.values()):
-            if session.num_open:
-                session.leave("the peer is stopping.")
+            try:
+                if session.num_open:
+                    session.leave("the peer is stopping.")
+            except Exception:
+                log.exception("%s cannot be told that this peer is stopping", session.peer)
             session.close("the transport was closed.")
         self.sessions.clear()
         self._askers.clear()
@@ -144,18 +149,6 @@ class DatagramHub:
         else:
             self._ports.append(port)
         return port
-
-    async def _port_for(self, where: tuple[Any, ...]) -> Port:
-        """A socket to ask from, the one that listens where there is one: then both ways have one address."""
-        async with self._opening:  # those who ask at the same time share one
-            for port in self._ports:
-                if port.can_reach(where):
-                    return port
-            if self.network.is_simulated:
-                address = Address(getattr(self.network, "name", "localhost"), 0)
-            else:
-                address = Address("0.0.0.0" if len(where) == 2 else "::", 0)
-            return await self._open_port(address, is_listening=False)
 
     async def stop_listening(self, address: Address) -> None:
         """Close the socket that listens there."""
@@ -182,7 +175,11 @@ class DatagramHub:
         if self._dirty:
             dirty, self._dirty = self._dirty, []
             for session in dirty:
-                session.flush()
+                try:
+                    session.flush()
+                except Exception:
+                    log.exception("the session with %s is ended: its packets cannot be made", session.peer)
+                    self.drop(session, "its packets could not be made.")
 
     def jitter(self, share: float) -> float:
         """A random factor around 1, by up to this share."""
@@ -209,7 +206,10 @@ class DatagramHub:
     ) -> Asker:
         """Begin a session, in the place of an earlier one with the same target."""
         asker = Asker(self, port, target, where, self.random.randbytes(SESSION_BYTES))
-        self._make_room()
+        self.make_room()  # whom to ask is the program's own affair, and not refused
+        earlier = self._askers.get(target)
+        if earlier is not None:
+            earlier.retire()
         self.sessions[asker.id] = asker
         self._askers[target] = asker
         now_s = self.loop.time()
@@ -235,39 +235,24 @@ class DatagramHub:
         self, answerer: Answerer, packet: bytes, where: tuple[Any, ...], port: Port, token: bytes
     ) -> bool:
         """Whether a token shows that the caller receives there; asks for one where it does not."""
-        return self._greeter.prove(answerer, packet, where, port, token)
-
-    def on_proven(self, answerer: Answerer) -> None:
-        """A newcomer has shown that it receives at its address."""
-        self._make_room()
+        return self._greeter.admission.prove(answerer, packet, where, port, token)
 
     def on_left(self, answerer: Answerer) -> None:
         """The caller has ended the session."""
         self.drop(answerer, "its caller has left.")
 
-    def drop(self, session: Session, reason: str) -> None:
+    def drop(self, session: Session, reason: str, code: str = LEFT) -> None:
         """End a session and forget it."""
-        session.close(reason)
+        session.close(reason, code)
         self.sessions.pop(session.id, None)
 
-    def _make_room(self) -> None:
-        """Drop the sessions that were not used for the longest time when there are too many."""
-        max_sessions = SESSIONS_A_CONNECTION * self.limits.max_connections + len(self._greeter.newcomers)
-        if len(self.sessions) < max_sessions:
-            return
-        idle = [session for session in self.sessions.values() if session.is_settled and not session.num_open]
-        idle.sort(key=lambda session: session.used_at_s)
-        for session in idle[: 1 + len(idle) // _EVICTED_SHARE]:
-            self.drop(session, "it was not used for a long time.")
+    def make_room(self) -> bool:
+        """Whether there is room for one more session, at the price of others that nobody uses."""
+        return make_room(self, num_newcomers=len(self._greeter.admission.newcomers))
 
     def shed(self) -> None:
-        """Too many answers are kept: forget some, of the sessions that were not used for the longest time."""
-        keepers = [session for session in self.sessions.values() if isinstance(session, Answerer)]
-        keepers.sort(key=lambda session: session.used_at_s)
-        for keeper in keepers:
-            keeper.kept.shed()
-            if self.kept_bytes <= MAX_KEPT_BYTES_IN_ALL // 2:
-                break
+        """Too much is kept for callers: forget some."""
+        shed(self)
 
     # --- who may talk ---
 
@@ -281,7 +266,8 @@ class DatagramHub:
             peer_id = session.peer.id
             if session.seal is not None and peer_id is not None and not access.is_allowed(peer_id):
                 self.complain_once("ended a session", session.peer, _DENIED)
-                self.drop(session, _DENIED)
+                session.leave("this peer may no longer talk to it.", REFUSED)
+                self.drop(session, _DENIED, REFUSED)
         self.is_watching = True
         self._watched_packets = self.stats.packets_in
         self._access_timer = self.loop.call_later(_ACCESS_S, self._watch_on)

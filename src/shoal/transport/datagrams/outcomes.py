@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from shoal.core import DeadlineExceeded, Peer, ProtocolError, ShoalError
+from shoal.core import (
+    DeadlineExceeded,
+    Peer,
+    PeerId,
+    PeerRefused,
+    ProtocolError,
+    ShoalError,
+    VersionMismatch,
+)
 from shoal.core.futures import settle
-from shoal.transport.datagrams.contents import check_sizes, copy_in, fill_all
+from shoal.transport.datagrams.contents import copy_in, fill_all
 from shoal.transport.datagrams.packets import (
     MAX_PARTS,
+    VERSION,
     Answer,
     Challenge,
     Failure,
@@ -21,6 +30,7 @@ from shoal.transport.datagrams.packets import (
     decode_outcome,
 )
 from shoal.transport.datagrams.pending import PendingCall, State
+from shoal.transport.datagrams.sealing import TOKEN_BYTES
 from shoal.transport.errors import from_wire
 from shoal.transport.frames import UNREADABLE, ErrorHead, decode_payload
 from shoal.transport.messages import Head, Reply
@@ -78,7 +88,7 @@ def _settle(asker: Asker, call: PendingCall, frame: Answer) -> None:
 
 def _take_in(asker: Asker, call: PendingCall, payload: Any, buffers: list[bytes]) -> list[memoryview]:
     sizes = [len(buffer) for buffer in buffers]
-    check_sizes(sizes, asker.hub.limits)
+    asker.hub.limits.check_sizes(sizes)
     given = call.into
     if given is None:
         return copy_in(asker.hub.pool, buffers)
@@ -144,14 +154,17 @@ def _on_parked(asker: Asker, frame: Parked) -> None:
 
 def _on_challenge(asker: Asker, frame: Challenge) -> None:
     """The other side sees another address than before: prove it, and ask again."""
-    if frame.token != asker.token:
+    if len(frame.token) != TOKEN_BYTES:
+        asker.hub.on_bad_packet(asker.peer, "a challenge that does not follow the protocol.")
+    elif frame.token != asker.token:
         asker.token = frame.token
         for call in asker.pending.values():
+            call.num_sends += 1  # it may be served twice elsewhere, were it made again
             asker.resend(call)
 
 
 def _on_goodbye(asker: Asker, frame: Goodbye) -> None:
-    asker.close(frame.reason[:200])
+    asker.close(frame.reason[:200], frame.code)
 
 
 def _unusable(asker: Asker, call: PendingCall, error: Exception) -> Exception:
@@ -180,6 +193,26 @@ def no_welcome(peer: Peer) -> DeadlineExceeded:
         f"No connection to {peer} before the deadline.",
         cause=_SILENCE,
         next_step="check the address, that its UDP port is reachable, and that both have the same secret.",
+    )
+
+
+def other_peer(target: Peer, peer_id: PeerId | None) -> PeerRefused:
+    """The error for a target whose address another peer has."""
+    other = peer_id.short if peer_id else "nobody in particular"
+    expected = target.id.short if target.id else "nobody in particular"
+    return PeerRefused(
+        f"The peer at {target.address} is {other}, not {expected}.",
+        peer=target,
+        cause="another peer has taken that address.",
+        next_step="look the peer up again.",
+    )
+
+
+def other_version(peer: Peer, version: int) -> VersionMismatch:
+    """The error for a peer that cannot be understood."""
+    return VersionMismatch(
+        f"{peer} speaks another version of the datagram protocol ({version}) than this peer ({VERSION}).",
+        next_step="install the same Shoal version on both sides; `shoal --version` tells it.",
     )
 
 

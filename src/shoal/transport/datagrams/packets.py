@@ -50,6 +50,9 @@ class Kind(enum.IntEnum):
 
 SEALED = 0x80
 
+LEFT, REFUSED, BUSY = "", "refused", "busy"
+"""Why a session ends: its peer goes, may not talk there, or finds no room."""
+
 
 class Request(msgspec.Struct, array_like=True, tag=1, frozen=True):
     """`timeout_ms` is the caller's remaining time, 0 when it has no deadline."""
@@ -129,9 +132,10 @@ class Challenge(msgspec.Struct, array_like=True, tag=10, frozen=True):
 
 
 class Goodbye(msgspec.Struct, array_like=True, tag=11, frozen=True):
-    """The sender ends the session."""
+    """The sender ends the session; `code` is LEFT, REFUSED or BUSY."""
 
     reason: str
+    code: str = ""
 
 
 Frame = Request | Cancel | Fetch | Proof | Answer | Failure | Part | Working | Parked | Challenge | Goodbye

@@ -37,6 +37,8 @@ class PendingCall(msgspec.Struct, eq=False):
     answer: asyncio.Future[Reply]
     sent_at_s: float
     wait_s: float
+    counter: int = 0
+    """Of the first packet with it in its session."""
     num_sends: int = 1
     has_place: bool = True
     """In the window of unanswered packets."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from shoal.core import Address, Clock, Peer
+from shoal.core import Clock, Peer
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.transport.datagrams.packets import (
     HEADER_BYTES,
@@ -17,7 +17,8 @@ from shoal.transport.datagrams.packets import (
     VERSION,
     Kind,
 )
-from shoal.transport.datagrams.sessions import Session, Stats
+from shoal.transport.datagrams.sessions import Session, Stats, peer_at
+from shoal.transport.trust.membership import is_loopback
 
 if TYPE_CHECKING:
     from shoal.transport.datagrams.greeting import Greeter
@@ -65,6 +66,7 @@ class Port(asyncio.DatagramProtocol):
         """Whether strangers may begin a session here; a socket that was opened only to ask takes none."""
         self._carrier: asyncio.DatagramTransport | None = None
         self._is_full = False
+        self._is_closing = False
         self._closed = asyncio.Event()
         self._descriptor: int | None = None
         self.where: tuple[Any, ...] = ()
@@ -102,11 +104,13 @@ class Port(asyncio.DatagramProtocol):
 
     def datagram_received(self, data: bytes, addr: tuple[Any, ...]) -> None:
         """A packet has come."""
-        stats = self._stats
+        hub, stats = self._hub, self._stats
+        if not hub.is_open:
+            return
         stats.packets_in += 1
         stats.bytes_in += len(data)
-        if not self._hub.is_watching:
-            self._hub.watch()
+        if not hub.is_watching:
+            hub.watch()
         if data[:3] == PREFIX and len(data) >= HEADER_BYTES:
             kind = data[3]
             if kind == _DATA and len(data) <= MAX_PACKET_BYTES:
@@ -120,8 +124,8 @@ class Port(asyncio.DatagramProtocol):
         elif data[:2] == MAGIC and len(data) >= 12 and data[2] != VERSION:
             self._greeter.on_other_version(data, addr, self)
         else:
-            self._hub.on_bad_packet(peer_at(addr), "bytes that are no packet of Shoal's.")
-        self._hub.flush()
+            hub.on_bad_packet(peer_at(addr), "bytes that are no packet of Shoal's.")
+        hub.flush()
 
     def _on_greeting(self, kind: int, data: bytes, where: tuple[Any, ...]) -> None:
         greeter = self._greeter
@@ -137,7 +141,7 @@ class Port(asyncio.DatagramProtocol):
     def can_reach(self, where: tuple[Any, ...]) -> bool:
         """Whether an address can be sent to from here: the same family, and not elsewhere from loopback."""
         is_same_family = len(self.where) == len(where)
-        return is_same_family and (_is_loopback(where[0]) or not _is_loopback(self.where[0]))
+        return is_same_family and (is_loopback(where[0]) or not is_loopback(self.where[0]))
 
     def send(self, packet: bytes, where: tuple[Any, ...]) -> None:
         """Send one packet, or lose it."""
@@ -148,22 +152,19 @@ class Port(asyncio.DatagramProtocol):
         self._stats.packets_out += 1
         self._stats.bytes_out += len(packet)
 
+    def begin_closing(self) -> None:
+        """Close the socket as soon as what waits is sent."""
+        if self._carrier is not None and not self._is_closing:
+            self._is_closing = True
+            self._carrier.close()
+
     async def close(self) -> None:
         """Send what waits, and close the socket; its port is free when this returns."""
         if self._carrier is not None:
-            self._carrier.close()
+            self.begin_closing()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_CLOSING_S):
                     await self._closed.wait()
 
 
 _GREETINGS = (Kind.HELLO, Kind.WELCOME, Kind.REFUSAL)
-
-
-def _is_loopback(host: str) -> bool:
-    return host == "::1" or host.startswith("127.")
-
-
-def peer_at(where: tuple[Any, ...]) -> Peer:
-    """A peer of which only the socket's address is known."""
-    return Peer(Address(str(where[0]), where[1]))

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shoal.core import Peer
+from shoal.core import Address, Peer
 from shoal.transport.datagrams.packets import (
     COUNTER,
     HEADER_BYTES,
+    LEFT,
     MAX_FRAME_BYTES,
     PREFIX,
     TAG_BYTES,
@@ -137,10 +138,12 @@ class Session:
             self._send()
 
     def _send(self) -> None:
-        if self.seal is not None and self.is_open:
-            self.port.send(self.packet(self._frames), self.where)
-        self._frames.clear()
-        self._frames_bytes = 0
+        try:
+            if self.seal is not None and self.is_open:
+                self.port.send(self.packet(self._frames), self.where)
+        finally:
+            self._frames.clear()
+            self._frames_bytes = 0
 
     def packet(self, frames: list[bytes]) -> bytes:
         """A packet with these frames; UnreadablePacket before the greetings."""
@@ -153,35 +156,40 @@ class Session:
     def _oldest(self) -> int:
         return 0
 
-    def read(self, packet: bytes) -> Frames | None:
+    def read(self, packet: bytes, where: tuple[Any, ...]) -> Frames | None:
         """The frames of a packet that is genuine and new; None, and counted, for any other."""
         content = self.seal.open(packet) if self.seal is not None else None
         if content is None:
-            self.hub.on_bad_packet(self.peer, "a packet that is not genuine.")
+            self.hub.on_bad_packet(peer_at(where), "a packet that is not genuine.")
             return None
         if not self.seal.is_fresh(COUNTER.unpack_from(packet, 12)[0]):  # type: ignore[union-attr]
-            self.hub.on_replay(self.peer)
+            self.hub.on_replay(peer_at(where))
             return None
         try:
             return decode_frames(content)
         except UnreadablePacket:
-            self.hub.on_bad_packet(self.peer, "frames that do not follow the protocol.")
+            self.hub.on_bad_packet(peer_at(where), "frames that do not follow the protocol.")
             return None
 
     def receive(self, packet: bytes, where: tuple[Any, ...], port: Port) -> None:
         """A packet of this session has come."""
         raise NotImplementedError
 
-    def leave(self, reason: str) -> None:
+    def leave(self, reason: str, code: str = LEFT) -> None:
         """Tell the other side that this one ends the session."""
         if self.is_settled:
             for _ in range(_GOODBYES):
-                self.queue(encode((11, reason)))
+                self.queue(encode((11, reason, code)))
                 self.flush()
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: str, code: str = LEFT) -> None:
         """End it on this side; nothing is sent any more."""
         raise NotImplementedError
+
+
+def peer_at(where: tuple[Any, ...]) -> Peer:
+    """A peer of which only the socket's address is known."""
+    return Peer(Address(str(where[0]), where[1]))
 
 
 MIN_CALLER_CONTENT_BYTES = 64 - HEADER_BYTES - TAG_BYTES

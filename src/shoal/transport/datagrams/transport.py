@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import math
@@ -23,18 +22,15 @@ from shoal.core import (
     UsageError,
 )
 from shoal.transport.budget import ByteBudget
-from shoal.transport.datagrams.asking import Asker
-from shoal.transport.datagrams.hub import DatagramHub
-from shoal.transport.datagrams.outcomes import AskOverStream, no_welcome
+from shoal.transport.datagrams.connecting import ConnectingHub
+from shoal.transport.datagrams.outcomes import AskOverStream
 from shoal.transport.datagrams.packets import MAX_FRAME_BYTES
 from shoal.transport.datagrams.parking import PARKED
 from shoal.transport.datagrams.pending import PendingCall, State
-from shoal.transport.datagrams.ports import Port
 from shoal.transport.frames import Mode
 from shoal.transport.limits import Limits
 from shoal.transport.messages import Allocate, Channel, Head, Reply, Serve, ServeChannel, Transport
 from shoal.transport.networks.network import Network, SocketNetwork
-from shoal.transport.networks.sockets import unreachable
 from shoal.transport.payloads import byte_views, encode_head
 from shoal.transport.routes import Routes
 from shoal.transport.trust.membership import Membership, check_may_listen
@@ -48,7 +44,7 @@ _MAX_REST_BYTES = MAX_FRAME_BYTES - 10  # of a request, without its tag and id
 _CALL, _ONE_WAY = int(Mode.CALL), int(Mode.ONE_WAY)
 
 
-class DatagramTransport(DatagramHub):
+class DatagramTransport(ConnectingHub):
     """Calls over UDP; open it with `async with` on the loop that it should live on.
 
     A request that does not fit into a datagram goes over `streams` to the same address, as does an answer
@@ -216,6 +212,8 @@ class DatagramTransport(DatagramHub):
         peer = target if type(target) is Peer else Peer(target)  # type: ignore[arg-type]
         window = self.window
         while True:
+            if not self.is_watching:
+                self.watch()  # who is denied since is not asked
             asker = self._askers.get(peer)
             if asker is None or asker.state is not State.READY:
                 asker = await self._connect(peer, deadline)
@@ -241,37 +239,6 @@ class DatagramTransport(DatagramHub):
                 f"{method} at {peer} could not be sent before its deadline.", cause=f"{cause}."
             )
 
-    async def _connect(self, peer: Peer, deadline: Deadline) -> Asker:
-        """A session that new calls may use; concurrent callers share one greeting."""
-        timeout_s = None if math.isinf(deadline.at_s) else deadline.remaining_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                if peer not in self._askers:
-                    where, port = await self._way_to(peer)
-                asker = self._askers.get(peer)
-                if asker is None:
-                    asker = self.open_asker(peer, where, port)
-                if asker.state is not State.READY:
-                    welcome: asyncio.Future[None] = self.loop.create_future()
-                    asker.waiters.append(welcome)
-                    await welcome
-                    asker = self._askers.get(peer, asker)  # it may have been replaced while it greeted
-        except TimeoutError:
-            raise no_welcome(peer) from None
-        return asker
-
-    async def _way_to(self, peer: Peer) -> tuple[tuple[Any, ...], Port]:
-        """A peer's address as sockets know it, and the socket to ask from."""
-        try:
-            where = await self.network.resolve(peer.address)
-            port = await self._port_for(where)
-        except (UsageError, TimeoutError):  # the second is the deadline's
-            raise
-        except (OSError, ValueError) as error:
-            raise unreachable(peer, error) from error
-        self._require_open()
-        return where, port
-
     def _streams_for(
         self, method: str, why: str = "its request does not fit into a datagram"
     ) -> StreamTransport:
@@ -281,10 +248,6 @@ class DatagramTransport(DatagramHub):
                 next_step="send or ask for less at once, or use an Endpoint.",
             )
         return self.streams
-
-    def _require_open(self) -> None:
-        if not self.is_open:
-            raise UsageError("The transport is not open.", next_step="use it inside 'async with'.")
 
 
 def _into(pick: Callable[[Head], Any], method: str, head: Head) -> Any:

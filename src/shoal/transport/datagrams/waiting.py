@@ -95,7 +95,7 @@ class Line:
             async with asyncio.timeout(None if math.isinf(deadline.at_s) else deadline.remaining_s):
                 return await place
         except TimeoutError:
-            return False
+            return place.done() and not place.cancelled()  # given in the moment in which time was over
         except asyncio.CancelledError:
             if not place.cancelled() and place.done() and place.result():
                 self.give_back()  # given in the moment of being cancelled

@@ -335,13 +335,7 @@ class Connection(asyncio.BufferedProtocol):
         """LimitExceeded when a message's buffers are more than this peer takes."""
         if sizes and min(sizes) < 0:
             raise ProtocolError("A message announced a buffer of negative size.")
-        total_bytes = sum(sizes)
-        if total_bytes > self.limits.max_message_bytes or len(sizes) > self.limits.max_buffers:
-            raise LimitExceeded(
-                f"a message of {total_bytes:,} bytes in {len(sizes):,} buffers is above the limit of "
-                f"{self.limits.max_message_bytes:,} bytes in {self.limits.max_buffers:,}.",
-                next_step="send it in parts through a channel, or raise the receiver's limits.",
-            )
+        self.limits.check_sizes(sizes)
 
     def check_size_for_peer(self, method: str, total_bytes: int) -> None:
         """PeerRefused when the other side has said that it does not take so much."""

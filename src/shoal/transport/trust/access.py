@@ -7,6 +7,7 @@ when they change; a list that was good once is kept while its file is not.
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 
 from shoal.core import SYSTEM_CLOCK, PeerId, ShoalError, UsageError
@@ -25,6 +26,7 @@ class Access:
         self._deny_list = _ListFile(deny_file) if deny_file else None
         self._allowed: frozenset[PeerId] = frozenset()
         self._denied: frozenset[PeerId] = frozenset()
+        self._changing = threading.Lock()
 
     def is_allowed(self, peer_id: PeerId) -> bool:
         """Whether this peer may talk now."""
@@ -34,13 +36,15 @@ class Access:
 
     def deny(self, peer_id: PeerId) -> None:
         """Refuse this peer, beside what the files say; its connections end within about a second."""
-        self._denied |= {peer_id}
-        self._allowed -= {peer_id}
+        with self._changing:
+            self._denied |= {peer_id}
+            self._allowed -= {peer_id}
 
     def allow(self, peer_id: PeerId) -> None:
         """Take back `deny`, and let the peer in beside an allow-list; a deny-list still counts."""
-        self._allowed |= {peer_id}
-        self._denied -= {peer_id}
+        with self._changing:
+            self._allowed |= {peer_id}
+            self._denied -= {peer_id}
 
     def refresh(self) -> bool:
         """Read files that have changed again; True when a list is another one now. A few microseconds."""

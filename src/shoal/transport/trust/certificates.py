@@ -22,7 +22,7 @@ from shoal.transport.trust.secret import SwarmSecret
 
 VALID_BEFORE_S = 24 * 3600.0  # for peers whose clocks are behind
 VALID_FOR_S = 30 * 24 * 3600.0
-_AUTHORITY_NAME = "Shoal swarm"
+AUTHORITY_NAME = "Shoal swarm"
 # the same for everybody, so that every member makes the same certificate to the byte
 _AUTHORITY_SERIAL = 1
 _AUTHORITY_FROM = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
@@ -40,7 +40,7 @@ class Authority:
     def of(cls, secret: SwarmSecret) -> Authority:
         """The authority of the swarm with this secret."""
         key = Ed25519PrivateKey.from_private_bytes(secret.derive("certificate authority"))
-        name = _name(_AUTHORITY_NAME)
+        name = _name(AUTHORITY_NAME)
         certificate = (
             x509.CertificateBuilder(name, name, key.public_key(), _AUTHORITY_SERIAL)
             .not_valid_before(_AUTHORITY_FROM)

@@ -63,7 +63,7 @@ class _Contexts:
 
 def check_may_listen(address: Address, membership: Membership | None, *, is_insecure: bool) -> None:
     """UsageError when a peer without a secret would be heard by other machines."""
-    if membership is None and not is_insecure and not _is_loopback(address.host):
+    if membership is None and not is_insecure and not is_loopback(address.host):
         raise UsageError(
             f"Without a swarm secret this peer listens on this machine only, not on {address}.",
             cause="anybody who can reach that address could call it.",
@@ -72,7 +72,8 @@ def check_may_listen(address: Address, membership: Membership | None, *, is_inse
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether an address, or the name `localhost`, is this machine's own for itself."""
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:  # a name

@@ -1,7 +1,8 @@
 """The secret that the members of a swarm share, and the keys that are made from it.
 
-Its text is stretched into a key when it is read and kept no longer; neither appears in a repr, a message or a
-log. Everything that needs a key derives its own, for a purpose that is written into it.
+Its text is hashed into a key when it is read and kept no longer; neither appears in a repr, a message or a
+log. Hashing makes a text that can be guessed no harder to guess. Everything that needs a key derives its own,
+for a purpose that is written into it.
 """
 
 from __future__ import annotations
