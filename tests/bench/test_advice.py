@@ -3,8 +3,10 @@ import pytest
 
 from bench.test_reachability import FACTS, NO_WAY
 from shoal.bench.advice import ROWS, explain, summarize
-from shoal.bench.facts import Out, any_host, date, duration, is_loopback, is_wildcard
+from shoal.bench.facts import Out, any_host, date, duration
 from shoal.bench.looking import Look, ShownCertificate
+from shoal.transport.networks.sockets import is_wildcard
+from shoal.transport.trust.membership import is_loopback
 
 DAY_S = 86400.0
 NOW_S = 1_700_000_000.0
@@ -51,6 +53,12 @@ def test_a_certificate_that_tells_nothing_of_clocks():
     found = named(tcp=refused, udp=refused, look=Look("open", certificate=shown))
     assert list(found) == ["TCP to peer", "secret"]
     assert "still the peer turns this one away: it turned away." in found["secret"].says
+    facts = msgspec.structs.replace(
+        FACTS, tcp=refused, udp=refused, look=Look("open", certificate=shown), wall_s=NOW_S
+    )
+    assert summarize(facts, explain(facts)).endswith(
+        "Not tried: version, clock, interface, TCP from peer, UDP from peer."
+    )
 
 
 def test_tls_that_is_not_shoals_is_no_matter_of_secrets():

@@ -111,7 +111,7 @@ def test_tcp_refused_and_nothing_on_udp(run):
     assert seen.rows("fail") == ["TCP to peer", "UDP to peer"]
     assert "refused" in seen["TCP to peer"].says
     assert "nothing listens at that port" in seen["TCP to peer"].says
-    assert f"shoal doctor --serve 0.0.0.0:{seen.facts.target.port}" in seen["TCP to peer"].next_step
+    assert f"shoal doctor --serve {seen.facts.target}" in seen["TCP to peer"].next_step
     assert "Not tried: secret, version, clock" in seen.summary
 
 

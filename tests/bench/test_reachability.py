@@ -38,6 +38,21 @@ def test_listening_on_loopback_while_others_see_another_address():
     assert "--listen 0.0.0.0:31337, with --secret-file FILE" in finding.next_step
 
 
+def test_what_to_start_where_nothing_listens():
+    def advice(host, *, has_secret):
+        out, look = Out("refused"), Look("refused")
+        target = Address(host, 7)
+        return check_out(facts(target=target, tcp=out, udp=out, look=look, has_secret=has_secret), "tcp")
+
+    for host, has_secret, ending in (
+        ("127.0.0.1", False, "--serve 127.0.0.1:7"),
+        ("::1", True, "--serve [::1]:7 --secret-file FILE"),
+        ("198.51.100.7", False, "--serve 0.0.0.0:7 --insecure"),
+        ("198.51.100.7", True, "--serve 0.0.0.0:7 --secret-file FILE"),
+    ):
+        assert advice(host, has_secret=has_secret).next_step.endswith(ending)
+
+
 def test_listening_on_loopback_of_ipv6():
     finding = check_interface(
         facts(listens=Address("::1", 4000), seen_as=Address("2001:db8::9", 4000), attempts=NO_WAY)

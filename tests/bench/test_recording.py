@@ -118,7 +118,8 @@ def record_under(way, effort=None):
 
 
 @pytest.mark.parametrize(
-    ("delay_ms", "mbit_s"), [(10.0, 20.0), (50.0, 100.0), (100.0, 5.0), (1.0, 500.0), (30.0, 0.1)]
+    ("delay_ms", "mbit_s"),
+    [(10.0, 20.0), (50.0, 100.0), (100.0, 5.0), (1.0, 500.0), (30.0, 0.1), (60.0, 0.056)],
 )
 def test_what_is_recorded_is_what_the_network_is_like(delay_ms, mbit_s):
     link = record_under(Way(delay_ms=delay_ms, mbit_s=mbit_s))

@@ -258,6 +258,8 @@ def test_record_writes_a_profile_and_names_what_it_could_not_measure(serve, monk
         (["--record", "a:1", "--listen", "b:2"], "--listen goes with --join"),
         (["--join", "a:1", "-o", "x"], "--output goes with --record"),
         (["--serve", "127.0.0.1:0", "--json", "x"], "--json goes with something other than --serve"),
+        (["--secret-file", "x"], "--secret-file goes with --join, --serve or --record"),
+        (["--insecure"], "--insecure goes with --join, --serve or --record"),
         (["--join", "nowhere"], "is no address"),
         (["--serve", "0.0.0.0:0"], "Without a swarm secret this peer listens on this machine only"),
     ],

@@ -172,6 +172,49 @@ def test_tasks_that_are_left_are_cancelled():
     assert ended == list(range(20))
 
 
+def test_tasks_that_are_left_are_cancelled_in_order_whatever_their_names():
+    ended = []
+
+    async def stay(name):
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            ended.append(name)
+
+    async def main():
+        for number in range(5000):  # those that end leave no trace
+            await asyncio.create_task(asyncio.sleep(0), name=f"short {number}")
+        tasks = [asyncio.create_task(stay(number), name="x" * (number % 3)) for number in range(200)]
+        await asyncio.sleep(1)
+        return len(tasks), len(asyncio.get_running_loop()._tasks)
+
+    num_tasks, num_kept = run_virtual(main())
+    assert (num_tasks, ended) == (200, list(range(200)))
+    assert num_kept < 2000
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_task_that_survives_its_cancellation_does_not_hold_the_end_up():
+    num_cancelled = 0
+
+    async def survive():
+        nonlocal num_cancelled
+        while True:
+            try:
+                await asyncio.sleep(10)
+            except asyncio.CancelledError:
+                num_cancelled += 1
+
+    async def main():
+        task = asyncio.create_task(survive())
+        task._log_destroy_pending = False
+        await asyncio.sleep(1)
+        return "ended"
+
+    assert run_virtual(main()) == "ended"
+    assert num_cancelled == 10
+
+
 def test_errors_come_out():
     async def main():
         await asyncio.sleep(1)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import msgspec
 
 from shoal._version import __version__
-from shoal.bench.facts import CLOCK_FAIL_S, CLOCK_WARN_S, Facts, date, duration, is_loopback
+from shoal.bench.facts import CLOCK_FAIL_S, CLOCK_WARN_S, Facts, date, duration
 from shoal.bench.findings import Finding, fail, ok, warn
 from shoal.bench.reachability import check_dial_back, check_interface, check_out
 from shoal.transport.frames import VERSION
 from shoal.transport.introductions import About
+from shoal.transport.trust.membership import is_loopback
 
 ROWS = (
     "TCP to peer",
@@ -24,7 +25,7 @@ ROWS = (
     "TCP from peer",
     "UDP from peer",
 )
-"""In the order in which they are shown; one that could not be tried is left out."""
+"""In the order in which they are shown; one that could not be tried, or that tells nothing, is left out."""
 
 _SAME_CLOCK_S = 0.1
 _SET_CLOCK = "compare `date -u` on both machines, and set the wrong clock: sudo timedatectl set-ntp true"
@@ -45,7 +46,8 @@ def explain(facts: Facts) -> list[Finding]:
 def summarize(facts: Facts, findings: list[Finding]) -> str:
     """The sentence under the table."""
     warned, failed = ([each.name for each in findings if each.status == kind] for kind in ("warn", "fail"))
-    missing = [name for name in ROWS if name not in [each.name for each in findings]]
+    shown = [*(each.name for each in findings), "UDP to peer"]  # which is always tried
+    missing = [name for name in ROWS if name not in shown]
     if failed:
         text = f"This machine cannot be a peer of {facts.target} yet: see {', '.join(failed)}."
         return text + (f" Not tried: {', '.join(missing)}." if missing else "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import ipaddress
 
 import msgspec
 
@@ -57,22 +56,6 @@ class Facts(msgspec.Struct, frozen=True):
     def out(self, way: Way) -> Out:
         """How calling the peer went over this way."""
         return self.tcp if way == "tcp" else self.udp
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address or name is of this machine alone."""
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def is_wildcard(host: str) -> bool:
-    """Whether it stands for all addresses of a machine."""
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False
 
 
 def any_host(like: str) -> str:

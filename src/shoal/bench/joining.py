@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from shoal.bench.facts import Facts, Out, is_loopback
+from shoal.bench.facts import Facts, Out
 from shoal.bench.looking import look
 from shoal.core import Address, Deadline, PeerId, ShoalError, UsageError, fanout
 from shoal.transport import introductions
@@ -29,7 +29,7 @@ from shoal.transport.introductions import (
     read_answer,
 )
 from shoal.transport.networks.network import Network, SocketNetwork
-from shoal.transport.trust.membership import Membership
+from shoal.transport.trust.membership import Membership, is_loopback
 
 PATIENCE_S = 4.0
 _MARGIN_S = 1.0  # for an answer to come back that took its whole time
@@ -48,14 +48,12 @@ class Member(msgspec.Struct, frozen=True):
 
 def new_endpoint(member: Member, network: Network | None = None) -> Endpoint:
     """An endpoint of this peer, to be opened."""
-    endpoint = Endpoint(
+    return Endpoint(
         peer_id=member.peer_id,
         membership=member.membership,
         is_insecure=member.is_insecure,
         network=network,
     )
-    introductions.answer(endpoint)
-    return endpoint
 
 
 async def join(

@@ -19,12 +19,11 @@ from cryptography.x509.oid import NameOID
 from shoal.core import Address
 from shoal.transport.frames import HEADER, MAGIC
 from shoal.transport.networks.network import Network
-from shoal.transport.trust.certificates import VALID_BEFORE_S, Authority
+from shoal.transport.trust.certificates import AUTHORITY_NAME, VALID_BEFORE_S, Authority
 from shoal.transport.trust.secret import SwarmSecret
 
 Reach = Literal["open", "refused", "silent", "unreachable", "unknown host"]
 """How far a plain TCP connection comes; `silent` means that nothing came back at all."""
-_AUTHORITY_NAME = "Shoal swarm"
 
 
 class ShownCertificate(msgspec.Struct, frozen=True):
@@ -35,7 +34,6 @@ class ShownCertificate(msgspec.Struct, frozen=True):
     is_of_this_swarm: bool
     begins_s: float
     ends_s: float
-    peer_id: str = ""
 
     @property
     def made_s(self) -> float:
@@ -142,16 +140,14 @@ def _read(shown: bytes, secret: SwarmSecret | None) -> ShownCertificate | None:
     try:
         certificate = x509.load_der_x509_certificate(shown)
         issuers = certificate.issuer.get_attributes_for_oid(NameOID.COMMON_NAME)
-        subjects = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     except ValueError:
         return None
-    is_of_shoal = any(issuer.value == _AUTHORITY_NAME for issuer in issuers)
+    is_of_shoal = any(issuer.value == AUTHORITY_NAME for issuer in issuers)
     return ShownCertificate(
         is_of_shoal=is_of_shoal,
         is_of_this_swarm=is_of_shoal and secret is not None and _has_signed(secret, certificate),
         begins_s=certificate.not_valid_before_utc.timestamp(),
         ends_s=certificate.not_valid_after_utc.timestamp(),
-        peer_id=str(subjects[0].value) if is_of_shoal and subjects else "",
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from shoal.bench.facts import CLOCK_FAIL_S, Facts, any_host, duration, is_loopback, is_wildcard
+from shoal.bench.facts import CLOCK_FAIL_S, Facts, any_host, duration
 from shoal.bench.findings import Finding, fail, ok, warn
 from shoal.core import Address
 from shoal.transport.introductions import Attempt, Way
+from shoal.transport.networks.sockets import is_wildcard
+from shoal.transport.trust.membership import is_loopback
 
 # --- to the peer ---
 
@@ -67,7 +69,7 @@ def _no_way(facts: Facts, way: Way, tried: str) -> Finding:
             f"{tried}: refused. The machine is there, but nothing listens at that port: the peer has not "
             "started, has ended, or uses another port or another address of its machine.",
             f"see what listens there (ss -ltnup), and start a peer there: shoal doctor --serve "
-            f"{Address(any_host(target.host), target.port)} --secret-file FILE",
+            f"{_where_to_listen(facts, target.port)}",
         )
     if reach == "silent":
         return fail(
@@ -89,6 +91,15 @@ def _no_way(facts: Facts, way: Way, tried: str) -> Finding:
             "check the port: a peer prints its address when it starts.",
         )
     return fail(f"{tried}: {facts.tcp.says}", "run it again with -v: shoal -v doctor --join …")
+
+
+def _where_to_listen(facts: Facts, port: int) -> str:
+    """The address that a peer beside the target, or called by it, should have, and what it takes to."""
+    host = facts.target.host
+    address = Address(host if is_loopback(host) else any_host(host), port)
+    if facts.has_secret:
+        return f"{address} --secret-file FILE"
+    return str(address) if is_loopback(host) else f"{address} --insecure"
 
 
 def _reach(facts: Facts, way: Way) -> str:
@@ -195,6 +206,5 @@ def _open_up(facts: Facts, way: Way) -> str:
         if facts.is_own_address
         else f"have the router pass {way.upper()} port {port} on to this machine"
     )
-    where = Address(any_host(facts.target.host), port)
-    allowed = "--secret-file FILE" if facts.has_secret else "--insecure"
-    return f"{first}, then try it: shoal doctor --join {facts.target} --listen {where} {allowed}"
+    listen = _where_to_listen(facts, port)
+    return f"{first}, then try it: shoal doctor --join {facts.target} --listen {listen}"

@@ -26,7 +26,9 @@ from shoal.transport.limits import KIB, MIB
 from shoal.transport.networks.network import Network, SocketNetwork
 
 _MIN_DELAYS = 5
-_FIRST_BULK_BYTES = 16 * KIB  # a few seconds even over a modem
+_PROBE_BYTES = 4 * KIB
+_BLOCK_BYTES = 16 * KIB
+_FIRST_CALL_S = 0.6  # over a modem; a block where that takes less
 _QUICK_S = 0.1
 _NUM_BULK_CALLS = 4  # under way at once, so that the line is never idle
 _WARM_UP_SHARE = 0.25  # of a transfer: TCP begins slowly
@@ -125,10 +127,10 @@ async def _measure(endpoint: Endpoint, peer: Address, effort: Effort, tell: Call
     has_streams = way == "tcp" or await _has_streams(endpoint, peer, effort.patience_s)
     if has_streams:
         clock = endpoint.network.clock
-        block = memoryview(endpoint.network.random.randbytes(_FIRST_BULK_BYTES))
+        block = memoryview(endpoint.network.random.randbytes(_BLOCK_BYTES))
 
         async def send(size_bytes: int, deadline: Deadline) -> None:
-            blocks = [block] * (size_bytes // len(block))
+            blocks = [block] * (size_bytes // _BLOCK_BYTES) + [block[: size_bytes % _BLOCK_BYTES]]
             await endpoint.streams.call(peer, SINK, None, blocks, deadline=deadline)
 
         async def receive(size_bytes: int, deadline: Deadline) -> None:
@@ -207,10 +209,13 @@ async def _transfer(
     round_trip_s: float,
 ) -> float:
     """Mbit/s of bulk calls, a few at a time, that grow until their bytes take longer than their way."""
-    began_s = clock.now_s()
     deadline = Deadline.after(effort.bulk_s + effort.patience_s)
+    began_s = clock.now_s()
+    await move(_PROBE_BYTES, deadline)
+    bytes_per_s = _PROBE_BYTES / max(clock.now_s() - began_s - round_trip_s, 1e-9)
+    began_s = clock.now_s()
     arrivals: list[tuple[float, int]] = []
-    size_bytes = _FIRST_BULK_BYTES
+    size_bytes = max(1, min(_BLOCK_BYTES, int(_FIRST_CALL_S * bytes_per_s)))
     num_bytes = 0
 
     async def keep_moving() -> None:

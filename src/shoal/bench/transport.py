@@ -44,7 +44,7 @@ class TransportConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     in_flight_small: int = 64
     in_flight_large: tuple[int, ...] = (1, 4)
     virtual_peers: int = 200
-    virtual_s: float = 60.0
+    virtual_s: int = 60
     """Simulated seconds, in which every peer calls three others each second."""
 
 

@@ -52,7 +52,7 @@ class WorldResult:
 def run_world(
     num_peers: int = 200,
     calls_per_s: int = 3,
-    seconds: float = 600,
+    seconds: int = 600,
     profile: str | None = "wan",
     seed: int = 0,
     kind: str = "datagram",
@@ -64,7 +64,7 @@ def run_world(
             next_step=f"give two peers or more, and one of {', '.join(KINDS)}.",
         )
     world = _World(num_peers, kind, seed)
-    return run_virtual(world.run(calls_per_s, round(seconds), profile))
+    return run_virtual(world.run(calls_per_s, seconds, profile))
 
 
 class VirtualConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,7 +73,7 @@ class VirtualConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_peers: int = 200
     calls_per_s: int = 3
     """Of each peer."""
-    seconds: float = 600.0
+    seconds: int = 600
     """Simulated."""
     profile: str = "wan"
     """A preset's name or a file."""
@@ -90,7 +90,7 @@ class VirtualScenario:
     def run(self, tell: Tell) -> Iterator[Measured]:
         """Let it run, and tell how fast it was and what happened in it."""
         config = self._config
-        tell(f"{config.num_peers} peers under {config.profile!r} for {config.seconds:g} s, {config.kind}s")
+        tell(f"{config.num_peers} peers under {config.profile!r} for {config.seconds} s, {config.kind}s")
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         world = run_world(**msgspec.structs.asdict(config), seed=self._seed)
         took_s, took_cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s

@@ -79,7 +79,7 @@ def virtual(
     context: typer.Context,
     peers: Annotated[int, typer.Option(min=2, help="Peers in the world.")] = 200,
     calls_per_s: Annotated[int, typer.Option(min=1, help="Calls of each peer in a simulated second.")] = 3,
-    seconds: Annotated[float, typer.Option(min=1.0, help="Simulated seconds.")] = 600.0,
+    seconds: Annotated[int, typer.Option(min=1, help="Simulated seconds.")] = 600,
     profile: Annotated[str, typer.Option(help="The network: a preset's name or a TOML file.")] = "wan",
     kind: Annotated[CallKind, typer.Option(help="How they call.")] = "datagram",
     starts: Annotated[int, typer.Option(help="Worlds, each in a process of its own.")] = 1,

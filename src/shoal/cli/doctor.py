@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _STYLES = {"warn": "yellow", "fail": "bold red"}
 _JOIN_LIMIT_S = 20.0  # the steps have limits of their own, 15 s in all
-_MAX_LINES = 1000  # of callers that are remembered, so that each is told of once
+_MAX_LINES = 1000  # the latest about callers, each of which is told once
 DEFAULT_PROFILE = Path("recorded.toml")
 
 
@@ -77,9 +77,14 @@ def doctor(
     With --join, at the ways to a running peer and back: firewall, addresses, secret, versions, clocks.
     Exits 1 if something keeps Shoal from working; warnings are advice. Takes two seconds, --join 15 at most.
     """
-    _check_usage(
-        peers, join=join, serve=serve, record=record, listen=listen, output=output, json_file=json_file
-    )
+    given = {
+        "--listen": listen is not None,
+        "--output": output is not None,
+        "--json": json_file is not None,
+        "--secret-file": secret_file is not None,
+        "--insecure": insecure,
+    }
+    _check_usage(peers, given, join=join, serve=serve, record=record)
     if join is not None:
         where = Address.parse(listen) if listen is not None else None
         _join(Address.parse(join), _member(secret_file, is_insecure=insecure), where, json_file)
@@ -94,7 +99,7 @@ def doctor(
 
 
 def _check_usage(
-    peers: list[str] | None, *, join: str | None, serve: str | None, record: bool, **others: Any
+    peers: list[str] | None, given: dict[str, bool], *, join: str | None, serve: str | None, record: bool
 ) -> None:
     modes = [name for name, is_on in (("--join", join), ("--serve", serve), ("--record", record)) if is_on]
     if len(modes) > 1:
@@ -108,13 +113,14 @@ def _check_usage(
         raise UsageError(
             "--record needs peers to measure.", next_step="shoal doctor --record HOST:PORT [HOST:PORT]..."
         )
-    for name, needs, is_met in (
-        ("listen", "--join", join is not None),
-        ("output", "--record", record),
-        ("json_file", "something other than --serve", serve is None),
+    for option, needs, is_met in (
+        ("--listen", "--join", join is not None),
+        ("--output", "--record", record),
+        ("--json", "something other than --serve", serve is None),
+        ("--secret-file", "--join, --serve or --record", bool(modes)),
+        ("--insecure", "--join, --serve or --record", bool(modes)),
     ):
-        if others[name] is not None and not is_met:
-            option = "--json" if name == "json_file" else f"--{name}"
+        if given[option] and not is_met:
             raise UsageError(f"{option} goes with {needs}.", next_step="see: shoal doctor --help")
 
 
@@ -151,11 +157,12 @@ def _join(target: Address, member: Member, listen: Address | None, json_file: Pa
 
 
 def _serve(address: Address, member: Member) -> None:
-    from shoal.bench.facts import is_wildcard
     from shoal.bench.joining import serve
     from shoal.core import LoopThread
+    from shoal.transport.networks.sockets import is_wildcard
 
     told: dict[str, None] = {}
+    num_lines = 0
 
     def on_ready(listens: Address) -> None:
         protected = "with a swarm secret" if member.membership else "without a secret"
@@ -166,16 +173,21 @@ def _serve(address: Address, member: Member) -> None:
         _say("Ctrl-C ends it.")
 
     def on_caller(line: str) -> None:
-        if line not in told and len(told) < _MAX_LINES:
-            told[line] = None
-            _say(line)
+        nonlocal num_lines
+        if line in told:
+            return
+        if len(told) == _MAX_LINES:
+            del told[next(iter(told))]
+        told[line] = None
+        num_lines += 1
+        _say(line)
 
     with LoopThread() as loop:
         try:
             loop.run(serve(address, member, on_ready=on_ready, on_caller=on_caller))
         except KeyboardInterrupt:
             _say("")
-    emit(result_line({"num_lines": len(told)}), sys.stdout)
+    emit(result_line({"num_lines": num_lines}), sys.stdout)
 
 
 def _say(line: str) -> None:
@@ -257,27 +269,15 @@ def _table(findings: list[Finding]) -> Table:
 
 
 def _links_table(links: list[Link]) -> Table:
-    table = Table(
-        "",
-        (
-            Column("peer", "left"),
-            Column("one way p50"),
-            Column("p95"),
-            Column("loss"),
-            Column("Mbit/s up"),
-            Column("down"),
-            Column("calls over", "left"),
-        ),
-    )
+    numbers = map(Column, ("one way p50", "p95", "loss", "Mbit/s up", "down"))
+    table = Table("", (Column("peer", "left"), *numbers, Column("calls over", "left")))
     for index, link in enumerate(links):
         if link.error:
             table.rows.append((str(link.peer), *("-" * 5), "failed"))
             table.notes[index] = (f"{link.error} Next: {link.next_step}", _STYLES["fail"])
             continue
-        p50_ms, p95_ms = (
-            statistics.median(link.delays_ms),
-            sorted(link.delays_ms)[int(0.95 * len(link.delays_ms))],
-        )
+        delays_ms = sorted(link.delays_ms)
+        p50_ms, p95_ms = statistics.median(delays_ms), delays_ms[int(0.95 * len(delays_ms))]
         loss = "-" if link.loss is None else f"{link.loss:.2%}"
         speeds = ("-" if speed is None else f"{speed:,g}" for speed in (link.up_mbit_s, link.down_mbit_s))
         table.rows.append(

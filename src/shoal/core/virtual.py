@@ -14,7 +14,8 @@ import heapq
 import math
 import selectors
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping
 from contextvars import Context
 from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
@@ -25,9 +26,10 @@ Ts = TypeVarTuple("Ts")
 
 START_WALL_S = 1_700_000_000.0
 _MAX_TURNS = 1_000_000  # at one moment: something yields again and again and waits for time to pass
-_MANY_CANCELLED = 100
+_MANY_CANCELLED, _MANY_TASKS = 100, 1000
 _MAX_NAMES = 8
-_MAX_LAST_ROUNDS = 100
+_MAX_LAST_ROUNDS, _MAX_STUBBORN = 100, 10
+_LAST_ROUND_S = 3600.0
 _YOUNG_OBJECTS = 200_000
 _NEVER = 1_000_000
 
@@ -59,6 +61,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._num_timers = 0
         self._num_cancelled = 0
+        self._tasks: list[weakref.ref[asyncio.Task[Any]]] = []  # in order of their creation
+        self._many_tasks = _MANY_TASKS
 
     def time(self) -> float:
         """Seconds since the simulation began."""
@@ -95,6 +99,21 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.TimerHandle:
         """As asyncio's."""
         return self.call_at(self.now_s + delay, callback, *args, context=context)
+
+    def create_task(
+        self, coro: Generator[Any, None, T] | Coroutine[Any, Any, T], **options: Any
+    ) -> asyncio.Task[T]:
+        """As asyncio's; the order is remembered."""
+        task = super().create_task(coro, **options)
+        self._tasks.append(weakref.ref(task))
+        if len(self._tasks) > self._many_tasks:
+            self._tasks = [each for each in self._tasks if each() is not None]
+            self._many_tasks = max(_MANY_TASKS, 2 * len(self._tasks))
+        return task
+
+    def tasks_left(self) -> list[asyncio.Task[Any]]:
+        """Those that have not ended, in order of their creation: asyncio knows them by memory address."""
+        return [task for each in self._tasks if (task := each()) is not None and not task.done()]
 
     def _timer_handle_cancelled(self, timer: asyncio.TimerHandle) -> None:
         if not timer._scheduled:  # type: ignore[attr-defined]
@@ -219,7 +238,7 @@ def run_virtual(main: Coroutine[Any, Any, T], *, limit_s: float | None = None) -
     """Run a program of coroutines in virtual time, from zero to its end, and return its result.
 
     DeadlineExceeded when it does not end by `limit_s` of virtual time. Tasks that it leaves behind are
-    cancelled.
+    cancelled; one that goes on for an hour although it was cancelled ten times is left where it is.
     """
     if _is_loop_running():
         main.close()
@@ -233,7 +252,6 @@ def run_virtual(main: Coroutine[Any, Any, T], *, limit_s: float | None = None) -
             try:
                 return loop.run_until_complete(task)
             finally:
-                loop.limit_s = math.inf
                 _end(loop)
     finally:
         loop.close()
@@ -259,25 +277,23 @@ def _is_loop_running() -> bool:
 
 
 def _end(loop: VirtualLoop) -> None:
-    """Cancel what is left, by name: asyncio's own way goes by memory address."""
+    num_stubborn = 0
     for _ in range(_MAX_LAST_ROUNDS):
-        left = sorted(asyncio.all_tasks(loop), key=_creation)
-        if not left:
+        left = loop.tasks_left()
+        if not left or num_stubborn == _MAX_STUBBORN:
             break
         for task in left:
             task.cancel()
+        loop.limit_s = loop.now_s + _LAST_ROUND_S
         try:
             loop.run_until_complete(_all_done(left))
-        except ShoalError:  # one waits on although it was cancelled
-            continue
-    loop.run_until_complete(loop.shutdown_asyncgens())
+        except ShoalError:  # one goes on although it was cancelled
+            num_stubborn += 1
+    loop.limit_s = loop.now_s + _LAST_ROUND_S
+    with contextlib.suppress(ShoalError):
+        loop.run_until_complete(loop.shutdown_asyncgens())
 
 
 async def _all_done(tasks: Iterable[asyncio.Task[Any]]) -> None:
     for task in tasks:
         await asyncio.wait([task])
-
-
-def _creation(task: asyncio.Task[Any]) -> tuple[int, str]:
-    name = task.get_name()  # asyncio numbers those that nobody names
-    return len(name), name

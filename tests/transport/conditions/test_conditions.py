@@ -33,6 +33,7 @@ class FakeLoop:
         self.now_s = START_S
         self.timers = []
         self.order = itertools.count()
+        self.is_closed = lambda: False
 
     def time(self):
         return self.now_s
@@ -227,6 +228,43 @@ def test_pause():
     assert delay_ms(made.arriving(None, B), loop) == 0
     loop.run_until(3)
     assert delay_ms(there, loop) == pytest.approx(10)
+
+
+def test_a_datagram_to_a_paused_peer_holds_up_no_other():
+    profile = "[places.x]\nup_mbit_s = 8\n[ways.default]\ndelay_ms = 10"
+    made, loop = conditions(NAMES + "kind = 'pause'\nfor_s = 60\npeer = 'c'", profile)
+    assert datagram_delays_ms(made.link(A, C), loop, 1000) == pytest.approx([60_011])
+    assert datagram_delays_ms(made.link(A, B), loop, 1000) == pytest.approx([12])
+    assert delay_ms(made.link(A, B), loop, 1000) == pytest.approx(13)
+
+
+def test_conditions_serve_one_run():
+    made = Conditions(Profile.load("lan"))
+
+    async def world():
+        MemoryNetwork(made).host("a")
+
+    run_virtual(world())
+    with pytest.raises(UsageError, match="Conditions serve one run"):
+        run_virtual(world())
+    made, loop = conditions()
+    made.start(FakeLoop())  # another thread's
+    loop.is_closed = lambda: True
+    with pytest.raises(UsageError, match="Conditions serve one run"):
+        made.start(FakeLoop())
+
+
+def test_what_is_stopped_stays_stopped():
+    made, loop = conditions(NAMES + "kind = 'partition'\nat_s = 1\nlink = ['a', 'b']")
+    made.stop()
+    made.step(1)
+    loop.run_until(5)
+    assert delay_ms(made.link(A, B), loop) == pytest.approx(10)
+    assert made.next_change_s == math.inf
+    early = Conditions(None, FaultScript.parse(NAMES + "kind = 'kill'\npeer = 'a'"))
+    early.stop()
+    early.start(loop)
+    assert not early.is_dead(A)
 
 
 def test_a_pause_of_which_nobody_knows_the_end():

@@ -51,6 +51,10 @@ class Tree(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
         ("[trunk]\nend = nan", r"at trunk\.end: nan is no number"),
         ("[trunk]\nsizes = [1, inf]", r"at trunk\.sizes\[1\]: inf is no number"),
         ("[trunk]\nname = 3", r"at trunk\.name: expected `str`, got `int`"),
+        (
+            "[named.good]\n[named.\"a b\"]\nend = {kind = 'leaf', colour = 3}",
+            r'at named\."a b"\.end\.colour: expected `str`',
+        ),
         ("trunk = 3", "at trunk: expected `table`, got `int`"),
         ("branches = {}", "at branches: expected `list`, got `table`"),
         ("\n[trunk\n", "Oak is not TOML: .*line 2"),

@@ -68,11 +68,31 @@ def test_a_line_down_is_never_asked_for_more_than_it_carries():
     for number in range(500):
         size_bytes = int(2000 * draws.uniform())
         first_s = number * 1e-4 + 0.1 * draws.uniform()
-        through_s = down.take(number * 1e-4, first_s, first_s, size_bytes, should_wait=True)
+        through_s = down.take(number * 1e-4, first_s, first_s, size_bytes)
         assert through_s >= first_s + size_bytes * 1e-6 - 1e-9
         total_bytes, last_s = total_bytes + size_bytes, max(last_s, through_s)
     assert last_s >= total_bytes * 1e-6
     assert last_s <= 0.15 + total_bytes * 1e-6
+
+
+def test_slow_links_into_one_line_down_take_as_long_as_it_needs():
+    down = DownLine(100, 200)
+    links = [link(down=down, mbit_s=20) for _ in range(8)]
+    arrivals_s = [one.carry_stream(0.0, 1_000_000).arrives_at_s for one in links]
+    assert min(arrivals_s) == pytest.approx(0.4)
+    assert max(arrivals_s) == pytest.approx(0.64)  # 64 Mbit at 100 Mbit/s
+
+
+def test_a_bulk_stream_delays_datagrams_and_drops_none():
+    for one in (link(mbit_s=8, queue_ms=10), link(UpLine(8, 10)), link(down=DownLine(8, 10))):
+        assert one.carry_datagram(0.0, 1000)
+        assert one.carry_stream(0.0, 100_000).arrives_at_s == pytest.approx(0.101)
+        taken = [one.carry_datagram(number / 10**3, 1000) for number in range(1, 20)]
+        assert [passages[0].arrives_at_s for passages in taken] == pytest.approx(
+            [0.101 + number / 10**3 for number in range(1, 20)]
+        )
+        # their own queue is as short as ever
+        assert sum(bool(one.carry_datagram(0.02, 1000)) for _ in range(30)) == pytest.approx(11, abs=1)
 
 
 def test_datagrams_are_dropped_where_a_queue_is_full():

@@ -499,13 +499,17 @@ async def test_a_killed_host_resets_its_streams_and_falls_silent():
     carrier = await pair.one.open_datagrams(Address("one", 0), box)
     other_carrier = await pair.other.open_datagrams(Address("other", 0), other_box)
     pair.server.transport.write(b"last words")
-    conditions.change(is_cut=True)  # as conditions do to the links of the dead
+    conditions.change(is_cut=True)
     conditions.kills[Address("other", 1024)]()
     assert pair.other.is_dead
     assert isinstance(await pair.server.ended, ConnectionAbortedError)
-    assert isinstance(await pair.dialer.ended, ConnectionResetError)
+    await asyncio.sleep(10)
     assert pair.dialer.heard == b"last words"
+    assert not pair.dialer.ended.done()  # nobody hears of a death through a cut link
     conditions.change(is_cut=False)
+    healed_s = asyncio.get_running_loop().time()
+    assert isinstance(await pair.dialer.ended, ConnectionResetError)
+    assert asyncio.get_running_loop().time() == healed_s + 0.5
     other_carrier.sendto(b"x", ("one", carrier.get_extra_info("sockname")[1]))
     carrier.sendto(b"x", ("other", 1025))
     await asyncio.sleep(5)
@@ -517,6 +521,21 @@ async def test_a_killed_host_resets_its_streams_and_falls_silent():
         await pair.other.dial(Address("one", 1), Recorder())
     with pytest.raises(UsageError, match="killed"):
         await pair.other.listen(Address("other", 0))
+
+
+@virtual
+async def test_a_dial_that_is_given_up_behind_a_cut_link_leaves_nothing():
+    conditions = FakeConditions(delay_s=0.5)
+    pair = await Pair(conditions).connect()
+    conditions.change(is_cut=True)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1):
+            await pair.one.dial(pair.listener.address, Recorder())
+    assert [link.callbacks for link in conditions.links.values()] == [{}, {}]
+    conditions.change(is_cut=False)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(5):
+            await pair.listener.accept()
 
 
 @virtual

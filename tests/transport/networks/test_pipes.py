@@ -209,14 +209,46 @@ async def test_cutting_drops_what_has_not_left():
 
 
 @virtual
-async def test_the_last_cut_takes_no_passage():
+async def test_what_follows_a_cut_does_not_wait_for_what_was_dropped():
+    link = FakeLink(delay_s=1, bytes_per_s=10)
+    ends = Ends(link)
+    ends.pipe.push(b"x" * 1000)
+    await asyncio.sleep(2)
+    link.free_at_s = 0.0
+    ends.pipe.cut(lambda: ends.say("reset"))
+    assert await ends.after(200) == [(3.0, "reset")]
+    for data in (b"x" * 10, b"y" * 1000):
+        ends.pipe.push(data)
+    await asyncio.sleep(1.5)
+    link.free_at_s = 0.0
+    ends.pipe.cut(lambda: ends.say("reset"))
+    assert (await ends.after(200))[1:] == [(204.0, b"x" * 10), (204.5, "reset")]
+
+
+@virtual
+async def test_cutting_inside_a_delivery():
+    ends = Ends(FakeLink(delay_s=1, bytes_per_s=10))
+    ends.pipe._deliver = lambda data: (ends.say(data), ends.pipe.cut(lambda: ends.say("reset")))
+    for data in (b"x" * 10, b"y" * 100):
+        ends.pipe.push(data)
+    events = await ends.after(50)
+    assert events[0] == (2.0, b"x" * 10)
+    assert [what for _, what in events[1:]] == ["reset"]
+
+
+@virtual
+async def test_the_end_of_a_sender_waits_for_a_link_that_is_cut():
     link = FakeLink(delay_s=5)
     ends = Ends(link)
+    assert ends.pipe.is_unused
     ends.pipe.push(b"on its way")
+    assert not ends.pipe.is_unused
     link.is_cut = True
     ends.pipe.push(b"held")
-    ends.pipe.cut(lambda: ends.say("reset"), is_last=True)
-    assert await ends.after(50) == [(5.0, b"on its way"), (5.0, "reset")]
+    ends.pipe.cut(lambda: ends.say("reset"))
+    assert await ends.after(50) == [(5.0, b"on its way")]
+    link.change(is_cut=False)
+    assert await ends.after(50) == [(5.0, b"on its way"), (55.0, "reset")]
 
 
 @virtual

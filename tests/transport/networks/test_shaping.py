@@ -26,6 +26,7 @@ from shoal.transport.conditions.faults import FaultScript
 from shoal.transport.conditions.profiles import Profile
 from shoal.transport.networks.network import SocketNetwork
 from shoal.transport.networks.shaping import ShapedNetwork, shaped
+from shoal.transport.networks.tunnel import Tunnel
 from shoal.transport.trust.membership import Membership
 from shoal.transport.trust.secret import SwarmSecret
 from transport.wire import LOOPBACK, open_descriptors, soon, until
@@ -311,6 +312,28 @@ def test_children_keep_no_descriptor(run, monkeypatch):
     run(check())
 
 
+def test_a_tunnel_that_fails_leaves_no_descriptor_to_children(run, monkeypatch):
+    monkeypatch.setattr(fork, "_descriptors", {})
+
+    async def fail(tunnel, outside):
+        outside.close()
+        raise OSError("no more sockets")
+
+    async def check():
+        async with network(PLACES) as servers:
+            listener = await servers.listen(LOOPBACK)
+            with socket.create_connection((listener.address.host, listener.address.port)):
+                accepted = await listener.accept()
+                num_before = len(fork._descriptors)
+                monkeypatch.setattr(Tunnel, "open", fail)
+                with pytest.raises(OSError, match="no more sockets"):
+                    await servers.adopt(accepted, Collector())
+                assert len(fork._descriptors) == num_before - 1
+            listener.close()
+
+    run(check())
+
+
 def test_helper_threads(run):
     async def check():
         script = "[[fault]]\nkind = 'partition'\nat_step = 1\nfor_steps = 1\npeer = '127.0.0.1:*'"
@@ -391,6 +414,22 @@ def test_a_killed_peer_ends_everything_that_it_has(run):
     run(check())
 
 
+def test_a_death_is_heard_when_the_way_lets_it_through(run):
+    async def check():
+        script = f"[[fault]]\nkind = 'kill'\nat_step = 1\npeer = '{SERVER}'"
+        script += f"\n[[fault]]\nkind = 'partition'\nat_step = 1\nfor_steps = 1\npeers = ['{SERVER}']"
+        async with network(PLACES, script, CLIENT) as clients, SocketServer() as (_, address):
+            heard = Collector()
+            await clients.dial(address, heard)
+            clients.conditions.step(1)
+            await asyncio.sleep(0.05)
+            assert not heard.ended.is_set()
+            clients.conditions.step(2)
+            await asyncio.wait_for(heard.ended.wait(), 5)
+
+    run(check())
+
+
 def test_a_killed_target_is_lost_even_where_it_does_not_know(run):
     async def check():
         script = f"[[fault]]\nkind = 'kill'\nat_step = 1\npeer = '{SERVER}'"
@@ -419,6 +458,30 @@ def test_damaged_bytes_are_noticed(run):
             await until(lambda: len(accepted.received) == 10)
             assert sum(a != b for a, b in zip(accepted.received, b"rightwrong", strict=True)) == 1
             dialed.transport.close()
+
+    run(check())
+
+
+def test_what_is_damaged_goes_by_the_seed(run):
+    async def damaged(seed):
+        script = FaultScript.parse("[[fault]]\nkind = 'corrupt'\nprobability = 1")
+        clients = ShapedNetwork(SocketNetwork(), Conditions(None, script, seed=seed))
+        async with clients, SocketServer() as (server, address):
+            dialed = Collector()
+            await clients.dial(address, dialed)
+            accepted = await server.accept()
+            places = []
+            for number in range(1, 5):
+                dialed.transport.write(bytes(1000))
+                await until(lambda number=number: len(accepted.received) == 1000 * number)
+                places.append(accepted.received.index(0xFF, 1000 * (number - 1)) % 1000)
+            dialed.transport.close()
+            return places
+
+    async def check():
+        one, again, other = [await damaged(seed) for seed in (1, 1, 2)]
+        assert len(dict.fromkeys(one)) > 1
+        assert one == again != other
 
     run(check())
 
@@ -553,6 +616,70 @@ def test_datagrams_to_a_name_that_a_rule_knows(run):
                 await until(lambda: len(receiver.packets) == 2)
                 assert receiver.packets[-1][0] - began_s > 0.045
                 again.close()
+
+    run(check())
+
+
+def test_an_address_to_listen_on_replaces_one_that_nobody_knows(run):
+    async def check():
+        profile = "[[ways.between]]\nfrom = '127.0.0.1:*'\nto = '127.0.0.1:*'\ndelay_ms = 30"
+        script = f"[[fault]]\nkind = 'kill'\nat_step = 1\npeer = '{SERVER}'"
+        killed = []
+        peers = network(profile, script, on_kill=lambda: killed.append(True))
+        async with peers, contextlib.AsyncExitStack() as opened:
+            sender, receiver = Heard(), Heard()
+            await peers.open_datagrams(Address("0.0.0.0", 0), sender)
+            unnamed = peers.here
+            bound = await SocketNetwork().open_datagrams(LOOPBACK, receiver)
+            opened.callback(bound.close)
+            where = bound.get_extra_info("sockname")
+            sender.transport.sendto(b"from nobody", where)
+            await until(lambda: receiver.packets)
+            listener = await peers.listen(LOOPBACK)
+            opened.callback(listener.close)
+            assert unnamed != peers.here == listener.address
+            began_s = time.monotonic()
+            sender.transport.sendto(b"from somebody", where)
+            await until(lambda: len(receiver.packets) == 2)
+            assert receiver.packets[-1][0] - began_s >= 0.028  # timers count milliseconds
+            (await peers.listen(LOOPBACK)).close()
+            assert peers.here == listener.address
+            peers.conditions.step(1)
+            assert killed == [True]
+
+    run(check())
+
+
+def test_nothing_is_heard_after_a_close(run):
+    async def check():
+        async with datagram_pair("[ways.default]\ndelay_ms = 50", is_receiver_shaped=True) as (
+            sender,
+            receiver,
+            where,
+        ):
+            back = sender.transport.get_extra_info("sockname")
+            sender.transport.sendto(b"keeps the socket open", where)
+            sender.transport.close()
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unshaped:
+                unshaped.sendto(b"late", back)
+            await until(lambda: receiver.packets)
+            assert sender.packets == []
+
+    run(check())
+
+
+def test_conditions_end_with_the_network_that_made_them(run):
+    script = FaultScript.parse("[[fault]]\nkind = 'kill'\nat_step = 1")
+
+    async def check():
+        async with shaped(SocketNetwork(), None, script) as made:
+            pass
+        made.conditions.step(1)
+        assert not made.conditions.is_dead(CLIENT)
+        async with network("", "[[fault]]\nkind = 'kill'\nat_step = 1") as lent:
+            pass
+        lent.conditions.step(1)
+        assert lent.conditions.is_dead(CLIENT)
 
     run(check())
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
-from shoal.core import Address, Clock
+from shoal.core import Address, Clock, UsageError
 from shoal.transport.conditions.distributions import Draws
 from shoal.transport.conditions.faults import Event, FaultScript, Kill, Schedule, Skew, Slow
 from shoal.transport.conditions.faulty_links import Effects, FaultyLink, effects_on
@@ -19,8 +19,6 @@ from shoal.transport.conditions.lines import DownLine, UpLine, WayLink
 from shoal.transport.conditions.profiles import Profile, Way
 
 _NOBODY: tuple[str | None, ...] = ()
-
-
 _ANY = Address("any", 0)
 
 
@@ -29,6 +27,9 @@ class Timers(Protocol):
 
     def time(self) -> float:
         """The loop's clock."""
+
+    def is_closed(self) -> bool:
+        """Whether its run is over."""
 
     def call_at(self, when: float, callback: Callable[..., object], *args: Any) -> Timer:
         """Have it called then."""
@@ -68,24 +69,37 @@ class Conditions:
         self._step = 0
         self._timer: Timer | None = None
         self._has_news = False
+        self._is_stopped = False
 
     # --- time ---
 
     def start(self, loop: Timers | None = None) -> None:
         """Let the script's time begin, on the running loop or another; again: nothing.
 
-        A network that is used without this begins with its first link.
+        A network that is used without this begins with its first link. UsageError for a second run: lines
+        and scripts would go on where the first one has left them.
         """
         if self._loop is not None:
+            self._check_run(loop)
             return
         self._loop = loop or asyncio.get_running_loop()
         self._started_s = self._loop.time()
-        if self._schedule is not None:
+        if self._schedule is not None and not self._is_stopped:
             self.next_change_s = self._started_s + self._schedule.next_change_s
             self._turn()
 
+    def _check_run(self, loop: Timers | None) -> None:
+        began = self._loop
+        is_another = loop is None and asyncio.get_running_loop() is not began
+        if is_another or (began is not None and began.is_closed()):
+            raise UsageError(
+                "Conditions serve one run, and these have served another.",
+                next_step="make new Conditions for each run.",
+            )
+
     def stop(self) -> None:
-        """Let nothing change any more."""
+        """Let nothing change any more, for good."""
+        self._is_stopped = True
         self.next_change_s = math.inf
         if self._timer is not None:
             self._timer.cancel()
@@ -99,16 +113,17 @@ class Conditions:
 
     def catch_up(self, now_s: float) -> None:
         """Have the faults of a time hold; those who wait for a change are told by the loop, not in here."""
-        if self._schedule is not None and self._schedule.advance(now_s - self._started_s, self._step):
+        if self._schedule is None or self._is_stopped:
+            return
+        if self._schedule.advance(now_s - self._started_s, self._step):
             self.version += 1
             self._has_news = True
             self._slow_lines()
-        if self._schedule is not None:
-            self.next_change_s = self._started_s + self._schedule.next_change_s
+        self.next_change_s = self._started_s + self._schedule.next_change_s
 
     def _turn(self, due_s: float = -math.inf) -> None:
         """Bring everybody up to date and wait for the next change."""
-        if self._loop is None:
+        if self._loop is None or self._is_stopped:
             return
         if self._timer is not None:
             self._timer.cancel()

@@ -24,6 +24,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _PLACE = re.compile(r"^(?P<what>.*) - at `(?:key in )?\$(?P<path>[^`]*)`$", re.DOTALL)
+_SOME_KEY = "[...]"  # where msgspec does not say which
 _MAX_NAMES = 12
 _WORDS = {" | null": "", "object": "table", "Object": "table", "array": "list", "float": "number"}
 
@@ -40,9 +41,22 @@ def read(text: str, kind: type[T], what: str) -> T:
     except msgspec.ValidationError as error:
         match = _PLACE.match(str(error))
         reason, path = (match["what"], match["path"].lstrip(".")) if match else (str(error), "")
+        if _SOME_KEY in path:
+            path = _named(document, kind, path)
         for theirs, ours in _WORDS.items():
             reason = reason.replace(theirs, ours)
         refuse(what, path, reason[:1].lower() + reason[1:])
+
+
+def _named(document: dict[str, Any], kind: type[msgspec.Struct], path: str) -> str:
+    """A path with the key of the table that it leads through: the first that is wrong on its own."""
+    name, _, rest = path.partition(_SOME_KEY)
+    for key, item in document.get(name, {}).items():
+        try:
+            msgspec.convert({**document, name: {key: item}}, kind)
+        except msgspec.ValidationError:
+            return f"{_join(name, key)}{rest}"
+    return path
 
 
 def read_file(path: Path, kind: type[T], what: str) -> T:

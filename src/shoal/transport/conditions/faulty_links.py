@@ -147,17 +147,17 @@ class FaultyLink(WayLink):
             return super().carry_datagram(now_s, size_bytes)
         if effects.is_cut or effects.is_dead or effects.resumes_s == math.inf:
             return ()
-        now_s = max(now_s, effects.resumes_s)
+        held_s = max(0.0, effects.resumes_s - now_s)  # what waits for a paused peer holds up nobody else
         passages: list[Passage] = []
         is_twice = effects.duplicate and self._uniform() < effects.duplicate
         for _ in range(2 if is_twice else 1):
             for left_s, in_order_s, _ in super().carry_datagram(now_s, size_bytes):
                 is_late = effects.reorder and self._uniform() < effects.reorder
                 late_s = effects.reorder_by_s * self._uniform() if is_late else 0.0
-                arrives_s = _after(effects.pauses, in_order_s + late_s)
+                arrives_s = _after(effects.pauses, in_order_s + held_s + late_s)
                 if arrives_s < math.inf:
                     is_damaged = self._is_damaged(effects, size_bytes)
-                    passages.append(Passage(left_s, arrives_s, is_damaged))
+                    passages.append(Passage(left_s + held_s, arrives_s, is_damaged))
         return passages
 
     def when_changed(self, callback: Callable[[], None]) -> Callable[[], None]:

@@ -2,8 +2,10 @@
 
 Each line and link is a queue that sends one byte after another, and the next one begins to send what it
 has when the first byte comes, not the last: three queues of one speed together take as long as one.
-Streams and datagrams share the queues. A stream feels a lost packet as a pause of one round trip, in which
-nothing behind it arrives. Congestion control is not modelled: a stream takes all the bandwidth that it finds.
+Streams and datagrams share the queues. A queue is full, for datagrams, when too many of them wait in it: a
+stream waits at its sender and crowds nobody out. A stream feels a lost packet as a pause of one round trip,
+in which nothing behind it arrives. Congestion control is not modelled: a stream takes all the bandwidth that
+it finds.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from shoal.transport.conditions.distributions import Draws, sampler_of
 from shoal.transport.conditions.profiles import DEFAULT_QUEUE_MS, Way
-from shoal.transport.networks.pipes import Passage
+from shoal.transport.networks.pipes import Passage, nothing
 
 PACKET_BYTES = 1400
 LEAST_RETRANSMISSION_S = 0.01  # a lost packet is missed no sooner, however near the other side is
@@ -31,22 +33,19 @@ def seconds_per_byte(mbit_s: float | None) -> float:
 class UpLine:
     """The sender's own line: what enters it, enters in order."""
 
-    __slots__ = ("_busy_until_s", "_per_byte_s", "queue_s", "slowness")
+    __slots__ = ("_busy_until_s", "_datagrams_until_s", "_per_byte_s", "queue_s", "slowness")
 
     def __init__(self, mbit_s: float, queue_ms: float) -> None:
         self.queue_s = queue_ms * 1e-3
         self.slowness = 1.0
         self._per_byte_s = seconds_per_byte(mbit_s)
         self._busy_until_s = 0.0
+        self._datagrams_until_s = 0.0  # as if nothing else used the line
 
     @property
     def bytes_per_s(self) -> float:
         """What it can carry."""
         return 1 / (self._per_byte_s * self.slowness)
-
-    def waits_s(self, now_s: float) -> float:
-        """How long the queue is."""
-        return self._busy_until_s - now_s
 
     def take(self, now_s: float, size_bytes: int) -> tuple[float, float]:
         """When the first and the last byte are through."""
@@ -54,57 +53,95 @@ class UpLine:
         self._busy_until_s = last_s = first_s + size_bytes * self._per_byte_s * self.slowness
         return first_s, last_s
 
+    def take_datagram(self, now_s: float, size_bytes: int) -> tuple[float, float] | None:
+        """The same for a packet; None when too many datagrams wait."""
+        until_s = max(now_s, self._datagrams_until_s)
+        if until_s - now_s > self.queue_s:
+            return None
+        self._datagrams_until_s = until_s + size_bytes * self._per_byte_s * self.slowness
+        return self.take(now_s, size_bytes)
+
+
+class _BusyTimes:
+    """When something is busy: what is asked for later may come sooner, and fills the gaps."""
+
+    __slots__ = ("_begins_s", "_ends_s")
+
+    def __init__(self) -> None:
+        self._begins_s: list[float] = []  # in order, never touching
+        self._ends_s: list[float] = []
+
+    def copy(self) -> _BusyTimes:
+        copied = _BusyTimes()
+        copied._begins_s, copied._ends_s = self._begins_s[:], self._ends_s[:]
+        return copied
+
+    def take(self, now_s: float, first_s: float, work_s: float, most_wait_s: float) -> float | None:
+        """The end of so much free time from `first_s` on, which is free no more; None for too long a wait."""
+        begins_s, ends_s = self._begins_s, self._ends_s
+        if ends_s and ends_s[0] <= now_s:
+            num_past = bisect_right(ends_s, now_s)
+            del begins_s[:num_past], ends_s[:num_past]
+        index = place = bisect_right(ends_s, first_s)
+        left_s, at_s = work_s, first_s
+        while place < len(begins_s) and begins_s[place] - at_s < left_s:
+            left_s -= max(0.0, begins_s[place] - at_s)
+            at_s = ends_s[place]
+            place += 1
+        through_s = at_s + left_s
+        if through_s - work_s - first_s > most_wait_s:
+            return None
+        if index < place:  # one stretch, with those that it has filled the gaps between
+            begins_s[place - 1] = min(first_s, begins_s[index])
+            ends_s[place - 1] = through_s
+            del begins_s[index : place - 1], ends_s[index : place - 1]
+        else:
+            begins_s.insert(index, first_s)
+            ends_s.insert(index, through_s)
+        return through_s
+
 
 class DownLine:
     """The receiver's own line, asked at the time of sending: what comes from far is asked for before what
-    comes from near and arrives first. So it remembers when it is busy, and fills the gaps.
+    comes from near and arrives first.
     """
 
-    __slots__ = ("_begins_s", "_ends_s", "_per_byte_s", "queue_s", "slowness")
+    __slots__ = ("_busy", "_datagrams", "_per_byte_s", "queue_s", "slowness")
 
     def __init__(self, mbit_s: float, queue_ms: float) -> None:
         self.queue_s = queue_ms * 1e-3
         self.slowness = 1.0
         self._per_byte_s = seconds_per_byte(mbit_s)
-        self._begins_s: list[float] = []  # of the times in which it is busy: in order, never touching
-        self._ends_s: list[float] = []
+        self._busy = _BusyTimes()
+        self._datagrams: _BusyTimes | None = None  # as if nothing else used the line; None while it is so
 
     @property
     def bytes_per_s(self) -> float:
         """What it can carry."""
         return 1 / (self._per_byte_s * self.slowness)
 
-    def take(
-        self, now_s: float, first_s: float, last_s: float, size_bytes: int, *, should_wait: bool
+    def take(self, now_s: float, first_s: float, last_s: float, size_bytes: int) -> float:
+        """When the last byte is through, given when first and last come."""
+        if self._datagrams is None:
+            self._datagrams = self._busy.copy()
+        through_s = self._take(self._busy, now_s, first_s, size_bytes, math.inf)
+        assert through_s is not None, "it may wait for ever"
+        return max(last_s, through_s)
+
+    def take_datagram(self, now_s: float, first_s: float, last_s: float, size_bytes: int) -> float | None:
+        """The same for a packet; None when too many datagrams wait."""
+        queue_s = self.queue_s
+        if self._datagrams is not None:
+            if self._take(self._datagrams, now_s, first_s, size_bytes, queue_s) is None:
+                return None
+            queue_s = math.inf
+        through_s = self._take(self._busy, now_s, first_s, size_bytes, queue_s)
+        return None if through_s is None else max(last_s, through_s)
+
+    def _take(
+        self, busy: _BusyTimes, now_s: float, first_s: float, size_bytes: int, most_wait_s: float
     ) -> float | None:
-        """When the last byte is through, given when first and last come; None when the queue is too long."""
-        begins_s, ends_s = self._begins_s, self._ends_s
-        if ends_s and ends_s[0] <= now_s:
-            num_past = bisect_right(ends_s, now_s)
-            del begins_s[:num_past], ends_s[:num_past]
-        work_s = size_bytes * self._per_byte_s * self.slowness
-        index = bisect_right(ends_s, first_s)
-        place, left_s, at_s = index, work_s, first_s
-        while place < len(begins_s) and begins_s[place] - at_s < left_s:
-            left_s -= max(0.0, begins_s[place] - at_s)
-            at_s = ends_s[place]
-            place += 1
-        through_s = at_s + left_s
-        if not should_wait and through_s - work_s - first_s > self.queue_s:
-            return None
-        busy_from_s = first_s
-        if through_s < last_s:  # it comes in more slowly than the line could take it
-            through_s, busy_from_s = last_s, last_s - work_s
-            index, place = bisect_right(ends_s, busy_from_s), bisect_right(begins_s, through_s)
-        if index < place:  # one stretch, with those that it has filled the gaps between
-            busy_from_s = min(busy_from_s, begins_s[index])
-            ends_s[place - 1] = max(ends_s[place - 1], through_s)
-            begins_s[place - 1] = busy_from_s
-            del begins_s[index : place - 1], ends_s[index : place - 1]
-        else:
-            begins_s.insert(index, busy_from_s)
-            ends_s.insert(index, through_s)
-        return through_s
+        return busy.take(now_s, first_s, size_bytes * self._per_byte_s * self.slowness, most_wait_s)
 
 
 class WayLink:
@@ -121,6 +158,7 @@ class WayLink:
         self._per_byte_s = seconds_per_byte(way.mbit_s)
         self._queue_s = (way.queue_ms or DEFAULT_QUEUE_MS) * 1e-3
         self._busy_until_s = 0.0
+        self._datagrams_until_s = 0.0  # as if nothing else used the link
 
     @property
     def bytes_per_s(self) -> float:
@@ -145,27 +183,28 @@ class WayLink:
             delay_s += self._retransmission_s(delay_s)
         arrives_s = left_s + delay_s
         if self._down is not None:
-            through_down_s = self._down.take(
-                now_s, first_s + delay_s, arrives_s, size_bytes, should_wait=True
-            )
-            if through_down_s is not None and through_down_s > arrives_s:
+            through_down_s = self._down.take(now_s, first_s + delay_s, arrives_s, size_bytes)
+            if through_down_s > arrives_s:
                 # a stream does not run ahead of its receiver: what waits there, waits at the sender
                 arrives_s, left_s = through_down_s, through_down_s - delay_s
         return Passage(left_s, arrives_s)
 
     def carry_datagram(self, now_s: float, size_bytes: int) -> Sequence[Passage]:
-        """For a packet: lost by chance, and where a queue is full."""
+        """For a packet: lost by chance, and where a queue is full of datagrams."""
         first_s = left_s = now_s
         if self._up is not None:
-            if self._up.waits_s(now_s) > self._up.queue_s:
+            taken = self._up.take_datagram(now_s, size_bytes)
+            if taken is None:
                 return _LOST
-            first_s, left_s = self._up.take(now_s, size_bytes)
+            first_s, left_s = taken
         if self._per_byte_s:
-            if self._busy_until_s > first_s:
-                if self._busy_until_s - first_s > self._queue_s:
-                    return _LOST
-                first_s = self._busy_until_s
-            through_s = first_s + size_bytes * self._per_byte_s
+            work_s = size_bytes * self._per_byte_s
+            datagrams_until_s = max(first_s, self._datagrams_until_s)
+            if datagrams_until_s - first_s > self._queue_s:
+                return _LOST
+            self._datagrams_until_s = datagrams_until_s + work_s
+            first_s = max(first_s, self._busy_until_s)
+            through_s = first_s + work_s
             left_s = max(left_s, through_s)
             self._busy_until_s = left_s
         delay_s = self._sample_s(0.5 if self._has_one_delay else self._uniform())
@@ -175,9 +214,7 @@ class WayLink:
             return _LOST
         arrives_s = left_s + delay_s
         if self._down is not None:
-            through_down_s = self._down.take(
-                now_s, first_s + delay_s, arrives_s, size_bytes, should_wait=False
-            )
+            through_down_s = self._down.take_datagram(now_s, first_s + delay_s, arrives_s, size_bytes)
             if through_down_s is None:
                 return _LOST
             arrives_s = through_down_s
@@ -185,7 +222,7 @@ class WayLink:
 
     def when_changed(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Nothing is ever held up."""
-        return _nothing
+        return nothing
 
     def happens(self, probability: float, size_bytes: int) -> bool:
         """Whether what befalls a packet with this probability befalls one of a message."""
@@ -205,7 +242,3 @@ class WayLink:
         while num_tries < _MAX_TRIES and self._uniform() < self._loss:
             num_tries += 1
         return num_tries * round_trip_s
-
-
-def _nothing() -> None:
-    """How to stop what never begins."""

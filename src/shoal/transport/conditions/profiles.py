@@ -6,7 +6,6 @@ What a network does with it is `conditions`'s business.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from importlib import resources
 from pathlib import Path
@@ -161,9 +160,8 @@ def _check_end(end: str, path: str, places: dict[str, Place], what: str) -> None
 
 
 def _unknown_preset(name: str) -> UsageError:
-    near = difflib.get_close_matches(name, PRESETS, n=1)
     return UsageError(
         f"There is no profile {name!r}.",
-        cause=f"did you mean {near[0]!r}?" if near else "it is no preset, and no file has this name.",
+        cause=documents.suggest(name, PRESETS),
         next_step=f"use one of {', '.join(PRESETS)}, or the path of a TOML file.",
     )

@@ -160,10 +160,10 @@ class MemoryStream(asyncio.Transport):
             self._lose(ConnectionResetError("the connection was reset by the other side"))
 
     def kill(self) -> None:
-        """Lose the host: the other end hears of it after all that has left, whatever the link does."""
+        """Lose the host: the other end hears of it after all that has left, when the link lets it through."""
         if not self._is_lost:
             self._is_closing = True
-            self._outgoing.cut(self._other.reset, is_last=True)
+            self._reset_other(is_cutting=True)
             self._lose(ConnectionAbortedError("this host was killed"))
 
     # --- what the pipes tell ---
@@ -240,7 +240,9 @@ class MemoryStream(asyncio.Transport):
             self._protocol.pause_writing()
 
     def _reset_other(self, *, is_cutting: bool) -> None:
-        if not self._has_sent_reset:
+        if self._outgoing.is_unused:  # the other end does not know of this one yet, and never will
+            self._outgoing.close()
+        elif not self._has_sent_reset:
             self._has_sent_reset = True
             send = self._outgoing.cut if is_cutting else self._outgoing.push_eof
             send(self._other.reset)

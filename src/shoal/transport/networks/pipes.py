@@ -44,11 +44,11 @@ class _IdealLink:
         return (Passage(now_s, now_s),)
 
     def when_changed(self, callback: Callable[[], None]) -> Callable[[], None]:
-        return _nothing
+        return nothing
 
 
-def _nothing() -> None:
-    """How to stop what never begins."""
+def nothing() -> None:
+    """For those who want to know of nothing, and how to stop what never begins."""
 
 
 IDEAL_LINK: Link = _IdealLink()
@@ -103,7 +103,7 @@ class Pipe:
         on_drained: Callable[[], None],
         *,
         buffer_bytes: int = 0,
-        choice: random.Random | None = None,
+        choice: random.Random,
     ) -> None:
         self.is_full = False
         self._loop = loop
@@ -148,31 +148,26 @@ class Pipe:
         if self._held or self._is_paused or not self._carry(then, 0):
             self._hold(then)
 
-    def cut(self, then: Callable[[], None], *, is_last: bool = False) -> None:
-        """Drop what has not left; `then` runs after what has.
+    @property
+    def is_unused(self) -> bool:
+        """Whether nothing has ever been put on its way."""
+        return self._last_left_at_s == -math.inf
 
-        The last thing that a sender does takes no passage of its own: it follows what is on its way.
-        """
-        now_s = self._loop.time()
-        while self._crossing and self._crossing[-1][0] > now_s:
-            self._crossing.pop()
-        self._held.clear()
-        self._leaving.clear()
-        self._held_bytes = self._leaving_bytes = 0
-        self._stop_waiting_for_link()
-        self._cancel_drain()
-        self.is_full = False
-        if is_last:
-            self._cross(now_s, now_s, now_s, then)
-        else:
-            self.push_eof(then)
+    def cut(self, then: Callable[[], None]) -> None:
+        """Drop what has not left; `then` crosses the link after what has."""
+        now_s, crossing = self._loop.time(), self._crossing
+        while crossing and crossing[-1][0] > now_s:
+            crossing.pop()
+        self._last_left_at_s, self._last_arrival_at_s = crossing[-1][:2] if crossing else (now_s, now_s)
+        if not crossing:
+            self._cancel_arrival()
+        self._drop_queue()
+        self.push_eof(then)
 
     def pause(self) -> None:
         """The receiver takes no more for now: what arrives waits, what is pushed is held."""
         self._is_paused = True
-        if self._arrival is not None:
-            self._arrival.cancel()
-            self._arrival = None
+        self._cancel_arrival()
 
     def resume(self) -> None:
         """The receiver takes bytes again."""
@@ -184,16 +179,9 @@ class Pipe:
     def close(self) -> None:
         """Drop everything; nothing is called any more."""
         self._is_closed = True
-        self.is_full = False
-        self._held.clear()
-        self._leaving.clear()
         self._crossing.clear()
-        self._held_bytes = self._leaving_bytes = 0
-        self._stop_waiting_for_link()
-        self._cancel_drain()
-        if self._arrival is not None:
-            self._arrival.cancel()
-            self._arrival = None
+        self._drop_queue()
+        self._cancel_arrival()
 
     # --- what the link says ---
 
@@ -204,7 +192,7 @@ class Pipe:
         if arrives_at_s == math.inf:
             return False
         if is_corrupt and isinstance(what, bytes):
-            what = corrupted(what, self._choice or random.Random(size_bytes))
+            what = corrupted(what, self._choice)
         if self._leaving:
             self._let_leave(now_s)
         if left_at_s > now_s and size_bytes:
@@ -269,7 +257,12 @@ class Pipe:
             self.is_full = False
             self._on_drained()
 
-    def _cancel_drain(self) -> None:
+    def _drop_queue(self) -> None:
+        self.is_full = False
+        self._held.clear()
+        self._leaving.clear()
+        self._held_bytes = self._leaving_bytes = 0
+        self._stop_waiting_for_link()
         if self._drain is not None:
             self._drain.cancel()
             self._drain = None
@@ -282,8 +275,13 @@ class Pipe:
         else:
             self._arrival = self._loop.call_at(at_s, self._arrive, at_s)
 
+    def _cancel_arrival(self) -> None:
+        if self._arrival is not None:
+            self._arrival.cancel()
+            self._arrival = None
+
     def _arrive(self, at_s: float) -> None:
-        crossing = self._crossing
+        crossing, this = self._crossing, self._arrival
         now_s = max(at_s, self._loop.time())  # a loop's timers may be a little early
         while crossing and crossing[0][1] <= now_s:
             if self._is_paused:
@@ -293,6 +291,7 @@ class Pipe:
                 self._deliver(what)
             else:
                 what()
-        self._arrival = None
-        if crossing and not self._is_paused:
-            self._await_arrival(now_s, crossing[0][1])
+        if self._arrival is this:  # else the receiver has paused, closed or cut it
+            self._arrival = None
+            if crossing and not self._is_paused:
+                self._await_arrival(now_s, crossing[0][1])

@@ -25,8 +25,8 @@ class Owner(Protocol):
     def address_of(self, where: tuple[Any, ...]) -> Address:
         """The address that a socket address was resolved from."""
 
-    def on_datagrams_open(self, datagrams: ShapedDatagrams, bound: Address) -> None:
-        """They are in use now."""
+    def on_datagrams_open(self, datagrams: ShapedDatagrams, bound: Address, *, is_named: bool) -> None:
+        """They are in use now; `is_named`: at an address that others may know."""
 
     def on_datagrams_over(self, datagrams: ShapedDatagrams) -> None:
         """They are closed."""
@@ -35,13 +35,22 @@ class Owner(Protocol):
 class ShapedDatagrams(asyncio.DatagramTransport):
     """What a protocol sends through; the socket closes when the last datagram has left it."""
 
-    def __init__(self, owner: Owner, timers: PreciseTimers, protocol: asyncio.DatagramProtocol) -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        timers: PreciseTimers,
+        protocol: asyncio.DatagramProtocol,
+        *,
+        is_named: bool = True,
+    ) -> None:
         super().__init__()
+        self._is_named = is_named
         self.receiver = _Receiver(self)
         self.protocol = protocol
         self._owner = owner
         self._timers = timers
         self._socket: asyncio.DatagramTransport | None = None
+        self._here: Address | None = None
         self._links: dict[Any, WayLink] = {}
         self._down: WayLink | None = None
         self._choice = random.Random(owner.conditions.seed)
@@ -62,12 +71,21 @@ class ShapedDatagrams(asyncio.DatagramTransport):
                 self._num_leaving += 1
                 self._timers.call_at(arrives_s, self._leave, arriving, addr)
 
+    def _look_where_it_is(self) -> None:
+        """A peer may be known by another address than before: then its links are others."""
+        here = self._owner.here
+        if here is not self._here and here is not None:
+            self._here = here
+            self._links.clear()
+            self._down = self._owner.conditions.arriving(None, here)
+
     def _link_to(self, where: tuple[Any, ...]) -> WayLink:
+        self._look_where_it_is()
         link = self._links.get(where)
         if link is None:
-            target = self._owner.address_of(where)
-            assert self._owner.here is not None, "set when the socket was opened"
-            link = self._links[where] = self._owner.conditions.leaving(self._owner.here, target)
+            assert self._here is not None, "set when the socket was opened"
+            link = self._owner.conditions.leaving(self._here, self._owner.address_of(where))
+            self._links[where] = link
         return link
 
     def _leave(self, packet: bytes, where: tuple[Any, ...]) -> None:
@@ -88,15 +106,18 @@ class ShapedDatagrams(asyncio.DatagramTransport):
     def opened(self, transport: asyncio.DatagramTransport) -> None:
         """The socket is there."""
         self._socket = transport
-        self._owner.on_datagrams_open(self, Address(*transport.get_extra_info("sockname")[:2]))
-        assert self._owner.here is not None, "it has an address now"
-        self._down = self._owner.conditions.arriving(None, self._owner.here)
+        self._owner.on_datagrams_open(
+            self, Address(*transport.get_extra_info("sockname")[:2]), is_named=self._is_named
+        )
+        self._look_where_it_is()
         self.protocol.connection_made(self)
 
     def arrived(self, packet: bytes, where: tuple[Any, ...]) -> None:
         """A packet has come to the end of its way, and to the beginning of the line down."""
-        if self._down is None:
+        if self._is_closing:
             return
+        self._look_where_it_is()
+        assert self._down is not None, "set when the socket was opened"
         for arrives_s, arriving in self._passages(self._down, packet):
             if arrives_s <= self._timers.time():
                 self.protocol.datagram_received(arriving, where)

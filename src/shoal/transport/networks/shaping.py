@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import random
 import socket
 import ssl
@@ -19,18 +20,22 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from shoal.core import Address, Clock
+from shoal.core.fork import keep_in_children
 from shoal.transport.conditions.conditions import Conditions
+from shoal.transport.conditions.distributions import digest_of
 from shoal.transport.conditions.faults import FaultScript
 from shoal.transport.conditions.lines import WayLink
 from shoal.transport.conditions.profiles import Profile
 from shoal.transport.networks.network import Accepted, Listener, Network, SocketAccepted, SocketNetwork
+from shoal.transport.networks.pipes import nothing
 from shoal.transport.networks.shaped_datagrams import ShapedDatagrams
 from shoal.transport.networks.shaped_listener import ShapedListener
+from shoal.transport.networks.sockets import is_wildcard
 from shoal.transport.networks.timers import PreciseTimers
 from shoal.transport.networks.tunnel import Tunnel, call_home, cross
 
 _NOBODY = Address("nobody", 0)
-_PACKET_BYTES = 60  # one that opens a connection
+_DIAL_BYTES = 60
 
 
 class ShapedNetwork:
@@ -38,7 +43,7 @@ class ShapedNetwork:
 
     `here` is the address that others know this peer by, and that profile and script name it by; without it,
     the first one that it listens on. A peer without any is nobody, in a place that chance picks. When the
-    script kills this peer, its sockets end and `on_kill` is called.
+    script kills this peer, its sockets end and `on_kill` is called. Conditions that it owns stop with it.
     """
 
     is_simulated = False
@@ -52,20 +57,24 @@ class ShapedNetwork:
         here: Address | None = None,
         *,
         on_kill: Callable[[], None] | None = None,
+        owns_conditions: bool = False,
     ) -> None:
         self.network = network
         self.conditions = conditions
         self.here = here
+        self._is_here_named = here is not None
         self.random: random.Random = network.random
         self.clock: Clock = _ClockHere(self)
         self._on_kill = on_kill
+        self._owns_conditions = owns_conditions
         self._is_dead = False
         self._timers: dict[asyncio.AbstractEventLoop, PreciseTimers] = {}
         self._tunnels: dict[Tunnel, None] = {}
         self._listeners: dict[ShapedListener, None] = {}
         self._datagrams: dict[ShapedDatagrams, None] = {}
         self._known: dict[tuple[Any, ...], Address] = {}
-        self._all_over: asyncio.Event | None = None
+        self._on_all_over: Callable[[], None] = nothing
+        self._choices = random.Random(digest_of(conditions.seed, "tunnels", str(here)))
         self._stop_watching: Callable[[], None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -84,13 +93,17 @@ class ShapedNetwork:
         for should_abort in (False, True):
             if should_abort:
                 self._abort_all()
-            self._all_over = asyncio.Event()
+            all_over = asyncio.Event()
+            # a tunnel may end in another thread
+            self._on_all_over = functools.partial(call_home, asyncio.get_running_loop(), all_over.set)
             self._check_over()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.linger_s):
-                    await self._all_over.wait()
+                    await all_over.wait()
         if self._stop_watching is not None:
             self._stop_watching()
+        if self._owns_conditions:
+            self.conditions.stop()
 
     # --- streams ---
 
@@ -113,14 +126,14 @@ class ShapedNetwork:
         here = self.here or _NOBODY
         leaving = self.conditions.leaving(here, address)
         arriving = self.conditions.arriving(address, here)
-        await cross(leaving, timers, _PACKET_BYTES)
+        await cross(leaving, timers, _DIAL_BYTES)
         try:
             outside = await self.network.connect(address)
         except OSError:
-            await cross(arriving, timers, _PACKET_BYTES)
+            await cross(arriving, timers, _DIAL_BYTES)
             raise
         try:
-            await cross(arriving, timers, _PACKET_BYTES)
+            await cross(arriving, timers, _DIAL_BYTES)
         except BaseException:
             outside.close()
             raise
@@ -137,6 +150,7 @@ class ShapedNetwork:
         if not self.conditions.concern_line(here):
             await self.network.adopt(taken, protocol, tls=tls)
             return
+        keep_in_children(taken.socket.fileno())  # the tunnel says so again once it holds it
         outside = socket.socket(fileno=taken.socket.detach())
         leaving, arriving = self.conditions.leaving(here, None), self.conditions.arriving(None, here)
         inside = await self._open_tunnel(outside, leaving, arriving, timers, None)
@@ -150,17 +164,16 @@ class ShapedNetwork:
         timers: PreciseTimers,
         target: Address | None,
     ) -> socket.socket:
-        tunnel = Tunnel(timers, leaving, arriving)
+        tunnel = Tunnel(timers, leaving, arriving, random.Random(self._choices.random()))
         inside = await tunnel.open(outside)
         self._tunnels[tunnel] = None
-        forget = None
+        forget = nothing
         if target is not None:
-            forget = self.conditions.on_kill(target, lambda: call_home(tunnel.loop, tunnel.abort))
+            forget = self.conditions.on_kill(target, lambda: call_home(tunnel.loop, tunnel.reset))
 
         def on_over() -> None:
             self._tunnels.pop(tunnel, None)
-            if forget is not None:
-                forget()
+            forget()
             self._check_over()
 
         tunnel.on_over = on_over
@@ -174,7 +187,8 @@ class ShapedNetwork:
         self, address: Address, protocol: asyncio.DatagramProtocol
     ) -> asyncio.DatagramTransport:
         """A UDP socket there; UsageError when that cannot be."""
-        datagrams = ShapedDatagrams(self, self._begin(), protocol)
+        is_named = address.port != 0 or not is_wildcard(address.host)
+        datagrams = ShapedDatagrams(self, self._begin(), protocol, is_named=is_named)
         await self.network.open_datagrams(address, datagrams.receiver)
         return datagrams
 
@@ -188,10 +202,10 @@ class ShapedNetwork:
         """The address that a socket address was resolved from."""
         return self._known.get(where[:2]) or Address(where[0], where[1])
 
-    def on_datagrams_open(self, datagrams: ShapedDatagrams, bound: Address) -> None:
-        """They are in use now."""
+    def on_datagrams_open(self, datagrams: ShapedDatagrams, bound: Address, *, is_named: bool) -> None:
+        """They are in use now; `is_named`: at an address that others may know."""
         self._datagrams[datagrams] = None
-        self._settle(bound)
+        self._settle(bound, is_named=is_named)
         if self._is_dead:
             datagrams.abort()
 
@@ -210,15 +224,18 @@ class ShapedNetwork:
             timers = self._timers[loop] = PreciseTimers(loop)
         self.conditions.start(timers)
         if self.here is not None:
-            self._settle(self.here)
+            self._settle(self.here, is_named=self._is_here_named)
         if self._is_dead:
             raise OSError(errno.ENETDOWN, "this peer was killed by the fault script")
         return timers
 
-    def _settle(self, address: Address) -> None:
-        """Be known by an address."""
-        if self.here is None:
-            self.here = address
+    def _settle(self, address: Address, *, is_named: bool = True) -> None:
+        """Be known by an address, the first that has a name, and until then the first of all."""
+        if self.here is None or (is_named and not self._is_here_named):
+            self.here, self._is_here_named = address, is_named
+            if self._stop_watching is not None:
+                self._stop_watching()
+                self._stop_watching = None
         if self._stop_watching is None:
             self._stop_watching = self.conditions.on_kill(self.here, self._die)
 
@@ -237,8 +254,8 @@ class ShapedNetwork:
             datagrams.abort()
 
     def _check_over(self) -> None:
-        if self._all_over is not None and not self._tunnels and not self._datagrams:
-            self._all_over.set()
+        if not self._tunnels and not self._datagrams:
+            self._on_all_over()
 
 
 class _ClockHere:
@@ -268,12 +285,12 @@ def shaped(
     *,
     here: Address | None = None,
 ) -> ShapedNetwork:
-    """Sockets under a profile and a fault script, given by name, path or as they are."""
+    """Sockets under a profile and a fault script, given by name, path or as they are; for one run."""
     if isinstance(profile, str | Path):
         profile = Profile.load(profile)
     if isinstance(script, str | Path):
         script = FaultScript.load(script)
-    return ShapedNetwork(network, Conditions(profile, script, seed=seed), here)
+    return ShapedNetwork(network, Conditions(profile, script, seed=seed), here, owns_conditions=True)
 
 
 if TYPE_CHECKING:

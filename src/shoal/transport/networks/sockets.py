@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 import socket
 
@@ -56,6 +57,14 @@ async def bind_datagrams(address: Address) -> socket.socket:
         bound.close()
         raise _port_is_taken(address, error) from error
     return bound
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether it stands for all addresses of a machine."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
 
 
 def _cannot_listen(address: Address, why: str) -> UsageError:

@@ -42,6 +42,10 @@ class PreciseTimers:
         self._wake_at_s: float | None = None
         self._waker: asyncio.Handle | None = None
 
+    def is_closed(self) -> bool:
+        """Whether the loop is."""
+        return self.loop.is_closed()
+
     def call_at(self, when: float, callback: Callable[..., object], *args: Any) -> _Call | asyncio.Handle:
         """Have it called then; what it returns has `cancel`."""
         delay_s = when - self.time()

@@ -11,13 +11,15 @@ import asyncio
 import contextlib
 import functools
 import math
+import random
 import socket
 from collections.abc import Callable, Sequence
 from typing import cast
 
 from shoal.core.fork import close_in_children, keep_in_children
+from shoal.core.futures import settle
 from shoal.transport.conditions.lines import WayLink
-from shoal.transport.networks.pipes import Passage, Pipe
+from shoal.transport.networks.pipes import Passage, Pipe, nothing
 from shoal.transport.networks.timers import PreciseTimers
 
 _LEAST_QUEUE_BYTES = 64 * 1024
@@ -55,7 +57,7 @@ def call_home(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -
 class _End(asyncio.Protocol):
     """One socket, and the pipe that leads away from it."""
 
-    def __init__(self, timers: PreciseTimers, link: WayLink) -> None:
+    def __init__(self, timers: PreciseTimers, link: WayLink, choice: random.Random) -> None:
         self.transport: asyncio.Transport | None = None
         self.is_lost = False
         self.has_ended = False
@@ -71,7 +73,12 @@ class _End(asyncio.Protocol):
         self._descriptor = -1
         loop = cast("asyncio.AbstractEventLoop", timers)  # the part of it that a pipe uses
         self.pipe = Pipe(
-            loop, _HomeLink(link, timers.loop), self._deliver, self._resume, buffer_bytes=self._queue_bytes
+            loop,
+            _HomeLink(link, timers.loop),
+            self._deliver,
+            self._resume,
+            buffer_bytes=self._queue_bytes,
+            choice=choice,
         )
 
     # --- what asyncio calls ---
@@ -152,15 +159,20 @@ class _End(asyncio.Protocol):
 
 
 class Tunnel:
-    """Two sockets with a network between them; lives on one loop, and ends when either of them does."""
+    """Two sockets with a network between them; lives on one loop, and ends when either of them does.
 
-    def __init__(self, timers: PreciseTimers, leaving: WayLink, arriving: WayLink) -> None:
+    `choice` picks the bytes that a corrupting link damages.
+    """
+
+    def __init__(
+        self, timers: PreciseTimers, leaving: WayLink, arriving: WayLink, choice: random.Random
+    ) -> None:
         self.loop = timers.loop
-        self._inside = _End(timers, leaving)
-        self._outside = _End(timers, arriving)
+        self._inside = _End(timers, leaving, choice)
+        self._outside = _End(timers, arriving, choice)
         self._inside.other, self._outside.other = self._outside, self._inside
         self._inside.on_lost = self._outside.on_lost = self._check_over
-        self.on_over: Callable[[], None] = _nothing
+        self.on_over: Callable[[], None] = nothing
 
     async def open(self, outside: socket.socket) -> socket.socket:
         """Join a connected socket, which belongs to the tunnel from now on; returns the end to speak to."""
@@ -188,6 +200,10 @@ class Tunnel:
             end.has_ended = True
             end.abort()
 
+    def reset(self) -> None:
+        """The other side is no more: this one hears of it when the way lets that through."""
+        self._outside.pipe.cut(self.abort)
+
     def _check_over(self) -> None:
         if self._inside.is_lost and self._outside.is_lost:
             for end in (self._inside, self._outside):
@@ -199,7 +215,7 @@ async def cross(link: WayLink, timers: PreciseTimers, size_bytes: int) -> None:
     """Wait for as long as one packet takes; the caller's deadline ends a wait for a link that is cut."""
     while True:
         waiter: asyncio.Future[None] = timers.loop.create_future()
-        wake = functools.partial(_wake, waiter)
+        wake = functools.partial(settle, waiter, None)
         arrives_s = link.carry_stream(timers.time(), size_bytes).arrives_at_s
         if arrives_s < math.inf:
             timer = timers.call_at(arrives_s, wake)
@@ -214,14 +230,5 @@ async def cross(link: WayLink, timers: PreciseTimers, size_bytes: int) -> None:
             stop()
 
 
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
-
-
 def _within(least: int, wanted: float, most: int) -> int:
     return int(min(max(least, wanted), most))
-
-
-def _nothing() -> None:
-    """Nobody wants to know."""
