@@ -260,6 +260,8 @@ def test_record_writes_a_profile_and_names_what_it_could_not_measure(serve, monk
         (["--serve", "127.0.0.1:0", "--json", "x"], "--json goes with something other than --serve"),
         (["--secret-file", "x"], "--secret-file goes with --join, --serve or --record"),
         (["--insecure"], "--insecure goes with --join, --serve or --record"),
+        (["--join", "127.0.0.1:1", "--deny-file", "x"], "--deny-file goes with --serve"),
+        (["--serve", "127.0.0.1:0", "--allow-file", "x"], "Lists of peers need a swarm secret"),
         (["--join", "nowhere"], "is no address"),
         (["--serve", "0.0.0.0:0"], "Without a swarm secret this peer listens on this machine only"),
     ],

@@ -68,6 +68,14 @@ def doctor(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Listen beyond this machine without a secret.")
     ] = False,
+    allow_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --serve: ids of the only peers that may talk, one a line."),
+    ] = None,
+    deny_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --serve: ids of peers that may not talk, one a line."),
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the findings as JSON; - is stdout.")
     ] = None,
@@ -83,13 +91,16 @@ def doctor(
         "--json": json_file is not None,
         "--secret-file": secret_file is not None,
         "--insecure": insecure,
+        "--allow-file": allow_file is not None,
+        "--deny-file": deny_file is not None,
     }
     _check_usage(peers, given, join=join, serve=serve, record=record)
     if join is not None:
         where = Address.parse(listen) if listen is not None else None
         _join(Address.parse(join), _member(secret_file, is_insecure=insecure), where, json_file)
     elif serve is not None:
-        _serve(Address.parse(serve), _member(secret_file, is_insecure=insecure))
+        lists = (allow_file, deny_file)
+        _serve(Address.parse(serve), _member(secret_file, lists, is_insecure=insecure))
     elif record:
         member = _member(secret_file, is_insecure=insecure)
         _record([Address.parse(peer) for peer in peers or ()], member, output or DEFAULT_PROFILE, json_file)
@@ -119,20 +130,33 @@ def _check_usage(
         ("--json", "something other than --serve", serve is None),
         ("--secret-file", "--join, --serve or --record", bool(modes)),
         ("--insecure", "--join, --serve or --record", bool(modes)),
+        ("--allow-file", "--serve", serve is not None),
+        ("--deny-file", "--serve", serve is not None),
     ):
         if given[option] and not is_met:
             raise UsageError(f"{option} goes with {needs}.", next_step="see: shoal doctor --help")
 
 
-def _member(secret_file: Path | None, *, is_insecure: bool) -> Member:
+def _member(
+    secret_file: Path | None, lists: tuple[Path | None, Path | None] = (None, None), *, is_insecure: bool
+) -> Member:
+    """`lists` are the files of peers that are allowed and denied."""
     from shoal.bench.joining import Member
     from shoal.core.identity import Identity, default_identity_path
+    from shoal.transport.trust.access import Access
     from shoal.transport.trust.membership import Membership
     from shoal.transport.trust.secret import SwarmSecret
 
     secret = SwarmSecret.load(secret_file) if secret_file is not None else SwarmSecret.from_environment()
     identity = Identity.load_or_create(default_identity_path())
-    membership = None if secret is None else Membership(identity, secret)
+    if secret is None and any(lists):
+        raise UsageError(
+            "Lists of peers need a swarm secret.",
+            cause="without one every peer can claim to be any other.",
+            next_step="add --secret-file; shoal keys secret --file FILE makes one.",
+        )
+    access = Access(allow_file=lists[0], deny_file=lists[1])
+    membership = None if secret is None else Membership(identity, secret, access)
     return Member(identity.peer_id, membership, is_insecure)
 
 
