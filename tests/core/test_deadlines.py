@@ -149,3 +149,12 @@ def test_each_miss_doubles_it_until_one_succeeds():
 def test_next_is_a_deadline_on_the_given_clock():
     clock = ManualClock(now_s=100)
     assert taught([1.0] * 10).next(clock=clock) == Deadline(103.0, clock)
+
+
+def test_a_timeout_for_asyncio_is_none_when_it_never_passes():
+    clock = ManualClock()
+    assert Deadline.never().timeout_s is None
+    assert Deadline.after(3, clock).timeout_s == 3
+    late = Deadline.after(1, clock)
+    clock.advance(5)
+    assert late.timeout_s == 0

@@ -46,6 +46,11 @@ class Deadline(msgspec.Struct, frozen=True):
         return left_s if left_s > 0 else 0.0
 
     @property
+    def timeout_s(self) -> float | None:
+        """Seconds left as asyncio's timeouts take them: None when it never passes."""
+        return None if math.isinf(self.at_s) else self.remaining_s
+
+    @property
     def is_past(self) -> bool:
         """Whether the time is over."""
         return self.clock.now_s() >= self.at_s

@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
-import math
 import sys
 import threading
 from collections.abc import Callable, Coroutine
@@ -160,7 +159,7 @@ class LoopThread:
         When the caller is cancelled, so is the work, and nobody waits for it to clean up.
         """
         tracked = _Tracked(work)
-        limit_s = None if deadline is None or math.isinf(deadline.at_s) else deadline.remaining_s
+        limit_s = None if deadline is None else deadline.timeout_s
         try:
             future = self.submit(tracked.run())
             try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import math
 from collections.abc import Callable, Coroutine, Iterable
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -193,7 +192,8 @@ async def fanout(
             outcomes[index] = error if isinstance(error, Exception) else task.result()
         wake.set()
 
-    timer = None if math.isinf(deadline.at_s) else loop.call_later(deadline.remaining_s, on_deadline)
+    timeout_s = deadline.timeout_s
+    timer = None if timeout_s is None else loop.call_later(timeout_s, on_deadline)
     try:
         while not is_late:
             while num_started < len(pending) and (limit is None or len(running) < limit):

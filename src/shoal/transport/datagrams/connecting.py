@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from typing import Any
 
 from shoal.core import Address, Deadline, Peer, UsageError
@@ -20,9 +19,8 @@ class ConnectingHub(DatagramHub):
 
     async def _connect(self, peer: Peer, deadline: Deadline) -> Asker:
         """A session that new calls may use; concurrent callers share one greeting."""
-        timeout_s = None if math.isinf(deadline.at_s) else deadline.remaining_s
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(deadline.timeout_s):
                 while True:  # a session may be replaced by another while it greets, or right after
                     asker = self._askers.get(peer)
                     if asker is None:

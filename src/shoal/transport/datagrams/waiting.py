@@ -92,7 +92,7 @@ class Line:
         place: asyncio.Future[bool] = self._loop.create_future()
         self._waiting.append(place)
         try:
-            async with asyncio.timeout(None if math.isinf(deadline.at_s) else deadline.remaining_s):
+            async with asyncio.timeout(deadline.timeout_s):
                 return await place
         except TimeoutError:
             return place.done() and not place.cancelled()  # given in the moment in which time was over

@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import os
 import socket
+from typing import Any
 
 from shoal.core import Address, DeadlineExceeded, Peer, PeerError, PeerUnreachable, ShoalError, UsageError
 
@@ -16,15 +17,7 @@ _RECEIVE_BYTES = 4 << 20  # a burst of answers must not be lost while the loop i
 
 async def bind(address: Address) -> socket.socket:
     """A socket that listens there; UsageError when it cannot."""
-    loop = asyncio.get_running_loop()
-    try:
-        infos = await loop.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        family, kind, protocol, _, bound = infos[0]
-        listener = socket.socket(family, kind, protocol)
-    except (OSError, ValueError) as error:  # ValueError: a name that no resolver takes
-        raise _cannot_listen(address, f"{error}.") from error
+    listener, bound = await _socket_for(address, socket.SOCK_STREAM)
     try:
         if os.name == "posix":  # elsewhere the option lets two programs share a port
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -39,15 +32,7 @@ async def bind(address: Address) -> socket.socket:
 
 async def bind_datagrams(address: Address) -> socket.socket:
     """A UDP socket there, with a large buffer for what arrives; UsageError when it cannot be."""
-    loop = asyncio.get_running_loop()
-    try:
-        infos = await loop.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_DGRAM, flags=socket.AI_PASSIVE
-        )
-        family, kind, protocol, _, where = infos[0]
-        bound = socket.socket(family, kind, protocol)
-    except (OSError, ValueError) as error:
-        raise _cannot_listen(address, f"{error}.") from error
+    bound, where = await _socket_for(address, socket.SOCK_DGRAM)
     try:
         bound.setblocking(False)
         with contextlib.suppress(OSError):  # as much as the system allows
@@ -67,8 +52,18 @@ def is_wildcard(host: str) -> bool:
         return False
 
 
-def _cannot_listen(address: Address, why: str) -> UsageError:
-    return UsageError(f"Cannot listen on {address}: {why}", next_step="give an address of this machine.")
+async def _socket_for(address: Address, kind: socket.SocketKind) -> tuple[socket.socket, Any]:
+    """A new socket, and where to bind it; UsageError for an address that this machine cannot have."""
+    try:
+        infos = await asyncio.get_running_loop().getaddrinfo(
+            address.host, address.port, type=kind, flags=socket.AI_PASSIVE
+        )
+        family, kind_found, protocol, _, where = infos[0]
+        return socket.socket(family, kind_found, protocol), where
+    except (OSError, ValueError) as error:  # ValueError: a name that no resolver takes
+        raise UsageError(
+            f"Cannot listen on {address}: {error}.", next_step="give an address of this machine."
+        ) from error
 
 
 def _port_is_taken(address: Address, error: OSError) -> UsageError:

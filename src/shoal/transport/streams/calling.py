@@ -277,7 +277,7 @@ class Calling:
         place: asyncio.Future[None] = self._connection.loop.create_future()
         self._waiting.append(place)
         try:
-            async with asyncio.timeout(None if math.isinf(deadline.at_s) else deadline.remaining_s):
+            async with asyncio.timeout(deadline.timeout_s):
                 await place
         except TimeoutError as error:
             if isinstance(error, ShoalError):

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import math
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
@@ -277,8 +276,8 @@ class StreamTransport:
             dialing.add_done_callback(functools.partial(self._on_dialed, peer))
         waiters.append(waiter)
         timer = None
-        if not math.isinf(deadline.at_s):
-            timer = waiter.get_loop().call_later(deadline.remaining_s, settle, waiter, no_answer(peer))
+        if (timeout_s := deadline.timeout_s) is not None:
+            timer = waiter.get_loop().call_later(timeout_s, settle, waiter, no_answer(peer))
         try:
             return await waiter
         finally:
