@@ -1,0 +1,50 @@
+"""One worker's share of a mixing matrix, as an exchange needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from shoal.core.errors import UsageError
+
+_NOBODY: Mapping[int, float] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """`new x_i = own · x_i + Σ_j sources[j] · d_j[i] · x_j`, seen from worker i.
+
+    `sources` are i's factors for what it receives. `destinations` are its factors for what it sends, `d_i`;
+    without them a worker serves whoever names it, with factor 1. With them the two sides must agree: a
+    source must have its receiver among its destinations.
+    """
+
+    own: float
+    sources: Mapping[int, float] = field(default_factory=lambda: _NOBODY)
+    destinations: Mapping[int, float] | None = None
+
+    @classmethod
+    def uniform(cls, sources: Collection[int], destinations: Collection[int] | None = None) -> Weights:
+        """The same weight for oneself and each source."""
+        share = 1 / (len(sources) + 1)
+        sends = None if destinations is None else dict.fromkeys(sorted(destinations), 1.0)
+        return cls(share, dict.fromkeys(sorted(sources), share), sends)
+
+    def check(self, rank: int, size: int) -> None:
+        """UsageError when a rank is impossible."""
+        for peer in (*self.sources, *(self.destinations or ())):
+            if not 0 <= peer < size or peer == rank:
+                raise UsageError(
+                    f"rank {rank} of {size} cannot exchange with rank {peer}.",
+                    next_step="name other ranks of the group; the own weight is `own`.",
+                )
+
+    def without(self, gone: Collection[int]) -> Weights:
+        """What is left when some peers are gone: their weight goes to oneself, so that the sum stays."""
+        lost = sum(weight for peer, weight in self.sources.items() if peer in gone)
+        sources = {peer: weight for peer, weight in self.sources.items() if peer not in gone}
+        sends = self.destinations
+        if sends is not None:
+            sends = {peer: weight for peer, weight in sends.items() if peer not in gone}
+        return Weights(self.own + lost, sources, sends)
