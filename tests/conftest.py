@@ -45,3 +45,12 @@ def run(request):
     finally:
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
+
+
+@pytest.fixture(scope="session")
+def workers():
+    """Worker processes that tests of groups and strategies share: `workers.run(function, size=3)`."""
+    from workers import Workers
+
+    with Workers() as pool:
+        yield pool

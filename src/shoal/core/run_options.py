@@ -1,0 +1,53 @@
+"""What `shoal run` was asked for, as its workers find it in their environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from shoal.core.errors import UsageError
+
+VARIABLE = "SHOAL_RUN"
+
+
+class RunOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Everything has a default, so that a script started by hand or by torchrun works alike."""
+
+    run_id: str = ""
+    """Tells this run from others on the machine."""
+    strategy: str | None = None
+    options: dict[str, Any] = {}
+    """Of the strategy, by the names of its options."""
+    workers_per_machine: int | None = None
+    patience: float = 1.0
+    """A peer that is silent for 5 s times this is lost."""
+    timeout_s: float | None = None
+    """The longest wait for a peer that is alive; None waits on."""
+    timeline: str | None = None
+    """Each worker writes its part of the Chrome trace to this path with `.RANK` behind it."""
+    status_fd: int | None = None
+    """A pipe to the launcher, which reads one JSON object a line: `core.status`."""
+    status_inode: int | None = None
+    """Of that pipe: a process that inherits the variable, not the pipe, must not write to another file."""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> RunOptions:
+        """Those of this run; defaults without `shoal run`."""
+        text = (os.environ if environ is None else environ).get(VARIABLE)
+        if text is None:
+            return cls()
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
+            raise UsageError(
+                f"{VARIABLE} cannot be read: {error}.",
+                cause="it was set by hand, or by another version of Shoal.",
+                next_step=f"unset {VARIABLE}, or start through `shoal run`.",
+            ) from None
+
+    def to_environment(self) -> dict[str, str]:
+        """The variable that workers are started with."""
+        return {VARIABLE: msgspec.json.encode(self).decode()}

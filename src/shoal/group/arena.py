@@ -1,0 +1,177 @@
+"""Shared memory of the workers of one machine: ranges of a nameless file, mapped by all of them.
+
+`posix_fallocate` takes the pages when they are asked for, so a full /dev/shm is an error here and not a
+SIGBUS later; the temporary folder is the second choice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import mmap
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shoal.core import UsageError
+from shoal.core.fork import close_in_children, keep_in_children
+from shoal.tensors.memory import tensor_over
+
+log = logging.getLogger(__name__)
+_MEMORY_FOLDER = Path("/dev/shm")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
+
+
+class MemoryFull(UsageError):
+    """No folder has room for that much shared memory."""
+
+
+def open_files(folder: Path | None) -> list[int]:
+    """Nameless files for shared memory, best first; UsageError when no folder takes one."""
+    temporary = Path(tempfile.gettempdir())
+    folders = [folder] if folder else [_MEMORY_FOLDER] if _MEMORY_FOLDER.is_dir() else []
+    files = []
+    for place in [*folders, *([] if temporary in folders else [temporary])]:
+        with contextlib.suppress(OSError):
+            descriptor, path = tempfile.mkstemp(prefix="shoal-", dir=place)
+            Path(path).unlink()
+            files.append(descriptor)
+    if not files:
+        raise UsageError(
+            f"No file for shared memory can be made in {' or '.join(map(str, [*folders, temporary]))}.",
+            next_step="make one of them writable, or set TMPDIR.",
+        )
+    return files
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a segment lies."""
+
+    file: int
+    """Index among the arena's files."""
+    offset_bytes: int
+    size_bytes: int
+
+
+class Segment:
+    """One range of shared memory: a region of `stride_bytes` for each rank."""
+
+    def __init__(self, place: Place, memory: mmap.mmap, stride_bytes: int) -> None:
+        self.place = place
+        self.stride_bytes = stride_bytes
+        self.flat = tensor_over(memoryview(memory))
+        self.start = self.flat.data_ptr()
+        self.end = self.start + place.size_bytes
+        self.code = place.file << 56 | place.offset_bytes
+        """A number for its beginning that is the same on all workers."""
+        self._memory = memory
+
+    def region(self, rank: int, offset_bytes: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor in a rank's region."""
+        start = rank * self.stride_bytes + offset_bytes
+        return self.flat[start : start + num_elements * dtype.itemsize].view(dtype)
+
+    def discard(self) -> None:
+        """Give the pages back, while the mapping may live on."""
+        if hasattr(mmap, "MADV_REMOVE"):
+            with contextlib.suppress(OSError):
+                self._memory.madvise(mmap.MADV_REMOVE)
+
+
+class Arena:
+    """The files, and what is mapped of them. Only the worker that coordinates makes them grow."""
+
+    def __init__(self, files: Sequence[int], num_ranks: int) -> None:
+        self._files = list(files)
+        self._num_ranks = num_ranks
+        self._segments: list[Segment] = []
+        for descriptor in self._files:
+            close_in_children(descriptor)
+
+    def grow(self, region_bytes: int) -> Place:
+        """Take pages for a region of each rank; MemoryFull when no file has room."""
+        size = region_bytes * self._num_ranks
+        full: list[str] = []
+        for index, descriptor in enumerate(self._files):
+            offset = os.fstat(descriptor).st_size
+            try:
+                _allocate(descriptor, offset, size)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                with contextlib.suppress(OSError):
+                    os.ftruncate(descriptor, offset)
+                full.append(_describe_full(descriptor))
+                continue
+            if full:
+                log.warning(
+                    "shared memory: %s has no room for %.1f MB more; a file in %s is used instead, which may "
+                    "be slower. Try: free it, or more of it (docker run --shm-size, mount -o remount,size=)",
+                    " and ".join(full),
+                    size / 1e6,
+                    tempfile.gettempdir(),
+                )
+            return Place(index, offset, size)
+        raise MemoryFull(
+            f"Shared memory for {size / 1e6:.1f} MB is not to be had: {' and '.join(full)} full.",
+            next_step="free some space there, or point TMPDIR to a folder with more.",
+        )
+
+    def map(self, place: Place) -> Segment:
+        """Map a segment; its pages are looked up at once, not one by one in the first round."""
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if sys.platform == "linux" else 0)
+        memory = mmap.mmap(self._files[place.file], place.size_bytes, flags, offset=place.offset_bytes)
+        segment = Segment(place, memory, place.size_bytes // self._num_ranks)
+        self._segments.append(segment)
+        return segment
+
+    def find(self, tensor: torch.Tensor) -> Segment | None:
+        """The segment that holds a tensor's memory; None for memory of others."""
+        pointer = tensor.data_ptr()
+        for segment in self._segments:
+            if segment.start <= pointer < segment.end:
+                return segment
+        return None
+
+    def at(self, code: int) -> tuple[Segment, int]:
+        """The segment, and the offset in its regions, that a number names."""
+        for segment in self._segments:
+            if 0 <= code - segment.code < segment.stride_bytes:
+                return segment, code - segment.code
+        raise UsageError("A peer names memory that this worker has given back.")
+
+    def forget(self, segment: Segment) -> None:
+        """Unmap when its last tensor is gone."""
+        self._segments.remove(segment)
+
+    def close(self) -> None:
+        """Close the files; what is mapped stays for as long as there are tensors in it."""
+        self._segments.clear()
+        for descriptor in self._files:
+            keep_in_children(descriptor)
+            os.close(descriptor)
+        self._files.clear()
+
+
+def _allocate(descriptor: int, offset: int, size: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, offset, size)
+    else:
+        os.ftruncate(descriptor, offset + size)
+
+
+def _describe_full(descriptor: int) -> str:
+    target = f"file {descriptor}"
+    with contextlib.suppress(OSError):
+        target = str(Path(f"/proc/self/fd/{descriptor}").readlink().parent)
+    with contextlib.suppress(OSError):
+        return f"{target} ({shutil.disk_usage(target).free / 1e6:.1f} MB free)"
+    return target

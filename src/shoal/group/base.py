@@ -1,0 +1,219 @@
+"""What a group of peers that train together gives to a strategy.
+
+All members issue the collective operations (`empty`, `all_reduce`, `broadcast`, `all_gather`, `exchange`,
+`barrier`) in the same order; a group that notices otherwise says who called what. Every operation returns a
+handle at once, and goes on while the caller computes. The one-sided ones (`publish`, `reclaim`, `fetch`) wait
+for nobody.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, Literal, Self, TypeVar
+
+import msgspec
+import torch
+
+from shoal.core import Deadline
+from shoal.topology import Weights
+
+T = TypeVar("T")
+Reduction = Literal["sum", "mean", "min", "max"]
+
+
+class Handle(abc.ABC, Generic[T]):
+    """An operation under way."""
+
+    @abc.abstractmethod
+    def wait(self, deadline: Deadline | None = None) -> T:
+        """Its result, when it has one; PeerLost names a peer without whom it cannot be finished.
+
+        Without a deadline the group's own timeout counts.
+        """
+
+    @abc.abstractmethod
+    def is_done(self) -> bool:
+        """Whether `wait` would return (or raise) at once; does what work there is to do, never blocks."""
+
+
+class Done(Handle[T]):
+    """An operation that was over when it was called."""
+
+    def __init__(self, result: T) -> None:
+        self._result = result
+
+    def wait(self, deadline: Deadline | None = None) -> T:
+        """The result."""
+        return self._result
+
+    def is_done(self) -> bool:
+        """Yes."""
+        return True
+
+
+class Snapshot(abc.ABC):
+    """What a peer has published, as it was at some moment."""
+
+    rank: int
+    version: int
+    tensor: torch.Tensor
+    """Read it, never write it: it may be the publisher's own memory."""
+
+    @abc.abstractmethod
+    def is_intact(self) -> bool:
+        """Whether all that was read of `tensor` until now is of `version`; if not, fetch again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A peer that is gone without having said so."""
+
+    rank: int
+    reason: str
+    """'its process 4711 ended', 'silent for 5.2 s'."""
+
+
+class Group(abc.ABC):
+    """The peers that train together, seen from one of them; a context manager."""
+
+    rank: int
+    size: int
+    """Members at the start; `members` are those that still take part."""
+    machine: int
+    """Index of this worker's machine."""
+    num_machines: int
+    patience: float
+    should_survive: bool = False
+    """Whether all operations go on without lost peers; `exchange` and `fetch` always do."""
+
+    @property
+    @abc.abstractmethod
+    def members(self) -> Sequence[int]:
+        """Ranks that still take part, in order, oneself included."""
+
+    @property
+    @abc.abstractmethod
+    def lost(self) -> Mapping[int, Loss]:
+        """Peers that were lost (not those that left in order), in the order in which it was noticed."""
+
+    @property
+    @abc.abstractmethod
+    def waited_s(self) -> Sequence[float]:
+        """Seconds that this worker has waited for each rank, the last to arrive each time."""
+
+    @abc.abstractmethod
+    def machine_of(self, rank: int) -> int:
+        """Index of a rank's machine."""
+
+    @abc.abstractmethod
+    def empty(self, num_elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A flat tensor of zeros, 64-byte aligned, in memory that exchanges fastest; collective, blocking."""
+
+    @abc.abstractmethod
+    def free(self, tensor: torch.Tensor) -> None:
+        """Give back what `empty` gave; collective. Views of it may not be used any more."""
+
+    @abc.abstractmethod
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction = "mean") -> Handle[torch.Tensor]:
+        """In place; all members end with equal bits. Members that have left count neither in sum nor mean."""
+
+    @abc.abstractmethod
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
+        """In place, from `root`."""
+
+    @abc.abstractmethod
+    def all_gather(self, tensor: torch.Tensor) -> Handle[list[torch.Tensor]]:
+        """Everybody's tensor, by member in rank order; the first dimensions may differ."""
+
+    @abc.abstractmethod
+    def exchange(
+        self, tensor: torch.Tensor, weights: Weights, *, out: torch.Tensor | None = None
+    ) -> Handle[torch.Tensor]:
+        """The weighted average with neighbours, into `out` or, without it, in place.
+
+        With `out`, `tensor` must be memory of the group (`empty`), and others read it there: it may be
+        written again only by a later exchange that has it as `out`, or after `settle(tensor)`. Peers that
+        are gone are left out, their weight goes to oneself: an exchange outlives a lost peer.
+        """
+
+    @abc.abstractmethod
+    def settle(self, tensor: torch.Tensor) -> None:
+        """Wait until nobody reads `tensor` any more, so that it may be written."""
+
+    @abc.abstractmethod
+    def barrier(self) -> Handle[None]:
+        """Done when all members have come to it."""
+
+    @abc.abstractmethod
+    def publish(self, name: str, tensor: torch.Tensor, version: int) -> None:
+        """Let others fetch `tensor`, memory of the group.
+
+        It may not be written until `reclaim(name, version)`, nor reclaimed before a newer version is
+        published, so that there is always one to fetch.
+        """
+
+    @abc.abstractmethod
+    def reclaim(self, name: str, version: int) -> None:
+        """Snapshots of this version and older ones are void from now on; their memory may be written."""
+
+    @abc.abstractmethod
+    def fetch(self, name: str, peer: int) -> Handle[Snapshot | None]:
+        """The newest that `peer` has published; None when it has published nothing, or is gone."""
+
+    @abc.abstractmethod
+    def progress(self) -> None:
+        """Do what work of operations under way can be done now; never blocks."""
+
+    @abc.abstractmethod
+    def leave(self) -> None:
+        """Take part in nothing more; others go on without this worker, and it is not lost. Idempotent."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Leave, and give everything back. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def exchange_machines(
+        self, tensor: torch.Tensor, weights: Weights, *, out: torch.Tensor | None = None
+    ) -> Handle[torch.Tensor]:
+        """Average inside each machine, and with other machines by `weights` over machine indices.
+
+        Factors for sending (`weights.destinations`) don't count: all of a machine's workers receive.
+        """
+        factors = {self.machine: weights.own, **weights.sources}
+        ranks: dict[int, list[int]] = {}
+        for rank in self.members:
+            ranks.setdefault(self.machine_of(rank), []).append(rank)
+        gone = [machine for machine in weights.sources if machine not in ranks]
+        factors[self.machine] += sum(factors.pop(machine) for machine in gone)
+        spread = {
+            rank: factor / len(ranks[machine])
+            for machine, factor in factors.items()
+            for rank in ranks[machine]
+        }
+        return self.exchange(tensor, Weights(spread.pop(self.rank), spread), out=out)
+
+    def pair_gossip(self, tensor: torch.Tensor, peer: int, weight: float = 0.5) -> Handle[torch.Tensor]:
+        """`(1 − weight) · own + weight · peer's`, in place; a collective in which each may name another."""
+        return self.exchange(tensor, Weights(1 - weight, {peer: weight}))
+
+    def share(self, value: Any) -> list[Any]:
+        """Everybody's small value (numbers, strings, lists, dicts), by member in rank order. Collective."""
+        encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
+        return [msgspec.msgpack.decode(part.numpy().data) for part in self.all_gather(encoded).wait()]
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """A named part of the user's program, for the timeline; does nothing without one."""
+        yield

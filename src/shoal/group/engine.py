@@ -1,0 +1,326 @@
+"""Operations under way on one machine: their order, who has come to them, and waiting for the others.
+
+All members number their operations alike. Of each one a member says first that it has arrived (what it gives
+lies in shared memory), then that it has finished its part of the work. Everything happens in the thread that
+calls, whenever it calls: a worker's own computing leaves no core free for another thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from shoal.core import Deadline, DeadlineExceeded, PeerLost, ShoalError, UsageError
+from shoal.group.control import ARRIVED, ASLEEP, FINISHED, LEFT, NOT_YET, SLOTS, VERDICT, Bells, Control
+from shoal.group.settings import GroupSettings
+from shoal.group.watch import Watch
+
+log = logging.getLogger(__name__)
+_SPIN_S = 2e-3
+_SPIN_CROWDED_S = 2e-4  # with more workers than cores the one that is waited for needs this one's core
+_NAP_S = 5e-3  # a bell that rang just before the nap is missed for this long
+_LINE_EVERY_S = 10.0
+KINDS = ("all_reduce", "broadcast", "all_gather", "exchange", "barrier", "empty", "free")
+
+
+class Task:
+    """One numbered step of an operation."""
+
+    __slots__ = (
+        "after",
+        "error",
+        "factors",
+        "half",
+        "is_shared",
+        "is_survivable",
+        "is_worked",
+        "must_match",
+        "needs_shares",
+        "prepare",
+        "seq",
+        "sources",
+        "words",
+        "work",
+    )
+
+    def __init__(
+        self,
+        words: list[int],
+        work: Callable[[Task, list[int]], None] | None = None,
+        *,
+        sources: Sequence[int] | None = None,
+    ) -> None:
+        self.seq = 0
+        self.words = words
+        """What this worker does: kind, dtype, number of elements, detail, place; compared with others."""
+        self.work = work
+        """Called with the ranks that take part, once all `sources` (None: everybody) have arrived."""
+        self.sources = sources
+        self.prepare: Callable[[Task], None] | None = None
+        """Called before this worker arrives."""
+        self.half: int | None = None
+        """The half of the staging memory that it writes before arriving."""
+        self.after = 0
+        """Work only when everybody has finished this operation: until then they read what it writes."""
+        self.factors: Sequence[float] | None = None
+        self.must_match = len(words)
+        """How many of the words must be equal on all who take part."""
+        self.is_shared = False
+        """Complete only when all have finished: they read this worker's tensor until then."""
+        self.needs_shares = False
+        """Complete only with everybody's part of the work."""
+        self.is_survivable = False
+        """Goes on without those that are lost."""
+        self.is_worked = False
+        self.error: ShoalError | None = None
+
+
+class Engine:
+    """The queue of one worker's operations."""
+
+    def __init__(
+        self, rank: int, size: int, control: Control, bells: Bells, watch: Watch, settings: GroupSettings
+    ) -> None:
+        self.should_survive = False
+        self.waited_s = [0.0] * size
+        self.issued = 0
+        self._rank = rank
+        self._others = [other for other in range(size) if other != rank]
+        self._everybody = list(range(size))
+        self._control = control
+        self._bells = bells
+        self._watch = watch
+        self._settings = settings
+        self._to_arrive: deque[Task] = deque()
+        self._to_work: deque[Task] = deque()
+        self._halves = [0, 0]
+        self._blocker: int | None = None
+        self._spin_s = _SPIN_S if size <= (os.cpu_count() or 1) else _SPIN_CROWDED_S
+
+    def issue(self, task: Task) -> Task:
+        """Number a task and begin with it."""
+        if self._control.get(self._rank, LEFT) != NOT_YET:
+            raise UsageError(
+                f"rank {self._rank} has left the group and takes part in nothing more.",
+                next_step="make it the last thing to leave or to close.",
+            )
+        self.issued += 1
+        task.seq = self.issued
+        self._to_arrive.append(task)
+        self._to_work.append(task)
+        self.progress()
+        return task
+
+    def progress(self) -> None:
+        """Arrive and work as far as the others allow."""
+        self._bells.hear()
+        moved = True
+        while moved:
+            moved = False
+            while self._to_arrive and self._arrive(self._to_arrive[0]):
+                self._to_arrive.popleft()
+                moved = True
+            while self._to_work and self._try(self._to_work[0]):
+                self._to_work.popleft()
+                moved = True
+
+    def is_complete(self, task: Task) -> bool:
+        """Whether there is nothing left to wait for."""
+        if task.error is not None:
+            return True
+        if not task.is_worked:
+            return False
+        if not (task.is_shared or task.needs_shares):
+            return True
+        for rank in self._others:
+            if self._control.get(rank, FINISHED) < task.seq and self._is_member(rank, task.seq):
+                is_lost = self._control.get(rank, VERDICT) != NOT_YET
+                if is_lost and task.needs_shares:
+                    task.error = self._lost(rank)
+                    return True
+                if not is_lost:
+                    self._blocker = rank
+                    return False
+        return True
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether this worker has something left to do."""
+        return bool(self._to_arrive or self._to_work)
+
+    def wait(self, task: Task, deadline: Deadline | None) -> None:
+        """Until a task is complete; raises its error."""
+        if not self.is_complete(task):
+            self.wait_until(lambda: self.is_complete(task), deadline, KINDS[task.words[0]])
+        if task.error is not None:
+            raise task.error
+
+    def wait_until(self, is_done: Callable[[], bool], deadline: Deadline | None, what: str) -> None:
+        """Spin briefly, then sleep; PeerLost when this worker itself was given up by the others."""
+        began_s = time.perf_counter()
+        self._blocker = None
+        if deadline is None and self._settings.timeout_s is not None:
+            deadline = Deadline.after(self._settings.timeout_s)
+        next_line_s = began_s + _LINE_EVERY_S
+        try:
+            while True:
+                self.progress()
+                if is_done():
+                    return
+                now_s = time.perf_counter()
+                if now_s - began_s < self._spin_s:
+                    _give_way()
+                    continue
+                self._check_waiting(deadline, what, now_s - began_s)
+                if now_s > next_line_s:
+                    next_line_s += _LINE_EVERY_S
+                    log.warning("%s", self._waiting_line(what, now_s - began_s))
+                self._nap(is_done)
+        finally:
+            self._blame(time.perf_counter() - began_s)
+
+    def members(self, seq: int | None = None) -> list[int]:
+        """Who takes part in an operation, the next one by default."""
+        seq = self.issued + 1 if seq is None else seq
+        return [rank for rank in self._everybody if self._is_member(rank, seq)]
+
+    def is_finished(self, seq: int) -> bool:
+        """Whether everybody who is still there has finished an operation, this worker included."""
+        if not seq:
+            return True
+        if self._control.get(self._rank, FINISHED) < seq:
+            return False
+        for rank in self._others:
+            if self._control.get(rank, FINISHED) < seq and self._control.gone_after(rank) == NOT_YET:
+                self._blocker = rank
+                return False
+        return True
+
+    def _blame(self, waited_s: float) -> None:
+        """A wait was for the one who came last."""
+        if self._blocker is not None:
+            self.waited_s[self._blocker] += waited_s
+
+    def _arrive(self, task: Task) -> bool:
+        if task.seq > SLOTS and not self.is_finished(task.seq - SLOTS):
+            return False
+        if task.half is not None:
+            if not self.is_finished(self._halves[task.half]):
+                return False
+            self._halves[task.half] = task.seq
+        if task.prepare is not None:
+            task.prepare(task)
+        self._control.describe(task.seq, task.words, task.factors)
+        self._control.set(ARRIVED, task.seq)
+        self._bells.ring()
+        if self._control.get(self._rank, VERDICT) != NOT_YET:
+            raise self._given_up()
+        return True
+
+    def _try(self, task: Task) -> bool:
+        """Do a task's work if all whom it needs have arrived; True when it is over."""
+        if task.seq > self._control.get(self._rank, ARRIVED) or not self.is_finished(task.after):
+            return False
+        present = [self._rank]
+        for rank in self._others if task.sources is None else task.sources:
+            if self._control.get(rank, ARRIVED) >= task.seq:
+                present.append(rank)
+                continue
+            gone_after = self._control.gone_after(rank)
+            if gone_after == NOT_YET:
+                self._blocker = rank
+                return False
+            is_lost = self._control.get(rank, VERDICT) != NOT_YET
+            if is_lost and not (task.is_survivable or self.should_survive):
+                task.error = self._lost(rank)
+        if task.error is None:
+            present.sort()
+            task.error = self._mismatch(task, present)
+        if task.error is None and task.work is not None:
+            try:
+                task.work(task, present)
+            except ShoalError as error:
+                task.error = error
+        task.is_worked = True
+        self._control.set(FINISHED, task.seq)
+        self._bells.ring()
+        return True
+
+    def _is_member(self, rank: int, seq: int) -> bool:
+        gone_after = self._control.gone_after(rank)
+        return gone_after == NOT_YET or seq <= gone_after
+
+    def _mismatch(self, task: Task, present: list[int]) -> ShoalError | None:
+        own = task.words[: task.must_match]
+        for rank in present:
+            if rank == self._rank:
+                continue
+            other = self._control.description(rank, task.seq)[: task.must_match]
+            if other != own:
+                return UsageError(
+                    f"rank {self._rank} called {_describe(own)} where rank {rank} called {_describe(other)}.",
+                    cause="the workers do not run the same program, or not with the same data.",
+                    next_step="let all workers issue the same operations in the same order.",
+                )
+        return None
+
+    def _lost(self, rank: int) -> PeerLost:
+        loss = self._watch.lost.get(rank)
+        reason = loss.reason if loss is not None else "it does not answer"
+        return PeerLost(
+            f"rank {rank} is lost: {reason}.",
+            peer=rank,
+            cause="it was killed, stopped, or failed; its own output says more.",
+            next_step="start again, or use a strategy that outlives a lost worker (neighbor, pair).",
+        )
+
+    def _given_up(self) -> PeerLost:
+        return PeerLost(
+            f"rank {self._rank}, this worker, was silent for more than {self._settings.silence_s:g} s, "
+            "and the others went on without it.",
+            peer=self._rank,
+            cause="it was stopped, or its machine was.",
+            next_step="start again with a larger --patience.",
+        )
+
+    def _check_waiting(self, deadline: Deadline | None, what: str, waited_s: float) -> None:
+        if self._control.get(self._rank, VERDICT) != NOT_YET:
+            raise self._given_up()
+        if deadline is not None and deadline.is_past:
+            raise DeadlineExceeded(
+                f"{self._waiting_line(what, waited_s)}: the deadline has passed.",
+                next_step="see what that rank does, or give a longer --peer-timeout.",
+            )
+
+    def _waiting_line(self, what: str, waited_s: float) -> str:
+        who = self._blocker
+        if who is None:
+            return f"rank {self._rank}: {what}, {waited_s:.0f} s"
+        return (
+            f"rank {self._rank}: {what}: waiting for rank {who} (process {self._watch.pid(who)}), "
+            f"{waited_s:.0f} s, last beat {self._watch.last_beat_s(who):.1f} s ago"
+        )
+
+    def _nap(self, is_done: Callable[[], bool]) -> None:
+        self._control.set(ASLEEP, 1)
+        try:
+            self.progress()
+            if not is_done():
+                self._bells.sleep(_NAP_S)
+        finally:
+            self._control.set(ASLEEP, 0)
+
+
+def _describe(words: Sequence[int]) -> str:
+    kind = KINDS[words[0]] if 0 <= words[0] < len(KINDS) else "something else"
+    return f"{kind} of {words[2]} elements (dtype {words[1]}, detail {words[3]})"
+
+
+def _give_way() -> None:
+    if hasattr(os, "sched_yield"):
+        os.sched_yield()
+    else:
+        time.sleep(0)

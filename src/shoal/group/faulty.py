@@ -1,0 +1,294 @@
+"""A group in which things go wrong as a fault script says."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from shoal.core import Address, Deadline, PeerLost
+from shoal.group.base import Done, Group, Handle, Reduction, Snapshot
+from shoal.group.damage import damage, damage_snapshot
+from shoal.group.sleeper import Sleeper
+from shoal.group.wrapper import GroupWrapper
+from shoal.topology import Weights
+from shoal.transport import FaultScript
+from shoal.transport.conditions import documents
+from shoal.transport.conditions.distributions import Draws
+from shoal.transport.conditions.faults import (
+    AnyFault,
+    Duplicate,
+    Event,
+    Kill,
+    Pause,
+    Reorder,
+    Schedule,
+    Skew,
+    Slow,
+)
+from shoal.transport.conditions.faulty_links import Effects, effects_on
+
+T = TypeVar("T")
+
+_WHAT = "The fault script of a group"
+
+
+class Faulty(GroupWrapper):
+    """Injects the faults of a script (`docs/networks.md`) that concern this worker; all members get the same.
+
+    A script calls workers `rank:0`, `rank:1`, …, or all of a machine `machine:0`. `at_s` counts from the
+    construction, `at_step` the operations with a handle that this worker has issued before. Faults take
+    hold when an operation is issued or waited for, and in `progress`.
+
+    kill        SIGKILL to oneself
+    pause       with `for_s` the caller's thread sleeps, so the others wait; without it SIGSTOP to oneself, so
+                the others find it silent until somebody continues it
+    slow        the worker's own time between operations lasts `factor` times as long
+    partition   an exchange goes on without the peers beyond, a fetch brings None; an operation that needs
+                everybody takes place (nobody hangs) but raises PeerLost, unless the group `should_survive`,
+                and leaves its tensor as it was
+    drop        the same for single messages; `probability` is that of each peer's in each operation
+    corrupt     one wrong bit in what an operation brings, likewise
+
+    Other kinds need a network: UsageError.
+    """
+
+    def __init__(
+        self,
+        inner: Group,
+        script: FaultScript | str | Path,
+        *,
+        seed: int = 0,
+        sleeper: Sleeper | None = None,
+    ) -> None:
+        super().__init__(inner)
+        script = script if isinstance(script, FaultScript) else FaultScript.load(script)
+        _check(script, inner)
+        self._sleeper = sleeper or Sleeper()
+        self._schedule = Schedule(script, seed)
+        self._started_s = self._returned_s = self._sleeper.clock.now_s()
+        self._step = -1
+        self._names = [self._names_of(rank) for rank in range(inner.size)]
+        self._effects = [Effects()] * inner.size
+        self._stopped: list[Event] = []
+        self._draws = [Draws(seed, "group", str(rank), str(inner.rank)) for rank in range(inner.size)]
+
+    # --- operations that need everybody ---
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction = "mean") -> Handle[torch.Tensor]:
+        """PeerLost when any member cannot be reached."""
+        return self._collective(tensor, partial(self.inner.all_reduce, tensor, op), self._others())
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
+        """PeerLost when the root cannot be reached."""
+        sources = [root] if root in self._others() else []
+        return self._collective(tensor, partial(self.inner.broadcast, tensor, root), sources)
+
+    def all_gather(self, tensor: torch.Tensor) -> Handle[list[torch.Tensor]]:
+        """PeerLost when any member cannot be reached."""
+        members = list(self.members)
+        self._begin()
+        sources = self._others()
+        cut = self._cut(sources)
+        damaged = [members.index(rank) for rank in self._damaged(sources)]
+
+        def finish(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+            self._check_reached(cut)
+            for place in damaged:
+                damage(parts[place], self._draws[members[place]])
+            return [part for rank, part in zip(members, parts, strict=False) if rank not in cut]
+
+        return self._handle(self.inner.all_gather(tensor), finish)
+
+    def barrier(self) -> Handle[None]:
+        """PeerLost when any member cannot be reached."""
+        self._begin()
+        return self._handle(self.inner.barrier(), partial(self._check_reached, self._cut(self._others())))
+
+    # --- operations that do without ---
+
+    def exchange(
+        self, tensor: torch.Tensor, weights: Weights, *, out: torch.Tensor | None = None
+    ) -> Handle[torch.Tensor]:
+        """Without those that cannot be reached."""
+        weights.check(self.rank, self.size)
+        self._begin()
+        rest = weights.without(self._cut(weights.sources))
+        # a source sends in any case: whether it is heard is its receiver's affair
+        rest = Weights(rest.own, rest.sources, weights.destinations)
+        damaged = self._damaged(rest.sources)
+        return self._handle(self.inner.exchange(tensor, rest, out=out), partial(self._damage, damaged))
+
+    exchange_machines = Group.exchange_machines
+    pair_gossip = Group.pair_gossip
+
+    def fetch(self, name: str, peer: int) -> Handle[Snapshot | None]:
+        """None when the peer cannot be reached."""
+        self._begin()
+        sources = [peer] if peer in self._others() else []
+        if self._cut(sources):
+            return self._handle(Done(None), lambda nothing: nothing)
+        is_damaged = bool(self._damaged(sources))
+
+        def finish(snapshot: Snapshot | None) -> Snapshot | None:
+            return damage_snapshot(snapshot, self._draws[peer]) if snapshot and is_damaged else snapshot
+
+        return self._handle(self.inner.fetch(name, peer), finish)
+
+    def progress(self) -> None:
+        """Of the inner group's operations and of the script."""
+        self._turn()
+        super().progress()
+
+    # --- what holds now ---
+
+    def _begin(self) -> None:
+        """Before each operation."""
+        self._step += 1
+        self._turn()
+        slowness = 1.0
+        for event in self._schedule.events:
+            if event.is_active and isinstance(event.fault, Slow) and event.concerns(self._names[self.rank]):
+                slowness *= event.fault.factor
+        work_s = self._sleeper.clock.now_s() - self._returned_s
+        if slowness > 1 and work_s > 0:
+            self._sleeper.sleep((slowness - 1) * work_s)
+
+    def _turn(self) -> None:
+        now_s = self._sleeper.clock.now_s() - self._started_s
+        own = self._names[self.rank]
+        if self._schedule.advance(now_s, self._step):
+            events = self._schedule.events
+            self._effects = [effects_on(events, names, own, self._started_s) for names in self._names]
+        for event in self._schedule.events:
+            if event.is_active and event.concerns(own):
+                self._suffer(event, now_s)
+
+    def _suffer(self, event: Event, now_s: float) -> None:
+        if isinstance(event.fault, Kill):
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif isinstance(event.fault, Pause) and event.fault.for_s is not None:
+            self._sleeper.sleep(max(0.0, event.ends_s - now_s))
+        elif isinstance(event.fault, Pause) and event not in self._stopped:
+            self._stopped.append(event)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def _cut(self, sources: Iterable[int]) -> list[int]:
+        """Those of them whose message does not come this time."""
+        return [
+            rank
+            for rank in sources
+            if self._effects[rank].is_cut or self._happens(rank, 1 - self._effects[rank].passes)
+        ]
+
+    def _damaged(self, sources: Iterable[int]) -> list[int]:
+        """Those of them whose message comes with a wrong bit."""
+        return [rank for rank in sources if self._happens(rank, 1 - self._effects[rank].is_right)]
+
+    def _happens(self, rank: int, probability: float) -> bool:
+        return probability > 0 and self._draws[rank].uniform() < probability
+
+    def _damage(self, sources: Sequence[int], tensor: torch.Tensor) -> torch.Tensor:
+        for rank in sources:
+            damage(tensor, self._draws[rank])
+        return tensor
+
+    def _collective(
+        self,
+        tensor: torch.Tensor,
+        start: Callable[[], Handle[torch.Tensor]],
+        sources: Sequence[int],
+    ) -> Handle[torch.Tensor]:
+        self._begin()
+        cut = self._cut(sources)
+        damaged = self._damaged(sources)
+        before = tensor.detach().clone() if cut else None
+
+        def finish(result: torch.Tensor) -> torch.Tensor:
+            if before is not None:
+                result.detach().copy_(before)
+                self._check_reached(cut)
+                return result
+            return self._damage(damaged, result)
+
+        return self._handle(start(), finish)
+
+    def _handle(self, inner: Handle[T], finish: Callable[[T], T]) -> Handle[T]:
+        self._returned_s = self._sleeper.clock.now_s()
+        return _FaultyHandle(inner, self, finish)
+
+    def _check_reached(self, cut: Sequence[int], _: object = None) -> None:
+        if cut and not self.should_survive:
+            raise PeerLost(
+                f"rank {cut[0]} is lost: the fault script keeps its messages away.",
+                peer=cut[0],
+                cause="a partition or drop in the script.",
+                next_step="use a strategy that outlives a lost worker (neighbor, pair), or another script.",
+            )
+
+    def _others(self) -> list[int]:
+        return [rank for rank in self.members if rank != self.rank]
+
+    def _names_of(self, rank: int) -> tuple[str | None, ...]:
+        peers = Address("rank", rank), Address("machine", self.inner.machine_of(rank))
+        return tuple(name for peer in peers for name in self._schedule.names_of(peer, None))
+
+
+class _FaultyHandle(Handle[T]):
+    """An operation that ends as the script wants it."""
+
+    def __init__(self, inner: Handle[T], group: Faulty, finish: Callable[[T], T]) -> None:
+        self._inner = inner
+        self._group = group
+        self._finish = finish
+        self._result: list[T] = []
+
+    def wait(self, deadline: Deadline | None = None) -> T:
+        """The inner handle's result, damaged or lost."""
+        if not self._result:
+            self._group._turn()
+            self._result.append(self._finish(self._inner.wait(deadline)))
+            self._group._returned_s = self._group._sleeper.clock.now_s()
+        return self._result[0]
+
+    def is_done(self) -> bool:
+        """As the inner handle's."""
+        return self._inner.is_done()
+
+
+def _check(script: FaultScript, group: Group) -> None:
+    """UsageError for what a group cannot do, and for whom it does not know."""
+    known = ["rank:*", *(f"rank:{rank}" for rank in range(group.size))]
+    known += ["machine:*", *(f"machine:{machine}" for machine in range(group.num_machines))]
+    for name, pattern in script.peers.items():
+        if pattern not in known:
+            documents.refuse(_WHAT, f"peers.{name}", _unknown(pattern, known))
+    for index, fault in enumerate(script.fault):
+        where = f"fault[{index}]"
+        reason = _impossible(fault)
+        if reason:
+            documents.refuse(_WHAT, where, reason)
+        for name in (name for names in fault.groups() for name in names):
+            if name not in known and name not in script.peers:
+                documents.refuse(_WHAT, where, _unknown(name, [*known, *script.peers]))
+
+
+def _unknown(name: str, known: Sequence[str]) -> str:
+    return f"no worker is called {name!r}, {documents.suggest(name, known)}"
+
+
+def _impossible(fault: AnyFault) -> str:
+    if isinstance(fault, Skew | Duplicate | Reorder):
+        return f"{fault.__struct_config__.tag!r} is a matter of networks, a group has no such thing"
+    if isinstance(fault, Slow) and (fault.link or fault.between):
+        return "a group has no links to slow down; name workers, or shape the group by a profile"
+    if isinstance(fault, Slow) and fault.factor < 1:
+        return "no worker becomes faster; give a factor of 1 or more"
+    if isinstance(fault, Pause) and fault.for_steps is not None:
+        return "a worker that is paused takes no steps; give 'for_s'"
+    return ""

@@ -1,0 +1,468 @@
+"""The group of one machine's workers: tensors in shared memory, and each reduces its share of them.
+
+A tensor of the group's own memory (`empty`) is exchanged where it lies. Any other passes through staging
+memory, in pieces. `all_gather` waits for the others before it returns: it must learn their sizes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import torch
+
+from shoal.core import Deadline, Placement, ShoalError, UsageError
+from shoal.group.arena import Arena, MemoryFull, Place, Segment, open_files
+from shoal.group.base import Group, Handle, Loss, Reduction, Snapshot, T
+from shoal.group.channels import Channels
+from shoal.group.control import LEFT, NOT_YET, Bells, Control, clear, code_of, new_bell, region_bytes
+from shoal.group.engine import KINDS, Engine, Task
+from shoal.group.kernels import OPS, check_reduction, mix_into, reduce_into, reduce_to_all, share
+from shoal.group.meeting import Gift, Hello, meet
+from shoal.group.settings import GroupSettings
+from shoal.group.watch import Watch
+from shoal.topology import Weights
+
+STAGE_BYTES = 1 << 22
+"""One half of the staging memory: a step's overhead does not count any more, and caches still hold it."""
+_LEAVING_S = 10.0
+_MEETING_S = 300.0
+_PAGE = 4096
+_ALL_REDUCE, _BROADCAST, _ALL_GATHER, _EXCHANGE, _BARRIER, _EMPTY, _FREE = range(len(KINDS))
+_NO_ROOM = -1
+_opened: dict[tuple[str, int], int] = {}
+Step = Callable[[Task, torch.Tensor, dict[int, torch.Tensor]], None]
+"""Work on one piece: the own part, and the staged parts of those who take part, by rank."""
+
+
+def open_host_group(placement: Placement, settings: GroupSettings) -> HostGroup:
+    """Meet the other workers of this machine; DeadlineExceeded names who did not come."""
+    if placement.size != placement.local_size:
+        raise UsageError(
+            f"{placement.size} workers on several machines cannot share memory.",
+            next_step="run all workers on one machine.",
+        )
+    rank, size = placement.rank, placement.size
+    number = _opened[settings.key, rank] = _opened.get((settings.key, rank), 0) + 1
+    with contextlib.ExitStack() as undo:
+        gift = None
+        if rank == 0:
+            files = open_files(settings.folder)
+            arena = undo.enter_context(contextlib.closing(Arena(files, size)))
+            places = [arena.grow(region_bytes(size)), arena.grow(2 * STAGE_BYTES)]
+            clear(arena.map(places[0]), size)
+            gift = Gift(files, [(place.file, place.offset_bytes, place.size_bytes) for place in places])
+        hear, ring = new_bell()
+        hello = Hello(rank, size, os.getpid())
+        deadline = Deadline.after(settings.timeout_s or _MEETING_S)
+        met = meet(f"{settings.key} {number}", hello, ring, gift, deadline)
+        undo.pop_all()
+    if rank != 0:
+        arena = Arena(met.gift.files, size)
+    control_at, stage_at = (Place(*place) for place in met.gift.places)
+    control = Control(arena.map(control_at), rank, size)
+    bells = Bells(rank, hear, met.bells, control)
+    watch = Watch(rank, met.pids, control, bells, settings.silence_s)
+    watch.open()
+    return HostGroup(placement, settings, Shared(arena, arena.map(stage_at), control, bells, watch))
+
+
+class Shared(msgspec.Struct, frozen=True):
+    """What the workers of a machine have in common."""
+
+    arena: Arena
+    stage: Segment
+    control: Control
+    bells: Bells
+    watch: Watch
+
+
+class HostGroup(Group):
+    """Workers of one machine; `open_host_group` makes one."""
+
+    def __init__(self, placement: Placement, settings: GroupSettings, shared: Shared) -> None:
+        self.rank = placement.rank
+        self.size = placement.size
+        self.patience = settings.patience
+        self._per_machine = settings.workers_per_machine or self.size
+        self.machine = self.machine_of(self.rank)
+        self.num_machines = -(-self.size // self._per_machine)
+        self._arena = shared.arena
+        self._stage = shared.stage
+        self._control = shared.control
+        self._bells = shared.bells
+        self._watch = shared.watch
+        self._engine = Engine(self.rank, self.size, self._control, self._bells, self._watch, settings)
+        self._channels = Channels(self.rank, self._arena, self._control, self._bells)
+        self._halves = itertools.cycle((0, 1))
+        self._read_at: dict[int, int] = {}
+        self._is_closed = False
+
+    @property
+    def members(self) -> Sequence[int]:
+        """Ranks that still take part."""
+        return self._engine.members()
+
+    @property
+    def lost(self) -> Mapping[int, Loss]:
+        """Peers that ended or fell silent without having left."""
+        return self._watch.lost
+
+    @property
+    def waited_s(self) -> Sequence[float]:
+        """Seconds that this worker has waited for each rank."""
+        return self._engine.waited_s
+
+    @property
+    def should_survive(self) -> bool:
+        """Whether all operations go on without lost peers."""
+        return self._engine.should_survive
+
+    @should_survive.setter
+    def should_survive(self, value: bool) -> None:
+        self._engine.should_survive = value
+
+    def machine_of(self, rank: int) -> int:
+        """The part of this machine that a rank belongs to."""
+        return rank // self._per_machine
+
+    def empty(self, num_elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Shared memory; MemoryFull on all members when there is none left."""
+        if num_elements <= 0:
+            return torch.empty(0, dtype=dtype)
+        region = -(-num_elements * dtype.itemsize // _PAGE) * _PAGE
+        task = Task([_EMPTY, code_of(dtype), num_elements, 0])
+        coordinator = self._engine.members()[0]
+        if self.rank == coordinator:
+            task.prepare = lambda task: self._grow(task, region)
+        self._engine.wait(self._engine.issue(task), None)
+        file, offset = self._control.description(coordinator, task.seq)[4:6]
+        if file == _NO_ROOM:
+            raise MemoryFull(
+                f"Shared memory for {self.size} times {region / 1e6:.1f} MB is not to be had.",
+                cause="/dev/shm and the temporary folder are full.",
+                next_step="free some space there, or point TMPDIR to a folder with more.",
+            )
+        segment = self._arena.map(Place(file, offset, region * self.size))
+        return segment.region(self.rank, 0, num_elements, dtype)
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Give the pages back to the system."""
+        segment = self._arena.find(tensor)
+        if segment is None:
+            return
+        is_coordinator = self.rank == self._engine.members()[0]
+
+        def work(task: Task, present: list[int]) -> None:
+            if is_coordinator:
+                segment.discard()
+
+        task = Task([_FREE, 0, segment.place.size_bytes, segment.code], work)
+        self._engine.wait(self._engine.issue(task), None)
+        for address in [address for address in self._read_at if segment.start <= address < segment.end]:
+            del self._read_at[address]
+        self._arena.forget(segment)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction = "mean") -> Handle[torch.Tensor]:
+        """In place; of the group's own memory each worker reduces one share, for all."""
+        check_reduction(tensor, op)
+        words = [_ALL_REDUCE, code_of(tensor.dtype), tensor.numel(), OPS.index(op)]
+        place = None if self.should_survive else self._own_place(tensor)
+        if place is None:
+
+            def reduce(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
+                reduce_into(part, list(stages.values()), op)
+
+            return self._staged(tensor, words, reduce)
+        segment, offset = place
+        count, dtype = tensor.numel(), tensor.dtype
+
+        def work(task: Task, present: list[int]) -> None:
+            views = list(_regions(segment, offset, tensor, present).values())
+            low, high = share(present.index(self.rank), len(present), count, dtype.itemsize)
+            reduce_to_all(views, low, high, op)
+
+        task = Task([*words, segment.code + offset], work)
+        task.is_shared = task.needs_shares = True
+        return self._begin(task, tensor)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
+        """In place, from `root`."""
+        if not 0 <= root < self.size:
+            raise UsageError(
+                f"There is no rank {root} among {self.size}.", next_step="broadcast from a member."
+            )
+        words = [_BROADCAST, code_of(tensor.dtype), tensor.numel(), root]
+        place = self._own_place(tensor)
+        if place is None:
+
+            def take(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
+                if self.rank != root:
+                    part.copy_(_sent_by(root, stages))
+
+            return self._staged(tensor, words, take, should_give=self.rank == root)
+        segment, offset = place
+
+        def work(task: Task, present: list[int]) -> None:
+            if self.rank != root:
+                tensor.view(-1).copy_(_sent_by(root, _regions(segment, offset, tensor, present)))
+
+        task = Task([*words, segment.code + offset], work)
+        task.is_shared = True
+        return self._begin(task, tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> Handle[list[torch.Tensor]]:
+        """Everybody's tensor; all dimensions but the first are equal."""
+        rows, rest = (tensor.shape[0], tuple(tensor.shape[1:])) if tensor.ndim else (1, ())
+        told: dict[int, int] = {}
+
+        def learn(task: Task, present: list[int]) -> None:
+            told.update({rank: self._control.description(rank, task.seq)[4] for rank in present})
+
+        width = torch.Size(rest).numel()
+        sizes = Task([_ALL_GATHER, code_of(tensor.dtype), width, len(rest), rows], learn)
+        sizes.must_match = 4
+        self._engine.wait(self._engine.issue(sizes), None)
+        results = {rank: tensor.new_empty((rows, *rest)) for rank, rows in told.items()}
+        results[self.rank].copy_(tensor.detach().reshape(rows, *rest))
+        flats = {rank: result.view(-1) for rank, result in results.items()}
+        piece = STAGE_BYTES // tensor.element_size()
+        longest = max(flat.numel() for flat in flats.values())
+        tasks = [
+            self._engine.issue(self._gather_step(flats, slice(start, start + piece)))
+            for start in range(0, longest, piece)
+        ]
+        return _Tasks(self._engine, tasks, lambda: list(results.values()))
+
+    def exchange(
+        self, tensor: torch.Tensor, weights: Weights, *, out: torch.Tensor | None = None
+    ) -> Handle[torch.Tensor]:
+        """The weighted average with neighbours; waits for those alone that this worker names as sources."""
+        weights.check(self.rank, self.size)
+        if not tensor.is_floating_point():
+            raise UsageError(
+                f"A weighted average of {tensor.dtype} is none.", next_step="use floating point."
+            )
+        words = [_EXCHANGE, code_of(tensor.dtype), tensor.numel()]
+        if out is None:
+
+            def mix(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
+                self._mix(task, part, part, stages, weights)
+
+            return self._staged(tensor, words, mix, weights=weights)
+        place = self._own_place(tensor)
+        if place is None or out.shape != tensor.shape or out.dtype != tensor.dtype or not out.is_contiguous():
+            raise UsageError(
+                "An exchange into another tensor begins in memory of the group, and both are alike.",
+                next_step="take both from group.empty(), or leave out= away.",
+            )
+        segment, offset = place
+
+        def work(task: Task, present: list[int]) -> None:
+            views = _regions(segment, offset, tensor, present)
+            self._mix(task, out.view(-1), tensor.view(-1), views, weights)
+
+        task = Task([*words, segment.code + offset], work)
+        self._address(task, weights)
+        task.after = self._read_at.pop(out.data_ptr(), 0)
+        handle = self._begin(task, out)
+        self._read_at[tensor.data_ptr()] = task.seq
+        return handle
+
+    def settle(self, tensor: torch.Tensor) -> None:
+        """Wait until nobody reads `tensor` any more."""
+        seq = self._read_at.pop(tensor.data_ptr(), 0)
+        if not self._engine.is_finished(seq):
+            self._engine.wait_until(lambda: self._engine.is_finished(seq), None, "settle")
+
+    def barrier(self) -> Handle[None]:
+        """Done when all members have come to it."""
+        return self._begin(Task([_BARRIER, 0, 0, 0]), None)
+
+    def publish(self, name: str, tensor: torch.Tensor, version: int) -> None:
+        """Of the group's own memory only, since others read it where it lies."""
+        place = self._own_place(tensor)
+        if place is None:
+            raise UsageError(
+                f"What is published as {name!r} is not memory of the group.",
+                next_step="take it from group.empty().",
+            )
+        segment, offset = place
+        self._channels.publish(name, tensor, version, segment.code + offset)
+
+    def reclaim(self, name: str, version: int) -> None:
+        """Snapshots up to this version are void from now on."""
+        self._channels.reclaim(name, version)
+
+    def fetch(self, name: str, peer: int) -> Handle[Snapshot | None]:
+        """Of the peer's memory itself: nothing is copied."""
+        return self._channels.fetch(name, peer)
+
+    def progress(self) -> None:
+        """Arrive and work as far as the others allow."""
+        self._engine.progress()
+
+    def leave(self) -> None:
+        """After what is under way; what cannot be finished within seconds is left undone."""
+        if self._control.get(self.rank, LEFT) != NOT_YET:
+            return
+        with contextlib.suppress(ShoalError):
+            self._engine.wait_until(lambda: not self._engine.is_busy, Deadline.after(_LEAVING_S), "leave")
+        self._control.set(LEFT, self._engine.issued)
+        self._bells.ring()
+
+    def close(self) -> None:
+        """Leave; tensors of the group stay usable in this process."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.leave()
+        self._watch.close()
+        self._bells.close()
+        self._arena.close()
+
+    def _begin(self, task: Task, result: T) -> Handle[T]:
+        return _Tasks(self._engine, [self._engine.issue(task)], lambda: result)
+
+    def _own_place(self, tensor: torch.Tensor) -> tuple[Segment, int] | None:
+        """Where in this worker's region a tensor lies; None for other memory and for tensors with gaps."""
+        segment = self._arena.find(tensor)
+        if segment is None or not tensor.is_contiguous():
+            return None
+        offset = tensor.data_ptr() - segment.start - self.rank * segment.stride_bytes
+        is_inside = offset >= 0 and offset + tensor.numel() * tensor.element_size() <= segment.stride_bytes
+        return (segment, offset) if is_inside else None
+
+    def _grow(self, task: Task, region: int) -> None:
+        """The coordinator's part of `empty`: take the memory, and say where it is."""
+        try:
+            place = self._arena.grow(region)
+        except MemoryFull:
+            task.words += [_NO_ROOM, 0]
+        else:
+            task.words += [place.file, place.offset_bytes]
+
+    def _staged(
+        self,
+        tensor: torch.Tensor,
+        words: list[int],
+        step: Step,
+        *,
+        should_give: bool = True,
+        weights: Weights | None = None,
+    ) -> Handle[torch.Tensor]:
+        """An operation on memory that is not the group's: through the staging memory, piece by piece."""
+        flat = tensor.detach().reshape(-1)
+        if flat.device.type != "cpu":
+            flat = flat.cpu()
+        tasks = []
+        piece = STAGE_BYTES // tensor.element_size()
+        for start in range(0, flat.numel(), piece):
+            task = self._stage_step(flat[start : start + piece], [*words, -1 - start], step, should_give)
+            if weights is not None:
+                self._address(task, weights)
+            tasks.append(self._engine.issue(task))
+
+        def result() -> torch.Tensor:
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(flat.view(tensor.shape))
+            return tensor
+
+        return _Tasks(self._engine, tasks, result)
+
+    def _stage_step(self, part: torch.Tensor, words: list[int], step: Step, should_give: bool) -> Task:
+        half = next(self._halves)
+        offset = half * STAGE_BYTES
+
+        def prepare(task: Task) -> None:
+            self._stage.region(self.rank, offset, part.numel(), part.dtype).copy_(part)
+
+        def work(task: Task, present: list[int]) -> None:
+            step(task, part, _regions(self._stage, offset, part, present))
+
+        task = Task(words, work)
+        task.half = half
+        if should_give:
+            task.prepare = prepare
+        return task
+
+    def _gather_step(self, flats: dict[int, torch.Tensor], part: slice) -> Task:
+        own = flats[self.rank][part]
+
+        def take(task: Task, own: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
+            for rank in stages:
+                if rank != self.rank:
+                    theirs = flats[rank][part]
+                    theirs.copy_(self._stage.region(rank, half * STAGE_BYTES, theirs.numel(), theirs.dtype))
+
+        task = self._stage_step(own, [_ALL_GATHER, code_of(own.dtype), -1 - part.start, 0], take, True)
+        half = task.half or 0
+        return task
+
+    def _address(self, task: Task, weights: Weights) -> None:
+        """Say from whom, and to whom with which factors, an exchange goes."""
+        task.sources = tuple(weights.sources)
+        task.is_survivable = True
+        task.must_match = 4
+        task.words.append(int(weights.destinations is not None))
+        if weights.destinations is not None:
+            task.factors = [weights.destinations.get(rank, math.nan) for rank in range(self.size)]
+
+    def _mix(
+        self,
+        task: Task,
+        out: torch.Tensor,
+        own: torch.Tensor,
+        views: dict[int, torch.Tensor],
+        weights: Weights,
+    ) -> None:
+        weights = weights.without([rank for rank in weights.sources if rank not in views])
+        sources = []
+        for rank, weight in weights.sources.items():
+            factor = 1.0
+            if self._control.description(rank, task.seq)[4]:
+                factor = self._control.factor(rank, task.seq, self.rank)
+                if math.isnan(factor):
+                    raise UsageError(
+                        f"rank {self.rank} wants to receive from rank {rank}, which does not send to it.",
+                        next_step="let sources and destinations agree; a Topology's weights do.",
+                    )
+            sources.append((views[rank], weight * factor))
+        mix_into(out, own, weights.own, sources)
+
+
+class _Tasks(Handle[T]):
+    """An operation of one or several tasks, which end in order."""
+
+    def __init__(self, engine: Engine, tasks: Sequence[Task], result: Callable[[], T]) -> None:
+        self._engine = engine
+        self._tasks = tasks
+        self._result = result
+
+    def wait(self, deadline: Deadline | None = None) -> T:
+        for task in self._tasks:
+            self._engine.wait(task, deadline)
+        return self._result()
+
+    def is_done(self) -> bool:
+        self._engine.progress()
+        return all(self._engine.is_complete(task) for task in self._tasks)
+
+
+def _regions(
+    segment: Segment, offset_bytes: int, like: torch.Tensor, ranks: Sequence[int]
+) -> dict[int, torch.Tensor]:
+    """The same place in the regions of several ranks."""
+    return {rank: segment.region(rank, offset_bytes, like.numel(), like.dtype) for rank in ranks}
+
+
+def _sent_by(root: int, views: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    if root not in views:
+        raise UsageError(
+            f"rank {root}, which should broadcast, has left the group.", next_step="broadcast from a member."
+        )
+    return views[root]

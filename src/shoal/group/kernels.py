@@ -1,0 +1,98 @@
+"""The arithmetic of reductions and weighted averages over parts of several workers' tensors.
+
+Memory traffic is what they cost, so every byte is read once and written once: larger tensors go through in
+pieces that stay in the processor's cache between the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shoal.core import UsageError
+from shoal.group.base import Reduction
+
+_PIECE_BYTES = 1 << 18
+OPS: tuple[Reduction, ...] = ("sum", "mean", "min", "max")
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def check_reduction(tensor: torch.Tensor, op: Reduction) -> None:
+    """UsageError for a reduction that a dtype does not have."""
+    if op not in OPS:
+        raise UsageError(f"There is no reduction {op!r}.", next_step=f"take one of {', '.join(OPS)}.")
+    if op == "mean" and not tensor.is_floating_point():
+        raise UsageError(
+            f"The mean of {tensor.dtype} is no {tensor.dtype}.", next_step="take the sum, or floating point."
+        )
+
+
+def share(index: int, num_shares: int, num_elements: int, element_bytes: int) -> tuple[int, int]:
+    """Bounds of one of several nearly equal parts, each from a 64-byte boundary on."""
+    step = max(1, 64 // element_bytes)
+    each = -(-num_elements // (num_shares * step)) * step
+    return min(index * each, num_elements), min((index + 1) * each, num_elements)
+
+
+def reduce_to_all(views: Sequence[torch.Tensor], low: int, high: int, op: Reduction) -> None:
+    """Replace elements low to high of all views by their reduction."""
+    piece = _PIECE_BYTES // views[0].element_size()
+    for start in range(low, high, piece):
+        parts = [view[start : min(start + piece, high)] for view in views]
+        result = parts[0]
+        reduce_into(result, parts, op)
+        for part in parts[1:]:
+            part.copy_(result)
+
+
+def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Reduction) -> None:
+    """The reduction of equal parts in the order given, so that all who compute it get equal bits."""
+    if len(parts) == 1:
+        if out is not parts[0]:
+            out.copy_(parts[0])
+        return
+    if op in ("min", "max"):
+        combine = torch.minimum if op == "min" else torch.maximum
+        combine(parts[0], parts[1], out=out)
+        for part in parts[2:]:
+            combine(out, part, out=out)
+        return
+    if out.dtype in _HALF:  # kept in single precision until the end
+        total = parts[0].float()
+        for part in parts[1:]:
+            total.add_(part)
+        out.copy_(total.mul_(1 / len(parts)) if op == "mean" else total)
+        return
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out.add_(part)
+    if op == "mean":
+        out.mul_(1 / len(parts))
+
+
+def mix_into(
+    out: torch.Tensor, own: torch.Tensor, own_weight: float, sources: Sequence[tuple[torch.Tensor, float]]
+) -> None:
+    """`own · own_weight + Σ source · weight`; `out` may be `own` itself."""
+    if len(sources) == 1 and own_weight + sources[0][1] == 1.0:
+        torch.lerp(own, sources[0][0], sources[0][1], out=out)
+        return
+    piece = 4 * _PIECE_BYTES // out.element_size()
+    for start in range(0, out.numel(), piece):
+        part = slice(start, start + piece)
+        _mix_piece(out[part], own[part], own_weight, [(source[part], weight) for source, weight in sources])
+
+
+def _mix_piece(
+    out: torch.Tensor, own: torch.Tensor, own_weight: float, sources: Sequence[tuple[torch.Tensor, float]]
+) -> None:
+    if out.dtype in _HALF:
+        total = own.float().mul_(own_weight)
+        for source, weight in sources:
+            total.add_(source, alpha=weight)
+        out.copy_(total)
+        return
+    torch.mul(own, own_weight, out=out)
+    for source, weight in sources:
+        out.add_(source, alpha=weight)

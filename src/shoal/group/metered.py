@@ -1,0 +1,109 @@
+"""How many bytes and seconds each kind of operation has cost this worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from shoal.core import SYSTEM_CLOCK, Clock
+from shoal.group.base import Group, Handle
+from shoal.group.operations import Operation
+from shoal.group.wrapper import GroupWrapper, ObservedHandle
+
+T = TypeVar("T")
+
+
+class Traffic(msgspec.Struct):
+    """Of all calls of one kind of operation."""
+
+    num_calls: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    blocked_s: float = 0.0
+    """The caller's thread was inside the call, or waited for it."""
+    lasted_s: float = 0.0
+    """From the call until its end was noticed; operations that overlap each count in full."""
+
+
+class Metered(GroupWrapper):
+    """Counts bytes and seconds by operation.
+
+    Bytes are what formulas say, whatever the group inside does to move them; B is the size of the tensor, n
+    the number of members:
+
+        all_reduce              2(n − 1)/n · B to the next member of a ring, as much from the one before
+        broadcast               B from the root to each other member
+        all_gather              one's own to n − 1 others, and from each what it has given
+        exchange, pair_gossip   B to each destination and B from each source; where destinations are not
+                                given, they are the sources; peers that are gone do not count
+        exchange_machines       B to and from each worker of the machines that are named, and of one's own
+        fetch                   B from the peer
+        publish, barrier, empty, free, settle: nothing
+
+    They count when an operation is issued, received sizes that only the result tells when it is waited for.
+    """
+
+    def __init__(self, inner: Group, clock: Clock = SYSTEM_CLOCK) -> None:
+        super().__init__(inner)
+        self._clock = clock
+        self._traffic: dict[str, Traffic] = {}
+
+    def totals(self) -> dict[str, Traffic]:
+        """By operation, in the order in which they were first used; a copy."""
+        return {name: msgspec.structs.replace(traffic) for name, traffic in self._traffic.items()}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The same as plain rows for a report."""
+        return [{"op": name, **msgspec.structs.asdict(traffic)} for name, traffic in self._traffic.items()]
+
+    def reset(self) -> None:
+        """Count from zero; operations that are under way still add their seconds to the old count."""
+        self._traffic = {}
+
+    def _issue(self, operation: Operation, start: Callable[[], Handle[T]]) -> Handle[T]:
+        traffic = self._count(operation)
+        began_s = self._clock.now_s()
+        try:
+            handle = start()
+        finally:
+            traffic.blocked_s += self._clock.now_s() - began_s
+        return _MeteredHandle(handle, self._clock, operation, traffic, began_s)
+
+    def _call(self, operation: Operation, act: Callable[[], T]) -> T:
+        traffic = self._count(operation)
+        began_s = self._clock.now_s()
+        try:
+            return act()
+        finally:
+            lasted_s = self._clock.now_s() - began_s
+            traffic.blocked_s += lasted_s
+            traffic.lasted_s += lasted_s
+
+    def _count(self, operation: Operation) -> Traffic:
+        traffic = self._traffic.setdefault(operation.name, Traffic())
+        traffic.num_calls += 1
+        traffic.sent_bytes += operation.sent_bytes
+        traffic.received_bytes += operation.received_bytes
+        return traffic
+
+
+class _MeteredHandle(ObservedHandle[T]):
+    def __init__(
+        self, inner: Handle[T], clock: Clock, operation: Operation, traffic: Traffic, began_s: float
+    ) -> None:
+        super().__init__(inner, clock)
+        self._operation = operation
+        self._traffic = traffic
+        self._began_s = began_s
+
+    def _waited(self, began_s: float, ended_s: float) -> None:
+        self._traffic.blocked_s += ended_s - began_s
+
+    def _ended(self, at_s: float) -> None:
+        self._traffic.lasted_s += at_s - self._began_s
+
+    def _brought(self, result: T) -> None:
+        if self._operation.learns is not None:
+            self._traffic.received_bytes += sum(self._operation.learns(result).values())

@@ -1,0 +1,178 @@
+"""Who is alive: each worker beats, off the data path, and looks after the others.
+
+Lost means silent, not slow. A process that has ended without leaving is lost at once (its pidfd says so); one
+that neither beats nor uses the processor for five seconds, times the patience, is lost too, and finds the
+verdict when it wakes up. For silence the lowest rank that is there decides, so that all agree on the last
+operation in which the silent one took part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from shoal.core import LoopThread
+from shoal.core.fork import close_in_children, keep_in_children
+from shoal.group.base import Loss
+from shoal.group.control import ARRIVED, BEAT, LEFT, NOT_YET, VERDICT, Bells, Control
+
+log = logging.getLogger(__name__)
+_BEAT_S = 0.2
+
+
+class Watch:
+    """Beats for this worker and watches the others, on a loop thread of its own."""
+
+    def __init__(
+        self, rank: int, pids: Sequence[int], control: Control, bells: Bells, silence_s: float
+    ) -> None:
+        self.lost: dict[int, Loss] = {}
+        self._rank = rank
+        self._pids = list(pids)
+        self._control = control
+        self._bells = bells
+        self._silence_s = silence_s
+        self._present = [other for other in range(len(pids)) if other != rank]
+        self._signs: dict[int, tuple[int, float]] = dict.fromkeys(self._present, (0, 0.0))
+        self._silent_s = dict.fromkeys(self._present, 0.0)
+        self._pidfds: dict[int, int] = {}
+        self._loop = LoopThread("shoal-watch", asyncio.new_event_loop)
+        self._is_open = False
+
+    def open(self) -> None:
+        """Begin to beat."""
+        self._control.set(BEAT, time.monotonic_ns())
+        if sys.platform == "linux":
+            for rank in self._present:
+                # one that has ended before this has no descriptor, and its silence will tell
+                with contextlib.suppress(OSError):
+                    self._pidfds[rank] = os.pidfd_open(self._pids[rank])
+                    close_in_children(self._pidfds[rank])
+        self._loop.__enter__()
+        self._is_open = True
+        self._loop.submit(self._watch())
+
+    def close(self) -> None:
+        """Stop beating; the worker has left."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._loop.__exit__(None, None, None)
+        for descriptor in self._pidfds.values():
+            keep_in_children(descriptor)
+            os.close(descriptor)
+        self._pidfds.clear()
+
+    def last_beat_s(self, rank: int) -> float:
+        """Seconds since a rank's last beat."""
+        return (time.monotonic_ns() - self._control.get(rank, BEAT)) / 1e9
+
+    def pid(self, rank: int) -> int:
+        """A rank's process."""
+        return self._pids[rank]
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        for rank, descriptor in self._pidfds.items():
+            loop.add_reader(descriptor, self._ended, rank)
+        looked_s = time.monotonic()
+        while self._present:
+            self._control.set(BEAT, time.monotonic_ns())
+            await asyncio.sleep(_BEAT_S)
+            now_s = time.monotonic()
+            # a pause of this worker itself (suspended, stopped, starved) is nobody else's silence
+            self._look(min(now_s - looked_s, 2 * _BEAT_S))
+            looked_s = now_s
+        while True:  # the last one beats on: somebody may be about to judge it
+            self._control.set(BEAT, time.monotonic_ns())
+            await asyncio.sleep(_BEAT_S)
+
+    def _look(self, passed_s: float) -> None:
+        for rank in tuple(self._present):
+            if self._control.get(rank, LEFT) != NOT_YET:
+                self._forget(rank)
+            elif self._control.get(rank, VERDICT) != NOT_YET:
+                self._lose(rank, f"silent for {self._silence_s:g} s")
+            elif not self._is_process_there(rank):
+                self._ended(rank)
+            else:
+                self._listen(rank, passed_s)
+
+    def _listen(self, rank: int, passed_s: float) -> None:
+        beat, cpu_s = self._signs[rank]
+        silent_s = self._silent_s[rank] = self._silent_s[rank] + passed_s
+        now = self._control.get(rank, BEAT)
+        # a thread that keeps the interpreter's lock for long is busy, not silent
+        used_s = _cpu_s(self._pids[rank]) if silent_s > self._silence_s / 2 else cpu_s
+        if now != beat or used_s > cpu_s:
+            self._signs[rank] = (now, used_s)
+            self._silent_s[rank] = 0.0
+        elif silent_s > self._silence_s and self._rank == min([self._rank, *self._beating(rank)]):
+            self._control.judge(rank, self._control.get(rank, ARRIVED))
+            self._lose(rank, f"silent for {silent_s:.1f} s{_stopped(self._pids[rank])}")
+
+    def _beating(self, suspect: int) -> list[int]:
+        return [
+            rank for rank in self._present if rank != suspect and self._silent_s[rank] <= self._silence_s / 2
+        ]
+
+    def _ended(self, rank: int) -> None:
+        if rank not in self._present:
+            return
+        if self._control.get(rank, LEFT) != NOT_YET:
+            self._forget(rank)
+            return
+        # it writes no more: all who look see the same number
+        self._control.judge(rank, self._control.get(rank, ARRIVED))
+        self._lose(rank, f"its process {self._pids[rank]} ended")
+
+    def _lose(self, rank: int, reason: str) -> None:
+        self.lost[rank] = Loss(rank, reason)
+        log.warning("rank %d is lost: %s", rank, reason)
+        self._forget(rank)
+        self._bells.ring_own()
+
+    def _forget(self, rank: int) -> None:
+        self._present.remove(rank)
+        if rank in self._pidfds:
+            asyncio.get_running_loop().remove_reader(self._pidfds[rank])
+        self._bells.ring_own()
+
+    def _is_process_there(self, rank: int) -> bool:
+        if rank in self._pidfds:
+            return True  # the descriptor tells
+        try:
+            os.kill(self._pids[rank], 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return True
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the name; empty where there is none."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
+
+
+def _cpu_s(pid: int) -> float:
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if len(fields) > 12 else 0.0
+
+
+def _stopped(pid: int) -> str:
+    fields = _stat(pid)
+    return ", its process is stopped (SIGSTOP)" if fields and fields[0] in ("T", "t") else ""
+
+
+def describe_losses(losses: Mapping[int, Loss]) -> str:
+    """'rank 2 (its process 4711 ended), rank 3 (…)'."""
+    return ", ".join(f"rank {loss.rank} ({loss.reason})" for loss in losses.values())

@@ -1,0 +1,66 @@
+"""Every kind of group, and how a worker opens one.
+
+A new group adds a line to KINDS and passes `test_group.py`.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.core import Placement
+from shoal.group.faulty import Faulty
+from shoal.group.metered import Metered
+from shoal.group.settings import GroupSettings
+from shoal.group.shaped import Shaped
+from shoal.group.solo import SoloGroup
+from shoal.group.timeline import Timeline
+from shoal.group.traced import Traced
+from shoal.transport import FaultScript, Profile
+
+NEAR = Profile.parse("[ways.default]\ndelay_ms = 0.05\nmbit_s = 50000")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way to open a group, and the sizes that its contract is tested with."""
+
+    open: Callable
+    """(rank, size, key, settings of the group) to a group"""
+    sizes: tuple[int, ...]
+
+
+def _host(rank, size, key, **settings):
+    from shoal.group.host import open_host_group
+
+    return open_host_group(Placement(rank, size, rank, size, "test"), GroupSettings(key=key, **settings))
+
+
+def _solo(rank, size, key):
+    assert (rank, size) == (0, 1)
+    return SoloGroup()
+
+
+def _wrapped(wrap):
+    return lambda *place, **settings: wrap(_host(*place, **settings))
+
+
+def _traced(group):
+    folder = Path(os.environ["SHOAL_STATE"])
+    return Traced(group, Timeline(folder / f"trace.{group.rank}", group.rank, max_events=100))
+
+
+KINDS = {
+    "solo": Kind(_solo, (1,)),
+    "host": Kind(_host, (5, 4, 3, 2, 1)),  # the largest first: its workers start at the same time
+    "metered": Kind(_wrapped(Metered), (3,)),
+    "shaped": Kind(_wrapped(lambda group: Shaped(group, NEAR)), (3,)),
+    "faulty": Kind(_wrapped(lambda group: Faulty(group, FaultScript())), (3,)),
+    "traced": Kind(_wrapped(_traced), (3,)),
+}
+EVERY = [(kind, size) for kind, what in KINDS.items() for size in what.sizes]
+
+
+def open_group(kind, rank, size, key, **settings):
+    """The group of one worker."""
+    return KINDS[kind].open(rank, size, key, **settings)

@@ -1,0 +1,84 @@
+"""What every group promises, whatever lies between its members."""
+
+import pytest
+
+from contracts import group_checks as checks
+from contracts.groups import EVERY
+
+BARE = ("solo", "host")
+"""Those that wrap no other."""
+every_group = pytest.mark.parametrize(("kind", "size"), EVERY)
+several = pytest.mark.parametrize(("kind", "size"), [each for each in EVERY if each[1] > 1])
+
+
+@every_group
+def test_reductions(workers, kind, size):
+    num_dtypes = len(checks.DTYPES) if kind in BARE else 1
+    bits = workers.run(checks.reductions, size, {"num_dtypes": num_dtypes}, kind=kind)
+    assert len(set(bits)) == 1
+
+
+@every_group
+def test_copies(workers, kind, size):
+    workers.run(checks.copies, size, kind=kind)
+
+
+@every_group
+def test_exchanges(workers, kind, size):
+    workers.run(checks.exchanges, size, kind=kind)
+
+
+@every_group
+def test_twins(workers, kind, size):
+    for graph in ("one-peer", "directed") if kind in BARE else ("one-peer",):
+        workers.run(checks.twins, size, {"graph": graph}, kind=kind)
+
+
+@several
+def test_machines(workers, kind, size):
+    workers.run(checks.machines, size, kind=kind, settings={"workers_per_machine": 2})
+
+
+@every_group
+def test_one_sided(workers, kind, size):
+    workers.run(checks.one_sided, size, kind=kind)
+
+
+@every_group
+def test_many_in_flight(workers, kind, size):
+    workers.run(checks.in_flight, size, kind=kind)
+
+
+@several
+def test_workers_that_differ_are_told_who_called_what(workers, kind, size):
+    if size == 2:
+        for text in workers.run(checks.mismatch, size, kind=kind):
+            for word in ("rank 0", "all_reduce", "rank 1", "broadcast"):
+                assert word in text
+
+
+@several
+def test_leaving(workers, kind, size):
+    if size > 2:
+        assert workers.run(checks.leaving, size, kind=kind) == [2] * (size - 1) + [1]
+
+
+def test_metered_bytes_are_those_of_the_formula(workers):
+    size, size_bytes = 3, 4004
+    ring = 2 * (size - 1) * size_bytes // size
+    for rank, counted in enumerate(workers.run(checks.metered, size, kind="metered")):
+        is_root = rank == 1
+        shared = counted.pop("all_gather")
+        assert shared[0] == 2  # one by `share`, of a byte from each
+        assert shared[1:] == [2 * 4 * (rank + 1) + 2, sum(4 * (r + 1) for r in range(3) if r != rank) + 2]
+        assert counted == {
+            "all_reduce": [1, ring, ring],
+            "broadcast": [1, 2 * size_bytes, 0] if is_root else [1, 0, size_bytes],
+            "exchange": [2, 3 * size_bytes, 3 * size_bytes],
+            "pair_gossip": [1, size_bytes, size_bytes],
+            "exchange_machines": [1, 2 * size_bytes, 2 * size_bytes],
+            "empty": [1, 0, 0],
+            "publish": [1, 0, 0],
+            "barrier": [1, 0, 0],
+            "fetch": [1, 0, 44],
+        }
