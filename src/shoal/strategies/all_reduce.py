@@ -1,0 +1,98 @@
+"""`all-reduce`: gradients averaged over the group, bucketed, overlapped with backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from shoal.core.errors import UsageError
+from shoal.strategies.attachment import Attachment
+from shoal.strategies.base import Strategy
+from shoal.strategies.gradients import GradientRound, GroupBucket
+from shoal.strategies.options import AllReduceOptions, CommonOptions
+from shoal.tensors import DEFAULT_BUCKET_BYTES, BucketLayout
+
+
+class GradientAllReduce(Strategy):
+    """When `backward()` returns, `.grad` is the mean over the group: as one worker with all the batches.
+
+    With `local_steps` above 1, parameters are averaged after so many local steps instead. A lost peer ends
+    `backward()` with PeerLost, and the step after it is refused: parameters stay as they were.
+    """
+
+    name = "all-reduce"
+    Options: ClassVar[type[CommonOptions]] = AllReduceOptions
+    options: AllReduceOptions
+
+    _round: GradientRound | None = None
+    _copies: Sequence[tuple[GroupBucket, list[nn.Parameter]]] = ()
+
+    @property
+    def shares_gradients(self) -> bool:
+        """Unless it shares parameters."""
+        return self.options.local_steps == 1
+
+    def _started(self, attachment: Attachment) -> None:
+        parameters = attachment.parameters
+        if not self.shares_gradients:
+            self._copies = [
+                (GroupBucket(layout, self._allocate), layout.pick(parameters))
+                for layout in BucketLayout.plan(parameters, max_bytes=DEFAULT_BUCKET_BYTES)
+            ]
+            return
+        size = round(self.options.bucket_mib * 2**20)
+        layouts = BucketLayout.plan(parameters, max_bytes=size, is_reversed=True)
+        buckets = [(GroupBucket(layout, self._allocate), layout.pick(parameters)) for layout in layouts]
+        self._round = GradientRound(self.group, buckets, lambda: self.is_accumulating)
+        if self._monitors is not None:
+            self._round.watch(self._monitors, [GroupBucket(layout, self._allocate) for layout in layouts])
+        for parameter, hook in self._round.hooks():
+            attachment.on_accumulated(parameter, hook)
+
+    def _before_step(self) -> None:
+        if self._round is None:
+            return
+        if self._round.error is not None:
+            raise self._round.error
+        if self._round.is_open:
+            raise UsageError(
+                "step() after a backward pass that did not come to its end.",
+                cause="it raised, and its gradients are shared in part.",
+                next_step="leave the loop when backward() raises.",
+            )
+        if self._round.has_unshared:
+            raise UsageError(
+                "step() after accumulate(), with gradients that were not shared.",
+                cause="the last backward pass before a step was inside of accumulate() too.",
+                next_step="leave the last one outside: it shares the sum of all.",
+            )
+
+    def _after_step(self) -> None:
+        if self._copies and self.is_round:
+            self._average_parameters()
+
+    def _skipped_step(self) -> None:
+        self._after_step()
+
+    def _average_parameters(self) -> None:
+        """Nothing is written until all has arrived."""
+        with torch.no_grad():
+            handles = []
+            for bucket, parameters in self._copies:
+                for view, parameter in zip(bucket.views, parameters, strict=False):
+                    view.copy_(parameter)
+                handles.append(self.group.all_reduce(bucket.memory))
+            for handle in handles:
+                handle.wait()
+            for bucket, parameters in self._copies:
+                for view, parameter in zip(bucket.views, parameters, strict=False):
+                    parameter.copy_(view)
+
+    def _stopped(self) -> None:
+        if self._round is not None:
+            self._round.release()
+        self._round = None
+        self._copies = ()

@@ -1,0 +1,39 @@
+"""Averages of a few tensors over the whole group, which outlive the loss of a member."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shoal.group import Group, Handle
+from shoal.tensors import Bucket, BucketLayout
+from shoal.topology import Weights
+
+PACK_BYTES = 64 * 2**20
+
+
+def start_mean(group: Group, tensor: torch.Tensor) -> Handle[torch.Tensor]:
+    """In place, over the members that are there. Others' bits may differ: each sums in its own order."""
+    return group.exchange(tensor, Weights.uniform([rank for rank in group.members if rank != group.rank]))
+
+
+def start_copy(group: Group, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
+    """In place, from `root`; who finds it gone keeps what it has, so that its loss ends nothing."""
+    mine = Weights(1.0) if group.rank == root else Weights(0.0, {root: 1.0})
+    return group.exchange(tensor, mine)
+
+
+def packed(tensors: Sequence[torch.Tensor]) -> list[tuple[Bucket, list[torch.Tensor]]]:
+    """Copies of the tensors in a few buckets of private memory, each with the tensors that it copies.
+
+    Complex ones as real ones with one dimension more.
+    """
+    tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    pairs = []
+    for layout in BucketLayout.plan(tensors, max_bytes=PACK_BYTES):
+        bucket = Bucket(layout)
+        members = layout.pick(tensors)
+        bucket.load(members)
+        pairs.append((bucket, members))
+    return pairs

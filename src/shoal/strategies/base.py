@@ -1,0 +1,251 @@
+"""What all strategies share: the way they attach to a user's own loop, and what they are asked for there.
+
+A strategy sees the loop through public hooks alone, and all it does it does in the user's thread: inside
+`backward()`, `optimizer.step()` and the model's forward. Which tensors travel, and when, is left to the
+strategies; how they travel to the group. In a group of one none of the methods for subclasses is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import msgspec
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal.core.errors import UsageError
+from shoal.core.status import tell_launcher
+from shoal.group import Group
+from shoal.strategies.attachment import Attachment
+from shoal.strategies.buffers import average_buffers, copy_buffers
+from shoal.strategies.consensus import consensus_distance
+from shoal.strategies.monitors import Monitors
+from shoal.strategies.options import CommonOptions, read_options
+from shoal.strategies.schedule import rate_factor
+from shoal.strategies.start import start_equal
+
+
+class Strategy:
+    """How a group shares what its members learn; attached to one model and its optimizer at a time.
+
+    Options are given by name (`NeighborAverage(group, topology="ring")`), as `options`, or both.
+    """
+
+    name: ClassVar[str]
+    survives_loss: ClassVar[bool] = False
+    """Whether the others train on when a peer is lost."""
+    Options: ClassVar[type[CommonOptions]] = CommonOptions
+
+    options: CommonOptions
+    steps: int
+    """Of the optimizer until now, skipped ones included."""
+    rounds: int
+    """Times that the group has shared what it learned, as this worker counts them."""
+
+    def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
+        given = {} if options is None else msgspec.structs.asdict(options)
+        self.group = group
+        self.options = read_options(self.Options, {**given, **named}, self.name)
+        self.steps = 0
+        self.rounds = 0
+        self._monitors = Monitors(self.options.batch_size) if self.options.monitor else None
+        self._attachment: Attachment | None = None
+        self._num_accumulating = 0
+        self._memory: list[torch.Tensor] = []
+
+    @property
+    def attachment(self) -> Attachment:
+        """The model and optimizer that it works on; UsageError without."""
+        if self._attachment is None:
+            raise UsageError(
+                f"{self.name} is not attached to a model.",
+                next_step="call it inside `with strategy.attach(model, optimizer):`.",
+            )
+        return self._attachment
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the group is one of one, so that there is nothing to share."""
+        return self.group.size == 1
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether a backward pass now is one of `accumulate`."""
+        return self._num_accumulating > 0
+
+    @property
+    def is_round(self) -> bool:
+        """Whether the step that comes next, or is under way, is one in which the group shares."""
+        return (self.steps + 1) % self.options.local_steps == 0
+
+    @property
+    def shares_gradients(self) -> bool:
+        """Whether gradients are equal on all members after backward: no member skips a step alone then."""
+        return False
+
+    @property
+    def monitors(self) -> Mapping[str, float]:
+        """`gradient_noise_scale` and `gradient_variance` when monitored and known; otherwise empty."""
+        return {} if self._monitors is None else self._monitors.values()
+
+    def attach(self, model: nn.Module, optimizer: Optimizer, *, stays: bool = False) -> Attachment:
+        """Take rank 0's parameters and buffers, and share from now on until the `with` block ends.
+
+        At its end this worker leaves the group (see `join`), so that workers with more data go on; with
+        `stays` it doesn't, and all members must do equally many steps. Collective.
+        """
+        if self._attachment is not None:
+            raise UsageError(
+                f"this {self.name} is attached already.", next_step="make one strategy for each model."
+            )
+        tell_launcher(rank=self.group.rank, survives_loss=self.survives_loss)
+        attachment = Attachment(self, model, optimizer, stays=stays)
+        self._attachment = attachment
+        try:
+            if not self.is_alone:
+                start_equal(self.group, attachment.named_tensors)
+                self._started(attachment)
+            self.group.should_survive = self.survives_loss
+            attachment.listen()
+        except BaseException:
+            attachment.close(is_failed=True)
+            raise
+        return attachment
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Forward and backward passes inside add to the gradients of this worker, and share nothing."""
+        self._num_accumulating += 1
+        try:
+            yield
+        finally:
+            self._num_accumulating -= 1
+
+    def join(self) -> None:
+        """Without data left, detach and leave the group; the others go on without this worker."""
+        if self._attachment is not None:
+            self._attachment.stays = False
+            self._attachment.close()
+        else:
+            self.group.leave()
+
+    def consensus_distance(self) -> float:
+        """Root mean square, over members, of the distance of a member's parameters from the mean of all.
+
+        Over all trainable parameters as one vector. Collective.
+        """
+        return consensus_distance(self.group, self.attachment.parameters)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers, strings and tensors from which a resumed run continues."""
+        state: dict[str, Any] = {"strategy": self.name, "steps": self.steps, "rounds": self.rounds}
+        if self._monitors is not None:
+            state["monitors"] = self._monitors.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where the run that gave `state` stopped."""
+        if state.get("strategy") != self.name:
+            raise UsageError(
+                f"a state of {state.get('strategy')!r} does not fit {self.name}.",
+                next_step="load it into the strategy that it was saved from.",
+            )
+        self.steps = int(state["steps"])
+        self.rounds = int(state["rounds"])
+        if self._monitors is not None and "monitors" in state:
+            self._monitors.load_state_dict(state["monitors"])
+
+    # For subclasses. All of them are called in the user's thread, none of them in a group of one.
+
+    def _started(self, attachment: Attachment) -> None:
+        """All members have equal parameters: allocate here (`_allocate`), and add hooks of one's own."""
+
+    def _after_forward(self) -> None:
+        """The whole forward is done, in training with gradients."""
+
+    def _before_step(self) -> None:
+        """The gradients are final. What is raised here leaves the step undone."""
+
+    def _after_step(self) -> None:
+        """The optimizer has stepped."""
+
+    def _skipped_step(self) -> None:
+        """The optimizer did not step (GradScaler met an inf): take part, with unchanged parameters."""
+
+    def _average_all(self) -> None:
+        """Average parameters over the whole group; the base averages buffers after it."""
+
+    def _share_buffers(self) -> None:
+        """Buffers become those of rank 0; called after each step when that is an option."""
+        copy_buffers(self.group, self.attachment.model)
+
+    def _stopped(self) -> None:
+        """Detached: parameters and gradients go back to private memory. May not communicate."""
+
+    def _allocate(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the group, given back when the strategy is detached. Collective."""
+        memory = self.group.empty(num_elements, dtype)
+        self._memory.append(memory)
+        return memory
+
+    # What the attachment reports.
+
+    def forward_ended(self) -> None:
+        """A forward in training, with gradients."""
+        self._after_forward()
+
+    def step_begins(self, num_missed: int) -> float:
+        """Before the optimizer's step; `num_missed` steps were skipped since. The factor for its rates."""
+        if not self.is_alone:
+            for _ in range(num_missed):
+                self.step_skipped()
+            self._monitor(is_skipped=False)
+            self._before_step()
+        return rate_factor(self.options, self.steps)
+
+    def step_ended(self) -> None:
+        """After the optimizer's step."""
+        if not self.is_alone:
+            self._after_step()
+        self._count_step()
+
+    def step_skipped(self) -> None:
+        """Instead of both."""
+        if not self.is_alone:
+            self._monitor(is_skipped=True)
+            self._skipped_step()
+        self._count_step()
+
+    def detached(self, *, should_leave: bool, is_failed: bool) -> None:
+        """The last: the hooks are gone."""
+        memory, self._memory = self._memory, []
+        self._attachment = None
+        if not self.is_alone:
+            self._stopped()
+        if is_failed:
+            return
+        if should_leave:
+            self.group.leave()
+            return
+        for tensor in memory:
+            self.group.free(tensor)
+
+    def _monitor(self, *, is_skipped: bool) -> None:
+        if self._monitors is not None and not self.shares_gradients:
+            self._monitors.observe_locally(self.group, self.attachment.parameters, is_skipped=is_skipped)
+
+    def _count_step(self) -> None:
+        was_round = self.is_round
+        self.steps += 1
+        self.rounds += was_round
+        if self.is_alone:
+            return
+        every = self.options.global_average_every
+        if was_round and every and self.rounds % every == 0:
+            self._average_all()
+            average_buffers(self.group, self.attachment.model)
+        if self.options.should_broadcast_buffers:
+            self._share_buffers()

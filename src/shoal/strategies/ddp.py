@@ -1,0 +1,168 @@
+"""`ddp`: torch's own DistributedDataParallel, the baseline, attached to an unchanged loop.
+
+The user's model stays what it is: while attached, its `forward` goes through a DDP around it. Gradients are
+shared over torch.distributed (gloo), which this brings up where the user has not; the group is used for the
+start alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
+from torch.nn.parallel import DistributedDataParallel
+
+from shoal.core.errors import ShoalError, UsageError
+from shoal.group import Group
+from shoal.strategies.attachment import Attachment
+from shoal.strategies.base import Strategy
+from shoal.strategies.options import CommonOptions, DDPOptions
+
+_KNOWN = inspect.signature(DistributedDataParallel).parameters
+# torch 2.13 has given the argument another name, and warns of the old one
+_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers"
+
+
+class TorchDDP(Strategy):
+    """Gradients averaged by torch; its errors are torch's own, and so is what its options mean.
+
+    Only forward passes of the model itself, in training with gradients, are followed by a round. With
+    `local_steps` above 1, parameters are averaged after so many local steps instead.
+    """
+
+    name = "ddp"
+    Options: ClassVar[type[CommonOptions]] = DDPOptions
+    options: DDPOptions
+
+    def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
+        super().__init__(group, options=options, **named)
+        if self.options.monitor:
+            raise UsageError(
+                "ddp cannot be monitored: torch keeps local gradients to itself.",
+                next_step="monitor under all-reduce, whose gradients are the same.",
+            )
+        if self.options.is_uneven and self.options.local_steps > 1:
+            raise UsageError(
+                "torch's Join knows no local steps.",
+                next_step="take all-reduce, where uneven data just works.",
+            )
+        self._module: DistributedDataParallel | None = None
+        self._exit = contextlib.ExitStack()
+
+    @property
+    def shares_gradients(self) -> bool:
+        """Unless it shares parameters."""
+        return self.options.local_steps == 1
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """As DDP's `no_sync`: forward and backward passes inside share nothing."""
+        no_sync = contextlib.nullcontext() if self._module is None else self._module.no_sync()
+        with super().accumulate(), no_sync:
+            yield
+
+    def _started(self, attachment: Attachment) -> None:
+        _open_process_group(self.group, self._exit)
+        if not self.shares_gradients:
+            return
+        model = attachment.model
+        buffers: dict[str, Any] = {_BUFFERS: self.options.should_broadcast_buffers}
+        self._module = DistributedDataParallel(
+            _Shell(model),
+            bucket_cap_mb=self.options.bucket_mib,
+            find_unused_parameters=self.options.find_unused_parameters,
+            gradient_as_bucket_view=self.options.gradient_as_bucket_view,
+            **buffers,
+        )
+        self._exit.enter_context(_routed(model, self._module))
+        if self.options.is_uneven:
+            joining = Join([self._module], divide_by_initial_world_size=False)
+            self._exit.enter_context(joining)
+
+    def _after_step(self) -> None:
+        if not self.shares_gradients and self.is_round:
+            world = dist.group.WORLD
+            assert world is not None, "attached without torch.distributed"
+            average_parameters(iter(self.attachment.parameters), world)
+
+    def _skipped_step(self) -> None:
+        self._after_step()
+
+    def _share_buffers(self) -> None:
+        if self._module is None:
+            super()._share_buffers()
+
+    def detached(self, *, should_leave: bool, is_failed: bool) -> None:
+        """Torch's Join waits for the others at the end, unless this worker failed."""
+        self._module = None
+        try:
+            if is_failed:
+                failure = ShoalError("the loop ended with an exception.")
+                self._exit.__exit__(ShoalError, failure, None)
+            else:
+                self._exit.close()
+        finally:
+            super().detached(should_leave=should_leave, is_failed=is_failed)
+
+
+class _Shell(nn.Module):
+    """What DDP wraps: the model's own forward, without the hooks that have run by then."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._forward = model.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _routed(model: nn.Module, module: DistributedDataParallel) -> Iterator[None]:
+    """Send the model's forward through DDP, which calls the model's own."""
+    own = model.forward
+    was_set = "forward" in vars(model)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        should_share = model.training and torch.is_grad_enabled()
+        return module(*args, **kwargs) if should_share else own(*args, **kwargs)
+
+    model.forward = forward
+    try:
+        yield
+    finally:
+        if was_set:
+            model.forward = own
+        else:
+            del model.forward
+
+
+def _open_process_group(group: Group, stack: contextlib.ExitStack) -> None:
+    """Use torch.distributed as the user has set it up, or set it up until the stack closes. Collective."""
+    if dist.is_initialized():
+        if (dist.get_rank(), dist.get_world_size()) != (group.rank, group.size):
+            raise UsageError(
+                f"rank {group.rank} of {group.size} is rank {dist.get_rank()} of {dist.get_world_size()} in "
+                "torch.distributed.",
+                next_step="let the group and torch.distributed have the same ranks.",
+            )
+        return
+    folder = Path(tempfile.mkdtemp(prefix="shoal-ddp-")) if group.rank == 0 else None
+    try:
+        path = next(path for path in group.share(str(folder) if folder else "") if path)
+        dist.init_process_group("gloo", f"file://{path}/store", world_size=group.size, rank=group.rank)
+        stack.callback(dist.destroy_process_group)
+        group.barrier().wait()
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)

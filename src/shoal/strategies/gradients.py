@@ -1,0 +1,238 @@
+"""One round of gradients inside one backward pass: copied into buckets, reduced while backward goes on.
+
+Each parameter's post-accumulate hook copies its gradient into the bucket and makes `.grad` the view there.
+A bucket that is full, and all before it, is reduced: the order is that of the layout, on all members alike.
+What is not there at the end of backward was not used by it. Such a parameter gives what `.grad` holds, or
+zeros; it gets a gradient only when some member has one, which flags at the end of the bucket tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from shoal.core.errors import UsageError
+from shoal.group import Group, Handle
+from shoal.strategies.monitors import Monitors
+from shoal.tensors import (
+    ALIGNMENT_BYTES,
+    DTYPES,
+    Bucket,
+    BucketLayout,
+    BucketSlot,
+    TensorSpec,
+)
+
+Allocate = Callable[[int, torch.dtype], torch.Tensor]
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call once, when the backward pass that is running is through; what it raises, `backward()` raises.
+
+    The engine's queue is no documented name, though DDP and FSDP stand on it. The documented way,
+    `register_multi_grad_hook`, keeps every gradient until the end, so that accumulating copies them all,
+    loses count in a backward inside a backward, and remembers every pass that failed.
+    """
+    Variable._execution_engine.queue_callback(callback)
+
+
+class GroupBucket:
+    """Flat memory of the group with views for some tensors and, at its end, a flag for each of them."""
+
+    handle: Handle[torch.Tensor] | None
+    """Of the reduction under way."""
+
+    def __init__(self, layout: BucketLayout, allocate: Allocate) -> None:
+        self.num_slots = len(layout.slots)
+        self.num_missing = 0
+        self.handle = None
+        dtype = DTYPES[layout.dtype]
+        real = dtype.to_real()
+        end = layout.size_bytes
+        size = -(-self.num_slots * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        flags = BucketSlot(-1, TensorSpec(layout.dtype, (self.num_slots,)), end)
+        layout = msgspec.structs.replace(layout, slots=(*layout.slots, flags), size_bytes=end + size)
+        self.memory = allocate(layout.size_bytes // real.itemsize, real)
+        bucket = Bucket(layout, memory=self.memory.view(torch.uint8).numpy().data)
+        *self.views, self.flags = bucket.views
+
+
+class _Place:
+    """One parameter's place in a bucket; `last_round` is the last one that it was ready for."""
+
+    __slots__ = ("bucket", "last_round", "number", "parameter", "round", "view")
+
+    def __init__(
+        self, owner: GradientRound, parameter: nn.Parameter, bucket: GroupBucket, number: int
+    ) -> None:
+        self.round = owner
+        self.parameter = parameter
+        self.bucket = bucket
+        self.number = number
+        self.view = bucket.views[number]
+        self.last_round = -1
+
+    def ready(self, parameter: torch.Tensor) -> None:
+        """The post-accumulate hook."""
+        owner = self.round
+        if not owner.is_open and not owner.begin():
+            return
+        if self.last_round == owner.number:
+            owner.begin_again()
+        self.last_round = owner.number
+        self.take(parameter.grad)
+        bucket = self.bucket
+        bucket.num_missing -= 1
+        try:
+            if not bucket.num_missing:
+                owner.start_full()
+            if owner.num_started:
+                owner.group.progress()
+        except BaseException as error:
+            owner.fail(error)
+            raise
+
+    def take(self, gradient: torch.Tensor | None) -> None:
+        """Copy a gradient in, unless it is there already."""
+        view = self.view
+        if gradient is view or gradient is None:
+            return
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        view.copy_(gradient.detach() if gradient.requires_grad else gradient)
+        self.parameter.grad = view
+
+
+class GradientRound:
+    """The rounds of one model's gradients, one after another; after each, they are means over the group."""
+
+    def __init__(
+        self,
+        group: Group,
+        buckets: Sequence[tuple[GroupBucket, Sequence[nn.Parameter]]],
+        is_paused: Callable[[], bool],
+    ) -> None:
+        self.group = group
+        self.is_open = False
+        """From the first gradient of a backward pass to its end."""
+        self.has_unshared = False
+        """Some came while it was paused, and no round has followed."""
+        self.number = 0
+        self.num_started = 0
+        self.error: BaseException | None = None
+        """What the last round ended in."""
+        self._is_paused = is_paused
+        self._buckets = [bucket for bucket, _ in buckets]
+        self._places = [
+            _Place(self, parameter, bucket, number)
+            for bucket, parameters in buckets
+            for number, parameter in enumerate(parameters)
+        ]
+        self._monitors: Monitors | None = None
+        self._squares: Sequence[GroupBucket] = ()
+
+    def watch(self, monitors: Monitors, squares: Sequence[GroupBucket]) -> None:
+        """Reduce squares too, in buckets of the same layouts, and tell the monitors of each round."""
+        self._monitors = monitors
+        self._squares = squares
+
+    def hooks(self) -> list[tuple[nn.Parameter, Callable[[torch.Tensor], None]]]:
+        """Each parameter with its post-accumulate hook."""
+        return [(place.parameter, place.ready) for place in self._places]
+
+    def begin(self) -> bool:
+        """At the first gradient of a backward pass; False when it is not to be shared."""
+        if self._is_paused():
+            self.has_unshared = True
+            return False
+        self.is_open = True
+        self.error = None
+        self.number += 1
+        self.num_started = 0
+        for bucket in self._buckets:
+            bucket.num_missing = bucket.num_slots
+        at_end_of_backward(self._end)
+        return True
+
+    def begin_again(self) -> None:
+        """At a gradient that is ready for the second time; UsageError when that cannot be mended."""
+        if self.num_started:
+            raise UsageError(
+                "a parameter's gradient was ready twice in one backward pass.",
+                cause="a parameter inside and outside of a reentrant checkpoint, or an earlier backward pass "
+                "that raised.",
+                next_step="checkpoint with use_reentrant=False; after an exception, leave the loop.",
+            )
+        self.begin()
+
+    def fail(self, error: BaseException) -> None:
+        """The round ends without a result."""
+        self.error = error
+        self.is_open = False
+        for bucket in (*self._buckets, *self._squares):
+            bucket.handle = None
+
+    def start_full(self) -> None:
+        """Reduce the buckets that are full, up to the first that is not."""
+        while self.num_started < len(self._buckets):
+            bucket = self._buckets[self.num_started]
+            if bucket.num_missing:
+                return
+            bucket.flags.fill_(1)
+            self._start(bucket)
+
+    def release(self) -> None:
+        """Gradients go back into private memory."""
+        for place in self._places:
+            if place.parameter.grad is place.view:
+                place.parameter.grad = place.view.clone()
+
+    def _start(self, bucket: GroupBucket) -> None:
+        if self._monitors is not None:
+            square = self._squares[self.num_started]
+            torch.mul(bucket.memory, bucket.memory, out=square.memory)
+            square.handle = self.group.all_reduce(square.memory)
+        bucket.handle = self.group.all_reduce(bucket.memory)
+        self.num_started += 1
+
+    def _end(self) -> None:
+        try:
+            unused = self._start_rest() if self.num_started < len(self._buckets) else []
+            num_members = len(self.group.members)
+            for bucket in (*self._buckets, *self._squares):
+                assert bucket.handle is not None, "a bucket that was never started"
+                bucket.handle.wait()
+                bucket.handle = None
+        except BaseException as error:
+            self.fail(error)
+            raise
+        self.is_open = False
+        self.has_unshared = False
+        for place in unused:
+            if place.bucket.flags[place.number] != 0:
+                place.parameter.grad = place.view
+        if self._monitors is not None:
+            means = [bucket.views for bucket in self._buckets]
+            squares = [bucket.views for bucket in self._squares]
+            self._monitors.observe_buckets(list(zip(means, squares, strict=True)), num_members)
+
+    def _start_rest(self) -> list[_Place]:
+        """Reduce what was not started, unused parameters included; those without any gradient."""
+        without = []
+        for bucket in self._buckets[self.num_started :]:
+            bucket.flags.fill_(1)
+        for place in self._places:
+            if place.last_round != self.number:
+                if place.parameter.grad is None:
+                    place.view.zero_()
+                    place.bucket.flags[place.number] = 0
+                    without.append(place)
+                else:
+                    place.take(place.parameter.grad)
+        for bucket in self._buckets[self.num_started :]:
+            self._start(bucket)
+        return without

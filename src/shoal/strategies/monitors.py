@@ -1,0 +1,109 @@
+"""What gradients tell about the batch size: noise scale and variance, from local and averaged gradients.
+
+With B_small the batch of one worker, B_big that of all, and the squared norms of a local gradient (averaged
+over workers) and of the averaged one:
+
+    |G|² = (B_big · |g_big|² − B_small · |g_small|²) / (B_big − B_small)
+    S    = (|g_small|² − |g_big|²) / (1 / B_small − 1 / B_big)
+
+and the noise scale is EMA(S) / EMA(|G|²) (McCandlish et al. 2018, appendix A.1). The variance is the sum,
+over tensors, of ‖E[g²] − E[g]²‖, E over workers. A GradScaler's factor cancels in the first, not in the
+second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shoal.group import Group
+from shoal.strategies.averaging import packed, start_mean
+
+EMA = 0.9
+"""What is kept of the old value at each step."""
+
+
+class Monitors:
+    """Running estimates of one worker; they are equal on all."""
+
+    def __init__(self, batch_size: int | None = None) -> None:
+        self._batch_size = 1 if batch_size is None else batch_size
+        self._noise: float | None = None
+        self._signal: float | None = None
+        self._variance: float | None = None
+
+    def values(self) -> dict[str, float]:
+        """What is known by now."""
+        known = {}
+        if self._noise is not None and self._signal:
+            known["gradient_noise_scale"] = self._noise / self._signal
+        if self._variance is not None:
+            known["gradient_variance"] = self._variance
+        return known
+
+    def observe(self, small: float, big: float, variance: float, num_workers: int) -> None:
+        """One step's squared norms, of local gradients (mean over workers) and of the averaged one.
+
+        Left out when it is not finite (an inf under a GradScaler), or when there is nobody to compare with.
+        """
+        if num_workers < 2 or not all(map(_is_finite, (small, big, variance))):
+            return
+        b_small, b_big = self._batch_size, self._batch_size * num_workers
+        signal = (b_big * big - b_small * small) / (b_big - b_small)
+        noise = (small - big) / (1 / b_small - 1 / b_big)
+        self._signal = _blend(self._signal, signal)
+        self._noise = _blend(self._noise, noise)
+        self._variance = variance
+
+    def observe_buckets(
+        self, buckets: Sequence[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]], num_workers: int
+    ) -> None:
+        """One step's E[g] and E[g²], tensor by tensor."""
+        small = big = variance = 0.0
+        for means, squares in buckets:
+            for mean, square in zip(means, squares, strict=True):
+                small += square.sum(dtype=torch.float64).item()
+                big += torch.linalg.vector_norm(mean, dtype=torch.float64).item() ** 2
+                variance += torch.linalg.vector_norm(square - mean.square(), dtype=torch.float64).item()
+        self.observe(small, big, variance, num_workers)
+
+    def observe_locally(
+        self, group: Group, parameters: Sequence[torch.Tensor], *, is_skipped: bool = False
+    ) -> None:
+        """One step of a strategy that leaves gradients local: averaged for this alone. Collective.
+
+        A worker that skips the step has no gradients: what it gives instead makes all leave the step out.
+        """
+        nothing = torch.nan if is_skipped else 0.0
+        gradients = [
+            torch.full_like(parameter, nothing)
+            if is_skipped or parameter.grad is None
+            else parameter.grad.detach()
+            for parameter in parameters
+        ]
+        num_workers = len(group.members)
+        buckets = []
+        for mean, members in packed(gradients):
+            ((square, _),) = packed([member.square() for member in members])
+            start_mean(group, mean.flat).wait()
+            start_mean(group, square.flat).wait()
+            buckets.append((mean.views, square.views))
+        self.observe_buckets(buckets, num_workers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The running estimates."""
+        return {"noise": self._noise, "signal": self._signal, "variance": self._variance}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from them."""
+        self._noise, self._signal, self._variance = (state[key] for key in ("noise", "signal", "variance"))
+
+
+def _blend(old: float | None, new: float) -> float:
+    return new if old is None else EMA * old + (1 - EMA) * new
+
+
+def _is_finite(value: float) -> bool:
+    return abs(value) < float("inf")

@@ -1,0 +1,63 @@
+"""The consistent start: the same tensors on all members, with the values of rank 0."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from itertools import zip_longest
+
+import msgspec
+import torch
+
+from shoal.core.errors import UsageError
+from shoal.group import Group
+from shoal.tensors import Bucket, BucketLayout
+
+PACK_BYTES = 64 * 2**20
+"""Of one broadcast: few of them, and little memory beside the model."""
+
+
+def start_equal(group: Group, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Compare names, shapes and dtypes, then take rank 0's values. Collective.
+
+    UsageError, on all members, names the first tensor that differs, and whose it is.
+    """
+    require_equal(group, tensors)
+    items = [tensor.detach() for tensor in tensors.values()]
+    for layout in BucketLayout.plan(items, max_bytes=PACK_BYTES):
+        bucket = Bucket(layout)
+        mine = layout.pick(items)
+        bucket.load(mine)
+        group.broadcast(bucket.flat.view(torch.uint8)).wait()
+        if group.rank:
+            bucket.store(mine)
+
+
+def require_equal(group: Group, tensors: Mapping[str, torch.Tensor]) -> None:
+    """UsageError, on all members, when what they hold differs in more than values."""
+    mine = [
+        [name, str(tensor.dtype), list(tensor.shape), tensor.requires_grad]
+        for name, tensor in tensors.items()
+    ]
+    digests = group.share(hashlib.sha256(msgspec.msgpack.encode(mine)).digest())
+    if len({*digests}) == 1:
+        return
+    ranks = group.members
+    everybody = group.share(mine)
+    for rank, theirs in zip(ranks, everybody, strict=True):
+        for first, other in zip_longest(everybody[0], theirs):
+            if first != other:
+                raise UsageError(
+                    f"rank {rank} has {_words(other)} where rank {ranks[0]} has {_words(first)}.",
+                    cause="the model is built in another way there (another number of classes, other "
+                    "layers frozen, another version of the code).",
+                    next_step="build the same model on all workers; values may differ, rank 0's are taken.",
+                )
+
+
+def _words(entry: list[object] | None) -> str:
+    if entry is None:
+        return "no tensor"
+    name, dtype, shape, is_trainable = entry
+    kind = str(dtype).removeprefix("torch.")
+    return f"{name} ({kind}, shape {shape}, {'trainable' if is_trainable else 'not trainable'})"

@@ -1,0 +1,133 @@
+"""Parameters in memory of the group, twice: the live copy that trains, the spare one that a round fills.
+
+An exchange reads the live buffer where it lies and writes the spare one, and `swap` re-points every
+parameter: no copy besides the mix itself, and a round that fails has touched nothing that trains. Optimizer
+state stays private, keyed by parameter as ever. What is exchanged, and when, is left to strategies.
+
+`p.data` moves with each swap: a view of it that the user keeps across steps (`flat = p.data.view(-1)`) goes
+stale; the parameter itself, and all that torch keys by it, does not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from shoal.core.errors import UsageError
+from shoal.group import Group
+from shoal.tensors import DTYPES, BucketLayout, size_bytes
+from shoal.tensors.memory import tensor_over
+from shoal.tensors.packing import reshape_dense
+
+
+class Pair(NamedTuple):
+    """The two buffers of one dtype, flat, gaps between parameters included (they are zeros)."""
+
+    live: torch.Tensor
+    spare: torch.Tensor
+
+
+class Twins:
+    """The parameters in memory of the group, from construction, which is collective, until `close`.
+
+    `allocate(num_elements, dtype)` gives that memory, and whoever gave it takes it back after `close`.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        parameters: Sequence[torch.nn.Parameter],
+        allocate: Callable[[int, torch.dtype], torch.Tensor],
+    ) -> None:
+        layouts = BucketLayout.plan(parameters, max_bytes=sys.maxsize)
+        _require_equal(group, layouts)
+        self.is_home = True
+        """Whether the live buffers are those that were live at first."""
+        self._pairs: list[Pair] = []
+        self._views: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self._members: list[torch.nn.Parameter] = []
+        for layout in layouts:
+            dtype = DTYPES[layout.dtype]
+            # Mixing is linear: a complex number travels as two real ones.
+            real = dtype.to_real()
+            pair = Pair(*(allocate(layout.size_bytes // real.itemsize, real) for _ in range(2)))
+            self._pairs.append(pair)
+            self._members += layout.pick(parameters)
+            for flat, views in zip(pair, self._views, strict=True):
+                views.extend(_views(layout, flat, dtype))
+        for parameter, view in zip(self._members, self._views[0], strict=True):
+            _require_same_kind(parameter, view)
+        self.adopt()
+
+    @property
+    def pairs(self) -> Sequence[Pair]:
+        """One for each dtype, in an order that all members share."""
+        return self._pairs
+
+    def adopt(self) -> None:
+        """Take back parameters whose `data` was replaced (`model.to(...)`, `p.data = …`), with their values.
+
+        Writes the live buffers, as an optimizer does; cheap when nothing was replaced.
+        """
+        for parameter, view in zip(self._members, self._views[0], strict=True):
+            if parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride():
+                _require_same_kind(parameter, view)
+                view.copy_(parameter.detach())
+                parameter.data = view
+
+    def swap(self) -> None:
+        """The spare buffers, filled, become the live ones."""
+        live, spare = self._views
+        for parameter, view in zip(self._members, spare, strict=True):
+            parameter.data = view
+        self._views = (spare, live)
+        self._pairs = [Pair(pair.spare, pair.live) for pair in self._pairs]
+        self.is_home = not self.is_home
+
+    def close(self) -> None:
+        """The parameters move back into private memory; idempotent."""
+        for parameter in self._members:
+            parameter.data = parameter.detach().clone()
+        self._pairs, self._members, self._views = [], [], ([], [])
+
+
+def _views(layout: BucketLayout, flat: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    """A tensor for each slot, each with a storage of its own: saving or copying one takes no other along."""
+    memory = flat.view(torch.uint8).numpy().data
+    views = []
+    for slot in layout.slots:
+        size = size_bytes(slot.spec)
+        if size:
+            raw = tensor_over(memory[slot.offset_bytes : slot.offset_bytes + size])
+            views.append(reshape_dense(raw.view(dtype), slot.spec))
+        else:
+            views.append(torch.empty(slot.spec.shape, dtype=dtype))
+    return views
+
+
+def _require_same_kind(parameter: torch.Tensor, view: torch.Tensor) -> None:
+    def kind(tensor: torch.Tensor) -> str:
+        return f"{tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}"
+
+    if kind(parameter) != kind(view):
+        raise UsageError(
+            f"a parameter, {kind(parameter)}, does not fit the memory of its group, {kind(view)}.",
+            cause="the model was moved or converted after attach, or this group has no memory on its device.",
+            next_step="move or convert the model before attach.",
+        )
+
+
+def _require_equal(group: Group, layouts: list[BucketLayout]) -> None:
+    """Equal shapes may still lie in another order (channels_last on one worker only)."""
+    mine = msgspec.msgpack.encode(layouts)
+    for rank, theirs in zip(group.members, group.share(mine), strict=True):
+        if theirs != mine:
+            raise UsageError(
+                f"the parameters of rank {rank} lie otherwise in memory than those of rank {group.rank}.",
+                cause="another memory format (channels_last), another order, or other frozen parameters.",
+                next_step="build the model in the same way on all workers, its memory format included.",
+            )

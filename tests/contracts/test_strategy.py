@@ -1,0 +1,47 @@
+"""What every strategy promises, whatever it shares."""
+
+import pytest
+
+from contracts import strategies as checks
+from contracts.strategies import CASES, COUNTED
+from shoal.strategies import STRATEGIES
+
+EVERY = list(CASES)
+
+
+def test_every_strategy_has_a_case():
+    assert {case.strategy for case in CASES.values()} == set(STRATEGIES)
+
+
+@pytest.mark.parametrize("kind", ["solo", "host"])
+def test_alone_it_is_plain_training(workers, kind):
+    workers.run(checks.alone, 1, EVERY, kind=kind)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_each_tensor_goes_once_a_round_and_the_mean_stays(workers, size):
+    workers.run(checks.rounds, size, EVERY if size < 4 else list(COUNTED))
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_bytes_are_those_of_the_formula(workers, size):
+    workers.run(checks.metered, size, list(COUNTED))
+
+
+def test_an_aborted_round_changes_nothing(workers):
+    workers.run(checks.aborted, 2, list(COUNTED))
+
+
+def test_the_limit_of_a_quadratic(workers):
+    workers.run(checks.limits, 3, EVERY)
+
+
+def test_loops_that_people_write(workers):
+    workers.run(checks.loops, 3, EVERY)
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if name != "ddp"])
+def test_a_worker_out_of_data_leaves(workers, name):
+    first, *others = workers.run(checks.uneven, 3, {"name": name})
+    assert first != pytest.approx(others[0], abs=1e-3)
+    assert others[0] != 0

@@ -1,0 +1,344 @@
+"""How a strategy attaches to a loop, seen by a strategy that writes down what it is told."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.core import PeerLost, UsageError
+from shoal.group.solo import SoloGroup
+from shoal.strategies.all_reduce import GradientAllReduce
+from shoal.strategies.base import Strategy
+from shoal.strategies.ddp import TorchDDP
+from strategies.fakes import Mirror
+
+X = torch.arange(12.0).view(4, 3) / 10
+
+
+class Recorder(Strategy):
+    name = "recorder"
+
+    def __init__(self, group, **options):
+        super().__init__(group, **options)
+        self.heard = []
+
+    def _started(self, attachment):
+        self._allocate(4, torch.float32)
+        self.heard.append("started")
+
+    def _after_forward(self):
+        self.heard.append("forward")
+
+    def _before_step(self):
+        self.heard.append("before")
+
+    def _after_step(self):
+        self.heard.append("after round" if self.is_round else "after")
+
+    def _skipped_step(self):
+        self.heard.append("skipped")
+
+    def _average_all(self):
+        self.heard.append("average")
+
+    def _stopped(self):
+        self.heard.append("stopped")
+
+    def take(self):
+        heard, self.heard = self.heard, []
+        return heard
+
+
+def setup(seed=0, **options):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    return model, optimizer, Recorder(Mirror(), **options)
+
+
+def backward(model, scale=1.0):
+    (model(X).square().mean() * scale).backward()
+
+
+@pytest.mark.parametrize("kind", [GradientAllReduce, TorchDDP, Recorder])
+def test_a_group_of_one_is_plain_training_bit_for_bit(kind):
+    results = []
+    for is_attached in (False, True):
+        model, optimizer, _ = setup()
+        strategy = kind(SoloGroup(), local_steps=2, global_average_every=1)
+        if is_attached:
+            strategy.attach(model, optimizer)
+            assert not any(parameter._backward_hooks for parameter in model.parameters())
+            assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+            assert not model._forward_pre_hooks
+            assert not model._forward_hooks
+        for _ in range(5):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+        results.append([*model.parameters(), *model.buffers()])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert (strategy.steps, strategy.rounds) == (5, 2)
+
+
+def test_a_loop_and_its_end():
+    model, optimizer, strategy = setup(local_steps=2, global_average_every=2)
+    with strategy.attach(model, optimizer) as attachment:
+        assert attachment.parameters == list(model.parameters())
+        for _ in range(4):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+        model.eval()(X)
+    step, shared = ["forward", "before", "after"], ["forward", "before", "after round"]
+    assert strategy.take() == ["started", *step, *shared, *step, *shared, "average", "stopped"]
+    assert strategy.group.members == ()
+    backward(model.train())
+    optimizer.step()
+    assert not strategy.take()
+
+
+def test_staying_gives_the_memory_back_instead_of_leaving():
+    model, optimizer, strategy = setup()
+    with strategy.attach(model, optimizer, stays=True):
+        pass
+    assert strategy.group.calls.count("free") == 1
+    assert strategy.group.members == (0, 1)
+    with strategy.attach(model, optimizer), pytest.raises(UsageError, match="attached already"):
+        strategy.attach(model, optimizer)
+
+
+def test_an_exception_in_the_loop_takes_the_hooks_off_and_leaves_nobody():
+    model, optimizer, strategy = setup()
+
+    def loop():
+        with strategy.attach(model, optimizer):
+            backward(model)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        loop()
+    assert strategy.take() == ["started", "forward", "stopped"]
+    assert strategy.group.members == (0, 1)
+    assert "free" not in strategy.group.calls
+    optimizer.step()
+    assert not strategy.take()
+
+
+def test_join_detaches_and_leaves():
+    model, optimizer, strategy = setup()
+    with strategy.attach(model, optimizer, stays=True):
+        strategy.join()
+        backward(model)
+        optimizer.step()
+    assert strategy.take() == ["started", "stopped"]
+    assert strategy.group.members == ()
+
+
+@pytest.mark.parametrize("zero_at", ["before forward", "after forward", "after step"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_step_that_the_scaler_skips(zero_at, set_to_none):
+    model, optimizer, strategy = setup()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with strategy.attach(model, optimizer):
+        for scale in (1.0, torch.inf, 1.0, torch.nan):
+            if zero_at == "before forward":
+                optimizer.zero_grad(set_to_none)
+            loss = model(X).square().mean() * scale
+            if zero_at == "after forward":
+                optimizer.zero_grad(set_to_none)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if zero_at == "after step":
+                optimizer.zero_grad(set_to_none)
+    heard = [word for word in strategy.take() if word != "forward"]
+    step = ["before", "after round"]
+    assert heard == ["started", *step, "skipped", *step, "skipped", "stopped"]
+    assert (strategy.steps, strategy.rounds) == (4, 4)
+
+
+def test_accumulation_is_no_skipped_step():
+    model, optimizer, strategy = setup()
+    with strategy.attach(model, optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(2):
+                with strategy.accumulate():
+                    backward(model)
+            with strategy.accumulate():
+                backward(model, 0.0)
+            backward(model)
+            optimizer.step()
+        optimizer.zero_grad()
+        for _ in range(3):
+            backward(model)
+        optimizer.step()
+        with strategy.accumulate():
+            backward(model)
+    assert strategy.steps == 3
+    assert "skipped" not in strategy.take()
+
+
+@pytest.mark.parametrize("is_tensor", [False, True])
+def test_rates_are_scaled_for_the_step_alone(is_tensor):
+    model, optimizer, strategy = setup(warmup_steps=2, warmup_factor=0.5, decay_every=3, decay_factor=0.1)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(0.5) if is_tensor else 0.5
+    seen = []
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with strategy.attach(model, optimizer):
+        optimizer.register_step_pre_hook(lambda *_: seen.append(float(optimizer.param_groups[0]["lr"])))
+        for _ in range(4):
+            backward(model)
+            optimizer.step()
+            scheduler.step()
+    assert seen == pytest.approx([0.5 * 0.5, 0.25 * 0.75, 0.125, 0.0625 * 0.1])
+    assert float(optimizer.param_groups[0]["lr"]) == 0.5 / 16
+
+
+def test_rates_come_back_after_a_step_that_raised():
+    model, optimizer, strategy = setup(warmup_steps=10)
+
+    def closure():
+        raise ZeroDivisionError
+
+    with strategy.attach(model, optimizer):
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(closure)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_state_continues():
+    model, optimizer, first = setup(local_steps=2, monitor=True, batch_size=4)
+    with first.attach(model, optimizer):
+        for _ in range(3):
+            backward(model)
+            optimizer.step()
+    *_, second = setup(local_steps=2, monitor=True, batch_size=4)
+    state = first.state_dict()
+    second.load_state_dict(state)
+    assert (second.steps, second.rounds, second.monitors) == (3, 1, first.monitors)
+    assert second.state_dict() == state
+    with pytest.raises(UsageError, match="'recorder' does not fit all-reduce"):
+        GradientAllReduce(SoloGroup()).load_state_dict(state)
+
+
+def test_parameters_that_only_the_optimizer_has_count():
+    model, _, strategy = setup()
+    extra = nn.Parameter(torch.zeros(2))
+    model[0].bias.requires_grad_(False)
+    optimizer = torch.optim.SGD([*model.parameters(), extra], lr=0.1)
+    with strategy.attach(model, optimizer) as attachment:
+        assert list(attachment.named_parameters) == [
+            "0.weight",
+            "1.weight",
+            "1.bias",
+            "2.weight",
+            "2.bias",
+            "optimizer.0.6",
+        ]
+
+
+def test_a_lost_peer_ends_backward_and_the_step_is_refused():
+    model, optimizer, _ = setup()
+    strategy = GradientAllReduce(Mirror())
+    with strategy.attach(model, optimizer):
+        backward(model)
+        optimizer.step()
+        before = [parameter.clone() for parameter in model.parameters()]
+        momentum = optimizer.state_dict()["state"][0]["momentum_buffer"].clone()
+        strategy.group.is_peer_lost = True
+        optimizer.zero_grad()
+        with pytest.raises(PeerLost, match="rank 1"):
+            backward(model)
+        with pytest.raises(PeerLost, match="rank 1"):
+            optimizer.step()
+        assert all(map(torch.equal, before, model.parameters()))
+        assert torch.equal(momentum, optimizer.state_dict()["state"][0]["momentum_buffer"])
+        strategy.group.is_peer_lost = False
+        backward(model)
+        optimizer.step()
+        assert strategy.steps == 2
+
+
+def test_a_loss_that_is_noticed_between_two_gradients():
+    model, optimizer, _ = setup()
+    strategy = GradientAllReduce(Mirror(), bucket_mib=1e-4)
+
+    def progress():
+        raise PeerLost("rank 1 is lost: its process ended.", peer=1)
+
+    with strategy.attach(model, optimizer):
+        strategy.group.progress = progress
+        with pytest.raises(PeerLost, match="rank 1"):
+            backward(model)
+        with pytest.raises(PeerLost, match="rank 1"):
+            optimizer.step()
+
+
+def test_a_backward_pass_that_raises():
+    model, optimizer, _ = setup()
+    strategy = GradientAllReduce(Mirror())
+
+    def fail(gradient):
+        raise ZeroDivisionError
+
+    with strategy.attach(model, optimizer):
+        hook = model[0].weight.register_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            backward(model)
+        with pytest.raises(UsageError, match="did not come to its end"):
+            optimizer.step()
+        hook.remove()
+        optimizer.zero_grad()
+        backward(model)  # nothing had been shared yet: the round begins again
+        optimizer.step()
+        assert strategy.steps == 1
+
+
+def test_what_comes_to_training_after_attach_is_refused():
+    model, optimizer, strategy = setup()
+    model[0].bias.requires_grad_(False)
+    with strategy.attach(model, optimizer):
+        model[0].bias.requires_grad_(True)
+        with pytest.raises(UsageError, match=r"0\.bias came to training"):
+            optimizer.step()
+        model[0].bias.requires_grad_(False)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+        with pytest.raises(UsageError, match="parameter of the optimizer"):
+            optimizer.step()
+
+
+def test_gradients_are_private_after_the_end():
+    model, optimizer, _ = setup()
+    strategy = GradientAllReduce(Mirror())
+    with strategy.attach(model, optimizer):
+        backward(model)
+        shared = model[0].weight.grad
+    assert torch.equal(model[0].weight.grad, shared)
+    assert model[0].weight.grad.data_ptr() != shared.data_ptr()
+
+
+def test_a_step_of_gradients_that_were_not_shared_is_refused():
+    model, optimizer, _ = setup()
+    strategy = GradientAllReduce(Mirror())
+    with strategy.attach(model, optimizer):
+        with strategy.accumulate():
+            backward(model)
+        with pytest.raises(UsageError, match="accumulate"):
+            optimizer.step()
+
+
+def test_nothing_keeps_the_model_alive():
+    model, optimizer, _ = setup()
+    strategy = GradientAllReduce(Mirror())
+    with strategy.attach(model, optimizer):
+        backward(model)
+        optimizer.step()
+    is_there = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert is_there() is None

@@ -1,0 +1,57 @@
+"""What `shoal run` was asked for reaches a script."""
+
+import pytest
+
+from shoal.core import UsageError
+from shoal.core.run_options import RunOptions
+from shoal.group.solo import SoloGroup
+from shoal.strategies import OPTIONS, STRATEGIES, GradientAllReduce, TorchDDP, from_args, make_strategy
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    def ask(strategy=None, **options):
+        for name, value in RunOptions(strategy=strategy, options=options).to_environment().items():
+            monkeypatch.setenv(name, value)
+
+    return ask
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_name_makes_its_strategy(name):
+    strategy = make_strategy(SoloGroup(), name)
+    assert strategy.name == name
+    assert type(strategy).Options is OPTIONS[name]
+
+
+def test_all_reduce_by_default(monkeypatch):
+    monkeypatch.delenv("SHOAL_RUN", raising=False)
+    assert type(from_args(SoloGroup())) is GradientAllReduce
+
+
+def test_name_and_options_of_the_run(asked):
+    asked("DDP", **{"bucket-mib": "4", "local_steps": 3})
+    strategy = from_args(SoloGroup())
+    assert type(strategy) is TorchDDP
+    assert (strategy.options.bucket_mib, strategy.options.local_steps) == (4.0, 3)
+
+
+def test_arguments_in_code_win(asked):
+    asked("all-reduce", local_steps="3", bucket_mib="2")
+    strategy = from_args(SoloGroup(), local_steps=5)
+    assert (strategy.options.local_steps, strategy.options.bucket_mib) == (5, 2.0)
+
+
+def test_a_strategy_in_code_takes_the_options_that_it_has(asked):
+    asked("neighbor", topology="ring", local_steps="2")
+    strategy = from_args(SoloGroup(), strategy="sync_sgd")
+    assert strategy.name == "all-reduce"
+    assert strategy.options.local_steps == 2
+
+
+def test_options_that_the_strategy_does_not_have(asked):
+    asked("all-reduce", topology="ring")
+    with pytest.raises(UsageError, match=r"no option 'topology'"):
+        from_args(SoloGroup())
+    with pytest.raises(UsageError, match=r"no option 'speed'"):
+        make_strategy(SoloGroup(), "ddp", speed=9)

@@ -1,0 +1,101 @@
+"""Names and options of strategies, which the command line reads without torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+from shoal.core import UsageError
+from shoal.strategies.names import ALIASES, LATER, STRATEGIES, canonical, resolve
+from shoal.strategies.options import (
+    OPTIONS,
+    AllReduceOptions,
+    CommonOptions,
+    NeighborOptions,
+    describe_options,
+    read_options,
+)
+
+
+def test_names_and_options_come_without_torch():
+    code = "import shoal.strategies, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+def test_every_strategy_has_options():
+    assert OPTIONS.keys() == STRATEGIES.keys()
+    assert all(target in STRATEGIES for target, _ in ALIASES.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("neighbor_allreduce", "neighbor"),
+        ("hierarchical_neighbor_allreduce", "hierarchical"),
+        ("sync-sgd", "all-reduce"),
+        ("async-sgd", "pair"),
+        ("gradient_allreduce", "all-reduce"),
+        ("All_Reduce", "all-reduce"),
+        ("SMA", "sma"),
+    ],
+)
+def test_names_of_other_systems(name, strategy):
+    assert canonical(name) == strategy
+
+
+def test_bluefogs_allreduce_is_of_parameters():
+    assert resolve("allreduce") == ("neighbor", {"topology": "full"})
+
+
+def test_unknown_and_later_names():
+    with pytest.raises(UsageError, match=r"no strategy 'sgd'.*\n.*all-reduce, ddp, neighbor"):
+        resolve("sgd")
+    for name in LATER:
+        with pytest.raises(UsageError, match="not there yet"):
+            resolve(name.replace("-", "_"))
+
+
+def test_strings_of_a_command_line_are_converted():
+    given = {"local-steps": "4", "monitor": "true", "warmup_factor": "0.25", "batch_size": "32"}
+    options = read_options(AllReduceOptions, given, "all-reduce")
+    assert (options.local_steps, options.monitor, options.warmup_factor, options.batch_size) == (
+        4,
+        True,
+        0.25,
+        32,
+    )
+
+
+def test_a_topology_may_be_anything():
+    def ring(size):
+        return size
+
+    assert read_options(NeighborOptions, {"topology": ring}, "neighbor").topology is ring
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"alpha": 1}, r"neighbor has no option 'alpha'.*\n.*topology, order"),
+        ({"local_steps": 0}, "local_steps"),
+        ({"local_steps": "many"}, "local_steps"),
+        ({"order": "sometimes"}, "order"),
+    ],
+)
+def test_what_does_not_fit_is_refused(values, message):
+    with pytest.raises(UsageError, match=message):
+        read_options(NeighborOptions, values, "neighbor")
+
+
+def test_every_option_describes_itself():
+    for strategy in OPTIONS:
+        described = describe_options(strategy)
+        assert [option.name for option in described[-len(CommonOptions.__struct_fields__) :]] == list(
+            CommonOptions.__struct_fields__
+        )
+        assert all(option.description for option in described)
+    kinds = {option.name: (option.kind, option.default) for option in describe_options("neighbor")}
+    assert kinds["order"] == ("adapt-then-combine|adapt-while-combine", "adapt-then-combine")
+    assert kinds["topology"] == ("text", "exponential-2")
+    assert kinds["batch_size"] == ("int", None)
+    assert kinds["monitor"] == ("bool", False)
