@@ -1,7 +1,7 @@
 """The program `shoal`: its verbs, how errors are shown, and what exit codes mean.
 
 Exit codes: 0 done; 1 the work failed, or was slower than allowed; 2 bad usage; 3 reports that cannot be read,
-compared or judged; 130 interrupted. Data goes to stdout, everything else to stderr.
+compared or judged; 130 interrupted; `run` has more. Data goes to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from shoal.cli.diff import diff
 from shoal.cli.doctor import doctor
 from shoal.cli.keys import app as keys_app
 from shoal.cli.report import report
+from shoal.cli.run import run as run_program
 from shoal.core.errors import ReportError, ShoalError, UsageError
 from shoal.report.tables import emit
 
@@ -48,6 +49,12 @@ app = typer.Typer(
 app.command(context_settings=CONTEXT)(diff)
 app.command(context_settings=CONTEXT)(report)
 app.command(context_settings=CONTEXT)(doctor)
+# what follows PROGRAM is the program's own, options and all
+app.command(
+    "run",
+    context_settings={**CONTEXT, "allow_interspersed_args": False},
+    epilog="Exit codes: 0 done, 2 bad usage, 124 timed out, 128 + N by signal N, else the failing worker's.",
+)(run_program)
 app.add_typer(bench_app, name="bench", context_settings=CONTEXT)
 app.add_typer(keys_app, name="keys", context_settings=CONTEXT)
 

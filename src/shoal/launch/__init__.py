@@ -1,0 +1,20 @@
+"""Starting workers, and ending them together."""
+
+from shoal.launch.endings import Death, Outcome
+from shoal.launch.launcher import Launcher, launch
+from shoal.launch.output import Listener, Output, Terminal
+from shoal.launch.program import command_of
+from shoal.launch.settings import LaunchSettings, num_cores
+
+__all__ = [
+    "Death",
+    "LaunchSettings",
+    "Launcher",
+    "Listener",
+    "Outcome",
+    "Output",
+    "Terminal",
+    "command_of",
+    "launch",
+    "num_cores",
+]

@@ -1,0 +1,136 @@
+"""How workers end, in words and exit codes, and which of several ends is the cause of the others."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+TIMED_OUT = 124
+"""As timeout(1) says it."""
+_CONSEQUENCES = ("PeerLost", "Connection closed by peer", "Connection reset by peer")
+"""Errors that say that somebody else has gone: Shoal's own, and gloo's under `ddp`."""
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: "often the kernel's out-of-memory killer; `dmesg` or the memory limit of the job tells",
+    signal.SIGBUS: "often shared memory that ran out; `df -h /dev/shm` tells",
+    signal.SIGSEGV: "a crash in native code; PYTHONFAULTHANDLER=1 shows where",
+    signal.SIGABRT: "native code gave up; what it printed before is above",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A worker that did not finish its work."""
+
+    rank: int
+    code: int
+    """Exit code, or minus a signal's number."""
+    at_s: float = 0.0
+    """When it began to fail, which may be earlier than its end."""
+    error: str = ""
+    """The last line of its traceback."""
+    stopped_s: float | None = None
+    """For how long it had been stopped by that signal, when it was given up."""
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it failed because another worker had gone."""
+        return is_consequence(self.error)
+
+    @property
+    def hint(self) -> str:
+        """What often lies behind it."""
+        if self.stopped_s is not None:
+            return "`kill -STOP`, a debugger or a batch system"
+        return _HINTS.get(-self.code, "")
+
+    @property
+    def exit_code(self) -> int:
+        """What the launcher exits with because of it."""
+        if self.code < 0:
+            return 128 - self.code
+        return self.code if 1 <= self.code <= 125 else 1
+
+    def __str__(self) -> str:
+        if self.stopped_s is not None:
+            return f"rank {self.rank} was stopped by {name_signal(-self.code)}, {self.stopped_s:.0f} s ago"
+        if self.code < 0:
+            return f"rank {self.rank} was killed by {name_signal(-self.code)}"
+        return f"rank {self.rank} failed with exit code {self.code}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why the workers are being ended, and since when."""
+
+    at_s: float
+    reason: str
+    exit_code: int
+    cause: Death | None = None
+    """The worker that is to blame, if one is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    exit_code: int
+    """0 when the work was done, even if workers were lost on the way that the others could do without."""
+    reason: str = ""
+    """Why it was not done."""
+    deaths: tuple[Death, ...] = ()
+    """Workers that failed, in that order; not those that were ended because of them."""
+    traceback: str = ""
+    """Of the worker that failed first."""
+    elapsed_s: float = 0.0
+
+
+def name_signal(number: int) -> str:
+    """'signal 9 (SIGKILL)'."""
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"signal {number}"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """'rank 3', 'ranks 0, 1 and 3'."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def describe(death: Death) -> str:
+    """How it died, and what often lies behind that."""
+    return f"{death}: {death.hint}" if death.hint else str(death)
+
+
+def is_consequence(error: str) -> bool:
+    """Whether the last line of a traceback says that another worker has gone."""
+    name, _, message = error.partition(":")
+    return any(name.endswith(sign) or sign in message for sign in _CONSEQUENCES)
+
+
+def first_cause(deaths: Iterable[Death]) -> Death:
+    """The one that the others follow from."""
+    return min(deaths, key=lambda death: (death.is_consequence, death.at_s))
+
+
+def summarise(deaths: Iterable[Death], cause: Death) -> list[str]:
+    """A line for each of the others; one for all that failed alike."""
+    others = [death for death in deaths if death.rank != cause.rank]
+    alike: dict[str, list[int]] = {}
+    for death in others:
+        if death.error:
+            alike.setdefault(shorten(death.error), []).append(death.rank)
+    # with an error, the code says nothing more: a worker may be ended while it is ending
+    return [
+        *(f"{name_ranks(sorted(ranks))} failed after that: {error}" for error, ranks in alike.items()),
+        *(f"{death} after that" for death in others if not death.error),
+    ]
+
+
+def shorten(error: str) -> str:
+    """One line of at most 200 characters, the error's name without its module."""
+    name, colon, message = error.partition(":")
+    return f"{name.rpartition('.')[2]}{colon}{message}"[:200]

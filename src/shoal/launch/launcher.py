@@ -1,0 +1,233 @@
+"""Runs workers on this machine until they have finished, and ends them together when they cannot.
+
+One poll in the caller's thread waits for all there is: output of workers, what they tell, their ends,
+signals, and room for what is to be written. Ending is a signal that asks, a few seconds, and SIGKILL to the
+whole process group. What follows from the end of a worker is `failures`' to say.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Callable
+from functools import partial
+
+from shoal.core import SYSTEM_CLOCK, Clock
+from shoal.core.errors import UsageError
+from shoal.launch import timeline
+from shoal.launch.endings import TIMED_OUT, Ending, Outcome, describe, name_ranks, name_signal
+from shoal.launch.failures import Failures
+from shoal.launch.guard import Guard
+from shoal.launch.output import LogFiles, Output, Terminal, flush_own_output
+from shoal.launch.settings import LaunchSettings, Surroundings
+from shoal.launch.signals import SignalInbox
+from shoal.launch.worker import Reader, Worker
+
+GRACE_S = 3.0
+"""For a worker that was asked to end."""
+GIVE_UP_S = 5.0
+"""For a process that does not even end by SIGKILL: it hangs in the kernel."""
+LAST_WORDS_S = 1.0
+"""For the pipes of an ended worker to end: a process that left its group may hold them for ever."""
+SILENCE_S = 5.0
+"""Times the patience: a worker that is stopped for longer is lost to its peers."""
+SAME_SIGNAL_S = 0.3
+"""A second signal within it is the first, sent to the process and to its group."""
+TICK_S = 0.2
+"""How late a stopped worker is noticed; an end too, where there is no descriptor for it."""
+
+
+def launch(settings: LaunchSettings, output: Output | None = None) -> Outcome:
+    """Run to the end. Errors are raised only for what was wrong before the first worker ran."""
+    if os.name != "posix":
+        raise UsageError(
+            "Workers are started on Linux and macOS only.", next_step="start them by torchrun or mpirun."
+        )
+    flush_own_output()
+    output = Terminal() if output is None else output
+    with timeline.collected(settings, output.say):
+        return Launcher(settings, output).run()
+
+
+class Launcher:
+    """One run."""
+
+    def __init__(self, settings: LaunchSettings, output: Output, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._settings = settings
+        self._output = output
+        self._clock = clock
+        self._workers: list[Worker] = []
+        self._failures = Failures(self._workers, output)
+        self._named_stops: dict[int, None] = {}
+        self._ending: Ending | None = None
+        self._signals_left: list[int] = []
+        self._next_signal_s = 0.0
+
+    def run(self) -> Outcome:
+        """Start the workers and see them through."""
+        started_s = self._clock.now_s()
+        with (
+            LogFiles(self._settings.log_dir, self._settings.num_workers, self._output.say) as logs,
+            SignalInbox() as self._inbox,
+            Guard() as self._guard,
+        ):
+            try:
+                self._start(logs)
+                while not all(worker.is_done for worker in self._workers):
+                    self._turn(started_s)
+                outcome = self._outcome(self._clock.now_s() - started_s)
+                self._drain()
+            finally:
+                self._clean_up()
+        return outcome
+
+    def _start(self, logs: LogFiles) -> None:
+        surroundings = Surroundings(self._settings)
+        for rank in range(self._settings.num_workers):
+            self._workers.append(Worker.start(rank, self._settings, surroundings, self._output, logs))
+            self._watch_groups()
+
+    def _watch_groups(self) -> None:
+        self._guard.watch(worker.pid for worker in self._workers if worker.is_alive)
+
+    def _turn(self, started_s: float) -> None:
+        self._wait()
+        now_s = self._clock.now_s()
+        for number in self._inbox.take():
+            self._interrupt(number, now_s)
+        self._look_at_ends(now_s)
+        if self._ending is None:
+            self._look_at_stops(now_s)
+            self._look_at_limits(now_s, started_s)
+        elif now_s >= self._next_signal_s:
+            self._go_further(now_s)
+        should_hold = self._ending is not None or self._failures.is_fatal
+        for worker in self._workers:
+            if not worker.is_done:
+                for reader in worker.readers:
+                    reader.tick(now_s, should_hold=should_hold)
+
+    def _wait(self) -> None:
+        """Until something happens, or a tick is over; do what reading and writing there is to do."""
+        poll, actions = select.poll(), dict[int, Callable[[], object]]()
+
+        def want(descriptor: int, event: int, action: Callable[[], object]) -> None:
+            poll.register(descriptor, event)
+            actions[descriptor] = action
+
+        want(self._inbox.descriptor, select.POLLIN, _wake)
+        for descriptor in self._output.pending():
+            want(descriptor, select.POLLOUT, partial(self._output.write, descriptor))
+        for worker in self._workers:
+            if worker.status_descriptor >= 0:
+                want(worker.status_descriptor, select.POLLIN, worker.read_status)
+            if worker.is_alive and worker.exit_descriptor >= 0:
+                want(worker.exit_descriptor, select.POLLIN, _wake)
+            for reader in worker.readers:
+                if reader.is_open and not self._output.is_full:
+                    want(reader.descriptor, select.POLLIN, partial(self._read, reader))
+        for descriptor, _ in poll.poll(TICK_S * 1000):
+            actions[descriptor]()
+
+    def _read(self, reader: Reader) -> None:
+        reader.read(self._clock.now_s())
+
+    def _look_at_ends(self, now_s: float) -> None:
+        if [worker for worker in self._workers if worker.poll(now_s)]:
+            self._watch_groups()
+        ended = [worker for worker in self._workers if not worker.is_alive and not worker.is_done]
+        silent = [worker for worker in ended if worker.is_silent(now_s - LAST_WORDS_S)]
+        if silent:
+            for worker in self._workers:
+                worker.read_status()  # a last word about survival may still be on its way
+            for worker in silent:
+                worker.finish_output(now_s)
+            for worker in sorted(silent, key=lambda worker: worker.death().at_s):
+                self._failures.conclude(worker, now_s, self._ending)
+        cause = self._failures.find_cause(now_s) if self._ending is None else None
+        if cause is not None:
+            ending = Ending(now_s, describe(cause), cause.exit_code, cause)
+            self._end(ending, [signal.SIGTERM, signal.SIGKILL])
+
+    def _look_at_stops(self, now_s: float) -> None:
+        """Name workers that are stopped for long; end them when all others have ended."""
+        limit_s = SILENCE_S * self._settings.options.patience
+        alive = [worker for worker in self._workers if worker.is_alive]
+        lost = [worker for worker in alive if worker.stop_signal and now_s - worker.stopped_s > limit_s]
+        for worker in lost:
+            if worker.pid not in self._named_stops and worker.stop_signal is not None:
+                self._named_stops[worker.pid] = None
+                self._output.say(
+                    f"rank {worker.rank} has been stopped by {name_signal(worker.stop_signal)} for "
+                    f"{limit_s:g} s; `kill -CONT {worker.pid}` lets it go on"
+                )
+        if lost and len(lost) == len(alive) < len(self._workers):
+            for worker in lost:
+                worker.give_up(now_s)
+                worker.signal_group(signal.SIGKILL)
+
+    def _look_at_limits(self, now_s: float, started_s: float) -> None:
+        limit_s = self._settings.timeout_s
+        ranks = [worker.rank for worker in self._workers if worker.is_alive]
+        if limit_s is not None and now_s - started_s > limit_s and ranks:
+            reason = f"{name_ranks(ranks)} had not finished after {limit_s:g} s (--timeout)"
+            self._output.say(reason)
+            self._end(Ending(now_s, reason, TIMED_OUT), [signal.SIGTERM, signal.SIGKILL])
+        elif self._output.is_broken:
+            reason = "the reader of the output has gone"
+            self._end(Ending(now_s, reason, 128 + signal.SIGPIPE), [signal.SIGTERM, signal.SIGKILL])
+
+    def _interrupt(self, number: int, now_s: float) -> None:
+        if self._ending is not None:
+            if now_s - self._ending.at_s > SAME_SIGNAL_S:
+                self._signals_left, self._next_signal_s = [signal.SIGKILL], now_s
+            return
+        reason = "interrupted" if number == signal.SIGINT else f"ended by {name_signal(number)}"
+        self._output.say(f"{reason}; the workers are being ended")
+        asking = [signal.SIGINT, signal.SIGTERM] if number == signal.SIGINT else [signal.SIGTERM]
+        self._end(Ending(now_s, reason, 128 + number), [*asking, signal.SIGKILL])
+
+    def _end(self, ending: Ending, signals: list[int]) -> None:
+        self._ending, self._signals_left = ending, signals
+        self._go_further(ending.at_s)
+
+    def _go_further(self, now_s: float) -> None:
+        """Send the next signal to all that have not ended; give up those that the last one did not end."""
+        alive = [worker for worker in self._workers if worker.is_alive]
+        if self._signals_left:
+            number = self._signals_left.pop(0)
+            self._next_signal_s = now_s + (GRACE_S if self._signals_left else GIVE_UP_S)
+            for worker in alive:
+                worker.signal_group(number)
+            return
+        for worker in alive:
+            who = f"rank {worker.rank}, process {worker.pid},"
+            self._output.say(f"{who} does not end by SIGKILL: it hangs in the kernel and is left behind")
+            worker.is_done = True
+
+    def _outcome(self, elapsed_s: float) -> Outcome:
+        ending, deaths = self._ending, tuple(self._failures.deaths)
+        self._failures.sum_up(ending)
+        if ending is None:
+            return Outcome(0, deaths=deaths, elapsed_s=elapsed_s)
+        trace = b"\n".join(self._failures.traceback).decode(errors="replace")
+        return Outcome(ending.exit_code, ending.reason, deaths, trace, elapsed_s)
+
+    def _drain(self) -> None:
+        """Write out what is queued; a reader that takes nothing is waited for until a signal comes."""
+        while self._output.pending() and not self._inbox.take():
+            self._wait()
+
+    def _clean_up(self) -> None:
+        for worker in self._workers:
+            if worker.is_alive and not worker.is_done:  # an error of the launcher itself
+                worker.signal_group(signal.SIGKILL)
+                worker.wait()
+        for worker in self._workers:
+            worker.close(self._clock.now_s())
+        self._guard.watch([])
+
+
+def _wake() -> None:
+    pass

@@ -1,0 +1,177 @@
+"""Where the lines of workers and the words of the launcher go: a terminal, log files, or a caller's own.
+
+An output never blocks the launcher: a terminal that does not take its lines fills up, the launcher then stops
+reading, and the workers wait.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Literal
+
+from shoal.core.errors import UsageError
+
+Stream = Literal["stdout", "stderr"]
+MAX_QUEUED_BYTES = 1 << 20
+_PIECE_BYTES = 4096
+"""What a pipe that is ready takes without blocking."""
+
+
+class Output:
+    """An output that drops everything; a base for others."""
+
+    is_full = False
+    """Whether no more should be read from the workers for now."""
+    is_broken = False
+    """Whether the reader of what the workers say has gone: nobody wants the run any more."""
+
+    def lines(self, rank: int, stream: Stream, lines: Sequence[bytes]) -> None:
+        """Take whole lines of a worker, without their ends."""
+
+    def say(self, text: str) -> None:
+        """Take a line of the launcher's own."""
+
+    def pending(self) -> list[int]:
+        """Descriptors that something waits to be written to."""
+        return []
+
+    def write(self, descriptor: int) -> None:
+        """Write some of it; called when the descriptor is ready."""
+
+
+class Listener(Output):
+    """Calls a function with each line; what the launcher says goes to `say`, or nowhere."""
+
+    def __init__(
+        self, on_line: Callable[[int, Stream, bytes], None], say: Callable[[str], None] | None = None
+    ) -> None:
+        self._on_line = on_line
+        self._say = say
+
+    def lines(self, rank: int, stream: Stream, lines: Sequence[bytes]) -> None:
+        """Pass them on, one by one."""
+        for line in lines:
+            self._on_line(rank, stream, line)
+
+    def say(self, text: str) -> None:
+        """Pass it on."""
+        if self._say is not None:
+            self._say(text)
+
+
+class Terminal(Output):
+    """The stdout and stderr of this process, each line with its worker's rank before it."""
+
+    def __init__(self, *, has_prefix: bool = True, descriptors: tuple[int, int] = (1, 2)) -> None:
+        self._has_prefix = has_prefix
+        # one queue when both are the same file: pieces of lines must not mix
+        first = _Target(descriptors[0])
+        same = _identity(descriptors[0]) == _identity(descriptors[1])
+        self._targets = {"stdout": first, "stderr": first if same else _Target(descriptors[1])}
+
+    @property
+    def is_full(self) -> bool:  # type: ignore[override]
+        """Whether a reader is far behind."""
+        return any(len(target.queue) > MAX_QUEUED_BYTES for target in self._targets.values())
+
+    @property
+    def is_broken(self) -> bool:  # type: ignore[override]
+        """Whether the reader of stdout has gone."""
+        return self._targets["stdout"].is_broken
+
+    def lines(self, rank: int, stream: Stream, lines: Sequence[bytes]) -> None:
+        """Queue them."""
+        prefix = b"[%d] " % rank if self._has_prefix else b""
+        self._targets[stream].add(b"".join([prefix + line + b"\n" for line in lines]))
+
+    def say(self, text: str) -> None:
+        """Queue it for stderr."""
+        self._targets["stderr"].add(f"shoal run: {text}\n".encode(errors="backslashreplace"))
+
+    def pending(self) -> list[int]:
+        """Descriptors with a queue."""
+        return list(dict.fromkeys(target.descriptor for target in self._targets.values() if target.queue))
+
+    def write(self, descriptor: int) -> None:
+        """Write as much as goes without waiting."""
+        next(target for target in self._targets.values() if target.descriptor == descriptor).write()
+
+
+class _Target:
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.queue = bytearray()
+        self.is_broken = False
+        self._piece_bytes = MAX_QUEUED_BYTES if stat.S_ISREG(os.fstat(descriptor).st_mode) else _PIECE_BYTES
+
+    def add(self, data: bytes) -> None:
+        if not self.is_broken:
+            self.queue += data
+
+    def write(self) -> None:
+        try:
+            del self.queue[: os.write(self.descriptor, self.queue[: self._piece_bytes])]
+        except BlockingIOError:
+            return
+        except OSError:  # its reader has gone, or its disk is full
+            self.is_broken = True
+            self.queue.clear()
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
+
+
+class LogFiles:
+    """A file for each rank with all that it wrote, as it came; a context manager."""
+
+    def __init__(self, folder: Path | None, num_workers: int, say: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._say = say
+        self._files: dict[int, IO[bytes]] = {}
+        if folder is None:
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for rank in range(num_workers):
+                self._files[rank] = (folder / f"rank-{rank}.log").open("wb", buffering=0)
+        except OSError as error:
+            self.close()
+            raise UsageError(
+                f"The log folder {folder} cannot be written: {error.strerror}.",
+                next_step="name another folder with --log-dir.",
+            ) from None
+
+    def write(self, rank: int, data: bytes) -> None:
+        """Append; a file that cannot take it is named once and left alone."""
+        file = self._files.get(rank)
+        if file is None or not data:
+            return
+        try:
+            file.write(data)
+        except OSError as error:
+            self._say(f"{file.name} cannot be written any more: {error.strerror}")
+            self._files.pop(rank).close()
+
+    def close(self) -> None:
+        """Close all; idempotent."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def __enter__(self) -> LogFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def flush_own_output() -> None:
+    """What this process printed comes before what its workers will."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()

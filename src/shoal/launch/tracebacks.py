@@ -1,0 +1,87 @@
+"""Holds a worker's traceback back until it is clear whether the worker ends with it.
+
+When one worker fails, the others soon fail because of it. Who reads the terminal wants the first traceback,
+once and whole; which one that is, is known when processes have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.launch.endings import is_consequence
+
+HOLD_S = 1.0
+"""A worker that lives on for so long has only printed a traceback."""
+LONG_HOLD_S = 5.0
+"""One that has lost a peer hardly ever lives on, but its interpreter may take seconds to end."""
+MAX_HELD_BYTES = 1 << 18
+_HEADER = b"Traceback (most recent call last):"
+_SYNTAX_ERROR = b'  File "'
+"""How the report of a syntax error in the program itself begins: it has no header."""
+
+
+class Tracebacks:
+    """The stderr of one worker on its way: all from the start of a traceback on is held."""
+
+    def __init__(self) -> None:
+        self.since_s: float | None = None
+        """When the last traceback began; None when something else has followed since it was let go."""
+        self._lines: list[bytes] = []
+        self._num_bytes = 0
+        self._is_held = False
+
+    def sift(self, lines: list[bytes], now_s: float) -> list[bytes]:
+        """Take lines; those to show now."""
+        passed: list[bytes] = []
+        if not self._is_held:
+            start = next((index for index, line in enumerate(lines) if _begins(line)), None)
+            if start is None:
+                self.since_s = None
+                return lines
+            passed, lines = lines[:start], lines[start:]
+            self.since_s, self._lines, self._num_bytes, self._is_held = now_s, [], 0, True
+        self._lines += lines
+        self._num_bytes += sum(map(len, lines))
+        if self._num_bytes > MAX_HELD_BYTES:
+            passed += self.release()
+        return passed
+
+    def release_due(self, now_s: float) -> list[bytes]:
+        """What has been held for too long."""
+        if not self._is_held or self.since_s is None or now_s < self.since_s + HOLD_S:
+            return []
+        if now_s < self.since_s + LONG_HOLD_S and is_consequence(self.error):
+            return []
+        return self.release()
+
+    def release(self) -> list[bytes]:
+        """Whatever is held."""
+        if not self._is_held:
+            return []
+        self._is_held = False
+        return self._lines
+
+    @property
+    def lines(self) -> list[bytes]:
+        """The last traceback and what followed it, held or not."""
+        return [] if self.since_s is None else self._lines
+
+    @property
+    def error(self) -> str:
+        """The line of it that names the error; '' when there is none."""
+        return last_error(self.lines)
+
+
+def last_error(lines: Sequence[bytes]) -> str:
+    """'ValueError: too large' of a traceback; of several that follow from each other, the last."""
+    error, is_inside = b"", False
+    for line in lines:
+        if _begins(line):
+            is_inside = True
+        elif is_inside and line and not line[:1].isspace():
+            error, is_inside = line, False
+    return error.decode(errors="replace")
+
+
+def _begins(line: bytes) -> bool:
+    return _HEADER in line or line.startswith(_SYNTAX_ERROR)

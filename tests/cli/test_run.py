@@ -1,0 +1,122 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from shoal.cli.program import BAD_USAGE, run
+from shoal.core.run_options import RunOptions
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="workers are started on POSIX only")
+TELL = """
+import json, os, sys
+told = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "SHOAL_RUN")}
+print(json.dumps({"arguments": sys.argv[1:], **told}))
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tell.py").write_text(TELL)
+    return tmp_path
+
+
+def told_by(capfd, *words):
+    """What the workers tell of themselves, by the prefix of their lines."""
+    assert run(["run", *words]) == 0
+    out, complaint = capfd.readouterr()
+    assert complaint == ""
+    return {line.partition(" ")[0]: json.loads(line.partition(" ")[2]) for line in out.splitlines()}
+
+
+@pytest.mark.parametrize("program", [["tell.py"], ["python", "tell.py"], ["-m", "tell"]], ids=" ".join)
+def test_what_follows_the_program_is_its_own(capfd, program):
+    own = ["--foo_bar", "-np", "3", "--strategy", "x", "--", "a_b", "", "--help"]
+    told = told_by(capfd, "-np", "2", *program, *own)
+    assert sorted(told) == ["[0]", "[1]"]
+    assert {text["RANK"] for text in told.values()} == {"0", "1"}
+    assert all(text["WORLD_SIZE"] == "2" and text["arguments"] == own for text in told.values())
+
+
+def test_options_reach_the_workers(capfd):
+    words = "--np 1 --strategy neighbor_allreduce --topology ring --local_steps 4 --warmup-steps 10 --order"
+    words += " adapt-while-combine --option decay-factor=0.5 --option monitor=true --patience 2 --threads 3"
+    words += " --workers_per_machine 1 --peer-timeout 7 --global-average-every 5 --decay-every 6 tell.py"
+    (told,) = told_by(capfd, *words.split()).values()
+    options = RunOptions.from_environment(told)
+    assert options.strategy == "neighbor"
+    assert options.options == {
+        "topology": "ring",
+        "local_steps": 4,
+        "warmup_steps": 10,
+        "order": "adapt-while-combine",
+        "decay_factor": 0.5,
+        "monitor": True,
+        "global_average_every": 5,
+        "decay_every": 6,
+    }
+    assert (options.patience, options.workers_per_machine, options.timeout_s) == (2.0, 1, 7.0)
+    assert told["OMP_NUM_THREADS"] == "3"
+
+
+def test_lines_without_prefix(capfd):
+    assert run(["run", "-np", "1", "--no-prefix", "tell.py"]) == 0
+    assert capfd.readouterr().out.startswith("{")
+
+
+def test_a_failure_is_the_exit_code_and_its_traceback(capfd, folder):
+    (folder / "fail.py").write_text("import sys\ntry: 1 / 0\nfinally: print('out')")
+    assert run(["run", "-np", "1", "--log-dir", "logs", "fail.py"]) == 1
+    out, complaint = capfd.readouterr()
+    assert out == "[0] out\n"
+    assert complaint.splitlines()[0] == "[0] Traceback (most recent call last):"
+    assert complaint.splitlines()[-2:] == [
+        "[0] ZeroDivisionError: division by zero",
+        "shoal run: rank 0 failed with exit code 1",
+    ]
+    assert b"ZeroDivisionError" in (folder / "logs" / "rank-0.log").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["-np", "0", "tell.py"], "0 workers"),
+        (["-np", "2", "none.py"], "no file none.py"),
+        (["-np", "2", "-m", "none"], "no module none"),
+        (["-np", "2"], "Missing argument"),
+        (["--swim", "tell.py"], "No such option: --swim"),
+        (["--strategy", "swim", "tell.py"], "hierarchical, pair"),
+        (["--strategy", "sma", "--alpha", "7", "tell.py"], "alpha"),
+        (["--strategy", "neighbor", "--topology", "swim", "tell.py"], "hypercube"),
+        (["--option", "swim=1", "tell.py"], "local_steps"),
+        (["--timeout", "0", "tell.py"], "--timeout"),
+        (["--log-dir", "tell.py", "tell.py"], "cannot be written"),
+    ],
+)
+def test_bad_usage_is_told_before_anything_runs(capfd, words, told):
+    assert run(["run", *words]) == BAD_USAGE
+    out, complaint = capfd.readouterr()
+    assert out == ""
+    assert told in complaint
+    assert "Traceback" not in complaint
+
+
+def test_help(capfd):
+    assert run(["run", "--help"]) == 0
+    out = capfd.readouterr().out
+    assert out.startswith("Usage: shoal run [OPTIONS]")
+    assert "-np, --np N" in out
+
+
+def test_it_starts_without_torch(folder):
+    body = """
+        import sys
+        from shoal.cli.program import run
+        words = "run -np 1 --strategy hierarchical --topology ring --workers-per-machine 1 tell.py"
+        assert run(words.split()) == 0
+        assert "torch" not in sys.modules
+    """
+    script = "\n".join(line.strip() for line in body.splitlines())
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=30, stdout=subprocess.DEVNULL)

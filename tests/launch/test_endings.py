@@ -1,0 +1,66 @@
+import signal
+
+import pytest
+
+from shoal.launch.endings import Death, describe, first_cause, name_ranks, name_signal, summarise
+
+LOST = "shoal.core.errors.PeerLost: rank 2 is lost: its process 7 ended"
+
+
+@pytest.mark.parametrize(
+    ("death", "text", "exit_code"),
+    [
+        (Death(2, 1), "rank 2 failed with exit code 1", 1),
+        (Death(2, 125), "rank 2 failed with exit code 125", 125),
+        (Death(2, 126), "rank 2 failed with exit code 126", 1),
+        (Death(2, 255), "rank 2 failed with exit code 255", 1),
+        (Death(2, -9), "rank 2 was killed by signal 9 (SIGKILL)", 137),
+        (Death(2, -15), "rank 2 was killed by signal 15 (SIGTERM)", 143),
+        (Death(0, -signal.SIGSTOP, stopped_s=6.2), "rank 0 was stopped by signal 19 (SIGSTOP), 6 s ago", 147),
+    ],
+)
+def test_an_end_in_words_and_as_an_exit_code(death, text, exit_code):
+    assert str(death) == text
+    assert death.exit_code == exit_code
+
+
+def test_hints_say_what_often_lies_behind_a_signal():
+    assert "out-of-memory" in describe(Death(0, -9))
+    assert "/dev/shm" in describe(Death(0, -signal.SIGBUS))
+    assert describe(Death(0, 3)) == "rank 0 failed with exit code 3"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_consequence"),
+    [
+        (LOST, True),
+        ("RuntimeError: [/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]", True),
+        ("ValueError: boom", False),
+        ("", False),
+    ],
+)
+def test_losing_a_peer_is_a_consequence(error, is_consequence):
+    assert Death(0, 1, error=error).is_consequence is is_consequence
+
+
+def test_the_cause_is_the_first_that_is_no_consequence():
+    late, early = Death(2, 1, at_s=5, error="ValueError: boom"), Death(0, 1, at_s=1, error=LOST)
+    assert first_cause([early, late]) is late
+    assert first_cause([early, Death(1, 1, at_s=2, error=LOST)]) is early
+    assert first_cause([Death(3, -9, at_s=7), late]) is late
+
+
+def test_others_are_a_line_each_and_those_alike_share_one():
+    cause = Death(2, -9)
+    deaths = [cause, Death(3, 1, error=LOST), Death(0, -15, error=LOST), Death(1, -6), Death(4, 3)]
+    assert summarise(deaths, cause) == [
+        "ranks 0 and 3 failed after that: PeerLost: rank 2 is lost: its process 7 ended",
+        "rank 1 was killed by signal 6 (SIGABRT) after that",
+        "rank 4 failed with exit code 3 after that",
+    ]
+
+
+def test_names():
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks([0, 1, 3]) == "ranks 0, 1 and 3"
+    assert name_signal(250) == "signal 250"

@@ -1,0 +1,68 @@
+import os
+
+import pytest
+
+from shoal.core import Placement, UsageError
+from shoal.core.run_options import RunOptions
+from shoal.launch.settings import LaunchSettings, Surroundings, num_cores
+
+
+@pytest.fixture
+def pipe():
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def test_a_worker_finds_torchruns_variables_and_its_options(pipe, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    options = RunOptions(strategy="pair", options={"seed": 3}, patience=2.0)
+    surroundings = Surroundings(LaunchSettings(("x",), 4, options))
+    variables = surroundings.of(2, pipe[1])
+    placement = Placement.from_environment(variables)
+    assert (placement.rank, placement.size, placement.local_rank, placement.local_size) == (2, 4, 2, 4)
+    assert placement.source == "torchrun"
+    assert placement.rendezvous is not None
+    assert {"ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"} <= set(variables)
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in variables
+    found = RunOptions.from_environment(variables)
+    assert (found.strategy, found.options, found.patience) == ("pair", {"seed": 3}, 2.0)
+    assert found.status_fd == pipe[1]
+    assert found.run_id == variables["TORCHELASTIC_RUN_ID"] != ""
+    assert RunOptions.from_environment(surroundings.of(0, pipe[1])).run_id == found.run_id
+
+
+def test_two_runs_share_neither_name_nor_port(pipe):
+    first, second = (Surroundings(LaunchSettings(("x",), 1)).of(0, pipe[1]) for _ in range(2))
+    assert first["TORCHELASTIC_RUN_ID"] != second["TORCHELASTIC_RUN_ID"]
+    assert first["MASTER_PORT"] != second["MASTER_PORT"]
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "inherited", "expected"),
+    [(None, None, None), (None, "7", "7"), (3, "7", "3"), (3, None, "3")],
+)
+def test_threads_are_as_asked_then_as_set_then_a_share(pipe, monkeypatch, num_threads, inherited, expected):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if inherited is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", inherited)
+    settings = LaunchSettings(("x",), 2, num_threads=num_threads)
+    share = str(max(1, num_cores() // 2))
+    assert Surroundings(settings).of(0, pipe[1])["OMP_NUM_THREADS"] == (expected or share)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"num_workers": 0}, "0 workers"),
+        ({"num_workers": 1, "num_threads": 0}, "0 threads"),
+        ({"num_workers": 1, "timeout_s": 0.0}, "--timeout 0.0"),
+        ({"num_workers": 1, "options": RunOptions(timeout_s=-1.0)}, "--peer-timeout -1.0"),
+        ({"num_workers": 1, "options": RunOptions(patience=0.0)}, "--patience 0.0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(arguments, complaint):
+    with pytest.raises(UsageError, match=complaint) as refused:
+        LaunchSettings(("x",), **arguments)
+    assert refused.value.next_step
