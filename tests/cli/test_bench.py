@@ -4,6 +4,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from shoal.bench import collectives
+from shoal.bench.collectives import MIB, CollectivesConfig
+from shoal.bench.training import TrainingConfig
 from shoal.bench.transport import SHORT, TransportConfig
 from shoal.cli import bench as module
 from shoal.cli.program import run
@@ -12,6 +15,7 @@ from shoal.report import DEFAULT_FOLDER, Report, Row, load
 
 CREATED = "2026-01-02T03:04:05+00:00"
 NAME = "transport-20260102T030405Z.json"
+CONFIGS = {"transport": TransportConfig, "collectives": CollectivesConfig, "training": TrainingConfig}
 
 
 def small_report(factor=1.0, error=None):
@@ -38,7 +42,7 @@ class Bench:
 
     def __call__(self, benchmark, config, settings, *, tell, versions):
         self.benchmark, self.settings, self.versions = benchmark, settings, versions
-        self.config = msgspec.convert(config, TransportConfig)
+        self.config = msgspec.convert(config, CONFIGS[benchmark])
         tell("measuring")
         return self.reports
 
@@ -53,10 +57,10 @@ def bench(monkeypatch, tmp_path):
 
 @pytest.fixture
 def call(bench, capsys):
-    """Run `shoal bench transport` and give its exit code, stdout and stderr."""
+    """Run `shoal bench transport`, or another, and give its exit code, stdout and stderr."""
 
-    def call(*arguments):
-        code = run(["bench", "transport", *map(str, arguments)])
+    def call(*arguments, verb="transport"):
+        code = run(["bench", verb, *map(str, arguments)])
         return (code, *capsys.readouterr())
 
     return call
@@ -206,3 +210,71 @@ def test_no_starts_and_no_repeats_are_bad_usage(call, option):
     assert code == 2
     assert out == ""
     assert option in complaint
+
+
+def test_collectives_by_default_are_all_of_them_in_one_start(call, bench):
+    code, out, _ = call(verb="collectives")
+    assert code == 0
+    assert bench.config == CollectivesConfig()
+    assert bench.settings.num_starts == 1
+    assert last_line(out)["rows"] == []
+
+
+def test_collectives_take_lists(call, bench):
+    call("--workers", "3", "--sizes", "4KB, 25MB", "--ops", "all-reduce,barrier", verb="collectives")
+    assert bench.config == CollectivesConfig(
+        workers=(3,), sizes=(4096, 25 * MIB), ops=("all_reduce", "barrier")
+    )
+    call("--short", "--repeats", 2, verb="collectives")
+    assert bench.config == msgspec.structs.replace(collectives.SHORT, repeats=2)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--workers", "two"), ("--workers", "1"), ("--sizes", "6"), ("--sizes", "big"), ("--ops", "reduce")],
+)
+def test_collectives_that_there_are_not_are_bad_usage(call, bench, option, value):
+    code, out, complaint = call(option, value, verb="collectives")
+    assert (code, out) == (2, "")
+    assert complaint.startswith("shoal: ")
+    assert not hasattr(bench, "settings")
+
+
+def test_training_by_default_is_of_the_mlp_in_ten_pairs(call, bench):
+    code, out, _ = call(verb="training")
+    assert code == 0
+    config = bench.config
+    assert (config.model, config.batch_size, config.num_workers, config.num_pairs) == ("mlp", 64, 2, 10)
+    assert config.strategies == ("all-reduce", "neighbor", "pair", "sma", "ddp")
+    assert config.options["neighbor"]["topology"] == "exponential-2"
+    assert bench.settings.num_starts == 1
+    assert last_line(out)["fraction_of_ceiling"] == {}
+
+
+def test_training_options_reach_the_benchmark(call, bench):
+    arguments = ("--model", "resnet18", "--strategies", "none,neighbor,pair", "--option", "topology=ring")
+    call(*arguments, "-np", 3, "--slow-rank", 2, "--block-seconds", 0.5, "--pairs", 4, verb="training")
+    config = bench.config
+    assert (config.model, config.batch_size, config.num_workers) == ("resnet18", 32, 3)
+    assert config.strategies == ("neighbor", "pair")
+    assert config.options["neighbor"]["topology"] == "ring"
+    assert (config.slow_rank, config.slow_factor) == (2, 10.0)
+    assert (config.block_s, config.num_pairs) == (0.5, 4)
+
+
+def test_several_machines_bring_the_hierarchical_strategy_along(call, bench):
+    call("--workers-per-machine", 1, "--short", verb="training")
+    assert bench.config.strategies[-1] == "hierarchical"
+    assert bench.config.workers_per_machine == 1
+    assert bench.config.num_pairs < 10
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--strategies", "magic"), ("--option", "topology"), ("--option", "x=1"), ("--slow-rank", "2")],
+)
+def test_training_that_there_is_not_is_bad_usage(call, bench, option, value):
+    code, out, complaint = call(option, value, verb="training")
+    assert (code, out) == (2, "")
+    assert complaint.startswith("shoal: ")
+    assert not hasattr(bench, "settings")

@@ -1,7 +1,8 @@
 """Child processes of a benchmark: fresh interpreters that talk to their parent in lines of JSON.
 
 A child runs one function, `module:name`, with the arguments that it is given and its `Parent`. It ends when
-the function returns; a function that serves until its parent has had enough calls `parent.wait_for_end()`.
+the function returns; a function that serves until its parent has had enough calls `parent.wait_for_end()`, or
+takes orders with `parent.receive()` until there are no more.
 """
 
 from __future__ import annotations
@@ -27,9 +28,36 @@ _ENDING_S = 10.0
 class Child:
     """A running child, as its parent sees it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], function: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], name: str) -> None:
         self._process = process
-        self._function = function
+        self._name = name
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs, negative when a signal ended it."""
+        return self._process.poll()
+
+    def fileno(self) -> int:
+        """Readable when there is something to receive; for selectors."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    def order(self, **message: Any) -> None:
+        """Send something that JSON can carry; one that has ended does not hear it, as `receive` will say."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(msgspec.json.encode(message) + b"\n")
+            self._process.stdin.flush()
+
+    def end(self) -> None:
+        """There are no more orders: it may end. Does not wait for that."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
 
     def receive(self) -> dict[str, Any] | None:
         """The next thing that the child tells, None at its end; BenchmarkError when it failed."""
@@ -39,20 +67,20 @@ class Child:
             code = self._process.wait(_ENDING_S)
             if code:
                 raise BenchmarkError(
-                    f"The process that runs {self._function} ended with {describe_exit(code)}.",
+                    f"{self._name} ended with {describe_exit(code)}.",
                     cause="what it printed before that is above.",
                 )
             return None
         message: dict[str, Any] = msgspec.json.decode(line)
         if "failure" in message:
-            raise BenchmarkError(f"{self._function} failed: {message['failure']}", cause=message["trace"])
+            raise BenchmarkError(f"{self._name} failed: {message['failure']}", cause=message["trace"])
         return message
 
     def expect(self) -> dict[str, Any]:
         """The next thing that the child tells; BenchmarkError when it ended instead."""
         message = self.receive()
         if message is None:
-            raise BenchmarkError(f"The process that runs {self._function} ended before it was ready.")
+            raise BenchmarkError(f"{self._name} ended before it was ready.")
         return message
 
 
@@ -68,6 +96,18 @@ class Parent:
         self._stdout.write(msgspec.json.encode(message) + b"\n")
         self._stdout.flush()
 
+    def fail(self, error: Exception) -> None:
+        """Say what went wrong; whoever receives it meets a BenchmarkError."""
+        self.tell(failure=f"{type(error).__name__}: {error}", trace=traceback.format_exc(limit=-3))
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next order; None when the parent has had enough, or is gone."""
+        line = self._stdin.readline()
+        if not line:
+            return None
+        order: dict[str, Any] = msgspec.json.decode(line)
+        return order
+
     def wait_for_end(self) -> None:
         """Block until the parent has had enough, or is gone."""
         while self._stdin.read(1):
@@ -75,10 +115,13 @@ class Parent:
 
 
 @contextlib.contextmanager
-def child(function: str, arguments: dict[str, Any], *, source: Path | None = None) -> Iterator[Child]:
+def child(
+    function: str, arguments: dict[str, Any], *, source: Path | None = None, name: str = ""
+) -> Iterator[Child]:
     """Run `module:name` in a new interpreter for as long as the block lasts.
 
     `source` is a folder that holds the package to use, for comparing versions; by default the one in use.
+    `name` is what errors call it.
     """
     environment = dict(os.environ)
     if source is not None:
@@ -93,20 +136,17 @@ def child(function: str, arguments: dict[str, Any], *, source: Path | None = Non
     )
     assert process.stdin is not None
     assert process.stdout is not None
+    running = Child(process, name or f"The process that runs {function}")
     try:
-        with contextlib.suppress(BrokenPipeError):  # it has ended already: `receive` will say so
-            process.stdin.write(msgspec.json.encode({"function": function, "arguments": arguments}) + b"\n")
-            process.stdin.flush()
-        yield Child(process, function)
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
+        running.order(function=function, arguments=arguments)
+        yield running
+        running.end()
         process.wait(_ENDING_S)
     finally:
         if process.poll() is None:
             process.kill()
         process.stdout.close()
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
+        running.end()
         process.wait()
 
 
@@ -132,7 +172,7 @@ def main() -> None:
     except BrokenPipeError:
         sys.exit(1)  # the parent is gone
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent reports it
-        parent.tell(failure=f"{type(error).__name__}: {error}", trace=traceback.format_exc(limit=-3))
+        parent.fail(error)
         sys.exit(1)
 
 

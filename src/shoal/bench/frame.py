@@ -60,6 +60,8 @@ class RunSettings(msgspec.Struct, frozen=True):
 
 
 SCENARIOS: dict[str, str] = {
+    "collectives": "shoal.bench.collectives:CollectivesScenario",
+    "training": "shoal.bench.training:TrainingScenario",
     "transport": "shoal.bench.transport:TransportScenario",
     "virtual": "shoal.bench.virtual:VirtualScenario",
 }

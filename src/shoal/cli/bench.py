@@ -14,10 +14,11 @@ import typer
 from shoal.bench.against import source_of
 from shoal.bench.frame import RunSettings, Version, run_benchmark
 from shoal.bench.progress import show_progress
+from shoal.core import UsageError
 from shoal.report import DEFAULT_FOLDER, Report, compare, default_path, save
 from shoal.report.storage import write_atomically
 from shoal.report.tables import emit, result_line, show
-from shoal.report.views import diff_items, report_items
+from shoal.report.views import Items, diff_items, report_items
 
 app = typer.Typer(
     help="Measure; every benchmark saves a report.", no_args_is_help=True, rich_markup_mode=None
@@ -46,7 +47,13 @@ Against = Annotated[
 ]
 
 
+Short = Annotated[bool, typer.Option("--short", help="Quickly, and one start unless told otherwise.")]
+OneStart = Annotated[int, typer.Option(help="Independent process starts; 5 or more to compare.")]
+Quickly = Annotated[bool, typer.Option("--short", help="Quickly: a first look, not figures to keep.")]
 CallKind = Literal["datagram", "stream"]
+Model = Literal["mlp", "resnet18", "small-mlp", "small-cnn"]
+SIZES = "4KB,64KB,1MB,25MB,100MB"
+STRATEGIES = "all-reduce,neighbor,pair,sma,ddp"
 
 
 @app.command()
@@ -55,9 +62,7 @@ def transport(
     starts: Starts = None,
     repeats: Repeats = None,
     seed: Seed = 0,
-    short: Annotated[
-        bool, typer.Option("--short", help="Quickly, and one start unless told otherwise.")
-    ] = False,
+    short: Short = False,
     against: Against = None,
     report: ReportFile = None,
     json_file: JsonFile = None,
@@ -97,11 +102,144 @@ def virtual(
     run_and_tell("virtual", config, settings, summarize_virtual, Outputs(report, json_file))
 
 
+@app.command()
+def collectives(
+    context: typer.Context,
+    workers: Annotated[str, typer.Option(metavar="N,...", help="Numbers of workers.")] = "2,4",
+    sizes: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE,...", help="Of each worker's tensor.", show_default=SIZES),
+    ] = None,
+    ops: Annotated[
+        str | None, typer.Option(metavar="OP,...", help="Operations.", show_default="all of them")
+    ] = None,
+    repeats: Annotated[
+        int | None,
+        typer.Option(min=1, help="Timed calls of each kind in a start.", show_default="12 to 180, by size"),
+    ] = None,
+    starts: OneStart = 1,
+    seed: Seed = 0,
+    short: Quickly = False,
+    against: Against = None,
+    report: ReportFile = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Operations of a group in shared memory, beside torch.distributed over gloo in the same workers."""
+    from shoal.bench.collectives import SHORT, CollectivesConfig, parse_size, summarize_collectives
+    from shoal.bench.collectives import collectives_items as items
+
+    given: dict[str, Any] = {"workers": tuple(numbers("--workers", workers)), "repeats": repeats}
+    given["sizes"] = None if sizes is None else tuple(parse_size(size) for size in listed(sizes))
+    given["ops"] = None if ops is None else tuple(op.replace("-", "_") for op in listed(ops))
+    config = msgspec.structs.replace(
+        SHORT if short else CollectivesConfig(),
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    settings = RunSettings(starts, seed, ("shoal", *(context.obj or ())))
+    outputs = Outputs(report, json_file, items)
+    run_and_tell("collectives", config, settings, summarize_collectives, outputs, against)
+
+
+@app.command()
+def training(
+    context: typer.Context,
+    model: Annotated[Model, typer.Option(help="What is trained, on synthetic data.")] = "mlp",
+    strategies: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="Beside 'none'.", show_default=STRATEGIES)
+    ] = None,
+    num_workers: Annotated[int, typer.Option("--np", "-np", min=1, help="Workers, one thread each.")] = 2,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Of the strategies that have it; may be given often."),
+    ] = None,
+    workers_per_machine: Annotated[
+        int | None, typer.Option(min=1, help="Split this machine into several, for 'hierarchical'.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Of each worker.", show_default="64 or 32, by model")
+    ] = None,
+    pairs: Annotated[
+        int | None, typer.Option(min=1, help="Blocks of each strategy beside 'none'.", show_default="10")
+    ] = None,
+    block_seconds: Annotated[
+        float | None, typer.Option(min=0.01, help="Length of a block.", show_default="1")
+    ] = None,
+    iterations: Annotated[
+        int | None,
+        typer.Option(min=1, help="In a block, where workers wait for each other.", show_default="by length"),
+    ] = None,
+    slow_rank: Annotated[
+        int | None, typer.Option(min=0, help="This worker sleeps in every iteration.")
+    ] = None,
+    slow_factor: Annotated[
+        float, typer.Option(min=1, help="How many times as long its iterations take.")
+    ] = 10.0,
+    starts: OneStart = 1,
+    seed: Seed = 0,
+    short: Quickly = False,
+    against: Against = None,
+    report: ReportFile = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Training under each strategy, beside workers that share nothing: what sharing costs."""
+    from shoal.bench.training import DEFAULT_STRATEGIES, TrainingConfig, options_of
+    from shoal.bench.training_summary import summarize_training, training_items
+    from shoal.models import MODELS
+
+    chosen = tuple(listed(strategies)) if strategies is not None else DEFAULT_STRATEGIES
+    if strategies is None and workers_per_machine is not None:
+        chosen = (*chosen, "hierarchical")
+    chosen = tuple(name for name in dict.fromkeys(chosen) if name != "none")
+    config = TrainingConfig(
+        model=model,
+        batch_size=batch_size or MODELS[model].batch_size,
+        strategies=chosen,
+        options=options_of(chosen, assignments(option or [])),
+        num_workers=num_workers,
+        workers_per_machine=workers_per_machine,
+        num_pairs=pairs or (3 if short else 10),
+        block_s=block_seconds or (0.3 if short else 1.0),
+        iterations=iterations,
+        slow_rank=slow_rank,
+        slow_factor=slow_factor,
+        seed=seed,
+    )
+    settings = RunSettings(starts, seed, ("shoal", *(context.obj or ())))
+    outputs = Outputs(report, json_file, training_items)
+    run_and_tell("training", config, settings, summarize_training, outputs, against)
+
+
+def listed(text: str) -> list[str]:
+    """What stands between commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """Whole numbers between commas."""
+    try:
+        return [int(part) for part in listed(text)]
+    except ValueError:
+        raise UsageError(f"{option} {text} is no list of numbers.", next_step=f"say {option} 2,4.") from None
+
+
+def assignments(texts: list[str]) -> dict[str, str]:
+    """`name=value` each; hyphens in names are underscores."""
+    given = {}
+    for text in texts:
+        name, is_there, value = text.partition("=")
+        if not is_there or not name:
+            raise UsageError(f"--option {text} sets nothing.", next_step="say --option NAME=VALUE.")
+        given[name.strip().replace("-", "_")] = value
+    return given
+
+
 class Outputs(msgspec.Struct, frozen=True):
     """Where the results of a benchmark go beside the terminal."""
 
     report: Path | None
     json_file: Path | None
+    items: Callable[[Report], Items] = report_items
+    """What is printed of a report."""
 
 
 def run_and_tell(
@@ -129,7 +267,7 @@ def run_and_tell(
     path = save(latest, outputs.report or default_path(DEFAULT_FOLDER, benchmark, latest.created))
     if against is not None:
         base_path = save(reports[0], default_path(DEFAULT_FOLDER, f"{benchmark}-base", latest.created))
-    show(report_items(latest), out)
+    show(outputs.items(latest), out)
     if against is not None:
         emit(f"Report of {against}: {base_path}", out)
         show(diff_items(compare(*reports)), out)

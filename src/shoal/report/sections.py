@@ -227,9 +227,21 @@ def settings_table(name: str, values: Sequence[dict[str, Any]], labels: Sequence
     for entry in names:
         shown = [text(side[entry]) if entry in side else "–" for side in sides]
         kind = ' class="differs"' if any(value != shown[0] for value in shown) else ""
-        cells = "".join(f"<td>{escape(value)}</td>" for value in shown)
+        cells = "".join(
+            f"<td>{_value(side.get(entry), value)}</td>" for side, value in zip(sides, shown, strict=True)
+        )
         body.append(f'<tr{kind}><th scope="row">{escape(entry)}</th>{cells}</tr>')
     return _table(heads, body, "settings")
+
+
+def _value(value: Any, shown: str) -> str:
+    """A list of dictionaries as a table of its own, anything else as it is written."""
+    if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
+        return escape(shown)
+    names = list({name: True for item in value for name in item})
+    heads = [f"<th>{escape(str(name))}</th>" for name in names]
+    lines = ("".join(f"<td>{escape(text(item.get(name)))}</td>" for name in names) for item in value)
+    return _table(heads, [f"<tr>{line}</tr>" for line in lines])
 
 
 def commands(reports: Sequence[Report], labels: Sequence[str]) -> str:

@@ -1,0 +1,195 @@
+"""The operations of a group as `shoal bench collectives` calls them, each ready to be made again and again.
+
+Worker r gives `pattern + r`, so that whatever is summed or averaged is `factor · pattern + offset`. What gloo
+has to set beside them is `gloo_calls`'.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from shoal.core import BenchmarkError
+from shoal.group.base import Group
+from shoal.topology.weights import Weights
+
+_PERIOD = 1021
+_TOLERANCE = 0.01
+_TRIES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a result must be: `factor · pattern + offset`."""
+
+    factor: float
+    offset: float
+
+    @classmethod
+    def average(cls, weights: Weights, rank: int) -> Expected:
+        """Of what `rank` and its sources give."""
+        parts = {rank: weights.own, **weights.sources}
+        return cls(sum(parts.values()), sum(weight * peer for peer, weight in parts.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operation with its tensors."""
+
+    run: Callable[[], Sequence[torch.Tensor]]
+    """Gives what it resulted in."""
+    expected: Sequence[Expected] = ()
+    """Of the first run."""
+    reset: Callable[[], object] = lambda: None
+    """Between the first run and the others."""
+
+
+@dataclass(slots=True)
+class Stage:
+    """One size and one kind of memory: where a call finds its tensors and its neighbours."""
+
+    group: Group
+    num_elements: int
+    has_own_memory: bool = False
+    """Whether tensors lie in the group's own memory."""
+    versions: Iterator[int] = field(default_factory=itertools.count)
+    """Of what is published; they go on from stage to stage."""
+    _shared: list[torch.Tensor] = field(default_factory=list)
+
+    def tensor(self) -> torch.Tensor:
+        """What this worker gives."""
+        tensor = self.shared() if self.has_own_memory else torch.empty(self.num_elements)
+        return tensor.copy_(pattern(self.num_elements)).add_(self.group.rank)
+
+    def shared(self) -> torch.Tensor:
+        """The group's own memory, whatever kind is measured."""
+        self._shared.append(self.group.empty(self.num_elements))
+        return self._shared[-1]
+
+    def free(self) -> None:
+        """Give the group's memory back."""
+        for tensor in self._shared:
+            self.group.free(tensor)
+        self._shared.clear()
+
+    def partners(self) -> list[int]:
+        """Of each rank: two and two, and who is left over takes the one before."""
+        size = self.group.size
+        return [rank ^ 1 if rank ^ 1 < size else rank - 1 for rank in range(size)]
+
+    def neighbours(self) -> list[list[int]]:
+        """Whom each rank hears in an exponential-2 graph: everybody where there are two or three."""
+        size = self.group.size
+        steps = [1 << power for power in range((size - 1).bit_length())]
+        return [[(rank - step) % size for step in steps] for rank in range(size)]
+
+
+def pattern(num_elements: int) -> torch.Tensor:
+    """Small whole numbers that repeat with a period that fits no power of two."""
+    period = torch.arange(_PERIOD, dtype=torch.float32)
+    return period.repeat(num_elements // _PERIOD + 1)[:num_elements]
+
+
+def difference(tensor: torch.Tensor, expected: Expected) -> str:
+    """Where a result is furthest from what it must be; nothing where it is near enough."""
+    wanted = pattern(tensor.numel()).mul_(expected.factor).add_(expected.offset)
+    error = (tensor - wanted).abs_()
+    if float(error.max()) <= _TOLERANCE:
+        return ""
+    worst = int(error.argmax())
+    return f"element {worst} is {float(tensor[worst]):g} and should be {float(wanted[worst]):g}"
+
+
+def _all_reduce(stage: Stage) -> Call:
+    group, tensor = stage.group, stage.tensor()
+    expected = Expected(group.size, sum(range(group.size)))
+    # sums of sums would end at infinity
+    return Call(lambda: [group.all_reduce(tensor, "sum").wait()], [expected], tensor.zero_)
+
+
+def _broadcast(stage: Stage) -> Call:
+    group, tensor = stage.group, stage.tensor()
+    return Call(lambda: [group.broadcast(tensor).wait()], [Expected(1, 0)])
+
+
+def _all_gather(stage: Stage) -> Call:
+    group, tensor = stage.group, stage.tensor()
+    return Call(lambda: group.all_gather(tensor).wait(), [Expected(1, rank) for rank in range(group.size)])
+
+
+def _exchange(stage: Stage) -> Call:
+    """With the group's own memory from one buffer into another and back, as strategies do; else in place."""
+    group = stage.group
+    weights = Weights.uniform(stage.neighbours()[group.rank])
+    expected = [Expected.average(weights, group.rank)]
+    if not stage.has_own_memory:
+        tensor = stage.tensor()
+        return Call(lambda: [group.exchange(tensor, weights).wait()], expected)
+    buffers = [stage.tensor(), stage.tensor()]
+
+    def run() -> list[torch.Tensor]:
+        group.exchange(buffers[0], weights, out=buffers[1]).wait()
+        buffers.reverse()
+        return buffers[:1]
+
+    return Call(run, expected)
+
+
+def _pair_gossip(stage: Stage) -> Call:
+    group, tensor = stage.group, stage.tensor()
+    partner = stage.partners()[group.rank]
+    expected = Expected.average(Weights.uniform([partner]), group.rank)
+    return Call(lambda: [group.pair_gossip(tensor, partner).wait()], [expected])
+
+
+def _publish_fetch(stage: Stage) -> Call:
+    """Publish one's own, then read the partner's newest to its end; what is foreign is copied first."""
+    group, name = stage.group, "own" if stage.has_own_memory else "foreign"
+    tensor, copy = stage.tensor(), torch.empty(stage.num_elements)
+    buffers = [stage.shared().copy_(tensor), stage.shared().copy_(tensor)]
+    partner = stage.partners()[group.rank]
+    newest = next(stage.versions)
+    group.publish(name, buffers[0], newest)
+    group.barrier().wait()
+
+    def run() -> list[torch.Tensor]:
+        nonlocal newest
+        group.reclaim(name, newest - 1)
+        newest = next(stage.versions)
+        buffers.reverse()
+        if not stage.has_own_memory:
+            buffers[0].copy_(tensor)
+        group.publish(name, buffers[0], newest)
+        for _ in range(_TRIES):
+            snapshot = group.fetch(name, partner).wait()
+            if snapshot is not None:
+                copy.copy_(snapshot.tensor)
+                if snapshot.is_intact():
+                    return [copy]
+        raise BenchmarkError(f"{_TRIES} snapshots of rank {partner} changed while they were read.")
+
+    return Call(run, [Expected(1, partner)])
+
+
+def _barrier(stage: Stage) -> Call:
+    group = stage.group
+
+    def run() -> list[torch.Tensor]:
+        group.barrier().wait()
+        return []
+
+    return Call(run)
+
+
+SHOAL = {
+    "all_reduce": _all_reduce,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "exchange": _exchange,
+    "pair_gossip": _pair_gossip,
+    "publish_fetch": _publish_fetch,
+    "barrier": _barrier,
+}

@@ -1,0 +1,95 @@
+"""A worker of `shoal bench collectives`: shows that a call's result is right, then times it beside others."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from shoal.bench.blocks import taking_turns
+from shoal.bench.children import Parent
+from shoal.bench.collective_calls import SHOAL, Call, Stage, difference
+from shoal.bench.collectives import FOREIGN, GLOO, GROUP, MIB
+from shoal.bench.crew import serve
+from shoal.bench.gloo_calls import GLOO_CALLS
+from shoal.bench.seat import Seat
+from shoal.group.base import Group
+
+_ELEMENT_BYTES = 4
+_MAX_WARMED_BYTES = MIB
+"""Up to this a call finds in the caches what the one before has left there."""
+
+
+def work(arguments: dict[str, Any], parent: Parent) -> None:
+    """Measure what is ordered."""
+    seat = msgspec.convert(arguments["seat"], Seat)
+    seat.take()
+    with seat.gloo(), seat.open_group("collectives") as group:
+        serve(parent, {"measure": Stopwatch(group).measure})
+
+
+class Stopwatch:
+    """Makes the calls of all contenders in turn."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._versions = itertools.count()
+
+    def measure(
+        self, op: str, size_bytes: int, num_rounds: int, calls_per_round: int
+    ) -> dict[str, list[float] | str]:
+        """By contender: seconds of this worker's calls, or what was wrong with somebody's result."""
+        wrong: dict[str, list[float] | str] = {}
+        calls: dict[str, Call] = {}
+        with contextlib.ExitStack() as stack:
+            for via, call in self._contenders(op, size_bytes, stack):
+                # told to all: who has the right result must not wait for who has not
+                complaints = [text for text in self._group.share(self._complaint(call)) if text]
+                if complaints:
+                    wrong[via] = f"wrong result: {complaints[0]}"
+                else:
+                    calls[via] = call
+            times: dict[str, list[float] | str] = {via: [] for via in calls}
+            num_warm = 1 if size_bytes <= _MAX_WARMED_BYTES else 0
+            for via in taking_turns(list(calls), num_rounds):
+                timed = self._time(calls[via], num_warm + calls_per_round)[num_warm:]
+                times[via] = [*times[via], *timed]
+        return times | wrong
+
+    def _contenders(
+        self, op: str, size_bytes: int, stack: contextlib.ExitStack
+    ) -> Iterator[tuple[str, Call]]:
+        num_elements = size_bytes // _ELEMENT_BYTES
+        for via in (GROUP, FOREIGN) if size_bytes else (GROUP,):
+            stage = Stage(self._group, num_elements, via == GROUP, self._versions)
+            stack.callback(stage.free)
+            yield via, SHOAL[op](stage)
+        if op in GLOO_CALLS:
+            yield GLOO, GLOO_CALLS[op](Stage(self._group, num_elements))
+
+    def _complaint(self, call: Call) -> str:
+        """What is wrong with the first result of a call; nothing where it is right."""
+        self._group.barrier().wait()
+        complaint = ""
+        for number, (result, expected) in enumerate(zip(call.run(), call.expected, strict=True)):
+            differs = difference(result.view(-1), expected)
+            if differs:
+                complaint = f"rank {self._group.rank}, tensor {number}: {differs}"
+                break
+        self._group.barrier().wait()
+        call.reset()
+        return complaint
+
+    def _time(self, call: Call, count: int) -> list[float]:
+        times_s = []
+        for _ in range(count):
+            self._group.barrier().wait()
+            began_s = time.perf_counter()
+            results = call.run()
+            times_s.append(time.perf_counter() - began_s)
+            del results  # giving memory back is not part of it
+        return times_s

@@ -1,0 +1,153 @@
+"""Workers of a benchmark that take part in one group: started together, and told what to do in lock-step.
+
+A worker is a function `module:name` that answers its orders with `serve`; its place is a `seat.Seat`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import selectors
+import tempfile
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import msgspec
+
+from shoal.bench.children import Child, Parent, child
+from shoal.core import BenchmarkError
+
+T = TypeVar("T")
+
+
+class CrewSettings(msgspec.Struct, frozen=True):
+    """Who the workers are."""
+
+    function: str
+    """`module:name`, called as any child's, with `seat` and `arguments` among its arguments."""
+    size: int
+    arguments: dict[str, Any] = {}
+    answer_s: float = 180.0
+    """Whoever has not answered an order after this is taken for stuck."""
+
+
+class Crew:
+    """The workers, as the process sees them that gives the orders; a context manager.
+
+    They are started by the first order. Once one of them has failed all are ended, and the next order starts
+    them afresh: `is_running` tells whether they still know what they were told.
+    """
+
+    def __init__(self, settings: CrewSettings) -> None:
+        self._settings = settings
+        self._children: list[Child] = []
+        self._stack = contextlib.ExitStack()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether workers are there that have followed all orders so far."""
+        return bool(self._children)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None and self._children:
+            self._end()
+        else:
+            self._abandon()
+
+    def ask(self, order: str, **details: Any) -> list[Any]:
+        """Everybody's answer, by rank; BenchmarkError names the rank that failed, and ends all of them."""
+        if not self._children:
+            self._start()
+        for worker in self._children:
+            worker.order(order=order, details=details)
+        return self._gather(lambda worker: worker.expect()["answer"], f"'{order}'")
+
+    def _start(self) -> None:
+        settings = self._settings
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-crew-"))
+        key = f"bench-{secrets.token_hex(8)}"
+        for rank in range(settings.size):
+            seat = {"rank": rank, "size": settings.size, "key": key, "folder": folder}
+            arguments = {"seat": seat, "arguments": settings.arguments}
+            worker = child(settings.function, arguments, name=f"rank {rank} of {settings.size}")
+            self._children.append(self._stack.enter_context(worker))
+
+    def _end(self) -> None:
+        """All at once: they may have to say goodbye to each other."""
+        for worker in self._children:
+            worker.end()
+        self._gather(lambda worker: worker.receive(), "the end")
+        self._children = []
+        self._stack.close()
+
+    def _abandon(self) -> None:
+        for worker in self._children:
+            worker.kill()
+        self._children = []
+        self._stack.close()
+
+    def _gather(self, take: Callable[[Child], T], what: str) -> list[T]:
+        answers: dict[int, T] = {}
+        failures: dict[int, BenchmarkError] = {}
+        with selectors.DefaultSelector() as selector:
+            for rank, worker in enumerate(self._children):
+                selector.register(worker, selectors.EVENT_READ, rank)
+            while selector.get_map() and not failures:
+                ready = selector.select(self._settings.answer_s)
+                if not ready:
+                    stuck = [rank for rank in range(len(self._children)) if rank not in answers]
+                    failures[stuck[0]] = self._stuck(stuck, what)
+                for key, _ in ready:
+                    rank = key.data
+                    selector.unregister(key.fileobj)
+                    try:
+                        answers[rank] = take(self._children[rank])
+                    except BenchmarkError as error:
+                        failures[rank] = error
+            if failures:
+                raise self._failure(failures, selector)
+        return [answers[rank] for rank in range(len(self._children))]
+
+    def _failure(
+        self, failures: dict[int, BenchmarkError], selector: selectors.BaseSelector
+    ) -> BenchmarkError:
+        """The first failure; but who missed a worker that was killed is not the one to name."""
+        for key, _ in selector.select(0):
+            try:
+                self._children[key.data].receive()
+            except BenchmarkError as error:
+                failures[key.data] = error
+        killed = [rank for rank in failures if (self._children[rank].exit_code or 0) < 0]
+        self._abandon()
+        return failures[killed[0] if killed else next(iter(failures))]
+
+    def _stuck(self, ranks: list[int], what: str) -> BenchmarkError:
+        names = ", ".join(map(str, ranks))
+        return BenchmarkError(
+            f"rank {names} of {len(self._children)} did not answer {what} within "
+            f"{self._settings.answer_s:g} s.",
+            cause="workers wait for each other in a different order, or the machine is overloaded.",
+            next_step="run it with fewer workers, or smaller sizes.",
+        )
+
+
+def one_line(error: BenchmarkError) -> str:
+    """What happened, as a row or a line of progress says it."""
+    return " ".join(error.what.split())
+
+
+def serve(parent: Parent, answers: Mapping[str, Callable[..., Any]]) -> None:
+    """Answer orders until there are no more; what an answer raises is told before anything is closed."""
+    while (order := parent.receive()) is not None:
+        try:
+            answer = answers[order["order"]](**order["details"])
+        except Exception as error:
+            parent.fail(error)
+            raise
+        parent.tell(answer=answer)

@@ -1,0 +1,271 @@
+"""`shoal bench training`: how much of the speed of workers that share nothing is left under each strategy.
+
+One set of workers holds a model for every strategy and one for `none`, to which nothing is attached: the
+ceiling. A block of a strategy and one of `none` are neighbours in time, and their ratio is what counts. What
+the samples say is `training_summary`'s, what a worker does `training_worker`'s.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from shoal.bench.crew import Crew, CrewSettings, one_line
+from shoal.bench.frame import Measured, RowKey, Tell
+from shoal.core import BenchmarkError, UsageError
+from shoal.strategies.names import resolve
+from shoal.strategies.options import OPTIONS, read_options
+
+NONE = "none"
+ASYNCHRONOUS = ("pair",)
+"""Strategies under which nobody waits: with a slow worker the others do more iterations."""
+_ROUNDS_OF_ALL = ("global_average_every", "should_broadcast_buffers", "monitor")
+"""Options by which the workers of any strategy meet."""
+DEFAULT_STRATEGIES = ("all-reduce", "neighbor", "pair", "sma", "ddp")
+FRACTION, SPEED, ITERATION = "fraction_of_ceiling", "examples_per_s", "seconds_per_iteration"
+OWN_FRACTION, WAITED = "fraction_of_own_ceiling", "others_waited"
+METRICS: dict[str, tuple[str, Literal["higher", "lower"]]] = {
+    FRACTION: ("", "higher"),
+    SPEED: ("1/s", "higher"),
+    ITERATION: ("s", "lower"),
+    OWN_FRACTION: ("", "higher"),
+    WAITED: ("s", "lower"),
+}
+"""Ratios of neighbouring blocks; the speed of all workers together in a block; a worker's iterations; ratios
+of a worker's own speed; how long all others together waited for a worker in a block."""
+_WARM_ITERATIONS = 3
+
+
+class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is trained, and for how long."""
+
+    model: str = "mlp"
+    batch_size: int = 64
+    """Of each worker."""
+    strategies: tuple[str, ...] = DEFAULT_STRATEGIES
+    options: dict[str, dict[str, Any]] = {}
+    """Of each strategy, where it has others than its defaults."""
+    num_workers: int = 2
+    workers_per_machine: int | None = None
+    num_pairs: int = 10
+    """Blocks of each strategy, each with one of `none` beside it."""
+    block_s: float = 1.0
+    iterations: int | None = None
+    """In a block of a strategy whose workers wait for each other; by default as many as `block_s` holds."""
+    slow_rank: int | None = None
+    """This worker sleeps in every iteration, also under `none`."""
+    slow_factor: float = 10.0
+    """How many times as long its iterations take."""
+    learning_rate: float = 0.01
+    momentum: float = 0.9
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1 or self.num_pairs < 1 or self.batch_size < 1:
+            raise UsageError(
+                "Without workers, pairs or examples nothing is measured.", next_step="give 1 or more."
+            )
+        if self.slow_rank is not None and not 0 <= self.slow_rank < self.num_workers:
+            raise UsageError(
+                f"There is no rank {self.slow_rank} among {self.num_workers} workers.",
+                next_step=f"give --slow-rank 0 to {self.num_workers - 1}.",
+            )
+
+
+class Block(msgspec.Struct, frozen=True):
+    """What one worker did in one block."""
+
+    times_s: list[float]
+    """Of each iteration."""
+    waited_s: list[float] = []
+    """For each rank, by this worker."""
+
+    @property
+    def seconds(self) -> float:
+        """From the first iteration's beginning to the last one's end."""
+        return sum(self.times_s)
+
+    def examples_per_s(self, batch_size: int) -> float:
+        """Of this worker."""
+        return batch_size * len(self.times_s) / self.seconds
+
+
+Blocks = list[Block]
+"""One for each rank."""
+
+
+class Lane(msgspec.Struct):
+    """All that was measured of one strategy, or why it could not be."""
+
+    blocks: list[Blocks] = []
+    ceilings: list[Blocks] = []
+    """The neighbours in time of `blocks`, under `none`."""
+    error: str | None = None
+
+
+class TrainingScenario:
+    """One start: a crew that trains in pairs of blocks."""
+
+    def __init__(self, config: Mapping[str, Any], seed: int) -> None:
+        self._config = msgspec.structs.replace(msgspec.convert(dict(config), TrainingConfig), seed=seed)
+        self._lanes = {name: Lane() for name in self._config.strategies}
+        self._iterations: dict[str, int | None] = {}
+        self._sleep_s = 0.0
+
+    def run(self, tell: Tell) -> Iterator[Measured]:
+        """All strategies in turn, pair by pair; one that fails is a row, and the rest go on."""
+        config = self._config
+        settings = CrewSettings(
+            "shoal.bench.training_worker:work", config.num_workers, msgspec.to_builtins(config)
+        )
+        with Crew(settings) as crew:
+            for number in range(config.num_pairs):
+                self._prepare(crew, tell)
+                tell(f"pair {number + 1} of {config.num_pairs}")
+                for name in self._standing():
+                    self._prepare(crew, tell)
+                    if self._lanes[name].error is None:
+                        self._measure_pair(crew, name, number, tell)
+            # the metrics in the order in which a reader asks for them
+            yield from sorted(self._rows(), key=lambda row: list(METRICS).index(row.metric))
+
+    def _standing(self) -> list[str]:
+        """The strategies that have not failed."""
+        return [name for name, lane in self._lanes.items() if lane.error is None]
+
+    def _prepare(self, crew: Crew, tell: Tell) -> None:
+        """Attach and warm up everything, in a crew that has not been started or has lost somebody."""
+        while not crew.is_running and self._standing():
+            self._attach(crew, NONE, tell)
+            for name in self._standing():
+                try:
+                    self._attach(crew, name, tell)
+                except BenchmarkError as error:
+                    self._give_up(name, error, tell)
+                    break
+
+    def _attach(self, crew: Crew, name: str, tell: Tell) -> None:
+        tell(f"{name}: attaching and warming up")
+        crew.ask("attach", strategy=name)
+        blocks = self._block(crew, name, _WARM_ITERATIONS)
+        times_s = [statistics.median(block.times_s) for block in blocks]
+        if name == NONE and self._config.slow_rank is not None:
+            self._sleep_s = 0.0
+            pace = self._block(crew, NONE, None)[self._config.slow_rank]
+            self._sleep_s = statistics.median(pace.times_s) * (self._config.slow_factor - 1)
+        if is_free_running(name, self._config.options):
+            self._iterations[name] = None
+        else:
+            fitting = max(1, round(self._config.block_s / max(times_s)))
+            self._iterations[name] = self._config.iterations or fitting
+
+    def _measure_pair(self, crew: Crew, name: str, number: int, tell: Tell) -> None:
+        order = (name, NONE) if number % 2 == 0 else (NONE, name)
+        try:
+            measured = {who: self._block(crew, who, self._iterations[who]) for who in order}
+        except BenchmarkError as error:
+            self._give_up(name, error, tell)
+            return
+        self._lanes[name].blocks.append(measured[name])
+        self._lanes[name].ceilings.append(measured[NONE])
+
+    def _block(self, crew: Crew, name: str, iterations: int | None) -> Blocks:
+        answers = crew.ask(
+            "block",
+            strategy=name,
+            iterations=iterations,
+            seconds=self._config.block_s,
+            sleep_s=self._sleep_s,
+        )
+        return msgspec.convert(answers, Blocks)
+
+    def _give_up(self, name: str, error: BenchmarkError, tell: Tell) -> None:
+        self._lanes[name].error = one_line(error)
+        tell(f"{name} failed: {self._lanes[name].error}")
+
+    def _rows(self) -> Iterator[Measured]:
+        ceilings = [blocks for lane in self._lanes.values() for blocks in lane.ceilings]
+        lanes = {NONE: Lane(ceilings)} if ceilings else {}
+        for name, lane in (lanes | self._lanes).items():
+            if lane.error is None:
+                yield from lane_rows(name, lane, self._config)
+            else:
+                yield _measured(SPEED, {"strategy": name}, error=lane.error)
+
+
+def is_free_running(strategy: str, options: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether no worker waits for another, so that each has its own pace."""
+    if strategy == NONE:
+        return True
+    has_rounds = any(options.get(strategy, {}).get(name) for name in _ROUNDS_OF_ALL)
+    return resolve(strategy)[0] in ASYNCHRONOUS and not has_rounds
+
+
+def lane_rows(name: str, lane: Lane, config: TrainingConfig) -> Iterator[Measured]:
+    """The figures of one strategy, or of the ceiling, which has nothing beside it."""
+    batch_size, ranks = config.batch_size, range(config.num_workers)
+    key: RowKey = {"strategy": name}
+    speeds = [total_speed(blocks, batch_size) for blocks in lane.blocks]
+    beside = [total_speed(blocks, batch_size) for blocks in lane.ceilings]
+    if beside:
+        yield _measured(FRACTION, key, [ours / theirs for ours, theirs in zip(speeds, beside, strict=True)])
+    yield _measured(SPEED, key, speeds)
+    waits = [waited_for(blocks) for blocks in lane.blocks]
+    for rank in ranks:
+        own = [blocks[rank] for blocks in lane.blocks]
+        by_rank = {**key, "rank": rank}
+        yield _measured(ITERATION, by_rank, [time_s for block in own for time_s in block.times_s])
+        if beside and config.slow_rank is not None:
+            pairs = zip(own, (blocks[rank] for blocks in lane.ceilings), strict=True)
+            fractions = [ours.examples_per_s(1) / theirs.examples_per_s(1) for ours, theirs in pairs]
+            yield _measured(OWN_FRACTION, by_rank, fractions)
+        if any(map(any, waits)):
+            yield _measured(WAITED, by_rank, [waited[rank] for waited in waits])
+
+
+def waited_for(blocks: Blocks) -> list[float]:
+    """For each rank the seconds that the others waited for it, all together."""
+    waited_s = [0.0] * len(blocks)
+    for waiting, block in enumerate(blocks):
+        for rank, seconds in enumerate(block.waited_s):
+            waited_s[rank] += seconds if rank != waiting else 0.0
+    return waited_s
+
+
+def options_of(strategies: Sequence[str], given: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """The options of each strategy: those given that it knows, what its name implies, and its defaults.
+
+    UsageError for an option that none of them knows.
+    """
+    known: dict[str, str] = {}
+    options = {}
+    for strategy in strategies:
+        name, implied = resolve(strategy)
+        kind = OPTIONS[name]
+        own = {option: text for option, text in given.items() if option in kind.__struct_fields__}
+        known |= own
+        options[strategy] = msgspec.to_builtins(read_options(kind, implied | own, strategy))
+    for option in given:
+        if option not in known:
+            raise UsageError(
+                f"None of {', '.join(strategies)} has an option {option!r}.",
+                next_step="`shoal run --help` names those of each strategy.",
+            )
+    return options
+
+
+def total_speed(blocks: Blocks, batch_size: int) -> float:
+    """Examples a second of all workers together."""
+    return sum(block.examples_per_s(batch_size) for block in blocks)
+
+
+def _measured(
+    metric: str, key: RowKey, samples: list[float] | None = None, error: str | None = None
+) -> Measured:
+    unit, direction = METRICS[metric]
+    return Measured(
+        key=key, metric=metric, unit=unit, direction=direction, samples=samples or [], error=error
+    )

@@ -1,0 +1,101 @@
+"""A worker of `shoal bench training`: a model for each strategy, all attached at once, trained in blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from shoal.bench.children import Parent
+from shoal.bench.crew import serve
+from shoal.bench.seat import Seat
+from shoal.bench.training import NONE, TrainingConfig
+from shoal.group.base import Group
+from shoal.models import MODELS
+from shoal.strategies import make_strategy
+
+_NUM_BATCHES = 4
+
+
+def work(arguments: dict[str, Any], parent: Parent) -> None:
+    """Train what is ordered."""
+    seat = msgspec.convert(arguments["seat"], Seat)
+    seat.take()
+    with contextlib.ExitStack() as stack:
+        school = School(seat, msgspec.convert(arguments["arguments"], TrainingConfig), stack)
+        serve(parent, {"attach": school.attach, "block": school.block})
+
+
+class Trainee:
+    """One model with its optimizer and its batches; `step` is the user's own loop."""
+
+    def __init__(self, config: TrainingConfig, rank: int) -> None:
+        entry = MODELS[config.model]
+        torch.manual_seed(config.seed)
+        self.model = entry.build()
+        self.optimizer = SGD(self.model.parameters(), lr=config.learning_rate, momentum=config.momentum)
+        seeds = range(rank * _NUM_BATCHES, (rank + 1) * _NUM_BATCHES)
+        batches = [entry.random_batch(config.seed + seed, config.batch_size) for seed in seeds]
+        self._batches: Iterator[tuple[torch.Tensor, torch.Tensor]] = itertools.cycle(batches)
+        self._loss = nn.CrossEntropyLoss()
+        self.group: Group | None = None
+
+    def step(self) -> None:
+        """One iteration."""
+        x, y = next(self._batches)
+        self.optimizer.zero_grad()
+        self._loss(self.model(x), y).backward()
+        self.optimizer.step()
+
+    @property
+    def waited_s(self) -> list[float]:
+        """Seconds that this worker has waited for each rank."""
+        return list(self.group.waited_s) if self.group is not None else []
+
+
+class School:
+    """All trainees of one worker."""
+
+    def __init__(self, seat: Seat, config: TrainingConfig, stack: contextlib.ExitStack) -> None:
+        self._seat = seat
+        self._config = config
+        self._stack = stack
+        self._trainees: dict[str, Trainee] = {}
+
+    def attach(self, strategy: str) -> None:
+        """Make a model, and attach the strategy to it; `none` attaches nothing."""
+        trainee = self._trainees[strategy] = Trainee(self._config, self._seat.rank)
+        if strategy == NONE:
+            return
+        # a group for each strategy: who waits for whom is counted apart, and each may leave its own
+        trainee.group = self._stack.enter_context(
+            self._seat.open_group(strategy, self._config.workers_per_machine)
+        )
+        made = make_strategy(trainee.group, strategy, **self._config.options.get(strategy, {}))
+        self._stack.enter_context(made.attach(trainee.model, trainee.optimizer))
+
+    def block(
+        self, strategy: str, iterations: int | None, seconds: float, sleep_s: float
+    ) -> dict[str, list[float]]:
+        """Iterate so often, or else for so long; the time of each iteration, and the waits of the block."""
+        trainee = self._trainees[strategy]
+        sleep_s = sleep_s if self._seat.rank == self._config.slow_rank else 0.0
+        waited_s = trainee.waited_s
+        times_s: list[float] = []
+        began_s = last_s = time.perf_counter()
+        while len(times_s) < iterations if iterations is not None else last_s - began_s < seconds:
+            if sleep_s:
+                time.sleep(sleep_s)
+            trainee.step()
+            now_s = time.perf_counter()
+            times_s.append(now_s - last_s)
+            last_s = now_s
+        waits_s = [after - before for before, after in zip(waited_s, trainee.waited_s, strict=True)]
+        return {"times_s": times_s, "waited_s": waits_s}

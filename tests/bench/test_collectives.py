@@ -1,0 +1,172 @@
+import msgspec
+import pytest
+
+from shoal.bench import collectives
+from shoal.bench.collectives import (
+    KIB,
+    MIB,
+    OPS,
+    CollectivesConfig,
+    collectives_items,
+    parse_size,
+    size_text,
+    summarize_collectives,
+    usual_repeats,
+)
+from shoal.bench.frame import make_scenario
+from shoal.core import BenchmarkError, UsageError
+from shoal.report import Report, Row
+from shoal.report.tables import Table
+
+TINY = CollectivesConfig(workers=(2,), sizes=(4096,), repeats=3)
+
+
+def as_report(measured):
+    rows = []
+    for one in measured:
+        outcome = {"error": one.error} if one.error is not None else {"starts": [one.samples]}
+        fields = {name: getattr(one, name) for name in ("key", "metric", "unit", "direction")}
+        rows.append(Row(**fields, **outcome))
+    return Report(benchmark="collectives", created="2026-01-01T00:00:00+00:00", rows=rows)
+
+
+def measure(config):
+    return as_report(make_scenario("collectives", msgspec.to_builtins(config), 0).run(lambda _: None))
+
+
+@pytest.fixture(scope="module")
+def report():
+    return measure(TINY)
+
+
+def test_every_operation_is_measured_with_both_memories_and_beside_gloo(report):
+    assert not report.failed
+    found = {(row.metric, row.key["via"]): len(row.samples) for row in report.rows}
+    tensors = [op for op in OPS if op != "barrier"]
+    expected = {(op, via): 3 for op in tensors for via in ("group", "foreign", "gloo")}
+    del expected["publish_fetch", "gloo"]
+    assert found == expected | {("barrier", "group"): 3, ("barrier", "gloo"): 3}
+
+
+def test_the_result_has_a_row_for_each_tensor(report):
+    rows = summarize_collectives(report)["rows"]
+    assert [(row["op"], row["tensor"]) for row in rows] == [
+        *((op, tensor) for op in OPS[:-1] for tensor in ("group", "foreign")),
+        ("barrier", "none"),
+    ]
+    assert all(row["workers"] == 2 and row["shoal_ms"] > 0 for row in rows)
+    without_gloo = [row["op"] for row in rows if row["gloo_ms"] is None]
+    assert without_gloo == ["publish_fetch", "publish_fetch"]
+
+
+def times(op, via, seconds, workers=2, size_bytes=4096):
+    key = {"workers": workers, "size_bytes": size_bytes, "via": via}
+    return Row(key=key, metric=op, unit="s", direction="lower", starts=seconds)
+
+
+def test_the_result_is_of_medians_over_all_starts():
+    rows = [
+        times("all_reduce", "group", [[0.001, 0.002], [0.003]]),
+        times("all_reduce", "foreign", [[0.005]]),
+        times("all_reduce", "gloo", [[0.01, 0.01, 0.9]]),
+    ]
+    result = summarize_collectives(Report(benchmark="collectives", created="", rows=rows))
+    common = {"op": "all_reduce", "workers": 2, "size_bytes": 4096, "gloo_ms": 10.0}
+    assert result == {
+        "rows": [
+            {**common, "tensor": "group", "shoal_ms": 2.0, "ratio": 0.2},
+            {**common, "tensor": "foreign", "shoal_ms": 5.0, "ratio": 0.5},
+        ]
+    }
+
+
+def test_the_table_has_a_line_for_each_size_and_says_what_failed():
+    rows = [
+        times("broadcast", "group", [[0.0123]], size_bytes=MIB),
+        times("broadcast", "gloo", [[0.0246]], size_bytes=MIB),
+        Row(
+            key={"workers": 2, "size_bytes": 25 * MIB, "via": "group", "start": 1},
+            metric="broadcast",
+            unit="s",
+            direction="lower",
+            error="it broke",
+        ),
+        times("barrier", "group", [[0.001]], workers=4, size_bytes=0),
+    ]
+    two, four = (
+        item
+        for item in collectives_items(Report(benchmark="collectives", created="", rows=rows))
+        if isinstance(item, Table)
+    )
+    assert two.rows == [
+        ("broadcast", "1 MB", "12.3", "-", "24.6", "0.500", "-"),
+        ("", "25 MB", "-", "-", "-", "-", "-"),
+    ]
+    assert two.notes == {1: ("failed: it broke", "red")}
+    assert four.rows == [("barrier", "-", "1.00", "-", "-", "-", "-")]
+
+
+class FakeCrew:
+    """Answers as workers would that take longer by rank, give a wrong result, or break."""
+
+    def __init__(self, settings):
+        self.size = settings.size
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def ask(self, order, op, size_bytes, num_rounds, calls_per_round):
+        assert order == "measure"
+        if op == "broadcast":
+            raise BenchmarkError("rank 1 of 2 failed: PeerLost: gone.\n  Try: again.")
+        count = num_rounds * calls_per_round
+        foreign = "wrong result: 1 and should be 2" if op == "exchange" else [0.5] * count
+        return [{"group": [0.1 + rank] * count, "foreign": foreign} for rank in range(self.size)]
+
+
+def test_a_sample_is_the_slowest_workers_and_what_fails_is_a_row(monkeypatch):
+    monkeypatch.setattr(collectives, "Crew", FakeCrew)
+    config = msgspec.structs.replace(TINY, ops=("all_reduce", "broadcast", "exchange"), workers=(2, 3))
+    rows = measure(config).rows
+    assert [(row.metric, row.key["workers"], row.key["via"]) for row in rows] == [
+        (op, workers, via)
+        for workers in (2, 3)
+        for op in config.ops
+        for via in (("group",) if op == "broadcast" else ("group", "foreign"))
+    ]
+    assert [row.samples for row in rows[:2]] == [[1.1] * 3, [0.5] * 3]
+    assert rows[2].error == "rank 1 of 2 failed: PeerLost: gone. Try: again."
+    assert rows[4].error == "wrong result: 1 and should be 2"
+    assert rows[5].samples == [2.1] * 3
+
+
+def test_small_calls_are_repeated_more_often():
+    counts = [usual_repeats(size) for size in (0, 4 * KIB, 64 * KIB, MIB, 25 * MIB, 100 * MIB)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[-1] >= 10
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("4096", 4096), ("4KB", 4096), (" 25 mb", 25 * MIB), ("0.5MB", MIB // 2), ("8B", 8)],
+)
+def test_sizes_are_read(text, size_bytes):
+    assert parse_size(text) == size_bytes
+
+
+def test_sizes_are_written_as_they_are_read():
+    for size_bytes in (12, 4 * KIB, 100 * MIB):
+        assert parse_size(size_text(size_bytes)) == size_bytes
+    with pytest.raises(UsageError, match="'many' is no size"):
+        parse_size("many")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"ops": ["reduce"]}, {"workers": [1]}, {"workers": []}, {"sizes": [6]}, {"sizes": []}]
+)
+def test_what_cannot_be_measured_is_refused(wrong):
+    with pytest.raises((UsageError, msgspec.ValidationError)):
+        make_scenario("collectives", wrong, 0)

@@ -1,0 +1,76 @@
+import os
+
+import pytest
+
+from shoal.bench.crew import Crew, CrewSettings
+from shoal.core import BenchmarkError
+
+
+@pytest.fixture(autouse=True)
+def _tests_are_importable(monkeypatch, request):
+    monkeypatch.setenv("PYTHONPATH", str(request.config.rootpath / "tests"))
+
+
+def crew(**settings):
+    return Crew(CrewSettings("bench.sample_workers:work", 2, **settings))
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_everybody_answers_by_rank_until_the_end():
+    with crew(arguments={"word": "ahoy"}) as workers:
+        assert not workers.is_running
+        assert workers.ask("describe") == [[0, "ahoy"], [1, "ahoy"]]
+        pids = workers.ask("pid")
+        assert len(set(pids)) == 2
+        assert workers.is_running
+    assert not any(map(is_alive, pids))
+
+
+def test_a_failure_names_the_rank_and_ends_the_others_and_the_next_order_starts_new_ones():
+    with crew() as workers:
+        pids = workers.ask("pid")
+        with pytest.raises(BenchmarkError, match=r"rank 1 of 2 failed: ZeroDivisionError: nothing is left"):
+            workers.ask("fail", who=1)
+        assert not workers.is_running
+        assert not any(map(is_alive, pids))
+        assert workers.ask("describe") == [[0, None], [1, None]]
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="one worker watches the other's process")
+def test_the_one_that_was_killed_is_named_not_the_one_that_missed_it():
+    with crew() as workers:
+        pids = workers.ask("pid")
+        with pytest.raises(BenchmarkError, match=r"rank 1 of 2 ended with signal 9"):
+            workers.ask("lose", who=1, pid=pids[1])
+
+
+def test_who_does_not_answer_is_named():
+    with crew(answer_s=0.1) as workers:
+        with pytest.raises(BenchmarkError, match=r"rank 0, 1 of 2 did not answer 'fail' within 0.1 s"):
+            workers.ask("fail", who=None)
+
+
+def test_a_worker_that_fails_at_its_end_is_named():
+    with pytest.raises(BenchmarkError, match=r"rank 1 of 2 failed: ZeroDivisionError: at the end"):
+        with crew(arguments={"word": "fail at the end"}) as workers:
+            workers.ask("describe")
+
+
+def test_workers_end_with_the_block_that_an_error_leaves():
+    def leave_by_error():
+        with crew() as workers:
+            pids.extend(workers.ask("pid"))
+            raise KeyError
+
+    pids = []
+    with pytest.raises(KeyError):
+        leave_by_error()
+    assert len(pids) == 2
+    assert not any(map(is_alive, pids))

@@ -1,0 +1,174 @@
+import msgspec
+import pytest
+
+from shoal.bench import training
+from shoal.bench.frame import make_scenario
+from shoal.bench.training import (
+    Block,
+    Lane,
+    TrainingConfig,
+    is_free_running,
+    lane_rows,
+    options_of,
+    total_speed,
+)
+from shoal.core import BenchmarkError, UsageError
+
+TINY = TrainingConfig(
+    model="small-mlp", batch_size=4, strategies=("all-reduce", "pair"), num_pairs=2, block_s=0.05
+)
+
+
+def measure(config, seed=0):
+    return list(make_scenario("training", msgspec.to_builtins(config), seed).run(lambda _: None))
+
+
+def by_key(rows):
+    return {(row.metric, row.key["strategy"], row.key.get("rank")): row for row in rows}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Two workers, of which rank 1 is slow."""
+    return by_key(measure(msgspec.structs.replace(TINY, slow_rank=1)))
+
+
+def test_each_strategy_is_measured_beside_none(rows):
+    assert not [row for row in rows.values() if row.error]
+    for name in TINY.strategies:
+        fractions = rows["fraction_of_ceiling", name, None].samples
+        assert len(fractions) == len(rows["examples_per_s", name, None].samples) == 2
+        assert all(0 < fraction < 5 for fraction in fractions)
+    assert len(rows["examples_per_s", "none", None].samples) == 4
+    assert ("fraction_of_ceiling", "none", None) not in rows
+
+
+def test_workers_that_wait_do_equally_many_iterations_and_others_do_not(rows):
+    def count(name, rank):
+        return len(rows["seconds_per_iteration", name, rank].samples)
+
+    assert count("all-reduce", 0) == count("all-reduce", 1)
+    assert count("none", 0) > 2 * count("none", 1)
+    assert count("pair", 0) > 2 * count("pair", 1)
+
+
+def test_a_slow_worker_is_waited_for_under_all_reduce_alone(rows):
+    waited = [sum(rows["others_waited", "all-reduce", rank].samples) for rank in (0, 1)]
+    assert waited[1] > 3 * waited[0]
+    assert rows["fraction_of_own_ceiling", "all-reduce", 0].samples[0] < 0.5
+    assert ("others_waited", "pair", 1) not in rows
+
+
+def blocks(*times_s, waited_s=()):
+    return [Block(list(times), list(waited_s)) for times in times_s]
+
+
+def test_the_speed_of_a_block_is_the_sum_over_its_workers():
+    assert total_speed(blocks([0.5, 0.5], [0.25, 0.25]), batch_size=10) == pytest.approx(20 + 40)
+
+
+def test_fractions_are_of_neighbours_in_time():
+    lane = Lane(
+        blocks=[blocks([2.0], [2.0]), blocks([1.0], [1.0])],
+        ceilings=[blocks([1.0], [1.0]), blocks([1.0], [0.5])],
+    )
+    rows = by_key(lane_rows("sma", lane, msgspec.structs.replace(TINY, slow_rank=0)))
+    assert rows["fraction_of_ceiling", "sma", None].samples == pytest.approx([0.5, 2 / 3])
+    assert rows["fraction_of_own_ceiling", "sma", 0].samples == [0.5, 1.0]
+    assert rows["fraction_of_own_ceiling", "sma", 1].samples == [0.5, 0.5]
+    assert rows["seconds_per_iteration", "sma", 1].samples == [2.0, 1.0]
+    assert not [key for key in rows if key[0] == "others_waited"]
+
+
+def test_waits_are_by_who_was_waited_for():
+    first = [Block([1.0], [0.0, 0.7, 0.1]), Block([1.0], [0.2, 0.0, 0.0]), Block([1.0], [0.0, 0.4, 0.0])]
+    config = msgspec.structs.replace(TINY, num_workers=3)
+    rows = by_key(lane_rows("sma", Lane([first], [first]), config))
+    waited = [rows["others_waited", "sma", rank].samples for rank in range(3)]
+    assert waited == [[0.2], [pytest.approx(1.1)], [0.1]]
+
+
+class FakeCrew:
+    """Workers that take 10 ms an iteration; what they are told to fails, once or always."""
+
+    failing = ()
+
+    def __init__(self, settings):
+        self.is_running = False
+        self.orders = []
+        FakeCrew.latest = self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def ask(self, order, strategy, iterations=0, seconds=0.0, sleep_s=0.0):
+        self.is_running = True
+        self.orders.append((order, strategy))
+        if (order, strategy) in self.failing and (
+            order == "attach" or self.orders.count((order, strategy)) > 2
+        ):
+            self.is_running = False
+            raise BenchmarkError(f"rank 1 of 2 failed: {strategy} broke.\n  Try: again.")
+        count = iterations if iterations is not None else round(seconds / 0.01)
+        return [{"times_s": [0.01] * count, "waited_s": []}] * 2
+
+
+@pytest.mark.parametrize("moment", ["attach", "block"])
+def test_a_strategy_that_fails_is_a_row_and_the_rest_go_on(monkeypatch, moment):
+    monkeypatch.setattr(training, "Crew", FakeCrew)
+    monkeypatch.setattr(FakeCrew, "failing", [(moment, "sma")])
+    config = msgspec.structs.replace(TINY, strategies=("all-reduce", "sma", "pair"), num_pairs=3)
+    rows = by_key(measure(config))
+    assert rows["examples_per_s", "sma", None].error == "rank 1 of 2 failed: sma broke. Try: again."
+    assert ("fraction_of_ceiling", "sma", None) not in rows
+    for name in ("all-reduce", "pair"):
+        assert rows["fraction_of_ceiling", name, None].samples == [1.0] * 3
+    orders = FakeCrew.latest.orders
+    assert orders.count(("attach", "all-reduce")) == 2
+    assert orders.count(("attach", "sma")) == 1
+
+
+def test_when_all_fail_nothing_is_started_again(monkeypatch):
+    monkeypatch.setattr(training, "Crew", FakeCrew)
+    monkeypatch.setattr(FakeCrew, "failing", [("attach", "sma")])
+    rows = measure(msgspec.structs.replace(TINY, strategies=("sma",)))
+    assert [row.error is not None for row in rows] == [True]
+    assert [order for order in FakeCrew.latest.orders if order[0] == "attach"] == [
+        ("attach", "none"),
+        ("attach", "sma"),
+    ]
+
+
+def test_neighbouring_blocks_take_turns(monkeypatch):
+    monkeypatch.setattr(training, "Crew", FakeCrew)
+    measure(msgspec.structs.replace(TINY, strategies=("sma",), num_pairs=2))
+    warm, measured = FakeCrew.latest.orders[:4], FakeCrew.latest.orders[4:]
+    assert [order for order, _ in warm] == ["attach", "block"] * 2
+    assert [strategy for _, strategy in measured] == ["sma", "none", "none", "sma"]
+
+
+def test_options_go_to_the_strategies_that_have_them():
+    options = options_of(("neighbor", "allreduce", "sma"), {"local_steps": "2", "alpha": "0.5"})
+    assert [options[name]["local_steps"] for name in options] == [2, 2, 2]
+    assert options["neighbor"]["topology"] == "exponential-2"
+    assert options["allreduce"]["topology"] == "full"
+    assert options["sma"]["alpha"] == 0.5
+    assert "alpha" not in options["neighbor"]
+    with pytest.raises(UsageError, match="None of neighbor, pair has an option 'alpha'"):
+        options_of(("neighbor", "pair"), {"alpha": "0.5"})
+
+
+def test_pair_is_free_running_unless_it_is_told_to_meet():
+    assert is_free_running("none", {})
+    assert is_free_running("async_sgd", {})
+    assert not is_free_running("neighbor", {})
+    assert not is_free_running("pair", {"pair": {"global_average_every": 10}})
+
+
+@pytest.mark.parametrize("wrong", [{"slow_rank": 2}, {"num_workers": 0}, {"num_pairs": 0}, {"pears": 1}])
+def test_what_cannot_be_measured_is_refused(wrong):
+    with pytest.raises((UsageError, msgspec.ValidationError)):
+        make_scenario("training", wrong, 0)
