@@ -16,6 +16,8 @@ $(READY): pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/shoal doctor
+	$(BIN)/shoal run -np 2 --strategy all-reduce examples/train_digits.py --epochs 5
+	$(BIN)/shoal run -np 2 --strategy neighbor examples/train_digits.py --epochs 5
 	$(BIN)/shoal bench transport --short --report shoal-reports/demo.json
 	$(BIN)/shoal report shoal-reports/demo.json -o demo-report.html
 
@@ -38,6 +40,8 @@ format: setup
 
 bench: setup
 	$(BIN)/shoal bench transport
+	$(BIN)/shoal bench collectives --short
+	$(BIN)/shoal bench training --short
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,33 +12,53 @@ from typing import TYPE_CHECKING, Any
 from shoal._version import __version__
 
 _HOMES = {
-    "Address": "shoal.core",
     "AdaptiveDeadline": "shoal.core",
+    "Address": "shoal.core",
     "Bucket": "shoal.tensors",
     "Codec": "shoal.tensors",
     "Deadline": "shoal.core",
     "Diff": "shoal.report",
     "Endpoint": "shoal.transport",
     "ErrorFeedback": "shoal.tensors",
+    "Faulty": "shoal.group",
+    "GradientAllReduce": "shoal.strategies",
+    "Group": "shoal.group",
     "Head": "shoal.transport",
+    "HierarchicalAverage": "shoal.strategies",
     "Identity": "shoal.core.identity",
     "Key": "shoal.core",
     "Limits": "shoal.transport",
     "LoopThread": "shoal.core",
     "Membership": "shoal.transport",
+    "Metered": "shoal.group",
+    "NeighborAverage": "shoal.strategies",
+    "PairAverage": "shoal.strategies",
     "Peer": "shoal.core",
     "PeerId": "shoal.core",
     "Placement": "shoal.core",
     "Profile": "shoal.transport",
     "Reply": "shoal.transport",
     "Report": "shoal.report",
+    "Shaped": "shoal.group",
     "ShoalError": "shoal.core",
+    "Strategy": "shoal.strategies",
     "StreamTransport": "shoal.transport",
     "SwarmSecret": "shoal.transport",
+    "SynchronousModelAverage": "shoal.strategies",
+    "Topology": "shoal.topology",
+    "TorchDDP": "shoal.strategies",
     "Transport": "shoal.transport",
+    "Weights": "shoal.topology",
+    "data": "shoal",
+    "from_args": "shoal.strategies",
+    "init": "shoal.group",
+    "models": "shoal",
+    "shard": "shoal.data",
+    "topology": "shoal",
 }
 
 if TYPE_CHECKING:
+    from shoal import data, models, topology
     from shoal.core import (
         AdaptiveDeadline,
         Address,
@@ -51,8 +71,21 @@ if TYPE_CHECKING:
         ShoalError,
     )
     from shoal.core.identity import Identity
+    from shoal.data import shard
+    from shoal.group import Faulty, Group, Metered, Shaped, init
     from shoal.report import Diff, Report
+    from shoal.strategies import (
+        GradientAllReduce,
+        HierarchicalAverage,
+        NeighborAverage,
+        PairAverage,
+        Strategy,
+        SynchronousModelAverage,
+        TorchDDP,
+        from_args,
+    )
     from shoal.tensors import Bucket, Codec, ErrorFeedback
+    from shoal.topology import Topology, Weights
     from shoal.transport import (
         Endpoint,
         Head,
@@ -74,30 +107,54 @@ __all__ = [
     "Diff",
     "Endpoint",
     "ErrorFeedback",
+    "Faulty",
+    "GradientAllReduce",
+    "Group",
     "Head",
+    "HierarchicalAverage",
     "Identity",
     "Key",
     "Limits",
     "LoopThread",
     "Membership",
+    "Metered",
+    "NeighborAverage",
+    "PairAverage",
     "Peer",
     "PeerId",
     "Placement",
     "Profile",
     "Reply",
     "Report",
+    "Shaped",
     "ShoalError",
+    "Strategy",
     "StreamTransport",
     "SwarmSecret",
+    "SynchronousModelAverage",
+    "Topology",
+    "TorchDDP",
     "Transport",
+    "Weights",
     "__version__",
+    "data",
+    "from_args",
+    "init",
+    "models",
+    "shard",
+    "topology",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    home = _HOMES[name]
+    value = (
+        importlib.import_module(f"shoal.{name}")
+        if home == __name__
+        else getattr(importlib.import_module(home), name)
+    )
     globals()[name] = value
     return value
 

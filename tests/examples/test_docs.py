@@ -1,0 +1,58 @@
+"""What docs/training.md shows and quotes is so."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from shoal.data import digits
+from shoal.strategies import ALIASES, STRATEGIES
+from shoal.strategies.options import OPTIONS
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "training.md").read_text()
+SOURCE = "\n".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))
+
+
+def section(title):
+    return re.search(rf"^#+ {title}\n(.*?)(?=^#+ |\Z)", PAGE, re.DOTALL | re.MULTILINE)[1]
+
+
+def first_column(title):
+    rows = re.findall(r"^\| (.*?) \|", section(title), re.MULTILINE)
+    return [quoted for row in rows[1:] for quoted in re.findall(r"`([^`]+)`", row)]
+
+
+def test_the_code_runs():
+    torch.manual_seed(0)
+    images, labels = digits(train=False)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    names = {
+        "torch": torch,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loss_fn": nn.CrossEntropyLoss(),
+        "loader": DataLoader(TensorDataset(images, labels), batch_size=36),
+    }
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        exec(compile(block, "training.md", "exec"), names)
+    assert names["checkpoint"]["strategy"]["steps"] == 2
+
+
+@pytest.mark.parametrize("message", first_column("Troubleshooting"))
+def test_quoted_messages_are_the_sources(message):
+    for part in message.split("…"):
+        words = [re.escape(word) for word in part.split()]
+        # a message may be broken into several literals
+        assert re.search(r"(?:\s|\"\s*f?\")+".join(words), SOURCE), part
+
+
+def test_tables_name_all_strategies_and_options():
+    assert first_column("Strategies")[: len(STRATEGIES)] == list(STRATEGIES)
+    page = section("Options")
+    for options in OPTIONS.values():
+        assert [name for name in options.__struct_fields__ if f"`{name}`" not in page] == []
+    assert {"sync-sgd", "gradient-allreduce", "neighbor-allreduce", "async-sgd"} <= ALIASES.keys()
