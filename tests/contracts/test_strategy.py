@@ -2,7 +2,7 @@
 
 import pytest
 
-from contracts import strategies as checks
+from contracts import strategy_checks as checks
 from contracts.strategies import CASES, COUNTED
 from shoal.strategies import STRATEGIES
 
@@ -45,3 +45,5 @@ def test_a_worker_out_of_data_leaves(workers, name):
     first, *others = workers.run(checks.uneven, 3, {"name": name})
     assert first != pytest.approx(others[0], abs=1e-3)
     assert others[0] != 0
+    if CASES[name].are_replicas_equal:
+        assert others[0] == pytest.approx(others[1])

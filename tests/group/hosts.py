@@ -37,8 +37,9 @@ def together(groups, work):
 
 def finish(handles):
     """Let all members do their part; the results, errors as values."""
-    while not all([handle.is_done() for handle in handles]):
-        pass
+    waiting = list(handles)
+    while waiting:
+        waiting = [handle for handle in waiting if not handle.is_done()]
     results = []
     for handle in handles:
         try:

@@ -18,7 +18,7 @@ def arena(tmp_path):
 
 def test_files_have_no_names(tmp_path):
     files = open_files(tmp_path)
-    assert os.listdir(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
     assert len(files) == 2, "the temporary folder is the second choice"
     for descriptor in files:
         os.close(descriptor)

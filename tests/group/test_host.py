@@ -9,8 +9,8 @@ import time
 
 import pytest
 import torch
-from group.hosts import finish, open_hosts, open_member, together
 
+from group.hosts import finish, open_hosts, open_member, together
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, Placement, UsageError
 from shoal.group import GroupSettings, MemoryFull, control, open_host_group
 from shoal.topology import Weights
@@ -43,7 +43,7 @@ def test_stores_that_need_ordering_go_through_bells(monkeypatch):
 
 def test_waiting_has_a_deadline_and_names_the_one_who_is_missing():
     with open_hosts(2) as (first, _):
-        with pytest.raises(DeadlineExceeded, match="barrier: waiting for rank 1 .*last beat"):
+        with pytest.raises(DeadlineExceeded, match=r"barrier: waiting for rank 1 .*last beat"):
             first.barrier().wait(Deadline.after(0.02))
         assert first.waited_s[1] > 0.01
 

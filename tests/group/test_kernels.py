@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ def test_shares_cover_everything_once_and_start_on_cache_lines(num_elements, num
     bounds = [share(index, num_shares, num_elements, 4) for index in range(num_shares)]
     assert bounds[0][0] == 0
     assert bounds[-1][1] == num_elements
-    assert all(high == low for (_, high), (low, _) in zip(bounds, bounds[1:], strict=False))
+    assert all(high == low for (_, high), (low, _) in itertools.pairwise(bounds))
     assert all(low % 16 == 0 or low == num_elements for low, _ in bounds)
 
 

@@ -64,6 +64,28 @@ def while_combine(group, _):
     close(model.x, values[group.rank])
 
 
+def closure(group, _):
+    """A step that calls forward and backward itself: the exchange comes before it, and only once."""
+    goals = targets(group.size, 4)
+    model = Point()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    strategy = NeighborAverage(group, topology="full", order="adapt-while-combine")
+    values = torch.zeros_like(goals[0])
+    with strategy.attach(model, optimizer, stays=True):
+        for goal in goals:
+
+            def loss(goal=goal):
+                optimizer.zero_grad()
+                value = model(goal[group.rank])
+                value.backward()
+                return value
+
+            optimizer.step(loss)
+            values = values.mean(0) - RATE * (values.mean(0) - goal)
+            close(model.x, values[group.rank])
+        assert strategy.rounds == 4
+
+
 def given_weights(group, _):
     """Weights for the next rounds, as they are and as a function of the round; a step that is skipped."""
     goals = targets(group.size, 5)
@@ -141,7 +163,7 @@ def global_average(group, _):
 
 
 def everything(group, _):
-    for check in (then_combine, while_combine, given_weights, resumed, global_average):
+    for check in (then_combine, while_combine, closure, given_weights, resumed, global_average):
         check(group, None)
 
 

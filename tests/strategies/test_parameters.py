@@ -36,18 +36,12 @@ NUM_STEPS = 12
 
 
 class Deserted(GroupWrapper):
-    """Whoever leaves before the others is lost."""
-
-    is_armed = False
+    """When the last rank has left, it is lost."""
 
     @property
     def lost(self):
-        gone = [rank for rank in range(self.size) if rank not in self.members] if self.is_armed else []
-        return {rank: Loss(rank, f"its process {1000 + rank} ended") for rank in gone}
-
-    def leave(self):
-        self.is_armed = False
-        super().leave()
+        last = self.size - 1
+        return {} if last in self.members else {last: Loss(last, f"its process {1000 + last} ended")}
 
 
 def train(group, strategy, options, vanish):
@@ -111,9 +105,7 @@ def check(strategy, survivors, pid):
 
 
 def desert(group, arguments):
-    deserted = Deserted(group)
-    deserted.is_armed = True
-    return train(deserted, *arguments, vanish=deserted.leave)
+    return train(Deserted(group), *arguments, vanish=group.leave)
 
 
 @pytest.mark.parametrize(("strategy", "options", "size"), CASES)

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import select
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -97,10 +98,10 @@ class Watch:
         for rank in tuple(self._present):
             if self._control.get(rank, LEFT) != NOT_YET:
                 self._forget(rank)
-            elif self._control.get(rank, VERDICT) != NOT_YET:
-                self._lose(rank, f"silent for {self._silence_s:g} s")
             elif not self._is_process_there(rank):
                 self._ended(rank)
+            elif self._control.get(rank, VERDICT) != NOT_YET:
+                self._lose(rank, f"silent for {self._silence_s:g} s{_stopped(self._pids[rank])}")
             else:
                 self._listen(rank, passed_s)
 
@@ -146,7 +147,7 @@ class Watch:
 
     def _is_process_there(self, rank: int) -> bool:
         if rank in self._pidfds:
-            return True  # the descriptor tells
+            return not select.select([self._pidfds[rank]], [], [], 0)[0]
         try:
             os.kill(self._pids[rank], 0)
         except ProcessLookupError:

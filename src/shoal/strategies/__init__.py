@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from shoal.strategies.all_reduce import GradientAllReduce
     from shoal.strategies.attachment import Attachment
     from shoal.strategies.base import Strategy
+    from shoal.strategies.choosing import from_args, make_strategy
     from shoal.strategies.ddp import TorchDDP
-    from shoal.strategies.from_args import from_args, make_strategy
     from shoal.strategies.hierarchical import HierarchicalAverage
     from shoal.strategies.neighbor import NeighborAverage
     from shoal.strategies.pair import PairAverage
@@ -28,8 +28,8 @@ _HOMES = {
     "Strategy": "base",
     "SynchronousModelAverage": "sma",
     "TorchDDP": "ddp",
-    "from_args": "from_args",
-    "make_strategy": "from_args",
+    "from_args": "choosing",
+    "make_strategy": "choosing",
 }
 
 __all__ = [

@@ -51,6 +51,8 @@ class AllReduceOptions(CommonOptions, frozen=True, kw_only=True, forbid_unknown_
     """Of `all-reduce`."""
 
     bucket_mib: Annotated[float, Meta(gt=0, description="size of the flat buckets of gradients")] = 25.0
+    """Smaller ones start earlier in backward, larger ones cost fewer meetings. The first is not smaller than
+    the others, as DDP's is: on one machine a reduction is work of this very core, not a wait to be hidden."""
 
 
 class DDPOptions(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):

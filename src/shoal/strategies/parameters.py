@@ -98,6 +98,7 @@ class ExchangeStrategy(ParameterStrategy):
     def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
         super().__init__(group, options=options, **named)
         self._under_way: list[Handle[torch.Tensor]] | None = None
+        self._is_stepping = False
 
     @property
     @abc.abstractmethod
@@ -109,15 +110,19 @@ class ExchangeStrategy(ParameterStrategy):
         """Start this round's exchange of one buffer into another."""
 
     def _after_forward(self) -> None:
-        if self.is_overlapped and self.is_round and self._under_way is None and not self.is_accumulating:
+        # a step that calls forward itself (LBFGS) writes what an exchange would read
+        is_early = self.is_accumulating or self._is_stepping
+        if self.is_overlapped and self.is_round and self._under_way is None and not is_early:
             self._start_round()
 
     def _before_step(self) -> None:
         self._look_for_losses()
         if self.is_overlapped and self.is_round:
             self._finish_round()
+        self._is_stepping = True
 
     def _after_step(self) -> None:
+        self._is_stepping = False
         if self.is_round and not self.is_overlapped:
             self._finish_round()
 

@@ -1,0 +1,327 @@
+"""What workers do in `test_strategy.py`.
+
+Each function runs in every worker of a group, walks through the cases that it is given, and asserts there:
+one run of the pool checks many things.
+"""
+
+import contextlib
+import copy
+
+import torch
+from torch import nn
+
+from contracts.strategies import (
+    CASES,
+    MODELS,
+    ManySmall,
+    Mixed,
+    Point,
+    are_equal,
+    bits,
+    flat,
+    group_mean,
+    make,
+    net,
+    one_step,
+    unequal,
+)
+from shoal.core import DeadlineExceeded
+from shoal.group import Handle
+from shoal.group.metered import Metered
+from shoal.group.wrapper import GroupWrapper
+from shoal.tensors import ALIGNMENT_BYTES, BucketLayout
+from shoal.topology import make_topology
+
+# --- alone ---
+
+
+def train_plainly(model, optimizer, num_steps, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 6, generator=generator)).square().mean().backward()
+        optimizer.step()
+    return bits(model, optimizer)
+
+
+def alone(group, names):
+    """Bit for bit what plain training does, in the memory that the parameters had."""
+    for name in names:
+        plain = net()
+        wanted = train_plainly(plain, torch.optim.Adam(plain.parameters()), 4)
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters())
+        memory = [parameter.data_ptr() for parameter in model.parameters()]
+        strategy = make(group, CASES[name], global_average_every=2)
+        with strategy.attach(model, optimizer, stays=True):
+            got = train_plainly(model, optimizer, 4)
+            assert memory == [parameter.data_ptr() for parameter in model.parameters()]
+            assert strategy.steps == 4
+        assert are_equal(got, wanted), name
+
+
+# --- rounds ---
+
+
+class Counting(GroupWrapper):
+    """Counts, for each parameter, the operations whose tensor its value or its gradient lies in."""
+
+    def watch(self, model):
+        self.parameters = list(model.parameters())
+        self.counts = [0] * len(self.parameters)
+        self.num_pulls = 0
+
+    def _see(self, tensor):
+        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        for index, parameter in enumerate(self.parameters):
+            gradient = parameter.grad
+            is_inside = start <= parameter.data_ptr() < end
+            self.counts[index] += is_inside or (gradient is not None and start <= gradient.data_ptr() < end)
+
+    def all_reduce(self, tensor, op="mean"):
+        self._see(tensor)
+        return super().all_reduce(tensor, op)
+
+    def exchange(self, tensor, weights, *, out=None):
+        self._see(tensor)
+        return super().exchange(tensor, weights, out=out)
+
+    def exchange_machines(self, tensor, weights, *, out=None):
+        self._see(tensor)
+        return super().exchange_machines(tensor, weights, out=out)
+
+    def publish(self, name, tensor, version):
+        self._see(tensor)
+        super().publish(name, tensor, version)
+
+    def fetch(self, name, peer):
+        self.num_pulls += 1
+        return super().fetch(name, peer)
+
+
+def rounds(group, names):
+    """Each tensor goes once a round, and a doubly stochastic average keeps the mean."""
+    for name in names:
+        case = CASES[name]
+        for kind in MODELS.values():
+            torch.manual_seed(group.rank)
+            model = kind()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            counting = Counting(group)
+            counting.watch(model)
+            strategy = make(counting, case)
+            with strategy.attach(model, optimizer, stays=True):
+                unequal(group, model)
+                mean = group_mean(group, flat(model))
+                before = strategy.consensus_distance()
+                counting.watch(model)
+                for _ in range(3):
+                    one_step(model, optimizer, torch.ones(3))
+                if case.shares_through_group:
+                    assert counting.counts == [3] * len(counting.counts), name
+                if case.strategy == "pair":
+                    # a snapshot that was overwritten while it was read is pulled again
+                    assert counting.num_pulls >= 3
+                    assert strategy.stats["num_mixed"] + strategy.stats["num_unmixed"] == 3
+                assert strategy.rounds == 3
+                after = strategy.consensus_distance()
+                if case.keeps_mean:
+                    torch.testing.assert_close(group_mean(group, flat(model)), mean, rtol=0, atol=2e-6)
+                if strategy.shares_gradients:
+                    assert after == before, name
+                else:
+                    assert after < 0.7 * before, name
+                values = flat(model)
+            assert torch.equal(flat(model), values)
+            assert all(parameter.is_contiguous() for parameter in model.parameters())
+
+
+def padded_bytes(parameters, *, has_flags):
+    """Of all parameters in one flat buffer; gradients have a flag for each tensor behind them."""
+    (layout,) = BucketLayout.plan(parameters, max_bytes=2**40)
+    flags = -(-4 * len(layout.slots) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES if has_flags else 0
+    return layout.size_bytes + flags
+
+
+def metered(group, names):
+    """Bytes on the wire, as the strategy's formula says."""
+    for name in names:
+        case = CASES[name]
+        torch.manual_seed(0)
+        model = ManySmall()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        meter = Metered(group)
+        strategy = make(meter, case)
+        with strategy.attach(model, optimizer, stays=True):
+            meter.reset()
+            for _ in range(4):
+                one_step(model, optimizer, torch.ones(3))
+            totals = {op: traffic for op, traffic in meter.totals().items() if traffic.received_bytes}
+        size = padded_bytes(list(model.parameters()), has_flags=strategy.shares_gradients)
+        n = group.size
+        if case.strategy == "all-reduce":
+            op, wanted = "all_reduce", 4 * (2 * (n - 1) * size // n)
+        elif case.strategy == "neighbor":
+            topology = make_topology(case.options.get("topology", "exponential-2"), n)
+            degrees = [len(topology.weights(group.rank, turn).sources) for turn in range(4)]
+            op, wanted = "exchange", size * sum(degrees)
+        elif case.strategy == "hierarchical":
+            op, wanted = "exchange_machines", 4 * (n - 1) * size
+        elif case.strategy == "sma":
+            op, wanted = "exchange", 4 * (n - 1) * size
+        else:
+            op, wanted = "fetch", totals["fetch"].num_calls * size
+            assert totals["fetch"].num_calls >= 4
+        assert list(totals) == [op], name
+        assert totals[op].received_bytes == wanted, name
+        if op != "fetch":
+            assert totals[op].sent_bytes == wanted, name
+
+
+# --- failures ---
+
+
+class Failing(GroupWrapper):
+    """Rounds take place, but once `is_armed` their results do not come."""
+
+    is_armed = False
+
+    def _issue(self, operation, start):
+        handle = start()
+        is_round = operation.name in ("all_reduce", "exchange", "exchange_machines", "fetch")
+        return _Failure(handle) if self.is_armed and is_round else handle
+
+
+class _Failure(Handle):
+    def __init__(self, inner):
+        self._inner = inner
+
+    def wait(self, deadline=None):
+        self._inner.wait(deadline)
+        raise DeadlineExceeded("too late")
+
+    def is_done(self):
+        return self._inner.is_done()
+
+
+def aborted(group, names):
+    """A round that fails changes nothing that trains, and the step is left undone where it comes later."""
+    for name in names:
+        case = CASES[name]
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        failing = Failing(group)
+        strategy = make(failing, case)
+        with contextlib.suppress(DeadlineExceeded), strategy.attach(model, optimizer):
+            train_plainly(model, optimizer, 2, seed=group.rank)
+            plain = net()
+            plain.load_state_dict(model.state_dict())
+            plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+            plain_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            before = bits(model, optimizer)
+            failing.is_armed = True
+            train_plainly(model, optimizer, 1)
+            raise AssertionError(f"{name} has not noticed")
+        train_plainly(plain, plain_optimizer, 1)
+        buffers = len(list(model.buffers()))
+        wanted = before if case.is_step_undone else bits(plain, plain_optimizer)
+        got = bits(model, optimizer)
+        num = len(list(model.parameters()))
+        # BatchNorm's statistics are those of the forward, which took place
+        del got[num : num + buffers], wanted[num : num + buffers]
+        assert are_equal(got, wanted), name
+        group.barrier().wait()
+
+
+# --- what is learned ---
+
+
+def limits(group, names):
+    """The minimiser of the mean for replicas; the others get near it as the learning rate decays."""
+    targets = torch.randn(group.size, 5, generator=torch.Generator().manual_seed(3))
+    spread = (targets - targets.mean(0)).norm(dim=1).max()
+    for name in names:
+        case = CASES[name]
+        model = Point()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 6))
+        strategy = make(group, case)
+        with strategy.attach(model, optimizer, stays=True):
+            for step in range(60):
+                one_step(model, optimizer, targets[group.rank])
+                rate.step()
+                if case.strategy == "pair" and step % 5 == 0:
+                    group.barrier().wait()  # none runs away before the others start
+            distance = (model.x.detach() - targets.mean(0)).norm()
+            mean = group_mean(group, model.x.detach())
+        if case.are_replicas_equal:
+            assert distance < 1e-3 * spread, (name, distance, spread)
+        elif case.keeps_mean:
+            assert (mean - targets.mean(0)).norm() < 1e-3 * spread, name
+            assert distance < 0.3 * spread, (name, distance, spread)
+        else:
+            assert distance < 0.5 * spread, (name, distance, spread)
+
+
+# --- the loops that people write ---
+
+
+def loops(group, names):
+    """Clipping, accumulation, a scheduler, parameter groups, Adam, mixed precision with an inf on one."""
+    for name in names:
+        case = CASES[name]
+        torch.manual_seed(group.rank)
+        model = Mixed()
+        strides = [parameter.stride() for parameter in model.parameters()]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW([{"params": trained[:2], "lr": 1e-3}, {"params": trained[2:]}], lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        options = {"find_unused_parameters": True} if case.strategy == "ddp" else {}
+        strategy = make(group, case, warmup_steps=3, global_average_every=3, **options)
+        with strategy.attach(model, optimizer, stays=True):
+            frozen = group_mean(group, model.frozen)
+            assert torch.allclose(frozen, model.frozen, rtol=1e-6)
+            for step in range(6):
+                optimizer.zero_grad()
+                for part in range(2):
+                    with contextlib.nullcontext() if part else strategy.accumulate():
+                        with torch.autocast("cpu", torch.bfloat16):
+                            loss = model(torch.randn(4, 3, 6, 6)).square().mean()
+                        is_inf = step == 2 and part and group.rank == group.size - 1
+                        scaler.scale(loss * torch.inf if is_inf else loss).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(trained, 0.5)
+                scaler.step(optimizer)
+                scaler.update()
+                if step != 2:
+                    scheduler.step()
+            assert torch.isfinite(flat(model)).all(), name
+            assert model.one.weight is model.two.weight
+            assert [parameter.stride() for parameter in model.parameters()] == strides
+            # all have met the inf in their gradients, or one has skipped the step and not the round
+            assert strategy.rounds == 5 if strategy.shares_gradients else strategy.rounds == 6, name
+            distance = strategy.consensus_distance()
+            if case.are_replicas_equal:
+                assert distance < 1e-5, (name, distance)
+            else:
+                assert distance < 2, (name, distance)
+            if strategy.rounds % 3 == 0:
+                statistics = model.norm.running_mean
+                assert torch.allclose(statistics, group_mean(group, statistics), atol=1e-6), name
+        assert torch.equal(frozen, model.frozen)
+        assert [parameter.stride() for parameter in model.parameters()] == strides
+
+
+def uneven(group, arguments):
+    """A worker out of data leaves; the others go on, and average among themselves."""
+    case = CASES[arguments["name"]]
+    torch.manual_seed(0)
+    model = Point()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = make(group, case)
+    with strategy.attach(model, optimizer):
+        for _ in range(3 + 3 * (group.rank > 0)):
+            one_step(model, optimizer, torch.full((5,), float(group.rank)))
+    assert not group.lost
+    return model.x.mean().item()

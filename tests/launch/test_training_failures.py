@@ -1,0 +1,186 @@
+"""Training in four workers, each with two of a DataLoader, meets what happens to processes in real life."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from launch.programs import is_running
+from launch.training_program import FAULTY_RANK, STEPS_AFTER
+from shoal.group.settings import SILENCE_S
+from shoal.strategies.names import STRATEGIES
+
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes as Linux shows them"),
+    pytest.mark.timeout(120),
+]
+PROGRAM = Path(__file__).with_name("training_program.py")
+SURVIVORS = ("neighbor", "pair")
+OTHERS = [rank for rank in range(4) if rank != FAULTY_RANK]
+PATIENCE = 0.2
+ENDING_S = 10
+FAST = [("all-reduce", "stop"), ("pair", "exception")]
+"""Of the whole table, what is run every time; a kill is, in two runs at once."""
+
+
+@dataclass
+class Training:
+    """A run of `shoal run`."""
+
+    process: object
+    strategy: str
+    fault: str
+    pids: list[int] = field(default_factory=list)
+    """Of the workers, in rank order."""
+    children: list[int] = field(default_factory=list)
+    """Of their DataLoaders."""
+
+    def wait_until_training(self):
+        pids = {}
+        while len(pids) < 4:
+            line = self.process.stdout.readline()
+            assert line, self.process.stderr.read()
+            rank, _, pid, *children = line.split()
+            assert len(children) == 2
+            pids[rank] = int(pid)
+            self.children += map(int, children)
+        self.pids = [pids[rank] for rank in sorted(pids)]
+
+    def meet_fault(self):
+        """The fault now, and the rest of the run."""
+        began_s = time.monotonic()
+        if self.fault == "kill":
+            os.kill(self.pids[FAULTY_RANK], signal.SIGKILL)
+        elif self.fault == "stop":
+            os.kill(self.pids[FAULTY_RANK], signal.SIGSTOP)
+        elif self.fault == "interrupt":
+            os.kill(self.process.pid, signal.SIGINT)
+        self.out, self.err = self.process.stdout.read(), self.process.stderr.read()
+        self.exit_code = self.process.wait()
+        self.elapsed_s = time.monotonic() - began_s
+
+    def remains(self):
+        """Processes of its groups, and names in shared memory; ports and nameless memory end with those."""
+        groups = {str(pid) for pid in self.pids}
+        stats = [_fields_of(path) for path in Path("/proc").glob("[0-9]*/stat")]
+        members = [fields for fields in stats if fields and fields[2] in groups and fields[0] not in "ZX"]
+        processes = [pid for pid in (*self.pids, *self.children) if is_running(pid)]
+        signs = ["shoal", *(f"_{pid}_" for pid in (*self.pids, *self.children))]
+        names = [path.name for path in Path("/dev/shm").glob("*")]
+        return members + processes + [name for name in names if any(sign in name for sign in signs)]
+
+
+def _fields_of(path):
+    """The state, the parent, the group and so on; empty when it has just ended."""
+    try:
+        return path.read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+@pytest.fixture
+def train(shoal_run):
+    """Starts a run that will meet a fault."""
+
+    def train(strategy, fault):
+        words = ["--workers-per-machine", 2] if strategy == "hierarchical" else []
+        own = [fault] if fault == "exception" else []
+        words += ["--strategy", strategy, "--patience", PATIENCE]
+        process = shoal_run("-np", 4, *words, PROGRAM, *own)
+        return Training(process, strategy, fault)
+
+    return train
+
+
+def assert_nothing_is_left(run):
+    deadline_s = time.monotonic() + 10
+    while run.remains() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not run.remains()
+
+
+def assert_the_others_finished(run):
+    assert run.exit_code == 0, run.err
+    finished = {f"[{rank}] {STEPS_AFTER} steps without [{FAULTY_RANK}]" for rank in OTHERS}
+    assert set(run.out.splitlines()) == finished
+    for rank in OTHERS:
+        line = f"[{rank}] {run.strategy} on rank {rank} goes on without rank {FAULTY_RANK}, lost in round"
+        assert run.err.count(line) == 1, run.err
+    assert f"shoal run: finished without rank {FAULTY_RANK}\n" in run.err
+
+
+def assert_the_run_ended(run, exit_code, limit_s=ENDING_S):
+    assert run.exit_code == exit_code, run.err
+    assert run.elapsed_s < limit_s
+    assert run.out == ""
+    if run.fault != "stop":  # those who gave up a stopped one are waited for, and shown when that takes long
+        tracebacks = [line for line in run.err.splitlines() if "Traceback (most recent" in line]
+        assert all(line.startswith(f"[{FAULTY_RANK}]") for line in tracebacks), run.err
+
+
+def assert_right(run):
+    """What a user is promised."""
+    survives = run.strategy in SURVIVORS
+    who = f"shoal run: rank {FAULTY_RANK}"
+    if run.fault == "interrupt":
+        assert_the_run_ended(run, 128 + signal.SIGINT)
+        assert run.err.splitlines()[-1] == "shoal run: interrupted; the workers are being ended"
+    elif survives:
+        assert_the_others_finished(run)
+    elif run.fault == "exception":
+        assert_the_run_ended(run, 1)
+    else:
+        number = signal.SIGKILL if run.fault == "kill" else signal.SIGSTOP
+        silence_s = 0 if run.fault == "kill" else SILENCE_S * PATIENCE
+        assert_the_run_ended(run, 128 + number, silence_s + ENDING_S)
+    if run.fault == "kill":
+        assert f"{who} was killed by signal {signal.SIGKILL:d} (SIGKILL)" in run.err
+    elif run.fault == "stop":
+        assert f"{who} was stopped by signal {signal.SIGSTOP:d} (SIGSTOP)" in run.err
+    elif run.fault == "exception":
+        assert f"{who} failed with exit code 1" in run.err
+        trace = [line for line in run.err.splitlines() if line.startswith(f"[{FAULTY_RANK}]")]
+        assert "Traceback (most recent call last)" in trace[0]
+        assert "training_program.py" in trace[1]
+        assert [line for line in trace if "boom" in line][-1] == trace[-1]
+        assert sum("Traceback" in line for line in trace) == 1
+    assert_nothing_is_left(run)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fault"),
+    [
+        pytest.param(strategy, fault, marks=[] if (strategy, fault) in FAST else [pytest.mark.slow])
+        for strategy in STRATEGIES
+        for fault in ("kill", "stop", "exception", "interrupt")
+    ],
+)
+def test_a_fault_in_training(train, strategy, fault):
+    run = train(strategy, fault)
+    run.wait_until_training()
+    run.meet_fault()
+    assert_right(run)
+
+
+def test_two_runs_at_once_with_a_killed_worker_each(train):
+    first, second = train("neighbor", "kill"), train("all-reduce", "kill")
+    first.wait_until_training()
+    second.wait_until_training()
+    second.meet_fault()
+    assert_right(second)
+    assert all(map(is_running, first.pids + first.children))
+    first.meet_fault()
+    assert_right(first)
+
+
+def test_training_goes_on_in_a_file_when_shared_memory_is_full(shoal_run):
+    process = shoal_run("-np", 2, PROGRAM, "full")
+    out, complaint = process.communicate(timeout=60)
+    assert process.returncode == 0, complaint
+    assert out.count(f"{STEPS_AFTER} steps without []") == 2
+    assert "shared memory: /dev/shm (" in complaint
+    assert "is used instead" in complaint
+    assert "[1]" not in complaint
