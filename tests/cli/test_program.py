@@ -20,6 +20,9 @@ VERBS = [
     ["doctor"],
     ["bench"],
     ["bench", "transport"],
+    ["bench", "collectives"],
+    ["bench", "training"],
+    ["run"],
     ["keys"],
     ["keys", "show"],
     ["keys", "new"],
@@ -45,7 +48,7 @@ def test_without_a_verb_there_is_help(capsys):
     assert run([]) == BAD_USAGE
     out, complaint = capsys.readouterr()
     assert out == ""
-    for verb in ("diff", "report", "doctor", "bench", "keys"):
+    for verb in ("diff", "report", "doctor", "bench", "keys", "run"):
         assert f"\n  {verb} " in complaint
 
 
@@ -163,7 +166,7 @@ def test_the_module_and_the_console_script_are_one_program():
 
 @pytest.mark.parametrize(
     "verb",
-    ["diff", "report", "keys show", "keys secret", "doctor", "bench --help", "bench transport --help"],
+    ["diff", "report", "keys show", "keys secret", "doctor", "run --help", "bench --help", "bench transport --help"],
 )
 def test_what_needs_no_torch_does_not_import_it(saved, verb):
     arguments = verb.split()

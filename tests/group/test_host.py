@@ -1,5 +1,6 @@
 """What the contract of groups does not cover: waiting, losses, memory, and orders that differ."""
 
+import concurrent.futures
 import logging
 import os
 import signal
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from group.hosts import finish, open_hosts, open_member, together
-from shoal.core import Deadline, DeadlineExceeded, PeerLost, Placement, UsageError
+from shoal.core import Deadline, DeadlineExceeded, PeerLost, Placement, ShoalError, UsageError
 from shoal.group import GroupSettings, MemoryFull, control, open_host_group
 from shoal.topology import Weights
 
@@ -102,12 +103,8 @@ def test_memory_that_is_not_to_be_had_is_an_error_for_all(monkeypatch):
 
 def test_memory_is_given_back():
     with open_hosts(2) as groups:
-
-        def use(group):
-            group.free(group.empty(10_000_000))
-            return os.fstat(group._arena._files[0]).st_blocks * 512
-
-        assert max(together(groups, use)) < 40_000_000
+        together(groups, lambda group: group.free(group.empty(10_000_000)))
+        assert os.fstat(groups[0]._arena._files[0]).st_blocks * 512 < 40_000_000
 
 
 def test_published_memory_must_be_the_groups():
@@ -127,6 +124,166 @@ def test_after_leaving_nothing_goes():
             second.broadcast(tensor, 0).wait()
         assert list(second.members) == [1]
         assert not second.lost
+
+
+def test_operations_on_the_same_memory_follow_each_other():
+    with open_hosts(2) as groups:
+        own = together(groups, lambda group: group.empty(5).fill_(group.rank + 1))
+        for tensors in (own, [torch.full((5,), group.rank + 1.0) for group in groups]):
+            handles = []
+            for group, tensor in zip(groups, tensors, strict=True):
+                handles += [group.all_reduce(tensor, "sum"), group.all_reduce(tensor, "sum")]
+            assert all(torch.equal(result, torch.full((5,), 6.0)) for result in finish(handles))
+
+
+def test_an_error_leaves_staging_in_step():
+    """One gave group memory, the other did not."""
+    with open_hosts(2) as groups:
+        own = together(groups, lambda group: group.empty(5))
+        errors = finish([groups[0].all_reduce(own[0]), groups[1].all_reduce(torch.zeros(5))])
+        assert "group memory" in str(errors[0])
+        assert "other memory" in str(errors[0])
+        for number in range(5):
+            tensors = [torch.full((3,), float(number + group.rank)) for group in groups]
+            reduced = finish([g.all_reduce(t, "sum") for g, t in zip(groups, tensors, strict=True)])
+            assert [tensor[0].item() for tensor in reduced] == [2 * number + 1] * 2
+
+
+def test_nothing_to_reduce_counts_too():
+    with open_hosts(2) as groups:
+        finish([group.all_reduce(torch.zeros(0)) for group in groups])
+        assert finish([group.barrier() for group in groups]) == [None, None]
+
+
+def test_an_exchange_into_the_same_memory_is_refused():
+    with open_hosts(2) as groups:
+        tensor = together(groups, lambda group: group.empty(5))[0]
+        with pytest.raises(UsageError, match="apart"):
+            groups[0].exchange(tensor, Weights(0.5, {1: 0.5}), out=tensor)
+
+
+def test_parameters_in_the_groups_memory():
+    with open_hosts(2) as groups:
+        own = together(groups, lambda group: torch.nn.Parameter(group.empty(3).fill_(group.rank)))
+        finish([group.broadcast(tensor, 1) for group, tensor in zip(groups, own, strict=True)])
+        assert own[0].tolist() == [1, 1, 1]
+
+
+def test_memory_is_taken_by_the_next_when_the_first_has_gone():
+    with open_hosts(3) as groups, concurrent.futures.ThreadPoolExecutor(2) as threads:
+        taking = [threads.submit(group.empty, 100) for group in groups[1:]]
+        groups[0].leave()
+        tensors = [future.result(20) for future in taking]
+        handles = [group.all_reduce(t.fill_(1), "sum") for group, t in zip(groups[1:], tensors, strict=True)]
+        assert all(torch.all(tensor == 2) for tensor in finish(handles))
+
+
+def test_who_fails_does_not_leave_in_order():
+    with open_hosts(2) as (first, second):
+        with pytest.raises(KeyError), second:
+            raise KeyError
+        with pytest.raises(PeerLost, match="rank 1 is lost: it failed"):
+            first.all_reduce(torch.ones(3)).wait(Deadline.after(10))
+        second.close()
+
+
+def test_an_operation_that_was_broken_off_is_not_done_again(monkeypatch):
+    with open_hosts(2) as (first, second):
+        handle = first.all_reduce(torch.ones(3))
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("shoal.group.host.reduce_into", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            second.all_reduce(torch.ones(3))
+        monkeypatch.undo()
+        with pytest.raises(UsageError, match=r"out of step .* KeyboardInterrupt"):
+            second.barrier()
+        assert torch.equal(handle.wait(Deadline.after(10)), torch.full((3,), 1.0)), "what it gave was there"
+        second.close()
+        with pytest.raises(PeerLost, match="rank 1 is lost: it failed"):
+            first.barrier().wait(Deadline.after(10))
+
+
+def test_a_share_that_never_comes_is_a_loss(monkeypatch):
+    monkeypatch.setattr("shoal.group.host._LEAVING_S", 0.05)
+    with open_hosts(3) as groups:
+        tensors = together(groups, lambda group: group.empty(100))
+        handle = groups[1].all_reduce(tensors[1])
+        groups[0].all_reduce(tensors[0])
+        groups[0].leave()
+        groups[2].all_reduce(tensors[2])
+        with pytest.raises(PeerLost, match="rank 0 is lost: it left in the middle"):
+            handle.wait(Deadline.after(10))
+
+
+def test_nothing_is_written_anywhere_after_the_end(tmp_path):
+    with open_hosts(2) as (first, second):
+        live = torch.zeros(3)
+        handle = first.all_reduce(live)
+        first.abandon()
+        files = [(tmp_path / str(number)).open("wb") for number in range(20)]
+        first.reclaim("x", 1)
+        first.progress()
+        first.leave()
+        first.close()
+        with pytest.raises(ShoalError):
+            handle.wait(Deadline.after(0.1))
+        for file in files:
+            file.close()
+        assert all(not path.stat().st_size for path in tmp_path.iterdir())
+        second.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
+def test_a_forked_child_is_no_member():
+    with open_hosts(2) as groups:
+        child = os.fork()
+        if child == 0:
+            code = 0
+            try:
+                groups[0].barrier()
+            except UsageError:
+                code = 7
+            groups[0].close()
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert finish([group.barrier() for group in groups]) == [None, None]
+
+
+def test_what_cannot_be_published_hides_nothing():
+    with open_hosts(2) as groups:
+        tensors = together(groups, lambda group: group.empty(8))
+        with pytest.raises(UsageError, match="cannot be exchanged"):
+            groups[0].publish("complex", tensors[0].view(torch.complex64), 1)
+        groups[0].publish("plain", tensors[0], 1)
+        assert groups[1].fetch("complex", 0).wait() is None
+        assert groups[1].fetch("plain", 0).wait().version == 1
+
+
+def test_watching_needs_no_small_descriptors():
+    """select() takes none above 1023."""
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with open_hosts(2, patience=0.1) as (first, second):
+            with pytest.raises(DeadlineExceeded):
+                first.barrier().wait(Deadline.after(0.8))
+            second.barrier()
+            assert not first.lost
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+
+
+def test_an_opening_that_fails_leaves_nothing(monkeypatch):
+    before = os.listdir("/proc/self/fd")  # noqa: PTH208
+    for _ in range(3):
+        with pytest.raises(DeadlineExceeded):
+            open_member(0, 2, GroupSettings(key="alone", timeout_s=0.01))
+        with pytest.raises(DeadlineExceeded):
+            open_member(1, 2, GroupSettings(key="alone", timeout_s=0.01))
+    assert os.listdir("/proc/self/fd") == before  # noqa: PTH208
 
 
 def test_several_machines_are_refused():

@@ -2,8 +2,9 @@
 
 All members issue the collective operations (`empty`, `all_reduce`, `broadcast`, `all_gather`, `exchange`,
 `barrier`) in the same order; a group that notices otherwise says who called what. Every operation returns a
-handle at once, and goes on while the caller computes. The one-sided ones (`publish`, `reclaim`, `fetch`) wait
-for nobody.
+handle at once, and goes on while the caller computes; operations on the same memory follow each other. The
+one-sided ones (`publish`, `reclaim`, `fetch`) wait for nobody. A `with` block that ends in an exception does
+not leave in order, so that the others learn of it.
 """
 
 from __future__ import annotations
@@ -176,13 +177,20 @@ class Group(abc.ABC):
     def close(self) -> None:
         """Leave, and give everything back. Idempotent."""
 
+    @abc.abstractmethod
+    def abandon(self) -> None:
+        """Give everything back without leaving in order: the others find this worker lost. Idempotent."""
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            self.abandon()
 
     def exchange_machines(
         self, tensor: torch.Tensor, weights: Weights, *, out: torch.Tensor | None = None

@@ -9,9 +9,10 @@ import torch
 from shoal.core import UsageError
 from shoal.group.arena import Arena
 from shoal.group.base import Done, Handle, Snapshot
-from shoal.group.control import CHANNELS, DTYPES, NOT_YET, Bells, Control, code_of
+from shoal.group.control import CHANNELS, DTYPES, NOT_YET, PUBLISHED, Bells, Control, code_of
 
-_DIGEST, _PLACE, _COUNT, _DTYPE, _VERSION, _RECLAIMED = range(6)
+_DIGEST, _PLACE, _COUNT, _DTYPE, _NUMBER, _VERSION, _RECLAIMED = range(7)
+_LOOKS = 1000  # a record is written within microseconds
 
 
 class Channels:
@@ -23,48 +24,56 @@ class Channels:
         self._control = control
         self._bells = bells
         self._own: dict[str, int] = {}
+        self._num_published = 0
 
     def publish(self, name: str, tensor: torch.Tensor, version: int, code: int) -> None:
         """Let others read `tensor`, which lies at `code`."""
         if version < 0:
             raise UsageError(f"Version {version} of {name!r} is negative.", next_step="count from 0.")
-        index = self._own.get(name)
-        if index is None:
-            if len(self._own) == CHANNELS:
-                raise UsageError(f"A worker publishes under at most {CHANNELS} names.")
-            index = self._own[name] = len(self._own)
-            self._control.set_channel(index, _RECLAIMED, -1)
+        index = self._own.get(name, len(self._own))
+        if index == CHANNELS:
+            raise UsageError(
+                f"A worker publishes under at most {CHANNELS} names.",
+                next_step="use one of the earlier names.",
+            )
+        words = {_PLACE: code, _COUNT: tensor.numel(), _DTYPE: code_of(tensor.dtype)}
         # a reader takes a record only when it is the same before and after
         self._control.set_channel(index, _VERSION, NOT_YET)
-        self._control.set_channel(index, _PLACE, code)
-        self._control.set_channel(index, _COUNT, tensor.numel())
-        self._control.set_channel(index, _DTYPE, code_of(tensor.dtype))
-        self._control.set_channel(index, _VERSION, version)
-        self._control.set_channel(index, _DIGEST, _digest(name))
-        self._bells.ring()
+        if name not in self._own:
+            self._control.set_channel(index, _RECLAIMED, NOT_YET)
+        self._num_published += 1
+        words |= {_NUMBER: self._num_published, _DIGEST: _digest(name), _VERSION: version}
+        for word, value in words.items():
+            self._control.set_channel(index, word, value)
+        self._own[name] = index
+        self._bells.tell(PUBLISHED, self._num_published)
 
     def reclaim(self, name: str, version: int) -> None:
         """Snapshots up to this version are void from now on."""
         if name in self._own:
             self._control.set_channel(self._own[name], _RECLAIMED, version)
-            self._bells.ring()
+            self._num_published += 1
+            self._bells.tell(PUBLISHED, self._num_published)
 
     def fetch(self, name: str, peer: int) -> Handle[Snapshot | None]:
-        """The newest of a peer's; None when there is none, or the peer is gone."""
+        """The newest of a peer's; None when there is none, the peer is gone, or stopped while publishing."""
         self._bells.hear()
+        if peer != self._rank and self._control.gone_after(peer) != NOT_YET:
+            return Done(None)
         digest = _digest(name)
         for index in range(CHANNELS):
-            words = self._control.channel(peer, index)
-            if not words[_DIGEST]:
-                break
-            if words[_DIGEST] != digest:
-                continue
-            while self._control.gone_after(peer) == NOT_YET or peer == self._rank:
-                again = self._control.channel(peer, index)
-                if words == again and words[_VERSION] != NOT_YET:
-                    return Done(_SharedSnapshot(self._control, self._bells, self._arena, peer, index, words))
-                words = again
+            if self._control.channel(peer, index)[_DIGEST] == digest:
+                return Done(self._read(peer, index))
         return Done(None)
+
+    def _read(self, peer: int, index: int) -> Snapshot | None:
+        for _ in range(_LOOKS):
+            words = self._control.channel(peer, index)
+            is_there = words[_VERSION] != NOT_YET and words[_NUMBER] <= self._control.get(peer, PUBLISHED)
+            if is_there and words == self._control.channel(peer, index):
+                return _SharedSnapshot(self._control, self._bells, self._arena, peer, index, words)
+            self._bells.hear()
+        return None
 
 
 class _SharedSnapshot(Snapshot):

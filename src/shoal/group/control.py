@@ -1,8 +1,8 @@
 """The page of counters by which workers of one machine tell each other how far they are.
 
 Every word has one writer, save the verdicts, which all who write them write alike. On x86 a store is seen
-after the stores before it; elsewhere a doorbell's system call orders them, which is why `hear` comes before
-reading and `ring` after writing.
+after the stores before it, and counters are read where they lie. Elsewhere a counter could be seen before the
+tensor that it speaks of: there its value travels through a pipe, which orders both.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import contextlib
 import os
 import platform
 import select
-import sys
+import struct
+import time
 from collections.abc import Sequence
 
 import torch
@@ -21,14 +22,21 @@ from shoal.core.fork import close_in_children, keep_in_children
 from shoal.group.arena import Segment
 
 _LINE = 8  # words of 8 bytes: a cache line, so that two writers never share one
-ARRIVED, FINISHED, BEAT, LEFT, VERDICT, ASLEEP = (line * _LINE for line in range(6))
-_COUNTERS = 6 * _LINE
+ARRIVED, FINISHED, PUBLISHED, BEAT, LEFT, VERDICT, ASLEEP = (line * _LINE for line in range(7))
+_COUNTERS = 7 * _LINE
 SLOTS = 512
 """Operations that one worker may be ahead of the slowest."""
 SLOT_WORDS = 8
 CHANNELS = 16
 CHANNEL_WORDS = 8
 NOT_YET = -1
+FAILED = -1
+"""The beat of a worker that has given up."""
+_MESSAGE = struct.Struct("<iiq")
+_TOLD = (ARRIVED, FINISHED, PUBLISHED)
+_WAKE = _MESSAGE.pack(0, ASLEEP, 0)
+_HEARD_BYTES = 1 << 16
+_FULL_S = 1e-4
 IS_ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
 
 
@@ -65,10 +73,18 @@ class Control:
         self._factors_at = self._slots_at + SLOTS * SLOT_WORDS
         self._channels_at = self._factors_at + SLOTS * size
         self._own_at = rank * self._stride
+        self._heard = [{ARRIVED: 0, FINISHED: 0, PUBLISHED: 0} for _ in range(size)]
 
     def get(self, rank: int, name: int) -> int:
         """A counter of a rank."""
+        if not IS_ORDERED and rank != self._rank and name in _TOLD:
+            return self._heard[rank][name]
         return self._words[rank * self._stride + name]
+
+    def hear(self, rank: int, name: int, value: int) -> None:
+        """A rank has told a counter of its own."""
+        if name in _TOLD:
+            self._heard[rank][name] = value
 
     def set(self, name: int, value: int) -> None:
         """A counter of this worker."""
@@ -114,7 +130,7 @@ class Control:
 
 
 class Bells:
-    """One bell for each rank: ringing wakes it where it sleeps."""
+    """How workers tell each other that a counter has changed, and wake who sleeps."""
 
     def __init__(self, rank: int, own: int, bells: Sequence[int], control: Control) -> None:
         self._rank = rank
@@ -122,57 +138,78 @@ class Bells:
         self._bells = list(bells)
         self._control = control
         self._others = [other for other in range(len(bells)) if other != rank]
+        self._unread = b""
         self._poll = select.poll()
         self._poll.register(own, select.POLLIN)
         for descriptor in {own: None, **dict.fromkeys(self._bells)}:
             close_in_children(descriptor)
 
-    def ring(self) -> None:
-        """After a counter was set: wake those who sleep; where stores need ordering, ring for all."""
+    def tell(self, name: int, value: int) -> None:
+        """Set a counter of this worker, for all to see."""
+        self._control.set(name, value)
+        if not IS_ORDERED:
+            message = _MESSAGE.pack(self._rank, name, value)
+            for rank in self._others:
+                self._send(rank, message)
+            return
         for rank in self._others:
-            if not IS_ORDERED or self._control.get(rank, ASLEEP):
-                ring(self._bells[rank])
+            if self._control.get(rank, ASLEEP):
+                self._send(rank, _WAKE)
 
-    def ring_own(self) -> None:
+    def wake_self(self) -> None:
         """From the watching thread: something has changed that the waiting one should see."""
-        ring(self._bells[self._rank])
+        if self._bells:
+            self._send(self._rank, _WAKE)
 
     def hear(self) -> None:
-        """Before counters are read, where loads need ordering."""
+        """Take in what others have told, where their counters cannot be read as they are."""
         if not IS_ORDERED:
             self._drain()
 
     def sleep(self, timeout_s: float) -> None:
-        """Until a bell rings; the caller has said ASLEEP and looked once more."""
+        """Until somebody tells something; the caller has said ASLEEP and looked once more."""
         self._poll.poll(timeout_s * 1e3)
         self._drain()
 
-    def _drain(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._own, 4096)
-
     def close(self) -> None:
-        """Close all bells."""
-        for descriptor in {self._own: None, **dict.fromkeys(self._bells)}:
+        """Close all bells; telling does nothing any more."""
+        descriptors = {self._own: None, **dict.fromkeys(self._bells)}
+        self._bells, self._others = [], []
+        for descriptor in descriptors:
             keep_in_children(descriptor)
             os.close(descriptor)
+
+    def _send(self, rank: int, message: bytes) -> None:
+        while True:
+            try:
+                os.write(self._bells[rank], message)
+            except BlockingIOError:
+                if message is _WAKE or self._control.gone_after(rank) != NOT_YET:
+                    return  # one that is not yet heard is enough
+                self._drain()  # it may be waiting for us to do the same
+                time.sleep(_FULL_S)
+            except BrokenPipeError:
+                return
+            else:
+                return
+
+    def _drain(self) -> None:
+        if not self._bells:
+            return
+        with contextlib.suppress(BlockingIOError):
+            heard = self._unread + os.read(self._own, _HEARD_BYTES)
+            whole = len(heard) - len(heard) % _MESSAGE.size
+            for rank, name, value in _MESSAGE.iter_unpack(heard[:whole]):
+                self._control.hear(rank, name, value)
+            self._unread = heard[whole:]
 
 
 def new_bell() -> tuple[int, int]:
     """Descriptors to hear and to ring."""
-    if hasattr(os, "eventfd"):
-        bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        return bell, bell
-    hear, ring_ = os.pipe()
-    for descriptor in (hear, ring_):
+    hear, ring = os.pipe()
+    for descriptor in (hear, ring):
         os.set_blocking(descriptor, False)
-    return hear, ring_
-
-
-def ring(bell: int) -> None:
-    """Wake whoever hears it; one that rings already is enough."""
-    with contextlib.suppress(BlockingIOError):
-        os.write(bell, (1).to_bytes(8, sys.byteorder))
+    return hear, ring
 
 
 DTYPES = (

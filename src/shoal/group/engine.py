@@ -2,7 +2,8 @@
 
 All members number their operations alike. Of each one a member says first that it has arrived (what it gives
 lies in shared memory), then that it has finished its part of the work. Everything happens in the thread that
-calls, whenever it calls: a worker's own computing leaves no core free for another thread.
+calls, whenever it calls: a worker's own computing leaves no core free for another thread. The file is long
+because arriving, working and waiting are one state machine.
 """
 
 from __future__ import annotations
@@ -14,7 +15,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, ShoalError, UsageError
-from shoal.group.control import ARRIVED, ASLEEP, FINISHED, LEFT, NOT_YET, SLOTS, VERDICT, Bells, Control
+from shoal.group.control import (
+    ARRIVED,
+    ASLEEP,
+    DTYPES,
+    FINISHED,
+    LEFT,
+    NOT_YET,
+    SLOTS,
+    VERDICT,
+    Bells,
+    Control,
+)
+from shoal.group.kernels import OPS
 from shoal.group.settings import GroupSettings
 from shoal.group.watch import Watch
 
@@ -26,6 +39,10 @@ _LINE_EVERY_S = 10.0
 KINDS = ("all_reduce", "broadcast", "all_gather", "exchange", "barrier", "empty", "free")
 
 
+Span = tuple[int, int]
+"""First address of some memory, and the first behind it."""
+
+
 class Task:
     """One numbered step of an operation."""
 
@@ -33,36 +50,35 @@ class Task:
         "after",
         "error",
         "factors",
-        "half",
         "is_shared",
+        "is_staged",
         "is_survivable",
-        "is_worked",
         "must_match",
         "needs_shares",
         "prepare",
+        "present",
         "seq",
         "sources",
+        "spans",
         "words",
         "work",
     )
 
     def __init__(
-        self,
-        words: list[int],
-        work: Callable[[Task, list[int]], None] | None = None,
-        *,
-        sources: Sequence[int] | None = None,
+        self, words: list[int], work: Callable[[Task, list[int]], None] | None = None, *spans: Span
     ) -> None:
         self.seq = 0
         self.words = words
         """What this worker does: kind, dtype, number of elements, detail, place; compared with others."""
         self.work = work
         """Called with the ranks that take part, once all `sources` (None: everybody) have arrived."""
-        self.sources = sources
+        self.sources: Sequence[int] | None = None
+        self.spans = spans
+        """The memory that it reads or writes here: a later task on any of it waits for this one."""
         self.prepare: Callable[[Task], None] | None = None
         """Called before this worker arrives."""
-        self.half: int | None = None
-        """The half of the staging memory that it writes before arriving."""
+        self.is_staged = False
+        """Whether it uses the half of the staging memory that falls to its number."""
         self.after = 0
         """Work only when everybody has finished this operation: until then they read what it writes."""
         self.factors: Sequence[float] | None = None
@@ -74,8 +90,14 @@ class Task:
         """Complete only with everybody's part of the work."""
         self.is_survivable = False
         """Goes on without those that are lost."""
-        self.is_worked = False
+        self.present: list[int] | None = None
+        """Who took part, once this worker's part is done."""
         self.error: ShoalError | None = None
+
+    @property
+    def half(self) -> int:
+        """Of the staging memory, 0 or 1."""
+        return self.seq & 1
 
 
 class Engine:
@@ -96,12 +118,17 @@ class Engine:
         self._settings = settings
         self._to_arrive: deque[Task] = deque()
         self._to_work: deque[Task] = deque()
+        self._open: deque[Task] = deque()
+        """Tasks in order, from the first that is not complete."""
         self._halves = [0, 0]
+        self._pid = os.getpid()
+        self._breakage: BaseException | None = None
         self._blocker: int | None = None
         self._spin_s = _SPIN_S if size <= (os.cpu_count() or 1) else _SPIN_CROWDED_S
 
     def issue(self, task: Task) -> Task:
         """Number a task and begin with it."""
+        self._check_usable()
         if self._control.get(self._rank, LEFT) != NOT_YET:
             raise UsageError(
                 f"rank {self._rank} has left the group and takes part in nothing more.",
@@ -111,39 +138,64 @@ class Engine:
         task.seq = self.issued
         self._to_arrive.append(task)
         self._to_work.append(task)
+        self._open.append(task)
         self.progress()
         return task
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether this worker is still in step with the others."""
+        return self._breakage is None and os.getpid() == self._pid
+
+    def fail(self, error: BaseException) -> None:
+        """Be out of step from now on: this worker did not finish what the others count on."""
+        if self._breakage is None:
+            self._breakage = error
+
+    def drop(self) -> None:
+        """Forget what is under way."""
+        self._to_arrive.clear()
+        self._to_work.clear()
+        self._open.clear()
+
     def progress(self) -> None:
         """Arrive and work as far as the others allow."""
+        if not self._to_work:
+            return
+        self._check_usable()
         self._bells.hear()
-        moved = True
-        while moved:
-            moved = False
-            while self._to_arrive and self._arrive(self._to_arrive[0]):
-                self._to_arrive.popleft()
-                moved = True
-            while self._to_work and self._try(self._to_work[0]):
-                self._to_work.popleft()
-                moved = True
+        try:
+            moved = True
+            while moved:
+                moved = False
+                while self._to_arrive and self._arrive(self._to_arrive[0]):
+                    self._to_arrive.popleft()
+                    moved = True
+                while self._to_work and self._try(self._to_work[0]):
+                    self._to_work.popleft()
+                    moved = True
+        except BaseException as error:
+            self.fail(error)  # half of the work may be done, and must not be done again
+            raise
 
     def is_complete(self, task: Task) -> bool:
         """Whether there is nothing left to wait for."""
         if task.error is not None:
             return True
-        if not task.is_worked:
+        if task.present is None:
             return False
         if not (task.is_shared or task.needs_shares):
             return True
-        for rank in self._others:
-            if self._control.get(rank, FINISHED) < task.seq and self._is_member(rank, task.seq):
-                is_lost = self._control.get(rank, VERDICT) != NOT_YET
-                if is_lost and task.needs_shares:
-                    task.error = self._lost(rank)
-                    return True
-                if not is_lost:
-                    self._blocker = rank
-                    return False
+        self._bells.hear()
+        for rank in task.present:
+            if self._control.get(rank, FINISHED) >= task.seq:
+                continue
+            if self._control.gone_after(rank) == NOT_YET:
+                self._blocker = rank
+                return False
+            if task.needs_shares:
+                task.error = self._lost(rank)
+                break
         return True
 
     @property
@@ -207,18 +259,30 @@ class Engine:
     def _arrive(self, task: Task) -> bool:
         if task.seq > SLOTS and not self.is_finished(task.seq - SLOTS):
             return False
-        if task.half is not None:
-            if not self.is_finished(self._halves[task.half]):
-                return False
-            self._halves[task.half] = task.seq
-        if task.prepare is not None:
-            task.prepare(task)
-        self._control.describe(task.seq, task.words, task.factors)
-        self._control.set(ARRIVED, task.seq)
-        self._bells.ring()
+        if task.is_staged and not self.is_finished(self._halves[task.half]):
+            return False
+        if self._is_in_use(task):
+            return False
         if self._control.get(self._rank, VERDICT) != NOT_YET:
             raise self._given_up()
+        if task.prepare is not None:
+            task.prepare(task)
+        if task.is_staged:
+            self._halves[task.half] = task.seq
+        self._control.describe(task.seq, task.words, task.factors)
+        self._bells.tell(ARRIVED, task.seq)
         return True
+
+    def _is_in_use(self, task: Task) -> bool:
+        """Whether an earlier operation on the same memory is still under way."""
+        while self._open and self._open[0] is not task and self.is_complete(self._open[0]):
+            self._open.popleft()
+        for earlier in self._open:
+            if earlier is task:
+                break
+            if is_overlapping(earlier.spans, task.spans) and not self.is_complete(earlier):
+                return True
+        return False
 
     def _try(self, task: Task) -> bool:
         """Do a task's work if all whom it needs have arrived; True when it is over."""
@@ -226,15 +290,15 @@ class Engine:
             return False
         present = [self._rank]
         for rank in self._others if task.sources is None else task.sources:
-            if self._control.get(rank, ARRIVED) >= task.seq:
-                present.append(rank)
-                continue
             gone_after = self._control.gone_after(rank)
             if gone_after == NOT_YET:
-                self._blocker = rank
-                return False
-            is_lost = self._control.get(rank, VERDICT) != NOT_YET
-            if is_lost and not (task.is_survivable or self.should_survive):
+                if self._control.get(rank, ARRIVED) < task.seq:
+                    self._blocker = rank
+                    return False
+                present.append(rank)
+            elif task.seq <= gone_after:
+                present.append(rank)
+            elif not (task.is_survivable or self.should_survive) and self._is_lost(rank):
                 task.error = self._lost(rank)
         if task.error is None:
             present.sort()
@@ -244,10 +308,12 @@ class Engine:
                 task.work(task, present)
             except ShoalError as error:
                 task.error = error
-        task.is_worked = True
-        self._control.set(FINISHED, task.seq)
-        self._bells.ring()
+        task.present = present
+        self._bells.tell(FINISHED, task.seq)
         return True
+
+    def _is_lost(self, rank: int) -> bool:
+        return self._control.get(rank, LEFT) == NOT_YET and self._control.get(rank, VERDICT) != NOT_YET
 
     def _is_member(self, rank: int, seq: int) -> bool:
         gone_after = self._control.gone_after(rank)
@@ -268,10 +334,8 @@ class Engine:
         return None
 
     def _lost(self, rank: int) -> PeerLost:
-        loss = self._watch.lost.get(rank)
-        reason = loss.reason if loss is not None else "it does not answer"
         return PeerLost(
-            f"rank {rank} is lost: {reason}.",
+            f"rank {rank} is lost: {self._watch.reason(rank)}.",
             peer=rank,
             cause="it was killed, stopped, or failed; its own output says more.",
             next_step="start again, or use a strategy that outlives a lost worker (neighbor, pair).",
@@ -285,6 +349,19 @@ class Engine:
             cause="it was stopped, or its machine was.",
             next_step="start again with a larger --patience.",
         )
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsageError(
+                "The group belongs to the process that opened it, and this one was forked from it.",
+                next_step="let the workers of a DataLoader load data and nothing else.",
+            )
+        if self._breakage is not None:
+            raise UsageError(
+                f"rank {self._rank} is out of step with the others since an operation was broken off: "
+                f"{type(self._breakage).__name__}.",
+                next_step="end this worker; what comes after an interrupted operation cannot be right.",
+            )
 
     def _check_waiting(self, deadline: Deadline | None, what: str, waited_s: float) -> None:
         if self._control.get(self._rank, VERDICT) != NOT_YET:
@@ -316,7 +393,23 @@ class Engine:
 
 def _describe(words: Sequence[int]) -> str:
     kind = KINDS[words[0]] if 0 <= words[0] < len(KINDS) else "something else"
-    return f"{kind} of {words[2]} elements (dtype {words[1]}, detail {words[3]})"
+    if kind in ("barrier", "free"):
+        return kind
+    if words[2] < 0:
+        return f"the rest of an {kind}"
+    dtype = str(DTYPES[words[1]]).removeprefix("torch.") if words[1] < len(DTYPES) else "another dtype"
+    place = "" if kind in ("all_gather", "empty") else f", {'group' if words[-1] >= 0 else 'other'} memory"
+    detail = {"all_reduce": f", {OPS[words[3] % len(OPS)]}", "broadcast": f", root {words[3]}"}.get(kind, "")
+    return f"{kind} of {words[2]} elements ({dtype}{detail}{place})"
+
+
+def is_overlapping(some: Sequence[Span], others: Sequence[Span]) -> bool:
+    """Whether two pieces of memory have a byte in common."""
+    for start, end in some:
+        for other_start, other_end in others:
+            if start < other_end and other_start < end:
+                return True
+    return False
 
 
 def _give_way() -> None:

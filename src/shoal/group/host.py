@@ -1,13 +1,13 @@
 """The group of one machine's workers: tensors in shared memory, and each reduces its share of them.
 
 A tensor of the group's own memory (`empty`) is exchanged where it lies. Any other passes through staging
-memory, in pieces. `all_gather` waits for the others before it returns: it must learn their sizes.
+memory, in pieces. `all_gather` waits for the others before it returns: it must learn their sizes. The file is
+long because it is one operation after another, each of a few lines.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +15,24 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 import torch
 
-from shoal.core import Deadline, Placement, ShoalError, UsageError
+from shoal.core import Deadline, DeadlineExceeded, Placement, ShoalError, UsageError
 from shoal.group.arena import Arena, MemoryFull, Place, Segment, open_files
 from shoal.group.base import Group, Handle, Loss, Reduction, Snapshot, T
 from shoal.group.channels import Channels
-from shoal.group.control import LEFT, NOT_YET, Bells, Control, clear, code_of, new_bell, region_bytes
-from shoal.group.engine import KINDS, Engine, Task
+from shoal.group.control import (
+    ARRIVED,
+    BEAT,
+    FAILED,
+    LEFT,
+    NOT_YET,
+    Bells,
+    Control,
+    clear,
+    code_of,
+    new_bell,
+    region_bytes,
+)
+from shoal.group.engine import KINDS, Engine, Span, Task, is_overlapping
 from shoal.group.kernels import OPS, check_reduction, mix_into, reduce_into, reduce_to_all, share
 from shoal.group.meeting import Gift, Hello, meet
 from shoal.group.settings import GroupSettings
@@ -33,7 +45,7 @@ _LEAVING_S = 10.0
 _MEETING_S = 300.0
 _PAGE = 4096
 _ALL_REDUCE, _BROADCAST, _ALL_GATHER, _EXCHANGE, _BARRIER, _EMPTY, _FREE = range(len(KINDS))
-_NO_ROOM = -1
+_NO_ROOM, _NOBODY = -1, -2
 _opened: dict[tuple[str, int], int] = {}
 Step = Callable[[Task, torch.Tensor, dict[int, torch.Tensor]], None]
 """Work on one piece: the own part, and the staged parts of those who take part, by rank."""
@@ -47,7 +59,7 @@ def open_host_group(placement: Placement, settings: GroupSettings) -> HostGroup:
             next_step="run all workers on one machine.",
         )
     rank, size = placement.rank, placement.size
-    number = _opened[settings.key, rank] = _opened.get((settings.key, rank), 0) + 1
+    number = _opened.get((settings.key, rank), 0) + 1
     with contextlib.ExitStack() as undo:
         gift = None
         if rank == 0:
@@ -56,19 +68,27 @@ def open_host_group(placement: Placement, settings: GroupSettings) -> HostGroup:
             places = [arena.grow(region_bytes(size)), arena.grow(2 * STAGE_BYTES)]
             clear(arena.map(places[0]), size)
             gift = Gift(files, [(place.file, place.offset_bytes, place.size_bytes) for place in places])
-        hear, ring = new_bell()
-        hello = Hello(rank, size, os.getpid())
+        bell = new_bell()
+        for descriptor in bell:
+            undo.callback(os.close, descriptor)
         deadline = Deadline.after(settings.timeout_s or _MEETING_S)
-        met = meet(f"{settings.key} {number}", hello, ring, gift, deadline)
+        met = meet(f"{settings.key} {number}", Hello(rank, size, os.getpid()), bell[1], gift, deadline)
+        for descriptor in met.bells[:rank] + met.bells[rank + 1 :]:
+            undo.callback(os.close, descriptor)
+        if rank != 0:
+            arena = undo.enter_context(contextlib.closing(Arena(met.gift.files, size)))
+            # its own came back to it under another number
+            os.close(met.bells[rank])
+            met.bells[rank] = bell[1]
+        control_at, stage_at = (Place(*place) for place in met.gift.places)
+        control = Control(arena.map(control_at), rank, size)
+        bells = Bells(rank, bell[0], met.bells, control)
+        watch = Watch(rank, met.pids, control, bells, settings.silence_s)
+        stage = arena.map(stage_at)
+        watch.open()
         undo.pop_all()
-    if rank != 0:
-        arena = Arena(met.gift.files, size)
-    control_at, stage_at = (Place(*place) for place in met.gift.places)
-    control = Control(arena.map(control_at), rank, size)
-    bells = Bells(rank, hear, met.bells, control)
-    watch = Watch(rank, met.pids, control, bells, settings.silence_s)
-    watch.open()
-    return HostGroup(placement, settings, Shared(arena, arena.map(stage_at), control, bells, watch))
+    _opened[settings.key, rank] = number
+    return HostGroup(placement, settings, Shared(arena, stage, control, bells, watch))
 
 
 class Shared(msgspec.Struct, frozen=True):
@@ -98,9 +118,10 @@ class HostGroup(Group):
         self._watch = shared.watch
         self._engine = Engine(self.rank, self.size, self._control, self._bells, self._watch, settings)
         self._channels = Channels(self.rank, self._arena, self._control, self._bells)
-        self._halves = itertools.cycle((0, 1))
-        self._read_at: dict[int, int] = {}
-        self._is_closed = False
+        self._read_at: dict[Span, int] = {}
+        """Memory that others read, and the last operation in which they do."""
+        self._is_open = True
+        self._pid = os.getpid()
 
     @property
     def members(self) -> Sequence[int]:
@@ -135,12 +156,9 @@ class HostGroup(Group):
         if num_elements <= 0:
             return torch.empty(0, dtype=dtype)
         region = -(-num_elements * dtype.itemsize // _PAGE) * _PAGE
-        task = Task([_EMPTY, code_of(dtype), num_elements, 0])
-        coordinator = self._engine.members()[0]
-        if self.rank == coordinator:
-            task.prepare = lambda task: self._grow(task, region)
-        self._engine.wait(self._engine.issue(task), None)
-        file, offset = self._control.description(coordinator, task.seq)[4:6]
+        file = _NOBODY
+        while file == _NOBODY:  # who should have taken the memory has gone: the next one does
+            file, offset = self._take_memory(num_elements, dtype, region)
         if file == _NO_ROOM:
             raise MemoryFull(
                 f"Shared memory for {self.size} times {region / 1e6:.1f} MB is not to be had.",
@@ -155,20 +173,19 @@ class HostGroup(Group):
         segment = self._arena.find(tensor)
         if segment is None:
             return
-        is_coordinator = self.rank == self._engine.members()[0]
 
         def work(task: Task, present: list[int]) -> None:
-            if is_coordinator:
+            if self.rank == present[0]:
                 segment.discard()
 
-        task = Task([_FREE, 0, segment.place.size_bytes, segment.code], work)
-        self._engine.wait(self._engine.issue(task), None)
-        for address in [address for address in self._read_at if segment.start <= address < segment.end]:
-            del self._read_at[address]
+        span = (segment.start, segment.end)
+        self._meet(Task([_FREE, 0, segment.place.size_bytes, segment.code], work, span))
+        self._forget_readers(span)
         self._arena.forget(segment)
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "mean") -> Handle[torch.Tensor]:
         """In place; of the group's own memory each worker reduces one share, for all."""
+        tensor = tensor.detach()
         check_reduction(tensor, op)
         words = [_ALL_REDUCE, code_of(tensor.dtype), tensor.numel(), OPS.index(op)]
         place = None if self.should_survive else self._own_place(tensor)
@@ -186,12 +203,13 @@ class HostGroup(Group):
             low, high = share(present.index(self.rank), len(present), count, dtype.itemsize)
             reduce_to_all(views, low, high, op)
 
-        task = Task([*words, segment.code + offset], work)
+        task = Task([*words, segment.code + offset], work, _span(tensor))
         task.is_shared = task.needs_shares = True
         return self._begin(task, tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
         """In place, from `root`."""
+        tensor = tensor.detach()
         if not 0 <= root < self.size:
             raise UsageError(
                 f"There is no rank {root} among {self.size}.", next_step="broadcast from a member."
@@ -211,12 +229,13 @@ class HostGroup(Group):
             if self.rank != root:
                 tensor.view(-1).copy_(_sent_by(root, _regions(segment, offset, tensor, present)))
 
-        task = Task([*words, segment.code + offset], work)
+        task = Task([*words, segment.code + offset], work, _span(tensor))
         task.is_shared = True
         return self._begin(task, tensor)
 
     def all_gather(self, tensor: torch.Tensor) -> Handle[list[torch.Tensor]]:
         """Everybody's tensor; all dimensions but the first are equal."""
+        tensor = tensor.detach()
         rows, rest = (tensor.shape[0], tuple(tensor.shape[1:])) if tensor.ndim else (1, ())
         told: dict[int, int] = {}
 
@@ -226,9 +245,9 @@ class HostGroup(Group):
         width = torch.Size(rest).numel()
         sizes = Task([_ALL_GATHER, code_of(tensor.dtype), width, len(rest), rows], learn)
         sizes.must_match = 4
-        self._engine.wait(self._engine.issue(sizes), None)
+        self._meet(sizes)
         results = {rank: tensor.new_empty((rows, *rest)) for rank, rows in told.items()}
-        results[self.rank].copy_(tensor.detach().reshape(rows, *rest))
+        results[self.rank].copy_(tensor.reshape(rows, *rest))
         flats = {rank: result.view(-1) for rank, result in results.items()}
         piece = STAGE_BYTES // tensor.element_size()
         longest = max(flat.numel() for flat in flats.values())
@@ -236,12 +255,21 @@ class HostGroup(Group):
             self._engine.issue(self._gather_step(flats, slice(start, start + piece)))
             for start in range(0, longest, piece)
         ]
-        return _Tasks(self._engine, tasks, lambda: list(results.values()))
+
+        def those_who_stayed() -> list[torch.Tensor]:
+            return [
+                result
+                for rank, result in results.items()
+                if all(task.present is not None and rank in task.present for task in tasks)
+            ]
+
+        return _Tasks(self._engine, tasks, those_who_stayed)
 
     def exchange(
         self, tensor: torch.Tensor, weights: Weights, *, out: torch.Tensor | None = None
     ) -> Handle[torch.Tensor]:
         """The weighted average with neighbours; waits for those alone that this worker names as sources."""
+        tensor = tensor.detach()
         weights.check(self.rank, self.size)
         if not tensor.is_floating_point():
             raise UsageError(
@@ -254,10 +282,12 @@ class HostGroup(Group):
                 self._mix(task, part, part, stages, weights)
 
             return self._staged(tensor, words, mix, weights=weights)
+        result, out = out, out.detach()
         place = self._own_place(tensor)
-        if place is None or out.shape != tensor.shape or out.dtype != tensor.dtype or not out.is_contiguous():
+        is_alike = out.shape == tensor.shape and out.dtype == tensor.dtype and out.is_contiguous()
+        if place is None or not is_alike or is_overlapping([_span(out)], [_span(tensor)]):
             raise UsageError(
-                "An exchange into another tensor begins in memory of the group, and both are alike.",
+                "An exchange into another tensor begins in memory of the group; both are alike, and apart.",
                 next_step="take both from group.empty(), or leave out= away.",
             )
         segment, offset = place
@@ -266,16 +296,16 @@ class HostGroup(Group):
             views = _regions(segment, offset, tensor, present)
             self._mix(task, out.view(-1), tensor.view(-1), views, weights)
 
-        task = Task([*words, segment.code + offset], work)
+        task = Task([*words, segment.code + offset], work, _span(tensor), _span(out))
         self._address(task, weights)
-        task.after = self._read_at.pop(out.data_ptr(), 0)
-        handle = self._begin(task, out)
-        self._read_at[tensor.data_ptr()] = task.seq
+        task.after = self._forget_readers(_span(out))
+        handle = self._begin(task, result)
+        self._read_at[_span(tensor)] = task.seq
         return handle
 
     def settle(self, tensor: torch.Tensor) -> None:
         """Wait until nobody reads `tensor` any more."""
-        seq = self._read_at.pop(tensor.data_ptr(), 0)
+        seq = self._forget_readers(_span(tensor))
         if not self._engine.is_finished(seq):
             self._engine.wait_until(lambda: self._engine.is_finished(seq), None, "settle")
 
@@ -307,20 +337,37 @@ class HostGroup(Group):
         self._engine.progress()
 
     def leave(self) -> None:
-        """After what is under way; what cannot be finished within seconds is left undone."""
-        if self._control.get(self.rank, LEFT) != NOT_YET:
+        """After what is under way; what cannot be finished within seconds is left undone.
+
+        A worker that is out of step does not leave: the others shall know that it is lost.
+        """
+        if not self._engine.is_usable or self._control.gone_after(self.rank) != NOT_YET:
             return
         with contextlib.suppress(ShoalError):
             self._engine.wait_until(lambda: not self._engine.is_busy, Deadline.after(_LEAVING_S), "leave")
-        self._control.set(LEFT, self._engine.issued)
-        self._bells.ring()
+        self._engine.drop()
+        self._bells.tell(LEFT, self._control.get(self.rank, ARRIVED))
 
     def close(self) -> None:
         """Leave; tensors of the group stay usable in this process."""
-        if self._is_closed:
+        if self._is_open:
+            try:
+                self.leave()
+            finally:
+                self.abandon()
+
+    def abandon(self) -> None:
+        """Give everything back; the others find this worker lost, unless it has left."""
+        if not self._is_open:
             return
-        self._is_closed = True
-        self.leave()
+        self._is_open = False
+        self._engine.drop()
+        if os.getpid() != self._pid:
+            return  # all of it is the parent's
+        if self._control.gone_after(self.rank) == NOT_YET:
+            self._control.judge(self.rank, self._control.get(self.rank, ARRIVED))
+            self._watch.close()
+            self._bells.tell(BEAT, FAILED)
         self._watch.close()
         self._bells.close()
         self._arena.close()
@@ -337,14 +384,46 @@ class HostGroup(Group):
         is_inside = offset >= 0 and offset + tensor.numel() * tensor.element_size() <= segment.stride_bytes
         return (segment, offset) if is_inside else None
 
+    def _meet(self, task: Task) -> None:
+        """An operation that cannot be left half-way: who gives up here is out of step."""
+        self._engine.issue(task)
+        try:
+            self._engine.wait(task, None)
+        except DeadlineExceeded as error:
+            self._engine.fail(error)
+            raise
+
+    def _forget_readers(self, span: Span) -> int:
+        """The last operation in which others read any of some memory that is to be written."""
+        read = [other for other in self._read_at if is_overlapping([other], [span])]
+        return max([self._read_at.pop(other) for other in read], default=0)
+
+    def _take_memory(self, num_elements: int, dtype: torch.dtype, region: int) -> tuple[int, int]:
+        """The file and offset that the first of those present has taken for all, or why there is none."""
+        told = [_NOBODY, 0]
+
+        def learn(task: Task, present: list[int]) -> None:
+            for rank in present:
+                has_taken, *place = self._control.description(rank, task.seq)[3:6]
+                if has_taken:
+                    told[:] = place
+                    break
+
+        task = Task([_EMPTY, code_of(dtype), num_elements, 0, 0, 0], learn)
+        task.must_match = 3
+        if self.rank == self._engine.members()[0]:
+            task.prepare = lambda task: self._grow(task, region)
+        self._meet(task)
+        return told[0], told[1]
+
     def _grow(self, task: Task, region: int) -> None:
         """The coordinator's part of `empty`: take the memory, and say where it is."""
         try:
             place = self._arena.grow(region)
         except MemoryFull:
-            task.words += [_NO_ROOM, 0]
+            task.words[3:] = [1, _NO_ROOM, 0]
         else:
-            task.words += [place.file, place.offset_bytes]
+            task.words[3:] = [1, place.file, place.offset_bytes]
 
     def _staged(
         self,
@@ -361,7 +440,8 @@ class HostGroup(Group):
             flat = flat.cpu()
         tasks = []
         piece = STAGE_BYTES // tensor.element_size()
-        for start in range(0, flat.numel(), piece):
+        # without elements too, so that all count alike
+        for start in range(0, max(flat.numel(), 1), piece):
             task = self._stage_step(flat[start : start + piece], [*words, -1 - start], step, should_give)
             if weights is not None:
                 self._address(task, weights)
@@ -375,17 +455,14 @@ class HostGroup(Group):
         return _Tasks(self._engine, tasks, result)
 
     def _stage_step(self, part: torch.Tensor, words: list[int], step: Step, should_give: bool) -> Task:
-        half = next(self._halves)
-        offset = half * STAGE_BYTES
-
         def prepare(task: Task) -> None:
-            self._stage.region(self.rank, offset, part.numel(), part.dtype).copy_(part)
+            self._stage.region(self.rank, task.half * STAGE_BYTES, part.numel(), part.dtype).copy_(part)
 
         def work(task: Task, present: list[int]) -> None:
-            step(task, part, _regions(self._stage, offset, part, present))
+            step(task, part, _regions(self._stage, task.half * STAGE_BYTES, part, present))
 
-        task = Task(words, work)
-        task.half = half
+        task = Task(words, work, _span(part))
+        task.is_staged = True
         if should_give:
             task.prepare = prepare
         return task
@@ -397,11 +474,10 @@ class HostGroup(Group):
             for rank in stages:
                 if rank != self.rank:
                     theirs = flats[rank][part]
-                    theirs.copy_(self._stage.region(rank, half * STAGE_BYTES, theirs.numel(), theirs.dtype))
+                    place = task.half * STAGE_BYTES
+                    theirs.copy_(self._stage.region(rank, place, theirs.numel(), theirs.dtype))
 
-        task = self._stage_step(own, [_ALL_GATHER, code_of(own.dtype), -1 - part.start, 0], take, True)
-        half = task.half or 0
-        return task
+        return self._stage_step(own, [_ALL_GATHER, code_of(own.dtype), -1 - part.start, 0], take, True)
 
     def _address(self, task: Task, weights: Weights) -> None:
         """Say from whom, and to whom with which factors, an exchange goes."""
@@ -451,6 +527,12 @@ class _Tasks(Handle[T]):
     def is_done(self) -> bool:
         self._engine.progress()
         return all(self._engine.is_complete(task) for task in self._tasks)
+
+
+def _span(tensor: torch.Tensor) -> Span:
+    """The memory of a tensor without gaps."""
+    start = tensor.data_ptr()
+    return start, start + tensor.numel() * tensor.element_size()
 
 
 def _regions(

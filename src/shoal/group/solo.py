@@ -126,6 +126,10 @@ class SoloGroup(Group):
         """Leave."""
         self.leave()
 
+    def abandon(self) -> None:
+        """Nobody is there to find this worker lost."""
+        self.leave()
+
     def _check_member(self) -> None:
         if self._has_left:
             raise UsageError(

@@ -40,6 +40,13 @@ class Traced(GroupWrapper):
         finally:
             self.timeline.close()
 
+    def abandon(self) -> None:
+        """Abandon the inner group; what is in the timeline is written all the same."""
+        try:
+            super().abandon()
+        finally:
+            self.timeline.close()
+
     def _issue(self, operation: Operation, start: Callable[[], Handle[T]]) -> Handle[T]:
         began_s = self.timeline.clock.now_s()
         return _TracedHandle(start(), self.timeline, operation, began_s)

@@ -15,16 +15,17 @@ import os
 import select
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.core import LoopThread
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.group.base import Loss
-from shoal.group.control import ARRIVED, BEAT, LEFT, NOT_YET, VERDICT, Bells, Control
+from shoal.group.control import ARRIVED, BEAT, FAILED, LEFT, NOT_YET, VERDICT, Bells, Control
 
 log = logging.getLogger(__name__)
 _BEAT_S = 0.2
+_BUSY_S = 0.05
 
 
 class Watch:
@@ -40,7 +41,9 @@ class Watch:
         self._bells = bells
         self._silence_s = silence_s
         self._present = [other for other in range(len(pids)) if other != rank]
-        self._signs: dict[int, tuple[int, float]] = dict.fromkeys(self._present, (0, 0.0))
+        self._beats = dict.fromkeys(self._present, 0)
+        self._cpu_s: dict[int, float] = {}
+        """What those that do not beat had used of the processor when they stopped beating."""
         self._silent_s = dict.fromkeys(self._present, 0.0)
         self._pidfds: dict[int, int] = {}
         self._loop = LoopThread("shoal-watch", asyncio.new_event_loop)
@@ -74,6 +77,14 @@ class Watch:
         """Seconds since a rank's last beat."""
         return (time.monotonic_ns() - self._control.get(rank, BEAT)) / 1e9
 
+    def reason(self, rank: int) -> str:
+        """Why a rank is gone."""
+        if rank in self.lost:
+            return self.lost[rank].reason
+        if self._control.get(rank, LEFT) != NOT_YET:
+            return "it left in the middle of an operation"
+        return "it failed" if self._control.get(rank, BEAT) == FAILED else "it is silent"
+
     def pid(self, rank: int) -> int:
         """A rank's process."""
         return self._pids[rank]
@@ -87,8 +98,11 @@ class Watch:
             self._control.set(BEAT, time.monotonic_ns())
             await asyncio.sleep(_BEAT_S)
             now_s = time.monotonic()
-            # a pause of this worker itself (suspended, stopped, starved) is nobody else's silence
-            self._look(min(now_s - looked_s, 2 * _BEAT_S))
+            try:
+                # a pause of this worker itself (suspended, stopped, starved) is nobody else's silence
+                self._look(min(now_s - looked_s, 2 * _BEAT_S))
+            except Exception:
+                log.exception("rank %d could not look after the others, and goes on beating", self._rank)
             looked_s = now_s
         while True:  # the last one beats on: somebody may be about to judge it
             self._control.set(BEAT, time.monotonic_ns())
@@ -100,19 +114,27 @@ class Watch:
                 self._forget(rank)
             elif not self._is_process_there(rank):
                 self._ended(rank)
+            elif self._control.get(rank, BEAT) == FAILED:
+                self._lose(rank, "it failed")
             elif self._control.get(rank, VERDICT) != NOT_YET:
                 self._lose(rank, f"silent for {self._silence_s:g} s{_stopped(self._pids[rank])}")
             else:
                 self._listen(rank, passed_s)
 
     def _listen(self, rank: int, passed_s: float) -> None:
-        beat, cpu_s = self._signs[rank]
+        beat = self._control.get(rank, BEAT)
+        if beat != self._beats[rank]:
+            self._beats[rank] = beat
+            self._silent_s[rank] = 0.0
+            self._cpu_s.pop(rank, None)
+            return
         silent_s = self._silent_s[rank] = self._silent_s[rank] + passed_s
-        now = self._control.get(rank, BEAT)
-        # a thread that keeps the interpreter's lock for long is busy, not silent
-        used_s = _cpu_s(self._pids[rank]) if silent_s > self._silence_s / 2 else cpu_s
-        if now != beat or used_s > cpu_s:
-            self._signs[rank] = (now, used_s)
+        if silent_s < 2 * _BEAT_S:
+            return
+        used_s = _cpu_s(self._pids[rank])
+        if used_s > self._cpu_s.setdefault(rank, used_s) + _BUSY_S:
+            # a thread that keeps the interpreter's lock for long is busy, not silent
+            self._cpu_s[rank] = used_s
             self._silent_s[rank] = 0.0
         elif silent_s > self._silence_s and self._rank == min([self._rank, *self._beating(rank)]):
             self._control.judge(rank, self._control.get(rank, ARRIVED))
@@ -137,17 +159,19 @@ class Watch:
         self.lost[rank] = Loss(rank, reason)
         log.warning("rank %d is lost: %s", rank, reason)
         self._forget(rank)
-        self._bells.ring_own()
+        self._bells.wake_self()
 
     def _forget(self, rank: int) -> None:
         self._present.remove(rank)
         if rank in self._pidfds:
             asyncio.get_running_loop().remove_reader(self._pidfds[rank])
-        self._bells.ring_own()
+        self._bells.wake_self()
 
     def _is_process_there(self, rank: int) -> bool:
         if rank in self._pidfds:
-            return not select.select([self._pidfds[rank]], [], [], 0)[0]
+            poll = select.poll()
+            poll.register(self._pidfds[rank], select.POLLIN)
+            return not poll.poll(0)
         try:
             os.kill(self._pids[rank], 0)
         except ProcessLookupError:
@@ -172,8 +196,3 @@ def _cpu_s(pid: int) -> float:
 def _stopped(pid: int) -> str:
     fields = _stat(pid)
     return ", its process is stopped (SIGSTOP)" if fields and fields[0] in ("T", "t") else ""
-
-
-def describe_losses(losses: Mapping[int, Loss]) -> str:
-    """'rank 2 (its process 4711 ended), rank 3 (…)'."""
-    return ", ".join(f"rank {loss.rank} ({loss.reason})" for loss in losses.values())

@@ -152,6 +152,10 @@ class GroupWrapper(Group):
         """Close the inner group."""
         self.inner.close()
 
+    def abandon(self) -> None:
+        """Abandon the inner group."""
+        self.inner.abandon()
+
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
         """For the timeline of a group inside."""
