@@ -3,7 +3,7 @@ import itertools
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from shoal.core import UsageError
 from shoal.data import Part, ShardedLoader
@@ -90,16 +90,53 @@ def test_settings_are_kept():
         persistent_workers=True,
     )
     copy = ShardedLoader(loader, Part(0, 2))
-    changed = {"self", "shuffle", "sampler", "batch_sampler"}
+    changed = {"self", "shuffle", "sampler", "batch_sampler", "generator"}
     for name in inspect.signature(DataLoader.__init__).parameters.keys() - changed:
         assert getattr(copy, name) == getattr(loader, name), name
     assert isinstance(copy, DataLoader)
     assert len(copy) == 2
 
 
-def test_worker_processes_load_the_part():
-    loaders = sharded(lambda: DataLoader(DATASET, batch_size=4, shuffle=True, num_workers=1), 2)
-    assert sorted(all_of(loaders)) == list(range(NUM_EXAMPLES))
+class Noisy(Dataset):
+    """An example, and what is drawn where it is loaded."""
+
+    def __len__(self):
+        return NUM_EXAMPLES
+
+    def __getitem__(self, index):
+        return index, torch.rand(1)
+
+
+@pytest.mark.parametrize(
+    "batching",
+    [{"batch_size": 4, "shuffle": True}, {"batch_size": None, "shuffle": True}],
+    ids=["batches", "no batches"],
+)
+def test_worker_processes_load_the_part_and_draw_their_own(batching):
+    def noisy():
+        torch.manual_seed(0)
+        return DataLoader(Noisy(), num_workers=1, **batching)
+
+    loaders = sharded(noisy)
+    in_process = sharded(lambda: DataLoader(DATASET, **batching))
+    noises = []
+    for _ in range(2):
+        loaded = [list(loader) for loader in loaders]
+        orders = [[torch.as_tensor(index).tolist() for index, _ in part] for part in loaded]
+        assert orders == [batches(loader) for loader in in_process]
+        noises += [float(part[0][1].flatten()[0]) for part in loaded]
+    assert len(set(noises)) == 4
+    again = float(next(iter(sharded(noisy)[1]))[1].flatten()[0])
+    assert again == noises[1]
+
+
+def test_who_divides_a_loader_in_each_epoch_goes_on_with_its_epochs():
+    once, anew = (DataLoader(DATASET, batch_size=3, shuffle=True) for _ in range(2))
+    loader = ShardedLoader(once, Part(1, 2))
+    expected = [batches(loader) for _ in range(3)]
+    assert [batches(ShardedLoader(anew, Part(1, 2))) for _ in range(3)] == expected
+    assert expected[0] != expected[1]
+    assert batches(ShardedLoader(anew, Part(0, 2))) == batches(ShardedLoader(once, Part(0, 2)))
 
 
 def test_a_batch_sampler_of_the_users_own_is_divided_by_batches():

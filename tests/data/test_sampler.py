@@ -1,6 +1,7 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -61,31 +62,62 @@ def test_weights_are_kept():
     assert set(first) | set(second) == {20, 21, 22}
 
 
+def by_torch(bound):
+    return int(torch.randint(bound, ()))
+
+
 class Careless(Sampler[int]):
-    """Draws from torch's global generator, whenever it is asked."""
+    """Draws from a global generator, whenever it is asked."""
+
+    def __init__(self, draw=by_torch):
+        self.draw = draw
 
     def __iter__(self):
         left = list(EXAMPLES)
         while left:
-            yield left.pop(int(torch.randint(len(left), ())))
+            yield left.pop(self.draw(len(left)))
 
     def __len__(self):
         return NUM_EXAMPLES
 
 
-def test_a_sampler_of_the_users_own_agrees_too_and_the_global_generator_is_left_alone():
+class Heir(RandomSampler):
+    """One of torch's by its class alone."""
+
+    def __iter__(self):
+        return iter(random.sample(EXAMPLES, NUM_EXAMPLES))
+
+
+@pytest.mark.parametrize(
+    "make_sampler",
+    [
+        Careless,
+        lambda: Careless(random.randrange),
+        lambda: Careless(np.random.randint),
+        lambda: Heir(EXAMPLES),
+    ],
+    ids=["torch", "python", "numpy", "subclass"],
+)
+def test_a_sampler_of_the_users_own_agrees_too_and_global_generators_are_left_alone(make_sampler):
+    def seed_all(seed):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+
     def make(rank):
-        torch.manual_seed(rank)
-        return Careless()
+        seed_all(rank)
+        return make_sampler()
 
     first, second = epochs_of(make)
     assert sorted(itertools.chain(*first)) == list(EXAMPLES)
     assert first != second
-    torch.manual_seed(5)
-    expected = torch.rand(1)
-    torch.manual_seed(5)
-    list(ShardSampler(Careless(), Part(0, 2)))
-    assert torch.equal(torch.rand(1), expected)
+    drawn = []
+    for should_read in (False, True):
+        seed_all(5)
+        if should_read:
+            list(ShardSampler(make_sampler(), Part(0, 2)))
+        drawn.append((float(torch.rand(1)), random.random(), np.random.rand()))
+    assert drawn[0] == drawn[1]
 
 
 def test_batches_are_divided_whole():
@@ -110,6 +142,12 @@ def test_an_epoch_that_is_broken_off_is_over():
     sampler, other = (ShardSampler(RandomSampler(EXAMPLES), Part(1, 2)) for _ in range(2))
     next(iter(sampler))
     list(other)
+    assert list(sampler) == list(other)
+
+
+def test_an_iterator_that_is_not_read_takes_no_epoch():
+    sampler, other = (ShardSampler(RandomSampler(EXAMPLES), Part(1, 2)) for _ in range(2))
+    iter(sampler)
     assert list(sampler) == list(other)
 
 

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any, cast
 
 import torch
-from torch.utils.data import BatchSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from shoal.core import UsageError
 from shoal.data.parts import Part
+from shoal.data.seeds import mix, seeded
 
 _NONE = object()
+_BY_GENERATOR_ALONE: tuple[type, ...] = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class ShardSampler(Sampler[Any]):
     """Every `size`-th of what another sampler (of examples, or of batches) gives; each iteration is an epoch.
 
-    A sampler with a torch generator draws from one that is seeded by `seed` and the epoch instead. Another
-    one that has a length is read to its end with torch's global generator seeded so. One without a length
-    must give the same order on all workers by itself.
+    A sampler with a torch `generator` draws from one that is seeded by `seed` and the epoch instead. One that
+    has a length and is not torch's own is read to its end, with the global generators of torch (on the CPU),
+    Python and numpy seeded so and then restored. To agree on all workers is the user's part where a sampler
+    has no length, or draws from anything else.
     """
 
     def __init__(self, sampler: Iterable[Any], part: Part, *, seed: int = 0) -> None:
@@ -44,10 +53,11 @@ class ShardSampler(Sampler[Any]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
+        # an epoch begins with its first item: DataLoader makes iterators that it does not read
         epoch, self.epoch = self.epoch, self.epoch + 1
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
-        return self._part.take(_agreed(self._sampler, _mix(self._seed, epoch)))
+        yield from self._part.take(_agreed(self._sampler, mix(self._seed, epoch)))
 
     def __len__(self) -> int:
         return self._part.length(len(cast(Sized, self._sampler)))
@@ -55,21 +65,15 @@ class ShardSampler(Sampler[Any]):
 
 def _agreed(sampler: Iterable[Any], seed: int) -> Iterable[Any]:
     """The same order on all workers."""
-    if isinstance(sampler, Sequence | SequentialSampler):
+    if isinstance(sampler, Sequence) or type(sampler) is SequentialSampler:
         return sampler
-    if isinstance(getattr(sampler, "generator", _NONE), torch.Generator | None):
-        seeded: Any = copy.copy(sampler)
-        seeded.generator = torch.Generator().manual_seed(seed)
-        return cast("Iterable[Any]", seeded)
     if type(sampler) is BatchSampler:
         return BatchSampler(_agreed(sampler.sampler, seed), sampler.batch_size, sampler.drop_last)
-    if isinstance(sampler, Sized):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+    if isinstance(getattr(sampler, "generator", _NONE), torch.Generator | None):
+        with_generator: Any = copy.copy(sampler)
+        with_generator.generator = torch.Generator().manual_seed(seed)
+        sampler = cast("Iterable[Any]", with_generator)
+    if isinstance(sampler, Sized) and type(sampler) not in _BY_GENERATOR_ALONE:
+        with seeded(seed):
             return list(sampler)
     return sampler
-
-
-def _mix(seed: int, epoch: int) -> int:
-    """A seed for the epoch, of 32 bits: torch's generator on the CPU uses no more of a seed."""
-    return int.from_bytes(hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=4).digest(), "big")

@@ -63,8 +63,9 @@ def shard(data: Any, group: Placed, *, seed: int = 0, remainder: Remainder = "dr
     """Give this worker's part of `data`; a group of one has all of it, in its own order.
 
     - A DataLoader becomes one with the same settings and batch size, whose batches are this worker's. Each
-      iteration is the next epoch: call `set_epoch` after a resume, and where one worker alone has looked into
-      the loader. A loader that shuffles has an order that depends on `seed` and the epoch alone.
+      iteration is the next epoch, also of a loader that is sharded anew: call `set_epoch` after a resume, and
+      where one worker alone has looked into the loader. A loader that shuffles has an order that depends on
+      `seed` and the epoch alone; its `num_workers` processes draw by `seed`, epoch and rank.
     - A map-style dataset becomes a `Subset`, a sequence or array its slice: every `size`-th item, the same
       ones in each epoch.
     - An iterable gives every `size`-th item, a DataLoader of an iterable dataset every `size`-th batch. It

@@ -185,7 +185,7 @@ class HostGroup(Group):
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "mean") -> Handle[torch.Tensor]:
         """In place; of the group's own memory each worker reduces one share, for all."""
-        tensor = tensor.detach()
+        given, tensor = tensor, tensor.detach()
         check_reduction(tensor, op)
         words = [_ALL_REDUCE, code_of(tensor.dtype), tensor.numel(), OPS.index(op)]
         place = None if self.should_survive else self._own_place(tensor)
@@ -194,7 +194,7 @@ class HostGroup(Group):
             def reduce(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
                 reduce_into(part, list(stages.values()), op)
 
-            return self._staged(tensor, words, reduce)
+            return self._staged(given, words, reduce)
         segment, offset = place
         count, dtype = tensor.numel(), tensor.dtype
 
@@ -205,11 +205,11 @@ class HostGroup(Group):
 
         task = Task([*words, segment.code + offset], work, _span(tensor))
         task.is_shared = task.needs_shares = True
-        return self._begin(task, tensor)
+        return self._begin(task, given)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
         """In place, from `root`."""
-        tensor = tensor.detach()
+        given, tensor = tensor, tensor.detach()
         if not 0 <= root < self.size:
             raise UsageError(
                 f"There is no rank {root} among {self.size}.", next_step="broadcast from a member."
@@ -222,7 +222,7 @@ class HostGroup(Group):
                 if self.rank != root:
                     part.copy_(_sent_by(root, stages))
 
-            return self._staged(tensor, words, take, should_give=self.rank == root)
+            return self._staged(given, words, take, should_give=self.rank == root)
         segment, offset = place
 
         def work(task: Task, present: list[int]) -> None:
@@ -231,7 +231,7 @@ class HostGroup(Group):
 
         task = Task([*words, segment.code + offset], work, _span(tensor))
         task.is_shared = True
-        return self._begin(task, tensor)
+        return self._begin(task, given)
 
     def all_gather(self, tensor: torch.Tensor) -> Handle[list[torch.Tensor]]:
         """Everybody's tensor; all dimensions but the first are equal."""
@@ -269,7 +269,7 @@ class HostGroup(Group):
         self, tensor: torch.Tensor, weights: Weights, *, out: torch.Tensor | None = None
     ) -> Handle[torch.Tensor]:
         """The weighted average with neighbours; waits for those alone that this worker names as sources."""
-        tensor = tensor.detach()
+        given, tensor = tensor, tensor.detach()
         weights.check(self.rank, self.size)
         if not tensor.is_floating_point():
             raise UsageError(
@@ -281,7 +281,7 @@ class HostGroup(Group):
             def mix(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
                 self._mix(task, part, part, stages, weights)
 
-            return self._staged(tensor, words, mix, weights=weights)
+            return self._staged(given, words, mix, weights=weights)
         result, out = out, out.detach()
         place = self._own_place(tensor)
         is_alike = out.shape == tensor.shape and out.dtype == tensor.dtype and out.is_contiguous()

@@ -1,75 +1,72 @@
 """How the workers of one machine find each other: a Unix socket of rank 0, where descriptors change hands.
 
 Shared memory travels as open descriptors of files that have no name any more, so nothing is left behind
-however a worker ends. Once everybody has met, the sockets are closed.
+however a worker ends. Once everybody has met, the sockets are closed. When the meeting fails, rank 0 tells
+the others why, and all that was received is closed. Both sides of the conversation stand in this one file.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import logging
 import os
 import platform
+import select
 import socket
 import struct
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Self
 
-import msgspec
+from shoal.core import (
+    Deadline,
+    DeadlineExceeded,
+    LimitExceeded,
+    PeerLost,
+    PeerRefused,
+    ShoalError,
+    UsageError,
+)
+from shoal.group.letters import Failed, Gift, Hello, Met, Ready, UnknownLetterError, receive, send
 
-from shoal.core import Deadline, DeadlineExceeded, PeerLost, PeerRefused, UsageError
-
-T = TypeVar("T")
-_PROTOCOL = 1
+__all__ = ["Gift", "Hello", "Met", "meet"]
+log = logging.getLogger(__name__)
+MAX_WORKERS = 250
+"""Of one machine: the kernel passes 253 descriptors at once, and the shared files are among them."""
 _HAS_NAMES_WITHOUT_FILES = platform.system() == "Linux"
-_FRAME = struct.Struct("<I")
 _RETRY_S = 0.005
-_HELLO_BYTES = 1 << 16
-
-
-class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker says of itself."""
-
-    rank: int
-    size: int
-    pid: int
-    protocol: int = _PROTOCOL
-
-
-class Gift(msgspec.Struct, frozen=True):
-    """What rank 0 has for all: open files, and where in them things lie."""
-
-    files: list[int]
-    """Descriptors of the files that hold shared memory, best first."""
-    places: list[tuple[int, int, int]]
-
-
-class Met(msgspec.Struct, frozen=True):
-    """Everybody, in rank order, and what rank 0 had to give."""
-
-    pids: list[int]
-    bells: list[int]
-    """For each rank a descriptor; writing to it wakes that rank."""
-    gift: Gift
+_LINE_EVERY_S = 10.0
+_SPEAKING_S = 10.0
+"""For one who has begun to speak, or should at once: longer means that it is stopped."""
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS)
+_ACK = b"\1"
 
 
 def meet(key: str, hello: Hello, bell: int, gift: Gift | None, deadline: Deadline) -> Met:
-    """Wait for all workers that share `key`; the gift is rank 0's to give.
+    """Wait for all workers that share `key`, with a line every ten seconds; the gift is rank 0's to give.
 
-    DeadlineExceeded names who has not come.
+    DeadlineExceeded names who has not come, PeerLost who came and ended.
     """
     if not hasattr(socket, "AF_UNIX") or not hasattr(socket, "send_fds"):
         raise UsageError(
             "Workers of one machine share memory through Unix sockets, which this system does not have.",
             next_step="run one worker, or use Linux or macOS.",
         )
+    if hello.size > MAX_WORKERS:
+        raise UsageError(
+            f"{hello.size} workers on one machine are more than the {MAX_WORKERS} that can share memory.",
+            next_step=f"start {MAX_WORKERS} or fewer.",
+        )
     address = _address(key)
-    if gift is not None:
-        return _host(address, hello, bell, gift, deadline)
-    return _join(address, hello, bell, deadline)
+    if gift is None:
+        return _join(address, hello, bell, _Wait(deadline))
+    with _listen(address, hello.size) as listener, _Reception(hello, bell, _Wait(deadline)) as reception:
+        reception.welcome_all(listener)
+        return reception.hand_over(gift)
 
 
 def _address(key: str) -> str:
@@ -79,131 +76,237 @@ def _address(key: str) -> str:
     return str(Path(tempfile.gettempdir()) / f"shoal-{digest}")
 
 
-def _host(address: str, hello: Hello, bell: int, gift: Gift, deadline: Deadline) -> Met:
-    hellos = {0: hello}
-    bells = {0: bell}
-    guests: dict[int, socket.socket] = {}
+@contextlib.contextmanager
+def _listen(address: str, size: int) -> Iterator[socket.socket]:
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
             listener.bind(address)
         except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise UsageError(f"Rank 0 cannot open this run's socket: {error.strerror}.") from None
             raise UsageError(
-                "Two workers say that they are rank 0 of one run.",
-                cause=f"another process holds this run's socket: {error.strerror}.",
+                "Another process holds the socket of this run.",
+                cause="two workers say that they are rank 0, or two runs have one name and port.",
                 next_step="start the program through its launcher, or end the other run.",
             ) from None
         if address[0] != "\0":
             stack.callback(Path(address).unlink, missing_ok=True)
-        listener.listen(hello.size + 8)
-        while len(hellos) < hello.size:
-            listener.settimeout(_left(deadline, hello.size, hellos))
+        listener.listen(size + 8)
+        listener.setblocking(False)
+        yield listener
+
+
+class _Wait:
+    """How long this worker has been in the meeting, and may be."""
+
+    def __init__(self, deadline: Deadline) -> None:
+        self.deadline = deadline
+        self._clock = deadline.clock
+        self._began_s = self._next_line_s = self._clock.now_s()
+        self._next_line_s += _LINE_EVERY_S
+
+    def look(self, whom: str) -> None:
+        """Say now and then who is being waited for."""
+        now_s = self._clock.now_s()
+        if now_s >= self._next_line_s:
+            self._next_line_s = now_s + _LINE_EVERY_S
+            log.warning("waiting for %s, %.0f s", whom, now_s - self._began_s)
+
+    def until_readable(self, sources: Iterable[socket.socket], whom: str, late: ShoalError) -> list[int]:
+        """The descriptors of those that have something to say, or have ended; raises `late`."""
+        poll = select.poll()
+        for source in sources:
+            poll.register(source, select.POLLIN)
+        while True:
+            self.look(whom)
+            next_line_s = max(0.0, self._next_line_s - self._clock.now_s())
+            ready = poll.poll(1000 * min(self.deadline.remaining_s, next_line_s) + 1)
+            if ready:
+                return [descriptor for descriptor, _ in ready]
+            if self.deadline.is_past:
+                raise late
+
+
+class _Reception:
+    """Rank 0's side; a context manager that tells the guests when it fails."""
+
+    def __init__(self, hello: Hello, bell: int, wait: _Wait) -> None:
+        self._hello = hello
+        self._wait = wait
+        self._pids = {0: hello.pid}
+        self._bells = {0: bell}
+        self._guests: dict[int, socket.socket] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            for rank, bell in self._bells.items():
+                if rank:
+                    os.close(bell)
+        for guest in self._guests.values():
+            if isinstance(error, ShoalError):
+                with contextlib.suppress(OSError):
+                    send(guest, Failed.because(error))
+            guest.close()
+
+    def welcome_all(self, listener: socket.socket) -> None:
+        """Until everybody has come."""
+        size = self._hello.size
+        while len(self._pids) < size:
+            missing = ", ".join(str(rank) for rank in range(size) if rank not in self._pids)
+            late = DeadlineExceeded(
+                f"{len(self._pids)} of {size} workers have come; rank {missing} is missing.",
+                next_step="see why it did not start, or did not call shoal.init().",
+            )
+            sources = [listener, *self._guests.values()]
+            ready = self._wait.until_readable(sources, f"rank {missing} to come", late)
+            for rank, guest in self._guests.items():
+                if guest.fileno() in ready:  # they have nothing to say before all have come
+                    raise _lost(rank)
+            self._welcome(listener)
+
+    def _welcome(self, listener: socket.socket) -> None:
+        """One more; one that ends before it has said who it is has not come."""
+        with contextlib.ExitStack() as stack:
             try:
                 guest, _ = listener.accept()
-            except TimeoutError:
-                continue
-            stack.enter_context(guest)
-            if not _is_own_user(guest):
-                continue
-            guest.settimeout(_left(deadline, hello.size, hellos))
-            said, descriptors = _receive(guest, Hello)
-            refusal = _refusal(said, hello, hellos)
+                stack.enter_context(guest)
+                guest.settimeout(_SPEAKING_S)
+                if not _is_own_user(guest):
+                    return
+                said, descriptors = receive(guest, Hello, stack)
+            except BlockingIOError:
+                return
+            except UnknownLetterError:
+                with contextlib.suppress(OSError):
+                    send(guest, Failed("rank 0 runs another version of Shoal."))
+                raise PeerRefused("a worker runs another version of Shoal than rank 0.") from None
+            except (OSError, EOFError) as error:
+                if isinstance(error, OSError) and error.errno in _SHORTAGES:
+                    raise _too_few_files(0) from None
+                log.warning("a worker connected, and ended before it said who it is")
+                return
+            refusal = self._refusal(said)
             if refusal:
-                _send(guest, refusal)
+                with contextlib.suppress(OSError):
+                    send(guest, Failed(refusal))
                 raise PeerRefused(refusal, peer=said.rank, next_step="start all workers in one run.")
-            hellos[said.rank], bells[said.rank], guests[said.rank] = said, descriptors[0], guest
-        met = Met([hellos[rank].pid for rank in range(hello.size)], [], gift)
-        ordered = [bells[rank] for rank in range(hello.size)]
-        for guest in guests.values():
-            _send(guest, met, [*ordered, *gift.files])
-        for rank, guest in guests.items():
-            if guest.recv(1) != b"\1":
-                raise PeerLost(f"rank {rank} ended while the group was made.", peer=rank)
-        # only now may anybody go on: a worker that was told 'met' counts on all the others
-        for guest in guests.values():
-            guest.sendall(b"\1")
-    return Met(met.pids, ordered, gift)
-
-
-def _join(address: str, hello: Hello, bell: int, deadline: Deadline) -> Met:
-    while True:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as host:
-            host.settimeout(deadline.timeout_s)
-            try:
-                host.connect(address)
-            except (ConnectionRefusedError, FileNotFoundError, BlockingIOError):
-                if deadline.is_past:
-                    raise DeadlineExceeded(
-                        f"rank {hello.rank} did not find rank 0 in time.",
-                        cause="rank 0 has not called shoal.init(), or is in another run.",
-                    ) from None
-                time.sleep(_RETRY_S)
-                continue
-            try:
-                _send(host, hello, [bell])
-                met, descriptors = _receive(host, Met)
-                host.sendall(b"\1")
-                if host.recv(1) != b"\1":
-                    raise ConnectionResetError
-            except (ConnectionError, EOFError):
-                raise PeerLost("rank 0 ended while the group was made.", peer=0) from None
-            except TimeoutError:
-                raise DeadlineExceeded(
-                    f"rank {hello.rank} waited for the other workers in vain.",
-                    next_step="see which rank has not called shoal.init().",
-                ) from None
-        gift = Gift(descriptors[hello.size :], met.gift.places)
-        return Met(met.pids, descriptors[: hello.size], gift)
-
-
-def _left(deadline: Deadline, size: int, hellos: dict[int, Hello]) -> float | None:
-    if deadline.is_past:
-        missing = ", ".join(str(rank) for rank in range(size) if rank not in hellos)
-        raise DeadlineExceeded(
-            f"{len(hellos)} of {size} workers have come; rank {missing} is missing.",
-            next_step="see why it did not start, or did not call shoal.init().",
+            if len(descriptors) != 1:
+                raise _too_few_files(0)
+            stack.pop_all()
+        self._pids[said.rank], self._bells[said.rank], self._guests[said.rank] = (
+            said.pid,
+            descriptors[0],
+            guest,
         )
-    return deadline.timeout_s
+
+    def hand_over(self, gift: Gift) -> Met:
+        """Give everybody everything, one after the other: the kernel limits what is on its way."""
+        bells = [self._bells[rank] for rank in range(self._hello.size)]
+        met = Met([self._pids[rank] for rank in range(self._hello.size)], bells, gift)
+        for rank, guest in self._guests.items():
+            late = DeadlineExceeded(f"rank {rank} came, but did not answer in time.")
+            try:
+                send(guest, met, [*bells, *gift.files])
+                self._wait.until_readable([guest], f"rank {rank} to answer", late)
+                if guest.recv(1) != _ACK:
+                    raise _lost(rank)
+            except DeadlineExceeded:
+                raise
+            except OSError as error:
+                raise (_too_few_files(0) if error.errno in _SHORTAGES else _lost(rank)) from None
+        for guest in self._guests.values():
+            with contextlib.suppress(OSError):  # who ends from now on is lost to the group
+                send(guest, Ready())
+        return met
+
+    def _refusal(self, said: Hello) -> str:
+        own = self._hello
+        if said.protocol != own.protocol:
+            return f"rank {said.rank} runs another version of Shoal than rank 0."
+        if said.size != own.size:
+            return f"rank {said.rank} expects {said.size} workers, rank 0 expects {own.size}."
+        if said.rank in self._pids or not 0 < said.rank < own.size:
+            return f"two workers say that they are rank {said.rank} of {own.size}."
+        return ""
 
 
-def _refusal(said: Hello, own: Hello, hellos: dict[int, Hello]) -> str:
-    if said.protocol != own.protocol:
-        return f"rank {said.rank} runs another version of Shoal than rank 0."
-    if said.size != own.size:
-        return f"rank {said.rank} expects {said.size} workers, rank 0 expects {own.size}."
-    if said.rank in hellos or not 0 < said.rank < own.size:
-        return f"two workers say that they are rank {said.rank} of {own.size}."
-    return ""
+def _join(address: str, hello: Hello, bell: int, wait: _Wait) -> Met:
+    late = DeadlineExceeded(
+        f"rank {hello.rank} waited for the other workers in vain.",
+        next_step="see which rank has not called shoal.init().",
+    )
+    whom = "the other workers to come; rank 0 knows which"
+    with contextlib.ExitStack() as received, _connect(address, hello, wait) as host:
+        try:
+            send(host, hello, [bell])
+            wait.until_readable([host], whom, late)
+            met, descriptors = receive(host, Met | Failed, received)
+            if isinstance(met, Failed):
+                raise met.error()
+            if len(descriptors) != hello.size + len(met.gift.files):
+                raise _too_few_files(hello.rank)
+            host.sendall(_ACK)
+            wait.until_readable([host], whom, late)
+            end, _ = receive(host, Ready | Failed, received)
+            if isinstance(end, Failed):
+                raise end.error()
+        except UnknownLetterError:
+            raise PeerRefused("rank 0 runs another version of Shoal.", peer=0) from None
+        except DeadlineExceeded:
+            raise
+        except (OSError, EOFError) as error:
+            if isinstance(error, OSError) and error.errno in _SHORTAGES:
+                raise _too_few_files(hello.rank) from None
+            raise _lost(0) from None
+        received.pop_all()
+    return Met(met.pids, descriptors[: hello.size], Gift(descriptors[hello.size :], met.gift.places))
 
 
-def _is_own_user(guest: socket.socket) -> bool:
+def _connect(address: str, hello: Hello, wait: _Wait) -> socket.socket:
+    while True:
+        host = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        host.settimeout(_SPEAKING_S)
+        try:
+            host.connect(address)
+        except (ConnectionRefusedError, FileNotFoundError, BlockingIOError, TimeoutError):
+            host.close()
+        else:
+            break
+        if wait.deadline.is_past:
+            raise DeadlineExceeded(
+                f"rank {hello.rank} did not find rank 0 in time.",
+                cause="rank 0 has not called shoal.init(), or is in another run.",
+            )
+        wait.look("rank 0 to come")
+        time.sleep(_RETRY_S)
+    if not _is_own_user(host):
+        host.close()
+        raise PeerRefused(
+            "A process of another user holds the socket of this run.",
+            peer=0,
+            next_step="look who else works on this machine, and start the run again.",
+        )
+    return host
+
+
+def _is_own_user(other: socket.socket) -> bool:
     """An abstract name has no file permissions: look at who it is."""
     if not _HAS_NAMES_WITHOUT_FILES:
         return True
-    credentials = guest.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    credentials = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return bool(struct.unpack("3i", credentials)[1] == os.getuid())
 
 
-def _send(to: socket.socket, message: object, descriptors: Sequence[int] = ()) -> None:
-    body = msgspec.msgpack.encode(message)
-    socket.send_fds(to, [_FRAME.pack(len(body))], list(descriptors))
-    to.sendall(body)
+def _lost(rank: int) -> PeerLost:
+    return PeerLost(f"rank {rank} ended while the group was made.", peer=rank)
 
 
-def _receive(source: socket.socket, kind: type[T]) -> tuple[T, list[int]]:
-    head, descriptors, _, _ = socket.recv_fds(source, _FRAME.size, 1024)
-    if len(head) < _FRAME.size:
-        raise EOFError
-    for descriptor in descriptors:
-        os.set_inheritable(descriptor, False)
-    (length,) = _FRAME.unpack(head)
-    body = bytearray()
-    while len(body) < min(length, _HELLO_BYTES):
-        part = source.recv(length - len(body))
-        if not part:
-            raise EOFError
-        body += part
-    try:
-        return msgspec.msgpack.decode(body, type=kind), descriptors
-    except msgspec.ValidationError:
-        raise PeerRefused(str(msgspec.msgpack.decode(body)), peer=0) from None
+def _too_few_files(rank: int) -> LimitExceeded:
+    return LimitExceeded(
+        f"rank {rank} cannot hold open what the workers share: it has too many open files.",
+        next_step="raise the limit that `ulimit -n` shows, for instance by `ulimit -n 4096`.",
+    )
