@@ -256,10 +256,24 @@ def test_training_options_reach_the_benchmark(call, bench):
     call(*arguments, "-np", 3, "--slow-rank", 2, "--block-seconds", 0.5, "--pairs", 4, verb="training")
     config = bench.config
     assert (config.model, config.batch_size, config.num_workers) == ("resnet18", 32, 3)
-    assert config.strategies == ("neighbor", "pair")
+    assert config.strategies == ("neighbor", "pair", "ddp")
     assert config.options["neighbor"]["topology"] == "ring"
     assert (config.slow_rank, config.slow_factor) == (2, 10.0)
     assert (config.block_s, config.num_pairs) == (0.5, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "measured"),
+    [
+        (("--strategies", "none,sma"), ("sma", "ddp")),
+        (("--strategies", "distributed-data-parallel,sma"), ("distributed-data-parallel", "sma")),
+        (("--strategies", "sma,ddp", "--no-ddp"), ("sma",)),
+        (("--no-ddp",), ("all-reduce", "neighbor", "pair", "sma")),
+    ],
+)
+def test_ddp_is_in_the_same_run_unless_it_is_switched_off(call, bench, arguments, measured):
+    assert call(*arguments, verb="training")[0] == 0
+    assert bench.config.strategies == measured
 
 
 def test_several_machines_bring_the_hierarchical_strategy_along(call, bench):
@@ -271,7 +285,13 @@ def test_several_machines_bring_the_hierarchical_strategy_along(call, bench):
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--strategies", "magic"), ("--option", "topology"), ("--option", "x=1"), ("--slow-rank", "2")],
+    [
+        ("--strategies", "magic"),
+        ("--strategies", "none"),
+        ("--option", "topology"),
+        ("--option", "x=1"),
+        ("--slow-rank", "2"),
+    ],
 )
 def test_training_that_there_is_not_is_bad_usage(call, bench, option, value):
     code, out, complaint = call(option, value, verb="training")

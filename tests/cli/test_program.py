@@ -166,7 +166,16 @@ def test_the_module_and_the_console_script_are_one_program():
 
 @pytest.mark.parametrize(
     "verb",
-    ["diff", "report", "keys show", "keys secret", "doctor", "run --help", "bench --help", "bench transport --help"],
+    [
+        "diff",
+        "report",
+        "keys show",
+        "keys secret",
+        "doctor",
+        "run --help",
+        "bench --help",
+        "bench transport --help",
+    ],
 )
 def test_what_needs_no_torch_does_not_import_it(saved, verb):
     arguments = verb.split()

@@ -11,7 +11,8 @@ from shoal.core.run_options import RunOptions
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="workers are started on POSIX only")
 TELL = """
 import json, os, sys
-told = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "SHOAL_RUN")}
+names = "RANK WORLD_SIZE OMP_NUM_THREADS SHOAL_RUN TORCHELASTIC_RUN_ID".split()
+told = {name: os.environ.get(name) for name in names}
 print(json.dumps({"arguments": sys.argv[1:], **told}))
 """
 
@@ -59,6 +60,7 @@ def test_options_reach_the_workers(capfd):
     }
     assert (options.patience, options.workers_per_machine, options.timeout_s) == (2.0, 1, 7.0)
     assert told["OMP_NUM_THREADS"] == "3"
+    assert RunOptions.from_environment({**told, "TORCHELASTIC_RUN_ID": "another"}) == RunOptions()
 
 
 def test_lines_without_prefix(capfd):
@@ -101,6 +103,17 @@ def test_bad_usage_is_told_before_anything_runs(capfd, words, told):
     assert out == ""
     assert told in complaint
     assert "Traceback" not in complaint
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
+def test_it_runs_where_nobody_listens(folder, closed):
+    (folder / "touch.py").write_text("import os, sys\nprint(1)\nopen(os.environ['RANK'], 'w')\nsys.exit(3)")
+    command = f'exec "{sys.executable}" -m shoal run -np 1 touch.py {closed}'
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 3, done.stderr
+    assert done.stdout == ("[0] 1\n" if closed == "2>&-" else "")
+    assert done.stderr == ("" if "2>&-" in closed else "shoal run: rank 0 failed with exit code 3\n")
+    assert (folder / "0").exists()
 
 
 def test_help(capfd):

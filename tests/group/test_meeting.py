@@ -199,7 +199,7 @@ def test_a_guest_without_room_for_more_files_names_the_limit(key, nothing_stays_
         with guest, contextlib.ExitStack() as received:
             _, bells = receive(guest, Hello, received)
             send(guest, Met([0, 1], [0, 1], Gift([2], [])), bells)
-            with pytest.raises(LimitExceeded, match="rank 1 (.|\n)*ulimit -n"):
+            with pytest.raises(LimitExceeded, match=r"rank 1 (.|\n)*ulimit -n"):
                 joining.result()
 
 

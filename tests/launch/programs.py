@@ -60,12 +60,17 @@ class Done:
         self.out, self.err, self.said = self.recorder.out, self.recorder.err, self.recorder.said
 
 
+def state_of(pid):
+    """Of a process, one letter: T is stopped, Z and X have ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
 def is_running(pid):
     """Whether a process exists and has not ended; a zombie has."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    return state_of(pid) not in "ZX"
 
 
 def read_pid(folder, name):

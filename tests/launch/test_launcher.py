@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.programs import Recorder, is_running, kill, read_pid
+from launch.programs import Recorder, is_running, kill, read_pid, state_of
 from shoal.core import UsageError
 from shoal.core.run_options import RunOptions
 from shoal.launch import LaunchSettings, Output, launch, launcher
@@ -38,12 +38,16 @@ def send_to_self(number):
     return partial(os.kill, os.getpid(), number)
 
 
+def wait_until(is_so):
+    deadline_s = time.monotonic() + 10
+    while not is_so() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert is_so()
+
+
 def assert_ended(pids):
     """They may take a moment: whoever is killed ends when it is scheduled next."""
-    deadline_s = time.monotonic() + 10
-    while any(map(is_running, pids)) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert not any(map(is_running, pids))
+    wait_until(lambda: not any(map(is_running, pids)))
 
 
 def assert_no_children(folder):
@@ -389,6 +393,25 @@ def test_a_killed_launcher_takes_its_workers_and_their_children_along(shoal_run,
     pids = [read_pid(tmp_path, f"{kind}-{rank}") for kind in ("here", "child") for rank in range(2)]
     process.kill()
     assert_ended(pids)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes as Linux shows them")
+def test_ctrl_z_stops_the_workers_too_and_fg_lets_all_go_on(shoal_run, write, tmp_path):
+    program = write(f"{CHILD}\n{TOGETHER}\nprint('ready')\nwait_for('end')\nprint('done')")
+    # a group of its own below this process, as a shell makes one for a job
+    words = ["-np", 2, "--timeout", 30, "--patience", 0.01]
+    process = shoal_run(*words, program, process_group=0)
+    assert process.stdout.readline().endswith("ready\n")
+    pids = [read_pid(tmp_path, f"{kind}-{rank}") for kind in ("here", "child") for rank in range(2)]
+    process.send_signal(signal.SIGTSTP)
+    assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+    wait_until(lambda: {state_of(pid) for pid in pids} == {"T"})
+    process.send_signal(signal.SIGCONT)
+    wait_until(lambda: "T" not in {state_of(pid) for pid in pids})
+    (tmp_path / "end").touch()
+    out, complaint = process.communicate(timeout=20)
+    assert (process.returncode, complaint) == (0, "")
+    assert out.count("done") == 2
 
 
 def test_the_run_ends_when_nobody_reads_it(shoal_run, write):

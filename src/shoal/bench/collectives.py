@@ -1,8 +1,7 @@
 """`shoal bench collectives`: what the operations of a group take, beside torch.distributed's over gloo.
 
 Both run in the same worker processes and take turns; the workers meet in the group's barrier before each
-call, whosever it is, and a sample is the time of the slowest of them. The
-workers are `collective_worker`.
+call, whosever it is, and a sample is the time of the slowest of them. The workers are `collective_worker`.
 """
 
 from __future__ import annotations
@@ -154,6 +153,11 @@ def collectives_items(report: Report) -> Items:
             )
             previous = op
         items.append(table)
+    if cases:
+        items += [
+            "own memory: tensors made by group.empty(); foreign: any others, as a program has them.",
+            "",
+        ]
     return items
 
 

@@ -82,21 +82,16 @@ def training_items(report: Report) -> Items:
     columns = (*map(Column, heads), *(Column(f"rank {rank}") for rank in ranks))
     table = Table(f"{config.get('model')}, {workers}", (Column("strategy", "left"), *columns))
     errors = {str(row.key.get("strategy", "start")): row.error for row in report.failed}
+    quantiles = {name: percentiles(_pooled(rows), (50, 95)) for name, rows in times.items()}
+    scale = scale_for("s", max((p50 for p50, _ in quantiles.values()), default=0.0))
     for name in dict.fromkeys((*speeds, *errors)):
         if name in errors:
             table.notes[len(table.rows)] = (f"failed: {errors[name]}", "red")
         if name not in speeds:
             table.rows.append((name, *("-" for _ in columns)))
             continue
-        p50, p95 = percentiles(_pooled(times[name]), (50, 95))
-        scale = scale_for("s", p50)
-        cells = [
-            digits(statistics.median(speeds[name].samples)),
-            "-",
-            "-",
-            scale.format(p50),
-            scale.format(p95),
-        ]
+        cells = [digits(statistics.median(speeds[name].samples)), "-", "-"]
+        cells += [scale.format(value) for value in quantiles[name]]
         if name in fractions:
             interval = _interval(fractions[name])
             cells[1] = f"{statistics.median(fractions[name].samples):.3f}"
@@ -105,9 +100,10 @@ def training_items(report: Report) -> Items:
             row = own.get(name, {}).get(rank)
             cells.append("-" if row is None else f"{statistics.median(row.samples):.3f}")
         table.rows.append((name, *cells))
-    items.append(table)
+    items += [table, "of ceiling: of the speed under 'none', where nothing is shared, right before or after."]
     if ranks:
-        items += ["rank 0, 1, ...: that worker's speed as a fraction of its own under 'none'.", ""]
+        items.append("rank 0, 1, ...: that worker's speed as a fraction of its own under 'none'.")
+    items.append("")
     _, evidence = slow_worker(report)
     if evidence:
         items += [*(f"{name}: {says}" for name, says in evidence.items()), ""]

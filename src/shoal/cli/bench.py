@@ -19,6 +19,7 @@ from shoal.report import DEFAULT_FOLDER, Report, compare, default_path, save
 from shoal.report.storage import write_atomically
 from shoal.report.tables import emit, result_line, show
 from shoal.report.views import Items, diff_items, report_items
+from shoal.strategies.names import resolve
 
 app = typer.Typer(
     help="Measure; every benchmark saves a report.", no_args_is_help=True, rich_markup_mode=None
@@ -145,8 +146,10 @@ def training(
     context: typer.Context,
     model: Annotated[Model, typer.Option(help="What is trained, on synthetic data.")] = "mlp",
     strategies: Annotated[
-        str | None, typer.Option(metavar="NAME,...", help="Beside 'none'.", show_default=STRATEGIES)
+        str | None,
+        typer.Option(metavar="NAME,...", help="Beside 'none' and 'ddp'.", show_default=STRATEGIES),
     ] = None,
+    no_ddp: Annotated[bool, typer.Option("--no-ddp", help="Leave torch's own DDP out.")] = False,
     num_workers: Annotated[int, typer.Option("--np", "-np", min=1, help="Workers, one thread each.")] = 2,
     option: Annotated[
         list[str] | None,
@@ -186,10 +189,10 @@ def training(
     from shoal.bench.training_summary import summarize_training, training_items
     from shoal.models import MODELS
 
-    chosen = tuple(listed(strategies)) if strategies is not None else DEFAULT_STRATEGIES
+    named = tuple(listed(strategies)) if strategies is not None else DEFAULT_STRATEGIES
     if strategies is None and workers_per_machine is not None:
-        chosen = (*chosen, "hierarchical")
-    chosen = tuple(name for name in dict.fromkeys(chosen) if name != "none")
+        named = (*named, "hierarchical")
+    chosen = contenders(named, with_ddp=not no_ddp)
     config = TrainingConfig(
         model=model,
         batch_size=batch_size or MODELS[model].batch_size,
@@ -212,6 +215,20 @@ def training(
 def listed(text: str) -> list[str]:
     """What stands between commas."""
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def contenders(named: tuple[str, ...], *, with_ddp: bool) -> tuple[str, ...]:
+    """What is measured beside 'none': each that was named once, and the baseline in the same run."""
+    chosen = [name for name in dict.fromkeys(named) if name != "none"]
+    is_ddp = [resolve(name)[0] == "ddp" for name in chosen]
+    if not with_ddp:
+        chosen = [name for name, is_one in zip(chosen, is_ddp, strict=True) if not is_one]
+    if not chosen:
+        raise UsageError(
+            "There is no strategy to measure beside 'none'.",
+            next_step="name one, for example --strategies all-reduce.",
+        )
+    return tuple(chosen) if any(is_ddp) or not with_ddp else (*chosen, "ddp")
 
 
 def numbers(option: str, text: str) -> list[int]:

@@ -94,9 +94,10 @@ def run(
     Lines come with their worker's rank before them. When a worker fails, its traceback is shown and the
     others are ended; under neighbor and pair they go on without it, and finishing is exit code 0.
     """
-    from shoal.launch import LaunchSettings, Terminal, command_of, launch, num_cores
+    from shoal.launch import LaunchSettings, Terminal, command_of, launch, num_cores, settle_own_streams
     from shoal.launch.choice import check_choice, parse_options
 
+    settle_own_streams()
     named: dict[str, Any] = {
         "topology": topology,
         "local_steps": local_steps,

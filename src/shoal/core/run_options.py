@@ -11,6 +11,10 @@ import msgspec
 from shoal.core.errors import UsageError
 
 VARIABLE = "SHOAL_RUN"
+RUN_ID_VARIABLE = "TORCHELASTIC_RUN_ID"
+"""torchrun's name for a run, which `shoal run` sets too."""
+SILENCE_S = 5.0
+"""A peer that is silent or stopped for this long, times the patience, is lost."""
 
 
 class RunOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -23,7 +27,7 @@ class RunOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """Of the strategy, by the names of its options."""
     workers_per_machine: int | None = None
     patience: float = 1.0
-    """A peer that is silent for 5 s times this is lost."""
+    """A peer that is silent for SILENCE_S times this is lost."""
     timeout_s: float | None = None
     """The longest wait for a peer that is alive; None waits on."""
     timeline: str | None = None
@@ -35,18 +39,23 @@ class RunOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> RunOptions:
-        """Those of this run; defaults without `shoal run`."""
-        text = (os.environ if environ is None else environ).get(VARIABLE)
+        """Those of this run; defaults without `shoal run`.
+
+        Another launcher inside of `shoal run` starts another run, whose workers inherit what is not theirs.
+        """
+        environ = os.environ if environ is None else environ
+        text = environ.get(VARIABLE)
         if text is None:
             return cls()
         try:
-            return msgspec.json.decode(text, type=cls)
+            options = msgspec.json.decode(text, type=cls)
         except msgspec.DecodeError as error:
             raise UsageError(
                 f"{VARIABLE} cannot be read: {error}.",
                 cause="it was set by hand, or by another version of Shoal.",
                 next_step=f"unset {VARIABLE}, or start through `shoal run`.",
             ) from None
+        return options if options.run_id == environ.get(RUN_ID_VARIABLE, "") else cls()
 
     def to_environment(self) -> dict[str, str]:
         """The variable that workers are started with."""

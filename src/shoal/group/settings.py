@@ -7,9 +7,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.core import UsageError
-
-SILENCE_S = 5.0
-"""A peer that does not beat for this long, times the patience, is lost."""
+from shoal.core.run_options import SILENCE_S
 
 
 class GroupSettings(msgspec.Struct, frozen=True):

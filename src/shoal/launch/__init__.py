@@ -2,7 +2,7 @@
 
 from shoal.launch.endings import Death, Outcome
 from shoal.launch.launcher import Launcher, launch
-from shoal.launch.output import Listener, Output, Terminal
+from shoal.launch.output import Listener, Output, Terminal, settle_own_streams
 from shoal.launch.program import command_of
 from shoal.launch.settings import LaunchSettings, num_cores
 
@@ -17,4 +17,5 @@ __all__ = [
     "command_of",
     "launch",
     "num_cores",
+    "settle_own_streams",
 ]

@@ -15,11 +15,12 @@ from functools import partial
 
 from shoal.core import SYSTEM_CLOCK, Clock
 from shoal.core.errors import UsageError
+from shoal.core.run_options import SILENCE_S
 from shoal.launch import timeline
 from shoal.launch.endings import TIMED_OUT, Ending, Outcome, describe, name_ranks, name_signal
 from shoal.launch.failures import Failures
 from shoal.launch.guard import Guard
-from shoal.launch.output import LogFiles, Output, Terminal, flush_own_output
+from shoal.launch.output import LogFiles, Output, Terminal, settle_own_streams
 from shoal.launch.settings import LaunchSettings, Surroundings
 from shoal.launch.signals import SignalInbox
 from shoal.launch.worker import Reader, Worker
@@ -30,8 +31,6 @@ GIVE_UP_S = 5.0
 """For a process that does not even end by SIGKILL: it hangs in the kernel."""
 LAST_WORDS_S = 1.0
 """For the pipes of an ended worker to end: a process that left its group may hold them for ever."""
-SILENCE_S = 5.0
-"""Times the patience: a worker that is stopped for longer is lost to its peers."""
 SAME_SIGNAL_S = 0.3
 """A second signal within it is the first, sent to the process and to its group."""
 TICK_S = 0.2
@@ -44,10 +43,9 @@ def launch(settings: LaunchSettings, output: Output | None = None) -> Outcome:
         raise UsageError(
             "Workers are started on Linux and macOS only.", next_step="start them by torchrun or mpirun."
         )
-    flush_own_output()
+    settle_own_streams()
     output = Terminal() if output is None else output
-    with timeline.collected(settings, output.say):
-        return Launcher(settings, output).run()
+    return Launcher(settings, output).run()
 
 
 class Launcher:
@@ -63,10 +61,12 @@ class Launcher:
         self._ending: Ending | None = None
         self._signals_left: list[int] = []
         self._next_signal_s = 0.0
+        self._started_s = 0.0
 
     def run(self) -> Outcome:
         """Start the workers and see them through."""
-        started_s = self._clock.now_s()
+        timeline.clear(self._settings)
+        self._started_s = self._clock.now_s()
         with (
             LogFiles(self._settings.log_dir, self._settings.num_workers, self._output.say) as logs,
             SignalInbox() as self._inbox,
@@ -75,8 +75,9 @@ class Launcher:
             try:
                 self._start(logs)
                 while not all(worker.is_done for worker in self._workers):
-                    self._turn(started_s)
-                outcome = self._outcome(self._clock.now_s() - started_s)
+                    self._turn()
+                outcome = self._outcome(self._clock.now_s() - self._started_s)
+                timeline.collect(self._settings, outcome, self._output.say)
                 self._drain()
             finally:
                 self._clean_up()
@@ -91,15 +92,18 @@ class Launcher:
     def _watch_groups(self) -> None:
         self._guard.watch(worker.pid for worker in self._workers if worker.is_alive)
 
-    def _turn(self, started_s: float) -> None:
+    def _turn(self) -> None:
         self._wait()
-        now_s = self._clock.now_s()
         for number in self._inbox.take():
-            self._interrupt(number, now_s)
+            if number == signal.SIGTSTP:
+                self._pause()
+            else:
+                self._interrupt(number, self._clock.now_s())
+        now_s = self._clock.now_s()
         self._look_at_ends(now_s)
         if self._ending is None:
             self._look_at_stops(now_s)
-            self._look_at_limits(now_s, started_s)
+            self._look_at_limits(now_s)
         elif now_s >= self._next_signal_s:
             self._go_further(now_s)
         should_hold = self._ending is not None or self._failures.is_fatal
@@ -167,10 +171,10 @@ class Launcher:
                 worker.give_up(now_s)
                 worker.signal_group(signal.SIGKILL)
 
-    def _look_at_limits(self, now_s: float, started_s: float) -> None:
+    def _look_at_limits(self, now_s: float) -> None:
         limit_s = self._settings.timeout_s
         ranks = [worker.rank for worker in self._workers if worker.is_alive]
-        if limit_s is not None and now_s - started_s > limit_s and ranks:
+        if limit_s is not None and now_s - self._started_s > limit_s and ranks:
             reason = f"{name_ranks(ranks)} had not finished after {limit_s:g} s (--timeout)"
             self._output.say(reason)
             self._end(Ending(now_s, reason, TIMED_OUT), [signal.SIGTERM, signal.SIGKILL])
@@ -187,6 +191,19 @@ class Launcher:
         self._output.say(f"{reason}; the workers are being ended")
         asking = [signal.SIGINT, signal.SIGTERM] if number == signal.SIGINT else [signal.SIGTERM]
         self._end(Ending(now_s, reason, 128 + number), [*asking, signal.SIGKILL])
+
+    def _pause(self) -> None:
+        """Stop with all workers until somebody lets this process go on; the pause counts for nothing."""
+        if self._ending is not None:
+            return
+        began_s = self._clock.now_s()
+        going = [worker for worker in self._workers if worker.is_alive and worker.stop_signal is None]
+        for worker in going:
+            worker.signal_group(signal.SIGSTOP)
+        self._inbox.stop_here()
+        for worker in going:
+            worker.signal_group(signal.SIGCONT)
+        self._started_s += self._clock.now_s() - began_s
 
     def _end(self, ending: Ending, signals: list[int]) -> None:
         self._ending, self._signals_left = ending, signals
@@ -216,8 +233,12 @@ class Launcher:
 
     def _drain(self) -> None:
         """Write out what is queued; a reader that takes nothing is waited for until a signal comes."""
-        while self._output.pending() and not self._inbox.take():
+        while self._output.pending():
             self._wait()
+            for number in self._inbox.take():
+                if number != signal.SIGTSTP:
+                    return
+                self._inbox.stop_here()
 
     def _clean_up(self) -> None:
         for worker in self._workers:

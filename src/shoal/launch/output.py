@@ -171,7 +171,19 @@ class LogFiles:
         self.close()
 
 
-def flush_own_output() -> None:
-    """What this process printed comes before what its workers will."""
+def settle_own_streams() -> None:
+    """What this process printed comes before what its workers will; what is closed becomes the null device.
+
+    A closed descriptor would be taken by the next file, which would then be somebody's stdout.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

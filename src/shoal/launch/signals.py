@@ -9,11 +9,13 @@ import threading
 from types import FrameType
 from typing import Any, Self
 
-CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
+_MAY_BE_IGNORED = (signal.SIGHUP, signal.SIGTSTP)
+"""Whoever started this process so (nohup) did it on purpose."""
 
 
 class SignalInbox:
-    """While it is open, signals that would end this process are collected instead.
+    """While it is open, signals that would end or stop this process are collected instead.
 
     Python gives signals to its main thread alone: a launcher in another thread leaves them as they are.
     """
@@ -32,7 +34,7 @@ class SignalInbox:
             self._earlier_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             for number in CAUGHT:
                 is_ignored = signal.getsignal(number) is signal.SIG_IGN
-                if number != signal.SIGHUP or not is_ignored:  # nohup ignores SIGHUP, on purpose
+                if not is_ignored or number not in _MAY_BE_IGNORED:
                     self._handlers[number] = signal.signal(number, _do_nothing)
             # a parent that ignores it lets the kernel throw the exit codes of our children away
             self._handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -43,6 +45,12 @@ class SignalInbox:
         with contextlib.suppress(BlockingIOError):
             return [number for number in os.read(self.descriptor, 512) if number in CAUGHT]
         return []
+
+    def stop_here(self) -> None:
+        """Stop as SIGTSTP asks, until SIGCONT; does nothing where no shell could let this process go on."""
+        handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, handler)
 
     def __exit__(self, *_: object) -> None:
         if self._handlers:

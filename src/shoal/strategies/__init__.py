@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from shoal.strategies.names import ALIASES, STRATEGIES, canonical
-from shoal.strategies.options import OPTIONS, CommonOptions, OptionInfo, describe_options
+from shoal.strategies.options import OPTIONS, WAITS_FOR_ALL, CommonOptions, OptionInfo, describe_options
 
 if TYPE_CHECKING:
     from shoal.strategies.all_reduce import GradientAllReduce
@@ -36,6 +36,7 @@ __all__ = [
     "ALIASES",
     "OPTIONS",
     "STRATEGIES",
+    "WAITS_FOR_ALL",
     "Attachment",
     "CommonOptions",
     "GradientAllReduce",

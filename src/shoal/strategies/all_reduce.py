@@ -20,7 +20,9 @@ class GradientAllReduce(Strategy):
     """When `backward()` returns, `.grad` is the mean over the group: as one worker with all the batches.
 
     With `local_steps` above 1, parameters are averaged after so many local steps instead. A lost peer ends
-    `backward()` with PeerLost, and the step after it is refused: parameters stay as they were.
+    `backward()` with PeerLost, and the step after it is refused: parameters stay as they were. The closure of
+    an optimizer (LBFGS) is shared each time that it runs backward: it must run equally often on all members,
+    so let it return a loss that is averaged over them.
     """
 
     name = "all-reduce"
@@ -69,8 +71,17 @@ class GradientAllReduce(Strategy):
                 cause="the last backward pass before a step was inside of accumulate() too.",
                 next_step="leave the last one outside: it shares the sum of all.",
             )
+        is_unseen = not self._round.has_shared and not self.attachment.has_closure
+        if is_unseen and self._round.has_foreign():
+            raise UsageError(
+                "step() with gradients that were not shared.",
+                cause="they come from autograd.grad() or from a backward pass before attach.",
+                next_step="call backward() inside of the `with` block; it shares what it leaves in `.grad`.",
+            )
 
     def _after_step(self) -> None:
+        if self._round is not None:
+            self._round.has_shared = False
         if self._copies and self.is_round:
             self._average_parameters()
 
@@ -82,13 +93,13 @@ class GradientAllReduce(Strategy):
         with torch.no_grad():
             handles = []
             for bucket, parameters in self._copies:
-                for view, parameter in zip(bucket.views, parameters, strict=False):
+                for view, parameter in zip(bucket.views, parameters, strict=True):
                     view.copy_(parameter)
                 handles.append(self.group.all_reduce(bucket.memory))
             for handle in handles:
                 handle.wait()
             for bucket, parameters in self._copies:
-                for view, parameter in zip(bucket.views, parameters, strict=False):
+                for view, parameter in zip(bucket.views, parameters, strict=True):
                     parameter.copy_(view)
 
     def _stopped(self) -> None:

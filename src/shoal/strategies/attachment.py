@@ -1,9 +1,10 @@
 """One model and optimizer under a strategy: what they hold, and the hooks through which it is told of them.
 
-The hooks are the optimizer's step hooks and, in a group of more than one, the model's forward hooks. A step
-that was skipped (GradScaler calls no `step()` when it met an inf) is noticed when, after a backward pass that
-no step followed, the gradients are gone at the next forward or backward. Gradients that are still there are
-being accumulated.
+The hooks are the optimizer's step hooks and, in a group of more than one, the model's forward hooks and the
+parameters' hooks in backward. A step that was skipped (GradScaler calls no `step()` when it met an inf) is
+noticed when, after a backward pass in training that no step followed, the gradients are gone at the next
+forward or backward. Gradients that are still there are being accumulated. What an optimizer computes inside
+of its step (LBFGS) is part of that step.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from shoal.core.errors import UsageError
+from shoal.strategies.hooks import Hook
 
 
 class Removable(Protocol):
@@ -36,10 +39,6 @@ class Listener(Protocol):
     @property
     def is_accumulating(self) -> bool:
         """Whether a backward pass now shares nothing, and no step follows it."""
-
-    @property
-    def shares_gradients(self) -> bool:
-        """Whether gradients are equal on all members after backward: no member skips a step alone then."""
 
     def forward_ended(self) -> None:
         """The whole forward is done, in training with gradients."""
@@ -73,9 +72,14 @@ class Attachment:
         self._rates: list[Any] = []
         self._is_open = True
         self._has_backward = False
-        """A backward pass outside of `accumulate()` that no step has followed yet."""
-        self._has_begun = False
+        """A backward pass in training, outside of `accumulate()`, that no step has followed yet."""
+        self._is_seen = False
+        """The backward pass that runs, or the last one, is in `_has_backward`."""
+        self._is_stepping = False
+        """Also after a step that raised, until the next one: there is no hook for that."""
         self._num_missed = 0
+        self.has_closure = False
+        """Whether the step under way computes its gradients itself."""
         self.named_tensors = _named_tensors(model, optimizer)
         self.named_parameters = {
             name: tensor
@@ -102,11 +106,22 @@ class Attachment:
         self.add(self.optimizer.register_step_post_hook(self._after_step))
         if self._strategy.is_alone:
             return
-        self.add(self.model.register_forward_pre_hook(self._before_forward))
-        self.add(self.model.register_forward_hook(self._after_forward))
-        if not self._strategy.shares_gradients:
-            for parameter in self.parameters:
-                self.add(parameter.register_hook(self._during_backward))  # type: ignore[no-untyped-call]
+        self.add(self.model.register_forward_pre_hook(Hook(self._before_forward)))
+        self.add(self.model.register_forward_hook(Hook(self._after_forward)))
+        for parameter in self.parameters:
+            self.add(parameter.register_hook(self._before_accumulation))  # type: ignore[no-untyped-call]
+            self.on_accumulated(parameter, self._after_accumulation)
+
+    def settle(self) -> None:
+        """Make up for steps that were skipped; one whose gradients are not finite will be, or was."""
+        if self._is_stepping:
+            return
+        if self._has_backward and (self._are_gradients_gone() or not self._are_gradients_finite()):
+            self._has_backward = False
+            self._num_missed += 1
+        while self._num_missed:
+            self._num_missed -= 1
+            self._strategy.step_skipped()
 
     def close(self, *, is_failed: bool = False) -> None:
         """Detach; idempotent. With `is_failed` nothing is said to the group."""
@@ -135,18 +150,22 @@ class Attachment:
         self.close(is_failed=error is not None)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._is_stepping = False
         self._restore_rates()
         self._require_unchanged()
+        # the first of `args` is the optimizer
+        self.has_closure = (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
         missed, self._num_missed = self._num_missed, 0
         factor = self._strategy.step_begins(missed)
         if factor != 1:
             self._rates = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * factor
+        self._is_stepping = True
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._restore_rates()
-        self._has_backward = self._has_begun = False
+        self._has_backward = self._is_seen = self._is_stepping = False
         self._strategy.step_ended()
 
     def _restore_rates(self) -> None:
@@ -156,26 +175,31 @@ class Attachment:
         self._rates = []
 
     def _before_forward(self, model: nn.Module, args: Any) -> None:
-        self._has_begun = False
-        if model.training and self._has_backward and self._are_gradients_gone():
+        if self._is_stepping:
+            return
+        self._is_seen = False
+        if self._has_backward and self._are_gradients_gone():
             self._has_backward = False
             self._strategy.step_skipped()
 
     def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
-        if model.training and torch.is_grad_enabled():
+        if model.training and torch.is_grad_enabled() and not self._is_stepping:
             self._strategy.forward_ended()
 
-    def _during_backward(self, gradient: torch.Tensor) -> None:
-        """Called for each gradient before it is accumulated; the first call finds them as they were."""
-        if self._has_begun:
+    def _before_accumulation(self, gradient: torch.Tensor) -> None:
+        """For each gradient of a backward pass, and of `autograd.grad`; the first finds `.grad` as it was."""
+        if self._is_seen or not self._has_backward or self._is_stepping:
             return
-        self._has_begun = True
-        if self._has_backward and self._are_gradients_gone():
+        if self._are_gradients_gone():
             # a round changes parameters, which backward still needs: it is made up for in the next step
             self._num_missed += 1
             self._has_backward = False
-        if not self._strategy.is_accumulating:
-            self._has_backward = True
+
+    def _after_accumulation(self, parameter: torch.Tensor) -> None:
+        """For each gradient of a backward pass alone."""
+        self._is_seen = True
+        if not (self._has_backward or self._is_stepping or self._strategy.is_accumulating):
+            self._has_backward = self.model.training
 
     def _require_unchanged(self) -> None:
         thawed = [name for name, tensor in self._frozen.items() if tensor.requires_grad]
@@ -188,6 +212,11 @@ class Attachment:
 
     def _are_gradients_gone(self) -> bool:
         return all(parameter.grad is None or not bool(parameter.grad.any()) for parameter in self.parameters)
+
+    def _are_gradients_finite(self) -> bool:
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        dense = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
+        return all(bool(gradient.isfinite().all()) for gradient in dense)
 
 
 def _num_optimized(optimizer: Optimizer) -> int:
@@ -205,6 +234,11 @@ def _named_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Te
                 named[f"optimizer.{number}.{position}"] = tensor
     named.update(model.named_buffers())
     for name, tensor in named.items():
+        if is_lazy(tensor):
+            raise UsageError(
+                f"{name} has no shape yet: its module is a lazy one.",
+                next_step="run one forward before attach.",
+            )
         if tensor.device.type != "cpu":
             raise UsageError(
                 f"{name} is on {tensor.device}; workers of one machine share memory of the CPU.",

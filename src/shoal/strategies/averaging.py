@@ -1,8 +1,8 @@
-"""Averages of a few tensors over the whole group, which outlive the loss of a member."""
+"""A few tensors in flat buckets, and their averages over the group, which outlive the loss of a member."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -11,6 +11,7 @@ from shoal.tensors import Bucket, BucketLayout
 from shoal.topology import Weights
 
 PACK_BYTES = 64 * 2**20
+"""Of one operation: few of them, and little memory beside the model."""
 
 
 def start_mean(group: Group, tensor: torch.Tensor) -> Handle[torch.Tensor]:
@@ -24,16 +25,14 @@ def start_copy(group: Group, tensor: torch.Tensor, root: int = 0) -> Handle[torc
     return group.exchange(tensor, mine)
 
 
-def packed(tensors: Sequence[torch.Tensor]) -> list[tuple[Bucket, list[torch.Tensor]]]:
+def packed(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Bucket, list[torch.Tensor]]]:
     """Copies of the tensors in a few buckets of private memory, each with the tensors that it copies.
 
-    Complex ones as real ones with one dimension more.
+    Complex ones as real ones with one dimension more. A bucket is filled when it is asked for.
     """
     tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-    pairs = []
     for layout in BucketLayout.plan(tensors, max_bytes=PACK_BYTES):
         bucket = Bucket(layout)
         members = layout.pick(tensors)
         bucket.load(members)
-        pairs.append((bucket, members))
-    return pairs
+        yield bucket, members

@@ -2,7 +2,8 @@
 
 A strategy sees the loop through public hooks alone, and all it does it does in the user's thread: inside
 `backward()`, `optimizer.step()` and the model's forward. Which tensors travel, and when, is left to the
-strategies; how they travel to the group. In a group of one none of the methods for subclasses is called.
+strategies; how they travel to the group. In a group of one none of the methods for subclasses is called, and
+a step that was skipped is not noticed.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from shoal.strategies.attachment import Attachment
 from shoal.strategies.buffers import average_buffers, copy_buffers
 from shoal.strategies.consensus import consensus_distance
 from shoal.strategies.monitors import Monitors
+from shoal.strategies.optimizers import start_optimizers
 from shoal.strategies.options import CommonOptions, read_options
 from shoal.strategies.schedule import rate_factor
-from shoal.strategies.start import start_equal
+from shoal.strategies.start import require_equal, take_values
+from shoal.strategies.tenants import apply_survival, move_in, move_out
 
 
 class Strategy:
@@ -37,6 +40,8 @@ class Strategy:
     name: ClassVar[str]
     survives_loss: ClassVar[bool] = False
     """Whether the others train on when a peer is lost."""
+    is_lockstep: ClassVar[bool] = True
+    """Whether all members have done equally many steps, whenever they meet."""
     Options: ClassVar[type[CommonOptions]] = CommonOptions
 
     options: CommonOptions
@@ -83,7 +88,7 @@ class Strategy:
 
     @property
     def shares_gradients(self) -> bool:
-        """Whether gradients are equal on all members after backward: no member skips a step alone then."""
+        """Whether gradients are equal on all members after backward, and so are parameters after a step."""
         return False
 
     @property
@@ -91,11 +96,18 @@ class Strategy:
         """`gradient_noise_scale` and `gradient_variance` when monitored and known; otherwise empty."""
         return {} if self._monitors is None else self._monitors.values()
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, *, stays: bool = False) -> Attachment:
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, *, stays: bool = False, should_start_equal: bool = True
+    ) -> Attachment:
         """Take rank 0's parameters and buffers, and share from now on until the `with` block ends.
 
+        An optimizer that has state on rank 0 is taken from there too, lr and the like included. Without
+        `should_start_equal` each worker keeps its own values, to resume a run whose workers differed; only
+        names and shapes are compared.
+
         At its end this worker leaves the group (see `join`), so that workers with more data go on; with
-        `stays` it doesn't, and all members must do equally many steps. Collective.
+        `stays` it doesn't, and all members must do equally many steps. Several strategies can be attached in
+        one group, each to its own model and optimizer: the last one to end leaves. Collective.
         """
         if self._attachment is not None:
             raise UsageError(
@@ -104,11 +116,12 @@ class Strategy:
         tell_launcher(rank=self.group.rank, survives_loss=self.survives_loss)
         attachment = Attachment(self, model, optimizer, stays=stays)
         self._attachment = attachment
+        move_in(self.group, survives_loss=self.survives_loss)
         try:
             if not self.is_alone:
-                start_equal(self.group, attachment.named_tensors)
+                self._start(attachment, should_start_equal=should_start_equal)
                 self._started(attachment)
-            self.group.should_survive = self.survives_loss
+            apply_survival(self.group)
             attachment.listen()
         except BaseException:
             attachment.close(is_failed=True)
@@ -117,7 +130,11 @@ class Strategy:
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Forward and backward passes inside add to the gradients of this worker, and share nothing."""
+        """Forward and backward passes inside add to the gradients of this worker, and share nothing.
+
+        For all but the last of the passes before a step, and for those that no step of this optimizer
+        follows: the generator's, through a discriminator that this strategy shares.
+        """
         self._num_accumulating += 1
         try:
             yield
@@ -125,22 +142,36 @@ class Strategy:
             self._num_accumulating -= 1
 
     def join(self) -> None:
-        """Without data left, detach and leave the group; the others go on without this worker."""
+        """Without data left, detach and leave the group; the others go on without this worker.
+
+        While other strategies are attached in the group, the last of them leaves it.
+        """
         if self._attachment is not None:
             self._attachment.stays = False
             self._attachment.close()
         else:
             self.group.leave()
 
+    def settle(self) -> None:
+        """Take part in rounds that a skipped step still owes; call it before collectives of your own.
+
+        When a GradScaler skips a step on one worker, the others share without it in vain until its next
+        forward. It is not for the time between the backward passes of one step. Cheap without such a step.
+        """
+        self.attachment.settle()
+
     def consensus_distance(self) -> float:
         """Root mean square, over members, of the distance of a member's parameters from the mean of all.
 
-        Over all trainable parameters as one vector. Collective.
+        Over all trainable parameters as one vector. Collective; settles first.
         """
+        self.settle()
         return consensus_distance(self.group, self.attachment.parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers, strings and tensors from which a resumed run continues."""
+        """Numbers, strings and tensors from which a resumed run continues; settles first when attached."""
+        if self._attachment is not None:
+            self._attachment.settle()
         state: dict[str, Any] = {"strategy": self.name, "steps": self.steps, "rounds": self.rounds}
         if self._monitors is not None:
             state["monitors"] = self._monitors.state_dict()
@@ -223,15 +254,45 @@ class Strategy:
         """The last: the hooks are gone."""
         memory, self._memory = self._memory, []
         self._attachment = None
+        is_last = move_out(self.group, survives_loss=self.survives_loss)
         if not self.is_alone:
             self._stopped()
         if is_failed:
             return
         if should_leave:
-            self.group.leave()
+            # others may still read this one's memory, and are not waited for: it goes with the group's
+            if is_last:
+                self.group.leave()
             return
         for tensor in memory:
             self.group.free(tensor)
+
+    def _start(self, attachment: Attachment, *, should_start_equal: bool) -> None:
+        require_equal(self.group, attachment.named_tensors)
+        if self.is_lockstep:
+            self._require_same_count()
+        if should_start_equal:
+            take_values(self.group, list(attachment.named_tensors.values()))
+        start_optimizers(
+            self.group,
+            attachment.optimizer,
+            attachment.named_tensors,
+            should_take_state=should_start_equal,
+            must_be_equal=self.shares_gradients,
+        )
+
+    def _require_same_count(self) -> None:
+        ranks = self.group.members
+        everybody = self.group.share([self.steps, self.rounds])
+        for rank, theirs in zip(ranks, everybody, strict=True):
+            if theirs != everybody[0]:
+                (steps, rounds), (first_steps, first_rounds) = theirs, everybody[0]
+                raise UsageError(
+                    f"{self.name} on rank {rank} has done {steps} steps and {rounds} rounds, on rank "
+                    f"{ranks[0]} {first_steps} and {first_rounds}.",
+                    cause="a state of the strategy was loaded on some workers only, or is of another time.",
+                    next_step="load the state of one checkpoint on all workers.",
+                )
 
     def _monitor(self, *, is_skipped: bool) -> None:
         if self._monitors is not None and not self.shares_gradients:

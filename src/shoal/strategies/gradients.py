@@ -9,6 +9,7 @@ zeros; it gets a gradient only when some member has one, which flags at the end 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import torch
@@ -121,6 +122,8 @@ class GradientRound:
         """From the first gradient of a backward pass to its end."""
         self.has_unshared = False
         """Some came while it was paused, and no round has followed."""
+        self.has_shared = False
+        """A round has ended since the last step."""
         self.number = 0
         self.num_started = 0
         self.error: BaseException | None = None
@@ -155,7 +158,7 @@ class GradientRound:
         self.num_started = 0
         for bucket in self._buckets:
             bucket.num_missing = bucket.num_slots
-        at_end_of_backward(self._end)
+        at_end_of_backward(partial(self._end, self.number))
         return True
 
     def begin_again(self) -> None:
@@ -185,6 +188,13 @@ class GradientRound:
             bucket.flags.fill_(1)
             self._start(bucket)
 
+    def has_foreign(self) -> bool:
+        """Whether there are gradients that no round has left there."""
+        return any(
+            place.parameter.grad is not None and place.parameter.grad is not place.view
+            for place in self._places
+        )
+
     def release(self) -> None:
         """Gradients go back into private memory."""
         for place in self._places:
@@ -199,7 +209,10 @@ class GradientRound:
         bucket.handle = self.group.all_reduce(bucket.memory)
         self.num_started += 1
 
-    def _end(self) -> None:
+    def _end(self, number: int) -> None:
+        """Of the backward pass in which a round began; it may have ended with a pass inside, or failed."""
+        if not self.is_open or number != self.number:
+            return
         try:
             unused = self._start_rest() if self.num_started < len(self._buckets) else []
             num_members = len(self.group.members)
@@ -212,6 +225,7 @@ class GradientRound:
             raise
         self.is_open = False
         self.has_unshared = False
+        self.has_shared = True
         for place in unused:
             if place.bucket.flags[place.number] != 0:
                 place.parameter.grad = place.view

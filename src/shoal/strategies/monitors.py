@@ -60,10 +60,10 @@ class Monitors:
     def observe_buckets(
         self, buckets: Sequence[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]], num_workers: int
     ) -> None:
-        """One step's E[g] and E[g²], tensor by tensor."""
+        """One step's E[g] and E[g²], tensor by tensor; of complex ones, the squares of both parts."""
         small = big = variance = 0.0
         for means, squares in buckets:
-            for mean, square in zip(means, squares, strict=True):
+            for mean, square in zip(map(_real, means), map(_real, squares), strict=True):
                 small += square.sum(dtype=torch.float64).item()
                 big += torch.linalg.vector_norm(mean, dtype=torch.float64).item() ** 2
                 variance += torch.linalg.vector_norm(square - mean.square(), dtype=torch.float64).item()
@@ -99,6 +99,10 @@ class Monitors:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from them."""
         self._noise, self._signal, self._variance = (state[key] for key in ("noise", "signal", "variance"))
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _blend(old: float | None, new: float) -> float:

@@ -21,7 +21,10 @@ Factor = Annotated[float, Meta(ge=0)]
 
 
 class CommonOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options for all strategies. A step is a step of the optimizer; one that was skipped counts."""
+    """Options for all strategies.
+
+    A step is a step of the optimizer; one that was skipped counts, except in a group of one.
+    """
 
     local_steps: Annotated[int, Meta(ge=1, description="steps from one round to the next")] = 1
     """Strategies that share gradients average parameters instead when it is above 1 (local SGD): sharing
@@ -97,6 +100,9 @@ class SmaOptions(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields
         float, Meta(gt=0, le=1, description="how far parameters move toward the group's mean in a round")
     ] = 0.1
 
+
+WAITS_FOR_ALL = ("global_average_every", "should_broadcast_buffers", "monitor")
+"""Options that make each worker wait for all others, whatever the strategy; when they are off, they are 0."""
 
 OPTIONS: dict[str, type[CommonOptions]] = {
     "all-reduce": AllReduceOptions,

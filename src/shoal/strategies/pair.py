@@ -42,6 +42,7 @@ class PairAverage(ParameterStrategy):
 
     name = "pair"
     survives_loss = True
+    is_lockstep = False
     Options: ClassVar[type[CommonOptions]] = PairOptions
     options: PairOptions
 

@@ -1,9 +1,12 @@
-"""The consistent start: the same tensors on all members, with the values of rank 0."""
+"""The consistent start: the same tensors on all members, with the values of rank 0.
+
+Optimizers are left to `optimizers`.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 import msgspec
@@ -11,10 +14,7 @@ import torch
 
 from shoal.core.errors import UsageError
 from shoal.group import Group
-from shoal.tensors import Bucket, BucketLayout
-
-PACK_BYTES = 64 * 2**20
-"""Of one broadcast: few of them, and little memory beside the model."""
+from shoal.strategies.averaging import packed
 
 
 def start_equal(group: Group, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -23,11 +23,12 @@ def start_equal(group: Group, tensors: Mapping[str, torch.Tensor]) -> None:
     UsageError, on all members, names the first tensor that differs, and whose it is.
     """
     require_equal(group, tensors)
-    items = [tensor.detach() for tensor in tensors.values()]
-    for layout in BucketLayout.plan(items, max_bytes=PACK_BYTES):
-        bucket = Bucket(layout)
-        mine = layout.pick(items)
-        bucket.load(mine)
+    take_values(group, list(tensors.values()))
+
+
+def take_values(group: Group, tensors: Sequence[torch.Tensor]) -> None:
+    """Those of rank 0, into tensors of the same shapes and dtypes. Collective."""
+    for bucket, mine in packed([tensor.detach() for tensor in tensors]):
         group.broadcast(bucket.flat.view(torch.uint8)).wait()
         if group.rank:
             bucket.store(mine)
