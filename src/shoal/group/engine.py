@@ -50,11 +50,14 @@ class Task:
         "after",
         "error",
         "factors",
+        "follows",
+        "half",
         "is_shared",
         "is_staged",
         "is_survivable",
         "must_match",
         "needs_shares",
+        "num_holding",
         "prepare",
         "present",
         "seq",
@@ -78,7 +81,13 @@ class Task:
         self.prepare: Callable[[Task], None] | None = None
         """Called before this worker arrives."""
         self.is_staged = False
-        """Whether it uses the half of the staging memory that falls to its number."""
+        """Whether it writes staging memory before it arrives."""
+        self.half = -1
+        """Of the staging memory, 0 or 1; by its number unless it is said."""
+        self.num_holding = 0
+        """How many of the next tasks use that half, too."""
+        self.follows: Task | None = None
+        """A task on the same memory that it belongs to, and need not wait for."""
         self.after = 0
         """Work only when everybody has finished this operation: until then they read what it writes."""
         self.factors: Sequence[float] | None = None
@@ -93,11 +102,6 @@ class Task:
         self.present: list[int] | None = None
         """Who took part, once this worker's part is done."""
         self.error: ShoalError | None = None
-
-    @property
-    def half(self) -> int:
-        """Of the staging memory, 0 or 1."""
-        return self.seq & 1
 
 
 class Engine:
@@ -136,6 +140,8 @@ class Engine:
             )
         self.issued += 1
         task.seq = self.issued
+        if task.half < 0:
+            task.half = task.seq & 1
         self._to_arrive.append(task)
         self._to_work.append(task)
         self._open.append(task)
@@ -268,7 +274,7 @@ class Engine:
         if task.prepare is not None:
             task.prepare(task)
         if task.is_staged:
-            self._halves[task.half] = task.seq
+            self._halves[task.half] = task.seq + task.num_holding
         self._control.describe(task.seq, task.words, task.factors)
         self._bells.tell(ARRIVED, task.seq)
         return True
@@ -280,7 +286,8 @@ class Engine:
         for earlier in self._open:
             if earlier is task:
                 break
-            if is_overlapping(earlier.spans, task.spans) and not self.is_complete(earlier):
+            is_apart = earlier is task.follows or not is_overlapping(earlier.spans, task.spans)
+            if not is_apart and not self.is_complete(earlier):
                 return True
         return False
 

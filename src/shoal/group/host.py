@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import torch
@@ -36,19 +36,16 @@ from shoal.group.engine import KINDS, Engine, Span, Task, is_overlapping
 from shoal.group.kernels import OPS, check_reduction, mix_into, reduce_into, reduce_to_all, share
 from shoal.group.meeting import Gift, Hello, meet
 from shoal.group.settings import GroupSettings
+from shoal.group.staging import STAGE_BYTES, Staging, TasksHandle, regions, span_of
 from shoal.group.watch import Watch
 from shoal.topology import Weights
 
-STAGE_BYTES = 1 << 22
-"""One half of the staging memory: a step's overhead does not count any more, and caches still hold it."""
 _LEAVING_S = 10.0
 _MEETING_S = 300.0
 _PAGE = 4096
 _ALL_REDUCE, _BROADCAST, _ALL_GATHER, _EXCHANGE, _BARRIER, _EMPTY, _FREE = range(len(KINDS))
 _NO_ROOM, _NOBODY = -1, -2
 _opened: dict[tuple[str, int], int] = {}
-Step = Callable[[Task, torch.Tensor, dict[int, torch.Tensor]], None]
-"""Work on one piece: the own part, and the staged parts of those who take part, by rank."""
 
 
 def open_host_group(placement: Placement, settings: GroupSettings) -> HostGroup:
@@ -112,11 +109,11 @@ class HostGroup(Group):
         self.machine = self.machine_of(self.rank)
         self.num_machines = -(-self.size // self._per_machine)
         self._arena = shared.arena
-        self._stage = shared.stage
         self._control = shared.control
         self._bells = shared.bells
         self._watch = shared.watch
         self._engine = Engine(self.rank, self.size, self._control, self._bells, self._watch, settings)
+        self._staging = Staging(self.rank, shared.stage, self._engine)
         self._channels = Channels(self.rank, self._arena, self._control, self._bells)
         self._read_at: dict[Span, int] = {}
         """Memory that others read, and the last operation in which they do."""
@@ -190,20 +187,22 @@ class HostGroup(Group):
         words = [_ALL_REDUCE, code_of(tensor.dtype), tensor.numel(), OPS.index(op)]
         place = None if self.should_survive else self._own_place(tensor)
         if place is None:
+            if self.size > 2 and not self.should_survive:
+                return self._staging.reduce_in_shares(given, words, op)
 
             def reduce(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
                 reduce_into(part, list(stages.values()), op)
 
-            return self._staged(given, words, reduce)
+            return self._staging.run(given, words, reduce)
         segment, offset = place
         count, dtype = tensor.numel(), tensor.dtype
 
         def work(task: Task, present: list[int]) -> None:
-            views = list(_regions(segment, offset, tensor, present).values())
+            views = list(regions(segment, offset, tensor, present).values())
             low, high = share(present.index(self.rank), len(present), count, dtype.itemsize)
             reduce_to_all(views, low, high, op)
 
-        task = Task([*words, segment.code + offset], work, _span(tensor))
+        task = Task([*words, segment.code + offset], work, span_of(tensor))
         task.is_shared = task.needs_shares = True
         return self._begin(task, given)
 
@@ -222,14 +221,14 @@ class HostGroup(Group):
                 if self.rank != root:
                     part.copy_(_sent_by(root, stages))
 
-            return self._staged(given, words, take, should_give=self.rank == root)
+            return self._staging.run(given, words, take, should_give=self.rank == root)
         segment, offset = place
 
         def work(task: Task, present: list[int]) -> None:
             if self.rank != root:
-                tensor.view(-1).copy_(_sent_by(root, _regions(segment, offset, tensor, present)))
+                tensor.view(-1).copy_(_sent_by(root, regions(segment, offset, tensor, present)))
 
-        task = Task([*words, segment.code + offset], work, _span(tensor))
+        task = Task([*words, segment.code + offset], work, span_of(tensor))
         task.is_shared = True
         return self._begin(task, given)
 
@@ -252,7 +251,7 @@ class HostGroup(Group):
         piece = STAGE_BYTES // tensor.element_size()
         longest = max(flat.numel() for flat in flats.values())
         tasks = [
-            self._engine.issue(self._gather_step(flats, slice(start, start + piece)))
+            self._engine.issue(self._staging.gather_step(_ALL_GATHER, flats, slice(start, start + piece)))
             for start in range(0, longest, piece)
         ]
 
@@ -263,7 +262,7 @@ class HostGroup(Group):
                 if all(task.present is not None and rank in task.present for task in tasks)
             ]
 
-        return _Tasks(self._engine, tasks, those_who_stayed)
+        return TasksHandle(self._engine, tasks, those_who_stayed)
 
     def exchange(
         self, tensor: torch.Tensor, weights: Weights, *, out: torch.Tensor | None = None
@@ -281,11 +280,11 @@ class HostGroup(Group):
             def mix(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
                 self._mix(task, part, part, stages, weights)
 
-            return self._staged(given, words, mix, weights=weights)
+            return self._staging.run(given, words, mix, lambda task: self._address(task, weights))
         result, out = out, out.detach()
         place = self._own_place(tensor)
         is_alike = out.shape == tensor.shape and out.dtype == tensor.dtype and out.is_contiguous()
-        if place is None or not is_alike or is_overlapping([_span(out)], [_span(tensor)]):
+        if place is None or not is_alike or is_overlapping([span_of(out)], [span_of(tensor)]):
             raise UsageError(
                 "An exchange into another tensor begins in memory of the group; both are alike, and apart.",
                 next_step="take both from group.empty(), or leave out= away.",
@@ -293,19 +292,19 @@ class HostGroup(Group):
         segment, offset = place
 
         def work(task: Task, present: list[int]) -> None:
-            views = _regions(segment, offset, tensor, present)
+            views = regions(segment, offset, tensor, present)
             self._mix(task, out.view(-1), tensor.view(-1), views, weights)
 
-        task = Task([*words, segment.code + offset], work, _span(tensor), _span(out))
+        task = Task([*words, segment.code + offset], work, span_of(tensor), span_of(out))
         self._address(task, weights)
-        task.after = self._forget_readers(_span(out))
+        task.after = self._forget_readers(span_of(out))
         handle = self._begin(task, result)
-        self._read_at[_span(tensor)] = task.seq
+        self._read_at[span_of(tensor)] = task.seq
         return handle
 
     def settle(self, tensor: torch.Tensor) -> None:
         """Wait until nobody reads `tensor` any more."""
-        seq = self._forget_readers(_span(tensor))
+        seq = self._forget_readers(span_of(tensor))
         if not self._engine.is_finished(seq):
             self._engine.wait_until(lambda: self._engine.is_finished(seq), None, "settle")
 
@@ -373,7 +372,7 @@ class HostGroup(Group):
         self._arena.close()
 
     def _begin(self, task: Task, result: T) -> Handle[T]:
-        return _Tasks(self._engine, [self._engine.issue(task)], lambda: result)
+        return TasksHandle(self._engine, [self._engine.issue(task)], lambda: result)
 
     def _own_place(self, tensor: torch.Tensor) -> tuple[Segment, int] | None:
         """Where in this worker's region a tensor lies; None for other memory and for tensors with gaps."""
@@ -425,60 +424,6 @@ class HostGroup(Group):
         else:
             task.words[3:] = [1, place.file, place.offset_bytes]
 
-    def _staged(
-        self,
-        tensor: torch.Tensor,
-        words: list[int],
-        step: Step,
-        *,
-        should_give: bool = True,
-        weights: Weights | None = None,
-    ) -> Handle[torch.Tensor]:
-        """An operation on memory that is not the group's: through the staging memory, piece by piece."""
-        flat = tensor.detach().reshape(-1)
-        if flat.device.type != "cpu":
-            flat = flat.cpu()
-        tasks = []
-        piece = STAGE_BYTES // tensor.element_size()
-        # without elements too, so that all count alike
-        for start in range(0, max(flat.numel(), 1), piece):
-            task = self._stage_step(flat[start : start + piece], [*words, -1 - start], step, should_give)
-            if weights is not None:
-                self._address(task, weights)
-            tasks.append(self._engine.issue(task))
-
-        def result() -> torch.Tensor:
-            if flat.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(flat.view(tensor.shape))
-            return tensor
-
-        return _Tasks(self._engine, tasks, result)
-
-    def _stage_step(self, part: torch.Tensor, words: list[int], step: Step, should_give: bool) -> Task:
-        def prepare(task: Task) -> None:
-            self._stage.region(self.rank, task.half * STAGE_BYTES, part.numel(), part.dtype).copy_(part)
-
-        def work(task: Task, present: list[int]) -> None:
-            step(task, part, _regions(self._stage, task.half * STAGE_BYTES, part, present))
-
-        task = Task(words, work, _span(part))
-        task.is_staged = True
-        if should_give:
-            task.prepare = prepare
-        return task
-
-    def _gather_step(self, flats: dict[int, torch.Tensor], part: slice) -> Task:
-        own = flats[self.rank][part]
-
-        def take(task: Task, own: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
-            for rank in stages:
-                if rank != self.rank:
-                    theirs = flats[rank][part]
-                    place = task.half * STAGE_BYTES
-                    theirs.copy_(self._stage.region(rank, place, theirs.numel(), theirs.dtype))
-
-        return self._stage_step(own, [_ALL_GATHER, code_of(own.dtype), -1 - part.start, 0], take, True)
-
     def _address(self, task: Task, weights: Weights) -> None:
         """Say from whom, and to whom with which factors, an exchange goes."""
         task.sources = tuple(weights.sources)
@@ -509,37 +454,6 @@ class HostGroup(Group):
                     )
             sources.append((views[rank], weight * factor))
         mix_into(out, own, weights.own, sources)
-
-
-class _Tasks(Handle[T]):
-    """An operation of one or several tasks, which end in order."""
-
-    def __init__(self, engine: Engine, tasks: Sequence[Task], result: Callable[[], T]) -> None:
-        self._engine = engine
-        self._tasks = tasks
-        self._result = result
-
-    def wait(self, deadline: Deadline | None = None) -> T:
-        for task in self._tasks:
-            self._engine.wait(task, deadline)
-        return self._result()
-
-    def is_done(self) -> bool:
-        self._engine.progress()
-        return all(self._engine.is_complete(task) for task in self._tasks)
-
-
-def _span(tensor: torch.Tensor) -> Span:
-    """The memory of a tensor without gaps."""
-    start = tensor.data_ptr()
-    return start, start + tensor.numel() * tensor.element_size()
-
-
-def _regions(
-    segment: Segment, offset_bytes: int, like: torch.Tensor, ranks: Sequence[int]
-) -> dict[int, torch.Tensor]:
-    """The same place in the regions of several ranks."""
-    return {rank: segment.region(rank, offset_bytes, like.numel(), like.dtype) for rank in ranks}
 
 
 def _sent_by(root: int, views: Mapping[int, torch.Tensor]) -> torch.Tensor:

@@ -41,20 +41,13 @@ def reduce_to_all(views: Sequence[torch.Tensor], low: int, high: int, op: Reduct
     for start in range(low, high, piece):
         parts = [view[start : min(start + piece, high)] for view in views]
         result = parts[0]
-        _reduce_piece(result, parts, op)
+        reduce_into(result, parts, op)
         for part in parts[1:]:
             part.copy_(result)
 
 
 def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Reduction) -> None:
     """The reduction of equal parts in the order given, so that all who compute it get equal bits."""
-    piece = _PIECE_BYTES // out.element_size()
-    for start in range(0, out.numel(), piece):
-        here = slice(start, start + piece)
-        _reduce_piece(out[here], [part[here] for part in parts], op)
-
-
-def _reduce_piece(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Reduction) -> None:
     if len(parts) == 1:
         if out is not parts[0]:
             out.copy_(parts[0])
@@ -76,6 +69,17 @@ def _reduce_piece(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Reductio
         out.add_(part)
     if op == "mean":
         out.mul_(1 / len(parts))
+
+
+def add_to_own(own: torch.Tensor, others: Sequence[torch.Tensor], op: Reduction) -> None:
+    """Reduce into one of the parts."""
+    if own.dtype in _HALF or op in ("min", "max"):
+        reduce_into(own, [own, *others], op)
+        return
+    for other in others:
+        own.add_(other)
+    if op == "mean":
+        own.mul_(1 / (len(others) + 1))
 
 
 def mix_into(
