@@ -86,6 +86,13 @@ def test_the_table_has_a_line_for_each_strategy_and_says_what_failed():
     assert table.notes == {2: ("failed: it broke", "red")}
 
 
+def test_the_times_of_a_table_have_one_unit():
+    fast = row("seconds_per_iteration", "none", [0.0007], rank=0)
+    rows = [row("examples_per_s", "none", [9.0]), fast, *EVEN[4:7]]
+    (table,) = (item for item in training_items(report(rows)) if isinstance(item, Table))
+    assert [line[4] for line in table.rows] == ["0.700 ms", "200 ms"]
+
+
 def test_with_a_slow_worker_the_table_has_its_ranks_and_a_sentence():
     items = training_items(report(SLOW, slow_rank=1))
     (table,) = (item for item in items if isinstance(item, Table))

@@ -6,9 +6,11 @@ one run of the pool checks many things.
 
 import contextlib
 import copy
+import io
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from contracts.strategies import (
     CASES,
@@ -300,7 +302,7 @@ def loops(group, names):
             assert model.one.weight is model.two.weight
             assert [parameter.stride() for parameter in model.parameters()] == strides
             # all have met the inf in their gradients, or one has skipped the step and not the round
-            assert strategy.rounds == 5 if strategy.shares_gradients else strategy.rounds == 6, name
+            assert strategy.rounds == strategy.steps == 6, name
             distance = strategy.consensus_distance()
             if case.are_replicas_equal:
                 assert distance < 1e-5, (name, distance)
@@ -311,6 +313,39 @@ def loops(group, names):
                 assert torch.allclose(statistics, group_mean(group, statistics), atol=1e-6), name
         assert torch.equal(frozen, model.frozen)
         assert [parameter.stride() for parameter in model.parameters()] == strides
+
+
+def copies(group, names):
+    """A copy of an attached model is one's own: it computes with its own weights, and shares nothing."""
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(group.rank))
+    for name in names:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        strategy = make(group, CASES[name])
+        with strategy.attach(model, optimizer, stays=True):
+            one_step_of(model, optimizer, x)
+            if group.rank == 0:
+                saved = io.BytesIO()
+                torch.save(model, saved)
+                loaded = torch.load(io.BytesIO(saved.getvalue()), weights_only=False)
+                averaged = AveragedModel(model)
+                for copied in (copy.deepcopy(model), loaded, averaged.module):
+                    assert torch.equal(flat(copied), flat(model)), name
+                    for parameter in copied.parameters():
+                        parameter.data.zero_()
+                    one_step_of(copied, torch.optim.SGD(copied.parameters(), lr=0.1), x)
+                    copied.eval()
+                    assert not copied[3].weight.any()  # its input was zeros
+                    assert flat(model).any()
+                assert strategy.steps == 1
+            one_step_of(model, optimizer, x)
+            assert strategy.steps == 2, name
+
+
+def one_step_of(model, optimizer, x):
+    optimizer.zero_grad()
+    (model(x) - 1).square().mean().backward()
+    optimizer.step()
 
 
 def uneven(group, arguments):

@@ -40,6 +40,10 @@ def test_loops_that_people_write(workers):
     workers.run(checks.loops, 3, EVERY)
 
 
+def test_a_copy_of_the_model_is_ones_own(workers):
+    workers.run(checks.copies, 2, EVERY)
+
+
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "ddp"])
 def test_a_worker_out_of_data_leaves(workers, name):
     first, *others = workers.run(checks.uneven, 3, {"name": name})

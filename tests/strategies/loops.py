@@ -45,6 +45,14 @@ class Checkpointed(nn.Module):
         return self.third(checkpoint(self.second, hidden, use_reentrant=True))
 
 
+class CheckpointedTwice(Checkpointed):
+    """The second layer is in two backward passes inside of the one."""
+
+    def forward(self, x, way=None):
+        hidden = checkpoint(self.second, torch.tanh(self.first(x)), use_reentrant=True)
+        return self.third(checkpoint(self.second, hidden, use_reentrant=True))
+
+
 class Words(nn.Module):
     def __init__(self):
         super().__init__()
@@ -59,6 +67,7 @@ MODELS = {
     "branches": Branches,
     "tied": Tied,
     "checkpointed": Checkpointed,
+    "checkpointed twice": CheckpointedTwice,
     "words": Words,
     "many small": lambda: nn.Sequential(*[nn.Linear(6, 6) for _ in range(100)]),
     "one large": lambda: nn.Linear(6, 30_000, bias=False),
@@ -88,7 +97,8 @@ def way(rank, step):
 
 def loss_of(model, rank, step):
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1000 * step + rank))
-    output = model(x, way(rank, step)) if type(model) in (Branches, Tied, Checkpointed, Words) else model(x)
+    is_branched = isinstance(model, Branches | Tied | Checkpointed | Words)
+    output = model(x, way(rank, step)) if is_branched else model(x)
     return output.square().mean()
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shoal.core import PeerLost, UsageError
+from shoal.group.metered import Metered
 from shoal.group.solo import SoloGroup
 from shoal.strategies.all_reduce import GradientAllReduce
 from shoal.strategies.base import Strategy
@@ -182,6 +183,146 @@ def test_accumulation_is_no_skipped_step():
     assert "skipped" not in strategy.take()
 
 
+def test_gradients_that_are_not_for_a_step_skip_none():
+    model, optimizer, strategy = setup()
+    with strategy.attach(model, optimizer):
+        for _ in range(2):
+            torch.autograd.grad(model(X).sum(), list(model.parameters()))
+            backward(model.eval())
+            optimizer.zero_grad()
+            backward(model.train())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert strategy.steps == 2
+    assert "skipped" not in strategy.take()
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_what_a_step_computes_itself_is_part_of_it(has_zeros):
+    model, _, strategy = setup()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure():
+        optimizer.zero_grad(set_to_none=not has_zeros)
+        loss = model(X).square().mean()
+        loss.backward()
+        return loss
+
+    with strategy.attach(model, optimizer):
+        for _ in range(2):
+            optimizer.step(closure)
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(lambda: 1 // 0)
+        optimizer.zero_grad()
+        optimizer.step(closure)
+        backward(model)
+    step = ["before", "after round"]
+    assert strategy.take() == ["started", *step, *step, "before", *step, "forward", "skipped", "stopped"]
+
+
+def test_shared_inside_of_a_step():
+    model, _, _ = setup()
+    strategy = GradientAllReduce(Mirror())
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(X).square().mean()
+        loss.backward()
+        return loss
+
+    with strategy.attach(model, optimizer):
+        first = optimizer.step(closure)
+        assert optimizer.step(closure) < first
+        assert strategy.steps == 2
+        assert strategy.group.calls.count("all_reduce") >= 4
+
+
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_a_skipped_step_is_settled_before_collectives(is_cleared):
+    model, optimizer, strategy = setup()
+    with strategy.attach(model, optimizer):
+        for ask in (strategy.settle, strategy.consensus_distance, strategy.state_dict):
+            backward(model)
+            ask()  # the step may still come
+            assert "skipped" not in strategy.take()
+            if is_cleared:
+                optimizer.zero_grad()
+            else:
+                model[0].bias.grad[0] = torch.nan
+            ask()
+            ask()
+            assert strategy.take() == ["skipped"]
+            optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+        assert strategy.steps == strategy.state_dict()["steps"] == 4
+    assert "skipped" not in strategy.take()
+
+
+@pytest.mark.parametrize("kind", [GradientAllReduce, Recorder])
+@pytest.mark.parametrize("zero_at", ["before forward", "after forward"])
+def test_skipped_steps_count(kind, zero_at):
+    model, optimizer, _ = setup()
+    strategy = kind(Mirror())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with strategy.attach(model, optimizer):
+        for scale in (1.0, torch.inf, 1.0):
+            if zero_at == "before forward":
+                optimizer.zero_grad()
+            loss = model(X).square().mean() * scale
+            if zero_at == "after forward":
+                optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert strategy.steps == 3
+
+
+def test_two_strategies_in_one_group():
+    """A GAN: the generator's backward goes through the discriminator, whose step does not follow."""
+    generator, generator_optimizer, one = setup()
+    _, _, other = setup()
+    other.group = one.group
+    discriminator = nn.Linear(1, 1)
+    discriminator_optimizer = torch.optim.SGD(discriminator.parameters(), lr=0.1)
+    with one.attach(generator, generator_optimizer):
+        with other.attach(discriminator, discriminator_optimizer):
+            for _ in range(2):
+                discriminator_optimizer.zero_grad()
+                discriminator(generator(X).detach()).mean().backward()
+                discriminator_optimizer.step()
+                generator_optimizer.zero_grad()
+                with other.accumulate():
+                    discriminator(generator(X)).mean().backward()
+                generator_optimizer.step()
+        assert one.group.members == (0, 1)
+        backward(generator)
+        generator_optimizer.step()
+    assert one.group.members == ()
+    assert (one.steps, other.steps) == (3, 2)
+    assert "skipped" not in one.take() + other.take()
+
+
+def test_a_group_outlives_losses_when_all_in_it_do():
+    class Survivor(Recorder):
+        survives_loss = True
+
+    group = Mirror()
+    first, second = Survivor(group), Recorder(Metered(group))
+    with first.attach(*setup()[:2], stays=True):
+        assert group.should_survive
+        with second.attach(*setup()[:2], stays=True):
+            assert not group.should_survive
+        assert group.should_survive
+
+
+def test_a_lazy_module_is_refused():
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(UsageError, match=r"0\.weight has no shape yet(.|\n)*one forward before attach"):
+        Recorder(Mirror()).attach(model, torch.optim.SGD(model.parameters()))
+
+
 @pytest.mark.parametrize("is_tensor", [False, True])
 def test_rates_are_scaled_for_the_step_alone(is_tensor):
     model, optimizer, strategy = setup(warmup_steps=2, warmup_factor=0.5, decay_every=3, decay_factor=0.1)
@@ -296,7 +437,7 @@ def test_a_backward_pass_that_raises():
         optimizer.zero_grad()
         backward(model)  # nothing had been shared yet: the round begins again
         optimizer.step()
-        assert strategy.steps == 1
+        assert strategy.steps == 2  # the one before is one that was skipped
 
 
 def test_what_comes_to_training_after_attach_is_refused():
@@ -330,6 +471,27 @@ def test_a_step_of_gradients_that_were_not_shared_is_refused():
             backward(model)
         with pytest.raises(UsageError, match="accumulate"):
             optimizer.step()
+
+
+@pytest.mark.parametrize("way", ["assigned", "before attach"])
+def test_a_step_of_gradients_that_no_round_has_seen_is_refused(way):
+    model, optimizer, _ = setup()
+    strategy = GradientAllReduce(Mirror())
+    if way == "before attach":
+        backward(model)
+    with strategy.attach(model, optimizer):
+        if way == "assigned":
+            backward(model)
+            optimizer.step()
+            gradients = torch.autograd.grad(model(X).sum(), list(model.parameters()))
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+        with pytest.raises(UsageError, match="gradients that were not shared"):
+            optimizer.step()
+        backward(model)
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad * 0.5
+        optimizer.step()
 
 
 def test_nothing_keeps_the_model_alive():

@@ -6,6 +6,7 @@ from torch import nn
 
 from shoal.strategies.all_reduce import GradientAllReduce
 from shoal.strategies.monitors import Monitors
+from strategies.fakes import Mirror
 
 
 def expected(gradients, batch_size):
@@ -34,6 +35,19 @@ def test_the_running_ratio():
     monitors.observe(small=torch.inf, big=torch.nan, variance=torch.nan, num_workers=2)
     monitors.observe(small=1.0, big=1.0, variance=0.0, num_workers=1)
     assert monitors.state_dict() == before
+
+
+def test_complex_parameters():
+    """Two members with the same gradient have no variance, and noise of none."""
+    for local_steps in (1, 2):
+        weight = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        model = nn.ParameterList([weight])
+        strategy = GradientAllReduce(Mirror(), monitor=True, local_steps=local_steps)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with strategy.attach(model, optimizer):
+            weight.abs().square().sum().backward()
+            optimizer.step()
+        assert strategy.monitors == {"gradient_noise_scale": pytest.approx(0, abs=1e-6), "gradient_variance": 0}
 
 
 def watch(group, options):

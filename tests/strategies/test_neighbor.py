@@ -64,6 +64,27 @@ def while_combine(group, _):
     close(model.x, values[group.rank])
 
 
+def written_in_between(group, _):
+    """Parameters that are loaded or replaced after a forward stay; the next round is one as ever."""
+    model = Point()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    strategy = NeighborAverage(group, topology="full", order="adapt-while-combine")
+    own = torch.full_like(model.x, group.rank)
+    with strategy.attach(model, optimizer, stays=True):
+        for way in ("loaded", "replaced"):
+            model(own)
+            if way == "loaded":
+                model.load_state_dict({"x": own})
+            elif group.rank == 0:
+                model.x.data = own.clone()
+            else:
+                model.load_state_dict({"x": own})
+            step(model, optimizer, own)
+            assert torch.equal(model.x, own)
+            step(model, optimizer, own)
+            close(model.x, torch.full_like(own, (group.size - 1) / 2))
+
+
 def closure(group, _):
     """A step that calls forward and backward itself: the exchange comes before it, and only once."""
     goals = targets(group.size, 4)
@@ -141,10 +162,7 @@ def resumed(group, _):
             state = strategy.state_dict()
             strategy = NeighborAverage(group, topology="one-peer-exponential", global_average_every=4)
             strategy.load_state_dict(state)
-            own = model.x.detach().clone()
-            with strategy.attach(model, optimizer, stays=True):
-                with torch.no_grad():
-                    model.x.copy_(own)  # attaching makes all equal to rank 0
+            with strategy.attach(model, optimizer, stays=True, should_start_equal=False):
                 for goal in goals[stops_at:]:
                     step(model, optimizer, goal[group.rank])
         results.append(model.x.detach())
@@ -163,7 +181,7 @@ def global_average(group, _):
 
 
 def everything(group, _):
-    for check in (then_combine, while_combine, closure, given_weights, resumed, global_average):
+    for check in (then_combine, while_combine, written_in_between, closure, given_weights, resumed, global_average):
         check(group, None)
 
 

@@ -9,6 +9,7 @@ from shoal.core import UsageError
 from shoal.strategies.names import ALIASES, LATER, STRATEGIES, canonical, resolve
 from shoal.strategies.options import (
     OPTIONS,
+    WAITS_FOR_ALL,
     AllReduceOptions,
     CommonOptions,
     NeighborOptions,
@@ -20,6 +21,10 @@ from shoal.strategies.options import (
 def test_names_and_options_come_without_torch():
     code = "import shoal.strategies, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+def test_options_that_wait_for_all_are_off_by_default():
+    assert not any(getattr(CommonOptions(), name) for name in WAITS_FOR_ALL)
 
 
 def test_every_strategy_has_options():

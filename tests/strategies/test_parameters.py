@@ -49,7 +49,9 @@ def train(group, strategy, options, vanish):
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("shoal.strategies").addHandler(handler)
+    logger = logging.getLogger("shoal.strategies")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     model = Point()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     strategy = make_strategy(group, strategy, **options)
@@ -68,7 +70,8 @@ def train(group, strategy, options, vanish):
     except PeerLost as lost:
         error = [lost.peer, str(lost)]
     finally:
-        logging.getLogger("shoal.strategies").removeHandler(handler)
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
     return {
         "lost": list(group.lost),
         "error": error,

@@ -17,13 +17,11 @@ from shoal.bench.crew import Crew, CrewSettings, one_line
 from shoal.bench.frame import Measured, RowKey, Tell
 from shoal.core import BenchmarkError, UsageError
 from shoal.strategies.names import resolve
-from shoal.strategies.options import OPTIONS, read_options
+from shoal.strategies.options import OPTIONS, WAITS_FOR_ALL, read_options
 
 NONE = "none"
 ASYNCHRONOUS = ("pair",)
 """Strategies under which nobody waits: with a slow worker the others do more iterations."""
-_ROUNDS_OF_ALL = ("global_average_every", "should_broadcast_buffers", "monitor")
-"""Options by which the workers of any strategy meet."""
 DEFAULT_STRATEGIES = ("all-reduce", "neighbor", "pair", "sma", "ddp")
 FRACTION, SPEED, ITERATION = "fraction_of_ceiling", "examples_per_s", "seconds_per_iteration"
 OWN_FRACTION, WAITED = "fraction_of_own_ceiling", "others_waited"
@@ -200,7 +198,7 @@ def is_free_running(strategy: str, options: Mapping[str, Mapping[str, Any]]) -> 
     """Whether no worker waits for another, so that each has its own pace."""
     if strategy == NONE:
         return True
-    has_rounds = any(options.get(strategy, {}).get(name) for name in _ROUNDS_OF_ALL)
+    has_rounds = any(options.get(strategy, {}).get(name) for name in WAITS_FOR_ALL)
     return resolve(strategy)[0] in ASYNCHRONOUS and not has_rounds
 
 

@@ -91,7 +91,8 @@ def run(arguments: list[str]) -> int:
     """Run the program; its exit code. Only errors that nobody foresaw are raised."""
     try:
         code = _run(arguments)
-        sys.stdout.flush()  # here, because the interpreter's end would complain of a reader that has gone
+        if sys.stdout is not None:  # closed before the start
+            sys.stdout.flush()  # here, because the interpreter's end would complain of a reader that has gone
     except BrokenPipeError:
         _let_go_of_closed_pipes()
         return FAILED
@@ -105,7 +106,7 @@ def _run(arguments: list[str]) -> int:
         with command.make_context("shoal", list(arguments), obj=tuple(arguments)) as context:
             command.invoke(context)
     except ShoalError as error:
-        emit(f"shoal: {error}", sys.stderr)
+        _complain(f"shoal: {error}")
         if isinstance(error, UsageError):
             return BAD_USAGE
         return NOT_COMPARABLE if isinstance(error, ReportError) else FAILED
@@ -115,14 +116,19 @@ def _run(arguments: list[str]) -> int:
         error.show()
         return BAD_USAGE
     except (KeyboardInterrupt, typer.Abort):
-        emit("shoal: interrupted", sys.stderr)
+        _complain("shoal: interrupted")
         return INTERRUPTED
     return 0
 
 
+def _complain(text: str) -> None:
+    if sys.stderr is not None:  # else it would go to stdout
+        emit(text, sys.stderr)
+
+
 def _let_go_of_closed_pipes() -> None:
     """What is left for a reader that has gone goes nowhere, without a complaint; other output stays."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
         except BrokenPipeError:

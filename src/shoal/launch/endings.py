@@ -10,6 +10,8 @@ TIMED_OUT = 124
 """As timeout(1) says it."""
 _CONSEQUENCES = ("PeerLost", "Connection closed by peer", "Connection reset by peer")
 """Errors that say that somebody else has gone: Shoal's own, and gloo's under `ddp`."""
+_ECHOES = ("ConnectionResetError", "BrokenPipeError", "ConnectionRefusedError", "EOFError")
+"""What a child process says when the worker that it works for has gone."""
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "often the kernel's out-of-memory killer; `dmesg` or the memory limit of the job tells",
     signal.SIGBUS: "often shared memory that ran out; `df -h /dev/shm` tells",
@@ -109,6 +111,11 @@ def is_consequence(error: str) -> bool:
     """Whether the last line of a traceback says that another worker has gone."""
     name, _, message = error.partition(":")
     return any(name.endswith(sign) or sign in message for sign in _CONSEQUENCES)
+
+
+def is_echo(error: str) -> bool:
+    """Whether the last line of a traceback is what a child says of a worker that has just been killed."""
+    return error.partition(":")[0] in _ECHOES
 
 
 def first_cause(deaths: Iterable[Death]) -> Death:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.launch.endings import Death, Ending, describe, first_cause, name_ranks, summarise
+from shoal.launch.endings import Death, Ending, describe, first_cause, is_echo, name_ranks, summarise
 from shoal.launch.output import Output
 from shoal.launch.worker import Worker
 
@@ -65,13 +65,17 @@ class Failures:
         if cause.is_consequence:
             stopped = [worker for worker in self._workers if worker.stop_signal is not None]
             if stopped:
-                cause = min(stopped, key=lambda worker: worker.stopped_s).give_up(now_s)
-                self.deaths.append(cause)
-            elif now_s < self._settle_until_s and any(worker.is_alive for worker in self._workers):
+                return self.give_up(min(stopped, key=lambda worker: worker.stopped_s), now_s)
+            if now_s < self._settle_until_s and any(worker.is_alive for worker in self._workers):
                 return None
-        worker = self._workers[cause.rank]
-        if worker.is_done:
-            self.traceback = self._show(worker, cause)
+        self.traceback = self._show(self._workers[cause.rank], cause)
+        self._output.say(describe(cause))
+        return cause
+
+    def give_up(self, worker: Worker, now_s: float) -> Death:
+        """Its being stopped ends the run."""
+        cause = worker.give_up(now_s)
+        self.deaths.append(cause)
         self._output.say(describe(cause))
         return cause
 
@@ -92,11 +96,12 @@ class Failures:
 
     def _show(self, worker: Worker, death: Death) -> list[bytes]:
         """Its traceback, which is shown unless one like it has been."""
-        if death.error in self._shown_errors:
+        if death.error in self._shown_errors or (not death.error and is_echo(worker.tracebacks.error)):
             worker.tracebacks.release()
-        if death.error:
-            self._shown_errors[death.error] = None
         worker.show_held()
+        if not death.error:
+            return []
+        self._shown_errors[death.error] = None
         return worker.tracebacks.lines
 
     def _go_on_without(self, worker: Worker, death: Death) -> None:

@@ -17,12 +17,13 @@ from shoal.core import SYSTEM_CLOCK, Clock
 from shoal.core.errors import UsageError
 from shoal.core.run_options import SILENCE_S
 from shoal.launch import timeline
-from shoal.launch.endings import TIMED_OUT, Ending, Outcome, describe, name_ranks, name_signal
+from shoal.launch.endings import TIMED_OUT, Death, Ending, Outcome, describe, name_ranks, name_signal
 from shoal.launch.failures import Failures
 from shoal.launch.guard import Guard
 from shoal.launch.output import LogFiles, Output, Terminal, settle_own_streams
 from shoal.launch.settings import LaunchSettings, Surroundings
 from shoal.launch.signals import SignalInbox
+from shoal.launch.stops import Stops
 from shoal.launch.worker import Reader, Worker
 
 GRACE_S = 3.0
@@ -57,7 +58,7 @@ class Launcher:
         self._clock = clock
         self._workers: list[Worker] = []
         self._failures = Failures(self._workers, output)
-        self._named_stops: dict[int, None] = {}
+        self._stops = Stops(self._workers, SILENCE_S * settings.options.patience, output.say)
         self._ending: Ending | None = None
         self._signals_left: list[int] = []
         self._next_signal_s = 0.0
@@ -151,25 +152,17 @@ class Launcher:
                 self._failures.conclude(worker, now_s, self._ending)
         cause = self._failures.find_cause(now_s) if self._ending is None else None
         if cause is not None:
-            ending = Ending(now_s, describe(cause), cause.exit_code, cause)
-            self._end(ending, [signal.SIGTERM, signal.SIGKILL])
+            self._end_because_of(cause, now_s)
 
     def _look_at_stops(self, now_s: float) -> None:
-        """Name workers that are stopped for long; end them when all others have ended."""
-        limit_s = SILENCE_S * self._settings.options.patience
-        alive = [worker for worker in self._workers if worker.is_alive]
-        lost = [worker for worker in alive if worker.stop_signal and now_s - worker.stopped_s > limit_s]
-        for worker in lost:
-            if worker.pid not in self._named_stops and worker.stop_signal is not None:
-                self._named_stops[worker.pid] = None
-                self._output.say(
-                    f"rank {worker.rank} has been stopped by {name_signal(worker.stop_signal)} for "
-                    f"{limit_s:g} s; `kill -CONT {worker.pid}` lets it go on"
-                )
-        if lost and len(lost) == len(alive) < len(self._workers):
-            for worker in lost:
-                worker.give_up(now_s)
-                worker.signal_group(signal.SIGKILL)
+        """Give up who is stopped for too long."""
+        self._stops.look(now_s)
+        for worker in self._stops.left_over(now_s):
+            worker.give_up(now_s)
+            worker.signal_group(signal.SIGKILL)
+        culprit = self._stops.in_the_way()
+        if culprit is not None:
+            self._end_because_of(self._failures.give_up(culprit, now_s), now_s)
 
     def _look_at_limits(self, now_s: float) -> None:
         limit_s = self._settings.timeout_s
@@ -204,6 +197,10 @@ class Launcher:
         for worker in going:
             worker.signal_group(signal.SIGCONT)
         self._started_s += self._clock.now_s() - began_s
+
+    def _end_because_of(self, cause: Death, now_s: float) -> None:
+        ending = Ending(now_s, describe(cause), cause.exit_code, cause)
+        self._end(ending, [signal.SIGTERM, signal.SIGKILL])
 
     def _end(self, ending: Ending, signals: list[int]) -> None:
         self._ending, self._signals_left = ending, signals

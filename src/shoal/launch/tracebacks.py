@@ -6,6 +6,7 @@ once and whole; which one that is, is known when processes have ended.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from shoal.launch.endings import is_consequence
@@ -18,6 +19,10 @@ MAX_HELD_BYTES = 1 << 18
 _HEADER = b"Traceback (most recent call last):"
 _SYNTAX_ERROR = b'  File "'
 """How the report of a syntax error in the program itself begins: it has no header."""
+
+
+_RANK = re.compile(rb"^\[rank\d+\]:(?: |$)")
+"""What torch puts before each line of a traceback once torch.distributed is up; the rank is told anyway."""
 
 
 class Tracebacks:
@@ -40,6 +45,7 @@ class Tracebacks:
                 return lines
             passed, lines = lines[:start], lines[start:]
             self.since_s, self._lines, self._num_bytes, self._is_held = now_s, [], 0, True
+        lines = [_bare(line) for line in lines]
         self._lines += lines
         self._num_bytes += sum(map(len, lines))
         if self._num_bytes > MAX_HELD_BYTES:
@@ -75,7 +81,7 @@ class Tracebacks:
 def last_error(lines: Sequence[bytes]) -> str:
     """'ValueError: too large' of a traceback; of several that follow from each other, the last."""
     error, is_inside = b"", False
-    for line in lines:
+    for line in map(_bare, lines):
         if _begins(line):
             is_inside = True
         elif is_inside and line and not line[:1].isspace():
@@ -84,4 +90,8 @@ def last_error(lines: Sequence[bytes]) -> str:
 
 
 def _begins(line: bytes) -> bool:
-    return _HEADER in line or line.startswith(_SYNTAX_ERROR)
+    return _HEADER in line or _bare(line).startswith(_SYNTAX_ERROR)
+
+
+def _bare(line: bytes) -> bytes:
+    return _RANK.sub(b"", line)

@@ -16,7 +16,7 @@ from typing import IO
 import msgspec
 
 from shoal.core.errors import ShoalError, UsageError
-from shoal.launch.endings import Death
+from shoal.launch.endings import Death, is_echo
 from shoal.launch.lines import Lines
 from shoal.launch.output import LogFiles, Output, Stream
 from shoal.launch.settings import LaunchSettings, Surroundings
@@ -29,6 +29,8 @@ _MAX_STATUS_BYTES = 4096
 _KILLED_S = 5.0
 _SLOW_END_S = 30.0
 """From a traceback to the end of its process: one that is older has nothing to do with it."""
+_OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGINT)
+"""By which a process ends itself, perhaps after a traceback: Python by SIGINT, native code by the others."""
 _SHORTAGES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
@@ -106,13 +108,16 @@ class Worker:
         self.stopped_s = 0.0
         self.given_up: Death | None = None
         """Why it was killed, if that was for being stopped."""
-        self.survives_loss = False
+        self.survives_loss: bool | None = None
+        """What it told; None when it has told nothing."""
         self.is_done = False
         """Whether the launcher has drawn its conclusions from its end."""
         self.exit_descriptor = _open_pidfd(self.pid)
         self.status_descriptor = status_fd
         self._process = process
         self._status = bytearray()
+        self._signals: list[int] = []
+        """What the launcher sent it."""
         self.readers: list[Reader] = []
 
     @classmethod
@@ -179,6 +184,8 @@ class Worker:
 
     def signal_group(self, number: int) -> None:
         """Send to the worker and all its children."""
+        if self.is_alive:
+            self._signals.append(number)
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: only zombies are left
             os.killpg(self.pid, number)
         if self.stop_signal is not None and number != signal.SIGKILL:
@@ -224,9 +231,16 @@ class Worker:
         if self.given_up is not None:
             return self.given_up
         since_s = self.tracebacks.since_s
-        if since_s is None or self.ended_s > since_s + _SLOW_END_S:
+        if since_s is None or self.ended_s > since_s + _SLOW_END_S or not self._may_have_raised():
             return Death(self.rank, self.code, self.ended_s)
         return Death(self.rank, self.code, since_s, self.tracebacks.error)
+
+    def _may_have_raised(self) -> bool:
+        """Whether a traceback can be its own: who is killed prints none, but its children may."""
+        assert self.code is not None
+        if self.code >= 0 or -self.code in self._signals:
+            return True
+        return -self.code in _OWN_SIGNALS and not is_echo(self.tracebacks.error)
 
     def finish_output(self, now_s: float) -> None:
         """Pass on what is left in its pipes, and close them."""

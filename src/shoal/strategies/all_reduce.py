@@ -82,11 +82,11 @@ class GradientAllReduce(Strategy):
     def _after_step(self) -> None:
         if self._round is not None:
             self._round.has_shared = False
-        if self._copies and self.is_round:
-            self._average_parameters()
+        self._skipped_step()
 
     def _skipped_step(self) -> None:
-        self._after_step()
+        if self._copies and self.is_round:
+            self._average_parameters()
 
     def _average_parameters(self) -> None:
         """Nothing is written until all has arrived."""

@@ -155,8 +155,8 @@ class Strategy:
     def settle(self) -> None:
         """Take part in rounds that a skipped step still owes; call it before collectives of your own.
 
-        When a GradScaler skips a step on one worker, the others share without it in vain until its next
-        forward. It is not for the time between the backward passes of one step. Cheap without such a step.
+        When a GradScaler skips a step on one worker alone, that worker would do so at its next forward, and
+        the others wait until then. Not to be called between the backward passes of one step. Nearly free.
         """
         self.attachment.settle()
 
@@ -255,6 +255,8 @@ class Strategy:
         memory, self._memory = self._memory, []
         self._attachment = None
         is_last = move_out(self.group, survives_loss=self.survives_loss)
+        if not is_last:
+            apply_survival(self.group)
         if not self.is_alone:
             self._stopped()
         if is_failed:

@@ -8,6 +8,7 @@ start alone.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import shutil
 import tempfile
@@ -127,22 +128,40 @@ class _Shell(nn.Module):
         return self._forward(*args, **kwargs)
 
 
+class _Route:
+    """The model's forward through DDP, which calls the model's own; a copy of the model has its own alone."""
+
+    def __init__(self, model: nn.Module, module: DistributedDataParallel) -> None:
+        self.own = model.forward
+        self._model = model
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        should_share = self._model.training and torch.is_grad_enabled()
+        return self._module(*args, **kwargs) if should_share else self.own(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.own, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.own,)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
 @contextlib.contextmanager
 def _routed(model: nn.Module, module: DistributedDataParallel) -> Iterator[None]:
-    """Send the model's forward through DDP, which calls the model's own."""
-    own = model.forward
+    """Send the model's forward through DDP."""
     was_set = "forward" in vars(model)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        should_share = model.training and torch.is_grad_enabled()
-        return module(*args, **kwargs) if should_share else own(*args, **kwargs)
-
-    model.forward = forward
+    route = _Route(model, module)
+    model.forward = route
     try:
         yield
     finally:
         if was_set:
-            model.forward = own
+            model.forward = route.own
         else:
             del model.forward
 

@@ -56,11 +56,16 @@ class ParameterStrategy(Strategy):
         weights = Weights.uniform(self._others)
         self._finish([self.group.exchange(live, weights, out=spare) for live, spare in self._twins.pairs])
 
-    def _finish(self, handles: Sequence[Handle[torch.Tensor]]) -> None:
-        """Wait for exchanges into the spare buffers; what fails until the swap leaves all as it was."""
+    def _finish(self, handles: Sequence[Handle[torch.Tensor]], *, should_keep: bool = False) -> None:
+        """Wait for exchanges into the spare buffers; what fails until the swap leaves all as it was.
+
+        With `should_keep` what came is left out, and the parameters stay what they are.
+        """
         for handle in handles:
             handle.wait()
         self._look_for_losses()
+        if should_keep:
+            self._twins.keep()
         self._twins.swap()
 
     def _look_for_losses(self) -> None:
@@ -77,7 +82,8 @@ class ParameterStrategy(Strategy):
                 )
             if rank not in self._missed:
                 self._missed.append(rank)
-                log.warning(
+                # the group has warned of the loss and its reason
+                log.info(
                     "%s on rank %d goes on without rank %d, lost in round %d: %s",
                     self.name,
                     self.group.rank,
@@ -92,13 +98,13 @@ class ExchangeStrategy(ParameterStrategy):
 
     Adapt-then-combine: `w ← Mix(w − lr·g(w))`, after the step. Adapt-while-combine: the exchange starts after
     the forward and goes on during loss and backward; before the step, `w ← Mix(w)`, and the optimizer steps
-    from there with the gradient taken at the old w.
+    from there with the gradient taken at the old w. Parameters that are written in between (a forward that no
+    step follows, then `load_state_dict`) win over the mix: this worker leaves out what it receives, once.
     """
 
     def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
         super().__init__(group, options=options, **named)
         self._under_way: list[Handle[torch.Tensor]] | None = None
-        self._is_stepping = False
 
     @property
     @abc.abstractmethod
@@ -110,19 +116,17 @@ class ExchangeStrategy(ParameterStrategy):
         """Start this round's exchange of one buffer into another."""
 
     def _after_forward(self) -> None:
-        # a step that calls forward itself (LBFGS) writes what an exchange would read
-        is_early = self.is_accumulating or self._is_stepping
-        if self.is_overlapped and self.is_round and self._under_way is None and not is_early:
-            self._start_round()
+        is_early = self.is_accumulating or self._under_way is not None
+        if self.is_overlapped and self.is_round and not is_early:
+            self._under_way = self._start_round()
+            self._twins.mark()
 
     def _before_step(self) -> None:
         self._look_for_losses()
         if self.is_overlapped and self.is_round:
             self._finish_round()
-        self._is_stepping = True
 
     def _after_step(self) -> None:
-        self._is_stepping = False
         if self.is_round and not self.is_overlapped:
             self._finish_round()
 
@@ -134,12 +138,13 @@ class ExchangeStrategy(ParameterStrategy):
         self._under_way = None
         super()._stopped()
 
-    def _start_round(self) -> None:
+    def _start_round(self) -> list[Handle[torch.Tensor]]:
         self._twins.adopt()
-        self._under_way = [self._exchange(live, spare) for live, spare in self._twins.pairs]
+        return [self._exchange(live, spare) for live, spare in self._twins.pairs]
 
     def _finish_round(self) -> None:
-        if self._under_way is None:
-            self._start_round()
         handles, self._under_way = self._under_way, None
-        self._finish(handles or [])
+        if handles is None:
+            self._finish(self._start_round())
+        else:
+            self._finish(handles, should_keep=self._twins.is_written())

@@ -50,6 +50,7 @@ class Twins:
         self._pairs: list[Pair] = []
         self._views: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._members: list[torch.nn.Parameter] = []
+        self._versions: list[int] = []
         for layout in layouts:
             dtype = DTYPES[layout.dtype]
             # Mixing is linear: a complex number travels as two real ones.
@@ -78,6 +79,24 @@ class Twins:
                 _require_same_kind(parameter, view)
                 view.copy_(parameter.detach())
                 parameter.data = view
+
+    def mark(self) -> None:
+        """Remember what the parameters are, for `is_written`."""
+        self._versions = [parameter._version for parameter in self._members]
+
+    def is_written(self) -> bool:
+        """Whether a parameter was written or replaced since `mark`; `p.data.copy_(…)` leaves no trace."""
+        places = zip(self._members, self._versions, self._views[0], strict=True)
+        return any(
+            parameter._version != version or parameter.data_ptr() != view.data_ptr()
+            for parameter, version, view in places
+        )
+
+    def keep(self) -> None:
+        """Fill the spare buffers with the parameters as they are; others may still read the live ones."""
+        for parameter, live, spare in zip(self._members, *self._views, strict=True):
+            _require_same_kind(parameter, live)
+            spare.copy_(parameter.detach())
 
     def swap(self) -> None:
         """The spare buffers, filled, become the live ones."""
