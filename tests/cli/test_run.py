@@ -106,6 +106,17 @@ def test_bad_usage_is_told_before_anything_runs(capfd, words, told):
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
+@pytest.mark.parametrize("words", ["--bad", "-np 0 x.py", "--help"])
+def test_bad_usage_is_told_where_somebody_listens(folder, words, closed):
+    command = f'exec "{sys.executable}" -m shoal run {words} {closed}'
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=folder, check=False)
+    assert done.returncode == (0 if words == "--help" else 2)
+    assert bool(done.stdout) is (words == "--help" and closed == "2>&-")
+    assert bool(done.stderr) is (words != "--help" and closed == ">&-")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
 def test_it_runs_where_nobody_listens(folder, closed):
     (folder / "touch.py").write_text("import os, sys\nprint(1)\nopen(os.environ['RANK'], 'w')\nsys.exit(3)")
     command = f'exec "{sys.executable}" -m shoal run -np 1 touch.py {closed}'

@@ -2,7 +2,7 @@ import signal
 
 import pytest
 
-from shoal.launch.endings import Death, describe, first_cause, name_ranks, name_signal, summarise
+from shoal.launch.endings import Death, describe, first_cause, is_echo, name_ranks, name_signal, summarise
 
 LOST = "shoal.core.errors.PeerLost: rank 2 is lost: its process 7 ended"
 
@@ -41,6 +41,20 @@ def test_hints_say_what_often_lies_behind_a_signal():
 )
 def test_losing_a_peer_is_a_consequence(error, is_consequence):
     assert Death(0, 1, error=error).is_consequence is is_consequence
+
+
+@pytest.mark.parametrize(
+    ("error", "is_so"),
+    [
+        ("ConnectionResetError: [Errno 104] Connection reset by peer", True),
+        ("EOFError", True),
+        ("RuntimeError: [pair.cc:534] Connection reset by peer", False),
+        (LOST, False),
+        ("", False),
+    ],
+)
+def test_what_children_say_of_a_worker_that_has_gone(error, is_so):
+    assert is_echo(error) is is_so
 
 
 def test_the_cause_is_the_first_that_is_no_consequence():

@@ -18,6 +18,7 @@ from shoal.launch import LaunchSettings, Output, launch, launcher
 from shoal.launch.endings import TIMED_OUT
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="workers are started on POSIX only")
+STOP = f"signal {signal.SIGSTOP:d} (SIGSTOP)"
 CHILD = 'child = subprocess.Popen(["sleep", "100"]); mark(f"child-{rank}", child.pid)'
 TOGETHER = """
 mark(f"here-{rank}", os.getpid())
@@ -120,6 +121,60 @@ def test_errors_that_follow_are_a_line_and_not_the_cause(start):
         "rank 1 failed with exit code 1",
         "ranks 0 and 2 failed after that: PeerLost: rank 1 is lost",
     ]
+
+
+def test_tracebacks_as_torch_prints_them_are_told_apart_too(start):
+    """Once torch.distributed is up, it puts the rank before each line."""
+    done = start(
+        """
+        import io, traceback
+        def print_error(*error):
+            text = "".join(traceback.format_exception(*error))
+            sys.stderr.write("".join(f"[rank{rank}]: {line}" for line in text.splitlines(True)))
+        sys.excepthook = print_error
+        if rank == 1:
+            import atexit
+            atexit.register(wait_for, "lost-2")
+            atexit.register(wait_for, "lost-0")
+            raise ValueError("boom")
+        mark(f"lost-{rank}")
+        raise RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]")
+        """,
+        3,
+    )
+    assert list(done.err) == [1]
+    assert done.err[1][0] == "Traceback (most recent call last):"
+    assert done.err[1][-1] == "ValueError: boom"
+    assert done.said[0] == "rank 1 failed with exit code 1"
+    assert done.said[1].startswith("ranks 0 and 2 failed after that: RuntimeError: [pair.cc:534]")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_what_children_print_of_a_worker_that_was_killed_is_not_its_own(start, monkeypatch, number):
+    monkeypatch.setattr("shoal.launch.failures.SETTLE_S", 30.0)
+    body = f"""
+        if rank == 0: time.sleep(100)
+        words = "raise ConnectionResetError(104, 'Connection reset by peer')"
+        subprocess.run([sys.executable, "-c", words])
+        os.kill(os.getpid(), {number:d})
+    """
+    done = start(body, 2)
+    assert done.outcome.exit_code == 128 + number
+    assert done.outcome.elapsed_s < 10
+    assert done.said == [done.outcome.reason]
+    assert (done.err, done.outcome.traceback) == ({}, "")
+
+
+def test_what_a_killed_worker_printed_before_is_shown(start):
+    body = """
+        import traceback
+        try: 1 / 0
+        except ZeroDivisionError: traceback.print_exc()
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = start(body, 1)
+    assert done.err[0][-1] == "ZeroDivisionError: division by zero"
+    assert done.outcome.traceback == ""
 
 
 def test_workers_that_all_fail_alike_show_one_traceback(start):
@@ -234,8 +289,34 @@ def test_a_stopped_worker_is_named_when_others_fail_for_it(start):
     )
     assert done.outcome.exit_code == 128 + signal.SIGSTOP
     assert done.outcome.elapsed_s < 10
-    assert done.said[0].startswith(f"rank 1 was stopped by signal {signal.SIGSTOP:d} (SIGSTOP)")
+    assert done.said[0].startswith(f"rank 1 was stopped by {STOP}")
     assert "PeerLost: rank 1 was silent" in done.said[1]
+    assert done.err == {}
+
+
+@pytest.mark.parametrize(
+    ("others", "printed"),
+    [
+        ("time.sleep(100)", []),
+        ("atexit.register(time.sleep, 100); raise PeerLost('silent')", ["PeerLost: silent"]),
+    ],
+)
+def test_a_stopped_worker_ends_a_run_that_cannot_do_without_it(start, monkeypatch, others, printed):
+    """Others wait on, or have raised and take long to end."""
+    monkeypatch.setattr("shoal.launch.stops.SETTLE_S", 1.0)
+    body = f"""
+import atexit
+class PeerLost(Exception): pass
+survive(False){TOGETHER}
+if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)
+{others}
+"""
+    done = start(body, 3, options=RunOptions(patience=0.05))
+    assert done.outcome.exit_code == 128 + signal.SIGSTOP
+    assert done.outcome.elapsed_s < 8
+    assert done.said[0].startswith(f"rank 1 has been stopped by {STOP} for 0.25 s;")
+    assert done.said[1].startswith(f"rank 1 was stopped by {STOP}, 1 s ago: `kill -STOP`")
+    assert done.said[2:] == [f"ranks 0 and 2 failed after that: {error}" for error in printed]
     assert done.err == {}
 
 

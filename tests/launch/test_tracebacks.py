@@ -20,6 +20,7 @@ Traceback (most recent call last):
     lose()
 shoal.core.errors.PeerLost: rank 2 is lost
   Likely cause: its process ended"""
+TORCH = "\n".join(f"[rank12]: {line}" if line else "" for line in CHAINED.split("\n"))
 SYNTAX = """\
   File "x.py", line 3
     foo(
@@ -36,6 +37,7 @@ def lines_of(text):
     [
         (SIMPLE, "ValueError: boom"),
         (CHAINED, "shoal.core.errors.PeerLost: rank 2 is lost"),
+        (TORCH, "shoal.core.errors.PeerLost: rank 2 is lost"),
         (SYNTAX, "SyntaxError: '(' was never closed"),
         ("only a line", ""),
         ("Traceback (most recent call last):\n  File", ""),
@@ -56,6 +58,13 @@ def test_a_traceback_is_held_from_its_start_on(text):
     assert held.release_due(1.0 + hold_s - 0.1) == []
     assert held.release_due(1.0 + hold_s) == [*lines_of(text), b"and more"]
     assert held.release_due(1.0 + hold_s) == []
+
+
+def test_the_rank_that_torch_puts_before_lines_is_not_shown():
+    held = Tracebacks()
+    warning = b"[rank12]:[W1] not of a traceback"
+    assert held.sift([warning, *lines_of(TORCH)], now_s=1.0) == [warning]
+    assert held.release() == lines_of(CHAINED)
 
 
 def test_a_traceback_is_remembered_until_something_follows_it():

@@ -47,7 +47,10 @@ def test_complex_parameters():
         with strategy.attach(model, optimizer):
             weight.abs().square().sum().backward()
             optimizer.step()
-        assert strategy.monitors == {"gradient_noise_scale": pytest.approx(0, abs=1e-6), "gradient_variance": 0}
+        assert strategy.monitors == {
+            "gradient_noise_scale": pytest.approx(0, abs=1e-6),
+            "gradient_variance": 0,
+        }
 
 
 def watch(group, options):

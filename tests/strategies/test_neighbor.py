@@ -181,7 +181,15 @@ def global_average(group, _):
 
 
 def everything(group, _):
-    for check in (then_combine, while_combine, written_in_between, closure, given_weights, resumed, global_average):
+    for check in (
+        then_combine,
+        while_combine,
+        written_in_between,
+        closure,
+        given_weights,
+        resumed,
+        global_average,
+    ):
         check(group, None)
 
 

@@ -89,10 +89,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Run the program; its exit code. Only errors that nobody foresaw are raised."""
+    if sys.stdout is None or sys.stderr is None:
+        from shoal.launch import settle_own_streams
+
+        settle_own_streams()
     try:
         code = _run(arguments)
-        if sys.stdout is not None:  # closed before the start
-            sys.stdout.flush()  # here, because the interpreter's end would complain of a reader that has gone
+        sys.stdout.flush()  # here, because the interpreter's end would complain of a reader that has gone
     except BrokenPipeError:
         _let_go_of_closed_pipes()
         return FAILED
@@ -106,7 +109,7 @@ def _run(arguments: list[str]) -> int:
         with command.make_context("shoal", list(arguments), obj=tuple(arguments)) as context:
             command.invoke(context)
     except ShoalError as error:
-        _complain(f"shoal: {error}")
+        emit(f"shoal: {error}", sys.stderr)
         if isinstance(error, UsageError):
             return BAD_USAGE
         return NOT_COMPARABLE if isinstance(error, ReportError) else FAILED
@@ -116,19 +119,14 @@ def _run(arguments: list[str]) -> int:
         error.show()
         return BAD_USAGE
     except (KeyboardInterrupt, typer.Abort):
-        _complain("shoal: interrupted")
+        emit("shoal: interrupted", sys.stderr)
         return INTERRUPTED
     return 0
 
 
-def _complain(text: str) -> None:
-    if sys.stderr is not None:  # else it would go to stdout
-        emit(text, sys.stderr)
-
-
 def _let_go_of_closed_pipes() -> None:
     """What is left for a reader that has gone goes nowhere, without a complaint; other output stays."""
-    for stream in filter(None, (sys.stdout, sys.stderr)):
+    for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except BrokenPipeError:

@@ -11,8 +11,9 @@ from shoal.group.arena import Arena
 from shoal.group.base import Done, Handle, Snapshot
 from shoal.group.control import CHANNELS, DTYPES, NOT_YET, PUBLISHED, Bells, Control, code_of
 
-_DIGEST, _PLACE, _COUNT, _DTYPE, _NUMBER, _VERSION, _RECLAIMED = range(7)
-_LOOKS = 1000  # a record is written within microseconds
+_DIGEST, _CURRENT, _RECLAIMED, _RECORDS = range(4)
+_PLACE, _COUNT, _DTYPE, _NUMBER, _VERSION, _RECORD_WORDS = range(6)
+_LOOKS = 100  # a record changes under a reader only when two newer ones are published in the meantime
 
 
 class Channels:
@@ -36,15 +37,16 @@ class Channels:
                 f"A worker publishes under at most {CHANNELS} names.",
                 next_step="use one of the earlier names.",
             )
-        words = {_PLACE: code, _COUNT: tensor.numel(), _DTYPE: code_of(tensor.dtype)}
-        # a reader takes a record only when it is the same before and after
-        self._control.set_channel(index, _VERSION, NOT_YET)
+        self._num_published += 1
+        record = [code, tensor.numel(), code_of(tensor.dtype), self._num_published, version]
+        # two records take turns, so that there is always a whole one
+        turn = 1 - self._control.channel(self._rank, index)[_CURRENT]
+        for word, value in enumerate(record):
+            self._control.set_channel(index, _RECORDS + turn * _RECORD_WORDS + word, value)
         if name not in self._own:
             self._control.set_channel(index, _RECLAIMED, NOT_YET)
-        self._num_published += 1
-        words |= {_NUMBER: self._num_published, _DIGEST: _digest(name), _VERSION: version}
-        for word, value in words.items():
-            self._control.set_channel(index, word, value)
+        self._control.set_channel(index, _CURRENT, turn)
+        self._control.set_channel(index, _DIGEST, _digest(name))
         self._own[name] = index
         self._bells.tell(PUBLISHED, self._num_published)
 
@@ -68,22 +70,27 @@ class Channels:
 
     def _read(self, peer: int, index: int) -> Snapshot | None:
         for _ in range(_LOOKS):
-            words = self._control.channel(peer, index)
-            is_there = words[_VERSION] != NOT_YET and words[_NUMBER] <= self._control.get(peer, PUBLISHED)
-            if is_there and words == self._control.channel(peer, index):
-                return _SharedSnapshot(self._control, self._bells, self._arena, peer, index, words)
+            record = self._record(peer, index)
+            is_told = record[_NUMBER] <= self._control.get(peer, PUBLISHED)
+            if is_told and record == self._record(peer, index):
+                return _SharedSnapshot(self._control, self._bells, self._arena, peer, index, record)
             self._bells.hear()
         return None
+
+    def _record(self, peer: int, index: int) -> list[int]:
+        words = self._control.channel(peer, index)
+        start = _RECORDS + words[_CURRENT] * _RECORD_WORDS
+        return words[start : start + _RECORD_WORDS]
 
 
 class _SharedSnapshot(Snapshot):
     def __init__(
-        self, control: Control, bells: Bells, arena: Arena, rank: int, index: int, words: list[int]
+        self, control: Control, bells: Bells, arena: Arena, rank: int, index: int, record: list[int]
     ) -> None:
         self.rank = rank
-        self.version = words[_VERSION]
-        segment, offset = arena.at(words[_PLACE])
-        self.tensor = segment.region(rank, offset, words[_COUNT], DTYPES[words[_DTYPE]])
+        self.version = record[_VERSION]
+        segment, offset = arena.at(record[_PLACE])
+        self.tensor = segment.region(rank, offset, record[_COUNT], DTYPES[record[_DTYPE]])
         self._control = control
         self._bells = bells
         self._index = index

@@ -28,7 +28,7 @@ SLOTS = 512
 """Operations that one worker may be ahead of the slowest."""
 SLOT_WORDS = 8
 CHANNELS = 16
-CHANNEL_WORDS = 8
+CHANNEL_WORDS = 16
 NOT_YET = -1
 FAILED = -1
 """The beat of a worker that has given up."""

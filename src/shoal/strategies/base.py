@@ -27,7 +27,7 @@ from shoal.strategies.monitors import Monitors
 from shoal.strategies.optimizers import start_optimizers
 from shoal.strategies.options import CommonOptions, read_options
 from shoal.strategies.schedule import rate_factor
-from shoal.strategies.start import require_equal, take_values
+from shoal.strategies.start import require_equal, require_same_count, take_values
 from shoal.strategies.tenants import apply_survival, move_in, move_out
 
 
@@ -272,7 +272,7 @@ class Strategy:
     def _start(self, attachment: Attachment, *, should_start_equal: bool) -> None:
         require_equal(self.group, attachment.named_tensors)
         if self.is_lockstep:
-            self._require_same_count()
+            require_same_count(self.group, self.name, self.steps, self.rounds)
         if should_start_equal:
             take_values(self.group, list(attachment.named_tensors.values()))
         start_optimizers(
@@ -282,19 +282,6 @@ class Strategy:
             should_take_state=should_start_equal,
             must_be_equal=self.shares_gradients,
         )
-
-    def _require_same_count(self) -> None:
-        ranks = self.group.members
-        everybody = self.group.share([self.steps, self.rounds])
-        for rank, theirs in zip(ranks, everybody, strict=True):
-            if theirs != everybody[0]:
-                (steps, rounds), (first_steps, first_rounds) = theirs, everybody[0]
-                raise UsageError(
-                    f"{self.name} on rank {rank} has done {steps} steps and {rounds} rounds, on rank "
-                    f"{ranks[0]} {first_steps} and {first_rounds}.",
-                    cause="a state of the strategy was loaded on some workers only, or is of another time.",
-                    next_step="load the state of one checkpoint on all workers.",
-                )
 
     def _monitor(self, *, is_skipped: bool) -> None:
         if self._monitors is not None and not self.shares_gradients:

@@ -79,7 +79,7 @@ class NeighborOptions(CommonOptions, frozen=True, kw_only=True, forbid_unknown_f
     ] = "exponential-2"
     order: Annotated[
         Literal["adapt-then-combine", "adapt-while-combine"],
-        Meta(description="exchange after the step, or while forward and backward compute"),
+        Meta(description="exchange after the step, or begun after forward and finished before the step"),
     ] = "adapt-then-combine"
 
 

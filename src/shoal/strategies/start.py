@@ -56,6 +56,21 @@ def require_equal(group: Group, tensors: Mapping[str, torch.Tensor]) -> None:
                 )
 
 
+def require_same_count(group: Group, strategy: str, steps: int, rounds: int) -> None:
+    """UsageError, on all members, when they have not done equally many: they would share at other times."""
+    ranks = group.members
+    everybody = group.share([steps, rounds])
+    for rank, theirs in zip(ranks, everybody, strict=True):
+        if theirs != everybody[0]:
+            (steps, rounds), (first_steps, first_rounds) = theirs, everybody[0]
+            raise UsageError(
+                f"{strategy} on rank {rank} has done {steps} steps and {rounds} rounds, on rank {ranks[0]} "
+                f"{first_steps} and {first_rounds}.",
+                cause="a state of the strategy was loaded on some workers only, or is of another time.",
+                next_step="load the state of one checkpoint on all workers.",
+            )
+
+
 def _words(entry: list[object] | None) -> str:
     if entry is None:
         return "no tensor"

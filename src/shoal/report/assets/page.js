@@ -115,7 +115,7 @@
     const ends = group.rows.flatMap((row) => row.series.flatMap((item) => (item ? [item.quantiles[0], item.quantiles[4]] : [])));
     const scale = group.isLog ? Object.assign({ type: "log" }, decades(ends.filter((end) => end > 0), width)) : {};
     Plotly.react(element, traces, layout(width, lines.height + 48, {
-      xaxis: axis(Object.assign({ title: titled(`${group.unit}${group.isLog ? " (logarithmic)" : ""}  ·  dot p50, bar p25 to p75, line p5 to p95`), zeroline: false }, scale)),
+      xaxis: axis(Object.assign({ title: titled([`${group.unit}${group.isLog ? " (logarithmic)" : ""}`.trim(), "dot p50, bar p25 to p75, line p5 to p95"].filter(Boolean).join("  ·  ")), zeroline: false }, scale)),
       yaxis: lines.axis, annotations: lines.annotations,
     }), config);
   };
