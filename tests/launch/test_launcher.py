@@ -149,13 +149,19 @@ def test_tracebacks_as_torch_prints_them_are_told_apart_too(start):
     assert done.said[1].startswith("ranks 0 and 2 failed after that: RuntimeError: [pair.cc:534]")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_what_children_print_of_a_worker_that_was_killed_is_not_its_own(start, monkeypatch, number):
+@pytest.mark.parametrize(
+    ("number", "child"),
+    [
+        (signal.SIGKILL, "raise ConnectionResetError(104, 'Connection reset by peer')"),
+        (signal.SIGSEGV, "raise ConnectionResetError(104, 'Connection reset by peer')"),
+        (signal.SIGKILL, "import sys; print('Traceback (most recent call last):', file=sys.stderr)"),
+    ],
+)
+def test_what_children_print_of_a_worker_that_was_killed_is_not_its_own(start, monkeypatch, number, child):
     monkeypatch.setattr("shoal.launch.failures.SETTLE_S", 30.0)
     body = f"""
         if rank == 0: time.sleep(100)
-        words = "raise ConnectionResetError(104, 'Connection reset by peer')"
-        subprocess.run([sys.executable, "-c", words])
+        subprocess.run([sys.executable, "-c", {child!r}])
         os.kill(os.getpid(), {number:d})
     """
     done = start(body, 2)

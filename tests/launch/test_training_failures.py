@@ -128,7 +128,8 @@ def assert_right(run):
     who = f"shoal run: rank {FAULTY_RANK}"
     if run.fault == "interrupt":
         assert_the_run_ended(run, 128 + signal.SIGINT)
-        assert run.err.splitlines()[-1] == "shoal run: interrupted; the workers are being ended"
+        said = [line for line in run.err.splitlines() if line.startswith("shoal run: ")]
+        assert said == ["shoal run: interrupted; the workers are being ended"]
     elif survives:
         assert_the_others_finished(run)
     elif run.fault == "exception":

@@ -96,7 +96,10 @@ class Failures:
 
     def _show(self, worker: Worker, death: Death) -> list[bytes]:
         """Its traceback, which is shown unless one like it has been."""
-        if death.error in self._shown_errors or (not death.error and is_echo(worker.tracebacks.error)):
+        printed = worker.tracebacks.error
+        # children print it of a worker that was killed, and are killed over it
+        is_foreign = death.code < 0 and not death.error and (not printed or is_echo(printed))
+        if death.error in self._shown_errors or is_foreign:
             worker.tracebacks.release()
         worker.show_held()
         if not death.error:
