@@ -66,3 +66,11 @@ def test_settings_that_cannot_be_are_refused(arguments, complaint):
     with pytest.raises(UsageError, match=complaint) as refused:
         LaunchSettings(("x",), **arguments)
     assert refused.value.next_step
+
+
+def test_the_c_library_is_tuned_unless_the_user_has_done_so(monkeypatch, pipe):
+    settings = LaunchSettings(("x.py",), num_workers=1)
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    assert "non_temporal_threshold" in Surroundings(settings).of(0, pipe[1])["GLIBC_TUNABLES"]
+    monkeypatch.setenv("GLIBC_TUNABLES", "mine")
+    assert Surroundings(settings).of(0, pipe[1])["GLIBC_TUNABLES"] == "mine"

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -116,14 +116,19 @@ class Parent:
 
 @contextlib.contextmanager
 def child(
-    function: str, arguments: dict[str, Any], *, source: Path | None = None, name: str = ""
+    function: str,
+    arguments: dict[str, Any],
+    *,
+    source: Path | None = None,
+    name: str = "",
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[Child]:
     """Run `module:name` in a new interpreter for as long as the block lasts.
 
     `source` is a folder that holds the package to use, for comparing versions; by default the one in use.
-    `name` is what errors call it.
+    `name` is what errors call it. `variables` count where the environment has none of that name.
     """
-    environment = dict(os.environ)
+    environment = {**(variables or {}), **os.environ}
     if source is not None:
         environment["PYTHONPATH"] = os.pathsep.join([str(source), environment.get("PYTHONPATH", "")]).rstrip(
             os.pathsep

@@ -17,6 +17,7 @@ import msgspec
 
 from shoal.bench.children import Child, Parent, child
 from shoal.core import BenchmarkError
+from shoal.launch.settings import TUNING
 
 T = TypeVar("T")
 
@@ -75,7 +76,9 @@ class Crew:
         for rank in range(settings.size):
             seat = {"rank": rank, "size": settings.size, "key": key, "folder": folder}
             arguments = {"seat": seat, "arguments": settings.arguments}
-            worker = child(settings.function, arguments, name=f"rank {rank} of {settings.size}")
+            worker = child(
+                settings.function, arguments, name=f"rank {rank} of {settings.size}", variables=TUNING
+            )
             self._children.append(self._stack.enter_context(worker))
 
     def _end(self) -> None:

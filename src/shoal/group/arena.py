@@ -26,6 +26,7 @@ from shoal.tensors.memory import tensor_over
 
 log = logging.getLogger(__name__)
 _MEMORY_FOLDER = Path("/dev/shm")
+_MAX_REGIONS = 4096
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
 
 
@@ -72,10 +73,21 @@ class Segment:
         self.end = self.start + place.size_bytes
         self.code = place.file << 56 | place.offset_bytes
         """A number for its beginning that is the same on all workers."""
+        self._regions: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
         self._memory = memory
 
     def region(self, rank: int, offset_bytes: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor in a rank's region."""
+        """A flat tensor in a rank's region; the same one every time, so keep it to yourself."""
+        key = (rank, offset_bytes, num_elements, dtype)
+        found = self._regions.get(key)
+        if found is None:
+            if len(self._regions) >= _MAX_REGIONS:
+                self._regions.clear()
+            found = self._regions[key] = self.new_region(*key)
+        return found
+
+    def new_region(self, rank: int, offset_bytes: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor in a rank's region, to give away."""
         start = rank * self.stride_bytes + offset_bytes
         return self.flat[start : start + num_elements * dtype.itemsize].view(dtype)
 

@@ -32,7 +32,7 @@ from shoal.group.settings import GroupSettings
 from shoal.group.watch import Watch
 
 log = logging.getLogger(__name__)
-_SPIN_S = 2e-3
+_SPIN_S = 5e-4
 _SPIN_CROWDED_S = 2e-4  # with more workers than cores the one that is waited for needs this one's core
 _NAP_S = 5e-3  # a bell that rang just before the nap is missed for this long
 _LINE_EVERY_S = 10.0

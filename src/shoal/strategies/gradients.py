@@ -27,6 +27,7 @@ from shoal.tensors import (
     BucketSlot,
     TensorSpec,
 )
+from shoal.tensors.memory import copy_into
 
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
 
@@ -104,7 +105,7 @@ class _Place:
             return
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        view.copy_(gradient.detach() if gradient.requires_grad else gradient)
+        copy_into(view, gradient.detach() if gradient.requires_grad else gradient)
         self.parameter.grad = view
 
 
