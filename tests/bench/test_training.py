@@ -55,7 +55,7 @@ def test_workers_that_wait_do_equally_many_iterations_and_others_do_not(rows):
 def test_a_slow_worker_is_waited_for_under_all_reduce_alone(rows):
     waited = [sum(rows["others_waited", "all-reduce", rank].samples) for rank in (0, 1)]
     assert waited[1] > 3 * waited[0]
-    assert rows["fraction_of_own_ceiling", "all-reduce", 0].samples[0] < 0.5
+    assert rows["fraction_of_own_speed", "all-reduce", 0].samples[0] < 0.5
     assert ("others_waited", "pair", 1) not in rows
 
 
@@ -71,11 +71,12 @@ def test_fractions_are_of_neighbours_in_time():
     lane = Lane(
         blocks=[blocks([2.0], [2.0]), blocks([1.0], [1.0])],
         ceilings=[blocks([1.0], [1.0]), blocks([1.0], [0.5])],
+        evens=[blocks([1.0], [1.0]), blocks([1.0], [0.5])],
     )
     rows = by_key(lane_rows("sma", lane, msgspec.structs.replace(TINY, slow_rank=0)))
     assert rows["fraction_of_ceiling", "sma", None].samples == pytest.approx([0.5, 2 / 3])
-    assert rows["fraction_of_own_ceiling", "sma", 0].samples == [0.5, 1.0]
-    assert rows["fraction_of_own_ceiling", "sma", 1].samples == [0.5, 0.5]
+    assert rows["fraction_of_own_speed", "sma", 0].samples == [0.5, 1.0]
+    assert rows["fraction_of_own_speed", "sma", 1].samples == [0.5, 0.5]
     assert rows["seconds_per_iteration", "sma", 1].samples == [2.0, 1.0]
     assert not [key for key in rows if key[0] == "others_waited"]
 

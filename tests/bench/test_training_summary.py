@@ -34,14 +34,14 @@ SLOW = [
     row("examples_per_s", "all-reduce", [10.0]),
     row("seconds_per_iteration", "all-reduce", [1.0] * 10, rank=0),
     row("seconds_per_iteration", "all-reduce", [1.0] * 10, rank=1),
-    row("fraction_of_own_ceiling", "all-reduce", [0.1, 0.3, 0.2], rank=0),
-    row("fraction_of_own_ceiling", "all-reduce", [1.0], rank=1),
+    row("fraction_of_own_speed", "all-reduce", [0.1, 0.3, 0.2], rank=0),
+    row("fraction_of_own_speed", "all-reduce", [1.0], rank=1),
     row("others_waited", "all-reduce", [9.0, 0.1], rank=1),
     row("examples_per_s", "pair", [10.0]),
     row("seconds_per_iteration", "pair", [0.1] * 10, rank=0),
     row("seconds_per_iteration", "pair", [1.0] * 2, rank=1),
-    row("fraction_of_own_ceiling", "pair", [0.95], rank=0),
-    row("fraction_of_own_ceiling", "pair", [0.99], rank=1),
+    row("fraction_of_own_speed", "pair", [0.95], rank=0),
+    row("fraction_of_own_speed", "pair", [0.99], rank=1),
 ]
 
 

@@ -24,7 +24,7 @@ ASYNCHRONOUS = ("pair",)
 """Strategies under which nobody waits: with a slow worker the others do more iterations."""
 DEFAULT_STRATEGIES = ("all-reduce", "neighbor", "pair", "sma", "ddp")
 FRACTION, SPEED, ITERATION = "fraction_of_ceiling", "examples_per_s", "seconds_per_iteration"
-OWN_FRACTION, WAITED = "fraction_of_own_ceiling", "others_waited"
+OWN_FRACTION, WAITED = "fraction_of_own_speed", "others_waited"
 METRICS: dict[str, tuple[str, Literal["higher", "lower"]]] = {
     FRACTION: ("", "higher"),
     SPEED: ("1/s", "higher"),
@@ -101,6 +101,8 @@ class Lane(msgspec.Struct):
     blocks: list[Blocks] = []
     ceilings: list[Blocks] = []
     """The neighbours in time of `blocks`, under `none`."""
+    evens: list[Blocks] = []
+    """Where somebody is slow: the same strategy beside `blocks`, with nobody slow."""
     error: str | None = None
 
 
@@ -164,6 +166,10 @@ class TrainingScenario:
         order = (name, NONE) if number % 2 == 0 else (NONE, name)
         try:
             measured = {who: self._block(crew, who, self._iterations[who]) for who in order}
+            if self._config.slow_rank is not None:
+                sleep_s, self._sleep_s = self._sleep_s, 0.0
+                self._lanes[name].evens.append(self._block(crew, name, self._iterations[name]))
+                self._sleep_s = sleep_s
         except BenchmarkError as error:
             self._give_up(name, error, tell)
             return
@@ -216,8 +222,8 @@ def lane_rows(name: str, lane: Lane, config: TrainingConfig) -> Iterator[Measure
         own = [blocks[rank] for blocks in lane.blocks]
         by_rank = {**key, "rank": rank}
         yield _measured(ITERATION, by_rank, [time_s for block in own for time_s in block.times_s])
-        if beside and config.slow_rank is not None:
-            pairs = zip(own, (blocks[rank] for blocks in lane.ceilings), strict=True)
+        if lane.evens:
+            pairs = zip(own, (blocks[rank] for blocks in lane.evens), strict=True)
             fractions = [ours.examples_per_s(1) / theirs.examples_per_s(1) for ours, theirs in pairs]
             yield _measured(OWN_FRACTION, by_rank, fractions)
         if any(map(any, waits)):

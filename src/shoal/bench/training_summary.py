@@ -102,7 +102,7 @@ def training_items(report: Report) -> Items:
         table.rows.append((name, *cells))
     items += [table, "of ceiling: of the speed under 'none', where nothing is shared, right before or after."]
     if ranks:
-        items.append("rank 0, 1, ...: that worker's speed as a fraction of its own under 'none'.")
+        items.append("rank 0, 1, ...: that worker's speed as a fraction of its own when nobody is slow.")
     items.append("")
     _, evidence = slow_worker(report)
     if evidence:
