@@ -18,7 +18,7 @@ def test_alone_it_is_plain_training(workers, kind):
     workers.run(checks.alone, 1, EVERY, kind=kind)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow), 5])
 def test_each_tensor_goes_once_a_round_and_the_mean_stays(workers, size):
     workers.run(checks.rounds, size, EVERY if size < 4 else list(COUNTED))
 

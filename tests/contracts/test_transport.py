@@ -24,9 +24,16 @@ from shoal.core import (
 from shoal.tensors import pack, unpack
 from shoal.transport import ALIGNMENT_BYTES, Head, Limits, Reply
 
-every_transport = pytest.mark.parametrize("name", TRANSPORTS)
-large_ones = pytest.mark.parametrize("name", LARGE)
-ON_LOOPS = [(name, "uvloop") for name in TRANSPORTS]
+SLOW = ("stream-home", "tls-home")  # "datagrams-home" has streams and TLS in it, "memory-home" takes no time
+
+
+def param(name, *more):
+    return pytest.param(name, *more, marks=[pytest.mark.slow] if name in SLOW else [])
+
+
+every_transport = pytest.mark.parametrize("name", [param(name) for name in TRANSPORTS])
+large_ones = pytest.mark.parametrize("name", [param(name) for name in LARGE])
+ON_LOOPS = [param(name, "uvloop") for name in TRANSPORTS]
 ON_LOOPS += [(name, "asyncio") for name, kind in TRANSPORTS.items() if kind.is_plain]
 
 SIZES = [0, 1, 63, 64, 65, 1000, 65535, 65536, 65537, 1 << 20, (8 << 20) + 1, 64 << 20]

@@ -162,6 +162,7 @@ def test_a_fault_in_training(train, strategy, fault):
     assert_right(run)
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_fail_each_in_its_own_way(train):
     first, second = train("neighbor", "kill", num_workers=3), train("all-reduce", "stop", num_workers=2)
     first.wait_until_training()
