@@ -1,7 +1,7 @@
 import concurrent.futures
 import contextlib
+import errno
 import os
-import resource
 import socket
 import uuid
 from pathlib import Path
@@ -174,19 +174,13 @@ def test_one_that_ends_instead_of_answering_is_named(key, nothing_stays_open):
             host.result()
 
 
-def test_a_host_without_room_for_more_files_names_the_limit(key, nothing_stays_open):
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with guest_of(key, size=2) as (guest, host), socket.socket(socket.AF_UNIX) as other:
-        guest.close()
-        free = os.dup(0)
-        os.close(free)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
-        try:
-            other.connect(_address(key))
-            with pytest.raises(LimitExceeded, match="ulimit -n"):
-                host.result()
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+def test_a_host_without_room_for_more_files_names_the_limit(key, nothing_stays_open, monkeypatch):
+    def accept(listener):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    with guest_of(key, size=2) as (_, host), pytest.raises(LimitExceeded, match="ulimit -n"):
+        host.result()
 
 
 def test_a_guest_without_room_for_more_files_names_the_limit(key, nothing_stays_open):

@@ -6,7 +6,7 @@ from torch import nn
 
 from shoal.core import UsageError
 from shoal.strategies.all_reduce import GradientAllReduce
-from shoal.strategies.start import start_equal
+from shoal.strategies.start import require_equal
 
 
 def model_of(rank, *, width=4, dtype=torch.float32, is_frozen=False):
@@ -33,7 +33,7 @@ def start(group, arguments):
     for odd in ({"width": 5}, {"dtype": torch.float64}, {"is_frozen": True}):
         other = model_of(group.rank, **(odd if group.rank == 2 else {}))
         with pytest.raises(UsageError) as caught:
-            start_equal(group, {**dict(other.named_parameters()), **dict(other.named_buffers())})
+            require_equal(group, {**dict(other.named_parameters()), **dict(other.named_buffers())})
         errors.append(caught.value.what)
     return errors
 

@@ -74,9 +74,9 @@ def transport(
     config = SHORT if short else TransportConfig()
     if repeats is not None:
         config = msgspec.structs.replace(config, repeats=repeats)
-    settings = RunSettings(
-        starts if starts is not None else 1 if short else NUM_STARTS, seed, ("shoal", *(context.obj or ()))
-    )
+    if starts is None:
+        starts = 1 if short else NUM_STARTS
+    settings = run_settings(context, starts, seed)
     run_and_tell("transport", config, settings, summarize_transport, Outputs(report, json_file), against)
 
 
@@ -99,7 +99,7 @@ def virtual(
 
     Profile.load(profile)  # complains before anything is started
     config = VirtualConfig(peers, calls_per_s, seconds, profile, kind)
-    settings = RunSettings(starts, seed, ("shoal", *(context.obj or ())))
+    settings = run_settings(context, starts, seed)
     run_and_tell("virtual", config, settings, summarize_virtual, Outputs(report, json_file))
 
 
@@ -136,7 +136,7 @@ def collectives(
         SHORT if short else CollectivesConfig(),
         **{name: value for name, value in given.items() if value is not None},
     )
-    settings = RunSettings(starts, seed, ("shoal", *(context.obj or ())))
+    settings = run_settings(context, starts, seed)
     outputs = Outputs(report, json_file, items)
     run_and_tell("collectives", config, settings, summarize_collectives, outputs, against)
 
@@ -207,7 +207,7 @@ def training(
         slow_factor=slow_factor,
         seed=seed,
     )
-    settings = RunSettings(starts, seed, ("shoal", *(context.obj or ())))
+    settings = run_settings(context, starts, seed)
     outputs = Outputs(report, json_file, training_items)
     run_and_tell("training", config, settings, summarize_training, outputs, against)
 
@@ -248,6 +248,11 @@ def assignments(texts: list[str]) -> dict[str, str]:
             raise UsageError(f"--option {text} sets nothing.", next_step="say --option NAME=VALUE.")
         given[name.strip().replace("-", "_")] = value
     return given
+
+
+def run_settings(context: typer.Context, starts: int, seed: int) -> RunSettings:
+    """With the command line as it was typed, for the report."""
+    return RunSettings(starts, seed, ("shoal", *(context.obj or ())))
 
 
 class Outputs(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from typing import Any, Generic, Literal, Self, TypeVar
 import msgspec
 import torch
 
-from shoal.core import Deadline
+from shoal.core import Deadline, PeerLost
 from shoal.topology import Weights
 
 T = TypeVar("T")
@@ -76,6 +76,15 @@ class Loss:
     rank: int
     reason: str
     """'its process 4711 ended', 'silent for 5.2 s'."""
+
+    def error(self, when: str = "") -> PeerLost:
+        """What is raised where nothing goes on without that peer; `when` is said before the reason."""
+        return PeerLost(
+            f"rank {self.rank} is lost{when}: {self.reason}.",
+            peer=self.rank,
+            cause="it was killed, stopped, or failed; its own output says more.",
+            next_step="start again, or use a strategy that outlives a lost worker (neighbor, pair).",
+        )
 
 
 class Group(abc.ABC):

@@ -61,7 +61,7 @@ def code_of(dtype: torch.dtype) -> int:
 
 
 class Control:
-    """All ranks' words, read by all; `mine` is what this worker writes."""
+    """All ranks' words, read by all."""
 
     def __init__(self, segment: Segment, rank: int, size: int) -> None:
         self._words = segment.flat.numpy().data.cast("B").cast("q")

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, ShoalError, UsageError
+from shoal.group.base import Loss
 from shoal.group.control import (
     ARRIVED,
     ASLEEP,
@@ -207,7 +208,7 @@ class Engine:
     @property
     def is_busy(self) -> bool:
         """Whether this worker has something left to do."""
-        return bool(self._to_arrive or self._to_work)
+        return bool(self._to_work)
 
     def wait(self, task: Task, deadline: Deadline | None) -> None:
         """Until a task is complete; raises its error."""
@@ -240,10 +241,9 @@ class Engine:
         finally:
             self._blame(time.perf_counter() - began_s)
 
-    def members(self, seq: int | None = None) -> list[int]:
-        """Who takes part in an operation, the next one by default."""
-        seq = self.issued + 1 if seq is None else seq
-        return [rank for rank in self._everybody if self._is_member(rank, seq)]
+    def members(self) -> list[int]:
+        """Who takes part in the next operation."""
+        return [rank for rank in self._everybody if self._is_member(rank, self.issued + 1)]
 
     def is_finished(self, seq: int) -> bool:
         """Whether everybody who is still there has finished an operation, this worker included."""
@@ -341,12 +341,7 @@ class Engine:
         return None
 
     def _lost(self, rank: int) -> PeerLost:
-        return PeerLost(
-            f"rank {rank} is lost: {self._watch.reason(rank)}.",
-            peer=rank,
-            cause="it was killed, stopped, or failed; its own output says more.",
-            next_step="start again, or use a strategy that outlives a lost worker (neighbor, pair).",
-        )
+        return Loss(rank, self._watch.reason(rank)).error()
 
     def _given_up(self) -> PeerLost:
         return PeerLost(

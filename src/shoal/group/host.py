@@ -379,11 +379,10 @@ class HostGroup(Group):
         self._engine.drop()
         if os.getpid() != self._pid:
             return  # all of it is the parent's
+        self._watch.close()  # first: it would beat over what is said here
         if self._control.gone_after(self.rank) == NOT_YET:
             self._control.judge(self.rank, self._control.get(self.rank, ARRIVED))
-            self._watch.close()
             self._bells.tell(BEAT, FAILED)
-        self._watch.close()
         self._bells.close()
         self._arena.close()
 

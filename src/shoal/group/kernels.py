@@ -71,17 +71,6 @@ def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Reduction)
         out.mul_(1 / len(parts))
 
 
-def add_to_own(own: torch.Tensor, others: Sequence[torch.Tensor], op: Reduction) -> None:
-    """Reduce into one of the parts."""
-    if own.dtype in _HALF or op in ("min", "max"):
-        reduce_into(own, [own, *others], op)
-        return
-    for other in others:
-        own.add_(other)
-    if op == "mean":
-        own.mul_(1 / (len(others) + 1))
-
-
 def mix_into(
     out: torch.Tensor, own: torch.Tensor, own_weight: float, sources: Sequence[tuple[torch.Tensor, float]]
 ) -> None:

@@ -9,7 +9,6 @@ order). What it has of a timeline is written in any case, save when it is killed
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import signal
 import sys
@@ -27,6 +26,7 @@ from shoal.group.settings import GroupSettings
 from shoal.group.solo import SoloGroup
 from shoal.group.timeline import Timeline
 from shoal.group.traced import Traced
+from shoal.group.watch import stat_fields
 
 _JOB_VARIABLES = (
     RUN_ID_VARIABLE,
@@ -145,6 +145,5 @@ def _key(placement: Placement, options: RunOptions, environ: Mapping[str, str]) 
 
 def _started(pid: int) -> str:
     """When a process began, so that a number that is used again names another run."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return ""
+    fields = stat_fields(pid)
+    return fields[19] if len(fields) > 19 else ""

@@ -14,7 +14,7 @@ from shoal.group.arena import Segment
 from shoal.group.base import Handle, Reduction, T
 from shoal.group.control import code_of
 from shoal.group.engine import Engine, Span, Task
-from shoal.group.kernels import add_to_own, share
+from shoal.group.kernels import reduce_into, share
 
 STAGE_BYTES = 1 << 22
 """One half of the staging memory: a step's overhead does not count any more, and caches still hold it."""
@@ -104,8 +104,9 @@ class Staging:
         def step(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
             ranks = list(stages)
             low, high = share(ranks.index(self._rank), len(ranks), part.numel(), part.element_size())
-            others = [stages[rank][low:high] for rank in ranks if rank != self._rank]
-            add_to_own(stages[self._rank][low:high], others, op)
+            own = stages[self._rank][low:high]
+            # what it is reduced into comes first, since it is overwritten
+            reduce_into(own, [own, *(stages[rank][low:high] for rank in ranks if rank != self._rank)], op)
 
         return step
 

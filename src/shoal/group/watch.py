@@ -94,7 +94,7 @@ class Watch:
         for rank, descriptor in self._pidfds.items():
             loop.add_reader(descriptor, self._ended, rank)
         looked_s = time.monotonic()
-        while self._present:
+        while True:  # the last one too: somebody may be about to judge it
             self._control.set(BEAT, time.monotonic_ns())
             await asyncio.sleep(_BEAT_S)
             now_s = time.monotonic()
@@ -104,9 +104,6 @@ class Watch:
             except Exception:
                 log.exception("rank %d could not look after the others, and goes on beating", self._rank)
             looked_s = now_s
-        while True:  # the last one beats on: somebody may be about to judge it
-            self._control.set(BEAT, time.monotonic_ns())
-            await asyncio.sleep(_BEAT_S)
 
     def _look(self, passed_s: float) -> None:
         for rank in tuple(self._present):
@@ -181,7 +178,7 @@ class Watch:
         return True
 
 
-def _stat(pid: int) -> list[str]:
+def stat_fields(pid: int) -> list[str]:
     """The fields of /proc/PID/stat behind the name; empty where there is none."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -189,10 +186,10 @@ def _stat(pid: int) -> list[str]:
 
 
 def _cpu_s(pid: int) -> float:
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if len(fields) > 12 else 0.0
 
 
 def _stopped(pid: int) -> str:
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return ", its process is stopped (SIGSTOP)" if fields and fields[0] in ("T", "t") else ""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shoal.core.errors import PeerLost, UsageError
+from shoal.core.errors import UsageError
 from shoal.group import Group, Handle
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.base import Strategy
@@ -74,12 +74,7 @@ class ParameterStrategy(Strategy):
             return
         for rank, loss in list(self.group.lost.items()):
             if not self.survives_loss:
-                raise PeerLost(
-                    f"rank {rank} is lost in round {self.rounds}: {loss.reason}.",
-                    peer=rank,
-                    cause="it was killed, stopped, or failed; its own output says more.",
-                    next_step="start again, or use a strategy that outlives a lost worker (neighbor, pair).",
-                )
+                raise loss.error(f" in round {self.rounds}")
             if rank not in self._missed:
                 self._missed.append(rank)
                 # the group has warned of the loss and its reason

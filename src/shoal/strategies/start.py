@@ -17,15 +17,6 @@ from shoal.group import Group
 from shoal.strategies.averaging import packed
 
 
-def start_equal(group: Group, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Compare names, shapes and dtypes, then take rank 0's values. Collective.
-
-    UsageError, on all members, names the first tensor that differs, and whose it is.
-    """
-    require_equal(group, tensors)
-    take_values(group, list(tensors.values()))
-
-
 def take_values(group: Group, tensors: Sequence[torch.Tensor]) -> None:
     """Those of rank 0, into tensors of the same shapes and dtypes. Collective."""
     for bucket, mine in packed([tensor.detach() for tensor in tensors]):
@@ -35,7 +26,7 @@ def take_values(group: Group, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def require_equal(group: Group, tensors: Mapping[str, torch.Tensor]) -> None:
-    """UsageError, on all members, when what they hold differs in more than values."""
+    """UsageError, on all members, when what they hold differs in more than values; names the first tensor."""
     mine = [
         [name, str(tensor.dtype), list(tensor.shape), tensor.requires_grad]
         for name, tensor in tensors.items()
