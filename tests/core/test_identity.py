@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed448
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from shoal.core import IdentityError, PeerId
+from shoal.core import IdentityError, PeerId, UsageError
 from shoal.core.identity import (
     Identity,
     default_identity_path,
@@ -55,6 +55,21 @@ def test_an_identity_signs_and_its_id_is_its_public_keys():
     identity.public_key.verify(identity.sign(b"hello"), b"hello")
     assert identity.peer_id == PeerId.of_public_key(identity.public_key.public_bytes_raw())
     assert identity != Identity.generate()
+
+
+def test_a_seed_always_makes_the_same_identity():
+    first, again = Identity.from_seed(b"7" * 32), Identity.from_seed(b"7" * 32)
+    assert first == again
+    assert first.sign(b"hello") == again.sign(b"hello")
+    assert first != Identity.from_seed(b"8" * 32)
+    # RFC 8032, section 7.1, the first test
+    known = Identity.from_seed(
+        bytes.fromhex("9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60")
+    )
+    assert known.public_key.public_bytes_raw().hex().startswith("d75a980182b10ab7d54bfed3c964073a")
+    for seed in (b"", b"7" * 31, b"7" * 33):
+        with pytest.raises(UsageError, match=f"has 32 bytes, not {len(seed)}"):
+            Identity.from_seed(seed)
 
 
 @posix_only

@@ -221,21 +221,6 @@ def test_a_host_that_asks_too_often_is_sent_away(run):
     run(main())
 
 
-def test_the_allowance_of_a_host_comes_back_and_is_its_own():
-    allowance = introductions._Allowance()
-    for _ in range(6):
-        allowance.take("10.0.0.1", 100.0)
-    with pytest.raises(PeerBusy):
-        allowance.take("10.0.0.1", 100.0)
-    allowance.take("10.0.0.2", 100.0)
-    allowance.take("10.0.0.1", 105.1)
-    with pytest.raises(PeerBusy):
-        allowance.take("10.0.0.1", 105.1)
-    for number in range(5000):
-        allowance.take(f"host {number}", 106.0)
-    assert len(allowance._spent) == introductions._MAX_HOSTS
-
-
 # --- bulk ---
 
 

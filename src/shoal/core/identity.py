@@ -15,11 +15,12 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from shoal.core.errors import IdentityError
+from shoal.core.errors import IdentityError, UsageError
 from shoal.core.ids import PeerId
 
 IDENTITY_FILE = "identity.pem"
 SECRET_BYTES = 32
+SEED_BYTES = 32
 _MAX_PRIVATE_BYTES = 64 << 10  # no key or secret is larger
 
 
@@ -34,6 +35,16 @@ class Identity:
     def generate(cls) -> Identity:
         """A new key that is kept nowhere."""
         return cls._of(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def from_seed(cls, seed: bytes) -> Identity:
+        """The same key for the same 32 bytes: for simulated worlds and tests, since the seed is the key."""
+        if len(seed) != SEED_BYTES:
+            raise UsageError(
+                f"An identity's seed has {SEED_BYTES} bytes, not {len(seed)}.",
+                next_step="hash what you have to that length.",
+            )
+        return cls._of(Ed25519PrivateKey.from_private_bytes(seed))
 
     @classmethod
     def load(cls, path: Path) -> Identity:

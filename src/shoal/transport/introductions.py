@@ -30,6 +30,7 @@ from shoal.transport.datagrams.transport import DatagramTransport
 from shoal.transport.frames import VERSION
 from shoal.transport.limits import KIB, MIB
 from shoal.transport.messages import Head, Reply
+from shoal.transport.shares import Shares
 
 if TYPE_CHECKING:
     from shoal.transport.endpoint import Endpoint
@@ -46,9 +47,8 @@ MAX_BULK_BYTES = 4 * MIB
 MAX_PATIENCE_S = 4.0
 _BLOCK_BYTES = 256 * KIB  # larger than what programs that compress a line look back at
 _MAX_AT_ONCE = 4
-_MAX_HOSTS = 4096
-_BURST = 6
-_EVERY_S = 5.0
+_BURST = 6  # how often a host is dialed back at once
+_EVERY_S = 5.0  # and then
 
 Way = Literal["tcp", "udp"]
 WAYS: tuple[Way, ...] = ("tcp", "udp")
@@ -114,7 +114,7 @@ class Introductions:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        self._allowance = _Allowance()
+        self._dial_backs = Shares(1 / _EVERY_S, _BURST)
         self._num_dialing = 0
         self._block: memoryview | None = None
 
@@ -138,7 +138,10 @@ class Introductions:
     async def dial_back(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         """Call the caller at the port that it names, over the ways that it names."""
         host, wish = head.peer.address.host, head.payload
-        self._allowance.take(host, self._endpoint.network.clock.now_s())
+        if self._dial_backs.take(host, 1, self._endpoint.network.clock.now_s()):
+            raise PeerBusy(
+                f"{host} has asked to be dialed back too often.", next_step=f"wait for {_EVERY_S:g} s."
+            )
         if self._num_dialing >= _MAX_AT_ONCE:
             raise PeerBusy("this peer dials back to others now.", next_step="try again in a few seconds.")
         target = Peer(Address(host, wish.port), head.peer.id)
@@ -236,23 +239,3 @@ def outcome_of(error: Exception) -> Outcome:
             return "refused"
         return "unknown host" if isinstance(error.__cause__, (socket.gaierror, ValueError)) else "unreachable"
     return "failed"
-
-
-class _Allowance:
-    """How often each host is dialed back: a few times at once, then every few seconds."""
-
-    def __init__(self) -> None:
-        self._spent: dict[str, tuple[float, float]] = {}  # how much, and when that was so; oldest first
-
-    def take(self, host: str, now_s: float) -> None:
-        """PeerBusy when this host has asked too often."""
-        spent, at_s = self._spent.pop(host, (0.0, now_s))
-        spent = max(0.0, spent - (now_s - at_s) / _EVERY_S)
-        has_room = spent + 1 <= _BURST
-        self._spent[host] = (spent + has_room, now_s)
-        if len(self._spent) > _MAX_HOSTS:
-            del self._spent[next(iter(self._spent))]
-        if not has_room:
-            raise PeerBusy(
-                f"{host} has asked to be dialed back too often.", next_step=f"wait for {_EVERY_S:g} s."
-            )

@@ -1,0 +1,233 @@
+"""What this peer answers others (`rpc_*`): records that it holds, and peers that are nearer.
+
+Handlers are plain functions: they run in the loop's turn in which the request came. Whoever asks too often is
+told so; what is to be stored is checked here, signature and schema, before storage sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from shoal._version import __version__
+from shoal.core import Peer, PeerId, PeerRefused
+from shoal.core.ids import ID_BYTES
+from shoal.dht.cache import Cache
+from shoal.dht.contacts import Contact, ContactBook, number_of
+from shoal.dht.coordinates import coordinates_of, pack_page
+from shoal.dht.messages import (
+    ABOUT,
+    FIND,
+    MAX_CONTACTS,
+    MAX_WANTS,
+    PING,
+    REACH_SHIFT,
+    STORE,
+    About,
+    Find,
+    Finding,
+    Found,
+    Kind,
+    Ping,
+    Pong,
+    State,
+    Store,
+    StoreAnswer,
+    Want,
+)
+from shoal.dht.ownership import Ownership
+from shoal.dht.rates import Rates
+from shoal.dht.records import Slot, Verdict
+from shoal.dht.schemas import Schemas
+from shoal.dht.settings import DHTSettings
+from shoal.dht.storage import Storage
+from shoal.dht.table import RoutingTable
+from shoal.transport import Endpoint, Head, Reply
+
+_MAX_ANSWER_BYTES = 6_500  # of slots, so that an answer of several keys stays within a few datagrams
+_SLOT_BYTES = 24  # around what a slot holds, on the wire
+_encoder = msgspec.msgpack.Encoder()
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """Everything that a peer knows and keeps."""
+
+    table: RoutingTable
+    book: ContactBook
+    storage: Storage
+    cache: Cache
+    ownership: Ownership
+    schemas: Schemas
+    rates: Rates
+
+    def live_slots(self, key: bytes, wall_s: float, *, is_use: bool = False) -> list[Slot]:
+        """What is stored or cached under a key, whichever expires later."""
+        stored = self.storage.get(key, wall_s)
+        cached = self.cache.get(key, wall_s, is_use=is_use)
+        if not cached or not stored:
+            return stored or cached
+        return max(stored, cached, key=_expiration)
+
+    def check(self, key: bytes, slot: Slot) -> Verdict | None:
+        """Why a slot is not to be believed, whoever holds it."""
+        return self.ownership.check(key, slot) or self.schemas.check(key, slot)
+
+    def keep(self, key: bytes, slot: Slot, wall_s: float, *, is_cache: bool = False) -> Verdict:
+        """Check a slot and keep it."""
+        if len(key) != ID_BYTES:
+            return Verdict.BAD_VALUE
+        refused = self.check(key, slot)
+        if refused is not None:
+            return refused
+        if is_cache:
+            return self.cache.store(key, [slot], wall_s)[0]
+        verdict = self.storage.store(key, slot, wall_s)
+        if verdict is Verdict.STORED:
+            self.cache.forget_absence(key)
+        return verdict
+
+
+class Answering:
+    """The DHT's methods at one endpoint."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        peer_id: PeerId,
+        holdings: Holdings,
+        settings: DHTSettings,
+        on_seen: Callable[[Contact, float | None], None],
+    ) -> None:
+        self._endpoint = endpoint
+        self._peer_id = peer_id
+        self._holdings = holdings
+        self._settings = settings
+        self._on_seen = on_seen
+        self._began_s = endpoint.network.clock.now_s()
+        endpoint.handle(PING, self.rpc_ping, payload_type=Ping)
+        endpoint.handle(FIND, self.rpc_find, payload_type=Find)
+        endpoint.handle(STORE, self.rpc_store, payload_type=Store)
+        endpoint.handle(ABOUT, self.rpc_about, payload_type=None)
+
+    def rpc_ping(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
+        """Tell who and when this is."""
+        self._meet(head.peer, head.payload.port, num_wants=1)
+        wall_s = self._endpoint.network.clock.wall_s()
+        return _reply(Pong(self._peer_id.digest, str(head.peer.address), wall_s))
+
+    def rpc_find(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
+        """Tell of records, and of peers that are nearer to their keys."""
+        wants: list[Want] = head.payload.wants
+        if len(wants) > MAX_WANTS or any(len(want.key) != ID_BYTES for want in wants):
+            raise PeerRefused(f"a find takes at most {MAX_WANTS} keys of {ID_BYTES} bytes.")
+        self._meet(head.peer, head.payload.port, num_wants=len(wants))
+        return _reply(self._find(wants, head.peer.id))
+
+    def rpc_store(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
+        """Keep slots, or say of each why not."""
+        store: Store = head.payload
+        num_slots = sum(len(item.slots) for item in store.items) + len(store.absent)
+        self._holdings.rates.take_records(head.peer, num_slots, self._endpoint.datagrams.loop.time())
+        self._meet(head.peer, store.port, num_wants=1)
+        wall_s = self._endpoint.network.clock.wall_s()
+        keep = self._holdings.keep
+        verdicts = bytes(
+            keep(item.key, slot, wall_s, is_cache=store.is_cache)
+            for item in store.items
+            for slot in item.slots
+        )
+        until_s = wall_s + min(store.absent_s, self._settings.absent_s)
+        for key in store.absent[:MAX_WANTS]:
+            if len(key) == ID_BYTES and not self._holdings.storage.get(key, wall_s):
+                self._holdings.cache.mark_absent(key, until_s)
+        return _reply(StoreAnswer(verdicts))
+
+    def rpc_about(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
+        """Tell how this peer is."""
+        self._meet(head.peer, 0, num_wants=1)
+        holdings, clock = self._holdings, self._endpoint.network.clock
+        return _reply(
+            About(
+                software=__version__,
+                uptime_s=clock.now_s() - self._began_s,
+                num_records=len(holdings.storage),
+                record_bytes=holdings.storage.size_bytes,
+                num_cached=len(holdings.cache),
+                num_contacts=len(holdings.table),
+                is_client=self._settings.is_client,
+                wall_s=clock.wall_s(),
+            )
+        )
+
+    # --- inside ---
+
+    def _meet(self, peer: Peer, port: int, *, num_wants: int) -> None:
+        """Take note of who asks; PeerBusy when it asks too often.
+
+        It listens at the address that its packets come from, and has proven that it receives there; whoever
+        names another port is believed only once it has answered a call there.
+        """
+        self._holdings.rates.take_messages(peer, num_wants, self._endpoint.datagrams.loop.time())
+        if port and peer.id is not None and peer.id != self._peer_id and port == peer.address.port:
+            self._on_seen(self._holdings.book.of(peer), None)
+
+    def _find(self, wants: list[Want], asker: PeerId | None) -> Found:
+        holdings = self._holdings
+        wall_s = self._endpoint.network.clock.wall_s()
+        now_s = self._endpoint.datagrams.loop.time()
+        asker_number = number_of(asker.digest) if asker is not None else -1
+        contacts: dict[bytes, int] = {}
+        findings = []
+        left_bytes = _MAX_ANSWER_BYTES
+        for want in wants:
+            key, kind = want.key, want.kind
+            slots = holdings.live_slots(key, wall_s) if kind != Kind.PEERS else []
+            size_bytes = sum(map(size_of, slots)) if kind != Kind.COORDINATES else 0
+            if slots and kind == Kind.VALUE and (size_bytes <= left_bytes or len(wants) == 1):
+                findings.append(Finding(State.HERE, b"", slots))
+                left_bytes -= size_bytes
+                continue
+            near = self._near(want, asker_number, now_s, contacts)
+            if not slots:
+                is_absent = kind != Kind.PEERS and holdings.cache.is_absent(key, wall_s)
+                findings.append(Finding(State.ABSENT if is_absent else State.NOTHING, near))
+            elif kind == Kind.COORDINATES:
+                page, has_more = pack_page(coordinates_of(slots), want.after)
+                if len(page) > left_bytes and len(wants) > 1:
+                    findings.append(Finding(State.TOO_LARGE, near))
+                else:
+                    findings.append(Finding(State.HERE, near, [], page, has_more))
+                    left_bytes -= len(page)
+            elif size_bytes > left_bytes and len(wants) > 1:
+                findings.append(Finding(State.TOO_LARGE, near))
+            else:
+                findings.append(Finding(State.HERE, near, slots))
+                left_bytes -= size_bytes
+        return Found(list(contacts), findings)
+
+    def _near(self, want: Want, asker_number: int, now_s: float, contacts: dict[bytes, int]) -> bytes:
+        """Peers nearer to a key than the asker's reach, as indexes into all contacts of the answer."""
+        number = number_of(want.key)
+        near = bytearray()
+        for contact in self._holdings.table.nearest(number, MAX_CONTACTS, now_s=now_s):
+            if (contact.number ^ number) >> REACH_SHIFT >= want.reach:
+                break
+            if contact.number != asker_number:
+                near.append(contacts.setdefault(contact.packed, len(contacts)))
+        return bytes(near)
+
+
+def size_of(slot: Slot) -> int:
+    """Bytes that a slot takes on the wire, about."""
+    return _SLOT_BYTES + len(slot.subkey) + len(slot.value) + len(slot.owner) + len(slot.signature)
+
+
+def _expiration(slots: list[Slot]) -> float:
+    return max(slot.expires_at_s for slot in slots)
+
+
+def _reply(answer: object) -> Reply:
+    return Reply(_encoder.encode(answer))

@@ -1,0 +1,186 @@
+"""What this peer asks others (`call_*`), and what their answers and silences teach the routing table.
+
+Answers travel as bytes inside the payload, so that they are decoded once, into the type that they should
+have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from shoal.core import (
+    Address,
+    Deadline,
+    DeadlineExceeded,
+    Peer,
+    PeerBusy,
+    PeerError,
+    PeerId,
+    ProtocolError,
+    ShoalError,
+)
+from shoal.core.ids import ID_BYTES
+from shoal.dht.contacts import Contact, ContactBook
+from shoal.dht.messages import (
+    ABOUT,
+    FIND,
+    PING,
+    STORE,
+    About,
+    Find,
+    Found,
+    Ping,
+    Pong,
+    Store,
+    StoreAnswer,
+    Want,
+)
+from shoal.dht.records import Item, Verdict
+from shoal.dht.settings import DHTSettings
+from shoal.dht.table import RoutingTable
+from shoal.transport import Endpoint
+
+T = TypeVar("T")
+_decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
+    PING: msgspec.msgpack.Decoder(Pong),
+    FIND: msgspec.msgpack.Decoder(Found),
+    STORE: msgspec.msgpack.Decoder(StoreAnswer),
+    ABOUT: msgspec.msgpack.Decoder(About),
+}
+MAX_STORE_BYTES = 1_050
+"""Items of one Store together, as long as there is more than one: what fits into a datagram."""
+
+
+class Answered(msgspec.Struct, frozen=True):
+    """A peer has answered a ping."""
+
+    peer: Peer
+    round_trip_s: float
+    clock_gap_s: float
+    """How far its wall clock is ahead of this peer's, give or take half the round trip."""
+    seen_as: str
+
+
+class Counts(msgspec.Struct):
+    """Requests that this peer has sent."""
+
+    num_finds: int = 0
+    num_stores: int = 0
+    num_pings: int = 0
+    num_failed: int = 0
+
+
+class Asking:
+    """Calls to other peers of the DHT."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        table: RoutingTable,
+        book: ContactBook,
+        settings: DHTSettings,
+        on_seen: Callable[[Contact, float | None], None],
+    ) -> None:
+        self._endpoint = endpoint
+        self._table = table
+        self._book = book
+        self._settings = settings
+        self._on_seen = on_seen
+        self.counts = Counts()
+        self.port = 0
+        """Where this peer listens; 0 for a client."""
+
+    async def call_find(self, contact: Contact, wants: list[Want]) -> Found:
+        """Look for keys at a peer."""
+        self.counts.num_finds += 1
+        found: Found = await self._call(contact, FIND, Find(self.port, wants))
+        if len(found.findings) != len(wants):
+            raise self._nonsense(contact, "it answered for another number of keys than it was asked for.")
+        return found
+
+    async def call_store(
+        self, contact: Contact, items: list[Item], *, is_cache: bool = False
+    ) -> Sequence[Verdict]:
+        """Have a peer keep slots; its verdict on each, in order over all items."""
+        self.counts.num_stores += 1
+        answer: StoreAnswer = await self._call(contact, STORE, Store(self.port, items, is_cache))
+        num_slots = sum(len(item.slots) for item in items)
+        try:
+            verdicts = [Verdict(code) for code in answer.verdicts]
+        except ValueError:
+            raise self._nonsense(contact, "it answered with a verdict that there is not.") from None
+        if len(verdicts) != num_slots:
+            raise self._nonsense(contact, "it answered for another number of records than it was sent.")
+        return verdicts
+
+    async def call_mark_absent(self, contact: Contact, keys: list[bytes]) -> None:
+        """Tell a peer that there is nothing under these keys, anywhere."""
+        self.counts.num_stores += 1
+        await self._call(contact, STORE, Store(self.port, [], absent=keys, absent_s=self._settings.absent_s))
+
+    async def call_ping(self, peer: Peer | Address, deadline: Deadline | None = None) -> Answered:
+        """Ask a peer, of which perhaps only the address is known, who it is."""
+        self.counts.num_pings += 1
+        target = peer if isinstance(peer, Peer) else Peer(peer)
+        clock = self._endpoint.network.clock
+        began_s = clock.now_s()
+        reply = await self._send(target, PING, Ping(self.port), deadline)
+        took_s = clock.now_s() - began_s
+        pong: Pong = self._read(target, PING, reply)
+        if len(pong.peer_id) != ID_BYTES:
+            raise self._nonsense(target, "it told no peer id.")
+        claimed = PeerId(pong.peer_id)
+        if target.id is not None and claimed != target.id:
+            raise self._nonsense(target, "it answered in the name of another peer.")
+        gap_s = pong.wall_s + took_s / 2 - clock.wall_s()
+        answered = Answered(Peer(target.address, claimed), took_s, gap_s, pong.seen_as)
+        if target.id is not None:
+            self._on_seen(self._book.of(target), took_s)
+        return answered
+
+    async def call_about(self, peer: Peer, deadline: Deadline | None = None) -> About:
+        """Ask a peer how it is."""
+        about: About = self._read(peer, ABOUT, await self._send(peer, ABOUT, None, deadline))
+        return about
+
+    # --- one call ---
+
+    async def _call(self, contact: Contact, method: str, payload: object) -> Any:
+        """Ask, and tell the table what came of it."""
+        clock = self._endpoint.network.clock
+        began_s = clock.now_s()
+        try:
+            answer = self._read(contact.peer, method, await self._send(contact.peer, method, payload, None))
+        except PeerBusy:
+            raise  # alive, and asked too often
+        except (PeerError, DeadlineExceeded, ProtocolError):
+            self.counts.num_failed += 1
+            self._table.on_failed(contact, self._endpoint.datagrams.loop.time())
+            raise
+        self._on_seen(contact, clock.now_s() - began_s)
+        return answer
+
+    async def _send(self, peer: Peer, method: str, payload: object, deadline: Deadline | None) -> Any:
+        settings = self._settings
+        deadline = deadline or Deadline.after(settings.call_s * settings.patience)
+        reply = await self._endpoint.datagrams.call(peer, method, payload, deadline=deadline)
+        return reply.payload
+
+    def _read(self, peer: Peer, method: str, payload: Any) -> Any:
+        try:
+            return _decoders[method].decode(payload)
+        except (msgspec.DecodeError, TypeError, RecursionError) as error:
+            raise self._nonsense(peer, f"its answer to {method} is not as it should be: {error}.") from None
+
+    def _nonsense(self, peer: Peer | Contact, cause: str) -> ShoalError:
+        who = peer.peer if isinstance(peer, Contact) else peer
+        if isinstance(peer, Contact):
+            self._table.on_failed(peer, self._endpoint.datagrams.loop.time())
+        return ProtocolError(
+            f"{who} does not follow the DHT's protocol.",
+            cause=cause,
+            next_step="run the same Shoal version everywhere; `shoal status` tells which peers have another.",
+        )

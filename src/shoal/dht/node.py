@@ -1,0 +1,365 @@
+"""A peer of the DHT: what programs call, put together from the parts beside it.
+
+How keys are looked up is `search`'s, what is sent and answered `asking`'s and `answering`'s, how records are
+spread over peers `spreading`'s; what happens without being asked for is `upkeep`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from shoal.core import Address, Deadline, Key, Peer, PeerId, Scope, ShoalError, StandingScope, UsageError
+from shoal.core.identity import Identity
+from shoal.dht.answering import Answering, Holdings
+from shoal.dht.asking import Answered, Asking, Counts
+from shoal.dht.cache import Cache
+from shoal.dht.conflicts import merge
+from shoal.dht.contacts import Contact, ContactBook
+from shoal.dht.coordinates import coordinates_of
+from shoal.dht.joining import Joining
+from shoal.dht.keeping import Keeper
+from shoal.dht.messages import About, Found, Kind, Want
+from shoal.dht.names import key_of
+from shoal.dht.ownership import Ownership
+from shoal.dht.rates import Rates
+from shoal.dht.reading import value_of
+from shoal.dht.records import Entry, Slot, Stored, Value
+from shoal.dht.schemas import Schema, Schemas
+from shoal.dht.search import Search, Track
+from shoal.dht.settings import DHTSettings
+from shoal.dht.spreading import Spreading, slots_of
+from shoal.dht.storage import Storage
+from shoal.dht.table import RoutingTable
+from shoal.dht.upkeep import Upkeep
+from shoal.transport import Endpoint, Membership
+from shoal.transport.datagrams.sessions import RoundTrips
+
+log = logging.getLogger(__name__)
+
+_LOOK_UP_S = 30.0  # a whole look-up or store, with patience 1
+_MAX_BACKGROUND = 64  # pings and the like under way at once; more are left out
+
+
+class DHT:
+    """A peer of the swarm's DHT; open it with `async with` on the loop that it should live on.
+
+    Names are hashed into keys; every value expires. `join` are addresses of any peers that are there; without
+    them a swarm begins here. Without `listen` it is a client, which asks and stores nothing for others. An
+    `endpoint` that is given is open already, and stays open; without one, the DHT has its own.
+    """
+
+    def __init__(
+        self,
+        *,
+        join: Sequence[Address | str] = (),
+        listen: Address | str | None = "127.0.0.1:0",
+        membership: Membership | None = None,
+        identity: Identity | None = None,
+        is_insecure: bool = False,
+        settings: DHTSettings | None = None,
+        endpoint: Endpoint | None = None,
+        schemas: Sequence[Schema] = (),
+        peers_file: Path | None = None,
+    ) -> None:
+        self.settings = settings or DHTSettings()
+        self.identity = _identity_of(membership, identity, endpoint)
+        self.peer_id = self.identity.peer_id
+        self.is_client = self.settings.is_client or (listen is None and endpoint is None)
+        self._listen = None if self.is_client else _address(listen)
+        self._is_own_endpoint = endpoint is None
+        self.endpoint = endpoint or Endpoint(
+            membership=membership, is_insecure=is_insecure, peer_id=self.peer_id
+        )
+        network = self.endpoint.network
+        self.table = RoutingTable(self.peer_id, self.settings, network.random)
+        self.storage = Storage(self.peer_id, self.settings)
+        self.cache = Cache(self.settings)
+        self.book = ContactBook(has_names=network.is_simulated)
+        self.holdings = Holdings(
+            self.table,
+            self.book,
+            self.storage,
+            self.cache,
+            Ownership(),
+            Schemas(schemas),
+            Rates(self.settings),
+        )
+        self.asking = Asking(self.endpoint, self.table, self.book, self.settings, self._on_seen)
+        self.joining = Joining(self, [_address(address) for address in join], peers_file)
+        self.keeper = Keeper(self)
+        self.upkeep = Upkeep(self)
+        self.last_hops: list[int] = []
+        """Of the latest look-up: how many answers followed from each other, for each name."""
+        self._spreading = Spreading(self)
+        self._round_trips = RoundTrips()
+        self._standing = StandingScope("dht")
+        self._num_background = 0
+        self._closing = contextlib.AsyncExitStack()
+        self._scope: Scope | None = None
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as closing:
+            if self._is_own_endpoint:
+                await closing.enter_async_context(self.endpoint)
+            if not self.is_client:
+                Answering(self.endpoint, self.peer_id, self.holdings, self.settings, self._on_seen)
+                if self._is_own_endpoint and self._listen is not None:
+                    await self.endpoint.listen(self._listen)
+                if not self.endpoint.addresses:
+                    raise UsageError(
+                        "The DHT's endpoint does not listen.",
+                        cause="others could not call this peer.",
+                        next_step="call endpoint.listen() first, or set is_client in DHTSettings.",
+                    )
+                self.asking.port = self.endpoint.addresses[0].port
+            self._standing = StandingScope("dht")
+            self._scope = await self._standing.open()
+            closing.push_async_callback(self._close)
+            await self.joining.join()
+            self._scope.start_soon(self.upkeep.run(), name="dht upkeep")
+            self._scope.start_soon(self.keeper.run(), name="dht keeper")
+            self._closing = closing.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._closing.aclose()
+
+    async def _close(self) -> None:
+        self._scope = None
+        await self._standing.close()
+        self.joining.remember()
+
+    # --- who this is ---
+
+    @property
+    def peer(self) -> Peer:
+        """Itself, as others call it; UsageError for a client."""
+        if not self.endpoint.addresses:
+            raise UsageError("A client has no address.", next_step="give `listen` to be called by others.")
+        return Peer(self.endpoint.addresses[0], self.peer_id)
+
+    @property
+    def counts(self) -> Counts:
+        """Requests sent so far."""
+        return self.asking.counts
+
+    def in_s(self, seconds: float) -> float:
+        """The wall time so long from now: what expirations are given as."""
+        return self.wall_s() + seconds
+
+    def wall_s(self) -> float:
+        """The calendar that records expire by."""
+        return self.endpoint.network.clock.wall_s()
+
+    def now_s(self) -> float:
+        """The loop's time, by which waits are measured."""
+        return self.endpoint.datagrams.loop.time()
+
+    def add_schema(self, schema: Schema) -> None:
+        """Refuse, from now on, what does not fit this schema under its prefix."""
+        self.holdings.schemas.add(schema)
+
+    # --- storing ---
+
+    async def store(
+        self,
+        name: Any,
+        value: Any,
+        expires_at_s: float,
+        *,
+        subkey: Any = None,
+        is_owned: bool = False,
+        deadline: Deadline | None = None,
+    ) -> Stored:
+        """Have the nearest peers keep a value until it expires; false when none of them took it."""
+        entry = Entry(name, value, expires_at_s, subkey, is_owned)
+        return (await self.store_many([entry], deadline=deadline))[0]
+
+    async def store_many(self, entries: Sequence[Entry], *, deadline: Deadline | None = None) -> list[Stored]:
+        """Store a batch in one fan-out; each entry's own success, in order."""
+        slots = slots_of(entries, self.identity)
+        return await self._spreading.spread(slots, self._deadline(deadline))
+
+    # --- reading ---
+
+    async def get(self, name: Any, *, latest: bool = False, deadline: Deadline | None = None) -> Value | None:
+        """The first live value met, from this peer's own memory where it has one; None when there is none.
+
+        `latest` asks all replicas, and merges what they have.
+        """
+        return (await self.get_many([name], latest=latest, deadline=deadline))[0]
+
+    async def get_many(
+        self, names: Sequence[Any], *, latest: bool = False, deadline: Deadline | None = None
+    ) -> list[Value | None]:
+        """Look up a batch in one fan-out; in the order of the names."""
+        keys = [key_of(name).digest for name in names]
+        wall_s = self.wall_s()
+        known = {key: self.holdings.live_slots(key, wall_s, is_use=True) for key in keys}
+        kind = Kind.LATEST if latest else Kind.VALUE
+        tracks = {
+            key: Track(key, kind, self.settings.beam) for key, slots in known.items() if latest or not slots
+        }
+        await self.search(list(tracks.values()), self._deadline(deadline))
+        wall_s = self.wall_s()
+        for key, track in tracks.items():
+            if track.replicas:
+                replicas = [slots for _, slots in track.replicas]
+                known[key] = merge([known[key], *replicas], wall_s)
+                self._spreading.cache_found(track, known[key])
+        self.last_hops = [tracks[key].hops if key in tracks else 0 for key in keys]
+        return [value_of(known[key], wall_s) for key in keys]
+
+    async def get_coordinates(
+        self, names: Sequence[Any], *, deadline: Deadline | None = None, remembers_absence: bool = True
+    ) -> list[tuple[int, ...] | None]:
+        """The numbers among the live subkeys of each name, ascending; None where there is nothing.
+
+        That there was nothing is told to the peers nearest to the name, who say so to the next that asks
+        until something is stored there.
+        """
+        keys = [key_of(name).digest for name in names]
+        wall_s = self.wall_s()
+        known = {key: coordinates_of(self.holdings.live_slots(key, wall_s, is_use=True)) for key in keys}
+        tracks = {key: Track(key, Kind.COORDINATES, self.settings.beam) for key in keys if not known[key]}
+        await self.search(list(tracks.values()), self._deadline(deadline))
+        self.last_hops = [tracks[key].hops if key in tracks else 0 for key in keys]
+        if remembers_absence:
+            self._spreading.mark_absent([track for track in tracks.values() if not track.coordinates])
+        return [tuple(known[key] or tracks[key].coordinates) or None for key in keys]
+
+    # --- peers ---
+
+    async def find_nearest(
+        self, key: Key | PeerId, limit: int | None = None, *, deadline: Deadline | None = None
+    ) -> list[Contact]:
+        """The peers nearest to a key that answer, nearest first, without this one."""
+        limit = limit or self.settings.bucket_size
+        track = Track(key.digest, Kind.PEERS, limit)
+        await self.search([track], self._deadline(deadline))
+        self.last_hops = [track.hops]
+        return [contact for _, contact in track.near[:limit]]
+
+    async def find_peer(self, peer_id: PeerId, *, deadline: Deadline | None = None) -> Peer | None:
+        """Where a peer listens; None when nobody near its id knows it."""
+        if peer_id == self.peer_id:
+            return None if self.is_client else self.peer
+        nearest = await self.find_nearest(peer_id, self.settings.num_replicas, deadline=deadline)
+        return next((contact.peer for contact in nearest if contact.id == peer_id), None)
+
+    async def ping(self, peer: Peer | Address | str, *, deadline: Deadline | None = None) -> Answered:
+        """Ask a peer who it is; how long that took, and how far its clock is off."""
+        return await self.asking.call_ping(_address(peer) if isinstance(peer, str) else peer, deadline)
+
+    async def about(self, peer: Peer, *, deadline: Deadline | None = None) -> About:
+        """Ask a peer how much it holds and knows."""
+        return await self.asking.call_about(peer, deadline)
+
+    async def rejoin(self) -> int:
+        """Ask the addresses that this peer has joined by, and those last known; how many answered."""
+        num_answered = await self.joining.rejoin()
+        self.keeper.store_all_again()
+        return num_answered
+
+    # --- for the parts beside this ---
+
+    async def search(
+        self,
+        tracks: Sequence[Track],
+        deadline: Deadline,
+        *,
+        seeds: Sequence[Contact] = (),
+    ) -> None:
+        """Run look-ups together, beginning with the nearest peers that this one knows of."""
+        if not tracks:
+            return
+        now_s = self.now_s()
+        for track in tracks:
+            if len(tracks) <= self.settings.parallel:
+                track.first_parallel = self.settings.parallel
+            num_seeds = max(track.width + self.settings.num_replicas, self.settings.beam)
+            track.begin(self.table.nearest(track.number, num_seeds, now_s=now_s, has_hearsay=True))
+            for contact in seeds:
+                track.add(contact, 1)
+            self.table.on_looked_up(track.number, now_s)
+        await Search(self, tracks, self.settings.parallel).run(deadline)
+
+    async def call_find(self, contact: Contact, wants: list[Want]) -> Found:
+        """Ask a peer for keys."""
+        return await self.asking.call_find(contact, wants)
+
+    def believed(self, key: bytes, slots: list[Slot]) -> list[Slot]:
+        """Of what another peer tells, what lives; nothing when any of it is wrongly signed or typed."""
+        wall_s = self.wall_s()
+        live = [slot for slot in slots if slot.expires_at_s > wall_s]
+        return live if all(self.holdings.check(key, slot) is None for slot in live) else []
+
+    def is_set_aside(self, contact: Contact) -> bool:
+        """Whether a peer has failed of late, or is this one."""
+        return contact.id == self.peer_id or self.table.is_set_aside(contact, self.now_s())
+
+    def slow_s(self) -> float:
+        """How long answers take when all is well, at most."""
+        return self._round_trips.timeout_s * self.settings.patience
+
+    def start_soon(self, work: Any, name: str) -> None:
+        """Do something in the background, unless a lot is being done there already."""
+        if self._scope is None or self._num_background >= _MAX_BACKGROUND:
+            work.close()
+            return
+        self._num_background += 1
+        self._scope.start_soon(self._in_background(work), name=name)
+
+    async def _in_background(self, work: Any) -> None:
+        try:
+            with contextlib.suppress(ShoalError):  # of a peer, which the table knows of
+                await work
+        finally:
+            self._num_background -= 1
+
+    def _on_seen(self, contact: Contact, round_trip_s: float | None) -> None:
+        """A peer has answered, or has asked from where it listens."""
+        if round_trip_s is not None:
+            self._round_trips.observe(round_trip_s)
+        is_new = contact not in self.table
+        doubtful = self.table.on_seen(contact, self.now_s(), round_trip_s)
+        if doubtful is not None:
+            self.start_soon(self._check(doubtful), "dht ping")
+        elif is_new and contact in self.table:
+            self.upkeep.on_new_peer(contact)
+
+    async def _check(self, contact: Contact) -> None:
+        """See whether a peer that was not heard of for long is still there."""
+        try:
+            await self.asking.call_ping(contact.peer)
+        except ShoalError:
+            self.table.on_failed(contact, self.now_s())
+
+    def _deadline(self, given: Deadline | None) -> Deadline:
+        return given or Deadline.after(_LOOK_UP_S * self.settings.patience)
+
+
+def _identity_of(
+    membership: Membership | None, identity: Identity | None, endpoint: Endpoint | None
+) -> Identity:
+    if endpoint is not None and endpoint.membership is not None:
+        membership = endpoint.membership
+    mine = membership.identity if membership is not None else identity or Identity.generate()
+    for other in (identity.peer_id if identity else None, endpoint.peer_id if endpoint else None):
+        if other is not None and other != mine.peer_id:
+            raise UsageError(
+                f"The DHT was given two identities, {mine.peer_id.short} and {other.short}.",
+                next_step="give the identity that the membership, or the endpoint's peer_id, is made of.",
+            )
+    return mine
+
+
+def _address(given: Address | str | None) -> Any:
+    return Address.parse(given) if isinstance(given, str) else given

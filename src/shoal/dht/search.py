@@ -1,0 +1,417 @@
+"""The iterative look-up of many keys at once (Maymounkov & Mazières 2002, section 2.3).
+
+Each key keeps a list of the nearest peers that it has heard of and asks them, nearest first, for its value
+and for peers that are nearer still. Keys that go to the same peer share its requests. A peer that is slow is
+not waited for: the next is asked beside it. What to do with what is found is left to `node`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import enum
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from shoal.core import Address, Deadline, Scope, ShoalError
+from shoal.dht.contacts import Contact, ContactBook
+from shoal.dht.coordinates import BEFORE_ALL, unpack_page
+from shoal.dht.messages import ANYWHERE, MAX_WANTS, Finding, Found, Kind, State, Want, reach_of
+from shoal.dht.records import Slot
+
+MAX_IN_FLIGHT = 48
+"""Requests of one search at once; keys that wait meanwhile find company for theirs."""
+_MAX_NEAR = 32  # peers that a key remembers
+_MIN_SLOW_S, _MAX_SLOW_S = 0.1, 1.0
+_ENOUGH_ABSENT = 2  # peers that must know of a key's absence: one of them may lie
+_MAX_PAGES = 64
+_MAX_CONTACTS = 256  # what the index of a finding can name
+
+
+class Step(enum.IntEnum):
+    """How far a key has come with a peer."""
+
+    ASKED = 1
+    SLOW = 2
+    ANSWERED = 3
+    FAILED = 4
+
+
+class Track:
+    """One key's way through the swarm."""
+
+    __slots__ = (
+        "_depths",
+        "_has_answer",
+        "_steps",
+        "after",
+        "coordinates",
+        "first_parallel",
+        "has_more_at",
+        "hops",
+        "is_alone",
+        "is_done",
+        "key",
+        "kind",
+        "near",
+        "num_absent",
+        "num_asked",
+        "number",
+        "replicas",
+        "width",
+    )
+
+    def __init__(self, key: bytes, kind: Kind, width: int) -> None:
+        self.key = key
+        self.kind = kind
+        self.width = width
+        """It ends when so many of the nearest peers have answered."""
+        self.number = int.from_bytes(key)
+        self.near: list[tuple[int, Contact]] = []
+        """Distance and peer, nearest first; those that failed are gone."""
+        self.replicas: list[tuple[Contact, list[Slot]]] = []
+        """Who has what."""
+        self.coordinates: list[int] = []
+        self.after = BEFORE_ALL
+        self.has_more_at: Contact | None = None
+        self.is_alone = False
+        """Whether its value is so large that no other key may share its requests."""
+        self.is_done = False
+        self.hops = 0
+        """Answers that followed from each other until the value was found, or the nearest peer."""
+        self.first_parallel = 1
+        """Peers that are asked at once until one of them has answered."""
+        self.num_absent = 0
+        self.num_asked = 0
+        """Peers that were asked and have not answered, the slow ones not counted."""
+        self._steps: dict[bytes, Step] = {}  # by the packed contact
+        self._depths: dict[bytes, int] = {}
+        self._has_answer = False
+
+    def begin(self, nearest: Sequence[Contact]) -> None:
+        """Begin with these peers, nearest first."""
+        number = self.number
+        self.near = [(contact.number ^ number, contact) for contact in nearest]
+        self._depths = dict.fromkeys([contact.packed for contact in nearest], 1)
+
+    def add(self, contact: Contact, depth: int) -> None:
+        """Hear of a peer."""
+        if contact.packed in self._depths:
+            return
+        distance = contact.number ^ self.number
+        near = self.near
+        if len(near) >= _MAX_NEAR:
+            if distance >= near[-1][0]:
+                return
+            last = near[-1][1]
+            if last.packed not in self._steps:
+                del near[-1], self._depths[last.packed]
+        self._depths[contact.packed] = depth
+        bisect.insort(near, (distance, contact), key=_distance)
+
+    @property
+    def wants_value(self) -> bool:
+        """Whether a value is of use to it now."""
+        return not self.is_done and self.kind in (Kind.VALUE, Kind.LATEST)
+
+    def next_peers(self, parallel: int) -> list[Contact]:
+        """Whom to ask now; `is_done` when there is nobody left whose answer counts."""
+        if self.is_done:
+            return []
+        if self.has_more_at is not None:
+            return [self.has_more_at] if self.num_asked == 0 else []
+        if not self._has_answer:
+            parallel = self.first_parallel
+        chosen: list[Contact] = []
+        num_answered = num_open = 0
+        for _, contact in self.near:
+            step = self._steps.get(contact.packed)
+            if step is Step.ANSWERED:
+                num_answered += 1
+            elif step is None and self.num_asked + len(chosen) < parallel:
+                chosen.append(contact)
+            if step is not Step.SLOW:
+                num_open += 1
+            if num_open >= self.width:
+                break
+        if not chosen and self.num_asked == 0:
+            has_slow = any(step is Step.SLOW for step in self._steps.values())
+            self.is_done = num_answered >= self.width or not has_slow
+        return chosen
+
+    def want(self) -> Want:
+        """What to ask for."""
+        reach = ANYWHERE
+        if len(self.near) >= self.width:
+            reach = reach_of(self.near[min(len(self.near), self.width + 2) - 1][0])
+        return Want(self.key, self.kind, reach, self.after)
+
+    def on_asked(self, contact: Contact) -> None:
+        """A request is on its way."""
+        self._steps[contact.packed] = Step.ASKED
+        self.num_asked += 1
+
+    def on_slow(self, contact: Contact) -> None:
+        """It has not answered in good time."""
+        if self._steps.get(contact.packed) is Step.ASKED:
+            self._steps[contact.packed] = Step.SLOW
+            self.num_asked -= 1
+
+    def on_failed(self, contact: Contact) -> None:
+        """It will not answer."""
+        if self._steps.get(contact.packed) is Step.ASKED:
+            self.num_asked -= 1
+        self._steps[contact.packed] = Step.FAILED
+        if self.has_more_at is contact:
+            self.has_more_at = None
+            self.coordinates.clear()
+            self.after = BEFORE_ALL
+        index = bisect.bisect_left(self.near, contact.number ^ self.number, key=_distance)
+        if index < len(self.near) and self.near[index][1] == contact:
+            del self.near[index]
+
+    def on_answered(self, contact: Contact, finding: Finding, near: Sequence[Contact]) -> None:
+        """It has answered; `near` are the peers that it tells of."""
+        if self._steps.get(contact.packed) is Step.ASKED:
+            self.num_asked -= 1
+        self._steps[contact.packed] = Step.ANSWERED
+        self._has_answer = True
+        depth = self._depths.get(contact.packed, 0)
+        for other in near:
+            self.add(other, depth + 1)
+        if finding.state == State.ABSENT:
+            self.num_absent += 1
+            if self.num_absent >= _ENOUGH_ABSENT:
+                self._finish(depth)
+        elif finding.state == State.TOO_LARGE:
+            if not self.is_alone:
+                self.is_alone = True
+                del self._steps[contact.packed]
+        elif finding.state == State.HERE and self.kind == Kind.COORDINATES:
+            if self.has_more_at is None or self.has_more_at == contact:  # one peer's pages follow each other
+                self._on_page(contact, finding, depth)
+        elif self.near and contact == self.near[0][1]:
+            self.hops = depth
+
+    def on_value(self, contact: Contact, slots: list[Slot]) -> None:
+        """It holds these, and they have been checked."""
+        self.replicas.append((contact, slots))
+        if self.kind == Kind.VALUE:
+            self._finish(self._depths.get(contact.packed, 0))
+
+    def passed_by(self) -> list[Contact]:
+        """Peers nearer than the first that had the value, that answered without one."""
+        distance = self.replicas[0][0].number ^ self.number
+        return [
+            contact
+            for nearer, contact in itertools.takewhile(lambda entry: entry[0] < distance, self.near)
+            if self._steps.get(contact.packed) is Step.ANSWERED
+        ]
+
+    def _on_page(self, contact: Contact, finding: Finding, depth: int) -> None:
+        try:
+            page = unpack_page(finding.coordinates, self.after)
+        except ValueError:
+            self.on_failed(contact)
+            return
+        self.coordinates += page
+        if finding.has_more and page and len(self.coordinates) < _MAX_PAGES * 1024:
+            self.has_more_at = contact
+            self.after = page[-1]
+        else:
+            self._finish(depth)
+
+    def _finish(self, depth: int) -> None:
+        self.hops = depth
+        self.is_done = True
+
+
+class Node(Protocol):
+    """What a search needs of the peer that it runs on."""
+
+    book: ContactBook
+
+    async def call_find(self, contact: Contact, wants: list[Want]) -> Found:
+        """Ask a peer."""
+
+    def believed(self, key: bytes, slots: list[Slot]) -> list[Slot]:
+        """Those that live; none when any of them is wrongly signed or typed."""
+
+    def is_set_aside(self, contact: Contact) -> bool:
+        """Whether a peer has failed of late, or is this one."""
+
+    def slow_s(self) -> float:
+        """How long answers take when all is well, at most."""
+
+
+class _Request:
+    """One request on its way."""
+
+    __slots__ = ("contact", "is_over", "sent_at_s", "tracks")
+
+    def __init__(self, contact: Contact, tracks: list[Track], sent_at_s: float) -> None:
+        self.contact = contact
+        self.tracks = tracks
+        self.sent_at_s = sent_at_s
+        self.is_over = False
+
+
+class Search:
+    """Several keys looked up together."""
+
+    def __init__(self, node: Node, tracks: Sequence[Track], parallel: int) -> None:
+        self._node = node
+        self._tracks = tracks
+        self._parallel = parallel
+        self._waiting: dict[Contact, list[Track]] = {}  # in the order in which they were first wanted
+        self._under_way: dict[_Request, None] = {}
+        self._parked: dict[Contact, list[Track]] = {}  # who would ask a peer that is slow to answer another
+        self._num_in_flight = 0
+        self._num_open = len(tracks)
+        self._ended = asyncio.Event()
+        self._scope = Scope("look-up")
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+
+    async def run(self, deadline: Deadline, on_done: Callable[[Track], None] | None = None) -> None:
+        """Look until every key is done or the time is over; `on_done` is told of each key as it ends."""
+        self._on_done = on_done
+        try:
+            async with self._scope:
+                for track in self._tracks:
+                    self._advance(track)
+                self._dispatch()
+                if not self._ended.is_set():
+                    self._watch()
+                    try:
+                        async with asyncio.timeout(deadline.timeout_s):
+                            await self._ended.wait()
+                    except TimeoutError:
+                        pass
+                self._scope.cancel()
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _advance(self, track: Track) -> None:
+        """Have a key ask whom it wants to."""
+        for contact in track.next_peers(self._parallel):
+            track.on_asked(contact)
+            self._waiting.setdefault(contact, []).append(track)
+        if track.is_done:
+            self._end(track)
+
+    def _end(self, track: Track) -> None:
+        self._num_open -= 1
+        if self._on_done is not None:
+            self._on_done(track)
+        if self._num_open <= 0:
+            self._ended.set()
+
+    def _dispatch(self) -> None:
+        """Send what may be sent, longest waiting first."""
+        while self._waiting and self._num_in_flight < MAX_IN_FLIGHT and not self._ended.is_set():
+            contact = next(iter(self._waiting))
+            tracks = [track for track in self._waiting.pop(contact) if not track.is_done]
+            if not tracks:
+                continue
+            if self._node.is_set_aside(contact):
+                self._fail(contact, tracks)
+                continue
+            if contact in self._parked:
+                self._parked[contact] += tracks
+                self._go_on_without(contact, tracks)
+                continue
+            if any(track.is_alone for track in tracks) and len(tracks) > 1:
+                alone = next(track for track in tracks if track.is_alone)
+                tracks.remove(alone)
+                self._waiting[contact] = tracks
+                tracks = [alone]
+            elif len(tracks) > MAX_WANTS:
+                self._waiting[contact] = tracks[MAX_WANTS:]
+                tracks = tracks[:MAX_WANTS]
+            request = _Request(contact, tracks, self._loop.time())
+            self._under_way[request] = None
+            self._num_in_flight += 1
+            self._scope.start(self._ask(request), name="find")
+
+    async def _ask(self, request: _Request) -> None:
+        contact, tracks = request.contact, request.tracks
+        try:
+            found = await self._node.call_find(contact, [track.want() for track in tracks])
+        except ShoalError:
+            self._forget(request)
+            self._fail(contact, tracks)
+            self._fail(contact, self._parked.pop(contact, ()))
+        else:
+            self._forget(request)
+            self._take_in(contact, tracks, found)
+            for track in self._parked.pop(contact, ()):
+                self._waiting.setdefault(contact, []).append(track)
+        self._dispatch()
+
+    def _forget(self, request: _Request) -> None:
+        self._under_way.pop(request, None)
+        if not request.is_over:
+            self._num_in_flight -= 1
+
+    def _fail(self, contact: Contact, tracks: Sequence[Track]) -> None:
+        for track in tracks:
+            if not track.is_done:
+                track.on_failed(contact)
+                self._advance(track)
+
+    def _go_on_without(self, contact: Contact, tracks: Sequence[Track]) -> None:
+        for track in tracks:
+            if not track.is_done:
+                track.on_slow(contact)
+                self._advance(track)
+
+    def _take_in(self, contact: Contact, tracks: list[Track], found: Found) -> None:
+        contacts = [self._believed(packed, contact.peer.address) for packed in found.contacts[:_MAX_CONTACTS]]
+        for track, finding in zip(tracks, found.findings, strict=True):
+            if track.is_done:
+                continue
+            near = [other for index in finding.near if (other := _at(contacts, index)) is not None]
+            track.on_answered(contact, finding, near)
+            if finding.slots and track.wants_value:
+                believed = self._node.believed(track.key, finding.slots)
+                if believed:
+                    track.on_value(contact, believed)
+            self._settle(track)
+
+    def _settle(self, track: Track) -> None:
+        if track.is_done:
+            self._end(track)
+        else:
+            self._advance(track)
+
+    def _believed(self, packed: bytes, teller: Address) -> Contact | None:
+        contact = self._node.book.read(packed, teller)
+        return None if contact is None or self._node.is_set_aside(contact) else contact
+
+    # --- those who are slow ---
+
+    def _watch(self) -> None:
+        slow_s = min(_MAX_SLOW_S, max(_MIN_SLOW_S, self._node.slow_s()))
+        now_s = self._loop.time()
+        for request in tuple(self._under_way):
+            if request.sent_at_s + slow_s > now_s:
+                break  # later ones were sent later
+            if not request.is_over:
+                request.is_over = True
+                self._num_in_flight -= 1
+                self._parked.setdefault(request.contact, [])
+                self._go_on_without(request.contact, request.tracks)
+        self._dispatch()
+        if not self._ended.is_set():
+            self._timer = self._loop.call_later(slow_s / 2, self._watch)
+
+
+def _distance(entry: tuple[int, Contact]) -> int:
+    return entry[0]
+
+
+def _at(contacts: Sequence[Contact | None], index: int) -> Contact | None:
+    return contacts[index] if index < len(contacts) else None
