@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import logging
+import os
 import random
 import socket
 import ssl
 import struct
+import sys
 import tempfile
 import time
 
@@ -339,7 +341,16 @@ def test_contexts_trust_one_authority_and_nobody_else():
         assert context.options & ssl.OP_NO_COMPRESSION
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="files in memory are Linux's")
+def test_where_there_are_files_in_memory_no_key_touches_a_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    open_files = len(os.listdir("/proc/self/fd"))
+    Swarm().member().server_tls()
+    assert len(os.listdir("/proc/self/fd")) == open_files
+
+
 def test_no_key_stays_in_a_file(monkeypatch, tmp_path):
+    monkeypatch.setattr(tls, "_memory_file", lambda: None)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     seen = []
     load = ssl.SSLContext.load_cert_chain
@@ -443,6 +454,7 @@ def test_an_alert_is_recognised_by_one_without_a_secret():
 
 
 def test_no_folder_for_a_temporary_file_is_said_to_be_the_reason(monkeypatch, tmp_path):
+    monkeypatch.setattr(tls, "_memory_file", lambda: None)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(IdentityError, match=r"(?s)OpenSSL.*TMPDIR"):
         Swarm().member().server_tls()

@@ -85,12 +85,12 @@ class Authority:
         )
 
 
-def chain_pem(certificate: x509.Certificate, identity: Identity, password: bytes) -> bytes:
-    """A peer's certificate and its private key, the key encrypted, as OpenSSL reads them from a file."""
+def chain_pem(certificate: x509.Certificate, identity: Identity, password: bytes | None) -> bytes:
+    """A peer's certificate and its private key as OpenSSL reads them; without a password, in the clear."""
     key = identity.private_key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
-        serialization.BestAvailableEncryption(password),
+        serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption(),
     )
     return certificate.public_bytes(serialization.Encoding.PEM) + key
 

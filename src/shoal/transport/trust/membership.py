@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import ssl
 from dataclasses import dataclass, field
@@ -72,6 +73,7 @@ def check_may_listen(address: Address, membership: Membership | None, *, is_inse
         )
 
 
+@functools.lru_cache(maxsize=4096)
 def is_loopback(host: str) -> bool:
     """Whether an address, or the name `localhost`, is this machine's own for itself."""
     try:

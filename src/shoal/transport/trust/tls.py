@@ -9,14 +9,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import importlib
+import os
 import secrets
 import socket
 import ssl
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from cryptography import x509
 
 from shoal.core import IdentityError, Peer, PeerBusy, PeerLost, PeerRefused, PeerUnreachable, ShoalError
 from shoal.core.identity import Identity, write_private_file
@@ -56,9 +60,23 @@ def make_context(
         context.num_tickets = 0  # a session that is resumed would outlive its certificate
     context.load_verify_locations(cadata=authority.pem)
     certificate = authority.certify(identity.public_key, wall_s)
-    # OpenSSL takes a private key from a file only: it is gone at once, and of no use without the password
-    password = secrets.token_hex().encode()
+    _load_chain(context, certificate, identity)
+    return context
+
+
+def _load_chain(context: ssl.SSLContext, certificate: x509.Certificate, identity: Identity) -> None:
+    """Hand the private key to OpenSSL, which takes it from a file only: one in memory where there are such.
+
+    Elsewhere it passes through a temporary file, encrypted and gone at once.
+    """
     try:
+        if (descriptor := _memory_file()) is not None:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(chain_pem(certificate, identity, None))
+                file.flush()
+                context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+            return
+        password = secrets.token_hex().encode()
         with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
             path = Path(folder) / "chain.pem"
             write_private_file(path, chain_pem(certificate, identity, password))
@@ -69,7 +87,13 @@ def make_context(
             cause="it passes through a temporary file for a moment, and there is no folder for one.",
             next_step="set TMPDIR to a folder that this user can write to.",
         ) from error
-    return context
+
+
+def _memory_file() -> int | None:
+    """A file that no other process can open by name; None where the system has none, or no /proc."""
+    if sys.platform != "linux" or not Path("/proc/self/fd").exists():
+        return None
+    return os.memfd_create("shoal-certificate", os.MFD_CLOEXEC)
 
 
 async def carry(
