@@ -347,6 +347,20 @@ def test_a_peer_is_who_it_is_expected_to_be(run):
     run(check())
 
 
+def test_a_peer_met_by_its_address_is_not_greeted_again_by_its_id(run):
+    async def check():
+        async with real_pair(Probe()) as (server, client, peer):
+            await client.call(peer, "echo now", 1, deadline=soon())
+            assert client.num_sessions == 1
+            await client.call(Peer(peer.address, server.peer_id), "echo now", 2, deadline=soon())
+            await client.call(peer, "echo now", 3, deadline=soon())
+            assert client.num_sessions == 1
+            with pytest.raises(PeerRefused, match="another peer is expected"):
+                await client.call(Peer(peer.address, PeerId(bytes(20))), "echo now", 4, deadline=soon())
+
+    run(check())
+
+
 def test_both_ways_over_the_same_sockets(run):
     async def check():
         probe = Probe()

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import os
 import random
 import socket
 import ssl
@@ -344,9 +343,9 @@ def test_contexts_trust_one_authority_and_nobody_else():
 @pytest.mark.skipif(sys.platform != "linux", reason="files in memory are Linux's")
 def test_where_there_are_files_in_memory_no_key_touches_a_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
-    open_files = len(os.listdir("/proc/self/fd"))
+    open_files = open_descriptors()
     Swarm().member().server_tls()
-    assert len(os.listdir("/proc/self/fd")) == open_files
+    assert open_descriptors() == open_files
 
 
 def test_no_key_stays_in_a_file(monkeypatch, tmp_path):

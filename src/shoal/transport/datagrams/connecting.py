@@ -19,6 +19,8 @@ class ConnectingHub(DatagramHub):
 
     async def _connect(self, peer: Peer, deadline: Deadline) -> Asker:
         """A session that new calls may use; concurrent callers share one greeting."""
+        if (known := self._known_by_address(peer)) is not None:
+            return known
         try:
             async with asyncio.timeout(deadline.timeout_s):
                 while True:  # a session may be replaced by another while it greets, or right after
@@ -31,6 +33,15 @@ class ConnectingHub(DatagramHub):
                     await asker.wait_for_welcome()
         except TimeoutError:
             raise no_welcome(peer) from None
+
+    def _known_by_address(self, peer: Peer) -> Asker | None:
+        """A session that was begun with whoever is at the peer's address, and it was this peer."""
+        asker = self._askers.get(Peer(peer.address)) if peer.id is not None else None
+        if asker is None or asker.state is not State.READY or asker.peer.id != peer.id:
+            return None
+        asker.target = peer  # whoever comes to be at this address later is not asked in its place
+        self._askers[peer] = asker
+        return asker
 
     async def _way_to(self, peer: Peer) -> tuple[tuple[Any, ...], Port]:
         """A peer's address as sockets know it, and the socket to ask from."""

@@ -225,8 +225,9 @@ class DatagramHub:
 
     def on_retired(self, asker: Asker) -> None:
         """It takes no new calls, or is closed."""
-        if self._askers.get(asker.target) is asker:
-            del self._askers[asker.target]
+        for name in (asker.target, Peer(asker.target.address)):
+            if self._askers.get(name) is asker:
+                del self._askers[name]
         self._greeter.forget_asker(asker)
         if asker.state is State.CLOSED:
             self.sessions.pop(asker.id, None)
