@@ -16,6 +16,7 @@ _HOMES = {
     "Address": "shoal.core",
     "Bucket": "shoal.tensors",
     "Codec": "shoal.tensors",
+    "DHT": "shoal.dht",
     "Deadline": "shoal.core",
     "Diff": "shoal.report",
     "Endpoint": "shoal.transport",
@@ -49,6 +50,7 @@ _HOMES = {
     "TorchDDP": "shoal.strategies",
     "Transport": "shoal.transport",
     "Weights": "shoal.topology",
+    "connect": "shoal.dht",
     "data": "shoal",
     "from_args": "shoal.strategies",
     "init": "shoal.group",
@@ -72,6 +74,7 @@ if TYPE_CHECKING:
     )
     from shoal.core.identity import Identity
     from shoal.data import shard
+    from shoal.dht import DHT, connect
     from shoal.group import Faulty, Group, Metered, Shaped, init
     from shoal.report import Diff, Report
     from shoal.strategies import (
@@ -99,6 +102,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "DHT",
     "AdaptiveDeadline",
     "Address",
     "Bucket",
@@ -137,6 +141,7 @@ __all__ = [
     "Transport",
     "Weights",
     "__version__",
+    "connect",
     "data",
     "from_args",
     "init",

@@ -6,6 +6,7 @@ import pytest
 
 from shoal.bench import collectives
 from shoal.bench.collectives import MIB, CollectivesConfig
+from shoal.bench.dht_config import DhtConfig, config_of
 from shoal.bench.training import TrainingConfig
 from shoal.bench.transport import SHORT, TransportConfig
 from shoal.cli import bench as module
@@ -15,7 +16,12 @@ from shoal.report import DEFAULT_FOLDER, Report, Row, load
 
 CREATED = "2026-01-02T03:04:05+00:00"
 NAME = "transport-20260102T030405Z.json"
-CONFIGS = {"transport": TransportConfig, "collectives": CollectivesConfig, "training": TrainingConfig}
+CONFIGS = {
+    "transport": TransportConfig,
+    "collectives": CollectivesConfig,
+    "training": TrainingConfig,
+    "dht": DhtConfig,
+}
 
 
 def small_report(factor=1.0, error=None):
@@ -298,3 +304,49 @@ def test_training_that_there_is_not_is_bad_usage(call, bench, option, value):
     assert (code, out) == (2, "")
     assert complaint.startswith("shoal: ")
     assert not hasattr(bench, "settings")
+
+
+@pytest.fixture
+def dht(call, bench):
+    """Run `shoal bench dht`, and give its exit code and what it was told to measure, or its complaint."""
+
+    def dht(*arguments):
+        config = msgspec.to_builtins(config_of(None, {}))
+        bench.reports = [msgspec.structs.replace(small_report(), config=config)]
+        code, _, complaint = call(*arguments, verb="dht")
+        return code, (bench.config if code == 0 else complaint)
+
+    return dht
+
+
+def test_the_documents_flags_of_the_dht_benchmark(dht, bench):
+    given = {"num_peers": 64, "num_experts": 1024, "expert_batch_size": 64, "expiration": 99999}
+    flags = [part for name, value in given.items() for part in (f"--{name}", value)]
+    code, config = dht(*flags, "--increase_file_limit", "--random_seed", 17)
+    assert code == 0
+    assert config == config_of("experts", given)
+    assert (bench.settings.num_starts, bench.settings.seed) == (1, 17)
+
+
+def test_flags_of_the_dht_benchmarks_other_modes(dht):
+    assert dht("--mode", "keys", "--num-keys", 9, "--failure-rate", 0.2, "--latest") == (
+        0,
+        config_of("keys", {"num_keys": 9, "failure_rate": 0.2, "latest": True}),
+    )
+    assert dht("--mode", "keys", "--no-latest")[1].plan.latest is False
+    assert dht("--virtual", "--profile", "lan", "--num-peers", 50) == (
+        0,
+        config_of(None, {"profile": "lan", "num_peers": 50}, is_virtual=True),
+    )
+    code, complaint = dht("--mode", "experts", "--num-keys", 9)
+    assert code == 2
+    assert "--num-keys belongs to --mode keys" in complaint
+
+
+def test_peers_that_have_more_sockets_than_the_system_allows_are_refused(dht, monkeypatch):
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+    code, complaint = dht("--num-peers", 1024, "--num-processes", 2)
+    assert code == 2
+    assert "open files, and may have 256" in complaint
+    assert dht("--virtual")[0] == 0

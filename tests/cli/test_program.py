@@ -18,6 +18,8 @@ VERBS = [
     ["diff"],
     ["report"],
     ["doctor"],
+    ["dht"],
+    ["status"],
     ["bench"],
     ["bench", "transport"],
     ["bench", "collectives"],
@@ -48,7 +50,7 @@ def test_without_a_verb_there_is_help(capsys):
     assert run([]) == BAD_USAGE
     out, complaint = capsys.readouterr()
     assert out == ""
-    for verb in ("diff", "report", "doctor", "bench", "keys", "run"):
+    for verb in ("diff", "report", "doctor", "dht", "status", "bench", "keys", "run"):
         assert f"\n  {verb} " in complaint
 
 
@@ -172,6 +174,8 @@ def test_the_module_and_the_console_script_are_one_program():
         "keys show",
         "keys secret",
         "doctor",
+        "dht --help",
+        "status --help",
         "run --help",
         "bench --help",
         "bench transport --help",

@@ -1,4 +1,7 @@
-"""`shoal bench`: run a benchmark, save its report, print its figures."""
+"""`shoal bench`: run a benchmark, save its report, print its figures.
+
+Long because every benchmark has its command here; what they do is the room `bench`'s.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import typer
 from shoal.bench.against import source_of
 from shoal.bench.frame import RunSettings, Version, run_benchmark
 from shoal.bench.progress import show_progress
+from shoal.cli import dht_flags as flags
 from shoal.core import UsageError
 from shoal.report import DEFAULT_FOLDER, Report, compare, default_path, save
 from shoal.report.storage import write_atomically
@@ -101,6 +105,49 @@ def virtual(
     config = VirtualConfig(peers, calls_per_s, seconds, profile, kind)
     settings = run_settings(context, starts, seed)
     run_and_tell("virtual", config, settings, summarize_virtual, Outputs(report, json_file))
+
+
+@app.command()
+def dht(
+    context: typer.Context,
+    mode: flags.Mode = None,
+    num_peers: flags.NumPeers = None,
+    initial_peers: flags.InitialPeers = None,
+    num_processes: flags.NumProcesses = None,
+    expiration: flags.Expiration = None,
+    wait_timeout: flags.WaitTimeout = None,
+    increase_file_limit: flags.IncreaseFileLimit = False,
+    num_experts: flags.NumExperts = None,
+    expert_batch_size: flags.ExpertBatchSize = None,
+    wait_after_request: flags.WaitAfterRequest = None,
+    wait_before_read: flags.WaitBeforeRead = None,
+    num_keys: flags.NumKeys = None,
+    total_num_rounds: flags.TotalNumRounds = None,
+    num_store_peers: flags.NumStorePeers = None,
+    num_get_peers: flags.NumGetPeers = None,
+    num_threads: flags.NumThreads = None,
+    failure_rate: flags.FailureRate = None,
+    delay: flags.Delay = None,
+    wait_after_iteration: flags.WaitAfterIteration = None,
+    latest: flags.Latest = None,
+    virtual: flags.IsVirtual = False,
+    profile: flags.NetworkProfile = None,
+    starts: OneStart = 1,
+    seed: flags.Seed = 0,
+    against: Against = None,
+    report: ReportFile = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Peers of a DHT, each with an identity and a sealed socket of its own, that store and look up."""
+    from shoal.bench.dht_config import config_of
+    from shoal.bench.dht_summary import dht_items, summarize_dht
+    from shoal.bench.open_files import ensure_open_files
+
+    config = config_of(mode, context.params, is_virtual=virtual)
+    if not virtual and (changed := ensure_open_files(config.num_files, should_raise=increase_file_limit)):
+        emit(changed, sys.stderr)
+    settings = run_settings(context, starts, seed)
+    run_and_tell("dht", config, settings, summarize_dht, Outputs(report, json_file, dht_items), against)
 
 
 @app.command()

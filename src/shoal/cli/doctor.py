@@ -10,13 +10,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 
 from shoal import __version__
 from shoal.bench.findings import Finding, run_checks
 from shoal.bench.health import CHECKS
+from shoal.cli.members import Insecure, Lists, SecretFile, member_of
+from shoal.cli.output import JsonFile, say, text_stream, write_json
 from shoal.core.errors import UsageError
+from shoal.core.identity import Identity
 from shoal.core.ids import Address
 from shoal.report.storage import write_atomically
 from shoal.report.tables import WIDTH, Column, Line, Table, emit, result_line, show, wrap
@@ -57,17 +59,12 @@ def doctor(
             show_default=str(DEFAULT_PROFILE),
         ),
     ] = None,
-    secret_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The swarm's secret; SHOAL_SECRET where it is not given."),
-    ] = None,
+    secret_file: SecretFile = None,
     listen: Annotated[
         str | None,
         typer.Option(metavar="HOST:PORT", help="With --join: where this side is to be dialed back."),
     ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Listen beyond this machine without a secret.")
-    ] = False,
+    insecure: Insecure = False,
     allow_file: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="With --serve: ids of the only peers that may talk, one a line."),
@@ -76,9 +73,7 @@ def doctor(
         Path | None,
         typer.Option(metavar="FILE", help="With --serve: ids of peers that may not talk, one a line."),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the findings as JSON; - is stdout.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Look at this machine: what is installed, what it allows, and how fast its parts are.
 
@@ -137,27 +132,8 @@ def _check_usage(
             raise UsageError(f"{option} goes with {needs}.", next_step="see: shoal doctor --help")
 
 
-def _member(
-    secret_file: Path | None, lists: tuple[Path | None, Path | None] = (None, None), *, is_insecure: bool
-) -> Member:
-    """`lists` are the files of peers that are allowed and denied."""
-    from shoal.bench.joining import Member
-    from shoal.core.identity import Identity, default_identity_path
-    from shoal.transport.trust.access import Access
-    from shoal.transport.trust.membership import Membership
-    from shoal.transport.trust.secret import SwarmSecret
-
-    secret = SwarmSecret.load(secret_file) if secret_file is not None else SwarmSecret.from_environment()
-    identity = Identity.load_or_create(default_identity_path())
-    if secret is None and any(lists):
-        raise UsageError(
-            "Lists of peers need a swarm secret.",
-            cause="without one every peer can claim to be any other.",
-            next_step="add --secret-file; shoal keys secret --file FILE makes one.",
-        )
-    access = Access(allow_file=lists[0], deny_file=lists[1])
-    membership = None if secret is None else Membership(identity, secret, access)
-    return Member(identity.peer_id, membership, is_insecure)
+def _member(secret_file: Path | None, lists: Lists = (None, None), *, is_insecure: bool) -> Member:
+    return member_of(Identity.load_or_create(), secret_file, lists, is_insecure=is_insecure)
 
 
 # --- the verbs ---
@@ -190,11 +166,11 @@ def _serve(address: Address, member: Member) -> None:
 
     def on_ready(listens: Address) -> None:
         protected = "with a swarm secret" if member.membership else "without a secret"
-        _say(f"Listening on {listens}, TCP and UDP, as peer {member.peer_id}, {protected}.")
+        say(f"Listening on {listens}, TCP and UDP, as peer {member.peer_id}, {protected}.")
         where = f"THIS-MACHINE:{listens.port}" if is_wildcard(listens.host) else str(listens)
         secret = " --secret-file FILE" if member.membership else ""
-        _say(f"From the other side: shoal doctor --join {where}{secret}")
-        _say("Ctrl-C ends it.")
+        say(f"From the other side: shoal doctor --join {where}{secret}")
+        say("Ctrl-C ends it.")
 
     def on_caller(line: str) -> None:
         nonlocal num_lines
@@ -204,19 +180,14 @@ def _serve(address: Address, member: Member) -> None:
             del told[next(iter(told))]
         told[line] = None
         num_lines += 1
-        _say(line)
+        say(line)
 
     with LoopThread() as loop:
         try:
             loop.run(serve(address, member, on_ready=on_ready, on_caller=on_caller))
         except KeyboardInterrupt:
-            _say("")
+            say("")
     emit(result_line({"num_lines": num_lines}), sys.stdout)
-
-
-def _say(line: str) -> None:
-    emit(line, sys.stdout)
-    sys.stdout.flush()  # somebody may be waiting for it in a pipe
 
 
 def _record(peers: list[Address], member: Member, output: Path, json_file: Path | None) -> None:
@@ -227,7 +198,7 @@ def _record(peers: list[Address], member: Member, output: Path, json_file: Path 
     with LoopThread() as loop, show_progress("doctor --record") as tell:
         links = loop.run(record(peers, member, tell=tell))
     failed = [str(link.peer) for link in links if link.error]
-    out = sys.stderr if str(json_file) == "-" else sys.stdout
+    out = text_stream(json_file)
     show([_links_table(links)], out)
     path = None
     if len(failed) < len(links):
@@ -240,7 +211,7 @@ def _record(peers: list[Address], member: Member, output: Path, json_file: Path 
         "failed": failed,
         "exit_code": 1 if failed else 0,
     }
-    _write_json({"shoal": __version__, "links": links, "result": result}, json_file)
+    write_json({"shoal": __version__, "links": links, "result": result}, json_file)
     emit(result_line(result), out)
     if failed:
         raise typer.Exit(1)
@@ -262,22 +233,12 @@ def _tell(findings: list[Finding], summary: str, more: dict[str, object], json_f
         **more,
         "exit_code": exit_code,
     }
-    out = sys.stderr if str(json_file) == "-" else sys.stdout
+    out = text_stream(json_file)
     show([_table(findings), *wrap(summary, WIDTH)], out)
-    _write_json({"shoal": __version__, "summary": summary, "checks": findings, "result": result}, json_file)
+    write_json({"shoal": __version__, "summary": summary, "checks": findings, "result": result}, json_file)
     emit(result_line(result), out)
     if exit_code:
         raise typer.Exit(exit_code)
-
-
-def _write_json(document: dict[str, object], json_file: Path | None) -> None:
-    if json_file is None:
-        return
-    encoded = msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
-    if str(json_file) == "-":
-        emit(encoded.decode().rstrip(), sys.stdout)
-    else:
-        emit(f"Wrote {write_atomically(json_file, encoded)}", sys.stdout)
 
 
 def _table(findings: list[Finding]) -> Table:

@@ -15,11 +15,13 @@ import typer
 
 from shoal._version import __version__
 from shoal.cli.bench import app as bench_app
+from shoal.cli.dht import dht
 from shoal.cli.diff import diff
 from shoal.cli.doctor import doctor
 from shoal.cli.keys import app as keys_app
 from shoal.cli.report import report
 from shoal.cli.run import run as run_program
+from shoal.cli.status import status
 from shoal.core.errors import ReportError, ShoalError, UsageError
 from shoal.report.tables import emit
 
@@ -49,6 +51,8 @@ app = typer.Typer(
 app.command(context_settings=CONTEXT)(diff)
 app.command(context_settings=CONTEXT)(report)
 app.command(context_settings=CONTEXT)(doctor)
+app.command(context_settings=CONTEXT)(dht)
+app.command(context_settings=CONTEXT)(status)
 # what follows PROGRAM is the program's own, options and all
 app.command(
     "run",

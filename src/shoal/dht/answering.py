@@ -21,10 +21,12 @@ from shoal.dht.messages import (
     ABOUT,
     FIND,
     MAX_CONTACTS,
+    MAX_INDEX,
     MAX_WANTS,
     PING,
     REACH_SHIFT,
     STORE,
+    TAG_BYTES,
     About,
     Find,
     Finding,
@@ -36,10 +38,11 @@ from shoal.dht.messages import (
     Store,
     StoreAnswer,
     Want,
+    tag_of,
 )
 from shoal.dht.ownership import Ownership
 from shoal.dht.rates import Rates
-from shoal.dht.records import Slot, Verdict
+from shoal.dht.records import Item, Slot, Verdict
 from shoal.dht.schemas import Schemas
 from shoal.dht.settings import DHTSettings
 from shoal.dht.storage import Storage
@@ -106,6 +109,8 @@ class Answering:
         self._holdings = holdings
         self._settings = settings
         self._on_seen = on_seen
+        self.num_served = 0
+        """Requests so far."""
         self._began_s = endpoint.network.clock.now_s()
         endpoint.handle(PING, self.rpc_ping, payload_type=Ping)
         endpoint.handle(FIND, self.rpc_find, payload_type=Find)
@@ -143,7 +148,9 @@ class Answering:
         for key in store.absent[:MAX_WANTS]:
             if len(key) == ID_BYTES and not self._holdings.storage.get(key, wall_s):
                 self._holdings.cache.mark_absent(key, until_s)
-        return _reply(StoreAnswer(verdicts))
+        contacts: dict[bytes, int] = {}
+        near = [self._unknown(item, head.peer.id, contacts) if item.reach else b"" for item in store.items]
+        return _reply(StoreAnswer(verdicts, list(contacts), near if contacts else []))
 
     def rpc_about(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         """Tell how this peer is."""
@@ -170,6 +177,7 @@ class Answering:
         It listens at the address that its packets come from, and has proven that it receives there; whoever
         names another port is believed only once it has answered a call there.
         """
+        self.num_served += 1
         self._holdings.rates.take_messages(peer, num_wants, self._endpoint.datagrams.loop.time())
         if port and peer.id is not None and peer.id != self._peer_id and port == peer.address.port:
             self._on_seen(self._holdings.book.of(peer), None)
@@ -177,8 +185,7 @@ class Answering:
     def _find(self, wants: list[Want], asker: PeerId | None) -> Found:
         holdings = self._holdings
         wall_s = self._endpoint.network.clock.wall_s()
-        now_s = self._endpoint.datagrams.loop.time()
-        asker_number = number_of(asker.digest) if asker is not None else -1
+        asker_number = _number(asker)
         contacts: dict[bytes, int] = {}
         findings = []
         left_bytes = _MAX_ANSWER_BYTES
@@ -190,7 +197,7 @@ class Answering:
                 findings.append(Finding(State.HERE, b"", slots))
                 left_bytes -= size_bytes
                 continue
-            near = self._near(want, asker_number, now_s, contacts)
+            near = _indexes(self._near(key, want.reach, asker_number), contacts)
             if not slots:
                 is_absent = kind != Kind.PEERS and holdings.cache.is_absent(key, wall_s)
                 findings.append(Finding(State.ABSENT if is_absent else State.NOTHING, near))
@@ -208,16 +215,35 @@ class Answering:
                 left_bytes -= size_bytes
         return Found(list(contacts), findings)
 
-    def _near(self, want: Want, asker_number: int, now_s: float, contacts: dict[bytes, int]) -> bytes:
-        """Peers nearer to a key than the asker's reach, as indexes into all contacts of the answer."""
-        number = number_of(want.key)
-        near = bytearray()
-        for contact in self._holdings.table.nearest(number, MAX_CONTACTS, now_s=now_s):
-            if (contact.number ^ number) >> REACH_SHIFT >= want.reach:
-                break
-            if contact.number != asker_number:
-                near.append(contacts.setdefault(contact.packed, len(contacts)))
-        return bytes(near)
+    def _near(self, key: bytes, reach: int, asker_number: int) -> list[Contact]:
+        """Peers nearer to a key than the asker's reach, nearest first."""
+        number = number_of(key)
+        nearest = self._holdings.table.nearest(
+            number, MAX_CONTACTS, now_s=self._endpoint.datagrams.loop.time()
+        )
+        return [
+            contact
+            for contact in nearest
+            if (contact.number ^ number) >> REACH_SHIFT < reach and contact.number != asker_number
+        ]
+
+    def _unknown(self, item: Item, asker: PeerId | None, contacts: dict[bytes, int]) -> bytes:
+        """Peers that an item should be brought to and is not."""
+        if len(item.key) != ID_BYTES:
+            return b""
+        known = {item.known[at : at + TAG_BYTES] for at in range(0, len(item.known), TAG_BYTES)}
+        near = self._near(item.key, item.reach, _number(asker))
+        return _indexes([contact for contact in near if tag_of(contact.packed) not in known], contacts)
+
+
+def _number(peer_id: PeerId | None) -> int:
+    return number_of(peer_id.digest) if peer_id is not None else -1
+
+
+def _indexes(near: Sequence[Contact], contacts: dict[bytes, int]) -> bytes:
+    """Contacts as indexes into those of the whole answer; what an index cannot name is left out."""
+    indexes = (contacts.setdefault(contact.packed, len(contacts)) for contact in near)
+    return bytes(index for index in indexes if index < MAX_INDEX)
 
 
 def size_of(slot: Slot) -> int:

@@ -6,7 +6,7 @@ have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -101,20 +101,15 @@ class Asking:
             raise self._nonsense(contact, "it answered for another number of keys than it was asked for.")
         return found
 
-    async def call_store(
-        self, contact: Contact, items: list[Item], *, is_cache: bool = False
-    ) -> Sequence[Verdict]:
-        """Have a peer keep slots; its verdict on each, in order over all items."""
+    async def call_store(self, contact: Contact, items: list[Item], *, is_cache: bool = False) -> StoreAnswer:
+        """Have a peer keep slots; there is a verdict on each."""
         self.counts.num_stores += 1
         answer: StoreAnswer = await self._call(contact, STORE, Store(self.port, items, is_cache))
-        num_slots = sum(len(item.slots) for item in items)
-        try:
-            verdicts = [Verdict(code) for code in answer.verdicts]
-        except ValueError:
-            raise self._nonsense(contact, "it answered with a verdict that there is not.") from None
-        if len(verdicts) != num_slots:
+        if len(answer.verdicts) != sum(len(item.slots) for item in items):
             raise self._nonsense(contact, "it answered for another number of records than it was sent.")
-        return verdicts
+        if any(code > max(Verdict) for code in answer.verdicts):
+            raise self._nonsense(contact, "it answered with a verdict that there is not.")
+        return answer
 
     async def call_mark_absent(self, contact: Contact, keys: list[bytes]) -> None:
         """Tell a peer that there is nothing under these keys, anywhere."""

@@ -91,7 +91,7 @@ class ContactBook:
                 return None
             contact = self._add(Contact(peer, packed))
         host = contact.peer.address.host
-        if host.startswith(("127.", "::1")) and not is_loopback(teller.host):
+        if is_loopback(host) and not is_loopback(teller.host):
             return None  # its own machine is not this one
         return contact
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.core import Address, Deadline, Peer, PeerUnreachable, ShoalError, UsageError, fanout
+from shoal.core import Address, Deadline, Peer, PeerRefused, PeerUnreachable, ShoalError, UsageError, fanout
 from shoal.core.ids import ID_BYTES
 from shoal.dht.asking import Answered
 from shoal.dht.contacts import ID_BITS, Contact, number_of
@@ -32,6 +33,8 @@ class Joining:
         self.addresses = list(addresses)
         """Where this peer was told to join."""
         self.known = KnownPeers(peers_file, swarm_tag(dht.endpoint.membership))
+        self.seen_as = ""
+        """The host that others see this peer's packets come from; nothing before one has told."""
 
     async def join(self) -> int:
         """Become known to the swarm; how many peers answered.
@@ -75,7 +78,10 @@ class Joining:
             )
             for outcome in outcomes:
                 if isinstance(outcome, Answered):
-                    if outcome.peer.id != dht.peer_id and self._is_timely(outcome):
+                    self._learn_own_host(outcome.seen_as)
+                    if outcome.peer.id == dht.peer_id:
+                        first_error = first_error or self._same_identity(outcome.peer)
+                    elif self._is_timely(outcome):
                         contacts.append(dht.book.of(outcome.peer))
                 elif isinstance(outcome, ShoalError):
                     first_error = first_error or outcome
@@ -88,6 +94,21 @@ class Joining:
             await dht.search([track], Deadline.after(4 * wait_s), seeds=contacts)
             await self._fill_gaps(Deadline.after(4 * wait_s))
         return len(contacts), first_error
+
+    def _learn_own_host(self, seen_as: str) -> None:
+        with contextlib.suppress(UsageError):  # nonsense
+            self.seen_as = Address.parse(seen_as).host
+
+    def _same_identity(self, peer: Peer) -> ShoalError | None:
+        """What to say of somebody who answers with this peer's own id."""
+        if peer.address in self._dht.endpoint.addresses:
+            return None
+        return PeerRefused(
+            f"{peer.address} has the identity of this peer.",
+            peer=peer,
+            cause="both use the same identity file, or copies of it.",
+            next_step="give one of them another: --identity-file, or SHOAL_STATE for each.",
+        )
 
     async def _fill_gaps(self, deadline: Deadline) -> None:
         """Meet somebody in every part of the swarm (Kademlia, section 2.3): look-ups of others depend on it.
@@ -123,11 +144,14 @@ class Joining:
 
     def _complain(self, refusal: ShoalError | None) -> None:
         names = ", ".join(map(str, self.addresses))
-        error = PeerUnreachable(
+        secret = " --secret-file FILE" if self._dht.endpoint.membership is not None else ""
+        error: ShoalError = PeerUnreachable(
             f"Nobody answers at {names}.",
-            cause=str(refusal).replace("\n", " ") if refusal is not None else "",
-            next_step=f"shoal doctor --join {self.addresses[0]} looks at the way there and back.",
+            cause=(refusal.cause or refusal.what) if refusal is not None else "",
+            next_step=f"shoal doctor --join {self.addresses[0]}{secret} looks at the way there and back.",
         )
+        if isinstance(refusal, PeerRefused):
+            error = refusal
         if self._dht.settings.is_strict:
             raise error
         log.warning("%s It is tried again every %g s.", error, self._dht.settings.check_s)

@@ -6,6 +6,7 @@ import enum
 
 import msgspec
 
+from shoal.core.ids import ID_BYTES
 from shoal.dht.coordinates import BEFORE_ALL
 from shoal.dht.records import Item, Slot
 
@@ -15,6 +16,8 @@ MAX_WANTS = 32
 """Keys of one Find: about what fits into a datagram."""
 MAX_CONTACTS = 8
 """That are told for each key."""
+MAX_INDEX = 256
+"""Contacts of one answer that its findings can name, in a byte each."""
 ANYWHERE = 0xFFFF_FFFF
 """A reach that leaves nobody out."""
 
@@ -93,9 +96,13 @@ class Store(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StoreAnswer(msgspec.Struct, array_like=True, frozen=True):
-    """A Verdict for each slot, in order over all items."""
+    """What became of the items."""
 
     verdicts: bytes
+    """A Verdict for each slot, in order over all items."""
+    contacts: list[bytes] = []
+    near: list[bytes] = []
+    """For each item the peers that are nearer and not known, as indexes into `contacts`; nothing for none."""
 
 
 class Ping(msgspec.Struct, array_like=True, frozen=True):
@@ -132,3 +139,11 @@ def reach_of(distance: int) -> int:
 
 REACH_SHIFT = 128
 """Bits of a distance that a reach leaves out."""
+
+
+def tag_of(packed: bytes) -> bytes:
+    """A few bytes that tell most peers apart, of the packed contact."""
+    return packed[ID_BYTES - TAG_BYTES : ID_BYTES]
+
+
+TAG_BYTES = 2

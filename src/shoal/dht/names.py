@@ -37,4 +37,3 @@ def namespace_of(name: str) -> str:
 def tag_of(namespace: str) -> bytes:
     """What keys of this namespace end in."""
     return hashlib.blake2b(namespace.encode(), digest_size=TAG_BYTES, person=b"shoal namespace").digest()
-

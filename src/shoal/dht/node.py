@@ -19,11 +19,11 @@ from shoal.dht.answering import Answering, Holdings
 from shoal.dht.asking import Answered, Asking, Counts
 from shoal.dht.cache import Cache
 from shoal.dht.conflicts import merge
-from shoal.dht.contacts import Contact, ContactBook
+from shoal.dht.contacts import Contact, ContactBook, number_of
 from shoal.dht.coordinates import coordinates_of
 from shoal.dht.joining import Joining
 from shoal.dht.keeping import Keeper
-from shoal.dht.messages import About, Found, Kind, Want
+from shoal.dht.messages import MAX_INDEX, About, Found, Kind, Want
 from shoal.dht.names import key_of
 from shoal.dht.ownership import Ownership
 from shoal.dht.rates import Rates
@@ -38,10 +38,12 @@ from shoal.dht.table import RoutingTable
 from shoal.dht.upkeep import Upkeep
 from shoal.transport import Endpoint, Membership
 from shoal.transport.datagrams.sessions import RoundTrips
+from shoal.transport.networks.sockets import is_wildcard
 
 log = logging.getLogger(__name__)
 
 _LOOK_UP_S = 30.0  # a whole look-up or store, with patience 1
+_LOOPBACK = {False: "127.0.0.1", True: "::1"}
 _MAX_BACKGROUND = 64  # pings and the like under way at once; more are left out
 
 
@@ -69,6 +71,7 @@ class DHT:
         self.settings = settings or DHTSettings()
         self.identity = _identity_of(membership, identity, endpoint)
         self.peer_id = self.identity.peer_id
+        self._number = number_of(self.peer_id.digest)
         self.is_client = self.settings.is_client or (listen is None and endpoint is None)
         self._listen = None if self.is_client else _address(listen)
         self._is_own_endpoint = endpoint is None
@@ -96,6 +99,7 @@ class DHT:
         self.last_hops: list[int] = []
         """Of the latest look-up: how many answers followed from each other, for each name."""
         self._spreading = Spreading(self)
+        self._answering: Answering | None = None
         self._round_trips = RoundTrips()
         self._standing = StandingScope("dht")
         self._num_background = 0
@@ -107,7 +111,9 @@ class DHT:
             if self._is_own_endpoint:
                 await closing.enter_async_context(self.endpoint)
             if not self.is_client:
-                Answering(self.endpoint, self.peer_id, self.holdings, self.settings, self._on_seen)
+                self._answering = Answering(
+                    self.endpoint, self.peer_id, self.holdings, self.settings, self._on_seen
+                )
                 if self._is_own_endpoint and self._listen is not None:
                     await self.endpoint.listen(self._listen)
                 if not self.endpoint.addresses:
@@ -143,12 +149,20 @@ class DHT:
         """Itself, as others call it; UsageError for a client."""
         if not self.endpoint.addresses:
             raise UsageError("A client has no address.", next_step="give `listen` to be called by others.")
-        return Peer(self.endpoint.addresses[0], self.peer_id)
+        address = self.endpoint.addresses[0]
+        if is_wildcard(address.host):  # others see it by one of this machine's addresses
+            address = Address(self.joining.seen_as or _LOOPBACK[":" in address.host], address.port)
+        return Peer(address, self.peer_id)
 
     @property
     def counts(self) -> Counts:
         """Requests sent so far."""
         return self.asking.counts
+
+    @property
+    def num_served(self) -> int:
+        """Requests of others answered so far."""
+        return self._answering.num_served if self._answering is not None else 0
 
     def in_s(self, seconds: float) -> float:
         """The wall time so long from now: what expirations are given as."""
@@ -303,7 +317,15 @@ class DHT:
 
     def is_set_aside(self, contact: Contact) -> bool:
         """Whether a peer has failed of late, or is this one."""
-        return contact.id == self.peer_id or self.table.is_set_aside(contact, self.now_s())
+        return contact.number == self._number or self.table.is_set_aside(contact, self.now_s())
+
+    def read_contacts(self, packed: Sequence[bytes], teller: Address) -> list[Contact | None]:
+        """Peers that another peer tells of; None for those not to be asked."""
+        found: list[Contact | None] = []
+        for one in packed[:MAX_INDEX]:
+            contact = self.book.read(one, teller)
+            found.append(None if contact is None or self.is_set_aside(contact) else contact)
+        return found
 
     def slow_s(self) -> float:
         """How long answers take when all is well, at most."""

@@ -6,8 +6,6 @@ since many peers live there.
 
 from __future__ import annotations
 
-import functools
-
 from shoal.core import Address, Peer, PeerBusy
 from shoal.dht.settings import DHTSettings
 from shoal.transport.shares import Shares
@@ -15,7 +13,6 @@ from shoal.transport.trust.membership import is_loopback
 
 BURST_S = 4.0
 """So many seconds' worth may come at once."""
-_is_loopback = functools.lru_cache(4096)(is_loopback)
 
 
 class Rates:
@@ -46,7 +43,7 @@ class Rates:
 
 
 def _asker_of(address: Address) -> Address | str:
-    return address if _is_loopback(address.host) else address.host
+    return address if is_loopback(address.host) else address.host
 
 
 def _too_much(what: str, wait_s: float, setting: str) -> PeerBusy:

@@ -15,7 +15,7 @@ def value_of(slots: Sequence[Slot], wall_s: float) -> Value | None:
     """The value, or dictionary of values, that live slots make; None when there is none that can be read."""
     found: dict[Any, Value] = {}
     for slot in slots:
-        if slot.expires_at_s <= wall_s:
+        if not slot.expires_at_s > wall_s:  # NaN is over too
             continue
         try:
             value = Value(decode_value(slot.value), slot.expires_at_s, owner_id(slot))

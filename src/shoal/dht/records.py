@@ -35,6 +35,10 @@ class Item(msgspec.Struct, array_like=True, frozen=True):
 
     key: bytes
     slots: list[Slot]
+    reach: int = 0
+    """Peers nearer to the key than this (as in a Find), others than `known`, are to be told of."""
+    known: bytes = b""
+    """Tags of the peers that the sender brings the slots to."""
 
 
 class Verdict(enum.IntEnum):

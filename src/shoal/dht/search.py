@@ -15,18 +15,15 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from shoal.core import Address, Deadline, Scope, ShoalError
-from shoal.dht.contacts import Contact, ContactBook
+from shoal.dht.contacts import Contact
 from shoal.dht.coordinates import BEFORE_ALL, unpack_page
 from shoal.dht.messages import ANYWHERE, MAX_WANTS, Finding, Found, Kind, State, Want, reach_of
 from shoal.dht.records import Slot
+from shoal.dht.under_way import UnderWay
 
-MAX_IN_FLIGHT = 48
-"""Requests of one search at once; keys that wait meanwhile find company for theirs."""
 _MAX_NEAR = 32  # peers that a key remembers
-_MIN_SLOW_S, _MAX_SLOW_S = 0.1, 1.0
 _ENOUGH_ABSENT = 2  # peers that must know of a key's absence: one of them may lie
 _MAX_PAGES = 64
-_MAX_CONTACTS = 256  # what the index of a finding can name
 
 
 class Step(enum.IntEnum):
@@ -230,13 +227,14 @@ class Track:
 class Node(Protocol):
     """What a search needs of the peer that it runs on."""
 
-    book: ContactBook
-
     async def call_find(self, contact: Contact, wants: list[Want]) -> Found:
         """Ask a peer."""
 
     def believed(self, key: bytes, slots: list[Slot]) -> list[Slot]:
         """Those that live; none when any of them is wrongly signed or typed."""
+
+    def read_contacts(self, packed: Sequence[bytes], teller: Address) -> list[Contact | None]:
+        """Peers that another peer tells of; None for those not to be asked."""
 
     def is_set_aside(self, contact: Contact) -> bool:
         """Whether a peer has failed of late, or is this one."""
@@ -248,13 +246,11 @@ class Node(Protocol):
 class _Request:
     """One request on its way."""
 
-    __slots__ = ("contact", "is_over", "sent_at_s", "tracks")
+    __slots__ = ("contact", "tracks")
 
-    def __init__(self, contact: Contact, tracks: list[Track], sent_at_s: float) -> None:
+    def __init__(self, contact: Contact, tracks: list[Track]) -> None:
         self.contact = contact
         self.tracks = tracks
-        self.sent_at_s = sent_at_s
-        self.is_over = False
 
 
 class Search:
@@ -265,14 +261,11 @@ class Search:
         self._tracks = tracks
         self._parallel = parallel
         self._waiting: dict[Contact, list[Track]] = {}  # in the order in which they were first wanted
-        self._under_way: dict[_Request, None] = {}
+        self._under_way: UnderWay[_Request] = UnderWay(node.slow_s, self._on_slow)
         self._parked: dict[Contact, list[Track]] = {}  # who would ask a peer that is slow to answer another
-        self._num_in_flight = 0
         self._num_open = len(tracks)
         self._ended = asyncio.Event()
         self._scope = Scope("look-up")
-        self._timer: asyncio.TimerHandle | None = None
-        self._loop = asyncio.get_running_loop()
 
     async def run(self, deadline: Deadline, on_done: Callable[[Track], None] | None = None) -> None:
         """Look until every key is done or the time is over; `on_done` is told of each key as it ends."""
@@ -283,7 +276,6 @@ class Search:
                     self._advance(track)
                 self._dispatch()
                 if not self._ended.is_set():
-                    self._watch()
                     try:
                         async with asyncio.timeout(deadline.timeout_s):
                             await self._ended.wait()
@@ -291,8 +283,7 @@ class Search:
                         pass
                 self._scope.cancel()
         finally:
-            if self._timer is not None:
-                self._timer.cancel()
+            self._under_way.close()
 
     def _advance(self, track: Track) -> None:
         """Have a key ask whom it wants to."""
@@ -311,7 +302,7 @@ class Search:
 
     def _dispatch(self) -> None:
         """Send what may be sent, longest waiting first."""
-        while self._waiting and self._num_in_flight < MAX_IN_FLIGHT and not self._ended.is_set():
+        while self._waiting and self._under_way.has_room and not self._ended.is_set():
             contact = next(iter(self._waiting))
             tracks = [track for track in self._waiting.pop(contact) if not track.is_done]
             if not tracks:
@@ -331,9 +322,8 @@ class Search:
             elif len(tracks) > MAX_WANTS:
                 self._waiting[contact] = tracks[MAX_WANTS:]
                 tracks = tracks[:MAX_WANTS]
-            request = _Request(contact, tracks, self._loop.time())
-            self._under_way[request] = None
-            self._num_in_flight += 1
+            request = _Request(contact, tracks)
+            self._under_way.begin(request)
             self._scope.start(self._ask(request), name="find")
 
     async def _ask(self, request: _Request) -> None:
@@ -341,20 +331,15 @@ class Search:
         try:
             found = await self._node.call_find(contact, [track.want() for track in tracks])
         except ShoalError:
-            self._forget(request)
+            self._under_way.end(request)
             self._fail(contact, tracks)
             self._fail(contact, self._parked.pop(contact, ()))
         else:
-            self._forget(request)
+            self._under_way.end(request)
             self._take_in(contact, tracks, found)
             for track in self._parked.pop(contact, ()):
                 self._waiting.setdefault(contact, []).append(track)
         self._dispatch()
-
-    def _forget(self, request: _Request) -> None:
-        self._under_way.pop(request, None)
-        if not request.is_over:
-            self._num_in_flight -= 1
 
     def _fail(self, contact: Contact, tracks: Sequence[Track]) -> None:
         for track in tracks:
@@ -369,7 +354,7 @@ class Search:
                 self._advance(track)
 
     def _take_in(self, contact: Contact, tracks: list[Track], found: Found) -> None:
-        contacts = [self._believed(packed, contact.peer.address) for packed in found.contacts[:_MAX_CONTACTS]]
+        contacts = self._node.read_contacts(found.contacts, contact.peer.address)
         for track, finding in zip(tracks, found.findings, strict=True):
             if track.is_done:
                 continue
@@ -387,26 +372,10 @@ class Search:
         else:
             self._advance(track)
 
-    def _believed(self, packed: bytes, teller: Address) -> Contact | None:
-        contact = self._node.book.read(packed, teller)
-        return None if contact is None or self._node.is_set_aside(contact) else contact
-
-    # --- those who are slow ---
-
-    def _watch(self) -> None:
-        slow_s = min(_MAX_SLOW_S, max(_MIN_SLOW_S, self._node.slow_s()))
-        now_s = self._loop.time()
-        for request in tuple(self._under_way):
-            if request.sent_at_s + slow_s > now_s:
-                break  # later ones were sent later
-            if not request.is_over:
-                request.is_over = True
-                self._num_in_flight -= 1
-                self._parked.setdefault(request.contact, [])
-                self._go_on_without(request.contact, request.tracks)
+    def _on_slow(self, request: _Request) -> None:
+        self._parked.setdefault(request.contact, [])
+        self._go_on_without(request.contact, request.tracks)
         self._dispatch()
-        if not self._ended.is_set():
-            self._timer = self._loop.call_later(slow_s / 2, self._watch)
 
 
 def _distance(entry: tuple[int, Contact]) -> int:

@@ -7,7 +7,6 @@ came of it. Times are the loop's, monotonic.
 
 from __future__ import annotations
 
-import functools
 import math
 from array import array
 from collections.abc import Sequence
@@ -29,8 +28,6 @@ CHECK_S = 10.0
 MAX_HEARSAY = 4
 """Contacts of a bucket that were only heard of."""
 _SMOOTHING = 1 / 8  # of round trips, as TCP does it (RFC 6298)
-
-_is_this_machine = functools.lru_cache(maxsize=1024)(is_loopback)
 
 
 class BucketView(NamedTuple):
@@ -234,7 +231,7 @@ class RoutingTable:
             return []
         host = contact.peer.address.host
         same = [index for index, other in enumerate(others) if other.peer.address.host == host]
-        return same if len(same) >= self._max_of_a_host and not _is_this_machine(host) else []
+        return same if len(same) >= self._max_of_a_host and not is_loopback(host) else []
 
     def _wait(self, bucket: Bucket, contact: Contact) -> None:
         if bucket.waiting_as(contact.number) != contact:

@@ -1,0 +1,180 @@
+"""Sockets of one peer among many in a process that can die as a killed process does: at once, without a word.
+
+Also what notices that a peer still sends to the dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import random
+import socket
+import ssl
+from typing import TYPE_CHECKING, Any, cast
+
+from shoal.core import Address, Clock
+from shoal.transport import Network, SocketNetwork
+from shoal.transport.networks.network import Accepted, Listener, SocketAccepted, SocketListener
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_NO_LINGER = b"\x01\x00\x00\x00\x00\x00\x00\x00"  # struct linger {1, 0}: closing sends a reset, nothing else
+
+
+class MortalNetwork(SocketNetwork):
+    """TCP and UDP of this machine, until it is killed; stays dead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_dead = False
+        self._carriers: list[asyncio.DatagramTransport] = []
+        self._streams: list[socket.socket] = []
+
+    def kill(self) -> None:
+        """Close its sockets; whatever the peer does after this, nobody hears of it.
+
+        Those that listen for streams are closed by their owner, which should be closed right after.
+        """
+        self._is_dead = True
+        for carrier in self._carriers:
+            carrier.abort()
+        for stream in self._streams:
+            with contextlib.suppress(OSError):
+                stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+                stream.shutdown(socket.SHUT_RDWR)
+
+    async def listen(self, address: Address) -> SocketListener:
+        """As any network's."""
+        self._check_alive()
+        return await super().listen(address)
+
+    async def connect(self, address: Address) -> socket.socket:
+        """As any network's."""
+        self._check_alive()
+        return self._noted(await super().connect(address))
+
+    async def adopt(
+        self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """As any network's."""
+        self._check_alive()
+        self._noted(cast("SocketAccepted", accepted).socket)
+        await super().adopt(accepted, protocol, tls=tls)
+
+    async def open_datagrams(
+        self, address: Address, protocol: asyncio.DatagramProtocol
+    ) -> asyncio.DatagramTransport:
+        """As any network's."""
+        self._check_alive()
+        carrier = await super().open_datagrams(address, protocol)
+        self._carriers.append(carrier)
+        return carrier
+
+    def _noted(self, stream: socket.socket) -> socket.socket:
+        self._streams = [known for known in self._streams if known.fileno() >= 0]
+        self._streams.append(stream)
+        return stream
+
+    def _check_alive(self) -> None:
+        if self._is_dead:
+            raise OSError(errno.ENETDOWN, "this peer was killed")
+
+
+class Graveyard:
+    """Where peers listened that are dead."""
+
+    def __init__(self) -> None:
+        self._addresses: set[tuple[Any, ...]] = set()
+
+    def bury(self, address: Address) -> None:
+        """Nobody answers there any more."""
+        self._addresses.add((address.host, address.port))
+
+    def __contains__(self, where: tuple[Any, ...]) -> bool:
+        return where[:2] in self._addresses
+
+
+class TappedNetwork:
+    """Another network, and a count of the datagrams that its peer sends to the dead."""
+
+    def __init__(self, inner: Network, graveyard: Graveyard) -> None:
+        self.clock: Clock = inner.clock
+        self.random: random.Random = inner.random
+        self.is_simulated = inner.is_simulated
+        self.num_to_dead = 0
+        self._inner = inner
+        self._graveyard = graveyard
+
+    async def listen(self, address: Address) -> Listener:
+        """As the other network's."""
+        return await self._inner.listen(address)
+
+    async def dial(
+        self, address: Address, protocol: asyncio.BufferedProtocol, *, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """As the other network's."""
+        await self._inner.dial(address, protocol, tls=tls)
+
+    async def adopt(
+        self, accepted: Accepted, protocol: asyncio.BufferedProtocol, *, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """As the other network's."""
+        await self._inner.adopt(accepted, protocol, tls=tls)
+
+    async def open_datagrams(
+        self, address: Address, protocol: asyncio.DatagramProtocol
+    ) -> asyncio.DatagramTransport:
+        """As the other network's; what is sent is looked at."""
+        carrier = await self._inner.open_datagrams(address, _Between(protocol, self))
+        self.clock = self._inner.clock  # a simulated host gets its own with its address
+        return carrier
+
+    async def resolve(self, address: Address) -> tuple[Any, ...]:
+        """As the other network's."""
+        return await self._inner.resolve(address)
+
+    def on_send(self, where: tuple[Any, ...]) -> None:
+        """A datagram is on its way there."""
+        if where in self._graveyard:
+            self.num_to_dead += 1
+
+
+class _Between(asyncio.DatagramProtocol):
+    """Stands between a socket and its protocol, which gets everything at once but the socket itself."""
+
+    def __init__(self, protocol: asyncio.DatagramProtocol, tap: TappedNetwork) -> None:
+        self._protocol = protocol
+        self._tap = tap
+        for name in ("datagram_received", "error_received", "pause_writing", "resume_writing"):
+            setattr(self, name, getattr(protocol, name))
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._protocol.connection_made(_Carrier(cast("asyncio.DatagramTransport", transport), self._tap))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._protocol.connection_lost(exc)
+
+
+class _Carrier(asyncio.DatagramTransport):
+    def __init__(self, carrier: asyncio.DatagramTransport, tap: TappedNetwork) -> None:
+        super().__init__()
+        self._carrier = carrier
+        self._tap = tap
+
+    def sendto(self, data: Buffer, addr: Any = None) -> None:
+        self._tap.on_send(addr)
+        self._carrier.sendto(data, addr)  # type: ignore[arg-type]
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._carrier.get_extra_info(name, default)
+
+    def is_closing(self) -> bool:
+        return self._carrier.is_closing()
+
+    def close(self) -> None:
+        self._carrier.close()
+
+    def abort(self) -> None:
+        self._carrier.abort()

@@ -1,0 +1,210 @@
+"""`shoal dht`: a peer of a swarm's DHT that others can join, until Ctrl-C.
+
+0 ended when it was told to, 1 nobody could be joined.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from shoal.cli.live import ends_by_signal, live_line
+from shoal.cli.members import IdentityFile, Insecure, SecretFile, claimed_identity, member_of
+from shoal.cli.output import counted, say
+from shoal.core.clock import SYSTEM_CLOCK
+from shoal.core.errors import UsageError
+from shoal.core.identity import Identity
+from shoal.core.ids import Address
+from shoal.report.tables import emit, result_line
+from shoal.report.units import scale_for
+
+if TYPE_CHECKING:
+    from shoal.dht.blocking import Swarm
+    from shoal.dht.node import DHT
+
+_NOBODY = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+"""Addresses that are kept for examples (RFC 5737, RFC 3849)."""
+
+
+class Moment(msgspec.Struct, frozen=True):
+    """How a peer is."""
+
+    up_s: float
+    num_peers: int
+    num_records: int
+    record_bytes: int
+    num_cached: int
+    num_requests: int
+    """Asked and answered."""
+
+    def line(self, before: Moment) -> str:
+        """In words; the rate is that since `before`."""
+        took_s = self.up_s - before.up_s
+        rate = (self.num_requests - before.num_requests) / took_s if took_s > 0 else 0.0
+        size = scale_for("B", self.record_bytes).format(self.record_bytes)
+        records = counted(self.num_records, "record")
+        return (
+            f"{counted(self.num_peers, 'peer')} known, {records} here ({size}), {self.num_cached:,} cached, "
+            f"{rate:.1f} requests/s"
+        )
+
+
+def dht(
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where others reach this peer, by TCP and UDP; port 0 takes a free one.",
+            show_default="127.0.0.1:0, with a secret 0.0.0.0:0",
+        ),
+    ] = None,
+    join: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="A peer of the swarm; may be given several times, one that answers is enough.",
+            show_default=False,
+        ),
+    ] = None,
+    secret_file: SecretFile = None,
+    insecure: Insecure = False,
+    identity_file: IdentityFile = None,
+    allow_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Ids of the only peers that may talk, one a line.")
+    ] = None,
+    deny_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Ids of peers that may not talk, one a line.")
+    ] = None,
+    peers_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Remember there which peers were met, and join by them next time."),
+    ] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="When nobody answers, stay and try again, instead of failing.")
+    ] = False,
+) -> None:
+    """Be a peer of a swarm's DHT, until Ctrl-C.
+
+    It keeps records for others and helps them find each other. Without --join it begins a new swarm. `shoal
+    status --join HOST:PORT` shows who is there.
+    """
+    from shoal.core.loop import own_the_process
+    from shoal.dht.blocking import Swarm
+    from shoal.dht.node import DHT
+    from shoal.dht.settings import DHTSettings
+
+    own_the_process()
+    with claimed_identity(identity_file) as identity, ends_by_signal():
+        member = member_of(identity, secret_file, (allow_file, deny_file), is_insecure=insecure)
+        is_new = identity_file is None and identity.peer_id != Identity.load_or_create().peer_id
+        is_open = insecure or member.membership is not None
+        starts = [Address.parse(text) for text in join or ()]
+        address = Address.parse(listen) if listen is not None else _where_to_listen(starts, is_open=is_open)
+        _check_ways(address, starts)
+        peer = DHT(
+            join=starts,
+            listen=address,
+            membership=member.membership,
+            identity=identity,
+            is_insecure=insecure,
+            settings=DHTSettings(is_strict=not wait),
+            peers_file=peers_file,
+        )
+        with Swarm(peer) as swarm:
+            began_s = SYSTEM_CLOCK.now_s()
+            with contextlib.suppress(KeyboardInterrupt):
+                _introduce(peer, is_new=is_new)
+                _watch(swarm, began_s)
+            last = swarm.run(_moment(peer, began_s))
+            result: dict[str, object] = {"peer_id": str(peer.peer_id), "address": str(swarm.address)}
+    emit(result_line({**result, **msgspec.structs.asdict(last)}), sys.stdout)
+
+
+def _where_to_listen(starts: list[Address], *, is_open: bool) -> Address:
+    """On all addresses, or on this machine's own for itself; of the kind that the swarm is joined by."""
+    is_v6 = bool(starts) and ":" in starts[0].host
+    if is_open:
+        return Address("::" if is_v6 else "0.0.0.0", 0)
+    return Address("::1" if is_v6 else "127.0.0.1", 0)
+
+
+def _check_ways(listens: Address, starts: list[Address]) -> None:
+    """UsageError for a peer that joins others where they could never call it."""
+    from shoal.transport.trust.membership import is_loopback
+
+    elsewhere = [start for start in starts if _is_elsewhere(start.host)]
+    if elsewhere and is_loopback(listens.host):
+        raise UsageError(
+            f"This peer would listen on {listens}, where {elsewhere[0]} cannot call it.",
+            cause="without a secret a peer listens on this machine only, unless --insecure says otherwise.",
+            next_step="give the swarm's secret (--secret-file), or --listen HOST:PORT of an address that "
+            "others reach; `shoal status` asks without being a peer.",
+        )
+
+
+def _is_elsewhere(host: str) -> bool:
+    """Whether it is certain to be an address by which other machines are reached; names may be any."""
+    try:
+        return not ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def _introduce(peer: DHT, *, is_new: bool) -> None:
+    from shoal.transport.networks.sockets import is_wildcard
+    from shoal.transport.trust.membership import is_loopback
+
+    address, num_known = peer.peer.address, len(peer.table)
+    has_secret = peer.endpoint.membership is not None
+    protected = "with a swarm secret" if has_secret else "without a secret"
+    say(f"Listening on {address}, TCP and UDP, as peer {peer.peer_id}, {protected}.")
+    if is_new:
+        say("Another peer on this machine has this user's identity: this id is for this run only.")
+    say(f"Joined a swarm: {counted(num_known, 'peer')} known." if num_known else "Nobody else is here yet.")
+    where = Address(_own_host(address.host), address.port) if is_wildcard(address.host) else address
+    is_local = is_loopback(address.host)
+    more = " --secret-file FILE" if has_secret else "" if is_local else " --insecure"
+    others = "this machine" if is_local else "another machine"
+    say(f"From {others}: shoal dht --join {where}{more}")
+    say("Ctrl-C ends it.")
+
+
+def _own_host(wildcard: str) -> str:
+    """By which of its addresses this machine would reach others; nothing is sent to find out."""
+    family = socket.AF_INET6 if ":" in wildcard else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((_NOBODY[family], 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "THIS-MACHINE"
+
+
+def _watch(swarm: Swarm, began_s: float) -> None:
+    """Show how the peer is, until told to end."""
+    now = swarm.run(_moment(swarm.dht, began_s))
+    with live_line() as (show_line, every_s):
+        while True:
+            swarm.run(asyncio.sleep(every_s))
+            before, now = now, swarm.run(_moment(swarm.dht, began_s))
+            show_line(now.line(before))
+
+
+async def _moment(peer: DHT, began_s: float) -> Moment:
+    counts = peer.counts
+    return Moment(
+        up_s=round(SYSTEM_CLOCK.now_s() - began_s, 3),
+        num_peers=len(peer.table),
+        num_records=len(peer.storage),
+        record_bytes=peer.storage.size_bytes,
+        num_cached=len(peer.cache),
+        num_requests=counts.num_finds + counts.num_stores + counts.num_pings + peer.num_served,
+    )

@@ -1,0 +1,102 @@
+"""Who this process is in a swarm, as command lines say it: identity, secret, and lists of peers."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shoal.core.errors import UsageError
+from shoal.core.identity import Identity, default_identity_path
+
+if TYPE_CHECKING:
+    from shoal.bench.joining import Member
+
+SecretFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="The swarm's secret; SHOAL_SECRET where it is not given.")
+]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Listen beyond this machine without a secret.")]
+IdentityFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Be this peer, a file of `shoal keys new`; by default this user's own identity, or a fresh one "
+        "while another peer on this machine has it.",
+        show_default=False,
+    ),
+]
+Lists = tuple[Path | None, Path | None]
+"""The files of peers that are allowed and denied."""
+
+
+def member_of(
+    identity: Identity, secret_file: Path | None, lists: Lists = (None, None), *, is_insecure: bool = False
+) -> Member:
+    """Who has this identity and the secret that was given, by file or by environment, if any."""
+    from shoal.bench.joining import Member
+    from shoal.transport.trust.access import Access
+    from shoal.transport.trust.membership import Membership
+    from shoal.transport.trust.secret import SwarmSecret
+
+    secret = SwarmSecret.load(secret_file) if secret_file is not None else SwarmSecret.from_environment()
+    if secret is None and any(lists):
+        raise UsageError(
+            "Lists of peers need a swarm secret.",
+            cause="without one every peer can claim to be any other.",
+            next_step="add --secret-file; shoal keys secret --file FILE makes one.",
+        )
+    access = Access(allow_file=lists[0], deny_file=lists[1])
+    membership = None if secret is None else Membership(identity, secret, access)
+    return Member(identity.peer_id, membership, is_insecure)
+
+
+@contextlib.contextmanager
+def claimed_identity(path: Path | None) -> Iterator[Identity]:
+    """An identity that no other peer on this machine has at the same time, for as long as the block lasts.
+
+    Two peers of one id would be taken for each other, and each would take the other for itself.
+    """
+    with contextlib.ExitStack() as stack:
+        if path is None:
+            yield _own_or_new(stack)
+            return
+        identity = Identity.load(path)
+        if not _is_locked(path, stack):
+            raise UsageError(
+                f"The identity in {path} is in use by another peer on this machine.",
+                next_step="end that one, or make an identity for this one: shoal keys new --file FILE",
+            )
+        yield identity
+
+
+def passing_identity(path: Path | None) -> Identity:
+    """For a visit that leaves nothing behind: what was named, else this user's own unless a peer has it."""
+    if path is not None:
+        return Identity.load(path)
+    with contextlib.ExitStack() as stack:
+        return _own_or_new(stack)
+
+
+def _own_or_new(stack: contextlib.ExitStack) -> Identity:
+    own = Identity.load_or_create()
+    return own if _is_locked(default_identity_path(), stack) else Identity.generate()
+
+
+def _is_locked(path: Path, stack: contextlib.ExitStack) -> bool:
+    """Take the lock of a file until the stack closes; False when another process has it."""
+    if sys.platform == "win32":
+        return True
+    import fcntl
+
+    try:
+        file = stack.enter_context(path.open("rb"))
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks: nobody can tell
+    return True

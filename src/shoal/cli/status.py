@@ -1,0 +1,191 @@
+"""`shoal status`: who is in a swarm, what each peer holds, and how far away it is.
+
+0 the swarm was looked at, 1 nobody answered.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from shoal import __version__
+from shoal.cli.members import IdentityFile, SecretFile, member_of, passing_identity
+from shoal.cli.output import JsonFile, counted, text_stream, write_json
+from shoal.core.ids import Address
+from shoal.report.tables import WIDTH, Column, Table, emit, result_line, show, wrap
+from shoal.report.units import scale_for
+
+if TYPE_CHECKING:
+    from shoal.dht.crawl import Crawl, Visited
+
+_MAX_ROWS = 100  # of what is printed; JSON has them all
+_MAX_NAMED = 5
+_MAX_VERSION = 20  # characters of what a peer says
+_CLOCK_GAP_S = 3.0
+
+
+def status(
+    join: Annotated[
+        list[str],
+        typer.Option(
+            metavar="HOST:PORT",
+            help="A peer of the swarm; may be given several times, which also tells whether it is one swarm.",
+            show_default=False,
+        ),
+    ],
+    secret_file: SecretFile = None,
+    identity_file: IdentityFile = None,
+    limit: Annotated[
+        int,
+        typer.Option(metavar="N", min=1, help="Ask at most so many peers, and estimate how many there are."),
+    ] = 1000,
+    json_file: JsonFile = None,
+) -> None:
+    """Show who is in a swarm, and what each peer holds.
+
+    Every peer that listens, with its records, round-trip time, uptime and version. It only asks, and leaves
+    nothing behind. Peers that only dial out are not seen.
+    """
+    from shoal.bench.progress import show_progress
+    from shoal.dht.blocking import Swarm
+    from shoal.dht.crawl import crawl
+    from shoal.dht.node import DHT
+
+    starts = [Address.parse(text) for text in join]
+    identity = passing_identity(identity_file)
+    visitor = DHT(listen=None, membership=member_of(identity, secret_file).membership, identity=identity)
+    with Swarm(visitor) as swarm, show_progress(f"status --join {join[0]}") as tell:
+        seen = swarm.run(crawl(visitor, starts, limit=limit, tell=tell))
+    out = text_stream(json_file)
+    show([_table(seen), *(line for note in _notes(seen, starts) for line in wrap(note, WIDTH))], out)
+    result = _result(seen)
+    write_json({"shoal": __version__, **_document(seen), "result": result}, json_file)
+    emit(result_line(result), out)
+
+
+def _table(seen: Crawl) -> Table:
+    from shoal.bench.facts import duration
+
+    numbers = map(Column, ("records", "size", "knows", "round trip", "up"))
+    table = Table(
+        "", (Column("peer", "left"), Column("address", "left"), *numbers, Column("version", "left"))
+    )
+    for each in sorted(seen.peers, key=_round_trip_s)[:_MAX_ROWS]:
+        peer, about = each.peer, each.about
+        assert peer.id is not None
+        assert about is not None
+        table.rows.append(
+            (
+                peer.id.short,
+                str(peer.address),
+                f"{about.num_records:,}",
+                _size(about.record_bytes),
+                f"{about.num_contacts:,}",
+                duration(each.round_trip_s),
+                duration(about.uptime_s),
+                about.software[:_MAX_VERSION],
+            )
+        )
+    return table
+
+
+def _notes(seen: Crawl, starts: list[Address]) -> Iterator[str]:
+    """What to know beside the rows, most important last."""
+    num_peers, counts = len(seen.peers), _totals(seen)
+    yield (
+        f"{counted(num_peers, 'peer')}, {counted(counts['num_records'], 'record')} "
+        f"({_size(counts['record_bytes'])}), each counted at every peer that holds it."
+    )
+    if num_peers > _MAX_ROWS:
+        yield f"The nearest {_MAX_ROWS} are shown; --json FILE has all."
+    if seen.num_unasked:
+        yield (
+            f"Not everybody was asked: there are about {seen.estimated_size:,} peers. "
+            "Next: raise --limit to count them."
+        )
+    if seen.silent:
+        yield f"{counted(len(seen.silent), 'peer')} did not answer: {_named(seen.silent)}."
+    versions = _versions(seen)
+    if len(versions) > 1:
+        yield f"Versions differ: {', '.join(f'{name} ({count})' for name, count in versions.items())}."
+    if late := [each for each in seen.peers if abs(each.clock_gap_s) - each.round_trip_s / 2 > _CLOCK_GAP_S]:
+        gaps = (f"{each.peer} {each.clock_gap_s:+.1f} s" for each in late[:_MAX_NAMED])
+        yield (
+            f"Clocks differ from this machine's by more than {_CLOCK_GAP_S:g} s: {', '.join(gaps)}. "
+            "Records expire by the wall clock. Next: set clocks, for example with NTP."
+        )
+    if seen.num_swarms > 1:
+        both = " ".join(f"--join {start}" for start in starts)
+        yield (
+            f"These addresses lead to {seen.num_swarms} swarms that do not know of each other. "
+            f"Next: a peer that joins both makes them one: shoal dht {both}"
+        )
+
+
+def _document(seen: Crawl) -> dict[str, object]:
+    return {
+        "peers": [
+            {
+                "peer_id": str(each.peer.id),
+                "address": str(each.peer.address),
+                "round_trip_ms": 1e3 * each.round_trip_s,
+                "clock_gap_s": each.clock_gap_s,
+                **msgspec.to_builtins(each.about),
+            }
+            for each in seen.peers
+        ],
+        "silent": [
+            {
+                "peer_id": str(each.peer.id) if each.peer.id else None,
+                "address": str(each.peer.address),
+                "error": each.error,
+            }
+            for each in seen.silent
+        ],
+    }
+
+
+def _result(seen: Crawl) -> dict[str, object]:
+    round_trips_ms = sorted(1e3 * each.round_trip_s for each in seen.peers)
+    return {
+        "num_peers": len(seen.peers),
+        "num_silent": len(seen.silent),
+        "num_unasked": seen.num_unasked,
+        "estimated_size": seen.estimated_size,
+        "num_swarms": seen.num_swarms,
+        **_totals(seen),
+        "round_trip_p50_ms": statistics.median(round_trips_ms),
+        "round_trip_p95_ms": round_trips_ms[int(0.95 * len(round_trips_ms))],
+        "versions": _versions(seen),
+    }
+
+
+def _totals(seen: Crawl) -> dict[str, int]:
+    abouts = [each.about for each in seen.peers if each.about is not None]
+    return {
+        "num_records": sum(about.num_records for about in abouts),
+        "record_bytes": sum(about.record_bytes for about in abouts),
+    }
+
+
+def _versions(seen: Crawl) -> dict[str, int]:
+    told = Counter(each.about.software[:_MAX_VERSION] for each in seen.peers if each.about is not None)
+    return dict(sorted(told.items()))
+
+
+def _named(peers: list[Visited]) -> str:
+    names = ", ".join(str(each.peer) for each in peers[:_MAX_NAMED])
+    return names if len(peers) <= _MAX_NAMED else f"{names} and {len(peers) - _MAX_NAMED} more"
+
+
+def _round_trip_s(visited: Visited) -> float:
+    return visited.round_trip_s
+
+
+def _size(size_bytes: int) -> str:
+    return scale_for("B", size_bytes).format(size_bytes)

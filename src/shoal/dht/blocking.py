@@ -1,0 +1,179 @@
+"""The DHT for blocking code, scripts and notebooks: the same methods on a loop thread, waited for.
+
+Everything happens in `DHT`; this file only crosses to its loop and back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from shoal.core import Address, Deadline, LoopThread, Peer, PeerId, UsageError
+from shoal.core.identity import Identity
+from shoal.dht.asking import Answered
+from shoal.dht.node import DHT
+from shoal.dht.records import Entry, Stored, Value
+from shoal.dht.settings import DHTSettings
+from shoal.transport.trust.membership import Membership
+from shoal.transport.trust.secret import SwarmSecret
+
+T = TypeVar("T")
+
+
+class Swarm:
+    """A swarm as one of its peers sees it; for any thread but the loop's own. Made by `connect`.
+
+    Open it with `with`, or by `open` and `close`. Its methods are those of `DHT`, which says what they mean.
+    """
+
+    def __init__(self, opening: AbstractAsyncContextManager[DHT], loop: LoopThread | None = None) -> None:
+        self._opening = opening
+        self._loop = loop
+        self._dht: DHT | None = None
+        self._closing = contextlib.ExitStack()
+
+    def open(self) -> Self:
+        """Join the swarm."""
+        if self._dht is not None:
+            raise UsageError("This swarm is open already.", next_step="open it in one place only.")
+        with contextlib.ExitStack() as closing:
+            if self._loop is None:
+                self._loop = closing.enter_context(LoopThread("shoal-dht"))
+                closing.callback(setattr, self, "_loop", None)
+            self._dht = self._loop.run(self._opening.__aenter__())
+            closing.callback(self._leave, self._loop)
+            self._closing = closing.pop_all()
+        return self
+
+    def close(self) -> None:
+        """Leave the swarm; does nothing when it was left before."""
+        self._closing.close()
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def dht(self) -> DHT:
+        """The peer itself, for code on its loop: `swarm.run(declare_experts(swarm.dht, ...))`."""
+        if self._dht is None:
+            raise UsageError("This swarm is not open.", next_step="use it inside 'with shoal.connect(...)'.")
+        return self._dht
+
+    @property
+    def peer_id(self) -> PeerId:
+        """Who this peer is."""
+        return self.dht.peer_id
+
+    @property
+    def address(self) -> Address | None:
+        """Where others can join it; None for a client."""
+        dht = self.dht
+        return None if dht.is_client else dht.peer.address
+
+    def run(self, work: Coroutine[Any, Any, T], deadline: Deadline | None = None) -> T:
+        """Run any coroutine on the DHT's loop, and wait for its result."""
+        if self._loop is None:
+            work.close()
+            raise UsageError("This swarm is not open.", next_step="use it inside 'with shoal.connect(...)'.")
+        return self._loop.run(work, deadline)
+
+    def in_s(self, seconds: float) -> float:
+        """The wall time so long from now, as expirations are given."""
+        return self.dht.in_s(seconds)
+
+    def store(
+        self,
+        name: Any,
+        value: Any,
+        expires_at_s: float,
+        *,
+        subkey: Any = None,
+        is_owned: bool = False,
+        deadline: Deadline | None = None,
+    ) -> Stored:
+        """Store a value until then: `swarm.store("name", 3, swarm.in_s(60))`."""
+        return self.run(
+            self.dht.store(name, value, expires_at_s, subkey=subkey, is_owned=is_owned, deadline=deadline)
+        )
+
+    def store_many(self, entries: Sequence[Entry], *, deadline: Deadline | None = None) -> list[Stored]:
+        """Store many at once; what became of each, in their order."""
+        return self.run(self.dht.store_many(entries, deadline=deadline))
+
+    def get(self, name: Any, *, latest: bool = False, deadline: Deadline | None = None) -> Value | None:
+        """The value under a name and when it expires, or None."""
+        return self.run(self.dht.get(name, latest=latest, deadline=deadline))
+
+    def get_many(
+        self, names: Sequence[Any], *, latest: bool = False, deadline: Deadline | None = None
+    ) -> list[Value | None]:
+        """Look for many at once; in their order."""
+        return self.run(self.dht.get_many(names, latest=latest, deadline=deadline))
+
+    def ping(self, peer: Peer | Address | str, *, deadline: Deadline | None = None) -> Answered:
+        """Who answers there, how quickly, and how far its clock is ahead."""
+        return self.run(self.dht.ping(peer, deadline=deadline))
+
+    def find_peer(self, peer_id: PeerId) -> Peer | None:
+        """Where a peer is, or None when nobody knows."""
+        return self.run(self.dht.find_peer(peer_id))
+
+    def peers(self) -> list[Peer]:
+        """Those of the swarm that this peer has met and still remembers: a sample of a large swarm."""
+        return self.run(_peers(self.dht))
+
+    def _leave(self, loop: LoopThread) -> None:
+        self._dht = None
+        loop.run(_leave(self._opening))
+
+
+def connect(
+    *join: Address | str,
+    listen: Address | str | None = None,
+    secret: SwarmSecret | Path | None = None,
+    identity: Identity | None = None,
+    settings: DHTSettings | None = None,
+    loop: LoopThread | None = None,
+) -> Swarm:
+    """A swarm to be opened: `with shoal.connect("10.0.0.7:31337") as swarm: swarm.get("name")`.
+
+    `join` are peers of it, any that answers will do. Without `listen` this one only asks, and keeps nothing
+    for others. `secret` is the swarm's or its file; SHOAL_SECRET where it is not given. Without `identity` it
+    has a new one each time: records that it signs can then be replaced by nobody until they expire.
+    """
+    if isinstance(secret, str):
+        raise UsageError(
+            "A secret is given as a pathlib.Path of its file, or as a SwarmSecret, not as text.",
+            cause="text in a program is easily published with it.",
+            next_step="secret=Path('swarm.secret'), or set SHOAL_SECRET.",
+        )
+    if not join and listen is None:
+        raise UsageError(
+            "There is nobody to connect to, and nobody could join this peer.",
+            next_step="give the address of a peer, or listen='127.0.0.1:0' to begin a swarm.",
+        )
+    if secret is None:
+        secret = SwarmSecret.from_environment()
+    elif isinstance(secret, Path):
+        secret = SwarmSecret.load(secret)
+    identity = identity or Identity.generate()
+    membership = None if secret is None else Membership(identity, secret)
+    dht = DHT(join=join, listen=listen, membership=membership, identity=identity, settings=settings)
+    return Swarm(dht, loop)
+
+
+async def _peers(dht: DHT) -> list[Peer]:
+    return [contact.peer for contact in dht.table.contacts()]
+
+
+async def _leave(opening: AbstractAsyncContextManager[DHT]) -> None:
+    await opening.__aexit__(None, None, None)

@@ -1,0 +1,59 @@
+import sys
+
+import pytest
+
+from shoal.cli.members import claimed_identity, member_of, passing_identity
+from shoal.core.errors import IdentityError, UsageError
+from shoal.core.identity import Identity, new_secret, write_private_file
+
+needs_locks = pytest.mark.skipif(sys.platform == "win32", reason="there are no such locks")
+
+
+@needs_locks
+def test_two_peers_of_one_machine_are_two_peers():
+    own = Identity.load_or_create().peer_id
+    with claimed_identity(None) as first:
+        assert first.peer_id == own
+        with claimed_identity(None) as second:
+            assert second.peer_id != own
+        assert passing_identity(None).peer_id not in (own, second.peer_id)
+    assert passing_identity(None).peer_id == own
+    with claimed_identity(None) as later:
+        assert later.peer_id == own
+
+
+@needs_locks
+def test_a_named_identity_is_had_by_one_peer(tmp_path):
+    path = tmp_path / "other.pem"
+    named = Identity.generate()
+    named.save(path)
+    with claimed_identity(path) as first:
+        assert first.peer_id == passing_identity(path).peer_id == named.peer_id
+        with pytest.raises(UsageError, match="in use by another peer on this machine"):
+            with claimed_identity(path):
+                pass
+
+
+def test_a_named_identity_must_exist(tmp_path):
+    with pytest.raises(IdentityError, match="cannot be read"):
+        with claimed_identity(tmp_path / "none.pem"):
+            pass
+    with pytest.raises(IdentityError, match="cannot be read"):
+        passing_identity(tmp_path / "none.pem")
+
+
+def test_members_have_the_secret_of_the_file_or_of_the_environment(tmp_path, monkeypatch):
+    identity = Identity.generate()
+    assert member_of(identity, None).membership is None
+    path = tmp_path / "swarm.secret"
+    write_private_file(path, new_secret().encode())
+    by_file = member_of(identity, path).membership
+    monkeypatch.setenv("SHOAL_SECRET", path.read_text())
+    assert member_of(identity, None).membership.secret == by_file.secret
+    monkeypatch.setenv("SHOAL_SECRET", new_secret())
+    assert member_of(identity, path).membership.secret == by_file.secret
+
+
+def test_lists_need_a_secret(tmp_path):
+    with pytest.raises(UsageError, match="Lists of peers need a swarm secret"):
+        member_of(Identity.generate(), None, (None, tmp_path / "denied"))
