@@ -128,12 +128,12 @@ class Asking:
         if len(pong.peer_id) != ID_BYTES:
             raise self._nonsense(target, "it told no peer id.")
         claimed = PeerId(pong.peer_id)
-        if target.id is not None and claimed != target.id:
+        if claimed != (target.id or self._endpoint.datagrams.id_of(target) or claimed):
             raise self._nonsense(target, "it answered in the name of another peer.")
         gap_s = pong.wall_s + took_s / 2 - clock.wall_s()
         answered = Answered(Peer(target.address, claimed), took_s, gap_s, pong.seen_as)
-        if target.id is not None:
-            self._on_seen(self._book.of(target), took_s)
+        if claimed != self._endpoint.peer_id:
+            self._on_seen(self._book.of(answered.peer), took_s)
         return answered
 
     async def call_about(self, peer: Peer, deadline: Deadline | None = None) -> About:

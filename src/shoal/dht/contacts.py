@@ -13,7 +13,7 @@ ID_BITS = 8 * ID_BYTES
 _PORT = struct.Struct(">H")
 _NAME, _V4, _V6 = 0, 4, 6
 _MAX_NAME_BYTES = 64
-_MAX_KNOWN = 16_384
+_MAX_KNOWN = 4096
 
 
 class Contact:

@@ -6,7 +6,6 @@ bounded length. Whoever has proven its address cannot be pushed out of its sessi
 
 from __future__ import annotations
 
-import collections
 import random
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -57,8 +56,8 @@ class Admission:
         self._greetings = greetings
         self._tokens = Tokens(hub.random)
         self.newcomers = Newcomers(hub.sessions)
-        self._answered: collections.OrderedDict[tuple[bytes, Any], bytes] = collections.OrderedDict()
-        self._seen: collections.OrderedDict[bytes, int] = collections.OrderedDict()
+        self._answered: dict[tuple[bytes, Any], bytes] = {}
+        self._seen: dict[bytes, int] = {}
         self._stale_answers = Allowance(_MAX_STALE_A_S)
 
     def is_repeated(self, packet: bytes, where: tuple[Any, ...], port: Port) -> bool:
@@ -146,6 +145,7 @@ class Admission:
             if not answerer.is_proven:
                 self.newcomers.remove(answerer)
                 _remember(self._seen, answerer.hello_nonce, _MAX_ADDRESSES)  # a copy of it is worth nothing
+                self._answered.pop((answerer.hello_nonce, answerer.where), None)
                 if not hub.make_room():
                     port.send(answerer.packet([encode((11, _FULL, BUSY))]), where)
                     hub.drop(answerer, _FULL)
@@ -162,8 +162,9 @@ def is_allowed(access: Access | None, peer_id: PeerId | None) -> bool:
     return access is None or (peer_id is not None and access.is_allowed(peer_id))
 
 
-def _remember(memory: collections.OrderedDict[Any, Any], key: Any, value: Any) -> None:
+def _remember(memory: dict[Any, Any], key: Any, value: Any) -> None:
+    """As the latest; the one that was not met for longest is forgotten."""
+    memory.pop(key, None)
     memory[key] = value
-    memory.move_to_end(key)
     if len(memory) > _MAX_REMEMBERED:
-        memory.popitem(last=False)
+        del memory[next(iter(memory))]

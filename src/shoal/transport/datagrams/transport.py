@@ -100,6 +100,11 @@ class DatagramTransport(ConnectingHub):
         own = sum(session.num_open for session in self.sessions.values())
         return own + (self.streams.num_calls if self.streams is not None else 0)
 
+    def id_of(self, peer: Peer) -> PeerId | None:
+        """Who has greeted back at a peer's address, as proven as greetings are; None before any has."""
+        asker = self._askers.get(peer)
+        return asker.peer.id if asker is not None and asker.state is State.READY else None
+
     # --- answering ---
 
     def handle(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
-import contextlib
 import heapq
 import math
 from typing import Protocol
@@ -76,7 +74,7 @@ class Line:
     def __init__(self, loop: asyncio.AbstractEventLoop, num_places: int) -> None:
         self._loop = loop
         self._num_free = num_places
-        self._waiting: collections.deque[asyncio.Future[bool]] = collections.deque()
+        self._waiting: dict[asyncio.Future[bool], None] = {}  # in order of asking
 
     def try_take(self) -> bool:
         """Take a place if one is free; whoever waits has been given it already."""
@@ -90,7 +88,7 @@ class Line:
         if self.try_take():
             return True
         place: asyncio.Future[bool] = self._loop.create_future()
-        self._waiting.append(place)
+        self._waiting[place] = None
         try:
             async with asyncio.timeout(deadline.timeout_s):
                 return await place
@@ -102,8 +100,7 @@ class Line:
             raise
         finally:
             if place.cancelled():
-                with contextlib.suppress(ValueError):
-                    self._waiting.remove(place)
+                self._waiting.pop(place, None)
 
     def let_all_in(self) -> None:
         """What the places were for is over: nobody needs to wait for one."""
@@ -114,7 +111,8 @@ class Line:
     def give_back(self) -> None:
         """Pass the place to the next in line."""
         while self._waiting and self._num_free >= 0:
-            place = self._waiting.popleft()
+            place = next(iter(self._waiting))
+            del self._waiting[place]
             if not place.done():
                 place.set_result(True)
                 return

@@ -1,0 +1,244 @@
+"""What a peer does unasked: it keeps its table fresh, its records in their places, and itself in the swarm.
+
+One task looks every few seconds whether anything is due; what takes time is done beside it, each kind of work
+at most once at a time. Where records belong is `placing`'s, what a split looks like `splits`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shoal.core import Deadline, Key, PeerBusy, Scope, ShoalError, fanout
+from shoal.core.ids import ID_BYTES
+from shoal.dht.contacts import Contact
+from shoal.dht.placing import Placing
+from shoal.dht.splits import SplitCheck
+
+if TYPE_CHECKING:
+    from shoal.dht.node import DHT
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 5.0
+"""How often a peer looks whether there is anything to do."""
+_JUMP_S = 10.0  # of the wall clock against the loop's: this machine slept, or its clock was set
+_LATE_S = 30.0  # of a look: this process was stopped
+_NEWCOMER_S = 1.0  # after meeting one: others may come with it
+_PINGS_AT_ONCE = 8
+_CONTACT_TURNS = 1.5  # of `refresh_s`, in which every contact is greeted: sessions with them stay
+_STRANGER_TURNS = 0.25
+_BUCKET_TURNS = 20  # in `refresh_s`, so that not all buckets are refreshed at once
+
+Work = Coroutine[Any, Any, object]
+
+
+class _Duty:
+    """Something to be done again and again: `find` says what there is to do now, or does it at once."""
+
+    __slots__ = ("every_s", "find", "is_under_way", "next_s")
+
+    def __init__(self, every_s: float, find: Callable[[], Work | None], first_s: float) -> None:
+        self.every_s = every_s
+        self.find = find
+        self.next_s = first_s
+        self.is_under_way = False
+
+
+class Upkeep:
+    """The upkeep of one peer; `run` does the work, in a task of the DHT's own."""
+
+    def __init__(self, dht: DHT) -> None:
+        self._dht = dht
+        self._placing = Placing(dht)
+        self._splits = SplitCheck(dht)
+        self._wake = asyncio.Event()
+        self._waker: asyncio.TimerHandle | None = None
+        self._duties: list[_Duty] = []
+        self._began_s = self._looked_s = 0.0
+        self._was_stopped = False
+        self._clock_gap_s = 0.0
+        self._rejoin_s = 0.0
+        self._alone_s = LOOK_S
+        """How long to wait before the next attempt to join, having nobody."""
+        self._greeted = -1
+        """The id of the contact that was greeted last; others have their turn after it."""
+        self.num_rejoins = 0
+
+    async def run(self) -> None:
+        """Look after everything, until cancelled."""
+        loop = asyncio.get_running_loop()
+        random = self._dht.endpoint.network.random
+        self._began_s = self._looked_s = loop.time()
+        self._clock_gap_s = self._dht.wall_s() - loop.time()
+        self._duties = [
+            _Duty(every_s, find, loop.time() + random.uniform(0.5, 1.0) * every_s)
+            for every_s, find in self._all_duties()
+        ]
+        try:
+            async with Scope("dht upkeep") as scope:
+                while True:
+                    for duty in self._duties:
+                        self._turn(duty, scope, loop.time())
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_S * random.uniform(0.9, 1.1)):
+                            await self._wake.wait()
+                    self._wake.clear()
+                    self._was_stopped |= loop.time() - self._looked_s > LOOK_S + _LATE_S
+                    self._looked_s = loop.time()
+        finally:
+            if self._waker is not None:
+                self._waker.cancel()
+
+    def on_new_peer(self, contact: Contact) -> None:
+        """Somebody was met: records that belong to it are sent to it soon."""
+        if len(self._dht.storage) == 0:
+            return
+        self._placing.on_met(contact)
+        if self._waker is None:
+            self._waker = asyncio.get_running_loop().call_later(_NEWCOMER_S, self._on_newcomers)
+
+    def _on_newcomers(self) -> None:
+        self._waker = None
+        self._wake.set()
+
+    def _all_duties(self) -> list[tuple[float, Callable[[], Work | None]]]:
+        settings = self._dht.settings
+        duties: list[tuple[float, Callable[[], Work | None]]] = [
+            (0.0, self._notice_absence),
+            (0.0, self._refresh_cache),
+            (0.0, self._greet_again),
+            (0.8 * LOOK_S, self._greet_in_turn),  # not at looks that a newcomer has brought forward
+            (0.0, self._splits.check),
+            (settings.refresh_s / _BUCKET_TURNS, self._refresh_bucket),
+            (settings.check_s, self._tidy),
+        ]
+        if not self._dht.is_client:
+            duties += [
+                (0.0, self._placing.look_around),
+                (settings.check_s, self._watch_companions),
+                (settings.republish_s / 10, self._placing.republish),
+            ]
+        return duties
+
+    def _turn(self, duty: _Duty, scope: Scope, now_s: float) -> None:
+        if duty.is_under_way or now_s < duty.next_s:
+            return
+        duty.next_s = now_s + duty.every_s
+        work = duty.find()
+        if work is not None:
+            duty.is_under_way = True
+            scope.start_soon(self._do(duty, work), name="dht upkeep")
+
+    async def _do(self, duty: _Duty, work: Work) -> None:
+        try:
+            await work
+        except ShoalError as error:
+            log.debug("The DHT's upkeep was kept from something: %s", error)
+        finally:
+            duty.is_under_way = False
+
+    # --- being part of the swarm ---
+
+    def _notice_absence(self) -> Work | None:
+        """After a sleep of this machine or process, and when nobody is left, the swarm is to be met again."""
+        now_s = self._dht.now_s()
+        gap_s = self._dht.wall_s() - now_s
+        was_away = abs(gap_s - self._clock_gap_s) > _JUMP_S or self._was_stopped
+        self._clock_gap_s, self._was_stopped = gap_s, False
+        if was_away:
+            log.info("This peer was away: it joins the swarm again.")
+            return self._rejoin()
+        if len(self._dht.table):
+            self._alone_s = LOOK_S
+            return None
+        joining = self._dht.joining
+        if now_s < self._rejoin_s or not (joining.addresses or joining.known.peers):
+            return None
+        self._rejoin_s = now_s + self._alone_s
+        self._alone_s = min(2 * self._alone_s, self._dht.settings.check_s)
+        return self._rejoin()
+
+    async def _rejoin(self) -> None:
+        self.num_rejoins += 1
+        self._splits.hurry()
+        num_answered = await self._dht.rejoin()
+        log.info("Joined the swarm again: %d peers answer.", num_answered)
+
+    def _greet_again(self) -> Work | None:
+        """Peers that were set aside may be back."""
+        return self._see(self._dht.table.come_back(self._dht.now_s()))
+
+    def _greet_in_turn(self) -> Work | None:
+        """Every contact once in `refresh_s`, so that the table holds no dead for longer."""
+        table = self._dht.table
+        share = len(table) * LOOK_S / self._dht.settings.refresh_s
+        num_due = int(share) + (self._dht.endpoint.network.random.random() < share % 1)
+        if num_due == 0:
+            return None
+        contacts = table.contacts()
+        later = [contact for contact in contacts if contact.number > self._greeted]
+        chosen = [*later, *contacts][:num_due]
+        self._greeted = chosen[-1].number
+        return self._see(chosen)
+
+    def _watch_companions(self) -> Work | None:
+        """Those who hold the same records: when one is gone, another should have them."""
+        return self._see(self._placing.companions())
+
+    def _see(self, contacts: Sequence[Contact]) -> Work | None:
+        """Ping peers; the table is told of those that do not answer."""
+        if not contacts:
+            return None
+        return fanout([self._ping(contact) for contact in contacts], Deadline.never(), limit=_PINGS_AT_ONCE)
+
+    async def _ping(self, contact: Contact) -> None:
+        try:
+            await self._dht.asking.call_ping(contact.peer)
+        except PeerBusy:
+            return
+        except ShoalError:
+            self._dht.table.on_failed(contact, self._dht.now_s())
+
+    def _refresh_bucket(self) -> Work | None:
+        """Look up any id of a bucket in which nobody was sought for long."""
+        dht, now_s = self._dht, self._dht.now_s()
+        stale = dht.table.stale_ranges(now_s, dht.settings.refresh_s)
+        if not stale or now_s < self._began_s + dht.settings.refresh_s:
+            return None
+        chosen = dht.endpoint.network.random.choice(stale)
+        return dht.find_nearest(Key(chosen.to_bytes(ID_BYTES)), dht.settings.num_replicas)
+
+    # --- what it keeps ---
+
+    def _refresh_cache(self) -> Work | None:
+        """Fetch records again that are used, before they expire."""
+        before_s = self._dht.settings.refresh_before_expiry_s + LOOK_S
+        due = self._dht.cache.due_for_refresh(self._dht.wall_s(), before_s)
+        return self._dht.get_many([Key(key) for key in due], latest=True) if due else None
+
+    def _tidy(self) -> None:
+        """Drop what is over, and write down who is there."""
+        dht, wall_s = self._dht, self._dht.wall_s()
+        dht.storage.expire(wall_s)
+        dht.cache.expire(wall_s)
+        dht.joining.remember()
+        self._drop_sessions()
+
+    def _drop_sessions(self) -> None:
+        """End sessions that nobody uses: soon with strangers, or peers that are gone, later with contacts."""
+        datagrams = self._dht.endpoint.datagrams
+        contacts = dict.fromkeys(contact.peer.address for contact in self._dht.table.contacts())
+        now_s = self._dht.now_s()
+        for session in tuple(datagrams.sessions.values()):
+            turns = _CONTACT_TURNS if session.peer.address in contacts else _STRANGER_TURNS
+            unused_s = now_s - session.used_at_s
+            if (
+                session.is_settled
+                and not session.num_open
+                and unused_s > turns * self._dht.settings.refresh_s
+            ):
+                datagrams.drop(session, "nothing was heard of it for a long time.")
