@@ -79,6 +79,11 @@ class DhtConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return round(self.plan.failure_rate * self.num_peers) if isinstance(self.plan, KeysPlan) else 0
 
     @property
+    def has_askers_apart(self) -> bool:
+        """Whether the two peers that ask live in a process of their own, as a program of a user does."""
+        return self.mode == EXPERTS and self.profile is None and self.num_processes > 1
+
+    @property
     def num_files(self) -> int:
         """Descriptors that one process may need."""
         return _FILES_A_PEER * -(-self.num_peers // self.num_processes) + _OTHER_FILES

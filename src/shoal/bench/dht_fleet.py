@@ -52,7 +52,7 @@ class ProcessFleet:
     at_once = _AT_ONCE
 
     def __init__(self, config: DhtConfig) -> None:
-        self.num_ranks = config.num_processes
+        self.num_ranks = config.num_processes + config.has_askers_apart
         self._secret = new_secret()
         self._arguments = {
             "secret": self._secret,
@@ -177,7 +177,9 @@ class Swarm:
             advance(len(created))
 
         await self._fleet.deal("create", self._queues({0: [self._newcomers([0])]}), on_answer)
-        shares = {rank: range(rank or num_ranks, num_peers, num_ranks) for rank in range(num_ranks)}
+        shares: dict[int, list[int]] = {rank: [] for rank in range(num_ranks)}
+        for number in range(1, num_peers):
+            shares[self.rank_of(number)].append(number)
         queues = {rank: self._creations(share) for rank, share in shares.items()}
         await self._fleet.deal("create", self._queues(queues), on_answer)
         took_s = self.clock.now_s() - began_s
@@ -203,7 +205,10 @@ class Swarm:
 
     def rank_of(self, number: int) -> int:
         """The host of a peer."""
-        return number % self._fleet.num_ranks
+        if not self.config.has_askers_apart:
+            return number % self._fleet.num_ranks
+        num_shared = self._fleet.num_ranks - 1
+        return num_shared if number >= self.config.num_peers - 2 else number % num_shared
 
     @property
     def num_ranks(self) -> int:

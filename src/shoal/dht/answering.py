@@ -74,15 +74,17 @@ class Holdings:
             return stored or cached
         return max(stored, cached, key=_expiration)
 
-    def check(self, key: bytes, slot: Slot) -> Verdict | None:
-        """Why a slot is not to be believed, whoever holds it."""
-        return self.ownership.check(key, slot) or self.schemas.check(key, slot)
+    def check(self, key: bytes, slot: Slot, sender: PeerId | None = None) -> Verdict | None:
+        """Why a slot is not to be believed; `sender` is who hands it over, if that is proven."""
+        return self.ownership.check(key, slot, sender) or self.schemas.check(key, slot)
 
-    def keep(self, key: bytes, slot: Slot, wall_s: float, *, is_cache: bool = False) -> Verdict:
+    def keep(
+        self, key: bytes, slot: Slot, wall_s: float, sender: PeerId | None, *, is_cache: bool = False
+    ) -> Verdict:
         """Check a slot and keep it."""
         if len(key) != ID_BYTES:
             return Verdict.BAD_VALUE
-        refused = self.check(key, slot)
+        refused = self.check(key, slot, sender)
         if refused is not None:
             return refused
         if is_cache:
@@ -109,6 +111,7 @@ class Answering:
         self._holdings = holdings
         self._settings = settings
         self._on_seen = on_seen
+        self._has_proof = endpoint.membership is not None and not endpoint.network.is_simulated
         self.num_served = 0
         """Requests so far."""
         self._began_s = endpoint.network.clock.now_s()
@@ -139,8 +142,9 @@ class Answering:
         self._meet(head.peer, store.port, num_wants=1)
         wall_s = self._endpoint.network.clock.wall_s()
         keep = self._holdings.keep
+        sender = head.peer.id if self._has_proof else None
         verdicts = bytes(
-            keep(item.key, slot, wall_s, is_cache=store.is_cache)
+            keep(item.key, slot, wall_s, sender, is_cache=store.is_cache)
             for item in store.items
             for slot in item.slots
         )

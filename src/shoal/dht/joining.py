@@ -14,6 +14,7 @@ from shoal.dht.asking import Answered
 from shoal.dht.contacts import ID_BITS, Contact, number_of
 from shoal.dht.known_peers import KnownPeers, swarm_tag
 from shoal.dht.messages import Kind
+from shoal.dht.reachability import check_reachable
 from shoal.dht.search import Track
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class Joining:
             if len(contacts) >= _ENOUGH:
                 break
         if contacts:
+            await check_reachable(dht, contacts[0])
             track = Track(dht.peer_id.digest, Kind.PEERS, dht.settings.beam)
             await dht.search([track], Deadline.after(4 * wait_s), seeds=contacts)
             await self._fill_gaps(Deadline.after(4 * wait_s))

@@ -176,6 +176,11 @@ class DHT:
         """The loop's time, by which waits are measured."""
         return self.endpoint.datagrams.loop.time()
 
+    def become_client(self) -> None:
+        """Ask only, from now on: nobody is told to call this peer."""
+        self.is_client = True
+        self.asking.port = 0
+
     def add_schema(self, schema: Schema) -> None:
         """Refuse, from now on, what does not fit this schema under its prefix."""
         self.holdings.schemas.add(schema)

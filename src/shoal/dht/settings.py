@@ -39,6 +39,9 @@ class DHTSettings:
     is_strict: bool = True
     """Joining fails when none of the given addresses answers or clocks differ too much; else it is logged."""
 
+    checks_reach: bool = True
+    """When joining beyond this machine, ask a peer to call back; one that cannot be called is a client."""
+
     refresh_s: float = 600.0
     """A bucket in which nobody was looked up for so long is refreshed by a look-up."""
     republish_s: float = 600.0

@@ -166,7 +166,7 @@ class Storing:
                 parcel.num_wanted -= 1
                 wall_s = dht.wall_s()
                 for slot, verdicts in zip(parcel.item.slots, parcel.verdicts, strict=True):
-                    verdicts.append(dht.holdings.keep(parcel.item.key, slot, wall_s))
+                    verdicts.append(dht.holdings.keep(parcel.item.key, slot, wall_s, dht.peer_id))
             elif not dht.is_set_aside(contact):
                 parcel.num_wanted -= 1
                 parcel.num_open += 1

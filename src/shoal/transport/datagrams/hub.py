@@ -83,6 +83,7 @@ class DatagramHub:
         self._dirty: list[Session] = []
         self._is_flush_due = False
         self._access_timer: asyncio.TimerHandle | None = None
+        self._access_version = -1
         self._watched_packets = 0
 
     @contextlib.asynccontextmanager
@@ -263,7 +264,9 @@ class DatagramHub:
         if access is None:
             return
         access.refresh()
-        for session in tuple(self.sessions.values()):
+        has_changed = access.version != self._access_version  # who greets is looked at then
+        self._access_version = access.version
+        for session in tuple(self.sessions.values()) if has_changed else ():
             peer_id = session.peer.id
             if session.seal is not None and peer_id is not None and not access.is_allowed(peer_id):
                 self.complain_once("ended a session", session.peer, _DENIED)

@@ -27,6 +27,8 @@ class Access:
         self._allowed: frozenset[PeerId] = frozenset()
         self._denied: frozenset[PeerId] = frozenset()
         self._changing = threading.Lock()
+        self.version = 0
+        """Another one whenever somebody may have been denied or allowed."""
 
     def is_allowed(self, peer_id: PeerId) -> bool:
         """Whether this peer may talk now."""
@@ -39,16 +41,21 @@ class Access:
         with self._changing:
             self._denied |= {peer_id}
             self._allowed -= {peer_id}
+            self.version += 1
 
     def allow(self, peer_id: PeerId) -> None:
         """Take back `deny`, and let the peer in beside an allow-list; a deny-list still counts."""
         with self._changing:
             self._allowed |= {peer_id}
             self._denied -= {peer_id}
+            self.version += 1
 
     def refresh(self) -> bool:
         """Read files that have changed again; True when a list is another one now. A few microseconds."""
         changes = [one.refresh() for one in (self._allow_list, self._deny_list) if one]
+        if any(changes):
+            with self._changing:
+                self.version += 1
         return any(changes)
 
 
