@@ -7,9 +7,19 @@ from shoal.core import Key, PeerId
 from shoal.core.identity import Identity
 from shoal.dht import ownership
 from shoal.dht.names import key_of
-from shoal.dht.ownership import Ownership, holder_of, owner_id, reserved, reserved_key, sign
+from shoal.dht.ownership import (
+    SIGNATURE_BYTES,
+    Ownership,
+    holder_of,
+    owner_id,
+    reserved,
+    reserved_key,
+    sign,
+    sign_many,
+)
 from shoal.dht.records import PLAIN, Slot, Verdict
 from shoal.dht.subkeys import decode_subkey, encode_subkey
+from shoal.dht.trees import HASH_BYTES, MAX_LEAVES
 from shoal.dht.values import encode_value
 
 ALICE, MALLORY = Identity.from_seed(b"a" * 32), Identity.from_seed(b"m" * 32)
@@ -177,9 +187,9 @@ def verified(monkeypatch):
     calls = []
     really = ownership._is_signed
 
-    def count(slot, message):
-        calls.append(slot)
-        return really(slot, message)
+    def count(owner, signature, message):
+        calls.append(signature)
+        return really(owner, signature, message)
 
     monkeypatch.setattr(ownership, "_is_signed", count)
     return calls
@@ -202,9 +212,9 @@ def test_what_was_not_met_for_longest_is_forgotten_first(verified):
     first, second, third = (own_slot(expires_at_s=UNTIL_S + number) for number in range(3))
     for slot in (first, second, first, third, first):
         assert own.check(KEY, slot) is None
-    assert verified == [first, second, third]
+    assert verified == [first.signature, second.signature, third.signature]
     own.check(KEY, second)
-    assert verified[3:] == [second]
+    assert verified[3:] == [second.signature]
 
 
 def test_a_slot_for_somebody_elses_place_costs_no_verification(verified):
@@ -215,3 +225,120 @@ def test_a_slot_for_somebody_elses_place_costs_no_verification(verified):
 
 def test_an_owner_is_who_the_transport_proves():
     assert owner_id(own_slot()) == PeerId.of_public_key(ALICE.public_key.public_bytes_raw())
+
+
+# --- many at once ---
+
+
+def own_slots(num_slots, identity=ALICE):
+    """Keys and slots that were signed together."""
+    unsigned = [
+        (key_of(f"ffn.{index}").digest, Slot(encode_subkey(index), encode_value(index), UNTIL_S + index))
+        for index in range(num_slots)
+    ]
+    return list(zip([key for key, _ in unsigned], sign_many(identity, unsigned), strict=True))
+
+
+@pytest.mark.parametrize("num_slots", [0, 1, 2, 3, 63, 64, 65, 66, 130])
+def test_each_of_many_is_good_by_itself(num_slots):
+    signed = own_slots(num_slots)
+    assert len(signed) == num_slots
+    for index, (key, slot) in enumerate(signed):
+        assert (slot.subkey, slot.value, slot.expires_at_s) == (
+            encode_subkey(index),
+            encode_value(index),
+            UNTIL_S + index,
+        )
+        assert check(key, slot) is None
+        assert owner_id(slot) == ALICE.peer_id
+
+
+def test_up_to_64_share_a_signature():
+    signatures = [slot.signature[:SIGNATURE_BYTES] for _, slot in own_slots(130)]
+    assert [len(dict.fromkeys(signatures[start : start + 64])) for start in (0, 64, 128)] == [1, 1, 1]
+    assert len(dict.fromkeys(signatures)) == 3
+
+
+def test_one_alone_is_signed_as_ever():
+    (key, slot), *_ = own_slots(1)
+    assert slot == sign(ALICE, key, slot.subkey, slot.value, slot.expires_at_s)
+
+
+def swapped_way(slot, other):
+    return slot.signature[:SIGNATURE_BYTES] + other.signature[SIGNATURE_BYTES:]
+
+
+def with_index(slot, index):
+    way = slot.signature[SIGNATURE_BYTES:]
+    return slot.signature[:SIGNATURE_BYTES] + bytes((index,)) + way[1:]
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("num_slots", [2, 7, 64])
+def test_nothing_of_one_of_many_can_be_changed(num_slots, is_known):
+    own, signed = Ownership(), own_slots(num_slots)
+    key, slot = signed[1]
+    if is_known:
+        assert own.check(key, slot) is None
+    other_key, other = signed[0]
+    changes = [
+        {"value": encode_value("else")},
+        {"subkey": encode_subkey("else")},
+        {"subkey": PLAIN},
+        {"expires_at_s": slot.expires_at_s + 1},
+        {"owner": MALLORY.public_key.public_bytes_raw()},
+        {"signature": bytes(SIGNATURE_BYTES) + slot.signature[SIGNATURE_BYTES:]},
+        {"signature": slot.signature[:SIGNATURE_BYTES]},
+        {"signature": swapped_way(slot, other)},
+        *({"signature": with_index(slot, index)} for index in (0, 2, 3, 64, 129, 255)),
+    ]
+    for change in changes:
+        assert own.check(key, msgspec.structs.replace(slot, **change)) is Verdict.BAD_SIGNATURE, change
+    assert own.check(other_key, slot) is Verdict.BAD_SIGNATURE
+
+
+@pytest.mark.parametrize("change_bytes", [-HASH_BYTES, -1, 1, HASH_BYTES, 6 * HASH_BYTES, 100_000])
+def test_a_way_of_another_length_leads_nowhere(change_bytes):
+    key, slot = own_slots(7)[3]
+    longer = slot.signature + bytes(max(0, change_bytes))
+    signature = longer[: len(slot.signature) + change_bytes]
+    assert check(key, msgspec.structs.replace(slot, signature=signature)) is Verdict.BAD_SIGNATURE
+
+
+def test_flipped_bits_of_a_way_never_pass():
+    chance, (key, slot) = random.Random(0), own_slots(33)[17]
+    for _ in range(300):
+        signature = bytearray(slot.signature)
+        signature[chance.randrange(len(signature))] ^= 1 << chance.randrange(8)
+        changed = msgspec.structs.replace(slot, signature=bytes(signature))
+        assert check(key, changed) is Verdict.BAD_SIGNATURE
+
+
+def test_a_tree_is_signed_in_its_own_name():
+    """What was signed for one record is not a root, nor the other way round."""
+    key, slot = own_slots(2)[0]
+    alone = sign(ALICE, key, slot.subkey, slot.value, slot.expires_at_s)
+    mixed = alone.signature + slot.signature[SIGNATURE_BYTES:]
+    assert check(key, msgspec.structs.replace(slot, signature=mixed)) is Verdict.BAD_SIGNATURE
+
+
+def test_a_root_is_verified_once_for_all_its_slots(verified):
+    own, signed = Ownership(), own_slots(MAX_LEAVES + 6)
+    for _ in range(2):
+        for key, slot in signed:
+            assert own.check(key, slot) is None
+    assert len(verified) == 2
+    key, slot = signed[0]
+    for _ in range(2):
+        bad = msgspec.structs.replace(slot, value=b"\x01")
+        assert own.check(key, bad) is Verdict.BAD_SIGNATURE
+    assert len(verified) == 4
+
+
+def test_reserved_places_are_kept_for_their_peer_also_among_many():
+    key = reserved_key(ALICE.peer_id, "home").digest
+    unsigned = [(key, Slot(PLAIN, VALUE, UNTIL_S)), (KEY, Slot(OWN, VALUE, UNTIL_S))]
+    for (place, _), slot in zip(unsigned, sign_many(ALICE, unsigned), strict=True):
+        assert check(place, slot) is None
+    for (place, _), slot in zip(unsigned, sign_many(MALLORY, unsigned), strict=True):
+        assert check(place, slot) is Verdict.NOT_OWNER

@@ -15,6 +15,7 @@ from shoal._version import __version__
 from shoal.core import Peer, PeerId, PeerRefused
 from shoal.core.ids import ID_BYTES
 from shoal.dht.cache import Cache
+from shoal.dht.conflicts import Contents, displaced, judge, place, slots_of
 from shoal.dht.contacts import Contact, ContactBook, number_of
 from shoal.dht.coordinates import coordinates_of, pack_page
 from shoal.dht.messages import (
@@ -50,6 +51,7 @@ from shoal.dht.table import RoutingTable
 from shoal.transport import Endpoint, Head, Reply
 
 _MAX_ANSWER_BYTES = 6_500  # of slots, so that an answer of several keys stays within a few datagrams
+_MAX_PAYLOAD_BYTES = 256 << 10  # of an answer; a larger one travels as a buffer
 _SLOT_BYTES = 24  # around what a slot holds, on the wire
 _encoder = msgspec.msgpack.Encoder()
 
@@ -67,12 +69,16 @@ class Holdings:
     rates: Rates
 
     def live_slots(self, key: bytes, wall_s: float, *, is_use: bool = False) -> list[Slot]:
-        """What is stored or cached under a key, whichever expires later."""
+        """What is stored under a key, and what is cached where storage would take it as well."""
         stored = self.storage.get(key, wall_s)
         cached = self.cache.get(key, wall_s, is_use=is_use)
         if not cached or not stored:
             return stored or cached
-        return max(stored, cached, key=_expiration)
+        contents: Contents | None = None
+        for slot in (*stored, *cached):
+            if judge(displaced(contents, slot), slot) is Verdict.STORED:
+                contents = place(contents, slot)
+        return slots_of(contents)
 
     def check(self, key: bytes, slot: Slot, sender: PeerId | None = None) -> Verdict | None:
         """Why a slot is not to be believed; `sender` is who hands it over, if that is proven."""
@@ -137,7 +143,7 @@ class Answering:
     def rpc_store(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         """Keep slots, or say of each why not."""
         store: Store = head.payload
-        num_slots = sum(len(item.slots) for item in store.items) + len(store.absent)
+        num_slots = sum(len(item.slots) or 1 for item in store.items) + len(store.absent)
         self._holdings.rates.take_records(head.peer, num_slots, self._endpoint.datagrams.loop.time())
         self._meet(head.peer, store.port, num_wants=1)
         wall_s = self._endpoint.network.clock.wall_s()
@@ -255,9 +261,6 @@ def size_of(slot: Slot) -> int:
     return _SLOT_BYTES + len(slot.subkey) + len(slot.value) + len(slot.owner) + len(slot.signature)
 
 
-def _expiration(slots: list[Slot]) -> float:
-    return max(slot.expires_at_s for slot in slots)
-
-
 def _reply(answer: object) -> Reply:
-    return Reply(_encoder.encode(answer))
+    encoded = _encoder.encode(answer)
+    return Reply(encoded) if len(encoded) <= _MAX_PAYLOAD_BYTES else Reply(None, [encoded])

@@ -162,12 +162,12 @@ class Asking:
         settings = self._settings
         deadline = deadline or Deadline.after(settings.call_s * settings.patience)
         reply = await self._endpoint.datagrams.call(peer, method, payload, deadline=deadline)
-        return reply.payload
+        return reply.buffers[0] if reply.buffers else reply.payload
 
     def _read(self, peer: Peer, method: str, payload: Any) -> Any:
         try:
             return _decoders[method].decode(payload)
-        except (msgspec.DecodeError, TypeError, RecursionError) as error:
+        except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
             raise self._nonsense(peer, f"its answer to {method} is not as it should be: {error}.") from None
 
     def _nonsense(self, peer: Peer | Contact, cause: str) -> ShoalError:

@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 
 _LOOK_UP_S = 30.0  # a whole look-up or store, with patience 1
 _LOOPBACK = {False: "127.0.0.1", True: "::1"}
+_NUM_WITNESSES = 2
 _MAX_BACKGROUND = 64  # pings and the like under way at once; more are left out
 
 
@@ -315,10 +316,14 @@ class DHT:
         return await self.asking.call_find(contact, wants)
 
     def believed(self, key: bytes, slots: list[Slot]) -> list[Slot]:
-        """Of what another peer tells, what lives; nothing when any of it is wrongly signed or typed."""
+        """Of what another peer tells, what lives, but not for too long, and is rightly signed and typed."""
         wall_s = self.wall_s()
-        live = [slot for slot in slots if slot.expires_at_s > wall_s]
-        return live if all(self.holdings.check(key, slot) is None for slot in live) else []
+        latest_s = wall_s + self.settings.max_lifetime_s + self.settings.max_clock_gap_s
+        return [
+            slot
+            for slot in slots
+            if wall_s < slot.expires_at_s <= latest_s and self.holdings.check(key, slot) is None
+        ]
 
     def is_set_aside(self, contact: Contact) -> bool:
         """Whether a peer has failed of late, or is this one."""
@@ -331,6 +336,11 @@ class DHT:
             contact = self.book.read(one, teller)
             found.append(None if contact is None or self.is_set_aside(contact) else contact)
         return found
+
+    def witnesses(self) -> list[Contact]:
+        """A few peers from anywhere."""
+        contacts = self.table.contacts()
+        return self.endpoint.network.random.sample(contacts, min(len(contacts), _NUM_WITNESSES))
 
     def slow_s(self) -> float:
         """How long answers take when all is well, at most."""

@@ -16,14 +16,14 @@ from typing import Protocol
 
 from shoal.core import Address, Deadline, Scope, ShoalError
 from shoal.dht.contacts import Contact
-from shoal.dht.coordinates import BEFORE_ALL, unpack_page
-from shoal.dht.messages import ANYWHERE, MAX_WANTS, Finding, Found, Kind, State, Want, reach_of
+from shoal.dht.coordinates import BEFORE_ALL, PAGE_BYTES, unpack_page
+from shoal.dht.messages import ANYWHERE, MAX_CONTACTS, MAX_WANTS, Finding, Found, Kind, State, Want, reach_of
 from shoal.dht.records import Slot
 from shoal.dht.under_way import UnderWay
 
-_MAX_NEAR = 32  # peers that a key remembers
-_ENOUGH_ABSENT = 2  # peers that must know of a key's absence: one of them may lie
-_MAX_PAGES = 64
+_MAX_NEAR = 128  # peers that a key remembers: more than a few liars can name
+_ALL_ABSENT = 3  # nearest peers that must all know of a key's absence: some may lie, or be the last to know
+_MAX_PAGES = 256
 
 
 class Step(enum.IntEnum):
@@ -39,12 +39,17 @@ class Track:
     """One key's way through the swarm."""
 
     __slots__ = (
+        "_absent",
         "_depths",
         "_has_answer",
+        "_has_witnesses",
+        "_num_pages",
+        "_reaches",
         "_steps",
         "after",
         "coordinates",
         "first_parallel",
+        "has_marker",
         "has_more_at",
         "hops",
         "is_alone",
@@ -52,7 +57,6 @@ class Track:
         "key",
         "kind",
         "near",
-        "num_absent",
         "num_asked",
         "number",
         "replicas",
@@ -79,12 +83,18 @@ class Track:
         """Answers that followed from each other until the value was found, or the nearest peer."""
         self.first_parallel = 1
         """Peers that are asked at once until one of them has answered."""
-        self.num_absent = 0
+        self.has_marker = False
+        """Whether it ended because those nearest to it know that there is nothing."""
         self.num_asked = 0
         """Peers that were asked and have not answered, the slow ones not counted."""
         self._steps: dict[bytes, Step] = {}  # by the packed contact
         self._depths: dict[bytes, int] = {}
+        self._reaches: dict[bytes, int] = {}
+        """How near the peers were that each was last asked for."""
+        self._absent: dict[bytes, None] = {}
+        self._num_pages = 0
         self._has_answer = False
+        self._has_witnesses = False
 
     def begin(self, nearest: Sequence[Contact]) -> None:
         """Begin with these peers, nearest first."""
@@ -112,6 +122,15 @@ class Track:
         """Whether a value is of use to it now."""
         return not self.is_done and self.kind in (Kind.VALUE, Kind.LATEST)
 
+    @property
+    def has_silent(self) -> bool:
+        """Whether it was told of peers that do not answer: by somebody who does not know, or lies."""
+        return any(step in (Step.SLOW, Step.FAILED) for step in self._steps.values())
+
+    def is_slow(self, contact: Contact) -> bool:
+        """Whether it was asked and has not answered in good time."""
+        return self._steps.get(contact.packed) is Step.SLOW
+
     def next_peers(self, parallel: int) -> list[Contact]:
         """Whom to ask now; `is_done` when there is nobody left whose answer counts."""
         if self.is_done:
@@ -133,15 +152,38 @@ class Track:
             if num_open >= self.width:
                 break
         if not chosen and self.num_asked == 0:
+            chosen = self._told_too_little()
             has_slow = any(step is Step.SLOW for step in self._steps.values())
-            self.is_done = num_answered >= self.width or not has_slow
+            self.is_done = not chosen and (num_answered >= self.width or not has_slow)
         return chosen
 
-    def want(self) -> Want:
-        """What to ask for."""
+    def _told_too_little(self) -> list[Contact]:
+        """Those that were asked only for peers nearer than some that have turned out not to answer."""
+        answered = [entry for entry in self.near if self._steps.get(entry[1].packed) is Step.ANSWERED]
+        counted = answered[: self.width]
+        if not counted:
+            return []
+        reach = reach_of(counted[-1][0])
+        return [contact for _, contact in counted if self._reaches.get(contact.packed, ANYWHERE) < reach]
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether it ends with nothing though others have not been asked whether those near the key lie."""
+        return self.has_silent and not (self._has_witnesses or self.replicas or self.coordinates)
+
+    def reopen(self, witnesses: Sequence[Contact]) -> list[Contact]:
+        """Whom of these to ask before it ends after all."""
+        self._has_witnesses = True
+        chosen = [contact for contact in witnesses if contact.packed not in self._steps]
+        self.is_done = not chosen
+        return chosen
+
+    def want(self, contact: Contact) -> Want:
+        """What to ask a peer for; all that it knows when it is asked again."""
         reach = ANYWHERE
-        if len(self.near) >= self.width:
+        if len(self.near) >= self.width and contact.packed not in self._reaches:
             reach = reach_of(self.near[min(len(self.near), self.width + 2) - 1][0])
+        self._reaches[contact.packed] = reach
         return Want(self.key, self.kind, reach, self.after)
 
     def on_asked(self, contact: Contact) -> None:
@@ -164,9 +206,9 @@ class Track:
             self.has_more_at = None
             self.coordinates.clear()
             self.after = BEFORE_ALL
-        index = bisect.bisect_left(self.near, contact.number ^ self.number, key=_distance)
-        if index < len(self.near) and self.near[index][1] == contact:
-            del self.near[index]
+        entry = (contact.number ^ self.number, contact)
+        if entry in self.near:
+            self.near.remove(entry)
 
     def on_answered(self, contact: Contact, finding: Finding, near: Sequence[Contact]) -> None:
         """It has answered; `near` are the peers that it tells of."""
@@ -177,9 +219,10 @@ class Track:
         depth = self._depths.get(contact.packed, 0)
         for other in near:
             self.add(other, depth + 1)
-        if finding.state == State.ABSENT:
-            self.num_absent += 1
-            if self.num_absent >= _ENOUGH_ABSENT:
+        if finding.state == State.ABSENT and self.kind == Kind.COORDINATES:
+            self._absent[contact.packed] = None
+            if all(other.packed in self._absent for _, other in self.near[:_ALL_ABSENT]):
+                self.has_marker = True
                 self._finish(depth)
         elif finding.state == State.TOO_LARGE:
             if not self.is_alone:
@@ -208,15 +251,16 @@ class Track:
 
     def _on_page(self, contact: Contact, finding: Finding, depth: int) -> None:
         try:
-            page = unpack_page(finding.coordinates, self.after)
+            page = unpack_page(finding.coordinates[:PAGE_BYTES], self.after)
         except ValueError:
             self.on_failed(contact)
             return
         self.coordinates += page
-        if finding.has_more and page and len(self.coordinates) < _MAX_PAGES * 1024:
+        self._num_pages += 1
+        if finding.has_more and page and self._num_pages < _MAX_PAGES:
             self.has_more_at = contact
             self.after = page[-1]
-        else:
+        elif self.coordinates:
             self._finish(depth)
 
     def _finish(self, depth: int) -> None:
@@ -231,13 +275,16 @@ class Node(Protocol):
         """Ask a peer."""
 
     def believed(self, key: bytes, slots: list[Slot]) -> list[Slot]:
-        """Those that live; none when any of them is wrongly signed or typed."""
+        """Those that live, and are rightly signed and typed."""
 
     def read_contacts(self, packed: Sequence[bytes], teller: Address) -> list[Contact | None]:
         """Peers that another peer tells of; None for those not to be asked."""
 
     def is_set_aside(self, contact: Contact) -> bool:
         """Whether a peer has failed of late, or is this one."""
+
+    def witnesses(self) -> list[Contact]:
+        """A few peers from anywhere."""
 
     def slow_s(self) -> float:
         """How long answers take when all is well, at most."""
@@ -287,7 +334,10 @@ class Search:
 
     def _advance(self, track: Track) -> None:
         """Have a key ask whom it wants to."""
-        for contact in track.next_peers(self._parallel):
+        chosen = track.next_peers(self._parallel)
+        if track.is_done and track.is_doubtful:
+            chosen = track.reopen(self._node.witnesses())
+        for contact in chosen:
             track.on_asked(contact)
             self._waiting.setdefault(contact, []).append(track)
         if track.is_done:
@@ -329,7 +379,7 @@ class Search:
     async def _ask(self, request: _Request) -> None:
         contact, tracks = request.contact, request.tracks
         try:
-            found = await self._node.call_find(contact, [track.want() for track in tracks])
+            found = await self._node.call_find(contact, [track.want(contact) for track in tracks])
         except ShoalError:
             self._under_way.end(request)
             self._fail(contact, tracks)
@@ -358,7 +408,8 @@ class Search:
         for track, finding in zip(tracks, found.findings, strict=True):
             if track.is_done:
                 continue
-            near = [other for index in finding.near if (other := _at(contacts, index)) is not None]
+            told = finding.near[:MAX_CONTACTS]
+            near = [other for index in told if (other := _at(contacts, index)) is not None]
             track.on_answered(contact, finding, near)
             if finding.slots and track.wants_value:
                 believed = self._node.believed(track.key, finding.slots)

@@ -11,6 +11,7 @@ from shoal.core.identity import Identity
 from shoal.dht.answering import size_of
 from shoal.dht.asking import MAX_STORE_BYTES
 from shoal.dht.contacts import Contact
+from shoal.dht.messages import MAX_WANTS
 from shoal.dht.names import key_of
 from shoal.dht.ownership import sign_many
 from shoal.dht.records import PLAIN, Entry, Item, Slot, Stored
@@ -67,8 +68,10 @@ class Spreading:
         """Tell the peers nearest to keys under which there is nothing, unless they know."""
         by_peer: dict[Contact, list[bytes]] = {}
         for track in tracks:
-            if track.is_done and not track.num_absent:
+            if track.is_done and not track.has_marker:
                 for _, contact in track.near[:_MARKED_AT]:
                     by_peer.setdefault(contact, []).append(track.key)
         for contact, keys in by_peer.items():
-            self._dht.start_soon(self._dht.asking.call_mark_absent(contact, keys), "dht absence")
+            for start in range(0, len(keys), MAX_WANTS):
+                some = keys[start : start + MAX_WANTS]
+                self._dht.start_soon(self._dht.asking.call_mark_absent(contact, some), "dht absence")

@@ -1,14 +1,14 @@
 """Bringing slots to the peers nearest to their keys, several keys together.
 
-The look-up before it asks only the nearest peer of each key; the first peers that are then sent a slot tell
-of peers that are nearer than the farthest replica and that the sender does not know, which are sent it too. A
-peer that is slow is not waited for: the next nearest takes its place.
+The look-up before it asks only the nearest peer of each key, and more only where peers that it was told of do
+not answer. Peers that are then sent a slot tell of others that are nearer than the farthest replica and that
+the sender does not know, which are sent it too. A peer that is slow is not waited for: the next nearest takes
+its place.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from shoal.core import Deadline, Scope, ShoalError
 from shoal.dht.answering import size_of
 from shoal.dht.asking import MAX_STORE_BYTES
 from shoal.dht.contacts import Contact, number_of
-from shoal.dht.messages import REACH_SHIFT, Kind, StoreAnswer, reach_of, tag_of
+from shoal.dht.messages import MAX_CONTACTS, REACH_SHIFT, Kind, StoreAnswer, reach_of, tag_of
 from shoal.dht.records import Item, Slot, Stored, Verdict
 from shoal.dht.search import Track
 from shoal.dht.under_way import UnderWay
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 _ITEM_BYTES = 48  # a key with what is around it
 _CONFIRMED = 1  # peers that must have answered before storing begins
-_CONFIRMING = 3  # peers that are asked, while they store, who else is near
-_MAX_TRIED = 3  # times the number of replicas: peers that are asked to keep a slot, at most
+_MAX_TRIED = 8  # times the number of replicas: peers that are asked to keep a slot, at most
 
 
 class _Parcel:
@@ -42,17 +41,20 @@ class _Parcel:
         "num_slow",
         "num_wanted",
         "number",
+        "replicas",
         "tried",
         "verdicts",
     )
 
     def __init__(self, key: bytes, slots: list[Slot]) -> None:
         self.item = Item(key, slots)
-        self.asking_item = self.item
-        """The same, for those who are asked whether they know of nearer peers."""
+        self.asking_item: Item | None = None
+        """The same, with the question who else is near; None when the replicas have changed."""
         self.number = number_of(key)
         self.candidates: list[tuple[int, Contact | None]] = []
         """Distance of whom to send it to, nearest last; None is this peer."""
+        self.replicas: dict[bytes, int] = {}
+        """Distances of those that have it, or should soon, by their packed contacts."""
         self.tried: dict[bytes, None] = {}
         self.num_wanted = 0
         """Replicas that are still to be found."""
@@ -67,22 +69,40 @@ class _Parcel:
         """Set out for the nearest of these; nearest first."""
         self.candidates = list(reversed(near))
         self.num_wanted = num_replicas
-        replicas = near[:num_replicas]
-        if len(replicas) == num_replicas:
-            known = b"".join(tag_of(contact.packed) for _, contact in replicas if contact is not None)
-            self.asking_item = Item(self.item.key, self.item.slots, reach_of(replicas[-1][0]), known)
 
-    def item_for(self, contact: Contact) -> Item:
-        """What to send to a peer; the first are the nearest, and know best who is near."""
-        is_first = contact.packed in itertools.islice(self.tried, _CONFIRMING)
-        return self.asking_item if is_first else self.item
+    def choose(self) -> Contact | None:
+        """Take the nearest candidate for a replica; None is this peer."""
+        distance, contact = self.candidates.pop()
+        packed = contact.packed if contact is not None else b""
+        self.num_wanted -= 1
+        self.replicas[packed] = distance
+        self.tried[packed] = None
+        self.asking_item = None
+        return contact
 
-    def add(self, contact: Contact) -> None:
-        """Somebody tells of a peer that is nearer than some of those tried."""
+    def on_gone(self, contact: Contact) -> None:
+        """It does not keep it, or not soon: another is to take its place."""
+        self.replicas.pop(contact.packed, None)
+        self.num_wanted += 1
+        self.asking_item = None
+
+    def item_for(self, num_replicas: int) -> Item:
+        """What to send; who knows of peers nearer than the farthest replica is to tell."""
+        if self.asking_item is None:
+            self.asking_item = self.item
+            distances = sorted(self.replicas.values())
+            if len(distances) >= num_replicas:
+                known = b"".join(tag_of(packed) for packed in self.replicas if packed)
+                reach = reach_of(distances[num_replicas - 1])
+                self.asking_item = Item(self.item.key, self.item.slots, reach, known)
+        return self.asking_item
+
+    def add(self, contact: Contact, num_replicas: int) -> None:
+        """Somebody tells of a peer, which is wanted if it is nearer than some of the replicas."""
         distance = contact.number ^ self.number
-        if contact.packed in self.tried or any(distance == known for known, _ in self.candidates):
+        if contact.packed in self.tried or any(contact == other for _, other in self.candidates):
             return
-        if distance >> REACH_SHIFT < self.asking_item.reach:
+        if distance >> REACH_SHIFT < self.item_for(num_replicas).reach:
             self.candidates.append((distance, contact))
             self.candidates.sort(key=lambda pair: -pair[0])
             self.num_wanted += 1
@@ -118,6 +138,10 @@ class Storing:
             by_key.setdefault(key, []).append(index)
         tracks = [Track(key, Kind.PEERS, _CONFIRMED) for key in by_key]
         await dht.search(tracks, deadline)
+        doubtful = [index for index, track in enumerate(tracks) if track.has_silent]
+        for index in doubtful:
+            tracks[index] = Track(tracks[index].key, Kind.PEERS, dht.settings.beam)
+        await dht.search([tracks[index] for index in doubtful], deadline)
         verdicts: list[list[Verdict]] = [[] for _ in slots]
         parcels = []
         for track, indexes in zip(tracks, by_key.values(), strict=True):
@@ -133,7 +157,9 @@ class Storing:
 
     def _near(self, track: Track) -> list[tuple[int, Contact | None]]:
         """The nearest peers, this one among them."""
-        near: list[tuple[int, Contact | None]] = list(track.near)
+        near: list[tuple[int, Contact | None]] = [
+            entry for entry in track.near if not track.is_slow(entry[1])
+        ]
         if not self._dht.is_client:
             near.append((number_of(self._dht.peer_id.digest) ^ track.number, None))
             near.sort(key=lambda pair: pair[0])
@@ -161,16 +187,17 @@ class Storing:
         dht = self._dht
         max_tried = _MAX_TRIED * dht.settings.num_replicas
         while parcel.num_wanted > 0 and parcel.candidates and len(parcel.tried) < max_tried:
-            _, contact = parcel.candidates.pop()
+            nearest = parcel.candidates[-1][1]
+            if nearest is not None and dht.is_set_aside(nearest):
+                parcel.candidates.pop()
+                continue
+            contact = parcel.choose()
             if contact is None:
-                parcel.num_wanted -= 1
                 wall_s = dht.wall_s()
                 for slot, verdicts in zip(parcel.item.slots, parcel.verdicts, strict=True):
                     verdicts.append(dht.holdings.keep(parcel.item.key, slot, wall_s, dht.peer_id))
-            elif not dht.is_set_aside(contact):
-                parcel.num_wanted -= 1
+            else:
                 parcel.num_open += 1
-                parcel.tried[contact.packed] = None
                 self._waiting.setdefault(contact, []).append(parcel)
         has_enough = len(parcel.verdicts[0]) >= dht.settings.num_replicas
         if not parcel.is_done and parcel.num_open == 0 and (has_enough or parcel.num_slow == 0):
@@ -196,9 +223,10 @@ class Storing:
             self._scope.start(self._send(request), name="store")
 
     async def _send(self, request: _Request) -> None:
+        num_replicas = self._dht.settings.num_replicas
         try:
             answer = await self._dht.asking.call_store(
-                request.contact, [parcel.item_for(request.contact) for parcel in request.parcels]
+                request.contact, [parcel.item_for(num_replicas) for parcel in request.parcels]
             )
         except ShoalError:
             self._fail(request)
@@ -213,9 +241,9 @@ class Storing:
         for index, parcel in enumerate(request.parcels):
             for verdicts in parcel.verdicts:
                 verdicts.append(Verdict(next(codes)))
-            for at in answer.near[index] if index < len(answer.near) else b"":
+            for at in answer.near[index][:MAX_CONTACTS] if index < len(answer.near) else b"":
                 if at < len(nearer) and (contact := nearer[at]) is not None:
-                    parcel.add(contact)
+                    parcel.add(contact, self._dht.settings.num_replicas)
             if request.is_slow:
                 parcel.num_slow -= 1
             else:
@@ -227,7 +255,7 @@ class Storing:
         for parcel in request.parcels:
             parcel.num_open -= 1
             parcel.num_slow += 1
-            parcel.num_wanted += 1
+            parcel.on_gone(request.contact)
             self._advance(parcel)
         self._dispatch()
 
@@ -237,7 +265,7 @@ class Storing:
                 parcel.num_slow -= 1
             else:
                 parcel.num_open -= 1
-                parcel.num_wanted += 1
+                parcel.on_gone(request.contact)
             self._advance(parcel)
 
 
