@@ -2,7 +2,9 @@
 
 import os
 import signal
+import time
 
+from shoal.bench.children import end_with_parent
 from shoal.bench.frame import Measured
 
 
@@ -44,3 +46,10 @@ def answer(arguments, parent):
 
 def silent(arguments, parent):
     """A child that ends without a word."""
+
+
+def busy(arguments, parent):
+    """A child that does not listen to its parent."""
+    end_with_parent()
+    parent.tell(pid=os.getpid())
+    time.sleep(60)

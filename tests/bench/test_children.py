@@ -1,3 +1,8 @@
+import os
+import select
+import subprocess
+import sys
+
 import pytest
 
 from shoal.bench.children import child, describe_exit
@@ -40,6 +45,21 @@ def test_a_child_ends_when_its_block_is_left_by_an_error():
     with pytest.raises(ZeroDivisionError):
         leave_by_error()
     assert started[0]._process.returncode is not None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is noticed when they next talk")
+def test_a_child_that_does_not_listen_ends_when_its_parent_is_killed():
+    parent = f"""
+from shoal.bench.children import child
+with child("{SAMPLES}:busy", {{}}) as process:
+    print(process.expect()["pid"], flush=True)
+    process.receive()
+"""
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE) as process:
+        watched = os.pidfd_open(int(process.stdout.readline()))
+        process.kill()
+        assert select.select([watched], [], [], 10.0)[0]
+        os.close(watched)
 
 
 def test_exits_in_words():

@@ -4,17 +4,30 @@ import json
 import re
 
 import msgspec
+import pytest
 
-from shoal.bench import dht_fleet
+from shoal.bench import dht_swarm
 from shoal.bench.dht_config import config_of
 from shoal.bench.dht_summary import dht_items, summarize_dht
 from shoal.bench.frame import make_scenario
+from shoal.bench.machine import num_cores
 from shoal.cli.program import run
+from shoal.dht.node import DHT
+from shoal.dht.records import Stored, Verdict
 from shoal.report import Report, Row
 
 NAMES = (
     *("num_peers", "create_s", "store_ms_per_key", "store_success", "get_success", "survival", "rss_mib"),
     *("messages_per_store", "messages_per_get", "bucket_size", "num_replicas", "num_processes", "mode"),
+    *(
+        "get_ms_per_expert",
+        "store_latency_ms",
+        "get_latency_ms",
+        "store_p50_ms",
+        "get_p99_ms",
+        "askers_apart",
+    ),
+    *("datagrams_per_get", "bytes_per_get", "replicas_per_record", "peak_rss_mib", "round_trip_ms"),
 )
 
 
@@ -58,37 +71,52 @@ def test_the_documents_command_prints_its_lines_and_a_result(tmp_path, monkeypat
         assert re.search(f"^{line}$", out, re.MULTILINE), line
     assert "Warning" not in out
     result = json.loads(out.splitlines()[-1].removeprefix("RESULT: "))
-    assert set(NAMES) | {"get_ms_per_expert", "get_p50_ms", "bytes_per_get"} <= set(result)
+    assert set(NAMES) | {"unique_experts"} <= set(result)
+    assert "get_ms_per_key" not in result
     assert (result["num_peers"], result["mode"]) == (8, "experts")
     assert result["store_success"] == result["get_success"] == result["survival"] == 1
     assert (result["bucket_size"], result["num_replicas"]) == (20, 5)
-    assert result["rss_mib"] > 10
+    assert result["peak_rss_mib"] > result["rss_mib"] > 10
     assert result["messages_per_store"] > 0
+    assert 1 <= result["replicas_per_record"] <= 8
+    assert result["askers_apart"] == (num_cores() > 1)
+    assert result["num_processes"] == min(num_cores(), 8) + result["askers_apart"]
+    lines = out.splitlines()
+    survival = lines.index("Node survival rate: 100.000%")
+    assert lines[survival + 1].startswith("Store latency of a batch (ms): p50 ")
+    assert re.match(
+        rf"Store traffic of each record: {number} messages, {number} datagrams", lines[survival + 2]
+    )
+    assert any(line.startswith("Memory of the peers and their driver, ") for line in lines)
 
 
 def test_the_dead_are_counted_and_gets_that_met_them(monkeypatch):
-    monkeypatch.setattr(dht_fleet, "_ALIVE_S", 0.5)
+    monkeypatch.setattr(dht_swarm, "_ALIVE_S", 0.5)
     report, told = measure("keys", num_peers=12, num_keys=30, failure_rate=0.25, num_processes=2)
     result = summarize_dht(report)
     assert set(NAMES) | {"get_ms_per_key", "slowest_get_s", "slowest_get_meeting_dead_s"} <= set(result)
+    assert result["get_ms_per_key"] == result["get_ms_per_expert"]
+    assert (result["num_processes"], result["askers_apart"]) == (2, False)
     assert result["survival"] == 0.75
     assert result["store_success"] == 1
     assert result["get_success"] == 1
-    assert 0 < result["gets_meeting_dead"] <= 30
+    assert 0 < result["gets_meeting_dead_at_most"] <= 30
     assert 0 < result["slowest_get_meeting_dead_s"] <= result["slowest_get_s"]
     assert sum(result["hops"].values()) == 30
     assert told[-1] == "asking all 12 peers whether they live"
     text = text_of(report)
     assert "Node survival rate: 75.000%" in text
     assert "Get success rate: 100.0% (30 / 30)" in text
-    assert "Gets that met dead peers: " in text
+    assert "Gets that met dead peers: at most " in text
 
 
 def test_a_virtual_world_is_the_same_each_time_and_peers_die_along_the_way():
     given = {"num_peers": 24, "total_num_rounds": 12, "num_get_peers": 4, "num_store_peers": 3}
     given |= {"failure_rate": 0.25, "is_virtual": True, "seed": 3}
     (first, _), (again, _) = measure(**given), measure(**given)
-    result, same = ({**summarize_dht(report), "rss_mib": 0, "wall_s": 0} for report in (first, again))
+    result, same = (
+        {**summarize_dht(report), "rss_mib": 0, "peak_rss_mib": 0, "wall_s": 0} for report in (first, again)
+    )
     assert result == same
     assert result["survival"] == 0.75
     assert result["store_success"] == 1
@@ -102,6 +130,45 @@ def test_a_virtual_world_is_the_same_each_time_and_peers_die_along_the_way():
     assert re.search(r"^Get wall time of a round: mean .*, std .*, max ", text, re.MULTILINE)
     assert re.search(r"^Average get time per worker: ", text, re.MULTILINE)
     assert " round trips\n" in text
+
+
+@pytest.mark.parametrize("mode", ["experts", "keys"])
+def test_rows_are_what_was_measured_and_settings_are_elsewhere(mode):
+    report, _ = measure(mode, is_virtual=True, num_peers=6)
+    assert all(any(row.samples) for row in report.rows)
+    metrics = [row.metric for row in report.rows]
+    assert not {"num_replicas", "bucket_size", "store_tried", "get_tried"} & set(metrics)
+    assert ("get_round" in metrics) == ("median_round_trips" in summarize_dht(report)) == (mode == "keys")
+
+
+def test_two_peers_are_a_swarm():
+    report, _ = measure("experts", num_peers=2, num_experts=6, num_processes=2)
+    result = summarize_dht(report)
+    assert (result["num_processes"], result["askers_apart"], result["get_success"]) == (2, False, 1)
+    assert result["replicas_per_record"] == 2
+
+
+def test_a_get_of_what_was_never_stored_is_a_failure_and_stores_have_a_reason(monkeypatch):
+    async def refused(dht, *_, **__):
+        return Stored(0, Verdict.TOO_LONG)
+
+    monkeypatch.setattr(DHT, "store", refused)
+    report, _ = measure("keys", is_virtual=True, num_peers=4, num_keys=24)
+    result = summarize_dht(report)
+    assert result["store_success"] == result["get_success"] == result["replicas_per_record"] == 0
+    assert result["store_failures"] == {"TOO_LONG": 24}
+    assert "Get success rate: 0.0% (0 / 24)" in text_of(report)
+    assert "refused: TOO_LONG × 24" in text_of(report)
+
+
+def test_experts_that_nobody_takes_have_a_reason(monkeypatch):
+    async def refused(dht, entries, **_):
+        return [Stored(0, Verdict.FULL)] * len(entries)
+
+    monkeypatch.setattr(DHT, "store_many", refused)
+    report, _ = measure("experts", is_virtual=True, num_peers=4, num_experts=4)
+    assert summarize_dht(report)["store_failures"] == {"FULL": 12}
+    assert "Store success rate: 0.0% (0 / 12)" in text_of(report)
 
 
 def test_what_expired_before_or_while_it_was_read_is_said():
@@ -131,7 +198,10 @@ def test_a_start_that_failed_leaves_the_result_to_the_others():
         "mode": "keys",
         "num_peers": 3,
         "num_processes": 1,
+        "askers_apart": False,
         "profile": "wan",
+        "bucket_size": 20,
+        "num_replicas": 5,
         "failed": 1,
     }
     assert "failed: it broke" in text_of(empty)

@@ -43,11 +43,25 @@ def test_a_config_survives_the_way_to_another_process():
         ("keys", {"failure_rate": 0.95}, "15 would be killed"),
         (None, {"profile": "wan"}, "runs on sockets"),
         (None, {"num_peers": 2, "num_processes": 3}, "no swarm to measure"),
+        (None, {"expiration": 604_801}, "at most 604800 s"),
+        ("keys", {"num_keys": 10, "wait_after_iteration": 1}, "rests between rounds"),
     ],
 )
 def test_flags_that_do_not_fit_together_are_refused(mode, given, complaint):
     with pytest.raises(UsageError, match=complaint):
         config_of(mode, given)
+
+
+@pytest.mark.parametrize(
+    ("num_peers", "num_processes", "num_ranks"), [(7, 2, 2), (8, 2, 3), (8, 1, 1), (9, 8, 8), (10, 8, 9)]
+)
+def test_those_that_ask_have_a_further_process_where_that_leaves_peers_for_the_others(
+    num_peers, num_processes, num_ranks
+):
+    config = config_of("experts", {"num_peers": num_peers, "num_processes": num_processes})
+    assert config.num_ranks == num_ranks
+    assert config.has_askers_apart == (num_ranks > num_processes)
+    assert config_of("keys", {"num_peers": 16, "num_processes": 2}).num_ranks == 2
 
 
 def test_a_virtual_world_is_one_process_on_a_known_network():

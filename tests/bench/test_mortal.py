@@ -1,5 +1,6 @@
 """Sockets that die at once, and what is sent to them after."""
 
+import asyncio
 import contextlib
 
 import pytest
@@ -50,6 +51,42 @@ async def _die():
 def test_the_dead_answer_nothing_and_what_is_sent_to_them_is_counted():
     with LoopThread() as loop:
         loop.run(_die())
+
+
+class _Sender(asyncio.DatagramProtocol):
+    """Sends for as long as it is not told to stop, as every protocol does."""
+
+    def __init__(self):
+        self.carrier = None
+        self.num_sent = 0
+
+    def connection_made(self, transport):
+        self.carrier = transport
+
+    def pause_writing(self):
+        self.carrier = None
+
+    def send(self, count):
+        for _ in range(count):
+            if self.carrier is not None:
+                self.carrier.sendto(b"hello", ("127.0.0.1", 9))
+                self.num_sent += 1
+
+
+@pytest.mark.parametrize("is_tapped", [False, True])
+def test_the_dead_do_not_even_try_to_send(is_tapped, caplog):
+    async def die():
+        network, sender = MortalNetwork(), _Sender()
+        outer = TappedNetwork(network, Graveyard()) if is_tapped else network
+        await outer.open_datagrams(ANY, sender)
+        sender.send(1)
+        network.kill()
+        sender.send(20)  # before the loop has told it that its socket is gone
+        return sender.num_sent
+
+    with LoopThread() as loop:
+        assert loop.run(die()) == 1
+    assert not caplog.records  # of asyncio, which complains of sends to closed sockets
 
 
 async def _look(network):

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import typer
@@ -14,9 +13,10 @@ from typer.testing import CliRunner
 
 from shoal.cli import dht as module
 from shoal.cli.dht import Moment, dht
-from shoal.core import Address, Peer, PeerId, PeerUnreachable, UsageError
+from shoal.core import Address, PeerUnreachable, UsageError
 from shoal.core.identity import Identity, new_secret, write_private_file
 from shoal.dht import DHTSettings, connect, settings
+from shoal.dht.joining import Joining
 
 app = typer.Typer()
 app.command()(dht)
@@ -155,23 +155,37 @@ def test_it_listens_where_those_it_joins_can_call_it():
 
 
 @pytest.mark.parametrize(
-    ("listens", "has_secret", "hint"),
+    ("listens", "arguments", "hint"),
     [
-        ("127.0.0.1", False, r"From this machine: shoal dht --join 127\.0\.0\.1:7\n"),
-        ("10.0.0.7", True, r"From another machine: shoal dht --join 10\.0\.0\.7:7 --secret-file FILE\n"),
-        ("0.0.0.0", False, r"From another machine: shoal dht --join (?!0\.0)[-.\w]+:7 --insecure\n"),
+        ("127.0.0.1", [], "From this machine: shoal dht --join 127.0.0.1:PORT"),
+        (
+            "0.0.0.0",
+            ["--secret-file"],
+            "From another machine: shoal dht --join THIS-MACHINE:PORT --secret-file FILE",
+        ),
+        ("0.0.0.0", ["--insecure"], "From another machine: shoal dht --join THIS-MACHINE:PORT --insecure"),
     ],
 )
-def test_others_are_told_how_to_join(capsys, listens, has_secret, hint):
-    peer_id = PeerId(bytes(20))
-    peer = SimpleNamespace(
-        peer=Peer(Address(listens, 7), peer_id),
-        peer_id=peer_id,
-        table=(),
-        endpoint=SimpleNamespace(membership=object() if has_secret else None),
-    )
-    module._introduce(peer, is_new=False)
-    assert re.search(hint, capsys.readouterr().out)
+def test_others_are_told_where_it_listens_and_how_to_join(impatient, secret_file, listens, arguments, hint):
+    given = [*arguments, *([secret_file] if arguments == ["--secret-file"] else [])]
+    done = run("--listen", f"{listens}:0", *given)
+    assert done.exit_code == 0, done.output
+    address = last_line(done.stdout)["address"]
+    host, port = address.rsplit(":", 1)
+    assert (host, f"Listening on {address}, TCP and UDP" in done.stdout) == (listens, True)
+    assert hint.replace("PORT", port) in done.stdout.splitlines()
+
+
+def test_nobody_is_told_to_join_by_a_peer_that_cannot_be_called(impatient, monkeypatch):
+    async def join(joining):
+        joining._dht.become_client()
+
+    monkeypatch.setattr(Joining, "join", join)
+    done = run()
+    assert done.exit_code == 0, done.output
+    assert "Others cannot call it there" in done.stdout
+    assert "--join" not in done.stdout
+    assert last_line(done.stdout)["address"] is None
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,23 @@ def test_a_named_identity_is_had_by_one_peer(tmp_path):
         with pytest.raises(UsageError, match="in use by another peer on this machine"):
             with claimed_identity(path):
                 pass
+
+
+@pytest.mark.parametrize("has_home", [True, False])
+def test_a_passer_by_needs_no_file(tmp_path, monkeypatch, has_home):
+    if has_home:
+        monkeypatch.setenv("SHOAL_STATE", "/proc/nowhere")
+    else:
+        monkeypatch.delenv("SHOAL_STATE")
+        monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+        monkeypatch.setattr(Path, "home", _no_home)
+    assert passing_identity(None).peer_id != passing_identity(None).peer_id
+    with pytest.raises(IdentityError), claimed_identity(None):
+        pass
+
+
+def _no_home():
+    raise RuntimeError("Could not determine home directory.")
 
 
 def test_a_named_identity_must_exist(tmp_path):

@@ -1,6 +1,6 @@
 import json
 
-from shoal.cli.output import counted, say, text_stream, write_json
+from shoal.cli.output import counted, say, text_stream, write_encoded, write_json
 
 
 def test_json_goes_where_it_was_asked_for(capsys, tmp_path):
@@ -12,6 +12,8 @@ def test_json_goes_where_it_was_asked_for(capsys, tmp_path):
     assert f"Wrote {path}" in capsys.readouterr().out
     write_json({"a": 1}, "-")
     assert json.loads(capsys.readouterr().out) == {"a": 1}
+    write_encoded(b'{"a": 2}\n', "-")
+    assert capsys.readouterr().out == '{"a": 2}\n'
 
 
 def test_text_makes_room_for_json(capsys):

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from shoal import __version__
 from shoal.cli import status as module
 from shoal.cli.status import status
-from shoal.core import Address, Peer, PeerId, PeerUnreachable, UsageError
-from shoal.core.identity import new_secret, write_private_file
+from shoal.core import Address, Peer, PeerId, PeerRefused, PeerUnreachable, UsageError
+from shoal.core.identity import Identity, new_secret, write_private_file
 from shoal.dht import connect, settings
 from shoal.dht.crawl import Crawl, Visited
 from shoal.dht.messages import About
@@ -73,6 +73,17 @@ def test_a_wrong_secret_is_an_error_with_a_next_step(tmp_path, monkeypatch):
         assert isinstance(done.exception, PeerUnreachable)
         assert "another secret" in done.exception.cause
         assert f"shoal doctor --join {swarm.address} --secret-file FILE" in done.exception.next_step
+
+
+def test_a_visit_needs_an_identity_of_its_own(tmp_path):
+    own = Identity.generate()
+    own.save(tmp_path / "own.pem")
+    with connect(listen="127.0.0.1:0", identity=own) as swarm:
+        done = run("--join", swarm.address, "--identity-file", tmp_path / "own.pem")
+        assert isinstance(done.exception, PeerRefused)
+        assert "has the identity that is to visit it" in str(done.exception)
+        assert run("--join", swarm.address).exit_code == 0
+    assert not (tmp_path / "state").exists()
 
 
 def test_neither_the_peer_nor_the_visitor_imports_torch():

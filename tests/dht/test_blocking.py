@@ -1,5 +1,6 @@
 """The blocking face over real sockets on loopback."""
 
+import asyncio
 import re
 import subprocess
 import sys
@@ -9,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.core import LoopThread, PeerUnreachable, UsageError
+from shoal.core import Deadline, LoopThread, PeerUnreachable, UsageError
 from shoal.core.identity import Identity, new_secret, write_private_file
-from shoal.dht import DHT, DHTSettings, Entry, Swarm, Verdict, connect
+from shoal.dht import DHT, DHTSettings, Entry, Schema, Swarm, Verdict, connect
 from shoal.transport import SwarmSecret
 
 GUIDE = Path(__file__).parents[2] / "docs" / "dht.md"
@@ -102,6 +103,58 @@ def test_opening_and_closing_by_hand(first):
     client.close()
     with pytest.raises(UsageError, match="not open"):
         client.get("name")
+
+
+def test_a_swarm_that_is_opened_again_is_a_whole_peer(first):
+    """With its upkeep and its keeper."""
+    swarm = connect(first.address, listen="127.0.0.1:0")
+    for number in range(2):
+        with swarm:
+            kept = swarm.run(_keep(swarm.dht, f"kept {number}"))
+            assert [stored.num_stored for stored in kept] == [2]
+            assert first.get(f"kept {number}").value == number
+            assert swarm.run(_looks(swarm.dht.upkeep))
+
+
+async def _keep(dht, name):
+    kept = dht.keeper.keep(lambda at_s: [Entry(name, int(name[-1]), at_s)], 60)
+    return await kept.stored(Deadline.after(10))
+
+
+async def _looks(upkeep):
+    """Whether it does what is due."""
+    looked = asyncio.Event()
+    upkeep._duties[0].find = looked.set
+    upkeep._wake.set()
+    async with asyncio.timeout(10):
+        return await looked.wait()
+
+
+def test_several_threads_may_close_it(first):
+    client = connect(first.address).open()
+    errors = []
+
+    def close():
+        try:
+            client.close()
+            client.get("name")
+        except UsageError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=close) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 4
+    assert all("not open" in error for error in errors)
+
+
+def test_a_schema_holds_from_when_it_is_added(first):
+    assert first.store("loss.run", "low", first.in_s(60))
+    first.add_schema(Schema("loss", float))
+    assert first.store("loss.run", "low", first.in_s(90)).verdict is Verdict.BAD_VALUE
+    assert first.store("loss.run", 0.5, first.in_s(90))
 
 
 def test_a_loop_thread_that_is_given_stays_open(first):

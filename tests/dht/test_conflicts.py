@@ -2,8 +2,11 @@
 
 import pytest
 
-from shoal.dht.conflicts import displaced, judge, latest_s, merge, place, slots_of
+from shoal.core import PeerId
+from shoal.dht.conflicts import displaced, is_reserved, judge, latest_s, merge, place, slots_of
+from shoal.dht.ownership import reserved
 from shoal.dht.records import PLAIN, Slot, Verdict
+from shoal.dht.subkeys import encode_subkey
 
 ALICE, BOB = b"a" * 32, b"b" * 32
 
@@ -14,6 +17,11 @@ def plain(expires_at_s, value=b"v", owner=b""):
 
 def sub(subkey, expires_at_s, value=b"v", owner=b""):
     return Slot(subkey, value, expires_at_s, owner)
+
+
+def own(owner, expires_at_s, label=None):
+    """Under a subkey that is reserved for its owner."""
+    return sub(encode_subkey(reserved(PeerId.of_public_key(owner), label)), expires_at_s, owner=owner)
 
 
 def contents_of(*slots):
@@ -75,6 +83,41 @@ def test_what_is_owned_yields_to_its_owner_only(held, slot, verdict):
     assert judge(displaced(contents_of(*held), slot), slot) is verdict
 
 
+@pytest.mark.parametrize(
+    ("held", "slot", "verdict"),
+    [
+        # nobody keeps others out of a dictionary by a plain value that lives longer
+        ((plain(99.0),), own(ALICE, 10.0), Verdict.STORED),
+        ((plain(99.0, owner=ALICE),), own(ALICE, 10.0), Verdict.STORED),
+        ((plain(9.0, owner=BOB),), own(ALICE, 10.0), Verdict.NOT_OWNER),
+        # nor takes its place
+        ((own(ALICE, 10.0),), plain(99.0), Verdict.NOT_OWNER),
+        ((own(ALICE, 10.0),), plain(99.0, owner=BOB), Verdict.NOT_OWNER),
+        ((own(ALICE, 10.0),), plain(99.0, owner=ALICE), Verdict.NOT_OWNER),
+        ((*DICTIONARY, own(ALICE, 10.0)), plain(99.0), Verdict.NOT_OWNER),
+        # among subkeys it is one like others
+        (DICTIONARY, own(ALICE, 1.0), Verdict.STORED),
+        ((own(ALICE, 10.0),), own(ALICE, 11.0), Verdict.STORED),
+        ((own(ALICE, 10.0),), own(ALICE, 10.0), Verdict.NOT_NEWER),
+        ((own(ALICE, 10.0),), own(BOB, 5.0), Verdict.STORED),
+        ((own(ALICE, 10.0),), sub(b"x", 5.0), Verdict.STORED),
+        # what looks like one, with nobody's signature, is none
+        ((plain(99.0),), sub(own(ALICE, 1.0).subkey, 10.0), Verdict.NOT_NEWER),
+    ],
+)
+def test_plain_values_are_nothing_against_reserved_subkeys(held, slot, verdict):
+    assert judge(displaced(contents_of(*held), slot), slot) is verdict
+
+
+def test_reserved_subkeys_are_told_from_others():
+    assert is_reserved(own(ALICE, 1.0))
+    assert is_reserved(own(ALICE, 1.0, "label"))
+    for subkey in ("shoal.owner", ("shoal.owner",), ("shoal.owner", b"short", None), (1, b"shoal.owner")):
+        assert not is_reserved(sub(encode_subkey(subkey), 1.0, owner=ALICE))
+    assert not is_reserved(sub(b"\xc1shoal.owner", 1.0, owner=ALICE))
+    assert not is_reserved(plain(1.0, owner=ALICE))
+
+
 def test_a_value_of_the_other_kind_takes_the_whole_place():
     assert slots_of(contents_of(*DICTIONARY, plain(30.0))) == [plain(30.0)]
     assert slots_of(contents_of(plain(5.0), sub(b"x", 10.0))) == [sub(b"x", 10.0)]
@@ -120,6 +163,28 @@ class TestMerging:
         lies = [sub(b"x", 99.0, b"false"), plain(99.0, b"false"), sub(b"y", 99.0)]
         for told in ([honest, lies], [lies, honest]):
             assert set(merge(told, 0.0)) == {sub(b"x", 10.0, b"true", ALICE), sub(b"y", 99.0)}
+
+    @pytest.mark.parametrize("owner", [b"", BOB])
+    def test_no_plain_value_hides_reserved_subkeys(self, owner):
+        honest = [own(ALICE, 10.0), sub(b"x", 5.0)]
+        lie = [plain(99.0, b"false", owner)]
+        for told in ([honest, lie], [lie, honest], [lie, lie, lie, honest]):
+            assert set(merge(told, 0.0)) == set(honest)
+        assert merge([lie, honest], 10.0) == lie
+
+    def test_the_kind_that_more_replicas_tell_wins(self):
+        dictionary, later = [sub(b"x", 10.0), sub(b"y", 12.0)], [plain(99.0)]
+        for told in ([dictionary, later, dictionary], [later, dictionary, [], [sub(b"y", 12.0)]]):
+            assert sorted(slot.subkey for slot in merge(told, 0.0)) == [b"x", b"y"]
+        for told in ([[plain(5.0)], dictionary, [plain(6.0)]], [[plain(6.0)], [plain(6.0)], dictionary]):
+            assert merge(told, 0.0) == [plain(6.0)]
+
+    def test_who_tells_both_kinds_has_no_say_in_which(self):
+        both = [plain(99.0), sub(b"y", 99.0)]
+        assert merge([both, both, [plain(5.0)], [sub(b"x", 10.0)], [sub(b"x", 10.0)]], 0.0) == [
+            sub(b"y", 99.0),
+            sub(b"x", 10.0),
+        ]
 
     def test_what_is_given_stays_as_it_was(self):
         told = [[sub(b"x", 10.0)], [sub(b"x", 20.0), sub(b"y", 20.0)]]

@@ -1,11 +1,16 @@
 """Peers as the DHT knows them."""
 
+import asyncio
+
 import pytest
 
-from shoal.core import Address, Peer, PeerId
-from shoal.dht.contacts import Contact, ContactBook, number_of, pack
+from shoal.core import Address, Peer, PeerId, PeerUnreachable, UsageError
+from shoal.dht.contacts import Contact, ContactBook, number_of, pack, resolved
+from shoal.transport.networks.memory_network import MemoryNetwork
+from shoal.transport.networks.network import SocketNetwork
 
 ID = PeerId(bytes(range(20)))
+HEAD = ID.digest + (31337).to_bytes(2)
 FAR, NEAR = Address("10.0.0.1", 5000), Address("127.0.0.1", 5000)
 
 
@@ -53,6 +58,43 @@ def test_names_are_for_simulated_networks_only():
     assert ContactBook(has_names=False).read(packed, FAR) is None
 
 
+def test_no_contact_of_a_real_network_has_a_name():
+    with pytest.raises(UsageError, match="by a name only"):
+        ContactBook(has_names=False).of(peer_at("localhost"))
+
+
+def test_names_are_resolved_where_they_mean_nothing_to_others():
+    async def main():
+        network = SocketNetwork()
+        found = await resolved(network, Peer(Address("localhost", 31337), ID))
+        assert found in (peer_at("127.0.0.1"), peer_at("::1"))
+        assert await resolved(network, found) == found
+        ContactBook(has_names=False).of(found)
+        with pytest.raises(PeerUnreachable, match="is not known here"):
+            await resolved(network, peer_at("no name at all"))
+        assert await resolved(MemoryNetwork().host("p1"), peer_at("p17")) == peer_at("p17")
+
+    asyncio.run(main())
+
+
+def test_an_ipv4_address_written_as_ipv6_is_the_same_contact():
+    book = ContactBook(has_names=False)
+    mapped = peer_at("::ffff:10.0.0.7")
+    assert pack(mapped) == pack(peer_at("10.0.0.7"))
+    told = HEAD + b"\x06" + bytes(10) + b"\xff\xff\x0a\x00\x00\x07"
+    assert book.read(told, FAR) is book.of(peer_at("10.0.0.7")) is book.of(mapped)
+
+
+def test_another_machine_does_not_tell_of_this_one_as_ipv6():
+    told = HEAD + b"\x06" + bytes(10) + b"\xff\xff\x7f\x00\x00\x01"
+    for known in ([], [peer_at("::ffff:127.0.0.1")]):
+        book = ContactBook(has_names=False)
+        for peer in known:
+            book.of(peer)
+        assert book.read(told, FAR) is None
+        assert book.read(told, NEAR).packed == pack(peer_at("127.0.0.1"))
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1"])
 def test_another_machine_does_not_tell_of_this_one(host):
     book = ContactBook(has_names=False)
@@ -60,9 +102,6 @@ def test_another_machine_does_not_tell_of_this_one(host):
     assert book.read(packed, FAR) is None
     assert book.read(packed, NEAR).peer == peer_at(host)
     assert book.read(packed, FAR) is None  # not even once it is known
-
-
-HEAD = ID.digest + (31337).to_bytes(2)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +121,8 @@ HEAD = ID.digest + (31337).to_bytes(2)
         HEAD + b"\x04\xe0\x00\x00\x01",
         HEAD + b"\x06" + bytes(16),
         HEAD + b"\x06\xff\x02" + bytes(13) + b"\x01",
+        HEAD + b"\x06" + bytes(10) + b"\xff\xff" + bytes(4),
+        HEAD + b"\x06" + bytes(10) + b"\xff\xff" + bytes(3),
     ],
     ids=[
         "nothing",
@@ -98,6 +139,8 @@ HEAD = ID.digest + (31337).to_bytes(2)
         "multicast v4",
         "any v6",
         "multicast v6",
+        "any v4 as v6",
+        "half a v4 as v6",
     ],
 )
 def test_what_is_no_contact(packed):

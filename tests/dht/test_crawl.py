@@ -6,8 +6,9 @@ import pytest
 
 from dht.living_swarm import LivingSwarm
 from shoal import __version__
-from shoal.core import Address, PeerUnreachable, UsageError, run_virtual
+from shoal.core import Address, PeerRefused, PeerUnreachable, UsageError, run_virtual
 from shoal.core.identity import Identity
+from shoal.dht import crawl as crawl_module
 from shoal.dht.crawl import crawl
 from shoal.dht.node import DHT
 from shoal.dht.settings import DHTSettings
@@ -116,6 +117,52 @@ def test_a_start_that_does_not_answer_is_told_beside_the_others():
             await crawl(dht, at("nobody"))
         assert "shoal doctor --join nobody:1024" in error.value.next_step
         assert error.value.cause
+
+    in_swarm(work)
+
+
+def test_a_start_that_dies_after_its_first_answer_is_unreachable(monkeypatch):
+    async def work(swarm, dht):
+        await swarm.start_many(1)
+        meet = crawl_module.ping
+
+        async def ping_and_kill(dht, peer):
+            answered = await meet(dht, peer)
+            await swarm.kill("p0")
+            return answered
+
+        monkeypatch.setattr(crawl_module, "ping", ping_and_kill)
+        with pytest.raises(PeerUnreachable, match=r"p0:1024\) answers no more") as error:
+            await crawl(dht, at("p0"))
+        assert "before its deadline" in error.value.cause
+        assert "shoal doctor --join p0:1024" in error.value.next_step
+
+    in_swarm(work)
+
+
+def test_a_start_without_a_dht_is_told_from_one_that_does_not_answer():
+    async def work(swarm, dht):
+        await swarm.start_many(2)
+        async with Endpoint(network=swarm.network.host("bare")) as bare:
+            await bare.listen(Address("bare", 1024))
+            with pytest.raises(PeerRefused, match="At bare:1024 is a Shoal peer without a DHT") as error:
+                await crawl(dht, at("nobody", "bare"))
+            assert "shoal dht" in error.value.next_step
+            seen = await crawl(dht, at("bare", "p0"))
+            assert len(seen.peers) == 2
+            assert [each.error for each in seen.silent] == ["At bare:1024 is a Shoal peer without a DHT."]
+
+    in_swarm(work)
+
+
+def test_a_peer_is_not_visited_under_its_own_identity():
+    async def work(swarm, dht):
+        peers = await swarm.start_many(2)
+        own = peers[1].identity
+        async with Endpoint(network=swarm.network.host("twin"), peer_id=own.peer_id) as endpoint:
+            async with DHT(identity=own, endpoint=endpoint, settings=DHTSettings(is_client=True)) as twin:
+                with pytest.raises(PeerRefused, match="p1:1024 has the identity that is to visit it"):
+                    await crawl(twin, at("p0", "p1"))
 
     in_swarm(work)
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from dht.memory_swarm import in_swarm
-from shoal.core import Address, Peer, UsageError
+from shoal.core import Address, DeadlineExceeded, Peer, UsageError, run_virtual
 from shoal.dht.declaring import (
     ExpertAddress,
     declare_experts,
@@ -131,6 +131,7 @@ def test_what_others_write_beside_it_does_no_harm():
             (b"1" * 20, "10.0.0.7:1"),
             (b"2" * 20, [7, None, "nowhere", "10.0.0.7:99999", ["10.0.0.7:1"]]),
             (b"3" * 20, []),
+            (b"4" * 20, ["1" * 400 + ":1"]),
             (server.peer_id.digest, ["10.0.0.7:1"]),
         ]:
             await liar.store(name, value, later_s, subkey=subkey)
@@ -230,3 +231,13 @@ def test_without_a_pattern_uids_are_counted_from_zero():
         assert await sample_uids(server, None, 0) == []
 
     in_swarm(1, work)
+
+
+def test_what_could_not_be_looked_up_is_not_called_free():
+    class Late:
+        async def get_many(self, names, *, deadline, must_end):
+            assert must_end
+            raise DeadlineExceeded("a look-up did not end")
+
+    with pytest.raises(DeadlineExceeded, match="did not end"):
+        run_virtual(sample_uids(Late(), None, 3))

@@ -6,6 +6,7 @@ import pytest
 
 from dht.living_swarm import LivingSwarm
 from shoal.core import Deadline, DeadlineExceeded, PeerUnreachable, UsageError, run_virtual
+from shoal.core.identity import Identity
 from shoal.dht import keeping
 from shoal.dht.keeping import Keeper
 from shoal.dht.records import Entry, Stored, Verdict
@@ -16,6 +17,7 @@ class FakeDHT:
     """Remembers what is stored when; `answer` says what becomes of it."""
 
     settings = DHTSettings()
+    identity = Identity.from_seed(b"1" * 32)
 
     def __init__(self):
         self.batches = []
@@ -185,6 +187,51 @@ def test_a_maker_that_fails_does_not_touch_the_others(caplog):
 
     run_keeper(scenario)
     assert "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda at_s: [Entry("fine", 1, at_s), Entry("bad", object(), at_s)],
+        lambda at_s: [Entry("bad", 1, at_s, subkey=1.5)],
+        lambda at_s: [Entry("bad", 1, at_s, subkey="x" * 2000)],
+        lambda at_s: [Entry(object(), 1, at_s)],
+        lambda at_s: [Entry("bad", 1, math.nan)],
+    ],
+    ids=["value", "subkey", "long subkey", "name", "expiration"],
+)
+def test_what_cannot_be_encoded_does_not_touch_the_others(bad, caplog):
+    async def scenario(dht, keeper):
+        keeper.keep(only("x"), 100.0)
+        kept = keeper.keep(bad, 100.0)
+        keeper.keep(only("y"), 100.0)
+        assert not any(await kept.stored())
+        await asyncio.sleep(101)
+        assert [[entry.name for entry in entries] for _, entries in dht.batches] == [["x", "y"]] * 3
+        assert kept.num_failures == 3
+        assert {stored.verdict for stored in kept.last_stored} == {Verdict.BAD_VALUE}
+
+    run_keeper(scenario)
+    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
+
+
+def test_what_breaks_a_batch_is_found_among_those_in_it(caplog):
+    async def scenario(dht, keeper):
+        def answer(entry):
+            if entry.name == "bad":
+                raise RuntimeError("something else is wrong")
+            return Stored(5, Verdict.STORED)
+
+        dht.answer = answer
+        kept = [keeper.keep(only(name), 1000.0) for name in ("x", "bad", "y")]
+        outcomes = [await each.stored() for each in kept]
+        assert [bool(stored) for (stored,) in outcomes] == [True, False, True]
+        await asyncio.sleep(3)
+        assert dht.times_of("bad") == [0.0, 0.0, 2.0]
+        assert dht.times_of("x") == [0.0, 0.0]
+
+    run_keeper(scenario)
+    assert "something else is wrong" in caplog.text
 
 
 def test_all_are_stored_again_after_being_away():

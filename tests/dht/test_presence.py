@@ -8,6 +8,7 @@ from dht.memory_swarm import in_swarm
 from shoal.core import UsageError
 from shoal.dht.ownership import reserved
 from shoal.dht.presence import announce, present
+from shoal.dht.records import Verdict
 
 
 def infos(found):
@@ -96,3 +97,15 @@ def test_what_cannot_be_stored_is_refused_at_once():
         assert len(peer.keeper) == 0
 
     in_swarm(1, work)
+
+
+def test_nobody_keeps_others_out_by_a_plain_value():
+    async def work(swarm, squatter, peer, asker):
+        for is_owned in (False, True):
+            until_s = squatter.in_s(86_400)
+            refused = await squatter.store("presence.team", "mine", until_s, is_owned=is_owned)
+            assert refused.verdict is Verdict.BAD_VALUE
+        assert all(await announce(peer, "team", 1, 60.0).stored())
+        assert infos(await present(asker, "team")) == {peer.peer_id: 1}
+
+    in_swarm(3, work)

@@ -2,7 +2,7 @@ import pytest
 
 from shoal.core import Peer, PeerBusy
 from shoal.core.identity import Identity
-from shoal.dht.rates import BURST_S, Rates
+from shoal.dht.rates import BURST_S, Rates, cost_of_find
 from shoal.dht.settings import DHTSettings
 
 SETTINGS = DHTSettings(max_messages_a_s=10, max_records_a_s=100)
@@ -40,3 +40,13 @@ def test_peers_on_this_machine_are_told_apart_by_their_ports(host):
     with pytest.raises(PeerBusy):
         rates.take_messages(Peer.at(f"{host}:7000"), 1, 0.0)
     rates.take_messages(Peer.at(f"{host}:7001"), 40, 0.0)
+
+
+def test_keys_that_share_a_find_cost_less_than_finds():
+    assert [cost_of_find(num) for num in (0, 1, 2, 5, 32)] == [1, 1, 1.25, 2, 8.75]
+    rates, peer = Rates(SETTINGS), Peer.at("10.0.0.1:7000")
+    for _ in range(20):
+        rates.take_messages(peer, cost_of_find(5), 0.0)
+    with pytest.raises(PeerBusy, match=r"wait for 0\.12 s"):
+        rates.take_messages(peer, cost_of_find(2), 0.0)
+    rates.take_messages(peer, cost_of_find(2), 0.125)

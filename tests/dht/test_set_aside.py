@@ -18,6 +18,19 @@ def test_every_failure_doubles_the_wait_up_to_the_longest():
         now_s += wait_s
 
 
+def test_many_failures_of_one_outage_count_as_one():
+    aside = SetAside(SETTINGS)
+    for at_s in (0.0, 0.0, 0.1, 1.0, 4.9):
+        aside.add(ONE, at_s)
+    assert aside.has(ONE, 4.99)
+    assert not aside.has(ONE, 5.0)
+    assert aside.come_back(5.0) == [ONE]
+    for at_s in (6.0, 6.0, 7.0):
+        aside.add(ONE, at_s)
+    assert aside.has(ONE, 15.99)
+    assert not aside.has(ONE, 16.0)
+
+
 def test_who_is_heard_begins_anew():
     aside = SetAside(SETTINGS)
     aside.add(ONE, 0.0)
@@ -55,6 +68,17 @@ def test_who_was_silent_through_the_longest_wait_is_forgotten():
             num_pings += 1
             aside.add(contact, now_s)
     assert (num_pings, now_s) == (3, 5.0 + 10.0 + 20.0 + 30.0)
+
+
+def test_who_was_only_heard_of_is_left_alone_and_then_forgotten():
+    aside = SetAside(SETTINGS)
+    aside.add(ONE, 0.0, was_seen=False)
+    assert aside.has(ONE, 4.9)
+    assert aside.come_back(5.0) == []
+    assert len(aside) == 0
+    aside.add(ONE, 10.0)
+    aside.add(ONE, 16.0, was_seen=False)
+    assert aside.come_back(26.0) == [ONE]
 
 
 def test_a_few_come_back_at_a_time_and_all_of_them_in_the_end():

@@ -2,7 +2,9 @@ import asyncio
 import logging
 
 from dht.living_swarm import LivingSwarm
+from dht.worlds import Liar
 from shoal.core import Address, run_virtual
+from shoal.dht.messages import MAX_CONTACTS, Finding, Found
 from shoal.transport import Conditions, FaultScript
 
 ONE = [f"a{number}" for number in range(6)]
@@ -100,5 +102,46 @@ def test_peers_of_before_are_asked_where_there_is_no_address_to_join():
             assert len(first.table) == len(swarm.peers["b0"].table) == 0
             await asyncio.sleep(120)
             assert [contact.peer.address for contact in first.table.contacts()] == [Address("b0", 1024)]
+
+    run_virtual(main())
+
+
+def test_a_bootstrap_peer_that_names_thousands_is_read_as_far_as_it_may_name(monkeypatch):
+    async def main():
+        async with LivingSwarm() as swarm:
+            (dht,) = await swarm.start_many(1)
+            async with Liar(swarm, "liar", near="huge", values=None) as liar:
+                met = []
+
+                async def meet(strangers):
+                    met.extend(strangers)
+                    return []
+
+                splits = dht.upkeep._splits
+                monkeypatch.setattr(splits, "_meet", meet)
+                await splits._ask(liar.peer.address)
+                assert liar.num_asked == 1
+                assert len(met) == MAX_CONTACTS
+
+    run_virtual(main())
+
+
+def test_a_bootstrap_peer_whose_names_lead_nowhere_is_harmless():
+    async def main():
+        async with LivingSwarm() as swarm:
+            (dht,) = await swarm.start_many(1)
+            splits = dht.upkeep._splits
+            found = Found([], [Finding(0, bytes(range(256)))])
+            assert splits._told(found, Address("p0", 1024)) == []
+
+    run_virtual(main())
+
+
+def test_it_does_not_ask_itself():
+    async def main():
+        async with LivingSwarm() as swarm:
+            (dht,) = await swarm.start_many(1)
+            await dht.upkeep._splits._ask(dht.peer.address)
+            assert (dht.counts.num_pings, dht.counts.num_finds) == (1, 0)
 
     run_virtual(main())

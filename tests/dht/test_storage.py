@@ -7,13 +7,17 @@ import pytest
 
 from shoal.core import PeerId
 from shoal.dht.contacts import number_of
+from shoal.dht.coordinates import coordinates_of
+from shoal.dht.ownership import reserved
 from shoal.dht.records import PLAIN, Slot, Verdict
 from shoal.dht.settings import DHTSettings
 from shoal.dht.storage import Storage
+from shoal.dht.subkeys import MAX_SUBKEY_BYTES, encode_subkey
 
 OWN = PeerId(bytes(20))
 KEY, OTHER = b"k" * 20, b"o" * 20
 ALICE, BOB = b"a" * 32, b"b" * 32
+OWN_SUBKEYS = {owner: encode_subkey(reserved(PeerId.of_public_key(owner))) for owner in (ALICE, BOB)}
 ROOMY = DHTSettings()
 
 
@@ -28,6 +32,11 @@ def plain(expires_at_s, value=b"v", owner=b""):
 
 def sub(subkey, expires_at_s, value=b"v", owner=b""):
     return Slot(subkey, value, expires_at_s, owner)
+
+
+def own(owner, expires_at_s):
+    """Under a subkey that is reserved for its owner."""
+    return sub(OWN_SUBKEYS[owner], expires_at_s, owner=owner)
 
 
 def distances(storage, own):
@@ -139,6 +148,23 @@ class TestRules:
         assert storage.store(KEY, sub(b"x", 20.0, owner=ALICE), 0.0) is Verdict.STORED
         assert storage.store(KEY, sub(b"x", 30.0), 0.0) is Verdict.NOT_OWNER
 
+    def test_a_plain_value_keeps_nobody_out_of_a_dictionary(self):
+        storage = make()
+        storage.store(KEY, plain(1_000.0), 0.0)
+        assert storage.store(KEY, own(ALICE, 10.0), 0.0) is Verdict.STORED
+        assert storage.store(KEY, plain(1_000.0), 0.0) is Verdict.NOT_OWNER
+        assert storage.store(KEY, own(BOB, 5.0), 0.0) is Verdict.STORED
+        assert storage.store(KEY, plain(1_000.0, owner=ALICE), 0.0) is Verdict.NOT_OWNER
+        assert storage.get(KEY, 0.0) == [own(ALICE, 10.0), own(BOB, 5.0)]
+        assert (len(storage), storage.num_keys) == (2, 1)
+        assert storage.store(KEY, plain(1_000.0), 10.0) is Verdict.STORED
+
+    def test_a_plain_value_that_somebody_owns_stays(self):
+        storage = make()
+        storage.store(KEY, plain(10.0, owner=ALICE), 0.0)
+        assert storage.store(KEY, own(BOB, 20.0), 0.0) is Verdict.NOT_OWNER
+        assert storage.store(KEY, own(ALICE, 5.0), 0.0) is Verdict.STORED
+
 
 class TestViews:
     def test_keys_in_order_of_arrival(self):
@@ -176,6 +202,20 @@ class TestViews:
         assert storage.store(KEY, sub(b"x", 10.0), 4.0) is Verdict.NOT_NEWER
         assert storage.stored_at_s(KEY) == 4.0
 
+    def test_coordinates_follow_what_is_there(self):
+        storage, rng = make(), random.Random(3)
+        assert list(storage.coordinates(KEY, 0.0)) == []
+        for now_s in range(500):
+            subkey = (
+                PLAIN if rng.random() < 0.02 else encode_subkey(rng.choice([rng.randrange(300), "x", (1,)]))
+            )
+            storage.store(KEY, sub(subkey, now_s + rng.uniform(1.0, 90.0)), now_s)
+            assert list(storage.coordinates(KEY, now_s)) == coordinates_of(storage.get(KEY, now_s))
+        storage.store(KEY, sub(b"\x01", 2_000.0), 600.0)
+        first = storage.coordinates(KEY, 600.0)
+        storage.store(KEY, sub(b"\x01", 3_000.0), 600.0)
+        assert storage.coordinates(KEY, 600.0) is first == [1]
+
     def test_what_get_gives_is_a_copy(self):
         storage = make()
         storage.store(KEY, sub(b"x", 10.0), 0.0)
@@ -196,6 +236,11 @@ class TestLimits:
         assert storage.store(KEY, sub(bytes(11), 9.0), 0.0) is Verdict.TOO_LARGE
         assert storage.store(KEY, Slot(PLAIN, b"", 9.0, b"", bytes(11)), 0.0) is Verdict.TOO_LARGE
         assert storage.store(KEY, plain(9.0, bytes(10)), 0.0) is Verdict.STORED
+
+    def test_subkeys_are_short(self):
+        storage = make()
+        assert storage.store(KEY, sub(bytes(MAX_SUBKEY_BYTES + 1), 9.0), 0.0) is Verdict.TOO_LARGE
+        assert storage.store(KEY, sub(bytes(MAX_SUBKEY_BYTES), 9.0), 0.0) is Verdict.STORED
 
     def test_subkeys_of_one_key(self):
         storage = make(max_slots_a_key=3)
@@ -307,7 +352,12 @@ class Model:
         rivals = [held for s, held in live.items() if is_plain or s in (PLAIN, slot.subkey)]
         if any(rival.owner not in (b"", slot.owner) for rival in rivals):
             return Verdict.NOT_OWNER
-        if any(rival.expires_at_s >= slot.expires_at_s for rival in rivals):
+        if is_plain and any(rival.subkey in OWN_SUBKEYS.values() for rival in rivals):
+            return Verdict.NOT_OWNER
+        if slot.subkey in OWN_SUBKEYS.values():
+            if any(rival.expires_at_s >= slot.expires_at_s for rival in rivals if rival.subkey != PLAIN):
+                return Verdict.NOT_NEWER
+        elif any(rival.expires_at_s >= slot.expires_at_s for rival in rivals):
             return Verdict.NOT_NEWER
         for rival in rivals:
             if rival.subkey != slot.subkey:
@@ -331,6 +381,8 @@ def test_it_does_what_a_simple_model_does(seed):
             now_s + rng.randrange(-2, 40),  # whole numbers, so that some are equal
             rng.choice([b"", b"", b"", ALICE, BOB]),
         )
+        if slot.owner and rng.random() < 0.3:
+            slot = Slot(OWN_SUBKEYS[slot.owner], slot.value, slot.expires_at_s, slot.owner)
         verdict = storage.store(key, slot, now_s)
         assert verdict is model.store(key, slot, now_s)
         seen[verdict] += 1

@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from shoal.core import UsageError
-from shoal.dht.subkeys import decode_subkey, encode_subkey
+from shoal.dht import subkeys
+from shoal.dht.subkeys import MAX_SUBKEY_BYTES, decode_subkey, encode_subkey
 from shoal.dht.values import encode_value
 
 GOOD = [0, 1, -1, 2**64 - 1, "", "alice", b"", b"\x00" * 20, (), (1, "a"), ("a", None, (b"b", -3))]
@@ -17,6 +18,24 @@ def test_there_and_back(subkey):
     assert again == subkey
     assert type(again) is type(subkey)
     assert hash(again) == hash(subkey)
+
+
+def test_subkeys_are_short():
+    longest = bytes(MAX_SUBKEY_BYTES - 3)
+    assert decode_subkey(encode_subkey(longest)) == longest
+    with pytest.raises(UsageError, match="too long"):
+        encode_subkey(longest + b"1")
+    with pytest.raises(ValueError, match="no subkey"):
+        decode_subkey(encode_value(longest + b"1"))
+
+
+def test_long_ones_of_strangers_are_not_remembered():
+    before = subkeys._remembered.cache_info().currsize
+    for number in range(5):
+        decode_subkey(encode_subkey("x" * 500 + str(number)))
+        with pytest.raises(ValueError, match="no subkey"):
+            decode_subkey(encode_value("x" * 5_000 + str(number)))
+    assert subkeys._remembered.cache_info().currsize == before
 
 
 @pytest.mark.parametrize("subkey", BAD, ids=repr)

@@ -75,6 +75,28 @@ def test_nesting_that_is_allowed_comes_back(kind):
     assert decode_value(encode_value(value)) == value
 
 
+@pytest.mark.parametrize(
+    "encoded",
+    [b"\x91" * 33 + b"\x01", b"\x91" * 32 + b"\x81" + b"\x91" * 2 + b"\x01\x01", b"\x81\x01" * 40 + b"\x01"],
+    ids=["lists", "a name in a dictionary", "dictionaries"],
+)
+def test_what_is_nested_too_deep_is_not_read(encoded):
+    with pytest.raises(ValueError, match="deeper than 32 levels"):
+        decode_value(encoded)
+    with pytest.raises(ValueError, match="deeper than 32 levels"):
+        decode_value(tuple_in_a_tuple(400))
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_what_can_be_written_can_be_read(kind):
+    deepest = nested(kind, 32)
+    assert decode_value(encode_value(deepest)) == deepest
+    with pytest.raises(UsageError, match="deeper than 32 levels"):
+        encode_value(nested(kind, 33))
+    with pytest.raises(UsageError, match="deeper than 32 levels"):
+        encode_value({nested(tuple, 40): 1})
+
+
 def tuple_in_a_tuple(depth):
     size_bytes, heads = 1, []
     for _ in range(depth):

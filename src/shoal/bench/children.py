@@ -8,8 +8,10 @@ takes orders with `parent.receive()` until there are no more.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -23,6 +25,7 @@ from shoal.core import BenchmarkError
 from shoal.core.loop import own_the_process
 
 _ENDING_S = 10.0
+_PR_SET_PDEATHSIG = 1
 
 
 class Child:
@@ -155,6 +158,16 @@ def child(
         process.wait()
 
 
+def end_with_parent() -> None:
+    """For a child that does not listen to its parent all the time: be interrupted when that is gone.
+
+    At once on Linux, elsewhere when it next tells or receives something. SIGTERM interrupts it too.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def describe_exit(code: int) -> str:
     """An exit status in words."""
     return f"signal {-code}" if code < 0 else f"exit code {code}"
@@ -173,7 +186,7 @@ def main() -> None:
     try:
         getattr(importlib.import_module(module), name)(order["arguments"], parent)
     except KeyboardInterrupt:
-        sys.exit(130)
+        os._exit(130)  # what was cut short is not to be collected, and complained of
     except BrokenPipeError:
         sys.exit(1)  # the parent is gone
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent reports it

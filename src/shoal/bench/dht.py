@@ -1,7 +1,8 @@
 """`shoal bench dht`: peers of a DHT that store and look up, on sockets in some processes or in virtual time.
 
-The parts: `dht_config` is what it is told, `dht_hosting` and `dht_peers` host peers, `dht_fleet` orders them
-about, `dht_experts` and `dht_keys` are the two modes, `dht_summary` says what came of it.
+The parts: `dht_config` is what it is told, `dht_hosting`, `dht_grounds` and `dht_peers` host peers,
+`dht_fleet` and `dht_swarm` order them about, `dht_experts` and `dht_keys` are the two modes, `dht_outcome`
+and `dht_summary` say what came of it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import msgspec
 
 from shoal.bench.dht_config import DhtConfig, ExpertsPlan
 from shoal.bench.dht_experts import run_experts
-from shoal.bench.dht_fleet import ProcessFleet, Swarm, VirtualFleet
+from shoal.bench.dht_fleet import ProcessFleet, VirtualFleet
 from shoal.bench.dht_keys import run_keys
 from shoal.bench.dht_outcome import Outcome
-from shoal.bench.dht_peers import dht_settings
+from shoal.bench.dht_swarm import Swarm
 from shoal.bench.frame import Measured, Tell
 from shoal.core import LoopThread
 from shoal.core.virtual import run_virtual
@@ -48,12 +49,12 @@ class DhtScenario:
             plan = config.plan
             work = run_experts(swarm, plan) if isinstance(plan, ExpertsPlan) else run_keys(swarm, plan)
             outcome = await work
-            outcome.round_trips_s = await swarm.ask_who_lives()
-            outcome.num_alive = len(outcome.round_trips_s)
+            alive = await swarm.ask_who_lives()
+            outcome.num_alive = len(alive)
+            if len(alive) > 1:
+                outcome.round_trips_s = await swarm.round_trips(alive)
             await swarm.look_at_memory()
-            outcome.memory_bytes = swarm.memory_bytes
-            settings = dht_settings(config.wait_timeout_s)
-            outcome.figures |= {"bucket_size": settings.bucket_size, "num_replicas": settings.num_replicas}
+            outcome.memory_bytes, outcome.peak_rss_bytes = swarm.memory_bytes, swarm.peak_rss_bytes
             if config.profile is not None:
                 outcome.simulated_s = swarm.clock.now_s()
         return outcome

@@ -15,11 +15,13 @@ import msgspec
 
 from shoal.bench.machine import num_cores
 from shoal.core import UsageError
+from shoal.dht.settings import DHTSettings
 from shoal.transport import Profile
 
 EXPERTS, KEYS = "experts", "keys"
 _FILES_A_PEER = 3  # a socket for datagrams, one that listens for streams, and now and then a stream
 _OTHER_FILES = 128
+_NUM_PEERS_WITH_ASKERS_APART = 8
 
 
 class ExpertsPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="mode", tag=EXPERTS):
@@ -49,6 +51,7 @@ class KeysPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     delay_s: float = 0.0
     """Between storing and getting."""
     wait_after_iteration_s: float = 0.0
+    """Rest after every `num_threads` rounds."""
     latest: bool = True
     """Whether a get asks all replicas."""
 
@@ -61,6 +64,7 @@ class DhtConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     initial_peers: int
     """Those that a new peer joins by, at random among those that have joined."""
     num_processes: int
+    """That the peers are spread over; `has_askers_apart` tells whether there is one more."""
     expiration_s: float = 300.0
     """How long each record lives, from its own store on."""
     wait_timeout_s: float | None = None
@@ -80,8 +84,22 @@ class DhtConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def has_askers_apart(self) -> bool:
-        """Whether the two peers that ask live in a process of their own, as a program of a user does."""
-        return self.mode == EXPERTS and self.profile is None and self.num_processes > 1
+        """Whether the two peers that ask live in a further process, as they do in a user's program.
+
+        Not in a swarm so small that others would be left without peers.
+        """
+        is_spread = self.mode == EXPERTS and self.profile is None and self.num_processes > 1
+        return is_spread and self.num_peers >= max(_NUM_PEERS_WITH_ASKERS_APART, self.num_processes + 2)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that host peers, all told."""
+        return self.num_processes + self.has_askers_apart
+
+    @property
+    def settings(self) -> DHTSettings:
+        """Of every peer."""
+        return dht_settings(self.wait_timeout_s)
 
     @property
     def num_files(self) -> int:
@@ -102,6 +120,17 @@ class DhtConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"Of {self.num_peers} peers {self.num_victims} would be killed, and fewer than 2 left.",
                 next_step="lower --failure-rate, or raise --num-peers.",
             )
+        if self.expiration_s > self.settings.max_lifetime_s:
+            raise UsageError(
+                f"--expiration {self.expiration_s:g}: no peer would take such a record.",
+                cause=f"records live for at most {self.settings.max_lifetime_s:g} s (max_lifetime_s).",
+                next_step=f"give at most {self.settings.max_lifetime_s:g}.",
+            )
+
+
+def dht_settings(wait_timeout_s: float | None) -> DHTSettings:
+    """What the DHT ships with, but for the time after which a request has failed."""
+    return DHTSettings() if wait_timeout_s is None else DHTSettings(call_s=wait_timeout_s)
 
 
 _FIELDS = {
@@ -162,6 +191,11 @@ def _keys_plan(fields: dict[str, Any], *, is_virtual: bool) -> KeysPlan:
     if is_virtual and "total_num_rounds" not in fields:
         fields = {"num_keys": _NUM_VIRTUAL_KEYS, "failure_rate": 0.0, **fields}
     if "num_keys" in fields:
+        if "wait_after_iteration_s" in fields:
+            raise UsageError(
+                "--wait-after-iteration rests between rounds, and --num-keys has none.",
+                next_step="leave it out, or say --total-num-rounds.",
+            )
         fields = {"num_store_peers": 1, "num_get_peers": 1, "latest": False, **fields}
     return KeysPlan(**fields)
 

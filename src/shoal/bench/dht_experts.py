@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 
 from shoal.bench.dht_config import ExpertsPlan
-from shoal.bench.dht_fleet import Swarm
 from shoal.bench.dht_outcome import Outcome, Watched
+from shoal.bench.dht_swarm import Swarm
 from shoal.dht.uids import UidPattern
 
 _PATTERN = UidPattern("expert", (range(1000),) * 3)
@@ -24,14 +24,10 @@ async def run_experts(swarm: Swarm, plan: ExpertsPlan) -> Outcome:
     declarer, reader = sorted(swarm.peers)[-2:]
     expiries = await _declare(swarm, plan, outcome, declarer, list(zip(batches, addresses, strict=True)))
     await asyncio.sleep(plan.wait_before_read_s)
-    spans = await _look_up(swarm, outcome, (declarer, reader), list(zip(batches, addresses, strict=True)))
-    outcome.figures |= {
-        "unique_experts": len(uids),
-        "expired_before_reads": float(max(expiries) <= spans[0][0]),
-        "expired_during_reads": float(
-            any(expiry <= ended_at_s for expiry, (_, ended_at_s) in zip(expiries, spans, strict=True))
-        ),
-    }
+    read_by_s = await _look_up(swarm, outcome, (declarer, reader), list(zip(batches, addresses, strict=True)))
+    outcome.num_expired_batches = sum(
+        expiry <= ended_at_s for expiry, ended_at_s in zip(expiries, read_by_s, strict=True)
+    )
     return outcome
 
 
@@ -66,8 +62,10 @@ async def _declare(
                 declarer, "declare", uids=uids, expiration_s=swarm.config.expiration_s, address=address
             )
             phase.latencies_s.append(answer["took_s"])
-            phase.num_tried += answer["num_records"]
+            phase.replicas += answer["replicas"]
+            phase.num_tried += len(answer["replicas"])
             phase.num_right += answer["num_stored"]
+            phase.note_failures(answer["failed"])
             expiries.append(answer["expires_at_s"])
             advance(len(uids))
             await asyncio.sleep(plan.wait_after_request_s)
@@ -77,10 +75,10 @@ async def _declare(
 
 async def _look_up(
     swarm: Swarm, outcome: Outcome, who: tuple[int, int], batches: Sequence[tuple[list[str], str]]
-) -> list[tuple[float, float]]:
-    """Between which wall times each batch was read."""
+) -> list[float]:
+    """By which wall time each batch was read."""
     declarer, reader = who
-    phase, spans = outcome.get, []
+    phase, read_by_s = outcome.get, []
     advance = swarm.counted("experts looked up", sum(len(uids) for uids, _ in batches))
     async with Watched(swarm, phase):
         for uids, address in batches:
@@ -90,7 +88,7 @@ async def _look_up(
             phase.hops += answer["hops"]
             phase.num_tried += len(uids)
             phase.num_right += answer["num_right"]
-            spans.append((answer["began_at_s"], answer["ended_at_s"]))
+            read_by_s.append(answer["ended_at_s"])
             advance(len(uids))
     phase.total_s = sum(phase.latencies_s)
-    return spans
+    return read_by_s

@@ -7,76 +7,33 @@ Orders and answers are what JSON carries.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
-from shoal.bench.mortal import Graveyard, MortalNetwork, TappedNetwork
-from shoal.core import Address, Deadline, PeerId, ShoalError, fanout
-from shoal.core.identity import SEED_BYTES, Identity
-from shoal.dht.declaring import declare_experts, expert_entries, get_experts
+from shoal.bench.dht_grounds import Ground
+from shoal.bench.mortal import Graveyard, TappedNetwork
+from shoal.core import Address, Deadline, Peer, PeerId, ShoalError, fanout
+from shoal.dht.declaring import declare_experts, get_experts
 from shoal.dht.node import DHT
+from shoal.dht.records import Entry, Stored, Verdict
 from shoal.dht.settings import DHTSettings
-from shoal.transport import Endpoint, Membership, MemoryNetwork, Network, SwarmSecret
+from shoal.transport import Endpoint
 
 T = TypeVar("T")
-_LOOPBACK = "127.0.0.1"
-
-
-class Place(NamedTuple):
-    """Where a peer is put, and who it is."""
-
-    network: Network
-    kill: Callable[[], None]
-    identity: Identity
-    membership: Membership | None
-    host: str
-
-
-class Ground(Protocol):
-    """What peers stand on."""
-
-    def place(self, number: int) -> Place:
-        """The place of a peer that is about to begin."""
-
-
-class SocketGround:
-    """Loopback: a socket and a fresh identity for each peer, sealed by one secret."""
-
-    def __init__(self, secret: str) -> None:
-        self._secret = SwarmSecret.parse(secret)
-
-    def place(self, number: int) -> Place:
-        """A socket that can be killed."""
-        network, identity = MortalNetwork(), Identity.generate()
-        return Place(network, network.kill, identity, Membership(identity, self._secret), _LOOPBACK)
-
-
-class MemoryGround:
-    """A simulated network: a host for each peer, and identities that are the same in every run."""
-
-    def __init__(self, network: MemoryNetwork) -> None:
-        self._network = network
-
-    def place(self, number: int) -> Place:
-        """A host of its own."""
-        host = self._network.host(f"peer{number}")
-        seed = hashlib.blake2b(f"{self._network.seed} {host.name}".encode(), digest_size=SEED_BYTES).digest()
-        return Place(host, host.kill, Identity.from_seed(seed), None, host.name)
 
 
 class Totals(msgspec.Struct, frozen=True):
     """What peers have done so far, added up."""
 
-    packets: int = 0
-    """Datagrams sent, greetings, answers and repeats among them."""
+    datagrams: int = 0
+    """Sent, greetings, acknowledgements and repeats among them; one carries several messages."""
     size_bytes: int = 0
     """Of those."""
-    requests: int = 0
-    """Asked of others: to find, to store, to answer a ping."""
+    messages: int = 0
+    """Requests that were sent (to find, to store, to answer a ping), and answers that were given."""
 
     def __sub__(self, earlier: Totals) -> Totals:
         now, then = msgspec.structs.astuple(self), msgspec.structs.astuple(earlier)
@@ -128,24 +85,30 @@ class Host:
 
     async def declare(
         self, number: int, uids: Sequence[str], expiration_s: float, address: str
-    ) -> dict[str, float]:
-        """Have a peer declare experts as served at an address."""
-        dht = self._peers[number].dht
+    ) -> dict[str, Any]:
+        """Have a peer declare experts as served at an address.
+
+        Seconds, when they expire, how many peers took each record, how many records are there now, and how
+        many are not for which reason.
+        """
+        dht = _Overheard(self._peers[number].dht)
         clock = dht.endpoint.network.clock
         expires_at_s = dht.in_s(expiration_s)
         addresses = [Address.parse(address)]
         began_s = clock.now_s()
-        is_found = await declare_experts(dht, uids, expires_at_s, addresses=addresses)
+        await declare_experts(cast("DHT", dht), uids, expires_at_s, addresses=addresses)
         took_s = clock.now_s() - began_s
-        found = [uid for uid, is_there in is_found.items() if is_there]
-        num_records, num_stored = (
-            len(expert_entries(dht, some, expires_at_s, addresses=addresses)) for some in (uids, found)
-        )
+        failed = [
+            stored.verdict.name
+            for entry, stored in dht.stored
+            if not stored and (entry.is_owned or stored.verdict is not Verdict.NOT_NEWER)  # a prefix is there
+        ]
         return {
             "took_s": took_s,
-            "num_records": num_records,
-            "num_stored": num_stored,
             "expires_at_s": expires_at_s,
+            "replicas": [stored.num_stored for _, stored in dht.stored],
+            "num_stored": len(dht.stored) - len(failed),
+            "failed": _counted(failed),
         }
 
     async def fetch(
@@ -154,7 +117,7 @@ class Host:
         """Have a peer look experts up, and count those that are served where and by whom they should be."""
         dht = self._peers[number].dht
         clock = dht.endpoint.network.clock
-        began_at_s, began_s = dht.wall_s(), clock.now_s()
+        began_s = clock.now_s()
         found = await get_experts(dht, uids)
         took_s = clock.now_s() - began_s
         hops = list(dht.last_hops)
@@ -169,7 +132,6 @@ class Host:
             "took_s": took_s,
             "num_right": num_right,
             "hops": hops,
-            "began_at_s": began_at_s,
             "ended_at_s": dht.wall_s(),
         }
 
@@ -181,10 +143,10 @@ class Host:
         expiration_s: float,
         limit: int,
         deaths: Sequence[int],
-    ) -> list[tuple[int, int, float, bool]]:
+    ) -> list[tuple[int, int, float, int, str]]:
         """Have peers store: (round, number, name, value) each, under its number as the subkey.
 
-        Those in `deaths` die meanwhile. (Round, number, seconds, whether anybody took it) of each.
+        Those in `deaths` die meanwhile. (Round, number, seconds, how many peers took it, verdict) of each.
         """
         stores = [self._store(*item, expiration_s) for item in work]
         deadline = Deadline.never()
@@ -199,21 +161,25 @@ class Host:
 
     async def _store(
         self, index: int, number: int, name: str, value: int, expiration_s: float
-    ) -> tuple[int, int, float, bool]:
+    ) -> tuple[int, int, float, int, str]:
         dht = self._peers[number].dht
         clock = dht.endpoint.network.clock
         began_s = clock.now_s()
-        is_stored = False
-        with contextlib.suppress(ShoalError):
-            is_stored = bool(await dht.store(name, value, dht.in_s(expiration_s), subkey=number))
-        return index, number, clock.now_s() - began_s, is_stored
+        num_replicas = 0
+        try:
+            stored = await dht.store(name, value, dht.in_s(expiration_s), subkey=number)
+            num_replicas, verdict = stored.num_stored, stored.verdict.name
+        except ShoalError as error:
+            verdict = type(error).__name__
+        return index, number, clock.now_s() - began_s, num_replicas, verdict
 
     async def get(
         self, work: Sequence[tuple[int, int, str, dict[str, int]]], latest: bool, limit: int
     ) -> list[tuple[int, float, bool, int, int]]:
         """Have peers get: (round, number, name, expected value of each subkey).
 
-        (Round, seconds, whether all is there, hops, datagrams to the dead) of each.
+        (Round, seconds, whether all is there, hops, datagrams that the peer sent to the dead meanwhile, for
+        whatever) of each. Where nothing was stored there is nothing to get, and that is a failure.
         """
         return await _all_of([self._get(*item, latest) for item in work], limit)
 
@@ -230,7 +196,8 @@ class Host:
             hops = dht.last_hops[0]
         took_s = clock.now_s() - began_s
         slots = found.value if found is not None and isinstance(found.value, dict) else {}
-        is_right = {str(subkey): slot.value for subkey, slot in slots.items()} == expected
+        values = {str(subkey): slot.value for subkey, slot in slots.items()}
+        is_right = bool(expected) and values == expected
         num_to_dead = (tap.num_to_dead if tap else 0) - num_to_dead
         return index, took_s, is_right, hops, num_to_dead
 
@@ -255,6 +222,21 @@ class Host:
 
     # --- how it stands ---
 
+    async def round_trips(self, pairs: Sequence[tuple[int, str, str]], limit: int) -> list[float]:
+        """Have peers ping others: (number, address, id); seconds of each that was answered."""
+        calls = [
+            self._round_trip(number, Peer(Address.parse(address), PeerId.parse(peer_id)))
+            for number, address, peer_id in pairs
+        ]
+        outcomes = await fanout(calls, Deadline.never(), limit=limit)
+        return [outcome for outcome in outcomes if isinstance(outcome, float)]
+
+    async def _round_trip(self, number: int, other: Peer) -> float:
+        """Of the second ping: by then they have been introduced."""
+        dht = self._peers[number].dht
+        await dht.ping(other)
+        return (await dht.ping(other)).round_trip_s
+
     async def totals(self) -> list[int]:
         """What all peers here have done, the dead ones included."""
         totals = sum((_totals_of(peer.dht) for peer in self._peers.values()), self._of_the_dead)
@@ -267,8 +249,28 @@ class Host:
 
 def _totals_of(dht: DHT) -> Totals:
     stats, counts = dht.endpoint.datagrams.stats, dht.counts
-    requests = counts.num_finds + counts.num_stores + counts.num_pings
-    return Totals(stats.packets_out, stats.bytes_out, requests)
+    num_requests = counts.num_finds + counts.num_stores + counts.num_pings
+    return Totals(stats.packets_out, stats.bytes_out, num_requests + dht.num_served)
+
+
+class _Overheard:
+    """A peer of which it is noted what became of every record that it stored."""
+
+    def __init__(self, dht: DHT) -> None:
+        self._dht = dht
+        self.stored: list[tuple[Entry, Stored]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dht, name)
+
+    async def store_many(self, entries: Sequence[Entry], *, deadline: Deadline | None = None) -> list[Stored]:
+        outcomes = await self._dht.store_many(entries, deadline=deadline)
+        self.stored += zip(entries, outcomes, strict=True)
+        return outcomes
+
+
+def _counted(names: Sequence[str]) -> dict[str, int]:
+    return {name: names.count(name) for name in dict.fromkeys(names)}
 
 
 async def _all_of(calls: Sequence[Coroutine[Any, Any, T]], limit: int | None = None) -> list[T]:

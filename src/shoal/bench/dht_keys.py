@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.bench.dht_config import KeysPlan
-from shoal.bench.dht_fleet import Details, Swarm
+from shoal.bench.dht_fleet import Details
 from shoal.bench.dht_outcome import Outcome, Phase, Watched
+from shoal.bench.dht_swarm import Swarm
 
 _BATCH = 200  # operations that a host is given at once where nobody waits for others
 
@@ -99,12 +100,15 @@ class _Keys:
             phase.total_s += swarm.clock.now_s() - began_s
         await swarm.bury(dying)
         by_index = {round_.index: round_ for round_ in rounds}
-        for index, number, _, is_stored in answers:
-            if is_stored:
+        for index, number, _, num_replicas, verdict in answers:
+            if num_replicas:
                 by_index[index].stored[str(number)] = by_index[index].values[number]
+                phase.num_right += 1
+            else:
+                phase.note_failures({verdict: 1})
+            phase.replicas.append(num_replicas)
         phase.num_tried += len(answers)
-        phase.num_right += sum(is_stored for *_, is_stored in answers)
-        self._note(phase, [(index, took_s) for index, _, took_s, _ in answers])
+        self._note(phase, [(index, took_s) for index, _, took_s, _, _ in answers])
 
     async def get(self, rounds: Sequence[_Round]) -> None:
         """Get all keys of these rounds; all that was stored under one must come back."""

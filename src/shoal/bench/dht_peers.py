@@ -10,33 +10,40 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from shoal.bench.children import Parent
+from shoal.bench.children import Parent, end_with_parent
 from shoal.bench.crew import serve
-from shoal.bench.dht_hosting import Host, SocketGround
+from shoal.bench.dht_config import dht_settings
+from shoal.bench.dht_grounds import SocketGround
+from shoal.bench.dht_hosting import Host
 from shoal.core import LoopThread
-from shoal.dht.settings import DHTSettings
 
 
 def host(arguments: dict[str, Any], parent: Parent) -> None:
     """Host peers until there are no more orders."""
+    end_with_parent()
     ground = SocketGround(arguments["secret"])
     peers = Host(ground, dht_settings(arguments["wait_timeout_s"]), has_deaths=arguments["has_deaths"])
     with LoopThread() as loop, contextlib.ExitStack() as closing:
         closing.callback(lambda: loop.run(peers.close()))
         orders: dict[str, Callable[..., Any]] = {
             name: functools.partial(_run, loop, getattr(peers, name))
-            for name in ("create", "declare", "fetch", "store", "get", "kill", "bury", "totals")
+            for name in (
+                "create",
+                "declare",
+                "fetch",
+                "store",
+                "get",
+                "kill",
+                "bury",
+                "round_trips",
+                "totals",
+            )
         }
-        serve(parent, {**orders, "settle": settle, "memory": memory_bytes})
+        serve(parent, {**orders, "settle": settle, "memory": memory})
 
 
 def _run(loop: LoopThread, order: Callable[..., Coroutine[Any, Any, Any]], **details: Any) -> Any:
     return loop.run(order(**details))
-
-
-def dht_settings(wait_timeout_s: float | None) -> DHTSettings:
-    """What the DHT ships with, but for the time after which a request has failed."""
-    return DHTSettings() if wait_timeout_s is None else DHTSettings(call_s=wait_timeout_s)
 
 
 def settle() -> None:
@@ -45,13 +52,21 @@ def settle() -> None:
     gc.freeze()
 
 
-def memory_bytes() -> int:
-    """Memory of this process: its proportional share (PSS) on Linux, else the most that it ever had (RSS)."""
+def memory() -> tuple[int, int]:
+    """Bytes of this process: its proportional share of memory (PSS) now, and the most that it ever had (RSS).
+
+    Where the system tells no PSS, both are the RSS. Pages that processes share are in the RSS of each.
+    """
     try:
-        lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) << 10
+        return _kibibytes("smaps_rollup", "Pss:") << 10, _kibibytes("status", "VmHWM:") << 10
     except (OSError, StopIteration):
-        return _peak_rss_bytes()
+        peak_bytes = _peak_rss_bytes()
+        return peak_bytes, peak_bytes
+
+
+def _kibibytes(file: str, field: str) -> int:
+    lines = Path("/proc/self", file).read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def _peak_rss_bytes() -> int:

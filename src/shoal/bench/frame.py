@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from shoal.bench.children import Parent, child
+from shoal.bench.children import Parent, child, end_with_parent
 from shoal.bench.environment import Watch, describe_code, describe_machine
 from shoal.core import BenchmarkError, UsageError
 from shoal.report import Report, Row
@@ -120,6 +120,7 @@ def run_benchmark(
 
 def run_start(arguments: dict[str, Any], parent: Parent) -> None:
     """What the process of one start does: measure, and tell the parent every row."""
+    end_with_parent()
     scenario = make_scenario(arguments["benchmark"], arguments["config"], arguments["seed"])
     for measured in scenario.run(lambda text: parent.tell(progress=text)):
         parent.tell(row=msgspec.to_builtins(measured))

@@ -29,7 +29,7 @@ class MortalNetwork(SocketNetwork):
     def __init__(self) -> None:
         super().__init__()
         self._is_dead = False
-        self._carriers: list[asyncio.DatagramTransport] = []
+        self._carriers: list[tuple[asyncio.DatagramTransport, asyncio.DatagramProtocol]] = []
         self._streams: list[socket.socket] = []
 
     def kill(self) -> None:
@@ -38,8 +38,9 @@ class MortalNetwork(SocketNetwork):
         Those that listen for streams are closed by their owner, which should be closed right after.
         """
         self._is_dead = True
-        for carrier in self._carriers:
+        for carrier, protocol in self._carriers:
             carrier.abort()
+            protocol.pause_writing()  # it learns of its end a moment later, and would send meanwhile
         for stream in self._streams:
             with contextlib.suppress(OSError):
                 stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
@@ -69,7 +70,7 @@ class MortalNetwork(SocketNetwork):
         """As any network's."""
         self._check_alive()
         carrier = await super().open_datagrams(address, protocol)
-        self._carriers.append(carrier)
+        self._carriers.append((carrier, protocol))
         return carrier
 
     def _noted(self, stream: socket.socket) -> socket.socket:

@@ -107,7 +107,7 @@ def virtual(
     run_and_tell("virtual", config, settings, summarize_virtual, Outputs(report, json_file))
 
 
-@app.command()
+@app.command(cls=flags.DhtCommand)
 def dht(
     context: typer.Context,
     mode: flags.Mode = None,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -29,9 +28,6 @@ from shoal.report.units import scale_for
 if TYPE_CHECKING:
     from shoal.dht.blocking import Swarm
     from shoal.dht.node import DHT
-
-_NOBODY = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
-"""Addresses that are kept for examples (RFC 5737, RFC 3849)."""
 
 
 class Moment(msgspec.Struct, frozen=True):
@@ -124,7 +120,8 @@ def dht(
                 _introduce(peer, is_new=is_new)
                 _watch(swarm, began_s)
             last = swarm.run(_moment(peer, began_s))
-            result: dict[str, object] = {"peer_id": str(peer.peer_id), "address": str(swarm.address)}
+            listens = None if peer.is_client else str(peer.endpoint.addresses[0])
+            result: dict[str, object] = {"peer_id": str(peer.peer_id), "address": listens}
     emit(result_line({**result, **msgspec.structs.asdict(last)}), sys.stdout)
 
 
@@ -162,30 +159,22 @@ def _introduce(peer: DHT, *, is_new: bool) -> None:
     from shoal.transport.networks.sockets import is_wildcard
     from shoal.transport.trust.membership import is_loopback
 
-    address, num_known = peer.peer.address, len(peer.table)
+    address, num_known = peer.endpoint.addresses[0], len(peer.table)
     has_secret = peer.endpoint.membership is not None
     protected = "with a swarm secret" if has_secret else "without a secret"
     say(f"Listening on {address}, TCP and UDP, as peer {peer.peer_id}, {protected}.")
     if is_new:
         say("Another peer on this machine has this user's identity: this id is for this run only.")
     say(f"Joined a swarm: {counted(num_known, 'peer')} known." if num_known else "Nobody else is here yet.")
-    where = Address(_own_host(address.host), address.port) if is_wildcard(address.host) else address
-    is_local = is_loopback(address.host)
-    more = " --secret-file FILE" if has_secret else "" if is_local else " --insecure"
-    others = "this machine" if is_local else "another machine"
-    say(f"From {others}: shoal dht --join {where}{more}")
+    if peer.is_client:
+        say("Others cannot call it there: it takes part as a client, by which nobody can join.")
+    else:
+        where = f"THIS-MACHINE:{address.port}" if is_wildcard(address.host) else str(address)
+        is_local = is_loopback(address.host)
+        more = " --secret-file FILE" if has_secret else "" if is_local else " --insecure"
+        others = "this machine" if is_local else "another machine"
+        say(f"From {others}: shoal dht --join {where}{more}")
     say("Ctrl-C ends it.")
-
-
-def _own_host(wildcard: str) -> str:
-    """By which of its addresses this machine would reach others; nothing is sent to find out."""
-    family = socket.AF_INET6 if ":" in wildcard else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((_NOBODY[family], 9))
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "THIS-MACHINE"
 
 
 def _watch(swarm: Swarm, began_s: float) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 Mode = Annotated[
     Literal["experts", "keys"] | None,
@@ -22,14 +24,21 @@ InitialPeers = Annotated[
 ]
 NumProcesses = Annotated[
     int | None,
-    typer.Option(min=1, help="Processes that peers are spread over.", show_default="the cores"),
+    typer.Option(
+        min=1,
+        help="Processes that peers are spread over; experts: and one for the two that ask (8 peers or more).",
+        show_default="the cores",
+    ),
 ]
 Expiration = Annotated[
-    float | None, typer.Option(min=0.001, help="Seconds that a record lives.", show_default="300")
+    float | None,
+    typer.Option(min=0.001, help="Seconds that a record lives, a week at most.", show_default="300"),
 ]
 WaitTimeout = Annotated[
     float | None,
-    typer.Option(min=0.001, help="Seconds after which a request has failed.", show_default="the DHT's own"),
+    typer.Option(
+        min=0.001, help="Seconds after which a request has failed.", show_default="3, the DHT's own"
+    ),
 ]
 IncreaseFileLimit = Annotated[
     bool, typer.Option("--increase-file-limit", help="Allow as many open sockets as the peers need.")
@@ -70,12 +79,19 @@ Delay = Annotated[
     float | None, typer.Option(min=0, help="keys: seconds between store and get.", show_default="0")
 ]
 WaitAfterIteration = Annotated[
-    float | None, typer.Option(min=0, help="keys: seconds after each round.", show_default="0")
+    float | None,
+    typer.Option(
+        min=0,
+        help="keys: seconds of rest after each --num-threads rounds, before the next are stored.",
+        show_default="0",
+    ),
 ]
 Latest = Annotated[
     bool | None,
     typer.Option(
-        "--latest/--no-latest", help="keys: ask all replicas.", show_default="--latest; not with --num-keys"
+        "--latest/--no-latest",
+        help="keys: ask all replicas; also --latest true, --latest false.",
+        show_default="--latest; not with --num-keys",
     ),
 ]
 IsVirtual = Annotated[bool, typer.Option("--virtual", help="In virtual time, on simulated links.")]
@@ -86,3 +102,28 @@ NetworkProfile = Annotated[
 Seed = Annotated[
     int, typer.Option("--seed", "--random-seed", help="Of the first start; each further one adds 1.")
 ]
+
+
+class DhtCommand(TyperCommand):
+    """A command whose `--latest` may be followed by true or false."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As any command's."""
+        return super().parse_args(ctx, with_bare_latest(args))
+
+
+def with_bare_latest(arguments: Sequence[str]) -> list[str]:
+    """The same, with `--latest True` and `--latest=False` as the flags that they mean."""
+    bare: list[str] = []
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        if bare and bare[-1] == "--latest" and argument.lower() in _LATEST:
+            bare[-1] = _LATEST[argument.lower()]
+        elif name == "--latest" and value.lower() in _LATEST:
+            bare.append(_LATEST[value.lower()])
+        else:
+            bare.append(argument)
+    return bare
+
+
+_LATEST = {"true": "--latest", "false": "--no-latest"}

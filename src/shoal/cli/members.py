@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.core.errors import UsageError
+from shoal.core.errors import IdentityError, UsageError
 from shoal.core.identity import Identity, default_identity_path
 
 if TYPE_CHECKING:
@@ -74,9 +75,18 @@ def claimed_identity(path: Path | None) -> Iterator[Identity]:
 
 
 def passing_identity(path: Path | None) -> Identity:
-    """For a visit that leaves nothing behind: what was named, else this user's own unless a peer has it."""
+    """For a visit that leaves nothing behind: what was named, else this user's own unless a peer has it.
+
+    Who has none, and may not even be able to keep one, has one for the visit.
+    """
     if path is not None:
         return Identity.load(path)
+    try:
+        is_there = os.path.lexists(default_identity_path())
+    except IdentityError:  # there is no folder for it
+        is_there = False
+    if not is_there:
+        return Identity.generate()
     with contextlib.ExitStack() as stack:
         return _own_or_new(stack)
 

@@ -30,9 +30,12 @@ def text_stream(json_file: Path | None) -> TextIO:
 
 def write_json(document: dict[str, object], json_file: Path | None) -> None:
     """Write it where the command line asked for it, if it did."""
-    if json_file is None:
-        return
-    encoded = msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
+    if json_file is not None:
+        write_encoded(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n", json_file)
+
+
+def write_encoded(encoded: bytes, json_file: Path) -> None:
+    """The same for JSON that is encoded already."""
     if str(json_file) == "-":
         emit(encoded.decode().rstrip(), sys.stdout)
     else:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +16,7 @@ from shoal import __version__
 from shoal.cli.members import IdentityFile, SecretFile, member_of, passing_identity
 from shoal.cli.output import JsonFile, counted, text_stream, write_json
 from shoal.core.ids import Address
+from shoal.report.statistics import percentiles
 from shoal.report.tables import WIDTH, Column, Table, emit, result_line, show, wrap
 from shoal.report.units import scale_for
 
@@ -151,7 +151,7 @@ def _document(seen: Crawl) -> dict[str, object]:
 
 
 def _result(seen: Crawl) -> dict[str, object]:
-    round_trips_ms = sorted(1e3 * each.round_trip_s for each in seen.peers)
+    p50, p95 = percentiles((1e3 * each.round_trip_s for each in seen.peers), (50, 95))
     return {
         "num_peers": len(seen.peers),
         "num_silent": len(seen.silent),
@@ -159,8 +159,8 @@ def _result(seen: Crawl) -> dict[str, object]:
         "estimated_size": seen.estimated_size,
         "num_swarms": seen.num_swarms,
         **_totals(seen),
-        "round_trip_p50_ms": statistics.median(round_trips_ms),
-        "round_trip_p95_ms": round_trips_ms[int(0.95 * len(round_trips_ms))],
+        "round_trip_p50_ms": p50,
+        "round_trip_p95_ms": p95,
         "versions": _versions(seen),
     }
 

@@ -42,7 +42,8 @@ from shoal.dht.messages import (
     tag_of,
 )
 from shoal.dht.ownership import Ownership
-from shoal.dht.rates import Rates
+from shoal.dht.pushed import Pushed
+from shoal.dht.rates import OWNED_COST, Rates, cost_of_find
 from shoal.dht.records import Item, Slot, Verdict
 from shoal.dht.schemas import Schemas
 from shoal.dht.settings import DHTSettings
@@ -64,37 +65,49 @@ class Holdings:
     book: ContactBook
     storage: Storage
     cache: Cache
+    """What this peer has looked for."""
+    pushed: Pushed
+    """What others say that they have found."""
     ownership: Ownership
     schemas: Schemas
     rates: Rates
 
+    def coordinates(self, key: bytes, wall_s: float) -> Sequence[int]:
+        """Numbers among the live subkeys of a key, ascending."""
+        if self.cache.get(key, wall_s) or self.pushed.get(key, wall_s):
+            return coordinates_of(self.live_slots(key, wall_s))
+        return self.storage.coordinates(key, wall_s)
+
     def live_slots(self, key: bytes, wall_s: float, *, is_use: bool = False) -> list[Slot]:
-        """What is stored under a key, and what is cached where storage would take it as well."""
+        """What is stored under a key, and what is cached where storage would take it as well.
+
+        `is_use` is a read of this peer's own: then what others have pushed here does not count.
+        """
         stored = self.storage.get(key, wall_s)
-        cached = self.cache.get(key, wall_s, is_use=is_use)
+        cached: Sequence[Slot] = self.cache.get(key, wall_s, is_use=is_use)
+        if not is_use and not cached:
+            cached = self.pushed.get(key, wall_s)
         if not cached or not stored:
-            return stored or cached
+            return stored or list(cached)
         contents: Contents | None = None
         for slot in (*stored, *cached):
             if judge(displaced(contents, slot), slot) is Verdict.STORED:
                 contents = place(contents, slot)
         return slots_of(contents)
 
-    def check(self, key: bytes, slot: Slot, sender: PeerId | None = None) -> Verdict | None:
-        """Why a slot is not to be believed; `sender` is who hands it over, if that is proven."""
-        return self.ownership.check(key, slot, sender) or self.schemas.check(key, slot)
+    def check(self, key: bytes, slot: Slot) -> Verdict | None:
+        """Why a slot is not to be believed, whoever holds it."""
+        return self.ownership.check(key, slot) or self.schemas.check(key, slot)
 
-    def keep(
-        self, key: bytes, slot: Slot, wall_s: float, sender: PeerId | None, *, is_cache: bool = False
-    ) -> Verdict:
+    def keep(self, key: bytes, slot: Slot, wall_s: float, *, is_cache: bool = False) -> Verdict:
         """Check a slot and keep it."""
         if len(key) != ID_BYTES:
             return Verdict.BAD_VALUE
-        refused = self.check(key, slot, sender)
+        refused = self.check(key, slot)
         if refused is not None:
             return refused
         if is_cache:
-            return self.cache.store(key, [slot], wall_s)[0]
+            return self.pushed.store(key, slot, wall_s)
         verdict = self.storage.store(key, slot, wall_s)
         if verdict is Verdict.STORED:
             self.cache.forget_absence(key)
@@ -117,7 +130,6 @@ class Answering:
         self._holdings = holdings
         self._settings = settings
         self._on_seen = on_seen
-        self._has_proof = endpoint.membership is not None and not endpoint.network.is_simulated
         self.num_served = 0
         """Requests so far."""
         self._began_s = endpoint.network.clock.now_s()
@@ -126,9 +138,14 @@ class Answering:
         endpoint.handle(STORE, self.rpc_store, payload_type=Store)
         endpoint.handle(ABOUT, self.rpc_about, payload_type=None)
 
+    def close(self) -> None:
+        """Answer no more; another DHT may take its place at the endpoint."""
+        for method in (PING, FIND, STORE, ABOUT):
+            self._endpoint.routes.remove(method)
+
     def rpc_ping(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         """Tell who and when this is."""
-        self._meet(head.peer, head.payload.port, num_wants=1)
+        self._meet(head.peer, head.payload.port)
         wall_s = self._endpoint.network.clock.wall_s()
         return _reply(Pong(self._peer_id.digest, str(head.peer.address), wall_s))
 
@@ -137,20 +154,19 @@ class Answering:
         wants: list[Want] = head.payload.wants
         if len(wants) > MAX_WANTS or any(len(want.key) != ID_BYTES for want in wants):
             raise PeerRefused(f"a find takes at most {MAX_WANTS} keys of {ID_BYTES} bytes.")
-        self._meet(head.peer, head.payload.port, num_wants=len(wants))
+        self._meet(head.peer, head.payload.port, cost_of_find(len(wants)))
         return _reply(self._find(wants, head.peer.id))
 
     def rpc_store(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         """Keep slots, or say of each why not."""
         store: Store = head.payload
-        num_slots = sum(len(item.slots) or 1 for item in store.items) + len(store.absent)
-        self._holdings.rates.take_records(head.peer, num_slots, self._endpoint.datagrams.loop.time())
-        self._meet(head.peer, store.port, num_wants=1)
+        cost = len(store.absent) + sum(map(_cost_of, store.items))
+        self._holdings.rates.take_records(head.peer, cost, self._endpoint.datagrams.loop.time())
+        self._meet(head.peer, store.port)
         wall_s = self._endpoint.network.clock.wall_s()
         keep = self._holdings.keep
-        sender = head.peer.id if self._has_proof else None
         verdicts = bytes(
-            keep(item.key, slot, wall_s, sender, is_cache=store.is_cache)
+            keep(item.key, slot, wall_s, is_cache=store.is_cache)
             for item in store.items
             for slot in item.slots
         )
@@ -164,7 +180,7 @@ class Answering:
 
     def rpc_about(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         """Tell how this peer is."""
-        self._meet(head.peer, 0, num_wants=1)
+        self._meet(head.peer, 0)
         holdings, clock = self._holdings, self._endpoint.network.clock
         return _reply(
             About(
@@ -174,21 +190,21 @@ class Answering:
                 record_bytes=holdings.storage.size_bytes,
                 num_cached=len(holdings.cache),
                 num_contacts=len(holdings.table),
-                is_client=self._settings.is_client,
+                is_client=False,  # a client is not asked
                 wall_s=clock.wall_s(),
             )
         )
 
     # --- inside ---
 
-    def _meet(self, peer: Peer, port: int, *, num_wants: int) -> None:
+    def _meet(self, peer: Peer, port: int, cost: float = 1) -> None:
         """Take note of who asks; PeerBusy when it asks too often.
 
         It listens at the address that its packets come from, and has proven that it receives there; whoever
         names another port is believed only once it has answered a call there.
         """
         self.num_served += 1
-        self._holdings.rates.take_messages(peer, num_wants, self._endpoint.datagrams.loop.time())
+        self._holdings.rates.take_messages(peer, cost, self._endpoint.datagrams.loop.time())
         if port and peer.id is not None and peer.id != self._peer_id and port == peer.address.port:
             self._on_seen(self._holdings.book.of(peer), None)
 
@@ -201,8 +217,15 @@ class Answering:
         left_bytes = _MAX_ANSWER_BYTES
         for want in wants:
             key, kind = want.key, want.kind
+            if kind == Kind.COORDINATES:
+                finding = self._find_coordinates(want, asker_number, wall_s, contacts)
+                if len(finding.coordinates) > left_bytes and len(wants) > 1:
+                    finding = Finding(State.TOO_LARGE, finding.near)
+                left_bytes -= len(finding.coordinates)
+                findings.append(finding)
+                continue
             slots = holdings.live_slots(key, wall_s) if kind != Kind.PEERS else []
-            size_bytes = sum(map(size_of, slots)) if kind != Kind.COORDINATES else 0
+            size_bytes = sum(map(size_of, slots))
             if slots and kind == Kind.VALUE and (size_bytes <= left_bytes or len(wants) == 1):
                 findings.append(Finding(State.HERE, b"", slots))
                 left_bytes -= size_bytes
@@ -211,19 +234,23 @@ class Answering:
             if not slots:
                 is_absent = kind != Kind.PEERS and holdings.cache.is_absent(key, wall_s)
                 findings.append(Finding(State.ABSENT if is_absent else State.NOTHING, near))
-            elif kind == Kind.COORDINATES:
-                page, has_more = pack_page(coordinates_of(slots), want.after)
-                if len(page) > left_bytes and len(wants) > 1:
-                    findings.append(Finding(State.TOO_LARGE, near))
-                else:
-                    findings.append(Finding(State.HERE, near, [], page, has_more))
-                    left_bytes -= len(page)
             elif size_bytes > left_bytes and len(wants) > 1:
                 findings.append(Finding(State.TOO_LARGE, near))
             else:
                 findings.append(Finding(State.HERE, near, slots))
                 left_bytes -= size_bytes
         return Found(list(contacts), findings)
+
+    def _find_coordinates(
+        self, want: Want, asker_number: int, wall_s: float, contacts: dict[bytes, int]
+    ) -> Finding:
+        near = _indexes(self._near(want.key, want.reach, asker_number), contacts)
+        coordinates = self._holdings.coordinates(want.key, wall_s)
+        if not coordinates:
+            is_absent = self._holdings.cache.is_absent(want.key, wall_s)
+            return Finding(State.ABSENT if is_absent else State.NOTHING, near)
+        page, has_more = pack_page(coordinates, want.after)
+        return Finding(State.HERE, near, [], page, has_more)
 
     def _near(self, key: bytes, reach: int, asker_number: int) -> list[Contact]:
         """Peers nearer to a key than the asker's reach, nearest first."""
@@ -244,6 +271,11 @@ class Answering:
         known = {item.known[at : at + TAG_BYTES] for at in range(0, len(item.known), TAG_BYTES)}
         near = self._near(item.key, item.reach, _number(asker))
         return _indexes([contact for contact in near if tag_of(contact.packed) not in known], contacts)
+
+
+def _cost_of(item: Item) -> int:
+    """What storing an item is counted as: signatures are what takes time."""
+    return (len(item.slots) or 1) + OWNED_COST * sum(bool(slot.owner) for slot in item.slots)
 
 
 def _number(peer_id: PeerId | None) -> int:

@@ -6,6 +6,7 @@ have.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from shoal.core import (
     ShoalError,
 )
 from shoal.core.ids import ID_BYTES
-from shoal.dht.contacts import Contact, ContactBook
+from shoal.dht.contacts import Contact, ContactBook, resolved
 from shoal.dht.messages import (
     ABOUT,
     FIND,
@@ -41,7 +42,7 @@ from shoal.dht.messages import (
 from shoal.dht.records import Item, Verdict
 from shoal.dht.settings import DHTSettings
 from shoal.dht.table import RoutingTable
-from shoal.transport import Endpoint
+from shoal.transport import Endpoint, Head
 
 T = TypeVar("T")
 _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
@@ -52,6 +53,10 @@ _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
 }
 MAX_STORE_BYTES = 1_050
 """Items of one Store together, as long as there is more than one: what fits into a datagram."""
+
+
+_MAX_ANSWER_BYTES = 32 << 20  # no peer keeps more under one key
+_FIRST_WAIT_S = 0.05  # for a peer that is busy
 
 
 class Answered(msgspec.Struct, frozen=True):
@@ -119,7 +124,7 @@ class Asking:
     async def call_ping(self, peer: Peer | Address, deadline: Deadline | None = None) -> Answered:
         """Ask a peer, of which perhaps only the address is known, who it is."""
         self.counts.num_pings += 1
-        target = peer if isinstance(peer, Peer) else Peer(peer)
+        target = await resolved(self._endpoint.network, peer if isinstance(peer, Peer) else Peer(peer))
         clock = self._endpoint.network.clock
         began_s = clock.now_s()
         reply = await self._send(target, PING, Ping(self.port), deadline)
@@ -128,7 +133,7 @@ class Asking:
         if len(pong.peer_id) != ID_BYTES:
             raise self._nonsense(target, "it told no peer id.")
         claimed = PeerId(pong.peer_id)
-        if claimed != (target.id or self._endpoint.datagrams.id_of(target) or claimed):
+        if claimed != (target.id or self._endpoint.datagrams.id_of(target)):
             raise self._nonsense(target, "it answered in the name of another peer.")
         gap_s = pong.wall_s + took_s / 2 - clock.wall_s()
         answered = Answered(Peer(target.address, claimed), took_s, gap_s, pong.seen_as)
@@ -148,7 +153,7 @@ class Asking:
         clock = self._endpoint.network.clock
         began_s = clock.now_s()
         try:
-            answer = self._read(contact.peer, method, await self._send(contact.peer, method, payload, None))
+            answer = self._read(contact.peer, method, await self._send_until_taken(contact, method, payload))
         except PeerBusy:
             raise  # alive, and asked too often
         except (PeerError, DeadlineExceeded, ProtocolError):
@@ -158,10 +163,27 @@ class Asking:
         self._on_seen(contact, clock.now_s() - began_s)
         return answer
 
+    async def _send_until_taken(self, contact: Contact, method: str, payload: object) -> Any:
+        """Ask, and ask again for a while when the peer is too busy."""
+        deadline = self._deadline()
+        wait_s = _FIRST_WAIT_S
+        while True:
+            try:
+                return await self._send(contact.peer, method, payload, deadline)
+            except PeerBusy:
+                if deadline.remaining_s < 2 * wait_s:
+                    raise
+                await asyncio.sleep(wait_s * self._endpoint.network.random.uniform(0.75, 1.25))
+                wait_s *= 2
+
+    def _deadline(self) -> Deadline:
+        return Deadline.after(self._settings.call_s * self._settings.patience)
+
     async def _send(self, peer: Peer, method: str, payload: object, deadline: Deadline | None) -> Any:
-        settings = self._settings
-        deadline = deadline or Deadline.after(settings.call_s * settings.patience)
-        reply = await self._endpoint.datagrams.call(peer, method, payload, deadline=deadline)
+        into = _allocate if method == FIND else None  # only records may be large
+        reply = await self._endpoint.datagrams.call(
+            peer, method, payload, deadline=deadline or self._deadline(), into=into
+        )
         return reply.buffers[0] if reply.buffers else reply.payload
 
     def _read(self, peer: Peer, method: str, payload: Any) -> Any:
@@ -179,3 +201,14 @@ class Asking:
             cause=cause,
             next_step="run the same Shoal version everywhere; `shoal status` tells which peers have another.",
         )
+
+
+def _allocate(head: Head) -> list[bytearray]:
+    """Memory for an answer that does not fit into datagrams."""
+    if not head.sizes:
+        return []
+    if head.total_bytes > _MAX_ANSWER_BYTES:
+        raise ProtocolError(
+            f"{head.peer} answers with {head.total_bytes:,} bytes.", cause="no record is so large."
+        )
+    return [bytearray(size_bytes) for size_bytes in head.sizes]

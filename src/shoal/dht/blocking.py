@@ -6,6 +6,7 @@ Everything happens in `DHT`; this file only crosses to its loop and back.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -17,6 +18,7 @@ from shoal.core.identity import Identity
 from shoal.dht.asking import Answered
 from shoal.dht.node import DHT
 from shoal.dht.records import Entry, Stored, Value
+from shoal.dht.schemas import Schema
 from shoal.dht.settings import DHTSettings
 from shoal.transport.trust.membership import Membership
 from shoal.transport.trust.secret import SwarmSecret
@@ -35,12 +37,13 @@ class Swarm:
         self._loop = loop
         self._dht: DHT | None = None
         self._closing = contextlib.ExitStack()
+        self._lock = threading.RLock()  # of opening and closing, which a signal may cut into
 
     def open(self) -> Self:
         """Join the swarm."""
-        if self._dht is not None:
-            raise UsageError("This swarm is open already.", next_step="open it in one place only.")
-        with contextlib.ExitStack() as closing:
+        with self._lock, contextlib.ExitStack() as closing:
+            if self._dht is not None:
+                raise UsageError("This swarm is open already.", next_step="open it in one place only.")
             if self._loop is None:
                 self._loop = closing.enter_context(LoopThread("shoal-dht"))
                 closing.callback(setattr, self, "_loop", None)
@@ -50,8 +53,9 @@ class Swarm:
         return self
 
     def close(self) -> None:
-        """Leave the swarm; does nothing when it was left before."""
-        self._closing.close()
+        """Leave the swarm; does nothing when it was left before. It can be opened again."""
+        with self._lock:
+            self._closing.close()
 
     def __enter__(self) -> Self:
         return self.open()
@@ -81,10 +85,11 @@ class Swarm:
 
     def run(self, work: Coroutine[Any, Any, T], deadline: Deadline | None = None) -> T:
         """Run any coroutine on the DHT's loop, and wait for its result."""
-        if self._loop is None:
+        loop = self._loop
+        if loop is None:
             work.close()
             raise UsageError("This swarm is not open.", next_step="use it inside 'with shoal.connect(...)'.")
-        return self._loop.run(work, deadline)
+        return loop.run(work, deadline)
 
     def in_s(self, seconds: float) -> float:
         """The wall time so long from now, as expirations are given."""
@@ -110,14 +115,26 @@ class Swarm:
         return self.run(self.dht.store_many(entries, deadline=deadline))
 
     def get(self, name: Any, *, latest: bool = False, deadline: Deadline | None = None) -> Value | None:
-        """The value under a name and when it expires, or None."""
+        """The value under a name and when it expires; None when there is none.
+
+        DeadlineExceeded when it was not looked for everywhere in time.
+        """
         return self.run(self.dht.get(name, latest=latest, deadline=deadline))
 
     def get_many(
-        self, names: Sequence[Any], *, latest: bool = False, deadline: Deadline | None = None
+        self,
+        names: Sequence[Any],
+        *,
+        latest: bool = False,
+        deadline: Deadline | None = None,
+        must_end: bool = False,
     ) -> list[Value | None]:
-        """Look for many at once; in their order."""
-        return self.run(self.dht.get_many(names, latest=latest, deadline=deadline))
+        """Look for many at once; in their order. None also stands for what was not found in time."""
+        return self.run(self.dht.get_many(names, latest=latest, deadline=deadline, must_end=must_end))
+
+    def add_schema(self, schema: Schema) -> None:
+        """Refuse, from now on, what does not fit this schema under its prefix."""
+        self.run(_add_schema(self.dht, schema))
 
     def ping(self, peer: Peer | Address | str, *, deadline: Deadline | None = None) -> Answered:
         """Who answers there, how quickly, and how far its clock is ahead."""
@@ -173,6 +190,10 @@ def connect(
 
 async def _peers(dht: DHT) -> list[Peer]:
     return [contact.peer for contact in dht.table.contacts()]
+
+
+async def _add_schema(dht: DHT, schema: Schema) -> None:
+    dht.add_schema(schema)
 
 
 async def _leave(opening: AbstractAsyncContextManager[DHT]) -> None:

@@ -6,25 +6,25 @@ most what fits into a datagram beside other keys.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from shoal.dht.records import Slot
-from shoal.dht.values import decode_value
 
 PAGE_BYTES = 800
 _LOWEST = -1  # the coordinate that a grid of one axis ends in
 BEFORE_ALL = _LOWEST - 1
 """Where the first page begins."""
+_SIZES = frozenset((1, 2, 3, 5, 9))  # of whole numbers in MessagePack, bytes
+_decoder = msgspec.msgpack.Decoder()
 
 
 def coordinates_of(slots: Iterable[Slot]) -> list[int]:
     """Subkeys that are coordinates, in ascending order."""
-    found = []
-    for slot in slots:
-        if slot.subkey:
-            subkey = decode_value(slot.subkey)
-            if type(subkey) is int and subkey >= _LOWEST:
-                found.append(subkey)
+    decoded = [_decoder.decode(slot.subkey) for slot in slots if len(slot.subkey) in _SIZES]
+    found = [subkey for subkey in decoded if type(subkey) is int and subkey >= _LOWEST]
     found.sort()
     return found
 
@@ -33,9 +33,8 @@ def pack_page(coordinates: Sequence[int], after: int, max_bytes: int = PAGE_BYTE
     """The coordinates beyond `after` that fit, and whether there are more."""
     packed = bytearray()
     last = after
-    for coordinate in coordinates:
-        if coordinate <= after:
-            continue
+    for index in range(bisect.bisect_right(coordinates, after), len(coordinates)):
+        coordinate = coordinates[index]
         gap = _varint(coordinate - last)
         if len(packed) + len(gap) > max_bytes:
             return bytes(packed), True

@@ -10,10 +10,21 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from shoal.core import Address, Deadline, Peer, PeerId, PeerUnreachable, ShoalError, UsageError, fanout
+from shoal.core import (
+    Address,
+    Deadline,
+    Peer,
+    PeerId,
+    PeerRefused,
+    PeerUnreachable,
+    ShoalError,
+    UsageError,
+    fanout,
+)
 from shoal.core.ids import ID_BYTES
 from shoal.dht.asking import Answered
 from shoal.dht.contacts import ID_BITS, Contact
+from shoal.dht.meeting import ping
 from shoal.dht.messages import About, Kind, Want
 from shoal.dht.node import DHT
 
@@ -58,31 +69,37 @@ async def crawl(
 ) -> Crawl:
     """Look for everybody who can be found from these addresses, and ask at most `limit` of them.
 
-    PeerUnreachable when nobody answers at any of them. `dht` should be a client that has joined nobody.
+    PeerUnreachable when nobody answers at any of them, PeerRefused when they are not what a crawl can start
+    from. `dht` should be a client that has joined nobody.
     """
     if limit < 1 or not starts:
         raise UsageError("A crawl needs an address to start from, and a limit above 0.")
     wait_s = dht.settings.call_s * dht.settings.patience
-    outcomes = await fanout([dht.ping(start) for start in starts], Deadline.after(1.1 * wait_s))
+    outcomes = await fanout([ping(dht, Peer(start)) for start in starts], Deadline.after(1.1 * wait_s))
     answered = [outcome.peer for outcome in outcomes if isinstance(outcome, Answered)]
+    if own := next((peer for peer in answered if peer.id == dht.peer_id), None):
+        raise _own_identity(own)
     unreached = [
         Visited(Peer(start), error=_one_line(outcome))
         for start, outcome in zip(starts, outcomes, strict=True)
         if isinstance(outcome, Exception)
     ]
     if not answered:
+        refusals = [outcome for outcome in outcomes if isinstance(outcome, PeerRefused)]
+        if refusals:
+            raise refusals[0]
         first = next(outcome for outcome in outcomes if isinstance(outcome, Exception))
-        secret = " --secret-file FILE" if dht.endpoint.membership is not None else ""
-        raise PeerUnreachable(
-            f"Nobody answers at {', '.join(map(str, starts))}.",
-            cause=getattr(first, "cause", "") or _one_line(first),
-            next_step=f"shoal doctor --join {starts[0]}{secret}, which looks at the way there and back.",
-        ) from first
+        cause = getattr(first, "cause", "") or _one_line(first)
+        raise _unreachable(dht, f"Nobody answers at {', '.join(map(str, starts))}.", cause, starts) from first
     crawler = _Crawler(dht, limit, tell or (lambda _: None))
     deadline = Deadline.after(_LIMIT_S * dht.settings.patience)
     for peer in answered:
         await crawler.explore(dht.book.of(peer), deadline)
-    return crawler.result(unreached)
+    seen = crawler.result(unreached)
+    if not seen.peers:
+        gone = next(each for each in seen.silent if each.peer.id is not None)
+        raise _unreachable(dht, f"{gone.peer} answers no more.", gone.error, [gone.peer.address])
+    return seen
 
 
 class _Crawler:
@@ -158,6 +175,21 @@ class _Crawler:
         while self._same_as[start] != start:
             start = self._same_as[start]
         return start
+
+
+def _unreachable(dht: DHT, what: str, cause: str, starts: Sequence[Address]) -> PeerUnreachable:
+    secret = " --secret-file FILE" if dht.endpoint.membership is not None else ""
+    next_step = f"shoal doctor --join {starts[0]}{secret}, which looks at the way there and back."
+    return PeerUnreachable(what, cause=cause, next_step=next_step)
+
+
+def _own_identity(peer: Peer) -> PeerRefused:
+    return PeerRefused(
+        f"{peer.address} has the identity that is to visit it.",
+        peer=peer,
+        cause="the identity file that was named is that peer's own, or a copy of it.",
+        next_step="leave --identity-file out: then the visit has an identity of its own.",
+    )
 
 
 def _one_line(error: Exception) -> str:

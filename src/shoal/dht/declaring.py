@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 _HERE = 1  # under a prefix: that something lies beyond this coordinate
 _DRAWS_FOR_EACH = 10
 _MAX_ADDRESSES = 8
+_MAX_ADDRESS_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,8 @@ async def sample_uids(
     """So many uids that nobody serves yet, drawn from a pattern such as `ffn.[0:256].[0:1024]`.
 
     Without a pattern they are the first free ones of `expert.0`, `expert.1`, … Ten are tried for each; when
-    that is not enough, fewer come back, with a warning.
+    that is not enough, fewer come back, with a warning. DeadlineExceeded when it was not found out in time
+    whether one is free.
     """
     num_draws = _DRAWS_FOR_EACH * count
     if pattern is None:
@@ -130,8 +132,8 @@ async def sample_uids(
     while len(free) < count and num_tried < len(draws):
         batch = draws[num_tried : num_tried + count - len(free)]
         num_tried += len(batch)
-        taken = await get_experts(dht, batch, deadline=deadline)
-        free += [uid for uid, address in zip(batch, taken, strict=True) if address is None]
+        found = await dht.get_many([str(uid) for uid in batch], deadline=deadline, must_end=True)
+        free += [uid for uid, value in zip(batch, found, strict=True) if _address_of(uid, value) is None]
     if len(free) < count:
         log.warning(
             "only %d of %d uids like %s are free: %d were tried", len(free), count, pattern, num_tried
@@ -194,7 +196,11 @@ def _peers(server: PeerId, value: Any) -> list[Peer]:
     """Of what a stranger has written."""
     if not isinstance(value, list):
         return []
-    texts = [text for text in value[:_MAX_ADDRESSES] if isinstance(text, str)]
+    texts = [
+        text
+        for text in value[:_MAX_ADDRESSES]
+        if isinstance(text, str) and len(text) <= _MAX_ADDRESS_CHARS  # longer ones are not to be remembered
+    ]
     return [peer for text in texts if (peer := _peer(server, text)) is not None]
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from shoal.core import Deadline, DeadlineExceeded, UsageError
 from shoal.dht.records import Entry, Stored, Verdict
+from shoal.dht.spreading import slots_of
 
 if TYPE_CHECKING:
     from shoal.dht.node import DHT
@@ -100,6 +104,7 @@ class Keeper:
     async def run(self) -> None:
         """Store what is due, until cancelled."""
         loop = asyncio.get_running_loop()
+        self._wake = asyncio.Event()  # of this loop: a DHT may be opened again on another
         while True:
             self._wake.clear()
             self._kept = [kept for kept in self._kept if not kept.is_stopped]
@@ -115,26 +120,34 @@ class Keeper:
                     await self._wake.wait()
 
     async def _store(self, due: list[Kept]) -> None:
-        entries: list[Entry] = []
-        sizes = []
         began_s = asyncio.get_running_loop().time()
+        parts: list[tuple[Kept, Entry]] = []
+        made: dict[Kept, Sequence[Entry]] = {}
+        outcomes: dict[Kept, list[Stored]] = {kept: [] for kept in due}
         for kept in due:
             kept.due_s = began_s + kept.lifetime_s / 2
-            made = self._made(kept)
-            entries += made
-            sizes.append(len(made))
-        outcomes: list[Stored] = []
-        for start in range(0, len(entries), MAX_BATCH):
-            batch = entries[start : start + MAX_BATCH]
-            try:
-                outcomes += await self._dht.store_many(batch)
-            except Exception:  # whatever is wrong with one batch, the others should live
+            made[kept] = self._made(kept)
+            if self._can_travel(kept, made[kept]):
+                parts += [(kept, entry) for entry in made[kept]]
+            else:
+                outcomes[kept] = [Stored(0, Verdict.BAD_VALUE)] * len(made[kept])
+        for start in range(0, len(parts), MAX_BATCH):
+            batch = parts[start : start + MAX_BATCH]
+            for (kept, _), outcome in zip(batch, await self._store_batch(batch), strict=True):
+                outcomes[kept].append(outcome)
+        for kept in due:
+            self._judge(kept, made[kept], outcomes[kept])
+
+    async def _store_batch(self, batch: list[tuple[Kept, Entry]]) -> list[Stored]:
+        """Together, or where that fails each of the kept by itself: the others should live."""
+        apart = [list(some) for _, some in itertools.groupby(batch, key=lambda part: part[0])]
+        try:
+            return await self._dht.store_many([entry for _, entry in batch])
+        except Exception:
+            if len(apart) == 1:
                 log.exception("%d records that are to be kept could not be stored.", len(batch))
-                outcomes += [Stored(0, Verdict.NOT_ASKED)] * len(batch)
-        start = 0
-        for kept, size in zip(due, sizes, strict=True):
-            self._judge(kept, entries[start : start + size], outcomes[start : start + size])
-            start += size
+                return [Stored(0, Verdict.NOT_ASKED)] * len(batch)
+        return [stored for some in apart for stored in await self._store_batch(some)]
 
     def _made(self, kept: Kept) -> Sequence[Entry]:
         try:
@@ -142,6 +155,15 @@ class Keeper:
         except Exception:  # the program's own code
             log.exception("Records that are to be kept could not be made.")
             return ()
+
+    def _can_travel(self, kept: Kept, entries: Sequence[Entry]) -> bool:
+        try:
+            slots_of([structs.replace(entry, is_owned=False) for entry in entries], self._dht.identity)
+        except Exception:  # of what the program's own code has made
+            if kept.num_failures == 0:
+                log.exception("Records that are to be kept cannot be stored.")
+            return False
+        return True
 
     def _judge(self, kept: Kept, entries: Sequence[Entry], outcomes: list[Stored]) -> None:
         """Try again soon what nobody took; say so once."""

@@ -13,7 +13,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from shoal.core import Address, Deadline, Key, Peer, PeerId, Scope, ShoalError, StandingScope, UsageError
+from shoal.core import (
+    Address,
+    Deadline,
+    DeadlineExceeded,
+    Key,
+    Peer,
+    PeerBusy,
+    PeerId,
+    PeerUnreachable,
+    Scope,
+    ShoalError,
+    StandingScope,
+    UsageError,
+)
 from shoal.core.identity import Identity
 from shoal.dht.answering import Answering, Holdings
 from shoal.dht.asking import Answered, Asking, Counts
@@ -25,7 +38,8 @@ from shoal.dht.joining import Joining
 from shoal.dht.keeping import Keeper
 from shoal.dht.messages import MAX_INDEX, About, Found, Kind, Want
 from shoal.dht.names import key_of
-from shoal.dht.ownership import Ownership
+from shoal.dht.ownership import Ownership, OwnSubkey
+from shoal.dht.pushed import Pushed
 from shoal.dht.rates import Rates
 from shoal.dht.reading import value_of
 from shoal.dht.records import Entry, Slot, Stored, Value
@@ -38,13 +52,15 @@ from shoal.dht.table import RoutingTable
 from shoal.dht.upkeep import Upkeep
 from shoal.transport import Endpoint, Membership
 from shoal.transport.datagrams.sessions import RoundTrips
-from shoal.transport.networks.sockets import is_wildcard
+from shoal.transport.networks.sockets import is_wildcard, outward_host
 
 log = logging.getLogger(__name__)
 
 _LOOK_UP_S = 30.0  # a whole look-up or store, with patience 1
-_LOOPBACK = {False: "127.0.0.1", True: "::1"}
 _NUM_WITNESSES = 2
+_SCHEMAS = (Schema("presence", Any, OwnSubkey),)  # nobody can be there first with something else
+_MAX_HEARD = 16  # look-ups of larger batches leave no hearsay behind: there would be too much of it
+_MAX_BAD = 3  # slots of one answer that are wrong before the rest is left unread
 _MAX_BACKGROUND = 64  # pings and the like under way at once; more are left out
 
 
@@ -73,7 +89,8 @@ class DHT:
         self.identity = _identity_of(membership, identity, endpoint)
         self.peer_id = self.identity.peer_id
         self._number = number_of(self.peer_id.digest)
-        self.is_client = self.settings.is_client or (listen is None and endpoint is None)
+        self._is_client_by_choice = self.settings.is_client or (listen is None and endpoint is None)
+        self.is_client = self._is_client_by_choice
         self._listen = None if self.is_client else _address(listen)
         self._is_own_endpoint = endpoint is None
         self.endpoint = endpoint or Endpoint(
@@ -89,8 +106,9 @@ class DHT:
             self.book,
             self.storage,
             self.cache,
+            Pushed(self.settings),
             Ownership(),
-            Schemas(schemas),
+            Schemas((*_SCHEMAS, *schemas)),
             Rates(self.settings),
         )
         self.asking = Asking(self.endpoint, self.table, self.book, self.settings, self._on_seen)
@@ -104,10 +122,12 @@ class DHT:
         self._round_trips = RoundTrips()
         self._standing = StandingScope("dht")
         self._num_background = 0
+        self._doubted: dict[Contact, None] = {}  # those being pinged
         self._closing = contextlib.AsyncExitStack()
         self._scope: Scope | None = None
 
     async def __aenter__(self) -> Self:
+        self.is_client = self._is_client_by_choice
         async with contextlib.AsyncExitStack() as closing:
             if self._is_own_endpoint:
                 await closing.enter_async_context(self.endpoint)
@@ -141,6 +161,9 @@ class DHT:
     async def _close(self) -> None:
         self._scope = None
         await self._standing.close()
+        if self._answering is not None:
+            self._answering.close()
+            self._answering = None
         self.joining.remember()
 
     # --- who this is ---
@@ -152,7 +175,7 @@ class DHT:
             raise UsageError("A client has no address.", next_step="give `listen` to be called by others.")
         address = self.endpoint.addresses[0]
         if is_wildcard(address.host):  # others see it by one of this machine's addresses
-            address = Address(self.joining.seen_as or _LOOPBACK[":" in address.host], address.port)
+            address = Address(self.joining.seen_as or outward_host(address.host), address.port)
         return Peer(address, self.peer_id)
 
     @property
@@ -181,6 +204,11 @@ class DHT:
         """Ask only, from now on: nobody is told to call this peer."""
         self.is_client = True
         self.asking.port = 0
+
+    def become_server(self) -> None:
+        """Be called by others again."""
+        self.is_client = False
+        self.asking.port = self.endpoint.addresses[0].port
 
     def add_schema(self, schema: Schema) -> None:
         """Refuse, from now on, what does not fit this schema under its prefix."""
@@ -214,12 +242,21 @@ class DHT:
 
         `latest` asks all replicas, and merges what they have.
         """
-        return (await self.get_many([name], latest=latest, deadline=deadline))[0]
+        return (await self.get_many([name], latest=latest, deadline=deadline, must_end=True))[0]
 
     async def get_many(
-        self, names: Sequence[Any], *, latest: bool = False, deadline: Deadline | None = None
+        self,
+        names: Sequence[Any],
+        *,
+        latest: bool = False,
+        deadline: Deadline | None = None,
+        must_end: bool = False,
     ) -> list[Value | None]:
-        """Look up a batch in one fan-out; in the order of the names."""
+        """Look up a batch in one fan-out; in the order of the names.
+
+        None also stands for what was not found before the deadline, and for what no peer could be asked for,
+        unless it `must_end`: then these are DeadlineExceeded and PeerUnreachable.
+        """
         keys = [key_of(name).digest for name in names]
         wall_s = self.wall_s()
         known = {key: self.holdings.live_slots(key, wall_s, is_use=True) for key in keys}
@@ -228,6 +265,8 @@ class DHT:
             key: Track(key, kind, self.settings.beam) for key, slots in known.items() if latest or not slots
         }
         await self.search(list(tracks.values()), self._deadline(deadline))
+        if must_end:
+            self._check_ended(list(tracks.values()))
         wall_s = self.wall_s()
         for key, track in tracks.items():
             if track.replicas:
@@ -236,6 +275,22 @@ class DHT:
                 self._spreading.cache_found(track, known[key])
         self.last_hops = [tracks[key].hops if key in tracks else 0 for key in keys]
         return [value_of(known[key], wall_s) for key in keys]
+
+    def _check_ended(self, tracks: Sequence[Track]) -> None:
+        unanswered = [track for track in tracks if not track.replicas and not track.answered()]
+        if any(track.is_done and (track.has_silent or self.is_client) for track in unanswered):
+            raise PeerUnreachable(
+                "No peer of the DHT answers.",
+                cause="this machine is offline, or the peers that it knew have left.",
+                next_step="join by another address; shoal status --join HOST:PORT tells who is there.",
+            )
+        num_open = sum(not (track.is_done or track.replicas) for track in tracks)
+        if num_open:
+            raise DeadlineExceeded(
+                f"{num_open} of {len(tracks)} look-ups had not ended before the deadline.",
+                cause="too few of the peers near the keys answer, or the deadline is too early.",
+                next_step="give more time, or raise `patience` in the DHT's settings.",
+            )
 
     async def get_coordinates(
         self, names: Sequence[Any], *, deadline: Deadline | None = None, remembers_absence: bool = True
@@ -265,7 +320,7 @@ class DHT:
         track = Track(key.digest, Kind.PEERS, limit)
         await self.search([track], self._deadline(deadline))
         self.last_hops = [track.hops]
-        return [contact for _, contact in track.near[:limit]]
+        return track.answered()[:limit]
 
     async def find_peer(self, peer_id: PeerId, *, deadline: Deadline | None = None) -> Peer | None:
         """Where a peer listens; None when nobody near its id knows it."""
@@ -298,6 +353,8 @@ class DHT:
         seeds: Sequence[Contact] = (),
     ) -> None:
         """Run look-ups together, beginning with the nearest peers that this one knows of."""
+        if self._scope is None:
+            raise UsageError("The DHT is not open.", next_step="use it inside 'async with'.")
         if not tracks:
             return
         now_s = self.now_s()
@@ -310,6 +367,11 @@ class DHT:
                 track.add(contact, 1)
             self.table.on_looked_up(track.number, now_s)
         await Search(self, tracks, self.settings.parallel).run(deadline)
+        if len(tracks) <= _MAX_HEARD:
+            for track in tracks:
+                for _, contact in track.near:
+                    if contact not in self.table:
+                        self.table.on_heard_of(contact)
 
     async def call_find(self, contact: Contact, wants: list[Want]) -> Found:
         """Ask a peer for keys."""
@@ -319,11 +381,17 @@ class DHT:
         """Of what another peer tells, what lives, but not for too long, and is rightly signed and typed."""
         wall_s = self.wall_s()
         latest_s = wall_s + self.settings.max_lifetime_s + self.settings.max_clock_gap_s
-        return [
-            slot
-            for slot in slots
-            if wall_s < slot.expires_at_s <= latest_s and self.holdings.check(key, slot) is None
-        ]
+        believed: list[Slot] = []
+        num_bad = 0
+        for slot in slots[: self.settings.max_slots_a_key]:
+            if wall_s < slot.expires_at_s <= latest_s:
+                if self.holdings.check(key, slot) is None:
+                    believed.append(slot)
+                else:
+                    num_bad += 1
+            if num_bad >= _MAX_BAD:
+                break
+        return believed
 
     def is_set_aside(self, contact: Contact) -> bool:
         """Whether a peer has failed of late, or is this one."""
@@ -346,13 +414,14 @@ class DHT:
         """How long answers take when all is well, at most."""
         return self._round_trips.timeout_s * self.settings.patience
 
-    def start_soon(self, work: Any, name: str) -> None:
-        """Do something in the background, unless a lot is being done there already."""
+    def start_soon(self, work: Any, name: str) -> bool:
+        """Do something in the background; False when too much is being done there already."""
         if self._scope is None or self._num_background >= _MAX_BACKGROUND:
             work.close()
-            return
+            return False
         self._num_background += 1
         self._scope.start_soon(self._in_background(work), name=name)
+        return True
 
     async def _in_background(self, work: Any) -> None:
         try:
@@ -368,16 +437,27 @@ class DHT:
         is_new = contact not in self.table
         doubtful = self.table.on_seen(contact, self.now_s(), round_trip_s)
         if doubtful is not None:
-            self.start_soon(self._check(doubtful), "dht ping")
+            self.doubt(doubtful)
         elif is_new and contact in self.table:
             self.upkeep.on_new_peer(contact)
+
+    def doubt(self, contact: Contact) -> None:
+        """Have it seen, in the background, whether a peer is still there."""
+        if contact in self._doubted or self.is_set_aside(contact):
+            return
+        if self.start_soon(self._check(contact), "dht ping"):
+            self._doubted[contact] = None
 
     async def _check(self, contact: Contact) -> None:
         """See whether a peer that was not heard of for long is still there."""
         try:
             await self.asking.call_ping(contact.peer)
+        except PeerBusy:
+            pass  # it is there
         except ShoalError:
             self.table.on_failed(contact, self.now_s())
+        finally:
+            self._doubted.pop(contact, None)
 
     def _deadline(self, given: Deadline | None) -> Deadline:
         return given or Deadline.after(_LOOK_UP_S * self.settings.patience)

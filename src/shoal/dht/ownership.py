@@ -112,12 +112,8 @@ class Ownership:
         self._known: dict[bytes, None] = {}  # least recently met first
         self._max_known = max_known
 
-    def check(self, key: bytes, slot: Slot, sender: PeerId | None = None) -> Verdict | None:
-        """None when its owner, if it has one, has signed it and the place is its own; else what is wrong.
-
-        `sender` is who has proven itself to be who hands it over: what is its own is not verified here, since
-        nobody else could be fooled by it; readers verify it themselves.
-        """
+    def check(self, key: bytes, slot: Slot) -> Verdict | None:
+        """None when its owner, if it has one, has signed it and the place is its own; else what is wrong."""
         if not slot.owner and not slot.signature:
             return _check_place(key, slot)
         if (
@@ -126,7 +122,7 @@ class Ownership:
         ):
             return Verdict.BAD_SIGNATURE
         verdict = _check_place(key, slot)
-        if verdict is not None or (sender is not None and owner_id(slot) == sender):
+        if verdict is not None:
             return verdict
         signature, way = slot.signature[:SIGNATURE_BYTES], slot.signature[SIGNATURE_BYTES:]
         message = _message(key, slot.subkey, slot.value, slot.expires_at_s)

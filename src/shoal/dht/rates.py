@@ -11,8 +11,15 @@ from shoal.dht.settings import DHTSettings
 from shoal.transport.shares import Shares
 from shoal.transport.trust.membership import is_loopback
 
+OWNED_COST = 10
+"""What a slot whose signature must be verified is counted as beside itself."""
 BURST_S = 4.0
 """So many seconds' worth may come at once."""
+
+
+def cost_of_find(num_wants: int) -> float:
+    """What looking for so many keys is counted as: they share one message."""
+    return 1 + max(0, num_wants - 1) / 4
 
 
 class Rates:
@@ -23,7 +30,7 @@ class Rates:
         self._messages = Shares(settings.max_messages_a_s, BURST_S * settings.max_messages_a_s)
         self._records = Shares(settings.max_records_a_s, BURST_S * settings.max_records_a_s)
 
-    def take_messages(self, peer: Peer, num: int, now_s: float) -> None:
+    def take_messages(self, peer: Peer, num: float, now_s: float) -> None:
         """PeerBusy when this peer's address has asked too often."""
         if wait_s := self._messages.take(_asker_of(peer.address), num, now_s):
             raise _too_much(
@@ -32,7 +39,7 @@ class Rates:
                 "max_messages_a_s",
             )
 
-    def take_records(self, peer: Peer, num: int, now_s: float) -> None:
+    def take_records(self, peer: Peer, num: float, now_s: float) -> None:
         """PeerBusy when this peer's address has stored too much."""
         if wait_s := self._records.take(_asker_of(peer.address), num, now_s):
             raise _too_much(

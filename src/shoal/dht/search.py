@@ -11,7 +11,7 @@ import asyncio
 import bisect
 import enum
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from shoal.core import Address, Deadline, Scope, ShoalError
@@ -40,10 +40,12 @@ class Track:
 
     __slots__ = (
         "_absent",
+        "_afters",
         "_depths",
         "_has_answer",
         "_has_witnesses",
         "_num_pages",
+        "_pagers",
         "_reaches",
         "_steps",
         "after",
@@ -93,6 +95,10 @@ class Track:
         """How near the peers were that each was last asked for."""
         self._absent: dict[bytes, None] = {}
         self._num_pages = 0
+        self._afters: dict[bytes, int] = {}
+        """Where the page began that each was last asked for."""
+        self._pagers: dict[bytes, None] = {}
+        """Those that have coordinates, of which no page was taken."""
         self._has_answer = False
         self._has_witnesses = False
 
@@ -127,6 +133,10 @@ class Track:
         """Whether it was told of peers that do not answer: by somebody who does not know, or lies."""
         return any(step in (Step.SLOW, Step.FAILED) for step in self._steps.values())
 
+    def answered(self) -> list[Contact]:
+        """Those that have answered, nearest first."""
+        return [contact for _, contact in self.near if self._steps.get(contact.packed) is Step.ANSWERED]
+
     def is_slow(self, contact: Contact) -> bool:
         """Whether it was asked and has not answered in good time."""
         return self._steps.get(contact.packed) is Step.SLOW
@@ -136,7 +146,12 @@ class Track:
         if self.is_done:
             return []
         if self.has_more_at is not None:
-            return [self.has_more_at] if self.num_asked == 0 else []
+            step = self._steps.get(self.has_more_at.packed)
+            if step is Step.ANSWERED:
+                return [self.has_more_at] if self.num_asked == 0 else []
+            if step is Step.ASKED:
+                return []
+            self._begin_anew()
         if not self._has_answer:
             parallel = self.first_parallel
         chosen: list[Contact] = []
@@ -184,6 +199,7 @@ class Track:
         if len(self.near) >= self.width and contact.packed not in self._reaches:
             reach = reach_of(self.near[min(len(self.near), self.width + 2) - 1][0])
         self._reaches[contact.packed] = reach
+        self._afters[contact.packed] = self.after
         return Want(self.key, self.kind, reach, self.after)
 
     def on_asked(self, contact: Contact) -> None:
@@ -203,9 +219,7 @@ class Track:
             self.num_asked -= 1
         self._steps[contact.packed] = Step.FAILED
         if self.has_more_at is contact:
-            self.has_more_at = None
-            self.coordinates.clear()
-            self.after = BEFORE_ALL
+            self._begin_anew()
         entry = (contact.number ^ self.number, contact)
         if entry in self.near:
             self.near.remove(entry)
@@ -229,8 +243,7 @@ class Track:
                 self.is_alone = True
                 del self._steps[contact.packed]
         elif finding.state == State.HERE and self.kind == Kind.COORDINATES:
-            if self.has_more_at is None or self.has_more_at == contact:  # one peer's pages follow each other
-                self._on_page(contact, finding, depth)
+            self._on_page(contact, finding, depth)
         elif self.near and contact == self.near[0][1]:
             self.hops = depth
 
@@ -249,7 +262,22 @@ class Track:
             if self._steps.get(contact.packed) is Step.ANSWERED
         ]
 
+    def _begin_anew(self) -> None:
+        """Who had more pages does not go on: ask the others that have some from the first page on."""
+        self.has_more_at = None
+        self.coordinates.clear()
+        self.after = BEFORE_ALL
+        for packed in self._pagers:
+            if self._steps.get(packed) is Step.ANSWERED:
+                del self._steps[packed]
+        self._pagers.clear()
+
     def _on_page(self, contact: Contact, finding: Finding, depth: int) -> None:
+        """One peer's pages follow each other; what others tell meanwhile, or too late, is left."""
+        is_of_another = self.has_more_at is not None and self.has_more_at != contact
+        if is_of_another or self._afters.get(contact.packed) != self.after:
+            self._pagers[contact.packed] = None
+            return
         try:
             page = unpack_page(finding.coordinates[:PAGE_BYTES], self.after)
         except ValueError:
@@ -260,6 +288,7 @@ class Track:
         if finding.has_more and page and self._num_pages < _MAX_PAGES:
             self.has_more_at = contact
             self.after = page[-1]
+            self._pagers.pop(contact.packed, None)
         elif self.coordinates:
             self._finish(depth)
 
@@ -285,6 +314,9 @@ class Node(Protocol):
 
     def witnesses(self) -> list[Contact]:
         """A few peers from anywhere."""
+
+    def doubt(self, contact: Contact) -> None:
+        """Have it seen whether a peer that has not answered in good time is still there."""
 
     def slow_s(self) -> float:
         """How long answers take when all is well, at most."""
@@ -314,9 +346,8 @@ class Search:
         self._ended = asyncio.Event()
         self._scope = Scope("look-up")
 
-    async def run(self, deadline: Deadline, on_done: Callable[[Track], None] | None = None) -> None:
-        """Look until every key is done or the time is over; `on_done` is told of each key as it ends."""
-        self._on_done = on_done
+    async def run(self, deadline: Deadline) -> None:
+        """Look until every key is done or the time is over."""
         try:
             async with self._scope:
                 for track in self._tracks:
@@ -328,9 +359,18 @@ class Search:
                             await self._ended.wait()
                     except TimeoutError:
                         pass
+                self._stop()
                 self._scope.cancel()
         finally:
-            self._under_way.close()
+            self._stop()
+
+    def _stop(self) -> None:
+        """Send nothing any more; whoever has not answered yet is to be looked after by others."""
+        self._ended.set()
+        self._under_way.close()
+        for contact in self._parked:
+            self._node.doubt(contact)
+        self._parked.clear()
 
     def _advance(self, track: Track) -> None:
         """Have a key ask whom it wants to."""
@@ -341,12 +381,10 @@ class Search:
             track.on_asked(contact)
             self._waiting.setdefault(contact, []).append(track)
         if track.is_done:
-            self._end(track)
+            self._end()
 
-    def _end(self, track: Track) -> None:
+    def _end(self) -> None:
         self._num_open -= 1
-        if self._on_done is not None:
-            self._on_done(track)
         if self._num_open <= 0:
             self._ended.set()
 
@@ -419,7 +457,7 @@ class Search:
 
     def _settle(self, track: Track) -> None:
         if track.is_done:
-            self._end(track)
+            self._end()
         else:
             self._advance(track)
 

@@ -12,12 +12,15 @@ MAX_COME_BACK = 8
 
 
 class _Failure:
-    __slots__ = ("contact", "until_s", "wait_s")
+    __slots__ = ("contact", "is_tried", "until_s", "wait_s", "was_seen")
 
-    def __init__(self, contact: Contact, wait_s: float, until_s: float) -> None:
+    def __init__(self, contact: Contact, wait_s: float, until_s: float, was_seen: bool) -> None:
         self.contact = contact
+        self.was_seen = was_seen
         self.wait_s = wait_s
         self.until_s = until_s
+        self.is_tried = False
+        """Named by `come_back`: a failure is one more, though it is to be left alone meanwhile."""
 
 
 class SetAside:
@@ -38,13 +41,20 @@ class SetAside:
         failure = self._failures.get(contact.packed)
         return failure is not None and now_s < failure.until_s
 
-    def add(self, contact: Contact, now_s: float) -> None:
-        """It has failed, perhaps again."""
-        before = self._failures.pop(contact.packed, None)
-        wait_s = min(2 * before.wait_s, self._longest_wait_s) if before else self._first_wait_s
+    def add(self, contact: Contact, now_s: float, *, was_seen: bool = True) -> None:
+        """It has failed, perhaps again; what fails while it is left alone began before, and adds nothing.
+
+        One that was only heard of may not be there at all.
+        """
+        failure = self._failures.pop(contact.packed, None)
+        if failure is None:
+            failure = _Failure(contact, self._first_wait_s, now_s + self._first_wait_s, was_seen)
+        elif failure.is_tried or now_s >= failure.until_s:
+            wait_s = min(2 * failure.wait_s, self._longest_wait_s)
+            failure = _Failure(contact, wait_s, now_s + wait_s, was_seen or failure.was_seen)
         if len(self._failures) >= MAX_SET_ASIDE:
             del self._failures[next(iter(self._failures))]
-        self._failures[contact.packed] = _Failure(contact, wait_s, now_s + wait_s)
+        self._failures[contact.packed] = failure
 
     def clear(self, contact: Contact) -> None:
         """It was heard: its failures are forgotten."""
@@ -54,14 +64,15 @@ class SetAside:
         """Some whose time is over, to be pinged; each is left alone meanwhile, as long as the last time.
 
         One that has been silent through the longest wait is forgotten instead, so that peers which left for
-        good are not pinged for ever.
+        good are not pinged for ever, and so is one that was never seen: a liar could have anybody pinged.
         """
         due = [failure for failure in self._failures.values() if failure.until_s <= now_s]
         back: list[Contact] = []
         for failure in due:
-            if failure.wait_s >= self._longest_wait_s:
+            if failure.wait_s >= self._longest_wait_s or not failure.was_seen:
                 del self._failures[failure.contact.packed]
             elif len(back) < MAX_COME_BACK:
                 failure.until_s = now_s + failure.wait_s
+                failure.is_tried = True
                 back.append(failure.contact)
         return back

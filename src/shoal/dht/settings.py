@@ -56,8 +56,8 @@ class DHTSettings:
     """Slots that are stored for others; the nearest are kept."""
     max_bytes: int = 64 * MIB
     """Bytes of stored records, keys and some memory around them included."""
-    max_value_bytes: int = 1 * MIB
-    """One value."""
+    max_value_bytes: int = 1_000_000
+    """One value, encoded; with what is around it, it must fit into a call's payload."""
     max_slots_a_key: int = 16_384
     """Subkeys of one key."""
     max_cached: int = 10_000

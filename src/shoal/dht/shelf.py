@@ -10,8 +10,10 @@ import heapq
 from collections.abc import Sequence
 
 from shoal.dht.conflicts import Contents, displaced, place, slots_of
+from shoal.dht.coordinates import coordinates_of
 from shoal.dht.records import Slot, Verdict
 from shoal.dht.settings import DHTSettings
+from shoal.dht.subkeys import MAX_SUBKEY_BYTES
 
 _SLOT_BYTES = 320  # a slot's own memory and its share of the containers around it, as measured
 KEY_BYTES = 120
@@ -34,6 +36,8 @@ def refusal(slot: Slot, now_s: float, settings: DHTSettings) -> Verdict | None:
         return Verdict.EXPIRED
     if lifetime_s > settings.max_lifetime_s + settings.max_clock_gap_s:
         return Verdict.TOO_LONG
+    if len(slot.subkey) > MAX_SUBKEY_BYTES:
+        return Verdict.TOO_LARGE
     around_bytes = len(slot.subkey) + len(slot.owner) + len(slot.signature)
     if len(slot.value) > settings.max_value_bytes or around_bytes > settings.max_value_bytes:
         return Verdict.TOO_LARGE
@@ -43,11 +47,13 @@ def refusal(slot: Slot, now_s: float, settings: DHTSettings) -> Verdict | None:
 class Held:
     """What is under one key."""
 
-    __slots__ = ("contents", "is_told", "is_used", "stored_at_s")
+    __slots__ = ("contents", "coordinates", "is_told", "is_used", "stored_at_s")
 
     def __init__(self, contents: Contents, stored_at_s: float) -> None:
         self.contents = contents
         self.stored_at_s = stored_at_s
+        self.coordinates: list[int] | None = None
+        """Those of `contents`, once they were asked for."""
         self.is_used = False
         """In a cache: read since something new came."""
         self.is_told = False
@@ -95,6 +101,8 @@ class Shelf:
             held = self.held[key] = Held(slot, now_s)
             self.size_bytes += KEY_BYTES
         else:
+            if len(replaced) != 1 or replaced[0].subkey != slot.subkey:
+                held.coordinates = None
             held.contents = place(held.contents, slot)
             held.stored_at_s = now_s
         self._uncount(replaced)
@@ -110,6 +118,15 @@ class Shelf:
         """What is under a key."""
         held = self.held.get(key)
         return [] if held is None else slots_of(held.contents)
+
+    def coordinates(self, key: bytes) -> Sequence[int]:
+        """Subkeys under a key that are coordinates, in ascending order; remembered while they stay so."""
+        held = self.held.get(key)
+        if held is None:
+            return ()
+        if held.coordinates is None:
+            held.coordinates = coordinates_of(slots_of(held.contents))
+        return held.coordinates
 
     def drop(self, key: bytes) -> None:
         """Forget all that is under a key."""
@@ -152,10 +169,12 @@ class Shelf:
         return slot is not None and slot.subkey == subkey and slot.expires_at_s == expires_at_s
 
     def _remove(self, key: bytes, subkey: bytes) -> None:
-        contents = self.held[key].contents
+        held = self.held[key]
+        contents = held.contents
         if not isinstance(contents, dict) or len(contents) == 1:
             self.drop(key)
         else:
+            held.coordinates = None
             self._uncount((contents.pop(subkey),))
 
     def _uncount(self, slots: Sequence[Slot]) -> None:

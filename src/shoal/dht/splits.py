@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.core import Address, Deadline, Peer, ShoalError, fanout
 from shoal.dht.contacts import ID_BITS, Contact, number_of
-from shoal.dht.messages import Kind, Want
+from shoal.dht.meeting import ping
+from shoal.dht.messages import MAX_CONTACTS, Found, Kind, Want
 
 if TYPE_CHECKING:
     from shoal.dht.node import DHT
@@ -67,15 +68,17 @@ class SplitCheck:
     async def _ask(self, address: Address) -> None:
         dht = self._dht
         try:
-            teller = await dht.ping(address)
-            contact = dht.book.of(teller.peer)
+            teller = (await ping(dht, Peer(address))).peer
+            if teller.id == dht.peer_id:
+                return
+            contact = dht.book.of(teller)
             found = await dht.asking.call_find(contact, [Want(dht.peer_id.digest, Kind.PEERS)])
         except ShoalError as error:
             log.debug("%s does not tell who is near: %s", address, error)
             self._wait_s = dht.settings.check_s
             return
-        told = [each for packed in found.contacts if (each := dht.book.read(packed, address)) is not None]
-        strangers = [each for each in told if self._is_stranger(each)]
+        await dht.joining.reachability.check_again(contact)
+        strangers = [each for each in self._told(found, teller.address) if self._is_stranger(each)]
         nearest = self._nearest()
         met = await self._meet(strangers)
         if not met:
@@ -83,8 +86,14 @@ class SplitCheck:
             return
         self._wait_s = dht.settings.check_s
         if min(each.number ^ self._own for each in met) < nearest:
-            self._say_so(teller.peer, len(met))
+            self._say_so(teller, len(met))
             await dht.rejoin()
+
+    def _told(self, found: Found, teller: Address) -> list[Contact]:
+        """Those it names, of as many as it may name."""
+        near = [index for index in found.findings[0].near[:MAX_CONTACTS] if index < len(found.contacts)]
+        told = [self._dht.book.read(found.contacts[index], teller) for index in near]
+        return [contact for contact in told if contact is not None]
 
     def _is_stranger(self, contact: Contact) -> bool:
         now_s = self._dht.now_s()

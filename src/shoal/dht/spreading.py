@@ -28,6 +28,9 @@ _MARKED_AT = 3  # peers that are told of an absence
 
 def slots_of(entries: Sequence[Entry], identity: Identity) -> list[tuple[bytes, Slot]]:
     """Entries as they travel, each with its key; those that are to be owned are signed together."""
+    for entry in entries:
+        if not isinstance(entry, Entry):
+            raise UsageError(f"{entry!r:.100} is no Entry.", next_step="Entry(name, value, dht.in_s(60)).")
     made = [(key_of(entry.name).digest, _slot_of(entry)) for entry in entries]
     owned = [index for index, entry in enumerate(entries) if entry.is_owned]
     for index, slot in zip(owned, sign_many(identity, [made[index] for index in owned]), strict=True):
@@ -36,8 +39,10 @@ def slots_of(entries: Sequence[Entry], identity: Identity) -> list[tuple[bytes, 
 
 
 def _slot_of(entry: Entry) -> Slot:
-    if math.isnan(entry.expires_at_s):
-        raise UsageError("A record cannot expire at NaN.", next_step="give a time: dht.in_s(60).")
+    if not isinstance(entry.expires_at_s, (int, float)) or math.isnan(entry.expires_at_s):
+        raise UsageError(
+            f"A record cannot expire at {entry.expires_at_s!r}.", next_step="give a time: dht.in_s(60)."
+        )
     subkey = PLAIN if entry.subkey is None else encode_subkey(entry.subkey)
     return Slot(subkey, encode_value(entry.value), float(entry.expires_at_s))
 
@@ -50,7 +55,19 @@ class Spreading:
 
     async def spread(self, slots: Sequence[tuple[bytes, Slot]], deadline: Deadline) -> list[Stored]:
         """Have the peers nearest to each key keep its slots; what became of each, in order."""
-        return await Storing(self._dht).run(slots, deadline)
+        outcomes = await Storing(self._dht).run(slots, deadline)
+        self._correct_cache(slots, outcomes)
+        return outcomes
+
+    def _correct_cache(self, slots: Sequence[tuple[bytes, Slot]], outcomes: Sequence[Stored]) -> None:
+        """A peer reads what it has written: its own copy of a key follows, or is looked for again."""
+        cache, wall_s = self._dht.cache, self._dht.wall_s()
+        for (key, slot), stored in zip(slots, outcomes, strict=True):
+            if key in cache:
+                if stored:
+                    cache.store(key, [slot], wall_s)
+                else:
+                    cache.forget(key)
 
     # --- what look-ups leave behind ---
 

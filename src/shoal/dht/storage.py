@@ -6,7 +6,7 @@ Signatures, schemas and rates are for those who call it; times are on the wall c
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from shoal.core import PeerId
 from shoal.core.ids import ID_BYTES
@@ -57,6 +57,11 @@ class Storage:
         """The live slots of a key: one plain value, or all subkeys; empty when there is nothing."""
         self._shelf.expire(now_s)
         return self._shelf.slots(key)
+
+    def coordinates(self, key: bytes, now_s: float) -> Sequence[int]:
+        """The live subkeys of a key that are coordinates, in ascending order; to be read only."""
+        self._shelf.expire(now_s)
+        return self._shelf.coordinates(key)
 
     def expire(self, now_s: float) -> None:
         """Drop what is over; `store` and `get` do it as well."""

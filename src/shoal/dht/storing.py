@@ -126,6 +126,7 @@ class Storing:
         self._dht = dht
         self._waiting: dict[Contact, list[_Parcel]] = {}
         self._under_way: UnderWay[_Request] = UnderWay(dht.slow_s, self._on_slow)
+        self._slow: dict[_Request, None] = {}
         self._num_open = 0
         self._ended = asyncio.Event()
         self._scope = Scope("dht store")
@@ -134,15 +135,17 @@ class Storing:
         """Store them all; what became of each, in order."""
         dht = self._dht
         by_key: dict[bytes, list[int]] = {}
+        too_large = [len(slot.value) > dht.settings.max_value_bytes for _, slot in slots]
         for index, (key, _) in enumerate(slots):
-            by_key.setdefault(key, []).append(index)
+            if not too_large[index]:
+                by_key.setdefault(key, []).append(index)
         tracks = [Track(key, Kind.PEERS, _CONFIRMED) for key in by_key]
         await dht.search(tracks, deadline)
         doubtful = [index for index, track in enumerate(tracks) if track.has_silent]
         for index in doubtful:
             tracks[index] = Track(tracks[index].key, Kind.PEERS, dht.settings.beam)
         await dht.search([tracks[index] for index in doubtful], deadline)
-        verdicts: list[list[Verdict]] = [[] for _ in slots]
+        verdicts: list[list[Verdict]] = [[Verdict.TOO_LARGE] if is_so else [] for is_so in too_large]
         parcels = []
         for track, indexes in zip(tracks, by_key.values(), strict=True):
             near = self._near(track)
@@ -178,9 +181,18 @@ class Storing:
                             await self._ended.wait()
                     except TimeoutError:
                         pass
+                self._stop()
                 self._scope.cancel()
         finally:
-            self._under_way.close()
+            self._stop()
+
+    def _stop(self) -> None:
+        """Send nothing any more; whoever has not answered yet is to be looked after by others."""
+        self._ended.set()
+        self._under_way.close()
+        for request in self._slow:
+            self._dht.doubt(request.contact)
+        self._slow.clear()
 
     def _advance(self, parcel: _Parcel) -> None:
         """Send it to as many more peers as it wants; what this peer itself is to keep is kept at once."""
@@ -195,7 +207,7 @@ class Storing:
             if contact is None:
                 wall_s = dht.wall_s()
                 for slot, verdicts in zip(parcel.item.slots, parcel.verdicts, strict=True):
-                    verdicts.append(dht.holdings.keep(parcel.item.key, slot, wall_s, dht.peer_id))
+                    verdicts.append(dht.holdings.keep(parcel.item.key, slot, wall_s))
             else:
                 parcel.num_open += 1
                 self._waiting.setdefault(contact, []).append(parcel)
@@ -233,6 +245,7 @@ class Storing:
         else:
             self._take_in(request, answer)
         self._under_way.end(request)
+        self._slow.pop(request, None)
         self._dispatch()
 
     def _take_in(self, request: _Request, answer: StoreAnswer) -> None:
@@ -252,6 +265,7 @@ class Storing:
 
     def _on_slow(self, request: _Request) -> None:
         request.is_slow = True
+        self._slow[request] = None
         for parcel in request.parcels:
             parcel.num_open -= 1
             parcel.num_slow += 1

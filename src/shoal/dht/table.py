@@ -114,11 +114,12 @@ class RoutingTable:
         """It has not answered: out of the table, set aside, and a replacement takes its place."""
         if contact.number == self._own:
             return
-        self._set_aside.add(contact, now_s)
+        bucket = self._buckets.of(contact.number)
+        was_seen = self._index(contact) >= 0 or bucket.waiting_as(contact.number) == contact
+        self._set_aside.add(contact, now_s, was_seen=was_seen)
         index = self._hearsay.index(contact.number)
         if index >= 0 and self._hearsay.contacts[index] == contact:
             self._hearsay.remove_at(index)
-        bucket = self._buckets.of(contact.number)
         if bucket.waiting_as(contact.number) == contact:
             bucket.leave(contact.number)
         index = self._index(contact)

@@ -55,7 +55,8 @@ class Upkeep:
         self._dht = dht
         self._placing = Placing(dht)
         self._splits = SplitCheck(dht)
-        self._wake = asyncio.Event()
+        self._wake: asyncio.Event | None = None
+        """Of the loop on which `run` is; nothing before."""
         self._waker: asyncio.TimerHandle | None = None
         self._duties: list[_Duty] = []
         self._began_s = self._looked_s = 0.0
@@ -72,6 +73,8 @@ class Upkeep:
         """Look after everything, until cancelled."""
         loop = asyncio.get_running_loop()
         random = self._dht.endpoint.network.random
+        wake = self._wake = asyncio.Event()
+        self._stop_waker()
         self._began_s = self._looked_s = loop.time()
         self._clock_gap_s = self._dht.wall_s() - loop.time()
         self._duties = [
@@ -85,13 +88,12 @@ class Upkeep:
                         self._turn(duty, scope, loop.time())
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(LOOK_S * random.uniform(0.9, 1.1)):
-                            await self._wake.wait()
-                    self._wake.clear()
+                            await wake.wait()
+                    wake.clear()
                     self._was_stopped |= loop.time() - self._looked_s > LOOK_S + _LATE_S
                     self._looked_s = loop.time()
         finally:
-            if self._waker is not None:
-                self._waker.cancel()
+            self._stop_waker()
 
     def on_new_peer(self, contact: Contact) -> None:
         """Somebody was met: records that belong to it are sent to it soon."""
@@ -101,13 +103,19 @@ class Upkeep:
         if self._waker is None:
             self._waker = asyncio.get_running_loop().call_later(_NEWCOMER_S, self._on_newcomers)
 
+    def _stop_waker(self) -> None:
+        if self._waker is not None:
+            self._waker.cancel()
+            self._waker = None
+
     def _on_newcomers(self) -> None:
         self._waker = None
-        self._wake.set()
+        if self._wake is not None:
+            self._wake.set()
 
     def _all_duties(self) -> list[tuple[float, Callable[[], Work | None]]]:
         settings = self._dht.settings
-        duties: list[tuple[float, Callable[[], Work | None]]] = [
+        return [
             (0.0, self._notice_absence),
             (0.0, self._refresh_cache),
             (0.0, self._greet_again),
@@ -115,14 +123,11 @@ class Upkeep:
             (0.0, self._splits.check),
             (settings.refresh_s / _BUCKET_TURNS, self._refresh_bucket),
             (settings.check_s, self._tidy),
+            # of records, of which a client has none
+            (0.0, self._placing.look_around),
+            (settings.check_s, self._watch_companions),
+            (settings.republish_s / 10, self._placing.republish),
         ]
-        if not self._dht.is_client:
-            duties += [
-                (0.0, self._placing.look_around),
-                (settings.check_s, self._watch_companions),
-                (settings.republish_s / 10, self._placing.republish),
-            ]
-        return duties
 
     def _turn(self, duty: _Duty, scope: Scope, now_s: float) -> None:
         if duty.is_under_way or now_s < duty.next_s:

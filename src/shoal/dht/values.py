@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import msgspec
@@ -10,7 +11,9 @@ from shoal.core import UsageError
 
 _TUPLE = 1  # the code of MessagePack's extension that marks one
 _MAX_DEPTH = 32
+_TOO_DEEP = f"it is nested deeper than {_MAX_DEPTH} levels"
 _SIMPLE = (str, bytes, int, float, bool, type(None))
+_NESTING = (list, tuple, dict)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -29,19 +32,35 @@ def encode_value(value: Any) -> bytes:
 def decode_value(encoded: bytes) -> Any:
     """The value again; ValueError when the bytes are none that `encode_value` makes."""
     try:
-        return _decoder.decode(encoded)
+        value = _decoder.decode(encoded)
     except (msgspec.DecodeError, TypeError, RecursionError) as error:
         raise ValueError(str(error)) from None
+    if type(value) in _NESTING:
+        _check_depth(value, 0)
+    return value
+
+
+def _check_depth(value: Any, depth: int) -> None:
+    """Of a list, tuple or dict, as `_marked` does it."""
+    if value and depth >= _MAX_DEPTH:
+        raise ValueError(_TOO_DEEP)
+    parts = itertools.chain(value, value.values()) if isinstance(value, dict) else value
+    for part in parts:
+        if type(part) in _NESTING:
+            _check_depth(part, depth + 1)
 
 
 def _marked(value: Any, depth: int) -> Any:
     if depth > _MAX_DEPTH:
-        raise ValueError(f"it is nested deeper than {_MAX_DEPTH} levels")
+        raise ValueError(_TOO_DEEP)
     if isinstance(value, tuple):
         return msgspec.msgpack.Ext(_TUPLE, _encoder.encode([_marked(item, depth + 1) for item in value]))
     if isinstance(value, list):
         return [_marked(item, depth + 1) for item in value]
     if isinstance(value, dict):
+        for name in value:
+            if isinstance(name, tuple):
+                _check_depth(name, depth + 1)
         return {name: _marked(item, depth + 1) for name, item in value.items()}
     if isinstance(value, (set, frozenset)):
         raise TypeError("a set has no order, so its bytes would differ from peer to peer")

@@ -38,6 +38,10 @@ class Routes:
         """Register a handler of channels."""
         self._add(method, Route(None, serve, None, _decoder(payload_type), is_plain_function=False))
 
+    def remove(self, method: str) -> None:
+        """Answer it no more."""
+        self._routes.pop(method, None)
+
     def find(self, method: str) -> Route:
         """The handler of a method; PeerRefused, for the caller to read, when there is none."""
         route = self._routes.get(method)

@@ -367,6 +367,28 @@ def test_no_key_stays_in_a_file(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("forbidden", ["to make it", "to read it"])
+def test_where_a_file_in_memory_is_forbidden_a_temporary_one_does(monkeypatch, tmp_path, forbidden):
+    load = ssl.SSLContext.load_cert_chain
+    loaded = []
+
+    def refuse(*arguments):
+        raise PermissionError(1, "Operation not permitted")
+
+    def read(context, path, *, password=None):
+        if str(path).startswith("/proc"):
+            refuse()
+        loaded.append(path)
+        load(context, path, password=password)
+
+    if forbidden == "to make it":
+        monkeypatch.setattr(tls.os, "memfd_create", refuse, raising=False)
+    monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", read)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    Swarm().member().server_tls()
+    assert [path.is_relative_to(tmp_path) for path in loaded] == [True]
+
+
 def verification(code):
     error = ssl.SSLCertVerificationError()
     error.verify_code = code

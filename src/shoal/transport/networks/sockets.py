@@ -52,6 +52,20 @@ def is_wildcard(host: str) -> bool:
         return False
 
 
+def outward_host(wildcard: str) -> str:
+    """The address by which this machine's packets leave it, of the wildcard's family; nothing is sent."""
+    family = socket.AF_INET6 if ":" in wildcard else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((_NOBODY[family], 9))
+            return str(probe.getsockname()[0])
+        except OSError:  # this machine has no network
+            return "::1" if family == socket.AF_INET6 else "127.0.0.1"
+
+
+_NOBODY = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}  # addresses kept for examples
+
+
 async def _socket_for(address: Address, kind: socket.SocketKind) -> tuple[socket.socket, Any]:
     """A new socket, and where to bind it; UsageError for an address that this machine cannot have."""
     try:

@@ -77,6 +77,7 @@ def check_may_listen(address: Address, membership: Membership | None, *, is_inse
 def is_loopback(host: str) -> bool:
     """Whether an address, or the name `localhost`, is this machine's own for itself."""
     try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        address = ipaddress.ip_address(host.partition("%")[0])
+        return (getattr(address, "ipv4_mapped", None) or address).is_loopback
     except ValueError:  # a name
         return host == "localhost"

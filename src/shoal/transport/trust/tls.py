@@ -69,13 +69,9 @@ def _load_chain(context: ssl.SSLContext, certificate: x509.Certificate, identity
 
     Elsewhere it passes through a temporary file, encrypted and gone at once.
     """
+    if _load_from_memory(context, certificate, identity):
+        return
     try:
-        if (descriptor := _memory_file()) is not None:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(chain_pem(certificate, identity, None))
-                file.flush()
-                context.load_cert_chain(f"/proc/self/fd/{descriptor}")
-            return
         password = secrets.token_hex().encode()
         with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
             path = Path(folder) / "chain.pem"
@@ -87,6 +83,20 @@ def _load_chain(context: ssl.SSLContext, certificate: x509.Certificate, identity
             cause="it passes through a temporary file for a moment, and there is no folder for one.",
             next_step="set TMPDIR to a folder that this user can write to.",
         ) from error
+
+
+def _load_from_memory(context: ssl.SSLContext, certificate: x509.Certificate, identity: Identity) -> bool:
+    """The same through a file in memory; whether there can be such a file here."""
+    try:
+        if (descriptor := _memory_file()) is None:
+            return False
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(chain_pem(certificate, identity, None))
+            file.flush()
+            context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+    except OSError:  # a sandbox forbids one or the other
+        return False
+    return True
 
 
 def _memory_file() -> int | None:
