@@ -140,6 +140,7 @@ def test_who_answers_a_find_with_nonsense_is_set_aside_and_others_are_asked(foun
         lambda odd, wants: Found([b"", b"x" * 19, bytes(600)], [Finding(9, bytes(range(256)))] * len(wants)),
         lambda odd, wants: Found([], [Finding(State.HERE, b"\x05\xff", [Slot(b"", b"", 1.0)])] * len(wants)),
         lambda odd, wants: Found([], [Finding(State.HERE, b"", [Slot(b"\xc1", b"\xc1", 1e18)])] * len(wants)),
+        lambda odd, wants: Found([], [Finding(State.HERE, b"", [Slot(b"", b"\x01", 1e18)])] * len(wants)),
         lambda odd, wants: Found([], [Finding(State.TOO_LARGE, b"")] * len(wants)),
         lambda odd, wants: Found([], [Finding(State.HERE, b"", [], b"\x80" * 70_000, True)] * len(wants)),
         lambda odd, wants: Found(

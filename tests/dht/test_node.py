@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import random
 
+import msgspec
 import pytest
 
 from dht.worlds import client_of, identity_of, in_world, keep_at, opened
@@ -12,7 +13,7 @@ from shoal.core.identity import Identity, new_secret
 from shoal.dht.contacts import number_of
 from shoal.dht.names import key_of
 from shoal.dht.node import DHT
-from shoal.dht.ownership import reserved_key
+from shoal.dht.ownership import owner_id, reserved, reserved_key
 from shoal.dht.records import Entry, Stored, Value, Verdict
 from shoal.dht.schemas import Schema
 from shoal.dht.settings import DHTSettings
@@ -123,6 +124,29 @@ def test_owned_records_tell_their_owner_and_yield_to_nobody_else():
         assert await one.store(home, 1, one.in_s(60), is_owned=True)
         await asyncio.sleep(91)
         assert await two.store("mine", "free now", two.in_s(60))
+
+    in_world(work, 12)
+
+
+@pytest.mark.parametrize("latest", [False, True])
+def test_one_wrong_signature_in_a_dictionary_hides_nothing_else(latest):
+    """A peer is believed what it stores itself, so that others may hold what it has signed wrongly."""
+
+    async def work(swarm, *peers):
+        for at in range(4):
+            until_s = peers[at].in_s(60)
+            assert await peers[at].store(
+                "all", at, until_s, subkey=reserved(peers[at].peer_id), is_owned=True
+            )
+        key = key_of("all").digest
+        for host in swarm.holders("all"):
+            for slot in swarm.peers[host].storage.get(key, until_s - 60):
+                if owner_id(slot) == peers[1].peer_id:
+                    forged = msgspec.structs.replace(slot, expires_at_s=until_s + 10)
+                    assert swarm.peers[host].storage.store(key, forged, until_s - 60) is Verdict.STORED
+        async with client_of(swarm) as client:
+            found = await client.get("all", latest=latest)
+            assert list(found.value) == [reserved(peers[at].peer_id) for at in (0, 2, 3)]
 
     in_world(work, 12)
 

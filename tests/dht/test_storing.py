@@ -5,12 +5,14 @@ import asyncio
 import msgspec
 import pytest
 
+from dht.made_contacts import made_contact
 from dht.worlds import Liar, in_world, keep_at
 from shoal.core import PeerBusy
 from shoal.dht.contacts import pack
 from shoal.dht.messages import MAX_CONTACTS, StoreAnswer
 from shoal.dht.records import Entry, Stored, Verdict
 from shoal.dht.schemas import Schema
+from shoal.dht.storing import _Parcel
 from shoal.transport import Reply
 
 
@@ -250,6 +252,39 @@ def test_an_honest_peer_with_a_wrong_address_does_not_stand_for_the_right_one():
             assert swarm.holders(name)[:3] == swarm.nearest(name)[:3]
 
     in_world(work, 30)
+
+
+def far(*distances):
+    """Contacts so far from the key that is all zeros."""
+    return [(distance << 136, made_contact(distance << 136)) for distance in distances]
+
+
+def test_who_is_told_of_replaces_those_that_are_gone_and_no_others():
+    parcel = _Parcel(bytes(20), [])
+    near = far(1, 2, 3, 100, 200)
+    parcel.begin(near, 2)
+    assert [parcel.choose(), parcel.choose()] == [contact for _, contact in near[:2]]
+    parcel.add(far(50)[0][1], 2)
+    assert parcel.num_wanted == 0
+    reach = parcel.item_for(2).reach
+    for _, contact in near[:2]:
+        parcel.on_gone(contact)
+    assert [parcel.choose(), parcel.choose()] == [contact for _, contact in near[2:4]]
+    assert parcel.item_for(2).reach > reach
+    assert parcel.item_for(2).known == b"".join(contact.packed[18:20] for _, contact in near[2:4])
+    parcel.add(far(50)[0][1], 2)
+    assert parcel.num_wanted == 1
+
+
+def test_the_right_address_of_a_peer_is_wanted_beside_a_wrong_one():
+    parcel = _Parcel(bytes(20), [])
+    (_, first), (distance, right) = far(9, 5)
+    wrong = made_contact(distance, "10.6.6.6")
+    parcel.begin([(9 << 136, first)], 1)
+    parcel.choose()
+    parcel.add(wrong, 1)
+    parcel.add(right, 1)
+    assert {parcel.choose(), parcel.choose()} == {wrong, right}
 
 
 # --- many slots of one key ---

@@ -55,6 +55,7 @@ MAX_STORE_BYTES = 1_050
 """Items of one Store together, as long as there is more than one: what fits into a datagram."""
 
 
+_LAST_VERDICT = max(Verdict)
 _MAX_ANSWER_BYTES = 32 << 20  # no peer keeps more under one key
 _FIRST_WAIT_S = 0.05  # for a peer that is busy
 
@@ -112,7 +113,7 @@ class Asking:
         answer: StoreAnswer = await self._call(contact, STORE, Store(self.port, items, is_cache))
         if len(answer.verdicts) != sum(len(item.slots) for item in items):
             raise self._nonsense(contact, "it answered for another number of records than it was sent.")
-        if any(code > max(Verdict) for code in answer.verdicts):
+        if max(answer.verdicts, default=0) > _LAST_VERDICT:
             raise self._nonsense(contact, "it answered with a verdict that there is not.")
         return answer
 
