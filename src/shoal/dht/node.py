@@ -443,7 +443,7 @@ class DHT:
 
     def doubt(self, contact: Contact) -> None:
         """Have it seen, in the background, whether a peer is still there."""
-        if contact in self._doubted or contact not in self.table:
+        if contact in self._doubted or self.is_set_aside(contact):
             return
         if self.start_soon(self._check(contact), "dht ping"):
             self._doubted[contact] = None
