@@ -537,3 +537,17 @@ async def three_peers(secret, folder):
 def test_three_sealed_peers_on_real_sockets(run, tmp_path):
     run(three_peers(SwarmSecret.parse(new_secret()), tmp_path))
     assert (tmp_path / "peers").exists()
+
+
+def test_a_client_whose_peers_are_gone_says_so():
+    async def work(swarm, one, two):
+        async with client_of(swarm, "asker") as client:
+            assert await client.get("nothing") is None
+            for host in list(swarm.peers):
+                await swarm.kill(host)
+            for _ in range(2):
+                with pytest.raises(PeerUnreachable, match="No peer of the DHT answers"):
+                    await client.get("nothing")
+            assert await client.get_many(["nothing"]) == [None]
+
+    in_world(work, 2)

@@ -11,7 +11,8 @@ from shoal.core import Deadline, PeerUnreachable, run_virtual
 from shoal.dht.coordinates import pack_page
 from shoal.dht.messages import ANYWHERE, MAX_CONTACTS, MAX_WANTS, REACH_SHIFT, Finding, Found, Kind, State
 from shoal.dht.records import PLAIN, Slot
-from shoal.dht.search import Search, Track
+from shoal.dht.search import Search
+from shoal.dht.tracks import Track
 
 SLOW_S = 0.2
 DEAD_S = 3.0

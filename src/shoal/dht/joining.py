@@ -14,7 +14,7 @@ from shoal.dht.known_peers import KnownPeers, swarm_tag
 from shoal.dht.meeting import Met, meet
 from shoal.dht.messages import Kind
 from shoal.dht.reachability import Reachability
-from shoal.dht.search import Track
+from shoal.dht.tracks import Track
 
 if TYPE_CHECKING:
     from shoal.dht.node import DHT

@@ -1,7 +1,8 @@
 """A peer of the DHT: what programs call, put together from the parts beside it.
 
-How keys are looked up is `search`'s, what is sent and answered `asking`'s and `answering`'s, how records are
-spread over peers `spreading`'s; what happens without being asked for is `upkeep`'s.
+Everything that a program can call stands here, hence the length. How keys are looked up is `search`'s, what
+is sent and answered `asking`'s and `answering`'s, how records are spread over peers `spreading`'s; what
+happens without being asked for is `upkeep`'s.
 """
 
 from __future__ import annotations
@@ -16,12 +17,10 @@ from typing import Any, Self
 from shoal.core import (
     Address,
     Deadline,
-    DeadlineExceeded,
     Key,
     Peer,
     PeerBusy,
     PeerId,
-    PeerUnreachable,
     Scope,
     ShoalError,
     StandingScope,
@@ -41,14 +40,15 @@ from shoal.dht.names import key_of
 from shoal.dht.ownership import Ownership, OwnSubkey
 from shoal.dht.pushed import Pushed
 from shoal.dht.rates import Rates
-from shoal.dht.reading import value_of
+from shoal.dht.reading import check_ended, value_of
 from shoal.dht.records import Entry, Slot, Stored, Value
 from shoal.dht.schemas import Schema, Schemas
-from shoal.dht.search import Search, Track
+from shoal.dht.search import Search
 from shoal.dht.settings import DHTSettings
 from shoal.dht.spreading import Spreading, slots_of
 from shoal.dht.storage import Storage
 from shoal.dht.table import RoutingTable
+from shoal.dht.tracks import Track
 from shoal.dht.upkeep import Upkeep
 from shoal.transport import Endpoint, Membership
 from shoal.transport.datagrams.sessions import RoundTrips
@@ -266,7 +266,7 @@ class DHT:
         }
         await self.search(list(tracks.values()), self._deadline(deadline))
         if must_end:
-            self._check_ended(list(tracks.values()))
+            check_ended(list(tracks.values()), is_client=self.is_client)
         wall_s = self.wall_s()
         for key, track in tracks.items():
             if track.replicas:
@@ -275,22 +275,6 @@ class DHT:
                 self._spreading.cache_found(track, known[key])
         self.last_hops = [tracks[key].hops if key in tracks else 0 for key in keys]
         return [value_of(known[key], wall_s) for key in keys]
-
-    def _check_ended(self, tracks: Sequence[Track]) -> None:
-        unanswered = [track for track in tracks if not track.replicas and not track.answered()]
-        if any(track.is_done and (track.has_silent or self.is_client) for track in unanswered):
-            raise PeerUnreachable(
-                "No peer of the DHT answers.",
-                cause="this machine is offline, or the peers that it knew have left.",
-                next_step="join by another address; shoal status --join HOST:PORT tells who is there.",
-            )
-        num_open = sum(not (track.is_done or track.replicas) for track in tracks)
-        if num_open:
-            raise DeadlineExceeded(
-                f"{num_open} of {len(tracks)} look-ups had not ended before the deadline.",
-                cause="too few of the peers near the keys answer, or the deadline is too early.",
-                next_step="give more time, or raise `patience` in the DHT's settings.",
-            )
 
     async def get_coordinates(
         self, names: Sequence[Any], *, deadline: Deadline | None = None, remembers_absence: bool = True

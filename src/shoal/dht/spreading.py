@@ -15,9 +15,9 @@ from shoal.dht.messages import MAX_WANTS
 from shoal.dht.names import key_of
 from shoal.dht.ownership import sign_many
 from shoal.dht.records import PLAIN, Entry, Item, Slot, Stored
-from shoal.dht.search import Track
 from shoal.dht.storing import Storing
 from shoal.dht.subkeys import encode_subkey
+from shoal.dht.tracks import Track
 from shoal.dht.values import encode_value
 
 if TYPE_CHECKING:

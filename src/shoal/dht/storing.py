@@ -18,8 +18,8 @@ from shoal.dht.asking import MAX_STORE_BYTES
 from shoal.dht.contacts import Contact, number_of
 from shoal.dht.messages import MAX_CONTACTS, REACH_SHIFT, Kind, StoreAnswer, reach_of, tag_of
 from shoal.dht.records import Item, Slot, Stored, Verdict
-from shoal.dht.search import Track
-from shoal.dht.under_way import UnderWay
+from shoal.dht.tracks import Track
+from shoal.dht.under_way import UnderWay, until_set
 
 if TYPE_CHECKING:
     from shoal.dht.node import DHT
@@ -176,11 +176,7 @@ class Storing:
                     self._advance(parcel)
                 self._dispatch()
                 if self._num_open:
-                    try:
-                        async with asyncio.timeout(deadline.timeout_s):
-                            await self._ended.wait()
-                    except TimeoutError:
-                        pass
+                    await until_set(self._ended, deadline)
                 self._stop()
                 self._scope.cancel()
         finally:

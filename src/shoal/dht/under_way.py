@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from shoal.core import Deadline
+
 T = TypeVar("T")
 
 MAX_IN_FLIGHT = 48
@@ -60,3 +62,12 @@ class UnderWay(Generic[T]):
             self._on_slow(request)
         if self._sent_at_s and self._timer is None:
             self._arm()
+
+
+async def until_set(event: asyncio.Event, deadline: Deadline) -> None:
+    """Wait for an event, or until the time is over."""
+    try:
+        async with asyncio.timeout(deadline.timeout_s):
+            await event.wait()
+    except TimeoutError:
+        pass
