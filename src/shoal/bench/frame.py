@@ -124,6 +124,7 @@ def run_start(arguments: dict[str, Any], parent: Parent) -> None:
     scenario = make_scenario(arguments["benchmark"], arguments["config"], arguments["seed"])
     for measured in scenario.run(lambda text: parent.tell(progress=text)):
         parent.tell(row=msgspec.to_builtins(measured))
+    parent.leave()
 
 
 def make_scenario(benchmark: str, config: Mapping[str, Any], seed: int) -> Scenario:
