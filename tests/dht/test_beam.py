@@ -251,14 +251,14 @@ def test_what_is_no_search_is_refused(prefix, batch, beam_size, k):
     in_swarm(1, work)
 
 
-@pytest.mark.parametrize(("size", "is_owned"), [(24, True), pytest.param(256, False, marks=pytest.mark.slow)])
-def test_searching_a_full_grid_opens_no_stream(size, is_owned, dials):
+@pytest.mark.parametrize("size", [24, pytest.param(256, marks=pytest.mark.slow)])
+def test_searching_a_full_grid_opens_no_stream(size, dials):
     rng = random.Random(size)
 
     async def work(swarm, *peers):
         for first, server in zip(range(size), itertools.cycle(peers), strict=False):
             row = [ExpertUid("ffn", (first, last)) for last in range(size)]
-            assert all((await declare_experts(server, row, server.in_s(9999), is_owned=is_owned)).values())
+            assert all((await declare_experts(server, row, server.in_s(9999))).values())
         client = await swarm.add()
         dials.clear()
         assert swarm.num_streams() == 0
