@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.core import Address, Deadline, Peer, PeerRefused, PeerUnreachable, ShoalError
+from shoal.core import Address, Deadline, Peer, PeerRefused, PeerUnreachable, ShoalError, fanout
 from shoal.core.ids import ID_BYTES
 from shoal.dht.contacts import ID_BITS, number_of
 from shoal.dht.known_peers import KnownPeers, swarm_tag
 from shoal.dht.meeting import Met, meet
-from shoal.dht.messages import Kind
+from shoal.dht.messages import Found, Kind, Want
 from shoal.dht.reachability import Reachability
 from shoal.dht.tracks import Track
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from shoal.dht.node import DHT
 
 log = logging.getLogger(__name__)
+
+_PLACES, _TELLERS = 32, 4  # where others are asked for, and by whom
 
 
 class Joining:
@@ -77,6 +79,7 @@ class Joining:
             track = Track(dht.peer_id.digest, Kind.PEERS, dht.settings.beam)
             await dht.search([track], Deadline.after(4 * wait_s), seeds=met.contacts)
             await self._fill_gaps(Deadline.after(4 * wait_s))
+            await self._hear_of_others(Deadline.after(wait_s))
             if self.reachability.has_one_word:
                 await self.reachability.check(
                     [one for one in dht.table.contacts() if one not in met.contacts]
@@ -102,6 +105,23 @@ class Joining:
             number = (own >> below ^ 1) << below | random.getrandbits(below)
             tracks.append(Track(number.to_bytes(ID_BYTES), Kind.PEERS, 1))
         await dht.search(tracks, deadline)
+
+    async def _hear_of_others(self, deadline: Deadline) -> None:
+        """Be told of peers everywhere by a few that have been met, so that look-ups begin near their end.
+
+        Those told of are met when a look-up needs them.
+        """
+        dht = self._dht
+        random = dht.endpoint.network.random
+        contacts = dht.table.contacts()
+        wants = [Want(random.randbytes(ID_BYTES), Kind.PEERS) for _ in range(_PLACES)]
+        tellers = random.sample(contacts, min(len(contacts), _TELLERS))
+        answers = await fanout([dht.call_find(teller, wants) for teller in tellers], deadline)
+        for teller, found in zip(tellers, answers, strict=True):
+            if isinstance(found, Found):
+                for other in dht.read_contacts(found.contacts, teller.peer.address):
+                    if other is not None and other not in dht.table:
+                        dht.table.on_heard_of(other)
 
     def _warn_of_clocks(self, met: Met) -> None:
         if met.untimely is not None and not self._has_warned_of_clocks:

@@ -59,6 +59,7 @@ log = logging.getLogger(__name__)
 _LOOK_UP_S = 30.0  # a whole look-up or store, with patience 1
 _NUM_WITNESSES = 2
 _SCHEMAS = (Schema("presence", Any, OwnSubkey),)  # nobody can be there first with something else
+_HEARD_SEEDS = 4  # peers that were only heard of do not displace those that were seen: they may be invented
 _MAX_HEARD = 16  # look-ups of larger batches leave no hearsay behind: there would be too much of it
 _MAX_BAD = 3  # slots of one answer that are wrong before the rest is left unread
 _MAX_BACKGROUND = 64  # pings and the like under way at once; more are left out
@@ -346,8 +347,9 @@ class DHT:
             if len(tracks) <= self.settings.parallel:
                 track.first_parallel = self.settings.parallel
             num_seeds = max(track.width + self.settings.num_replicas, self.settings.beam)
-            track.begin(self.table.nearest(track.number, num_seeds, now_s=now_s, has_hearsay=True))
-            for contact in seeds:
+            track.begin(self.table.nearest(track.number, num_seeds, now_s=now_s))
+            heard = self.table.nearest(track.number, _HEARD_SEEDS, now_s=now_s, has_hearsay=True)
+            for contact in (*heard, *seeds):
                 track.add(contact, 1)
             self.table.on_looked_up(track.number, now_s)
         await Search(self, tracks, self.settings.parallel).run(deadline)

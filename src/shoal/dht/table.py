@@ -25,7 +25,7 @@ QUIET_S = 60.0
 """A contact that was heard within this keeps its place without being pinged."""
 CHECK_S = 10.0
 """One contact of a bucket is named to be pinged at most this often: time for the answer to come."""
-MAX_HEARSAY = 4
+MAX_HEARSAY = 64
 """Contacts of a bucket that were only heard of."""
 _SMOOTHING = 1 / 8  # of round trips, as TCP does it (RFC 6298)
 
