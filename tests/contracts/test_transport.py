@@ -30,10 +30,12 @@ SLOW = (
     "tls-home",
     "stream-faults",
     "tls-faults",
+    "datagrams-alone",
     "datagrams-alone-faults",
+    "datagrams-home",
 )
-"""Each is a part of one that is run always: TLS on three loops, and datagrams with streams and TLS in them.
-Those in memory take no time."""
+"""Each is a part of one that is run always: TLS on three loops, datagrams with streams and TLS in them, and
+the same network in memory, where it takes no time."""
 
 
 def param(name, *more):

@@ -1,6 +1,7 @@
 import concurrent.futures
 import contextlib
 import errno
+import gc
 import os
 import socket
 import uuid
@@ -50,6 +51,7 @@ def num_open():
 
 @pytest.fixture
 def nothing_stays_open():
+    gc.collect()  # what earlier tests have left to the collector is not this one's
     before = num_open()
     yield
     assert num_open() == before
