@@ -551,3 +551,17 @@ def test_a_client_whose_peers_are_gone_says_so():
             assert await client.get_many(["nothing"]) == [None]
 
     in_world(work, 2)
+
+
+def test_those_set_aside_are_asked_before_a_key_counts_as_missing():
+    async def work(swarm, *peers):
+        assert (await peers[0].store("name", 1, peers[0].in_s(60))).num_stored >= 5
+        reader = swarm.peers[swarm.nearest("name")[-1]]
+        for host in swarm.holders("name"):
+            reader.table.on_failed(reader.book.of(swarm.peers[host].peer), loop_s())
+        assert (await reader.get("name")).value == 1
+        began_s = loop_s()
+        assert await reader.get("other") is None
+        assert loop_s() - began_s < 1.0
+
+    in_world(work, 20)

@@ -40,7 +40,7 @@ from shoal.dht.names import key_of
 from shoal.dht.ownership import Ownership, OwnSubkey
 from shoal.dht.pushed import Pushed
 from shoal.dht.rates import Rates
-from shoal.dht.reading import check_ended, value_of
+from shoal.dht.reading import ask_those_set_aside, check_ended, value_of
 from shoal.dht.records import Entry, Slot, Stored, Value
 from shoal.dht.schemas import Schema, Schemas
 from shoal.dht.search import Search
@@ -266,6 +266,9 @@ class DHT:
             key: Track(key, kind, self.settings.beam) for key, slots in known.items() if latest or not slots
         }
         await self.search(list(tracks.values()), self._deadline(deadline))
+        missed = [track for track in tracks.values() if track.is_done and not track.replicas]
+        if missed:
+            await ask_those_set_aside(self, missed)
         if must_end:
             check_ended(list(tracks.values()), is_client=self.is_client)
         wall_s = self.wall_s()

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shoal.core import DeadlineExceeded, PeerUnreachable
+from shoal.core import Deadline, DeadlineExceeded, PeerUnreachable, fanout
+from shoal.dht.contacts import Contact
+from shoal.dht.messages import MAX_WANTS, Want
 from shoal.dht.ownership import owner_id
 from shoal.dht.records import PLAIN, Slot, Value
 from shoal.dht.subkeys import decode_subkey
 from shoal.dht.tracks import Track
+from shoal.dht.under_way import MAX_IN_FLIGHT
 from shoal.dht.values import decode_value
+
+if TYPE_CHECKING:
+    from shoal.dht.node import DHT
+
+_SECOND_CHANCE_S = 0.5
 
 
 def value_of(slots: Sequence[Slot], wall_s: float) -> Value | None:
@@ -27,6 +35,30 @@ def value_of(slots: Sequence[Slot], wall_s: float) -> Value | None:
         except ValueError:  # some peer's nonsense
             continue
     return Value(found, max(value.expires_at_s for value in found.values())) if found else None
+
+
+async def ask_those_set_aside(dht: DHT, tracks: Sequence[Track]) -> None:
+    """Before a key counts as missing: ask those near it that failed of late, and may be back.
+
+    A machine that stood still for a moment takes the living for dead.
+    """
+    by_peer: dict[Contact, list[Track]] = {}
+    for track in tracks:
+        for contact in dht.table.set_aside_near(track.number, dht.settings.num_replicas):
+            by_peer.setdefault(contact, []).append(track)
+    calls = [
+        _ask(dht, contact, some[start : start + MAX_WANTS])
+        for contact, some in by_peer.items()
+        for start in range(0, len(some), MAX_WANTS)
+    ]
+    await fanout(calls, Deadline.after(_SECOND_CHANCE_S * dht.settings.patience), limit=MAX_IN_FLIGHT)
+
+
+async def _ask(dht: DHT, contact: Contact, tracks: Sequence[Track]) -> None:
+    found = await dht.call_find(contact, [Want(track.key) for track in tracks])
+    for track, finding in zip(tracks, found.findings, strict=True):
+        if believed := dht.believed(track.key, finding.slots):
+            track.on_value(contact, believed)
 
 
 def check_ended(tracks: Sequence[Track], *, is_client: bool) -> None:

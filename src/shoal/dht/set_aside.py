@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 from shoal.dht.contacts import Contact
 from shoal.dht.settings import DHTSettings
 
@@ -35,6 +37,11 @@ class SetAside:
 
     def __len__(self) -> int:
         return len(self._failures)
+
+    def nearest(self, number: int, limit: int) -> list[Contact]:
+        """Those nearest to a key."""
+        contacts = [failure.contact for failure in self._failures.values()]
+        return heapq.nsmallest(limit, contacts, key=lambda contact: contact.number ^ number)
 
     def has(self, contact: Contact, now_s: float) -> bool:
         """Whether it is to be left alone now."""

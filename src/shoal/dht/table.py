@@ -147,6 +147,10 @@ class RoutingTable:
         """Whether it has failed so lately that it should not be asked."""
         return self._set_aside.has(contact, now_s)
 
+    def set_aside_near(self, number: int, limit: int) -> list[Contact]:
+        """Those nearest to a key that have failed of late."""
+        return self._set_aside.nearest(number, limit)
+
     def come_back(self, now_s: float) -> list[Contact]:
         """A few that were set aside and should be pinged again now."""
         return self._set_aside.come_back(now_s)
