@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PLACES, _TELLERS = 32, 4  # where others are asked for, and by whom
+_PLACES, _TELLERS = 16, 3  # where others are asked for, and by whom
 
 
 class Joining:
