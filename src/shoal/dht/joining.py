@@ -120,7 +120,7 @@ class Joining:
         for teller, found in zip(tellers, answers, strict=True):
             if isinstance(found, Found):
                 for other in dht.read_contacts(found.contacts, teller.peer.address):
-                    if other is not None and other not in dht.table:
+                    if other is not None:
                         dht.table.on_heard_of(other)
 
     def _warn_of_clocks(self, met: Met) -> None:

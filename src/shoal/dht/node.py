@@ -359,8 +359,7 @@ class DHT:
         if len(tracks) <= _MAX_HEARD:
             for track in tracks:
                 for _, contact in track.near:
-                    if contact not in self.table:
-                        self.table.on_heard_of(contact)
+                    self.table.on_heard_of(contact)
 
     async def call_find(self, contact: Contact, wants: list[Want]) -> Found:
         """Ask a peer for keys."""
@@ -438,15 +437,19 @@ class DHT:
             self._doubted[contact] = None
 
     async def _check(self, contact: Contact) -> None:
-        """See whether a peer that was not heard of for long is still there."""
+        try:
+            await self.see(contact)
+        finally:
+            self._doubted.pop(contact, None)
+
+    async def see(self, contact: Contact) -> None:
+        """Ping a peer; the table is told when it is not there any more."""
         try:
             await self.asking.call_ping(contact.peer)
         except PeerBusy:
             pass  # it is there
         except ShoalError:
             self.table.on_failed(contact, self.now_s())
-        finally:
-            self._doubted.pop(contact, None)
 
     def _deadline(self, given: Deadline | None) -> Deadline:
         return given or Deadline.after(_LOOK_UP_S * self.settings.patience)

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal.core import Deadline, Key, PeerBusy, Scope, ShoalError, fanout
+from shoal.core import Deadline, Key, Scope, ShoalError, fanout
 from shoal.core.ids import ID_BYTES
 from shoal.dht.contacts import Contact
 from shoal.dht.placing import Placing
@@ -198,15 +198,9 @@ class Upkeep:
         """Ping peers; the table is told of those that do not answer."""
         if not contacts:
             return None
-        return fanout([self._ping(contact) for contact in contacts], Deadline.never(), limit=_PINGS_AT_ONCE)
-
-    async def _ping(self, contact: Contact) -> None:
-        try:
-            await self._dht.asking.call_ping(contact.peer)
-        except PeerBusy:
-            return
-        except ShoalError:
-            self._dht.table.on_failed(contact, self._dht.now_s())
+        return fanout(
+            [self._dht.see(contact) for contact in contacts], Deadline.never(), limit=_PINGS_AT_ONCE
+        )
 
     def _refresh_bucket(self) -> Work | None:
         """Look up any id of a bucket in which nobody was sought for long."""
