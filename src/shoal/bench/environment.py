@@ -50,9 +50,9 @@ class Watch:
         if hasattr(os, "getloadavg"):
             state["load_average"] = round(os.getloadavg()[0], 2)
         if now and self._cpu_before:
-            spent = sum(now) - sum(self._cpu_before)
-            if spent > 0:
-                state["cpu_steal_percent"] = round(100 * (now[7] - self._cpu_before[7]) / spent, 2)
+            spent = sum(now) - sum(self._cpu_before)  # none between two looks within one tick of the kernel
+            stolen = now[7] - self._cpu_before[7]
+            state["cpu_steal_percent"] = round(100 * stolen / spent, 2) if spent > 0 else 0.0
         self._cpu_before = now
         return state
 
