@@ -15,6 +15,7 @@ into these at the seam where they arise.
     │   ├── PeerLost                the connection ended while something depended on it
     │   ├── PeerRefused             the peer said no: unknown method, not allowed, too large
     │   ├── PeerBusy                the peer said 'not now'; trying again later may work
+    │   │   └── PeerLeaving         the peer is about to go; trying another one may work
     │   └── RemoteFailure           the peer's own code failed while serving the call
     ├── TensorError                 a tensor, its description and its bytes do not fit together
     ├── ReportError                 a report cannot be read or written
@@ -89,6 +90,10 @@ class PeerRefused(PeerError):
 
 class PeerBusy(PeerError):
     """The peer said 'not now'; trying again later may work."""
+
+
+class PeerLeaving(PeerBusy):
+    """The peer takes no new work because it is about to go."""
 
 
 class RemoteFailure(PeerError):

@@ -8,6 +8,7 @@ from shoal.core import (
     Peer,
     PeerBusy,
     PeerError,
+    PeerLeaving,
     PeerLost,
     PeerRefused,
     ProtocolError,
@@ -24,6 +25,7 @@ _MAX_TEXT = 2000  # characters of one sentence: an error must fit where a head f
 
 ERRORS_BY_CODE: dict[str, type[PeerError]] = {
     "busy": PeerBusy,
+    "leaving": PeerLeaving,
     "refused": PeerRefused,
     "failed": RemoteFailure,
 }
@@ -34,6 +36,8 @@ def to_wire(error: Exception) -> ErrorHead:
     """What the caller is told of an error that a handler raised."""
     if isinstance(error, DeadlineExceeded):
         code = "deadline"
+    elif isinstance(error, PeerLeaving):
+        code = "leaving"
     elif isinstance(error, PeerBusy):
         code = "busy"
     elif isinstance(error, _REFUSALS):

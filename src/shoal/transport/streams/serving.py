@@ -17,6 +17,7 @@ from shoal.core import (
     Deadline,
     DeadlineExceeded,
     PeerBusy,
+    PeerLeaving,
     PeerRefused,
     ProtocolError,
     ShoalError,
@@ -170,7 +171,7 @@ class Serving:
         if connection.outbox.waiting_bytes > self._max_waiting_bytes:
             raise PeerBusy("earlier answers have not been read.", next_step="read them, then try again.")
         if not connection.is_usable:
-            raise PeerBusy("this peer is leaving.", next_step="ask another peer.")
+            raise PeerLeaving("this peer is leaving.", next_step="ask another peer.")
         sizes = wire.sizes
         if sizes and (len(sizes) > 1 or not 0 <= sizes[0] <= self._max_message_bytes):
             connection.check_sizes(sizes)
@@ -298,7 +299,7 @@ class Serving:
         try:
             call.task = self._connection.scope.start(self._run(call), name=call.head.method)
         except UsageError:  # the transport is closing
-            self._fail(call, PeerBusy("this peer is leaving.", next_step="ask another peer."))
+            self._fail(call, PeerLeaving("this peer is leaving.", next_step="ask another peer."))
 
     async def _run(self, call: ServedCall) -> None:
         try:

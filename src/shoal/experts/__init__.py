@@ -1,0 +1,1 @@
+"""Pieces of a model that some peers serve and others train through: servers, clients, gates and mixtures."""

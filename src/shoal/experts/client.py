@@ -1,0 +1,443 @@
+"""Calls to experts: which replica to ask, how long to wait, when to ask again, and whether to believe it.
+
+Blocking code uses `RemoteExpert` and the mixtures, which cross to the client's loop by `run`; the coroutines
+here run on that loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import secrets
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import msgspec
+import torch
+
+from shoal.core import (
+    Address,
+    Deadline,
+    DeadlineExceeded,
+    LoopThread,
+    Peer,
+    PeerBusy,
+    PeerError,
+    PeerLeaving,
+    PeerLost,
+    PeerRefused,
+    PeerUnreachable,
+    ProtocolError,
+    ShoalError,
+    TensorError,
+    UsageError,
+    fanout,
+)
+from shoal.dht import DHT, Swarm, get_experts
+from shoal.experts.schema import ExpertSchema
+from shoal.experts.settings import ClientSettings
+from shoal.experts.standing import Standings
+from shoal.experts.wire import (
+    BACKWARD,
+    FORWARD,
+    ID_BYTES,
+    INFO,
+    Answer,
+    BackwardRequest,
+    ForwardRequest,
+    InfoRequest,
+    from_wire,
+    to_wire,
+)
+from shoal.tensors import codec_from_name
+from shoal.tensors.codecs.base import PLAIN
+from shoal.transport import Membership, Reply, StreamTransport
+
+if TYPE_CHECKING:
+    from shoal.experts.remote import RemoteExpert
+
+T = TypeVar("T")
+_FIRST_PAUSE_S = 0.01
+_MAX_PAUSE_S = 1.0
+_MAX_SENDS = 4  # of one backward whose connection breaks
+
+
+class Forwarded(msgspec.Struct, frozen=True):
+    """What an expert has answered, and who did."""
+
+    uid: str
+    peer: Peer
+    outputs: list[torch.Tensor]
+    seconds: float
+    kept_as: bytes = b""
+    """The id under which the server keeps the inputs; empty when it was not asked to."""
+
+
+class ExpertClient:
+    """Calls experts of a swarm, or of servers whose addresses are known; open it with `with`.
+
+    With a `swarm` it uses that one's loop and connections; without, it has its own, and `membership` says
+    which secret they are protected by.
+    """
+
+    def __init__(
+        self,
+        swarm: Swarm | None = None,
+        *,
+        settings: ClientSettings | None = None,
+        membership: Membership | None = None,
+        loop: LoopThread | None = None,
+    ) -> None:
+        self.swarm = swarm
+        self.settings = settings or ClientSettings()
+        self._codec = None if self.settings.codec == PLAIN else codec_from_name(self.settings.codec)
+        self._membership = membership
+        self._given_loop = loop
+        self._run: Callable[..., Any] | None = None
+        self._transport: StreamTransport | None = None
+        self._standings = Standings(self.settings)
+        self._schemas: dict[str, ExpertSchema] = {}
+        self._closing = contextlib.ExitStack()
+        self._lock = threading.RLock()
+
+    # --- for any thread but the loop's ---
+
+    def open(self) -> Self:
+        """Begin; with a swarm, which must be open, this costs nothing."""
+        with self._lock, contextlib.ExitStack() as closing:
+            if self._run is not None:
+                raise UsageError("This client is open already.", next_step="open it in one place only.")
+            if self.swarm is not None:
+                self._transport = self.swarm.dht.endpoint.streams
+                self._run = self.swarm.run
+            else:
+                loop = self._given_loop or closing.enter_context(LoopThread("shoal-experts"))
+                self._transport = StreamTransport(membership=self._membership)
+                loop.run(self._transport.__aenter__())
+                closing.callback(_close_on, loop, self._transport)
+                self._run = loop.run
+            closing.callback(setattr, self, "_run", None)
+            self._closing = closing.pop_all()
+        return self
+
+    def close(self) -> None:
+        """End; does nothing when that was done before."""
+        with self._lock:
+            self._closing.close()
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(self, work: Coroutine[Any, Any, T], deadline: Deadline | None = None) -> T:
+        """Run a coroutine on the client's loop, and wait for its result."""
+        run = self._run
+        if run is None:
+            work.close()
+            raise UsageError("This client is not open.", next_step="use it inside 'with ExpertClient(...)'.")
+        result: T = run(work, deadline)
+        return result
+
+    def expert(self, uid: str, *peers: Peer | Address | str) -> RemoteExpert:
+        """An expert at these servers; without any, at those that the DHT knows."""
+        from shoal.experts.remote import RemoteExpert
+
+        return RemoteExpert(self, uid, [_peer(peer) for peer in peers])
+
+    @property
+    def dht(self) -> DHT:
+        """Of its swarm; UsageError when it has none."""
+        if self.swarm is None:
+            raise UsageError(
+                "This client has no swarm to look experts up in.",
+                next_step="use ExpertClient(swarm), or give the addresses of the servers.",
+            )
+        return self.swarm.dht
+
+    # --- on the loop ---
+
+    @property
+    def transport(self) -> StreamTransport:
+        """What it calls through."""
+        if self._transport is None:
+            raise UsageError("This client is not open.", next_step="use it inside 'with ExpertClient(...)'.")
+        return self._transport
+
+    def is_suspect(self, peer: Peer) -> bool:
+        """Whether the peer failed lately and should be asked last."""
+        return self._standings.is_suspect(peer, time.monotonic())
+
+    async def find(self, uid: str) -> list[Peer]:
+        """Who serves an expert, by the DHT; PeerUnreachable when nobody does."""
+        (found,) = await get_experts(self.dht, [uid], latest=True)
+        if found is None:
+            raise PeerUnreachable(
+                f"Nobody serves the expert {uid}.",
+                cause="its server has left or died, or another grid is meant.",
+                next_step="start one with `shoal serve`, with --adopt to bring back those that were saved.",
+            )
+        return list(found.peers)
+
+    async def schema_of(
+        self, uid: str, peers: Sequence[Peer], deadline: Deadline | None = None
+    ) -> ExpertSchema:
+        """What an expert takes and gives, asked once."""
+        known = self._schemas.get(uid)
+        if known is not None:
+            return known
+        deadline = deadline or Deadline.after(self.settings.first_s * self.settings.patience)
+
+        async def ask(peer: Peer) -> ExpertSchema:
+            reply = await self._call(peer, INFO, InfoRequest(uid), (), deadline)
+            return _read(reply, ExpertSchema, peer)
+
+        schema = await self._first_answer(peers, ask, deadline)
+        self._schemas[uid] = schema
+        return schema
+
+    async def forward(
+        self,
+        uid: str,
+        peers: Sequence[Peer],
+        inputs: Sequence[torch.Tensor],
+        *,
+        deadline: Deadline | None = None,
+        is_kept: bool,
+    ) -> Forwarded:
+        """An expert's outputs, from whichever replica answers first; `is_kept` when a backward will follow.
+
+        Without a deadline each replica is given the time that it usually takes, several times over.
+        """
+        schema = await self.schema_of(uid, peers, deadline)
+        num_samples = schema.check_inputs(inputs)
+        metas, buffers = to_wire(inputs, self._codec)
+        keep_as = secrets.token_bytes(ID_BYTES) if is_kept else b""
+        request = ForwardRequest(uid, metas, keep_as, self.settings.codec)  # type: ignore[arg-type]
+        sent_bytes = sum(map(len, buffers))
+
+        async def ask(peer: Peer) -> Forwarded:
+            _, tensors, seconds = await self._ask(peer, FORWARD, request, buffers, sent_bytes, deadline)
+            try:
+                schema.check_outputs(_whole(tensors), num_samples)
+            except TensorError as error:
+                raise self._unbelievable(peer, uid, error) from None
+            return Forwarded(uid, peer, _whole(tensors), seconds, keep_as)
+
+        return await self._first_answer(peers, ask, deadline)
+
+    async def backward(
+        self,
+        forwarded: Forwarded,
+        inputs: Sequence[torch.Tensor],
+        grad_outputs: Sequence[torch.Tensor],
+        *,
+        deadline: Deadline | None = None,
+    ) -> list[torch.Tensor | None]:
+        """Gradients of a forward's inputs; the expert learns. Asked of the peer that answered, and no other.
+
+        It may be sent several times, and is applied once.
+        """
+        uid, peer = forwarded.uid, forwarded.peer
+        grad_metas, grad_buffers = to_wire(grad_outputs, self._codec)
+        request = BackwardRequest(
+            uid,
+            secrets.token_bytes(ID_BYTES),
+            grad_metas,  # type: ignore[arg-type]
+            kept_as=forwarded.kept_as,
+            codec=self.settings.codec,
+        )
+        buffers: Sequence[Any] = grad_buffers
+        if not forwarded.kept_as:
+            request, buffers = self._with_inputs(request, grad_buffers, inputs)
+        num_lost = 0
+        while True:
+            sent_bytes = sum(map(len, buffers))
+            try:
+                answer, tensors, _ = await self._ask(peer, BACKWARD, request, buffers, sent_bytes, deadline)
+            except PeerLost:
+                num_lost += 1
+                if num_lost >= _MAX_SENDS:
+                    raise
+                continue
+            if not answer.is_missing_inputs:
+                break
+            if request.inputs:
+                raise ProtocolError(f"{peer} asks for inputs of {uid} that it was sent.")
+            request, buffers = self._with_inputs(request, grad_buffers, inputs)
+        try:
+            _check_gradients(tensors, inputs)
+        except TensorError as error:
+            raise self._unbelievable(peer, uid, error) from None
+        return tensors
+
+    def _with_inputs(
+        self, request: BackwardRequest, grad_buffers: Sequence[Any], inputs: Sequence[torch.Tensor]
+    ) -> tuple[BackwardRequest, list[Any]]:
+        metas, buffers = to_wire(inputs, self._codec)
+        return msgspec.structs.replace(request, inputs=metas, kept_as=b""), [*grad_buffers, *buffers]
+
+    async def _ask(
+        self,
+        peer: Peer,
+        method: str,
+        request: Any,
+        buffers: Sequence[Any],
+        sent_bytes: int,
+        deadline: Deadline | None,
+    ) -> tuple[Answer, list[torch.Tensor | None], float]:
+        """One call to one peer, made again while that says 'busy'."""
+        kind = "forward" if method == FORWARD else "backward"
+        standing = self._standings.of(peer)
+        if deadline is None:
+            deadline = Deadline.after(standing.timeout_s(kind, 2 * sent_bytes))
+        pause_s = _FIRST_PAUSE_S
+        standing.num_in_flight += 1
+        try:
+            while True:
+                began_s = time.monotonic()
+                try:
+                    reply = await self._call(peer, method, request, buffers, deadline)
+                except PeerLeaving:
+                    standing.on_failure(time.monotonic())
+                    raise
+                except PeerBusy:
+                    pause_s = min(_MAX_PAUSE_S, 2 * pause_s)
+                    wait_s = pause_s * (0.5 + self.transport.network.random.random())
+                    if wait_s >= deadline.remaining_s:
+                        raise
+                    await asyncio.sleep(wait_s)
+                    continue
+                except DeadlineExceeded:
+                    standing.on_late(kind, time.monotonic())
+                    raise
+                except (PeerLost, PeerUnreachable, ProtocolError):
+                    standing.on_failure(time.monotonic())
+                    raise
+                seconds = time.monotonic() - began_s
+                answer = _read(reply, Answer, peer)
+                received_bytes = sum(map(len, reply.buffers))
+                standing.on_answer(kind, seconds, sent_bytes + received_bytes, answer.waited_s)
+                try:
+                    return answer, from_wire(answer.tensors, reply.buffers), seconds
+                except TensorError as error:
+                    raise self._unbelievable(peer, request.uid, error) from None
+        finally:
+            standing.num_in_flight -= 1
+
+    async def _call(
+        self, peer: Peer, method: str, request: Any, buffers: Sequence[Any], deadline: Deadline
+    ) -> Reply:
+        return await self.transport.call(peer, method, request, buffers, deadline=deadline)
+
+    async def _first_answer(
+        self, peers: Sequence[Peer], ask: Callable[[Peer], Coroutine[Any, Any, T]], deadline: Deadline | None
+    ) -> T:
+        """What the best replica answers; the next one is asked when it fails, or takes unusually long."""
+        ranked = self._standings.ranked(peers, time.monotonic())
+        if not ranked:
+            raise UsageError("There is no peer to ask.")
+        if len(ranked) == 1:
+            return await ask(ranked[0])
+        turns = [asyncio.Event() for _ in ranked]
+        turns[0].set()
+        calls = [
+            self._in_turn(functools.partial(ask, peer), turns, index, self._hedge_s(ranked, index))
+            for index, peer in enumerate(ranked)
+        ]
+        outcomes = await fanout(
+            calls,
+            deadline or Deadline.never(),
+            is_enough=lambda results: any(not isinstance(result, Exception) for result in results),
+        )
+        for outcome in outcomes:
+            if not isinstance(outcome, Exception):
+                return outcome
+        raise _worst(outcomes)
+
+    def _hedge_s(self, ranked: Sequence[Peer], index: int) -> float | None:
+        """How long the one before is waited for; None: until it fails."""
+        if index == 0 or not self.settings.has_hedges:
+            return None
+        return self._standings.of(ranked[index - 1]).hedge_s
+
+    @staticmethod
+    async def _in_turn(
+        ask: Callable[[], Coroutine[Any, Any, T]],
+        turns: Sequence[asyncio.Event],
+        index: int,
+        hedge_s: float | None,
+    ) -> T:
+        if index > 1:
+            await turns[index - 1].wait()  # the one before has begun
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(hedge_s):
+                await turns[index].wait()
+        turns[index].set()
+        try:
+            return await ask()
+        except Exception:
+            if index + 1 < len(turns):
+                turns[index + 1].set()
+            raise
+
+    def _unbelievable(self, peer: Peer, uid: str, error: ShoalError) -> PeerError:
+        self._standings.of(peer).on_failure(time.monotonic())
+        return PeerRefused(
+            f"{peer} answered for {uid} what is no answer of this expert: {error.what}",
+            peer=peer,
+            cause="its server is broken or hostile, or serves another class under this uid.",
+            next_step="leave it out; deny its peer id if it goes on.",
+        )
+
+
+def _peer(given: Peer | Address | str) -> Peer:
+    if isinstance(given, Peer):
+        return given
+    return Peer(Address.parse(given) if isinstance(given, str) else given)
+
+
+def _read(reply: Reply, kind: type[T], peer: Peer) -> T:
+    try:
+        return msgspec.convert(reply.payload, kind)
+    except (msgspec.ValidationError, TypeError, ValueError, RecursionError) as error:
+        raise PeerRefused(f"{peer} answered what cannot be read: {error}.", peer=peer) from None
+
+
+def _whole(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    if any(tensor is None for tensor in tensors):
+        raise TensorError("an output is missing")
+    return list(tensors)  # type: ignore[arg-type]
+
+
+def _check_gradients(gradients: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]) -> None:
+    if len(gradients) != len(inputs):
+        raise TensorError(f"{len(gradients)} gradients for {len(inputs)} inputs")
+    for index, (gradient, tensor) in enumerate(zip(gradients, inputs, strict=True)):
+        if gradient is not None and (gradient.shape, gradient.dtype) != (tensor.shape, tensor.dtype):
+            raise TensorError(
+                f"gradient {index} is {gradient.dtype}{list(gradient.shape)}, "
+                f"its input {tensor.dtype}{list(tensor.shape)}"
+            )
+
+
+def _worst(outcomes: Sequence[Any]) -> Exception:
+    """Of several failures the one that says most: not that a deadline passed while another was waited for."""
+    errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+    telling = [error for error in errors if not isinstance(error, DeadlineExceeded)]
+    return (telling or errors)[0]
+
+
+def _close_on(loop: LoopThread, transport: StreamTransport) -> None:
+    loop.run(_close(transport))
+
+
+async def _close(transport: StreamTransport) -> None:
+    await transport.__aexit__(None, None, None)

@@ -1,0 +1,1 @@
+"""Where experts compute: the processor's cores, or a GPU."""

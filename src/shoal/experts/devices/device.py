@@ -1,0 +1,114 @@
+"""What a device does with a batch of jobs: merge them, compute once, and take the results apart again.
+
+A device is used by one thread, the server's device thread, except where it says otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shoal.core import ShoalError
+from shoal.experts.expert import Expert
+from shoal.experts.jobs import Job, JobKind, Outcome
+from shoal.experts.kept import KeptInputs
+from shoal.experts.settings import ServerSettings
+from shoal.experts.wire import from_wire, to_wire
+from shoal.tensors import codec_from_name
+from shoal.tensors.codecs.base import PLAIN
+from shoal.transport.messages import Head
+
+log = logging.getLogger(__name__)
+
+Results = list[tuple[Job, Outcome | Exception]]
+Tensors = Sequence[torch.Tensor | None]
+
+
+class Device(ABC):
+    """Computes batches; how it does is the subclass's affair."""
+
+    def __init__(self, name: str, settings: ServerSettings, kept: KeptInputs) -> None:
+        self.torch_device = torch.device(name)
+        self._settings = settings
+        self._kept = kept
+
+    def allocate(self, head: Head) -> Sequence[Any] | None:
+        """Memory for the buffers of a request; None: the transport's own. For any thread."""
+        return None
+
+    def can_start(self) -> bool:
+        """Whether another batch may be started; where not, `on_ready` is called once it may."""
+        return True
+
+    def open(self, deliver: Callable[[Results], None], on_ready: Callable[[], None]) -> None:
+        """Begin; results go to `deliver`, from any thread."""
+        self._deliver = deliver
+        self._on_ready = on_ready
+
+    @abstractmethod
+    def start(self, jobs: list[Job]) -> None:
+        """Compute a batch of one expert and kind; its results are delivered now or later."""
+
+    def close(self) -> None:  # noqa: B027 - most devices have nothing to end
+        """Deliver what is under way, and let go of everything."""
+
+    def precision(self) -> contextlib.AbstractContextManager[Any]:
+        """The numbers that experts compute with."""
+        if self._settings.precision == "bf16":
+            return torch.autocast(self.torch_device.type, dtype=torch.bfloat16)
+        return contextlib.nullcontext()
+
+    def compute(
+        self, expert: Expert, kind: JobKind, inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+    ) -> Tensors:
+        """Run an expert on tensors of this device; outputs, or gradients of inputs, as its schema says."""
+        with self.precision():
+            if kind is JobKind.FORWARD:
+                return expert.forward(inputs)
+            return expert.backward(inputs, grads)
+
+
+def received_tensors(job: Job) -> list[list[torch.Tensor]]:
+    """What came with a request, decoded, on the CPU."""
+    return [from_wire(metas, buffers) for metas, buffers in job.received]  # type: ignore[misc]
+
+
+def encoded(job: Job, tensors: Tensors) -> Outcome | Exception:
+    """An answer as its client wants it."""
+    try:
+        return to_wire(tensors, None if job.codec == PLAIN else codec_from_name(job.codec))
+    except ShoalError as error:
+        return error
+
+
+def merged(parts: Sequence[Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
+    """The samples of several requests one after another."""
+    if len(parts) == 1:
+        return parts[0]
+    return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+
+
+def taken_apart(jobs: Sequence[Job], tensors: Tensors) -> list[Tensors]:
+    """What each job of a batch gets."""
+    if len(jobs) == 1:
+        return [tensors]
+    apart: list[Tensors] = []
+    start = 0
+    for job in jobs:
+        end = start + job.num_samples
+        apart.append([None if tensor is None else tensor[start:end] for tensor in tensors])
+        start = end
+    return apart
+
+
+def explained(error: Exception, expert: Expert) -> Exception:
+    """The error that the client is told; whatever a module raises is logged here, once."""
+    if isinstance(error, ShoalError):
+        return error
+    log.warning("the expert %s failed: %s: %s", expert.uid, type(error).__name__, error)
+    return error

@@ -1,0 +1,246 @@
+"""A request that waits for the device, who waits for its answer, and the line in which requests stand.
+
+Handlers on several network threads put jobs in, the device's thread takes them out in batches: jobs of one
+expert and one kind, oldest first. Everything here may be used from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import enum
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from shoal.core import Deadline, DeadlineExceeded, PeerBusy, PeerRefused
+from shoal.core.futures import settle
+from shoal.experts.expert import Expert
+from shoal.experts.settings import ServerSettings
+from shoal.tensors import EncodedMeta
+
+Outcome = tuple[tuple[EncodedMeta | None, ...], list[Any]]
+"""What is answered: descriptions of tensors, and their buffers."""
+
+
+class JobKind(enum.Enum):
+    """What an expert is asked for."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Job:
+    """One request, from its arrival to its answer."""
+
+    __slots__ = (
+        "arrived_s",
+        "client",
+        "codec",
+        "deadline",
+        "expert",
+        "is_dropped",
+        "is_taken",
+        "keep_as",
+        "kept",
+        "kind",
+        "num_samples",
+        "received",
+        "request_id",
+        "waited_s",
+        "waiters",
+    )
+
+    def __init__(
+        self, kind: JobKind, expert: Expert, num_samples: int, client: Hashable, deadline: Deadline
+    ) -> None:
+        self.kind = kind
+        self.expert = expert
+        self.num_samples = num_samples
+        self.client = client
+        self.deadline = deadline
+        self.received: list[tuple[Sequence[EncodedMeta], Sequence[Any]]] = []
+        """As it came: inputs, or gradients of outputs and then, unless they are `kept`, inputs."""
+        self.kept: Sequence[Any] | None = None
+        """Of a backward: the inputs of its forward, on the device."""
+        self.keep_as = b""
+        """The id under which inputs are to be kept (forward), or are kept (backward)."""
+        self.request_id = b""
+        self.codec = ""
+        self.arrived_s = time.monotonic()
+        self.waited_s = 0.0
+        self.is_taken = False
+        self.is_dropped = False
+        self.waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[Outcome]]] = []
+
+
+class JobQueue:
+    """Jobs that wait, in a line for each expert and kind."""
+
+    def __init__(self, settings: ServerSettings, on_put: Callable[[], None]) -> None:
+        self._settings = settings
+        self._on_put = on_put
+        self._lines: dict[tuple[str, JobKind], collections.deque[Job]] = {}
+        self._num_of: collections.Counter[Hashable] = collections.Counter()
+        self._lock = threading.Lock()
+        self.num_waiting = 0
+        self.num_running = 0
+
+    def put(self, job: Job, waiter: asyncio.Future[Outcome]) -> None:
+        """Have a job done and its waiter told, on the waiter's loop; PeerBusy when too many wait already."""
+        if job.num_samples > self._settings.max_batch_size:
+            raise PeerRefused(
+                f"{job.num_samples} samples are above this server's {self._settings.max_batch_size} a batch.",
+                next_step="split it, or start the server with a larger --max-batch-size.",
+            )
+        with self._lock:
+            self._admit(job.client)
+            job.waiters.append((waiter.get_loop(), waiter))
+            line = self._lines.get((job.expert.uid, job.kind))
+            if line is None:
+                line = self._lines[job.expert.uid, job.kind] = collections.deque()
+            line.append(job)
+            self._num_of[job.client] += 1
+            self.num_waiting += 1
+        self._on_put()
+
+    def join(self, job: Job, waiter: asyncio.Future[Outcome]) -> bool:
+        """Wait for a job that was put before; False when it has ended meanwhile."""
+        with self._lock:
+            if not job.waiters:
+                return False
+            job.waiters.append((waiter.get_loop(), waiter))
+            return True
+
+    def leave(self, job: Job, waiter: asyncio.Future[Outcome]) -> bool:
+        """Wait no longer. A job that nobody waits for is dropped, unless it runs already: whether it was."""
+        with self._lock:
+            job.waiters = [other for other in job.waiters if other[1] is not waiter]
+            if job.waiters or job.is_taken or job.is_dropped:
+                return False
+            job.is_dropped = True
+            self._forget(job)
+            return True
+
+    def take(self) -> tuple[list[Job], float | None]:
+        """The next batch; when there is none, how long to wait until there is (None: for the next job)."""
+        with self._lock:
+            now_s = time.monotonic()
+            wait_s: float | None = None
+            best: tuple[float, tuple[str, JobKind]] | None = None
+            for key, line in tuple(self._lines.items()):
+                while line and line[0].is_dropped:
+                    line.popleft()
+                if not line:
+                    del self._lines[key]
+                    continue
+                oldest_s = line[0].arrived_s
+                lacks_s = self._lacks_s(line, now_s)
+                if lacks_s > 0:
+                    wait_s = lacks_s if wait_s is None else min(wait_s, lacks_s)
+                elif best is None or oldest_s < best[0]:
+                    best = (oldest_s, key)
+            if best is None:
+                return [], wait_s
+            jobs, late = self._pick(self._lines[best[1]], now_s)
+            self.num_running += len(jobs)
+        self.finish([(job, DeadlineExceeded("the deadline passed before its turn came.")) for job in late])
+        return jobs, 0.0
+
+    def finish(self, results: Sequence[tuple[Job, Outcome | Exception]]) -> None:
+        """Tell everybody who waits for these jobs, with one wake-up for each of their loops."""
+        told: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Outcome], Outcome | Exception]]] = {}
+        with self._lock:
+            for job, outcome in results:
+                waiters, job.waiters = job.waiters, []
+                for loop, waiter in waiters:
+                    told.setdefault(loop, []).append((waiter, outcome))
+        for loop, settled in told.items():
+            with contextlib.suppress(RuntimeError):  # its loop was closed: nobody waits any more
+                loop.call_soon_threadsafe(_settle_all, settled)
+
+    def ended(self, num_jobs: int) -> None:
+        """Jobs that were taken are done."""
+        with self._lock:
+            self.num_running -= num_jobs
+
+    def drop_all(self, uid: str | None, error: Exception) -> None:
+        """Nobody will do the jobs of this expert (None: of any), and those who wait are told why."""
+        dropped = []
+        with self._lock:
+            for key, line in self._lines.items():
+                if uid in (None, key[0]):
+                    for job in line:
+                        if not job.is_dropped:
+                            job.is_dropped = True
+                            self._forget(job)
+                            dropped.append((job, error))
+        self.finish(dropped)
+
+    def _admit(self, client: Hashable) -> None:
+        limit = self._settings.max_waiting
+        if self.num_waiting < limit:
+            return
+        share = max(1, limit // max(1, len(self._num_of)))
+        if self._num_of[client] >= share or self.num_waiting >= 2 * limit:
+            raise PeerBusy(
+                f"{self.num_waiting} requests wait here already.",
+                next_step="try again later, or ask a replica.",
+            )
+
+    def _forget(self, job: Job) -> None:
+        self.num_waiting -= 1
+        self._num_of[job.client] -= 1
+        if self._num_of[job.client] <= 0:
+            del self._num_of[job.client]
+
+    def _lacks_s(self, line: collections.deque[Job], now_s: float) -> float:
+        """How long this line should still wait for others to come."""
+        settings = self._settings
+        if settings.min_batch_size == 1:
+            return 0.0
+        if sum(job.num_samples for job in line if not job.is_dropped) >= settings.min_batch_size:
+            return 0.0
+        return line[0].arrived_s + settings.max_wait_s - now_s
+
+    def _pick(self, line: collections.deque[Job], now_s: float) -> tuple[list[Job], list[Job]]:
+        """Take a batch out of a line, a job of each client in turn; and those whose time is over."""
+        waiting: list[Job] = []
+        late: list[Job] = []
+        for job in line:
+            if not job.is_dropped:
+                (late if job.deadline.is_past else waiting).append(job)
+        taken = waiting
+        if sum(job.num_samples for job in waiting) > self._settings.max_batch_size:
+            taken = self._in_turn(waiting)
+        for job in (*taken, *late):
+            job.is_taken = True
+            job.waited_s = now_s - job.arrived_s
+            self._forget(job)
+        line.clear()
+        line.extend(job for job in waiting if not job.is_taken)
+        return taken, late
+
+    def _in_turn(self, waiting: list[Job]) -> list[Job]:
+        """As many as fit: first everybody's first, then everybody's second, and so on."""
+        turns: collections.Counter[Hashable] = collections.Counter()
+        ranked = []
+        for job in waiting:
+            ranked.append((turns[job.client], job))
+            turns[job.client] += 1
+        ranked.sort(key=lambda entry: entry[0])  # stable: within a turn the oldest comes first
+        left = self._settings.max_batch_size
+        taken = []
+        for _, job in ranked:
+            if job.num_samples > left:
+                break
+            left -= job.num_samples
+            taken.append(job)
+        return taken
+
+
+def _settle_all(settled: list[tuple[asyncio.Future[Outcome], Outcome | Exception]]) -> None:
+    for waiter, outcome in settled:
+        settle(waiter, outcome)

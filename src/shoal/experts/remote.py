@@ -1,0 +1,105 @@
+"""A remote expert as a module of the local model: its forward and backward are calls to a server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.core import Deadline, Peer, TensorError, UsageError
+from shoal.experts.client import ExpertClient, Forwarded
+from shoal.experts.schema import ExpertSchema
+
+
+class RemoteExpert(nn.Module):
+    """Calls an expert where its module would be called; gradients flow through it, and the expert learns.
+
+    It has no parameters here. `forward_timeout_s` and `backward_timeout_s` bound a call; without them the
+    client's own deadlines do, which follow what the server usually takes. Made by `ExpertClient.expert`.
+    """
+
+    def __init__(self, client: ExpertClient, uid: str, peers: Sequence[Peer] = ()) -> None:
+        super().__init__()
+        self._client = client
+        self.uid = uid
+        self.peers = tuple(peers) or tuple(client.run(client.find(uid)))
+        self.forward_timeout_s: float | None = None
+        self.backward_timeout_s: float | None = None
+        self._schema: ExpertSchema | None = None
+
+    @property
+    def schema(self) -> ExpertSchema:
+        """What it takes and gives; asked of a server the first time."""
+        if self._schema is None:
+            self._schema = self._client.run(self._client.schema_of(self.uid, self.peers))
+        return self._schema
+
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> Any:
+        """What the expert's module gives for these inputs."""
+        schema = self.schema
+        inputs = schema.flatten(args, kwargs)
+        try:
+            schema.check_inputs(inputs)
+        except TensorError as error:
+            raise UsageError(
+                f"The expert {self.uid} takes {schema.describe_inputs()}, and {error.what}.",
+                next_step="reshape or cast the input.",
+            ) from None
+        # A tensor that needs a gradient, so that backward comes here although no input needs one.
+        anchor = torch.empty(0, requires_grad=torch.is_grad_enabled())
+        outputs = _RemoteCall.apply(self, anchor, *inputs)  # type: ignore[no-untyped-call]
+        return outputs[0] if schema.is_single else outputs
+
+    def extra_repr(self) -> str:
+        """For printing the model."""
+        return f"{self.uid} at {', '.join(map(str, self.peers))}"
+
+    def call_forward(self, inputs: Sequence[torch.Tensor], *, is_kept: bool) -> Forwarded:
+        """One forward call, outside of autograd."""
+        deadline = None if self.forward_timeout_s is None else Deadline.after(self.forward_timeout_s)
+        return self._client.run(
+            self._client.forward(self.uid, self.peers, inputs, deadline=deadline, is_kept=is_kept)
+        )
+
+    def call_backward(
+        self, forwarded: Forwarded, inputs: Sequence[torch.Tensor], grad_outputs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """The backward call that belongs to a forward call."""
+        deadline = None if self.backward_timeout_s is None else Deadline.after(self.backward_timeout_s)
+        return self._client.run(self._client.backward(forwarded, inputs, grad_outputs, deadline=deadline))
+
+
+class _RemoteCall(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, expert: RemoteExpert, anchor: torch.Tensor, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        forwarded = expert.call_forward([tensor.detach() for tensor in inputs], is_kept=anchor.requires_grad)
+        device = inputs[0].device
+        outputs = tuple(tensor.to(device) for tensor in forwarded.outputs)
+        ctx.mark_non_differentiable(*(tensor for tensor in outputs if not _has_gradient(tensor)))
+        if anchor.requires_grad:
+            ctx.expert = expert
+            ctx.forwarded = Forwarded(forwarded.uid, forwarded.peer, [], forwarded.seconds, forwarded.kept_as)
+            ctx.save_for_backward(*inputs)
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inputs = ctx.saved_tensors
+        gradients = ctx.expert.call_backward(ctx.forwarded, inputs, grad_outputs)
+        return (
+            None,
+            None,
+            *(
+                None if gradient is None else gradient.to(tensor.device)
+                for gradient, tensor in zip(gradients, inputs, strict=True)
+            ),
+        )
+
+
+def _has_gradient(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -1,0 +1,96 @@
+"""What an expert takes and gives: dtypes and shapes without the batch, which comes first in every tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from shoal.core import TensorError, UsageError
+from shoal.tensors.dtypes import dtype_name
+
+Example = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]
+"""Positional and keyword inputs of a batch."""
+
+
+class TensorSchema(msgspec.Struct, frozen=True, array_like=True):
+    """One input or output."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    """Of one sample."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSchema:
+        """The schema that a batch fits."""
+        return cls(dtype_name(tensor.dtype), tuple(tensor.shape[1:]))
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[batch{''.join(f', {size}' for size in self.shape)}]"
+
+
+class ExpertSchema(msgspec.Struct, frozen=True):
+    """All inputs, positional ones first, and all outputs."""
+
+    inputs: tuple[TensorSchema, ...]
+    keyword_names: tuple[str, ...]
+    """Of the last inputs, in the order in which they travel."""
+    outputs: tuple[TensorSchema, ...]
+    is_single: bool
+    """The module gives one tensor, not a tuple of them."""
+
+    @property
+    def num_args(self) -> int:
+        """Inputs that are given by position."""
+        return len(self.inputs) - len(self.keyword_names)
+
+    def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Inputs in the order in which they travel; UsageError when they are not those of this expert."""
+        missing = [name for name in self.keyword_names if name not in kwargs]
+        unknown = [name for name in kwargs if name not in self.keyword_names]
+        if len(args) != self.num_args or missing or unknown:
+            raise UsageError(
+                f"The expert takes {self.describe_inputs()}; given were {len(args)} by position"
+                + (f" and {', '.join(kwargs)} by name." if kwargs else "."),
+                next_step="call it as its module is called.",
+            )
+        return [*args, *(kwargs[name] for name in self.keyword_names)]
+
+    def unflatten(
+        self, tensors: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[torch.Tensor], dict[str, torch.Tensor]]:
+        """The inverse of `flatten`."""
+        return tensors[: self.num_args], dict(zip(self.keyword_names, tensors[self.num_args :], strict=True))
+
+    def describe_inputs(self) -> str:
+        """For people."""
+        names = [""] * self.num_args + [f"{name}=" for name in self.keyword_names]
+        return ", ".join(f"{name}{schema}" for name, schema in zip(names, self.inputs, strict=True))
+
+    def check_inputs(self, tensors: Sequence[Any]) -> int:
+        """TensorError when the tensors (or their specs) are not inputs of this expert; the batch size."""
+        return _check("input", self.inputs, tensors)
+
+    def check_outputs(self, tensors: Sequence[Any], batch_size: int) -> None:
+        """TensorError when the tensors (or their specs) are not outputs of this expert for such a batch."""
+        got = _check("output", self.outputs, tensors)
+        if got != batch_size:
+            raise TensorError(f"outputs for {got} samples, not for {batch_size}")
+
+
+def _check(what: str, schemas: Sequence[TensorSchema], tensors: Sequence[Any]) -> int:
+    if len(tensors) != len(schemas):
+        raise TensorError(f"{len(tensors)} {what}s, not {len(schemas)}")
+    batch_size = -1
+    for index, (schema, tensor) in enumerate(zip(schemas, tensors, strict=True)):
+        shape, dtype = tensor.shape, tensor.dtype
+        if type(dtype) is not str:
+            dtype = dtype_name(dtype)
+        if len(shape) == 0 or tuple(shape[1:]) != schema.shape or dtype != schema.dtype:
+            raise TensorError(f"{what} {index} is {dtype}{list(shape)}, not {schema}")
+        if batch_size not in (-1, shape[0]):
+            raise TensorError(f"{what} {index} has {shape[0]} samples, the one before {batch_size}")
+        batch_size = shape[0]
+    return batch_size

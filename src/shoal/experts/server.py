@@ -1,0 +1,319 @@
+"""An expert server: requests come in through an endpoint, a device computes them in batches.
+
+The endpoint belongs to whoever made it, and so does the DHT: declaring, saving and averaging experts is done
+beside the server by `hosting`. Handlers run on the endpoint's loops; the device has a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+
+from shoal.core import Deadline, LoopThread, PeerBusy, PeerLeaving, PeerRefused, UsageError
+from shoal.experts.counts import ServerStatistics
+from shoal.experts.devices.cpu import CpuDevice
+from shoal.experts.devices.device import Device, Results
+from shoal.experts.expert import Expert
+from shoal.experts.jobs import Job, JobKind, JobQueue, Outcome
+from shoal.experts.kept import Applied, KeptInputs
+from shoal.experts.settings import ServerSettings
+from shoal.experts.wire import (
+    BACKWARD,
+    FORWARD,
+    INFO,
+    Answer,
+    BackwardRequest,
+    ForwardRequest,
+    InfoRequest,
+    check_sizes,
+    num_buffers,
+    specs_of,
+)
+from shoal.transport import Endpoint, Head, Reply
+
+T = TypeVar("T")
+
+
+class ExpertServer:
+    """Serves experts; open it with `async with` on the loop of its endpoint, which may listen already."""
+
+    def __init__(
+        self, endpoint: Endpoint, experts: Iterable[Expert], settings: ServerSettings | None = None
+    ) -> None:
+        self.endpoint = endpoint
+        self.settings = settings or ServerSettings()
+        self.experts: dict[str, Expert] = {}
+        for expert in experts:
+            if self.experts.setdefault(expert.uid, expert) is not expert:
+                raise UsageError(f"Two experts are called {expert.uid}.")
+        self.is_leaving = False
+        self.kept = KeptInputs(self.settings.kept_bytes, self.settings.kept_s)
+        self.device = make_device(self.settings, self.kept)
+        self.statistics = ServerStatistics()
+        self._applied = Applied(self.settings.remembered_bytes)
+        self._queue = JobQueue(self.settings, self._wake)
+        self._thread = LoopThread("shoal-device")
+        self._lock = threading.Lock()
+        self._is_awake = False
+        self._num_open = 0
+        self._when_all_sent: Callable[[], object] | None = None
+        self._closing = contextlib.ExitStack()
+
+    async def __aenter__(self) -> Self:
+        with contextlib.ExitStack() as closing:
+            closing.enter_context(self._thread)
+            await self.on_device(self._prepare)
+            closing.callback(self.device.close)
+            routes = self.endpoint.routes
+            routes.add(INFO, self._serve_info, None, InfoRequest)
+            routes.add(FORWARD, self._serve_forward, self._allocate_forward, ForwardRequest)
+            routes.add(BACKWARD, self._serve_backward, self._allocate_backward, BackwardRequest)
+            for method in (INFO, FORWARD, BACKWARD):
+                closing.callback(routes.remove, method)
+            self._closing = closing.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.is_leaving = True
+        self._queue.drop_all(None, _leaving())
+        self._closing.close()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for the device."""
+        return self._queue.num_waiting
+
+    async def add(self, expert: Expert) -> None:
+        """Serve one more expert from now on."""
+        if expert.uid in self.experts:
+            raise UsageError(f"The expert {expert.uid} is served here already.")
+        await self.on_device(lambda: expert.place(self.device.torch_device))
+        self.experts[expert.uid] = expert
+
+    async def remove(self, uid: str) -> Expert:
+        """Serve an expert no longer; those who wait for it are told to ask another peer."""
+        expert = self.experts.pop(uid)
+        self._queue.drop_all(uid, _leaving())
+        return await self.on_device(lambda: expert)  # whatever of it runs now has ended then
+
+    async def on_device(self, work: Callable[[], T]) -> T:
+        """Run blocking torch code on the device's thread, between two batches."""
+
+        async def between_batches() -> T:
+            return work()
+
+        return await self._thread.run_from_async(between_batches())
+
+    async def leave(self, deadline: Deadline) -> bool:
+        """Take no more requests and finish those that were accepted; False when the deadline came first."""
+        self.is_leaving = True
+        all_sent = asyncio.Event()
+        with self._lock:
+            loop = asyncio.get_running_loop()
+            self._when_all_sent = lambda: loop.call_soon_threadsafe(all_sent.set)
+            if self._num_open == 0:
+                return True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline.timeout_s):
+                await all_sent.wait()
+        return self._num_open == 0
+
+    # --- on the endpoint's loops ---
+
+    def _expert(self, uid: str) -> Expert:
+        expert = self.experts.get(uid)
+        if expert is None:
+            raise PeerRefused(
+                f"the expert {uid[:100]!r} is not served here.",
+                next_step="look up who serves it now.",
+            )
+        return expert
+
+    def _serve_info(self, head: Head, _: Sequence[memoryview]) -> Reply:
+        return Reply(self._expert(head.payload.uid).schema)
+
+    def _allocate_forward(self, head: Head) -> Sequence[Any]:
+        self._check_open()
+        request: ForwardRequest = head.payload
+        check_sizes(request.inputs, head.sizes)
+        self._expert(request.uid).schema.check_inputs(specs_of(request.inputs))
+        return self._memory(head)
+
+    def _allocate_backward(self, head: Head) -> Sequence[Any]:
+        self._check_open()
+        request: BackwardRequest = head.payload
+        check_sizes((*request.grad_outputs, *request.inputs), head.sizes)
+        schema = self._expert(request.uid).schema
+        if request.inputs:
+            schema.check_inputs(specs_of(request.inputs))
+        if request.grad_outputs:
+            schema.check_outputs(specs_of(request.grad_outputs), request.grad_outputs[0].spec.shape[0])
+        return self._memory(head)
+
+    def _memory(self, head: Head) -> Sequence[Any]:
+        given = self.device.allocate(head)
+        return self.endpoint.streams.pool.allocate_all(head.sizes) if given is None else given
+
+    async def _serve_forward(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
+        request: ForwardRequest = head.payload
+        expert = self._expert(request.uid)
+        num_samples = expert.schema.check_inputs(specs_of(request.inputs))
+        job = Job(JobKind.FORWARD, expert, num_samples, head.peer, head.deadline)
+        job.received = [(request.inputs, buffers)]
+        job.keep_as = request.keep_as
+        job.codec = request.codec
+        return await self._answered(job)
+
+    async def _serve_backward(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
+        request: BackwardRequest = head.payload
+        known = self._applied.find(request.request_id)
+        if known is None and self._applied.is_applied(request.request_id):
+            raise PeerRefused(
+                "this backward was applied before, and its answer is kept no longer.",
+                next_step="go on without its gradient.",
+            )
+        if isinstance(known, tuple):
+            return Reply(Answer(known[0]), known[1])
+        if isinstance(known, Job):
+            return await self._answered(known, is_again=True)
+        expert = self._expert(request.uid)
+        kept = None
+        if not request.inputs and (kept := self.kept.find(request.kept_as, request.uid)) is None:
+            return Reply(Answer((), is_missing_inputs=True))
+        specs = specs_of(request.inputs) if kept is None else kept
+        num_samples = expert.schema.check_inputs(specs)
+        expert.schema.check_outputs(specs_of(request.grad_outputs), num_samples)
+        job = Job(JobKind.BACKWARD, expert, num_samples, head.peer, head.deadline)
+        num_grads = sum(map(num_buffers, request.grad_outputs))
+        job.received = [(request.grad_outputs, buffers[:num_grads])]
+        if kept is None:
+            job.received.append((request.inputs, buffers[num_grads:]))
+        job.kept, job.keep_as = kept, request.kept_as
+        job.request_id = request.request_id
+        job.codec = request.codec
+        first = self._applied.begin(request.request_id, job)
+        return await self._answered(first, is_again=first is not job)
+
+    async def _answered(self, job: Job, *, is_again: bool = False) -> Reply:
+        self._check_open()
+        waiter: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        with self._open_request() as opened:
+            try:
+                if not is_again:
+                    self._queue.put(job, waiter)
+                elif not self._queue.join(job, waiter):
+                    raise PeerBusy("its first answer is on its way.", next_step="ask again.")
+                metas, buffers = await waiter
+            except BaseException:
+                if self._queue.leave(job, waiter) and job.request_id:
+                    self._applied.end(job.request_id, None)
+                raise
+            opened.is_answered = True
+            return Reply(Answer(metas, job.waited_s), buffers, on_sent=self._on_sent)
+
+    @contextlib.contextmanager
+    def _open_request(self) -> Iterator[_Opened]:
+        opened = _Opened()
+        with self._lock:
+            self._num_open += 1
+        try:
+            yield opened
+        finally:
+            if not opened.is_answered:
+                self._on_sent()
+
+    def _on_sent(self) -> None:
+        with self._lock:
+            self._num_open -= 1
+            if self._num_open == 0 and self._when_all_sent is not None:
+                self._when_all_sent()
+
+    def _check_open(self) -> None:
+        if self.is_leaving:
+            raise _leaving()
+
+    # --- on the device's thread ---
+
+    def _prepare(self) -> None:
+        if self.settings.num_threads is not None:
+            torch.set_num_threads(self.settings.num_threads)
+        self.device.open(self._deliver, self._wake)
+        for expert in self.experts.values():
+            expert.place(self.device.torch_device)
+
+    def _wake(self) -> None:
+        """There may be work for the device. For any thread."""
+        with self._lock:
+            if self._is_awake:
+                return
+            self._is_awake = True
+        with contextlib.suppress(RuntimeError, UsageError):  # closed: nobody waits for an answer any more
+            self._thread.loop.call_soon_threadsafe(self._work)
+
+    def _work(self) -> None:
+        """Start one batch, and come back for more after whatever else waits for this thread."""
+        if not self.device.can_start():
+            self._rest()
+            if self.device.can_start():  # since just now: nobody was at rest to be woken
+                self._wake()
+            return
+        jobs, wait_s = self._queue.take()
+        if jobs:
+            began_s = time.perf_counter()
+            self.device.start(jobs)
+            self.statistics.count_batch(time.perf_counter() - began_s)
+            self._thread.loop.call_soon(self._work)
+        elif wait_s:
+            self._rest()
+            self._thread.loop.call_later(wait_s, self._wake)
+        else:
+            self._rest()
+            if self._queue.num_waiting:  # put in between, while this thread still counted as awake
+                self._wake()
+
+    def _rest(self) -> None:
+        with self._lock:
+            self._is_awake = False
+
+    def _deliver(self, results: Results) -> None:
+        """Tell what became of jobs. For any thread."""
+        for job, outcome in results:
+            is_done = not isinstance(outcome, Exception)
+            if job.kind is JobKind.BACKWARD:
+                self._applied.end(job.request_id, outcome if is_done else None)  # type: ignore[arg-type]
+                if is_done and job.keep_as:
+                    self.kept.drop(job.keep_as)
+            self.statistics.count(job.kind.value, job.num_samples, is_done=is_done)
+        self._queue.ended(len(results))
+        self._queue.finish(results)
+
+
+class _Opened:
+    """A request that is being answered."""
+
+    is_answered = False
+
+
+def make_device(settings: ServerSettings, kept: KeptInputs) -> Device:
+    """The device that the settings name; UsageError when this machine has none such."""
+    kind = torch.device(settings.device).type
+    if kind == "cpu":
+        return CpuDevice(settings, kept)
+    if kind == "cuda":
+        from shoal.experts.devices.cuda import CudaDevice
+
+        return CudaDevice(settings, kept)
+    raise UsageError(f"Experts cannot be served on {settings.device!r}.", next_step="use cpu or cuda.")
+
+
+def _leaving() -> PeerLeaving:
+    return PeerLeaving("this server is leaving.", next_step="ask another peer that serves the expert.")

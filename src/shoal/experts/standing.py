@@ -1,0 +1,91 @@
+"""What a client has seen of each server: how fast it answers, how long its line is, whether it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.core import AdaptiveDeadline, Peer
+from shoal.experts.settings import ClientSettings
+
+_FLOOR_S = 5.0  # a server is slow long before it is lost: below this nobody is given up
+_SUSPECT_S = 5.0  # after a failure, doubled for each further one
+_MAX_SUSPECT_S = 120.0
+_SMOOTHING = 0.3
+
+
+class Standing:
+    """One server, as this client knows it; lives on the client's loop."""
+
+    def __init__(self, settings: ClientSettings) -> None:
+        self._deadlines = {
+            method: AdaptiveDeadline(patience=settings.patience, initial_s=settings.first_s, floor_s=_FLOOR_S)
+            for method in ("forward", "backward")
+        }
+        self.num_in_flight = 0
+        self.answer_s = 0.0
+        """Smoothed, of forward calls."""
+        self.waited_s = 0.0
+        """Smoothed: how long requests stand in the server's line."""
+        self.suspect_until_s = 0.0
+        self._num_failures = 0
+
+    def timeout_s(self, method: str, size_bytes: int) -> float:
+        """How long a call with so many bytes may take, both ways counted."""
+        return self._deadlines[method].timeout_s(size_bytes)
+
+    def on_answer(self, method: str, seconds: float, size_bytes: int, waited_s: float) -> None:
+        """It has answered."""
+        self._deadlines[method].observe(seconds, size_bytes)
+        self.suspect_until_s = 0.0
+        self._num_failures = 0
+        self.waited_s += _SMOOTHING * (waited_s - self.waited_s)
+        if method == "forward":
+            is_first = self.answer_s == 0.0
+            self.answer_s = seconds if is_first else self.answer_s + _SMOOTHING * (seconds - self.answer_s)
+
+    def on_late(self, method: str, now_s: float) -> None:
+        """It has not answered in time."""
+        self._deadlines[method].missed()
+        self.on_failure(now_s)
+
+    def on_failure(self, now_s: float) -> None:
+        """It is gone, or answers nonsense: to be asked last for a while."""
+        self.suspect_until_s = now_s + min(_MAX_SUSPECT_S, _SUSPECT_S * 2.0**self._num_failures)
+        self._num_failures += 1
+
+    @property
+    def expected_s(self) -> float:
+        """How long a call would take now, for choosing among replicas."""
+        return self.answer_s * (1 + self.num_in_flight) + self.waited_s
+
+    @property
+    def hedge_s(self) -> float:
+        """When to ask a replica too: longer than nearly all answers take."""
+        return max(0.02, 3 * self.answer_s) if self.answer_s else 1.0
+
+
+class Standings:
+    """All servers that this client has met."""
+
+    def __init__(self, settings: ClientSettings) -> None:
+        self._settings = settings
+        self._standings: dict[object, Standing] = {}
+
+    def of(self, peer: Peer) -> Standing:
+        """What is known of a server, by its id where that is known."""
+        key = peer.id or peer.address
+        standing = self._standings.get(key)
+        if standing is None:
+            standing = self._standings[key] = Standing(self._settings)
+        return standing
+
+    def is_suspect(self, peer: Peer, now_s: float) -> bool:
+        """Whether it failed lately."""
+        return self.of(peer).suspect_until_s > now_s
+
+    def ranked(self, peers: Sequence[Peer], now_s: float) -> list[Peer]:
+        """The servers in the order in which to ask them: fastest first, those that failed lately last.
+
+        One that was never asked counts as fast: it should get its chance.
+        """
+        return sorted(peers, key=lambda peer: (self.is_suspect(peer, now_s), self.of(peer).expected_s))
