@@ -19,6 +19,7 @@ VERBS = [
     ["report"],
     ["doctor"],
     ["dht"],
+    ["serve"],
     ["status"],
     ["bench"],
     ["bench", "transport"],
@@ -50,7 +51,7 @@ def test_without_a_verb_there_is_help(capsys):
     assert run([]) == BAD_USAGE
     out, complaint = capsys.readouterr()
     assert out == ""
-    for verb in ("diff", "report", "doctor", "dht", "status", "bench", "keys", "run"):
+    for verb in ("diff", "report", "doctor", "dht", "serve", "status", "bench", "keys", "run"):
         assert f"\n  {verb} " in complaint
 
 
@@ -175,6 +176,7 @@ def test_the_module_and_the_console_script_are_one_program():
         "keys secret",
         "doctor",
         "dht --help",
+        "serve --help",
         "status --help",
         "run --help",
         "bench --help",

@@ -48,6 +48,8 @@ def gpu(monkeypatch):
 
     def make(settings, kept):
         made.append(cuda.CudaDevice(settings, kept))
+        assert made[-1].torch_device == torch.device("cuda:0")
+        made[-1].torch_device = torch.device("cpu")
         return made[-1]
 
     monkeypatch.setattr(server_module, "make_device", make)
@@ -56,7 +58,7 @@ def gpu(monkeypatch):
 
 def test_requests_go_through_pinned_memory_and_come_back_as_the_module_says(gpu):
     expert, local = linear_expert(), linear_expert()
-    settings = ServerSettings(pinned_bytes=1 << 16)
+    settings = ServerSettings(device="cuda", pinned_bytes=1 << 16)
     with serving(expert, settings=settings) as served, client_of() as client:
         module = client.expert("expert0", served.peer)
         x = torch.randn(4, 8, requires_grad=True)

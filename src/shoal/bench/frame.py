@@ -62,6 +62,7 @@ class RunSettings(msgspec.Struct, frozen=True):
 SCENARIOS: dict[str, str] = {
     "collectives": "shoal.bench.collectives:CollectivesScenario",
     "dht": "shoal.bench.dht:DhtScenario",
+    "experts": "shoal.bench.experts:ExpertsScenario",
     "training": "shoal.bench.training:TrainingScenario",
     "transport": "shoal.bench.transport:TransportScenario",
     "virtual": "shoal.bench.virtual:VirtualScenario",

@@ -18,6 +18,7 @@ from shoal.bench.against import source_of
 from shoal.bench.frame import RunSettings, Version, run_benchmark
 from shoal.bench.progress import show_progress
 from shoal.cli import dht_flags as flags
+from shoal.cli import experts_flags
 from shoal.core import UsageError
 from shoal.report import DEFAULT_FOLDER, Report, compare, default_path, save
 from shoal.report.storage import write_atomically
@@ -148,6 +149,42 @@ def dht(
         emit(changed, sys.stderr)
     settings = run_settings(context, starts, seed)
     run_and_tell("dht", config, settings, summarize_dht, Outputs(report, json_file, dht_items), against)
+
+
+@app.command()
+def experts(
+    context: typer.Context,
+    preset: experts_flags.Preset = "default",
+    num_experts: experts_flags.NumExperts = None,
+    num_clients: experts_flags.NumClients = None,
+    client_processes: experts_flags.ClientProcesses = None,
+    num_batches_per_client: experts_flags.NumBatches = None,
+    batch_size: experts_flags.BatchSize = None,
+    max_batch_size: experts_flags.MaxBatchSize = None,
+    hidden_dim: experts_flags.HiddenDim = None,
+    expert_class: experts_flags.ExpertClass = None,
+    backward: experts_flags.Backward = None,
+    num_handlers: experts_flags.NumHandlers = None,
+    device: experts_flags.Device = None,
+    precision: experts_flags.Precision = None,
+    increase_file_limit: experts_flags.IncreaseFileLimit = False,
+    starts: OneStart = 1,
+    seed: Seed = 0,
+    against: Against = None,
+    report: ReportFile = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Clients that send batches to the experts of one server, beside a bare echo and the module alone."""
+    from shoal.bench.experts_config import config_of, ensure_files, preset_named
+    from shoal.bench.experts_summary import experts_items, summarize_experts
+
+    should_raise = increase_file_limit or preset_named(preset).should_raise_file_limit
+    config = config_of(preset, context.params)
+    if changed := ensure_files(config, should_raise=should_raise):
+        emit(changed, sys.stderr)
+    settings = run_settings(context, starts, seed)
+    outputs = Outputs(report, json_file, experts_items)
+    run_and_tell("experts", config, settings, summarize_experts, outputs, against)
 
 
 @app.command()

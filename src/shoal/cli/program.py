@@ -21,6 +21,7 @@ from shoal.cli.doctor import doctor
 from shoal.cli.keys import app as keys_app
 from shoal.cli.report import report
 from shoal.cli.run import run as run_program
+from shoal.cli.serve import serve
 from shoal.cli.status import status
 from shoal.core.errors import ReportError, ShoalError, UsageError
 from shoal.report.tables import emit
@@ -52,6 +53,7 @@ app.command(context_settings=CONTEXT)(diff)
 app.command(context_settings=CONTEXT)(report)
 app.command(context_settings=CONTEXT)(doctor)
 app.command(context_settings=CONTEXT)(dht)
+app.command(context_settings=CONTEXT)(serve)
 app.command(context_settings=CONTEXT)(status)
 # what follows PROGRAM is the program's own, options and all
 app.command(

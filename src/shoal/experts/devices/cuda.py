@@ -70,7 +70,7 @@ class CudaDevice(Device):
                 cause="torch finds no CUDA device, or is a build without CUDA.",
                 next_step="use --device cpu, or see what `shoal doctor` says.",
             )
-        super().__init__(settings.device, settings, kept)
+        super().__init__(f"cuda:{torch.device(settings.device).index or 0}", settings, kept)
         self._num_started = 0
         self._lock = threading.Lock()
         self._waiter = LoopThread("shoal-device-done")

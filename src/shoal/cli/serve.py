@@ -1,0 +1,187 @@
+"""`shoal serve`: experts that others compute with and train, until Ctrl-C.
+
+0 ended when it was told to, 1 it could not serve. The first signal lets it leave in order, a second ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+import typer
+
+from shoal.cli.live import ends_by_signal, live_line
+from shoal.cli.output import counted, say
+from shoal.core.clock import SYSTEM_CLOCK
+from shoal.core.ids import Address
+from shoal.report.tables import emit, result_line
+from shoal.report.units import scale_for
+
+if TYPE_CHECKING:
+    from shoal.core.loop import LoopThread
+    from shoal.experts.config import HostingConfig, OptionInfo
+    from shoal.experts.hosting import Hosting
+    from shoal.experts.status_line import Moment
+
+_NUM_FILES = 8192
+_MAX_NAMED = 6
+_ALIASES = {"num_loops": ("--num-handlers",)}
+_METAVARS = {"listen": "HOST:PORT", "join": "HOST:PORT", "checkpoint_dir": "DIR", "uid": "UID"}
+
+
+def _flag(option: OptionInfo) -> inspect.Parameter:
+    flag = f"--{option.name.replace('_', '-')}"
+    kind: Any = option.kind
+    names = [flag, *_ALIASES.get(option.name, ())]
+    if option.kind is bool:
+        names = [f"{flag}/--no-{flag.removeprefix('--')}"]
+    elif option.kind is tuple:
+        kind = list[str]
+    elif option.choices:
+        kind = Literal[option.choices]
+    metavar = _METAVARS.get(option.name, "FILE" if option.name.endswith("_file") else None)
+    help_text = f"{option.description[:1].upper()}{option.description[1:]}."
+    has_default = option.default not in (None, (), False)
+    shown: Any = str(option.default) if has_default else False
+    said = typer.Option(*names, metavar=metavar, help=help_text, show_default=shown)
+    return inspect.Parameter(
+        option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, said]
+    )
+
+
+def _with_flags(verb: Callable[..., None]) -> Callable[..., None]:
+    """The same, with a flag for each field of the configuration."""
+    from shoal.experts.config import options
+
+    signature = inspect.signature(verb, eval_str=True)
+    own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    flags = [_flag(option) for option in options()]
+    verb.__signature__ = signature.replace(parameters=[*own, *flags])  # type: ignore[attr-defined]
+    return verb
+
+
+@_with_flags
+def serve(
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="TOML with the names of these flags; flags win.", show_default=False
+        ),
+    ] = None,
+    **flags: Any,
+) -> None:
+    """Serve experts, pieces of a model that other peers compute with and train, until Ctrl-C.
+
+    With --join they are declared in the swarm's DHT, where mixtures of experts find them; without it there is
+    no DHT, they are called expert0, expert1, … and clients are given the address. Ctrl-C or SIGTERM: what was
+    accepted is finished, experts are saved and withdrawn; a second signal ends it at once.
+    """
+    from shoal.cli.members import claimed_identity, member_of
+    from shoal.core.loop import own_the_process
+    from shoal.experts.config import load_config
+
+    began_s = SYSTEM_CLOCK.now_s()
+    own_the_process()
+    given = {name: value for name, value in flags.items() if value is not None}
+    told = load_config(config, given)
+    _allow_open_files()
+    with claimed_identity(_path(told.identity_file)) as identity, ends_by_signal():
+        lists = (_path(told.allow_file), _path(told.deny_file))
+        member = member_of(identity, _path(told.secret_file), lists, is_insecure=told.insecure)
+        told = _with_address(told, is_open=told.insecure or member.membership is not None)
+        from shoal.experts.hosting import hosted
+
+        with hosted(told, identity, member.membership) as (hosting, loop):
+            startup_s = SYSTEM_CLOCK.now_s() - began_s
+            result: dict[str, object] = {
+                "peer_id": str(hosting.peer_id),
+                "address": str(hosting.address),
+                "startup_s": round(startup_s, 3),
+            }
+            with contextlib.suppress(KeyboardInterrupt):
+                _introduce(hosting, startup_s)
+                _watch(hosting, loop)
+            _end_at_the_second_signal()
+            say("Leaving: finishing what was accepted. A second signal ends it at once.")
+        last = hosting.moment()
+    emit(result_line({**result, **_summary(last)}), sys.stdout)
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
+
+
+def _with_address(config: HostingConfig, *, is_open: bool) -> HostingConfig:
+    """Where to listen, if that was not said; UsageError when those who are joined could not call it there."""
+    from shoal.cli.dht import _check_ways, _where_to_listen
+
+    starts = [Address.parse(text) for text in config.join]
+    listens = Address.parse(config.listen) if config.listen else _where_to_listen(starts, is_open=is_open)
+    _check_ways(listens, starts)
+    return msgspec.structs.replace(config, listen=str(listens))
+
+
+def _introduce(hosting: Hosting, startup_s: float) -> None:
+    config, uids = hosting.config, hosting.uids
+    protected = "with a swarm secret" if hosting.endpoint.membership is not None else "without a secret"
+    say(f"Listening on {hosting.address}, TCP and UDP, as peer {hosting.peer_id}, {protected}.")
+    if hosting.dht is not None:
+        say(f"Joined a swarm: {counted(len(hosting.dht.table), 'peer')} known.")
+    sizes = [sum(one.numel() for one in each.module.parameters()) for each in hosting.server.experts.values()]
+    scale = scale_for("1", max(sizes, default=0))
+    size = f", {scale.format(max(sizes))} parameters each" if sizes else ""
+    named = ", ".join(uids[:_MAX_NAMED]) + (", …" if len(uids) > _MAX_NAMED else "")
+    say(
+        f"Serving {counted(len(uids), 'expert')} of class {config.expert_class} (hidden {config.hidden_dim}"
+        f"{size}) on {hosting.device}, {config.precision}{': ' if uids else ''}{named}"
+    )
+    if hosting.metrics is not None:
+        say(f"Metrics: {hosting.metrics.url}")
+    say(f"Ready after {scale_for('s', startup_s).format(startup_s)}. Ctrl-C ends it.")
+
+
+def _watch(hosting: Hosting, loop: LoopThread) -> None:
+    """Show how it is, until told to end."""
+    now = hosting.moment()
+    with live_line() as (show_line, usual_s):
+        while True:
+            loop.run(asyncio.sleep(hosting.config.stats_s or usual_s))
+            before, now = now, hosting.moment()
+            show_line(now.line(before))
+
+
+def _summary(last: Moment) -> dict[str, object]:
+    return {
+        "up_s": round(last.up_s, 3),
+        "num_experts": len(last.experts),
+        "num_samples": last.num_samples,
+        "num_batches": last.num_batches,
+        "num_updates": sum(expert.num_updates for expert in last.experts),
+        "num_failed": last.num_failed,
+    }
+
+
+def _end_at_the_second_signal() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _allow_open_files() -> None:
+    """As many connections as the limits of the transport allow, where the system does."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _NUM_FILES if hard == resource.RLIM_INFINITY else min(_NUM_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,250 @@
+"""The experts of one grid and where to call them: what the DHT has told, remembered and kept fresh.
+
+A search asks the DHT only for what it needs and does not know; what has grown old is looked up again in the
+background, while searches go on with what is known. Experts and peers that failed are left out for a while.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from shoal.core import SYSTEM_CLOCK, Clock, Deadline, UsageError
+from shoal.dht.declaring import ExpertAddress, get_experts
+from shoal.dht.uids import ExpertPrefix, ExpertUid
+from shoal.experts.known_grid import Coordinates, KnownGrid
+from shoal.experts.pauses import Pauses
+from shoal.experts.routing import GridTables, Place, Routes
+
+if TYPE_CHECKING:
+    from shoal.experts.client import ExpertClient
+
+_LOOK_UP_S = 30.0
+_LOOK_AGAIN_S = 1.0  # between two rounds in the background; also before an absence is doubted
+_FORGET_AFTER = 5  # what is so many times older than it should be is not to be relied upon
+
+
+class Directory:
+    """For any thread but the client's loop. A copy of it, with its mixture, is the same one."""
+
+    def __init__(
+        self,
+        client: ExpertClient,
+        prefix: ExpertPrefix | str,
+        grid: Sequence[int],
+        *,
+        refresh_s: float = 30.0,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self.client = client
+        self.prefix = ExpertPrefix.of(prefix)
+        self.grid = tuple(grid)
+        self._refresh_s = refresh_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._known = KnownGrid(self.prefix.coordinates, self.grid, refresh_s)
+        self._pauses = Pauses()
+        self._refresh_at_s = 0.0
+        self._searched_at_s = clock.now_s()
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    def find(self, scores: torch.Tensor, *, beam_size: int, k: int, k_min: int = 1) -> Routes:
+        """The `k` best experts of each sample, by scores [batch, sum(grid)] on the CPU.
+
+        Those that failed lately come last, and only where a sample has fewer than `k_min` others. When some
+        sample has fewer than that at all, places where there was nothing are looked at once more.
+        """
+        if not bool((scores < torch.inf).all()):
+            raise UsageError(
+                f"The gate of the experts {self.prefix} has given a score of NaN or infinity.",
+                cause="its input is not finite, or its training has diverged.",
+                next_step="look at the input; lower the learning rate, or clip gradients.",
+            )
+        self._forget_old()
+        axes = torch.split(scores.detach().to(torch.float32), list(self.grid), dim=1)
+        search = _Search(axes, beam_size, k, k_min)
+        deadline = Deadline.after(_LOOK_UP_S, self._clock)
+        routes = self._found(search, deadline)
+        if bool((routes.num_routes < k_min).any()) and self._has_forgotten_absence():
+            routes = self._found(search, deadline)
+        self._keep_fresh(routes.experts)
+        return routes
+
+    def failed(self, expert: ExpertAddress, *, is_peer_lost: bool) -> None:
+        """Leave an expert out for a while, and see who serves it now; its peers too when they are lost."""
+        now_s = self._clock.now_s()
+        with self._lock:
+            self._pauses.failed(expert.uid, now_s)
+            if is_peer_lost:
+                for peer in expert.peers:
+                    self._pauses.failed(peer.id, now_s)
+            self._known.doubt(expert.uid.coordinates, now_s)
+
+    def answered(self, expert: ExpertAddress, peer_id: object) -> None:
+        """All is well with an expert and the peer that answered."""
+        with self._lock:
+            self._pauses.answered(expert.uid)
+            self._pauses.answered(peer_id)
+            self._known.trust(expert.uid.coordinates)
+
+    def _found(self, search: _Search, deadline: Deadline) -> Routes:
+        reach: int | None = 1
+        depth = 0
+        while True:
+            with self._lock:
+                tables = self._known.tables
+                left_out = self._left_out(tables)
+            found = search.over(tables, left_out, reach)
+            if isinstance(found, torch.Tensor):
+                return tables.routes(found)
+            is_further = reach is not None and len(found[0]) == depth
+            reach = 2 * reach if is_further and reach is not None else 1
+            depth = len(found[0])
+            self.client.run(self._learn(found, deadline))
+            if deadline.is_past:
+                reach = None
+
+    def _left_out(self, tables: GridTables) -> torch.Tensor | None:
+        now_s = self._clock.now_s()
+        if not self._pauses.has_any(now_s):
+            return None
+        marks = [
+            self._pauses.is_paused(expert.uid, now_s)
+            or all(self._pauses.is_paused(peer.id, now_s) for peer in expert.peers)
+            for expert in tables.experts
+        ]
+        return torch.tensor(marks) if any(marks) else None
+
+    def _forget_old(self) -> None:
+        """After a time without searches nothing was kept fresh."""
+        now_s = self._clock.now_s()
+        with self._lock:
+            if now_s - self._searched_at_s > _FORGET_AFTER * self._refresh_s:
+                self._known.forget_all()
+            self._searched_at_s = now_s
+
+    def _has_forgotten_absence(self) -> bool:
+        with self._lock:
+            return self._known.forget_absence(self._clock.now_s() - _LOOK_AGAIN_S)
+
+    def _keep_fresh(self, used: Iterable[ExpertAddress]) -> None:
+        now_s = self._clock.now_s()
+        with self._lock:
+            if now_s < self._refresh_at_s:
+                return
+            self._refresh_at_s = now_s + _LOOK_AGAIN_S
+            prefixes, experts = self._known.stale((expert.uid.coordinates for expert in used), now_s)
+            if not prefixes and not experts:
+                return
+            self._refresh_at_s = now_s + 2 * _LOOK_UP_S  # or when it has ended
+        self.client.run(self._start_refresh(prefixes, experts))
+
+    # --- on the client's loop ---
+
+    async def _start_refresh(self, prefixes: list[Place], experts: list[Place]) -> None:
+        self.client.dht.start_soon(self._refresh(prefixes, experts), f"refresh of {self.prefix}")
+
+    async def _refresh(self, prefixes: list[Place], experts: list[Place]) -> None:
+        deadline = Deadline.after(_LOOK_UP_S, self._clock)
+        try:
+            for places in _by_length(prefixes):
+                await self._refresh_prefixes(places, deadline)
+            if experts:
+                await self._learn_experts(experts, deadline, is_refresh=True)
+        finally:
+            self._refresh_at_s = self._clock.now_s() + _LOOK_AGAIN_S
+
+    async def _learn(self, places: list[Place], deadline: Deadline) -> None:
+        """Look up places of one length, those of experts or of prefixes."""
+        if len(places[0]) == len(self.prefix.coordinates) + len(self.grid):
+            await self._learn_experts(places, deadline)
+        else:
+            await self._learn_prefixes(places, deadline)
+
+    async def _refresh_prefixes(self, places: list[Place], deadline: Deadline) -> None:
+        """Learn first what lies behind their new coordinates, so that no search has to ask for it."""
+        told = await self._coordinates(places, deadline)
+        with self._lock:
+            new = self._known.new_below(told)
+        if new and not deadline.is_past:
+            await self._learn(new, deadline)
+        if not deadline.is_past:
+            with self._lock:
+                self._known.note_prefixes(told, self._clock.now_s())
+
+    async def _learn_prefixes(self, places: list[Place], deadline: Deadline) -> None:
+        told = await self._coordinates(places, deadline)
+        if not deadline.is_past:
+            with self._lock:
+                self._known.note_prefixes(told, self._clock.now_s())
+
+    async def _learn_experts(
+        self, places: list[Place], deadline: Deadline, *, is_refresh: bool = False
+    ) -> None:
+        there = places
+        if len(places[0]) == 1:  # a grid of one axis: many places, of which nobody has told which are taken
+            told = await self._coordinates(places, deadline)
+            there = [place for place in places if told[place]]
+        uids = [ExpertUid(self.prefix.name, place) for place in there]
+        # what this peer remembers itself is no news of an expert that has moved
+        addresses = await get_experts(self.client.dht, uids, latest=is_refresh, deadline=deadline)
+        if deadline.is_past:
+            return
+        found: dict[Place, ExpertAddress | None] = dict.fromkeys(places)
+        found.update(zip(there, addresses, strict=True))
+        with self._lock:
+            for place, address in found.items():
+                if address is not None and _has_new_peer(address, self._known.expert(place)):
+                    self._pauses.answered(address.uid)  # worth a call
+            self._known.note_experts(found, self._clock.now_s())
+
+    async def _coordinates(self, places: list[Place], deadline: Deadline) -> dict[Place, Coordinates | None]:
+        names = [str(ExpertPrefix(self.prefix.name, place)) for place in places]
+        told = await self.client.dht.get_coordinates(names, deadline=deadline)
+        return dict(zip(places, told, strict=True))
+
+
+class _Search:
+    """What a batch looks for."""
+
+    def __init__(self, axes: Sequence[torch.Tensor], beam_size: int, k: int, k_min: int) -> None:
+        self._axes = axes
+        self._beam_size = beam_size
+        self._k = k
+        self._k_min = k_min
+
+    def over(
+        self, tables: GridTables, left_out: torch.Tensor | None, reach: int | None
+    ) -> torch.Tensor | list[Place]:
+        """As `GridTables.search`; samples with fewer than `k_min` experts get those left out too."""
+        found = tables.search(
+            self._axes, beam_size=self._beam_size, k=self._k, left_out=left_out, reach=reach
+        )
+        if left_out is None or not isinstance(found, torch.Tensor):
+            return found
+        is_short = (found >= 0).sum(1) < self._k_min
+        if not bool(is_short.any()):
+            return found
+        axes = [axis[is_short] for axis in self._axes]
+        with_all = tables.search(axes, beam_size=self._beam_size, k=self._k, reach=reach)
+        if isinstance(with_all, torch.Tensor):
+            found[is_short] = with_all
+            return found
+        return with_all
+
+
+def _by_length(places: Iterable[Place]) -> list[list[Place]]:
+    groups: dict[int, list[Place]] = {}
+    for place in places:
+        groups.setdefault(len(place), []).append(place)
+    return list(groups.values())
+
+
+def _has_new_peer(address: ExpertAddress, before: ExpertAddress | None) -> bool:
+    known = () if before is None else tuple(peer.id for peer in before.peers)
+    return any(peer.id not in known for peer in address.peers)

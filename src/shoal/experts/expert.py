@@ -1,0 +1,289 @@
+"""A piece of a model that is served and trained by itself: a module with its own optimizer.
+
+Whoever runs it decides where, when and in which precision (under `torch.autocast`, whose cache must not
+outlive one call: backward changes the weights); networks, batches and files are other people's affair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from shoal.core import UsageError
+from shoal.experts.discovery import discover_schema, run_on
+from shoal.experts.errors import RefusedUpdate
+from shoal.experts.schema import Example, ExpertSchema
+from shoal.experts.state import (
+    ExpertState,
+    check_module_state,
+    cpu_copy,
+    move_optimizer,
+    optimizer_state,
+    replace_parameters,
+    restore_optimizer,
+    restore_scheduler,
+    scheduler_state,
+)
+from shoal.experts.statistics import ExpertStatistics
+from shoal.tensors.dtypes import dtype_named
+
+__all__ = ["Expert", "ExpertState"]
+
+
+class Expert:
+    """A module, its optimizer and its schema, found by running an example of a batch.
+
+    Asking does not train: `forward` changes neither weights nor running statistics (it may be retried and
+    hedged); `backward` computes the forward again and does both. The module stays in the mode (training or
+    evaluation) that it came in; dropout draws anew in backward, unless its mask is an input.
+
+    Not thread-safe: everything that touches the module runs on one thread.
+    """
+
+    def __init__(
+        self,
+        uid: str,
+        module: nn.Module,
+        example: Example,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        if not uid:
+            raise UsageError("An expert needs a uid.", next_step="name it, such as 'expert0' or 'ffn.3.14'.")
+        _check_training(module, optimizer, scheduler, max_grad_norm)
+        self.uid = uid
+        self.module = module
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.max_grad_norm = max_grad_norm
+        """Gradients of all parameters together are scaled down to this norm; None never does."""
+        self.schema: ExpertSchema = discover_schema(module, example)
+        self.statistics = ExpertStatistics()
+        self.num_updates = 0
+        """Optimizer steps since the expert was made, those before a checkpoint included."""
+        self._parameters = list(module.parameters())
+        saved = module.state_dict()
+        self._running = frozenset(name for name, _ in module.named_buffers() if name in saved)
+        self._output_dtypes = tuple(dtype_named(schema.dtype) for schema in self.schema.outputs)
+        self._has_gradient = tuple(
+            dtype.is_floating_point or dtype.is_complex
+            for dtype in (dtype_named(schema.dtype) for schema in self.schema.inputs)
+        )
+
+    def place(self, device: torch.device) -> None:
+        """Move module and optimizer."""
+        before = self._parameters
+        self.module.to(device)
+        self._parameters = list(self.module.parameters())
+        if self.optimizer is not None:
+            replace_parameters(self.optimizer, dict(zip(before, self._parameters, strict=True)))
+            move_optimizer(self.optimizer)
+
+    def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Outputs for a batch that is on the expert's device, in the schema's order; no gradient."""
+        buffers = self._copies_of_buffers()
+        try:
+            with torch.no_grad():
+                outputs = self._call(inputs)
+        finally:
+            _restore(buffers)
+        self.statistics.num_forward_batches += 1
+        self.statistics.num_forward_samples += inputs[0].shape[0]
+        return outputs
+
+    def backward(
+        self, inputs: Sequence[torch.Tensor], grad_outputs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """Gradients for the inputs (None for integers and booleans), after one step of the optimizer.
+
+        Without an optimizer nothing is trained. RefusedUpdate when a gradient is not finite: then, and after
+        any other error of the module, the expert is as it was before.
+        """
+        leaves = [
+            tensor.detach().requires_grad_(has_gradient)
+            for tensor, has_gradient in zip(inputs, self._has_gradient, strict=True)
+        ]
+        buffers = self._copies_of_buffers()
+        try:
+            with torch.enable_grad():
+                outputs = self._call(leaves)
+                is_update = self._differentiate(leaves, outputs, grad_outputs)
+            gradients = [leaf.grad for leaf in leaves]
+            self._check_and_clip(gradients)
+            if is_update:
+                self._step()
+        except BaseException as error:
+            _restore(buffers)
+            self.statistics.num_refused_updates += isinstance(error, RefusedUpdate)
+            raise
+        finally:
+            for parameter in self._parameters:
+                parameter.grad = None
+        self.statistics.num_backward_batches += 1
+        self.statistics.num_backward_samples += inputs[0].shape[0]
+        return [
+            torch.zeros_like(leaf, requires_grad=False) if gradient is None and has_gradient else gradient
+            for leaf, gradient, has_gradient in zip(leaves, gradients, self._has_gradient, strict=True)
+        ]
+
+    def state(self) -> ExpertState:
+        """All that `load` needs to go on training to the bit, copied to memory of the CPU."""
+        tensors: dict[str, torch.Tensor] = {}
+        for name, value in self.module.state_dict().items():
+            if not isinstance(value, torch.Tensor):
+                raise UsageError(
+                    f"The state of expert {self.uid} has {name}, a {type(value).__name__}, not a tensor.",
+                    next_step="let the module's get_extra_state() give a tensor, or nothing.",
+                )
+            tensors[f"module.{name}"] = cpu_copy(value)
+        numbers: dict[str, Any] = {"num_updates": self.num_updates}
+        if self.optimizer is not None:
+            optimizer_tensors, numbers["optimizer"] = optimizer_state(self.optimizer)
+            tensors |= optimizer_tensors
+        if self.scheduler is not None:
+            numbers["scheduler"] = scheduler_state(self.scheduler)
+        return ExpertState(tensors, numbers)
+
+    def load(self, state: ExpertState) -> list[str]:
+        """Take over a state; what it lacks beside the module's tensors starts anew, and is told as warnings.
+
+        UsageError, and nothing changed, when the module's tensors are not those of this expert.
+        """
+        module_tensors = check_module_state(self.uid, self.module, state.tensors)
+        self.module.load_state_dict(module_tensors)
+        self.num_updates = state.num_updates
+        warnings: list[str] = []
+        if self.optimizer is not None:
+            warnings += restore_optimizer(self.optimizer, state)
+        if self.scheduler is not None:
+            warnings += restore_scheduler(self.scheduler, state)
+        return [f"expert {self.uid}: {warning}" for warning in warnings]
+
+    def parameters_and_buffers(self) -> dict[str, torch.Tensor]:
+        """Floating ones by name, each once; the tensors themselves, so that writing to them is felt."""
+        named = [*self.module.named_parameters(), *self.module.named_buffers()]
+        return {name: tensor.detach() for name, tensor in named if tensor.is_floating_point()}
+
+    def _call(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        outputs = run_on(self.module, self.schema.keyword_names, inputs)
+        # Under autocast a module may answer in another type than the one it has promised.
+        return tuple(
+            output if output.dtype is dtype else output.to(dtype)
+            for output, dtype in zip(outputs, self._output_dtypes, strict=True)
+        )
+
+    def _differentiate(
+        self,
+        leaves: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        grad_outputs: Sequence[torch.Tensor],
+    ) -> bool:
+        """Fill `.grad`; whether there is anything that the optimizer could apply."""
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs, grad_outputs, strict=True)
+            if output.requires_grad
+        ]
+        if not pairs:
+            return False
+        ends, gradients = zip(*pairs, strict=True)
+        if self.optimizer is not None:
+            torch.autograd.backward(ends, gradients)
+            return True
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        if wanted:
+            # Unlike `backward`, this gives a gradient that merely passes through without a copy.
+            found = torch.autograd.grad(ends, wanted, gradients, allow_unused=True)
+            for leaf, gradient in zip(wanted, found, strict=True):
+                leaf.grad = gradient
+        return False
+
+    def _check_and_clip(self, input_gradients: Sequence[torch.Tensor | None]) -> None:
+        of_inputs = [gradient for gradient in input_gradients if gradient is not None]
+        of_parameters = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if not of_inputs and not of_parameters:
+            return
+        norms = _as_floats([_norm(gradient) for gradient in (*of_inputs, *of_parameters)])
+        total = math.hypot(*norms[len(of_inputs) :])
+        if not math.isfinite(total) or not all(map(math.isfinite, norms)):
+            where = "inputs" if math.isfinite(total) else "parameters"
+            raise RefusedUpdate(
+                f"A gradient for the {where} of expert {self.uid} is not finite; nothing was updated.",
+                cause="NaN or infinity in the inputs or the gradients that were sent, or training diverges",
+                next_step="check the loss before backward(), lower the learning rate, or clip gradients.",
+            )
+        if self.max_grad_norm is not None and total > self.max_grad_norm:
+            scale = self.max_grad_norm / (total + 1e-6)
+            for gradient in of_parameters:
+                gradient.mul_(scale)
+
+    def _step(self) -> None:
+        assert self.optimizer is not None
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.num_updates += 1
+
+    def _copies_of_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        if not self._running:
+            return []
+        return [
+            (buffer, buffer.clone()) for name, buffer in self.module.named_buffers() if name in self._running
+        ]
+
+
+def _restore(buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    if buffers:
+        with torch.no_grad():
+            for buffer, copy in buffers:
+                buffer.copy_(copy)
+
+
+def _norm(tensor: torch.Tensor) -> torch.Tensor:
+    # The norm of a large half-precision tensor is soon beyond what its own type can hold.
+    dtype = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
+    return norm
+
+
+def _as_floats(numbers: Sequence[torch.Tensor]) -> list[float]:
+    if numbers[0].is_cpu:
+        return [number.item() for number in numbers]
+    # One wait for the device, however many there are.
+    floats: list[float] = torch.stack(tuple(numbers)).tolist()
+    return floats
+
+
+def _check_training(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: LRScheduler | None,
+    max_grad_norm: float | None,
+) -> None:
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise UsageError(
+            f"max_grad_norm must be above 0, not {max_grad_norm}.", next_step="None never clips."
+        )
+    if scheduler is not None:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise UsageError(
+                "ReduceLROnPlateau needs a loss, which an expert never sees.",
+                next_step="use a scheduler that counts steps, such as LambdaLR.",
+            )
+        if scheduler.optimizer is not optimizer:
+            raise UsageError("The scheduler belongs to another optimizer than the one given.")
+    if optimizer is not None:
+        own = {id(parameter) for parameter in module.parameters()}
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not all(id(parameter) in own for parameter in trained):
+            raise UsageError(
+                "The optimizer has parameters that are not the module's.",
+                next_step="make it from module.parameters() of the very module that is given.",
+            )

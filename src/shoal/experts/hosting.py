@@ -1,0 +1,301 @@
+"""A process that serves experts: endpoint, DHT, server, checkpoints and metrics, opened and closed in order.
+
+What each of them does is theirs; here they are put together as a `HostingConfig` says. Signals and words for
+people are the command line's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+import torch
+
+from shoal.core import (
+    SYSTEM_CLOCK,
+    Address,
+    Deadline,
+    LoopThread,
+    PeerId,
+    ShoalError,
+    StandingScope,
+    UsageError,
+)
+from shoal.core.identity import Identity
+from shoal.dht.node import DHT
+from shoal.dht.settings import DHTSettings
+from shoal.experts.adopting import Adopting
+from shoal.experts.checkpoints import Checkpoints
+from shoal.experts.choosing import choose_uids
+from shoal.experts.config import HostingConfig
+from shoal.experts.expert import Expert
+from shoal.experts.making import ExpertMaker
+from shoal.experts.metrics import MetricsServer, metrics_text
+from shoal.experts.publishing import Publishing
+from shoal.experts.replicas import Replicas
+from shoal.experts.saving import Saver
+from shoal.experts.server import ExpertServer
+from shoal.experts.settings import ServerSettings
+from shoal.experts.status_line import ExpertMoment, Moment
+from shoal.transport import Endpoint, Limits, Membership
+from shoal.transport.limits import GIB, MIB
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+_MAX_LOOPS = 8
+_DECLARE_S, _WITHDRAW_S = 60.0, 10.0
+
+
+class Hosting:
+    """Experts that are served as a configuration says; open it with `async with` on the loop it lives on.
+
+    Leaving the block without an error ends it in order: what was accepted is finished while new work is
+    refused, experts are saved, and the swarm is told that they are here no more. With an error it ends at
+    once. Without an `identity` it has a new one; with a `membership`, the membership's.
+    """
+
+    def __init__(
+        self,
+        config: HostingConfig,
+        identity: Identity | None = None,
+        membership: Membership | None = None,
+    ) -> None:
+        config.check()
+        self.config = config
+        self.identity = membership.identity if membership else identity or Identity.generate()
+        self.device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.num_loops = config.num_loops or min(_MAX_LOOPS, max(1, _num_cores() // 2))
+        self._helpers = [LoopThread(f"shoal-network-{index}") for index in range(1, self.num_loops)]
+        self.endpoint = Endpoint(
+            membership=membership,
+            is_insecure=config.insecure,
+            limits=_limits(config),
+            helpers=self._helpers,
+            peer_id=self.identity.peer_id,
+        )
+        self.dht: DHT | None = None
+        self.publishing: Publishing | None = None
+        self.metrics: MetricsServer | None = None
+        self._checkpoints = (
+            Checkpoints(Path(config.checkpoint_dir), config.num_checkpoints)
+            if config.checkpoint_dir
+            else None
+        )
+        self._maker = ExpertMaker(config, self._checkpoints)
+        self._worker = LoopThread("shoal-files")
+        self._server: ExpertServer | None = None
+        self._saver: Saver | None = None
+        self._standing = StandingScope("hosting")
+        self._closing = contextlib.AsyncExitStack()
+        self._began_s = 0.0
+        self._last: Moment | None = None
+
+    async def __aenter__(self) -> Self:
+        config = self.config
+        async with contextlib.AsyncExitStack() as closing:
+            for thread in (*self._helpers, self._worker):
+                closing.enter_context(thread)
+            await closing.enter_async_context(self.endpoint)
+            await self.endpoint.listen(self._where())
+            if config.join:
+                await self._join(closing)
+            uids = await choose_uids(config, await self._blocking(self._maker.saved_uids), self.dht)
+            experts = [await self._blocking(functools.partial(self._maker.make, uid)) for uid in uids]
+            server = ExpertServer(self.endpoint, experts, _server_settings(config, self.device))
+            self._server = await closing.enter_async_context(server)
+            self._began_s = SYSTEM_CLOCK.now_s()
+            if config.metrics_port is not None:
+                address = Address(config.metrics_host, config.metrics_port)
+                metrics = MetricsServer(address, lambda: metrics_text(self.moment()))
+                self.metrics = await closing.enter_async_context(metrics)
+            self._standing = StandingScope("hosting")
+            scope = await self._standing.open()
+            closing.push_async_callback(self._standing.close)
+            if self._checkpoints is not None:
+                self._saver = Saver(server, self._checkpoints, self._worker, self._maker.about)
+                scope.start_soon(self._saver.run(config.checkpoint_every_s), name="saving experts")
+            if self.publishing is not None and self.dht is not None:
+                replicas = Replicas(server, self.dht, config.replica_sync_s)
+                if config.uid:
+                    await replicas.sync(config.uid)  # before they are found here, they become copies
+                await self._declare(uids)
+                scope.start_soon(replicas.run(), name="averaging replicas")
+                if config.adopt and self._checkpoints is not None:
+                    adopting = self._adopting(server, self.dht, self._checkpoints)
+                    scope.start_soon(adopting.run(), name="adopting experts")
+            self._closing = closing.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                await self._leave()
+        finally:
+            self._last = self.moment()
+            self._server = self._saver = self.dht = self.publishing = self.metrics = None
+            await self._closing.aclose()
+
+    # --- what it is ---
+
+    @property
+    def server(self) -> ExpertServer:
+        """The server; UsageError while this is not open."""
+        if self._server is None:
+            raise UsageError("The host is not open.", next_step="use it inside 'async with'.")
+        return self._server
+
+    @property
+    def address(self) -> Address:
+        """Where it is called."""
+        return self.endpoint.addresses[0]
+
+    @property
+    def peer_id(self) -> PeerId:
+        """Who serves."""
+        return self.identity.peer_id
+
+    @property
+    def uids(self) -> list[str]:
+        """Of all experts that are served now."""
+        return list(self.server.experts)
+
+    def moment(self) -> Moment:
+        """How it is now, or was when it was closed. For any thread."""
+        if self._server is None and self._last is not None:
+            return self._last
+        server = self.server
+        return Moment(
+            up_s=SYSTEM_CLOCK.now_s() - self._began_s,
+            num_waiting=server.num_waiting,
+            num_failed=server.statistics.num_failed,
+            num_peers=0 if self.dht is None else len(self.dht.table),
+            is_leaving=server.is_leaving,
+            experts=tuple(_moment_of(expert) for expert in tuple(server.experts.values())),
+        )
+
+    # --- how it begins ---
+
+    def _where(self) -> Address:
+        if self.config.listen is not None:
+            return Address.parse(self.config.listen)
+        is_open = self.config.insecure or self.endpoint.membership is not None
+        return Address("0.0.0.0" if is_open else "127.0.0.1", 0)
+
+    async def _join(self, closing: contextlib.AsyncExitStack) -> None:
+        dht = DHT(
+            join=self.config.join,
+            identity=self.identity,
+            endpoint=self.endpoint,
+            settings=DHTSettings(is_strict=not self.config.wait),
+        )
+        self.dht = await closing.enter_async_context(dht)
+        if dht.is_client:
+            raise UsageError(
+                f"Others cannot call this peer at port {self.address.port}, so it cannot serve experts.",
+                cause="a firewall or router is in between, or it listens on the wrong address.",
+                next_step="open the port for TCP and UDP, or give another --listen; `shoal doctor --join "
+                f"{self.config.join[0]}` tells more.",
+            )
+        self.publishing = Publishing(dht, self.config.declare_s)
+
+    async def _declare(self, uids: list[str]) -> None:
+        assert self.publishing is not None
+        num_found = await self.publishing.declare(uids, Deadline.after(_DECLARE_S))
+        if num_found < len(uids):
+            log.warning("%d of %d experts could not be declared yet.", len(uids) - num_found, len(uids))
+
+    def _adopting(self, server: ExpertServer, dht: DHT, checkpoints: Checkpoints) -> Adopting:
+        return Adopting(
+            server,
+            dht,
+            checkpoints,
+            self._maker.like,
+            self.config.adopt_s,
+            max_experts=self.config.max_experts,
+            on_adopted=lambda uid: self._declare([uid]),
+        )
+
+    async def _blocking(self, work: Callable[[], T]) -> T:
+        async def run() -> T:
+            return work()
+
+        return await self._worker.run_from_async(run())
+
+    # --- how it ends ---
+
+    async def _leave(self) -> None:
+        """In this order: who adopts an expert that is gone from the swarm finds its newest state saved."""
+        is_done = await self.server.leave(Deadline.after(self.config.leave_s))
+        if not is_done:
+            log.warning("Not all that was accepted was finished within %g s.", self.config.leave_s)
+        await self._standing.close()
+        if self._saver is not None:
+            await self._saver.save()
+        if self.publishing is not None and not await self._withdrawn(self.publishing):
+            log.warning("Some experts are found here until their records expire.")
+
+    async def _withdrawn(self, publishing: Publishing) -> bool:
+        try:
+            return await publishing.withdraw(Deadline.after(_WITHDRAW_S))
+        except ShoalError as error:
+            log.warning("Experts could not be withdrawn: %s", error)
+            return False
+
+
+@contextlib.contextmanager
+def hosted(
+    config: HostingConfig, identity: Identity | None = None, membership: Membership | None = None
+) -> Iterator[tuple[Hosting, LoopThread]]:
+    """A host for blocking code, and the loop thread that it lives on."""
+    with LoopThread("shoal-serve") as loop:
+        hosting = Hosting(config, identity, membership)
+        loop.run(hosting.__aenter__())
+        try:
+            yield hosting, loop
+        except BaseException as error:
+            loop.run(hosting.__aexit__(type(error), error, error.__traceback__))
+            raise
+        loop.run(hosting.__aexit__(None, None, None))
+
+
+def _moment_of(expert: Expert) -> ExpertMoment:
+    done = expert.statistics
+    return ExpertMoment(
+        uid=expert.uid,
+        num_forward_batches=done.num_forward_batches,
+        num_forward_samples=done.num_forward_samples,
+        num_backward_batches=done.num_backward_batches,
+        num_backward_samples=done.num_backward_samples,
+        num_updates=expert.num_updates,
+        busy_s=done.busy_s,
+    )
+
+
+def _server_settings(config: HostingConfig, device: str) -> ServerSettings:
+    return ServerSettings(
+        device=device,
+        precision=config.precision,
+        num_threads=config.num_threads,
+        max_batch_size=config.max_batch_size,
+        min_batch_size=config.min_batch_size,
+        max_wait_s=config.max_wait_s,
+        max_waiting=config.max_waiting,
+    )
+
+
+def _limits(config: HostingConfig) -> Limits:
+    max_message_bytes = config.max_message_mib * MIB
+    return Limits(max_message_bytes=max_message_bytes, max_bytes_in_flight=max(GIB, 4 * max_message_bytes))
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

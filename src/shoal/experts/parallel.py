@@ -1,0 +1,286 @@
+"""One batch at many experts: each is called once with all its samples, and all at the same time.
+
+How long they are waited for is `stragglers`' to say, how their answers are weighed the mixtures'.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import torch
+
+from shoal.core import (
+    Deadline,
+    DeadlineExceeded,
+    Peer,
+    PeerError,
+    PeerLeaving,
+    PeerLost,
+    PeerUnreachable,
+    RemoteFailure,
+    ShoalError,
+)
+from shoal.dht.declaring import ExpertAddress
+from shoal.experts.client import Forwarded
+from shoal.experts.directory import Directory
+from shoal.experts.last_call import ExpertCall, LastCall, NotEnoughExperts, describe_error
+from shoal.experts.mixture_settings import MixtureSettings
+from shoal.experts.routing import Routes
+from shoal.experts.schema import ExpertSchema
+from shoal.experts.stragglers import Patience, ask_all
+
+_LOST = (DeadlineExceeded, PeerLost, PeerUnreachable, PeerLeaving)
+_QUIET_S = 1.0
+_MAX_NAMED = 8
+
+
+class Share:
+    """What one expert does for the batch."""
+
+    def __init__(self, expert: ExpertAddress, rows: torch.Tensor, positions: torch.Tensor) -> None:
+        self.expert = expert
+        self.rows = rows
+        """Which samples, on the CPU."""
+        self.positions = positions
+        """The same in [batch * k]."""
+        self.call = ExpertCall(str(expert.uid), expert.peer, len(rows))
+        self.inputs: list[torch.Tensor] = []
+        self.forwarded: Forwarded | None = None
+        self.outputs: list[torch.Tensor] = []
+        self.gradients: list[torch.Tensor | None] | None = None
+        self.error: ShoalError | None = None
+
+
+class ExpertRound:
+    """A batch on its way through its experts."""
+
+    def __init__(
+        self, directory: Directory, settings: MixtureSettings, routes: Routes, schema: ExpertSchema
+    ) -> None:
+        self._directory = directory
+        self._settings = settings
+        self._schema = schema
+        self._num_samples, self._k = routes.slots.shape
+        flat = routes.slots.flatten()
+        order = flat.argsort(stable=True)
+        num_empty, *sizes = torch.bincount(flat + 1, minlength=len(routes.experts) + 1).tolist()
+        positions = torch.split(order[num_empty:], sizes)
+        self._shares = [
+            Share(expert, part // max(1, self._k), part)
+            for expert, part in zip(routes.experts, positions, strict=True)
+        ]
+        self.last_call = LastCall([share.call for share in self._shares], self._num_samples)
+        self.is_answered = torch.zeros(routes.slots.shape, dtype=torch.bool)
+        """Of each slot, after forward."""
+
+    @property
+    def answered(self) -> list[Share]:
+        """Those whose answers count."""
+        return [share for share in self._shares if share.forwarded is not None]
+
+    def forward(
+        self, inputs: Sequence[torch.Tensor], deadline: Deadline | None, *, is_kept: bool
+    ) -> list[torch.Tensor]:
+        """Outputs of the experts that answered, one after another, on the device of the inputs."""
+        device = inputs[0].device
+        for share in self._shares:
+            rows = share.rows.to(device)
+            share.inputs = [tensor.detach().index_select(0, rows) for tensor in inputs]
+
+        async def ask(share: Share) -> None:
+            forwarded = await self._directory.client.forward(
+                share.call.uid, share.expert.peers, share.inputs, deadline=deadline, is_kept=is_kept
+            )
+            share.call.peer = forwarded.peer
+            self._schema.check_outputs(forwarded.outputs, len(share.rows))
+            self._check_finite(forwarded.outputs, forwarded.peer, f"for {share.call.uid}")
+            share.outputs = forwarded.outputs
+            share.forwarded = Forwarded(
+                forwarded.uid, forwarded.peer, [], forwarded.seconds, forwarded.kept_as
+            )
+
+        def note(share: Share, seconds: float) -> None:
+            share.call.seconds = seconds
+            share.call.is_answered = share.error is None
+            share.call.error = None if share.error is None else describe_error(share.error)
+
+        self._call_all(self._shares, ask, note, self._settings.k_min, deadline)
+        flat = self.is_answered.view(-1)
+        for share in self.answered:
+            flat[share.positions] = True
+        outputs = [output.to(device) for share in self.answered for output in share.outputs]
+        for share in self._shares:
+            share.outputs = []
+            if not is_kept:
+                share.inputs = []
+        return outputs
+
+    def check(self, is_there: torch.Tensor) -> None:
+        """NotEnoughExperts when a sample has too few of these slots [batch, k]: routes, or answers."""
+        num_there = is_there.sum(1)
+        is_short = num_there < self._settings.k_min
+        if self._settings.when_none_answers == "zeros":
+            is_short &= num_there > 0
+        if bool(is_short.any()):
+            raise self._not_enough(is_short, self._settings.k_min, "answers")
+
+    def backward(self, grad_outputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Gradients of the inputs, from gradients of what forward has given; None where there are none.
+
+        A gradient that is not finite goes to no expert, and comes back as NaN, as from a local module.
+        """
+        began_s = time.perf_counter()
+        answered = self.answered
+        num_outputs = len(self._schema.outputs)
+        grads = {
+            id(share): list(grad_outputs[num_outputs * at : num_outputs * (at + 1)])
+            for at, share in enumerate(answered)
+        }
+        diverged = []
+        if self._settings.is_checking:
+            diverged = [share for share in answered if not all(map(is_finite, grads[id(share)]))]
+        for share in diverged:
+            share.call.backward_error = "its gradient is not finite, and was not sent"
+        asked = [share for share in answered if share not in diverged]
+        timeout_s = self._settings.backward_timeout_s
+        deadline = None if timeout_s is None else Deadline.after(timeout_s)
+
+        async def ask(share: Share) -> None:
+            assert share.forwarded is not None
+            gradients = await self._directory.client.backward(
+                share.forwarded, share.inputs, grads[id(share)], deadline=deadline
+            )
+            there = [gradient for gradient in gradients if gradient is not None]
+            self._check_finite(there, share.forwarded.peer, f"as a gradient of {share.call.uid}")
+            share.gradients = gradients
+
+        def note(share: Share, seconds: float) -> None:
+            share.call.backward_seconds = seconds
+            share.call.backward_error = None if share.error is None else describe_error(share.error)
+
+        for share in answered:
+            share.error, share.gradients = None, None
+        if asked:
+            self._call_all(asked, ask, note, self._settings.backward_k_min, deadline)
+        self._check_backward(asked)
+        self.last_call.backward_seconds = time.perf_counter() - began_s
+        return [
+            self._summed(index, asked, diverged) if is_differentiable else None
+            for index, is_differentiable in enumerate(self._differentiable())
+        ]
+
+    def _check_backward(self, asked: Sequence[Share]) -> None:
+        num_asked = self._count(asked)
+        num_answered = self._count([share for share in asked if share.gradients is not None])
+        is_short = (num_answered < self._settings.backward_k_min) & (num_asked > 0)
+        if bool(is_short.any()):
+            raise self._not_enough(is_short, self._settings.backward_k_min, "gradients")
+
+    def _count(self, shares: Sequence[Share]) -> torch.Tensor:
+        counts = torch.zeros(self._num_samples, dtype=torch.int64)
+        for share in shares:
+            counts[share.rows] += 1
+        return counts
+
+    def _differentiable(self) -> list[bool]:
+        answered = self.answered
+        return [tensor.is_floating_point() for tensor in answered[0].inputs] if answered else []
+
+    def _summed(self, index: int, asked: Sequence[Share], diverged: Sequence[Share]) -> torch.Tensor:
+        example = self.answered[0].inputs[index]
+        total = example.new_zeros((self._num_samples, *example.shape[1:]))
+        for share in asked:
+            gradient = None if share.gradients is None else share.gradients[index]
+            if gradient is not None:
+                total.index_add_(0, share.rows.to(total.device), gradient.to(total.device))
+            share.gradients = share.gradients if index + 1 < len(share.inputs) else None
+        for share in diverged:
+            total[share.rows.to(total.device)] = torch.nan
+        return total
+
+    # --- calling all of them ---
+
+    def _call_all(
+        self,
+        shares: Sequence[Share],
+        ask: Callable[[Share], Coroutine[Any, Any, None]],
+        note: Callable[[Share, float], None],
+        k_min: int,
+        deadline: Deadline | None,
+    ) -> None:
+        client = self._directory.client
+        patience = Patience(
+            k_min, deadline, self._settings.timeout_after_k_min_s, _QUIET_S * client.settings.patience
+        )
+        client.run(self._asked(shares, ask, note, patience))
+        # answers count last: a peer that answered for one expert is there, though another may have failed
+        for share in shares:
+            if share.error is not None:
+                self._directory.failed(share.expert, is_peer_lost=isinstance(share.error, _LOST))
+        for share in shares:
+            if share.error is None:
+                self._directory.answered(share.expert, share.call.peer.id)
+
+    async def _asked(
+        self,
+        shares: Sequence[Share],
+        ask: Callable[[Share], Coroutine[Any, Any, None]],
+        note: Callable[[Share, float], None],
+        patience: Patience,
+    ) -> None:
+        began_s = time.perf_counter()
+        left_behind = DeadlineExceeded("It had not answered when the others had, and was left behind.")
+
+        async def one(share: Share) -> bool:
+            try:
+                await ask(share)
+                share.error = None
+            except ShoalError as error:
+                share.error = error
+                if isinstance(error, PeerError) and isinstance(error.peer, Peer):
+                    share.call.peer = error.peer
+            note(share, time.perf_counter() - began_s)
+            return share.error is None
+
+        for share in shares:
+            share.error = left_behind
+        calls = [functools.partial(one, share) for share in shares]
+        await ask_all(calls, [share.rows for share in shares], self._num_samples, patience)
+        for share in shares:
+            if share.error is left_behind:
+                note(share, time.perf_counter() - began_s)
+
+    def _check_finite(self, tensors: Sequence[torch.Tensor], peer: Peer, what: str) -> None:
+        if self._settings.is_checking and not all(map(is_finite, tensors)):
+            raise RemoteFailure(f"{peer} answered NaN or infinity {what}.", peer=peer)
+
+    def _not_enough(self, is_short: torch.Tensor, k_min: int, what: str) -> NotEnoughExperts:
+        short = is_short.nonzero().flatten().tolist()
+        failed = [
+            f"{share.call.uid} at {share.call.peer}: {describe_error(share.error)}"
+            for share in self._shares
+            if share.error is not None and bool(is_short[share.rows].any())
+        ]
+        return NotEnoughExperts(
+            f"{len(short)} of {len(is_short)} samples have fewer than {k_min} {what} of experts "
+            f"{self._directory.prefix}: {_listed(short, ', ')}.",
+            self.last_call,
+            cause=_listed(failed, "; ") or "so few of them are declared in the DHT.",
+            next_step="see `last_call`; start more servers, lower k_min, or let when_none_answers='zeros'.",
+        )
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether there is no NaN and no infinity in it; one pass unless there may be."""
+    if not tensor.is_floating_point():
+        return True
+    total = tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32))
+    return bool(total.isfinite()) or bool(tensor.isfinite().all())
+
+
+def _listed(things: Sequence[object], separator: str) -> str:
+    listed = separator.join(map(str, things[:_MAX_NAMED]))
+    return f"{listed}{separator}…" if len(things) > _MAX_NAMED else listed

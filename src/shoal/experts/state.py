@@ -1,0 +1,208 @@
+"""What an expert is, as tensors and numbers: copied out, and put back so that training goes on to the bit.
+
+Names are `module.<name>` and `optimizer.<index>.<key>`, where the index counts the optimizer's parameters
+through all of its groups. Files are left to the checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from shoal.core import UsageError
+
+# How an optimizer computes is not part of what it has learned, and may differ from device to device.
+_WAYS_TO_COMPUTE = ("foreach", "fused", "capturable", "differentiable")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertState:
+    """A snapshot; nothing in it is shared with the expert."""
+
+    tensors: dict[str, torch.Tensor]
+    """Contiguous, on the CPU."""
+    numbers: dict[str, Any]
+    """Whatever JSON can hold: `num_updates`, `optimizer`, `scheduler`."""
+
+    @property
+    def num_updates(self) -> int:
+        """Of the expert, when the snapshot was made."""
+        number = self.numbers.get("num_updates", 0)
+        return number if isinstance(number, int) and number >= 0 else 0
+
+
+class _OptimizerNumbers(msgspec.Struct, forbid_unknown_fields=True):
+    kind: str
+    sizes: list[int]
+    """How many parameters each group has."""
+    groups: list[dict[str, Any]]
+    values: dict[str, dict[str, Any]]
+    """What the optimizer knows of a parameter beside tensors, by its index."""
+
+
+class _SchedulerNumbers(msgspec.Struct, forbid_unknown_fields=True):
+    kind: str
+    values: dict[str, Any]
+
+
+def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy with memory of its own."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def check_module_state(
+    uid: str, module: nn.Module, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The module's part; UsageError unless it has exactly its names, shapes and dtypes."""
+    saved = {
+        name.removeprefix("module."): tensor for name, tensor in tensors.items() if name.startswith("module.")
+    }
+    wanted = module.state_dict()
+    problems = [f"{name} is missing" for name in wanted if name not in saved]
+    problems += [f"{name} is unknown" for name in saved if name not in wanted]
+    problems += [
+        f"{name} is {saved[name].dtype}{list(saved[name].shape)}, not {value.dtype}{list(value.shape)}"
+        for name, value in wanted.items()
+        if name in saved and (saved[name].shape, saved[name].dtype) != (value.shape, value.dtype)
+    ]
+    if problems:
+        more = f", and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise UsageError(
+            f"The state does not fit expert {uid}: {'; '.join(problems[:5])}{more}.",
+            cause="it was saved by an expert of another class or hidden dimension",
+            next_step="serve the class with which it was saved, or use another checkpoint folder.",
+        )
+    return saved
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors by their name in an `ExpertState`, and numbers."""
+    tensors: dict[str, torch.Tensor] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for index, parameter in enumerate(_parameters(optimizer)):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"optimizer.{index}.{key}"] = cpu_copy(value)
+            else:
+                values.setdefault(str(index), {})[key] = value
+    groups = [
+        {
+            key: value.item() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params" and key not in _WAYS_TO_COMPUTE
+        }
+        for group in optimizer.param_groups
+    ]
+    kind = type(optimizer).__name__
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    numbers = {"kind": kind, "sizes": sizes, "groups": groups, "values": values}
+    return tensors, _as_json(numbers, f"{kind}'s state")
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, state: ExpertState) -> list[str]:
+    """Put back what `optimizer_state` gave; an optimizer of another kind keeps its own, with a warning."""
+    kind = type(optimizer).__name__
+    try:
+        numbers = msgspec.convert(state.numbers.get("optimizer"), _OptimizerNumbers)
+    except msgspec.ValidationError:
+        return [f"the state has nothing for {kind}, which starts anew"]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if numbers.kind != kind or numbers.sizes != sizes or len(numbers.groups) != len(sizes):
+        return [f"the state is that of another optimizer ({numbers.kind}), so {kind} starts anew"]
+    warnings: list[str] = []
+    for group, saved in zip(optimizer.param_groups, numbers.groups, strict=True):
+        warnings += _restore_group(group, saved)
+    optimizer.state.clear()
+    for index, parameter in enumerate(_parameters(optimizer)):
+        prefix = f"optimizer.{index}."
+        values: dict[str, Any] = {
+            name.removeprefix(prefix): tensor.clone()
+            for name, tensor in state.tensors.items()
+            if name.startswith(prefix)
+        }
+        values |= numbers.values.get(str(index), {})
+        if values:
+            optimizer.state[parameter] = values
+    move_optimizer(optimizer)
+    return warnings
+
+
+def replace_parameters(
+    optimizer: torch.optim.Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]
+) -> None:
+    """Follow parameters that became other objects: moving a module keeps them for some devices only."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in optimizer.state:
+                optimizer.state[replaced[parameter]] = optimizer.state.pop(parameter)
+        group["params"] = [replaced[parameter] for parameter in group["params"]]
+
+
+def move_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Bring the optimizer's state to where its parameters are."""
+    for group in optimizer.param_groups:
+        # Kernels that read the number of steps on the device want it there, all others on the CPU.
+        has_steps_on_device = bool(group.get("fused") or group.get("capturable"))
+        for parameter in group["params"]:
+            values = optimizer.state.get(parameter, {})
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    is_on_cpu = key == "step" and not has_steps_on_device
+                    values[key] = value.to("cpu" if is_on_cpu else parameter.device)
+
+
+def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
+    """Its numbers."""
+    kind = type(scheduler).__name__
+    return {"kind": kind, "values": _as_json(scheduler.state_dict(), f"{kind}'s state")}
+
+
+def restore_scheduler(scheduler: LRScheduler, state: ExpertState) -> list[str]:
+    """Put back what `scheduler_state` gave, or warn."""
+    kind = type(scheduler).__name__
+    try:
+        numbers = msgspec.convert(state.numbers.get("scheduler"), _SchedulerNumbers)
+    except msgspec.ValidationError:
+        numbers = _SchedulerNumbers("nothing", {})
+    if numbers.kind != kind:
+        return [f"the state has {numbers.kind} for {kind}, which starts anew"]
+    # torch takes any attribute from a state, so that only those go in which this scheduler has.
+    known = scheduler.state_dict()
+    scheduler.load_state_dict(known | {key: numbers.values[key] for key in known if key in numbers.values})
+    return []
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    warnings = []
+    # With a scheduler the rate differs from step to step, and the one to compare is the first.
+    compared = ("weight_decay", "initial_lr" if "initial_lr" in saved else "lr")
+    for key in [key for key in saved if key in group and key not in ("params", *_WAYS_TO_COMPUTE)]:
+        present, value = group[key], saved[key]
+        if key in compared and float(present) != value:
+            warnings.append(f"{key} is {value} as saved, not {float(present)}")
+        if isinstance(present, torch.Tensor):
+            present.fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(present, tuple) else value
+    return warnings
+
+
+def _as_json(numbers: Any, what: str) -> Any:
+    try:
+        return json.loads(json.dumps(numbers, default=torch.Tensor.item))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{what} cannot be saved: {error}.",
+            next_step="use an optimizer and a scheduler whose states are tensors and plain numbers.",
+        ) from error

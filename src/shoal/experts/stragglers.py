@@ -1,0 +1,94 @@
+"""How long a batch waits for its experts: until each sample has enough answers, and a little for the rest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import torch
+
+from shoal.core import Deadline, Scope, running_clock
+
+
+class Patience:
+    """The rule: `k_min` answers for each sample before `deadline`; then `after_s` for the others.
+
+    Without `after_s` the others are waited for as long as answers keep coming: until none came for three
+    times as long as it took to have enough, or for `quiet_s` where that is longer.
+    """
+
+    def __init__(
+        self, k_min: int, deadline: Deadline | None, after_s: float | None, quiet_s: float = 1.0
+    ) -> None:
+        self.k_min = max(1, k_min)  # who needs none would rather have one
+        self.deadline = deadline
+        self.after_s = after_s
+        self.quiet_s = quiet_s
+
+
+async def ask_all(
+    calls: Sequence[Callable[[], Coroutine[Any, Any, bool]]],
+    rows: Sequence[torch.Tensor],
+    num_samples: int,
+    patience: Patience,
+) -> None:
+    """Run all calls at once, each for the samples in its `rows`; True is an answer. Late ones are cut off."""
+    clock = running_clock()
+    began_s = clock.now_s()
+    waiting = _Waiting(rows, num_samples, patience.k_min)
+
+    async def one(call: Callable[[], Coroutine[Any, Any, bool]], samples: torch.Tensor) -> None:
+        waiting.ended(samples, is_answered=await call())
+
+    async with Scope("experts") as scope:
+        for call, samples in zip(calls, rows, strict=True):
+            scope.start(one(call, samples))
+        deadline = patience.deadline
+        try:
+            async with asyncio.timeout(None if deadline is None else deadline.timeout_s):
+                await waiting.is_enough.wait()
+                await _the_others(waiting, patience, clock.now_s() - began_s)
+        except TimeoutError:
+            scope.cancel()
+
+
+async def _the_others(waiting: _Waiting, patience: Patience, elapsed_s: float) -> None:
+    if patience.after_s is not None:
+        async with asyncio.timeout(patience.after_s):
+            await waiting.is_all.wait()
+        return
+    while not waiting.is_all.is_set():
+        waiting.has_moved.clear()
+        async with asyncio.timeout(max(patience.quiet_s, 3 * elapsed_s)):
+            await waiting.has_moved.wait()
+
+
+class _Waiting:
+    """Tells when every sample has enough answers or can have no more, and when all calls have ended."""
+
+    def __init__(self, rows: Sequence[torch.Tensor], num_samples: int, k_min: int) -> None:
+        self.is_enough = asyncio.Event()
+        self.is_all = asyncio.Event()
+        self.has_moved = asyncio.Event()
+        self._num_calls = len(rows)
+        self._num_open = torch.zeros(num_samples, dtype=torch.int64)
+        for samples in rows:
+            self._num_open[samples] += 1
+        self._lacking = torch.full_like(self._num_open, k_min)
+        self._update()
+
+    def ended(self, samples: torch.Tensor, *, is_answered: bool) -> None:
+        """A call for these samples is over."""
+        self._num_calls -= 1
+        self._num_open[samples] -= 1
+        if is_answered:
+            self._lacking[samples] -= 1
+        self._update()
+
+    def _update(self) -> None:
+        if self._num_calls == 0:
+            self.is_all.set()
+        if not self.is_enough.is_set() and not bool(((self._lacking > 0) & (self._num_open > 0)).any()):
+            self.is_enough.set()
+        self.has_moved.set()

@@ -1,0 +1,136 @@
+"""Switch routing over remote experts: each sample goes to one, scaled by its probability, past a residual.
+
+Fedus, Zoph and Shazeer, "Switch Transformers" (2021), section 2; here over the axes of a grid, whose
+probabilities multiply.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.core import Deadline, UsageError
+from shoal.dht import Swarm
+from shoal.experts.client import ExpertClient
+from shoal.experts.gate import ProductKeyGate
+from shoal.experts.last_call import LastCall
+from shoal.experts.mixture_settings import MixtureSettings, WhenNoneAnswers
+from shoal.experts.remote_grid import Called, RemoteGrid
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchSettings(MixtureSettings):
+    """Settings of a `SwitchMixtureOfExperts`; a sample that gets no answer is passed on as it came."""
+
+    k_best: int = 1
+    k_min: int = 0
+    backward_k_min: int = 0
+    beam_size: int | None = 4
+    when_none_answers: WhenNoneAnswers = "zeros"
+    jitter: float = 0.01
+    """In training the gate sees its input times noise of 1 ± this."""
+    keep_probability: float = 1.0
+    """In training each coordinate of an axis is there with this probability, at least one of them always."""
+    utilization_decay: float = 0.9
+    """How much of the running mean of utilization a batch leaves as it was."""
+
+    def __post_init__(self) -> None:
+        MixtureSettings.__post_init__(self)
+        if self.k_best != 1:
+            raise UsageError(
+                f"A switch sends a sample to one expert, not to {self.k_best}.",
+                next_step="use MixtureOfExperts for more.",
+            )
+        if not 0 <= self.jitter < 1 or not 0 < self.keep_probability <= 1:
+            raise UsageError(
+                f"jitter {self.jitter} is from 0 to 1, and keep_probability {self.keep_probability} above 0."
+            )
+
+
+class SwitchMixtureOfExperts(nn.Module):
+    """Gives the output and the balancing loss, to be added to the model's with a small factor (0.01).
+
+    The loss is 1 for each axis when samples and probabilities spread evenly, and more when they do not.
+    """
+
+    def __init__(
+        self,
+        client: ExpertClient | Swarm,
+        prefix: str,
+        in_features: int,
+        grid: Sequence[int],
+        settings: SwitchSettings | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.settings = (settings or SwitchSettings()).but(**options)
+        self.gate = ProductKeyGate(in_features, grid)
+        self.experts = RemoteGrid(client, prefix, grid, self.settings)
+        self.last_call = LastCall()
+        for axis, size in enumerate(self.gate.grid):
+            self.register_buffer(f"utilization_{axis}", torch.full((size,), 1 / size))
+
+    @property
+    def utilization(self) -> list[torch.Tensor]:
+        """Of each axis: which part of the samples went to each coordinate, over the last batches."""
+        return [self.get_buffer(f"utilization_{axis}") for axis in range(len(self.gate.grid))]
+
+    def forward(
+        self, x: torch.Tensor, *args: torch.Tensor, **kwargs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x` plus the answer of each sample's expert; and the loss."""
+        timeout_s = self.settings.forward_timeout_s
+        deadline = None if timeout_s is None else Deadline.after(timeout_s)
+        axes = self._scores(x)
+        probabilities = [axis.softmax(1) for axis in axes]
+        called = self.experts.call(torch.cat(axes, 1), (x, *args), kwargs, deadline)
+        self.last_call = called.last_call
+        called.check()
+        coordinates = called.coordinates.squeeze(1)
+        chosen = [axis.gather(1, coordinates[:, at : at + 1]) for at, axis in enumerate(probabilities)]
+        weights = math.prod(chosen[1:], start=chosen[0]).masked_fill(~called.is_answered, 0.0)
+        answer = called.mixed(weights)
+        if not isinstance(answer, torch.Tensor) or answer.shape != x.shape:
+            raise UsageError(
+                f"A switch adds its input {list(x.shape)} to what experts answer, which is of another shape.",
+                next_step="use experts that give one tensor as large as their first input.",
+            )
+        return x + answer.to(x.dtype), self._balance(probabilities, coordinates, called)
+
+    def _scores(self, x: torch.Tensor) -> list[torch.Tensor]:
+        settings = self.settings
+        if self.training and settings.jitter:
+            x = x * torch.empty_like(x).uniform_(1 - settings.jitter, 1 + settings.jitter)
+        axes = list(self.gate.split(self.gate(x)))
+        if self.training and settings.keep_probability < 1:
+            axes = [axis.masked_fill(_dropped(axis, settings.keep_probability), -torch.inf) for axis in axes]
+        return axes
+
+    def _balance(
+        self, probabilities: Sequence[torch.Tensor], coordinates: torch.Tensor, called: Called
+    ) -> torch.Tensor:
+        """Number of coordinates × part of the samples × mean probability, summed over each axis and all."""
+        routed = coordinates[called.is_routed.squeeze(1)]
+        losses = []
+        for axis, (probability, running) in enumerate(zip(probabilities, self.utilization, strict=True)):
+            counts = torch.bincount(routed[:, axis], minlength=len(running))
+            parts = counts.to(probability.dtype) / max(1, len(routed))
+            losses.append(len(running) * (parts * probability.mean(0)).sum())
+            if self.training and len(routed):
+                running.lerp_(parts.detach().to(running.dtype), 1 - self.settings.utilization_decay)
+        return torch.stack(losses).sum()
+
+    def extra_repr(self) -> str:
+        """For people."""
+        return str(self.experts.directory.prefix)
+
+
+def _dropped(scores: torch.Tensor, keep_probability: float) -> torch.Tensor:
+    """Which coordinates of an axis are left out of this batch: never all."""
+    draws = torch.rand(scores.shape[1], device=scores.device)
+    return (draws >= keep_probability) & (draws > draws.min())

@@ -1,0 +1,191 @@
+"""Checkpoints are whole or not there, the newest few are kept, and names stay inside the folder."""
+
+import functools
+import json
+import os
+import shutil
+
+import pytest
+import torch
+
+from experts.fake_server import small_expert, train, values
+from shoal.core import ManualClock, UsageError
+from shoal.experts.checkpoints import CheckpointError, Checkpoints
+
+UID = "ffn.1.2"
+
+
+@functools.cache
+def state_after(num_updates):
+    return small_expert(num_updates=num_updates).state()
+
+
+def files(folder, uid=UID):
+    return sorted(path.name for path in (folder / uid).iterdir())
+
+
+def documents(folder, uid=UID):
+    return sorted((folder / uid).glob("*.json"))
+
+
+def test_training_goes_on_from_a_checkpoint_to_the_bit(tmp_path):
+    expert = small_expert(num_updates=3)
+    path = Checkpoints(tmp_path).save(UID, expert.state(), {"class": "ffn", "hidden_dim": 4})
+    saved = Checkpoints(tmp_path).load(UID)
+    assert (saved.uid, saved.num_updates, saved.about) == (UID, 3, {"class": "ffn", "hidden_dim": 4})
+    assert saved.path == path
+    other = small_expert(seed=1)
+    assert other.load(saved.state) == []
+    train(expert, 3)
+    train(other, 3)
+    assert torch.equal(values(expert), values(other))
+    assert other.num_updates == 6
+
+
+def test_the_newest_few_are_kept(tmp_path):
+    checkpoints = Checkpoints(tmp_path, num_kept=2)
+    expert = small_expert()
+    for _ in range(4):
+        train(expert, 1)
+        checkpoints.save(UID, expert.state())
+    assert [json.loads(path.read_bytes())["num_updates"] for path in documents(tmp_path)] == [3, 4]
+    assert len(files(tmp_path)) == 4
+    assert checkpoints.num_updates(UID) == 4
+    with pytest.raises(UsageError, match="At least one"):
+        Checkpoints(tmp_path, num_kept=0)
+
+
+def test_the_latest_written_counts_when_the_clock_goes_back(tmp_path):
+    for num_updates, wall_s in enumerate([2e9, 1e9, 1e9], start=1):
+        checkpoints = Checkpoints(tmp_path, clock=ManualClock(wall_s=wall_s))
+        checkpoints.save(UID, state_after(num_updates))
+        assert checkpoints.load(UID).num_updates == num_updates
+
+
+def cut_tensors(document):
+    os.truncate(document.with_suffix(".safetensors"), 100)
+
+
+def flip_a_bit(document):
+    file = document.with_suffix(".safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def change(document, **fields):
+    document.write_text(json.dumps(json.loads(document.read_bytes()) | fields))
+
+
+DAMAGES = {
+    "tensors cut": cut_tensors,
+    "a bit flipped": flip_a_bit,
+    "tensors gone": lambda document: document.with_suffix(".safetensors").unlink(),
+    "half a JSON": lambda document: os.truncate(document, 50),
+    "no JSON": lambda document: document.write_bytes(b""),
+    "not an object": lambda document: document.write_bytes(b"[1]"),
+    "deep JSON": lambda document: document.write_bytes(b"[" * 100_000),
+    "a field of another type": lambda document: change(document, num_updates="many"),
+    "a newer format": lambda document: change(document, format=2),
+    "of another expert": lambda document: change(document, uid="ffn.1.3"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
+def test_what_is_not_whole_is_passed_over(tmp_path, caplog, damage):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(UID, state_after(1))
+    newest = checkpoints.save(UID, state_after(2))
+    damage(newest)
+    assert checkpoints.load(UID).num_updates == 1
+    assert str(newest) in caplog.text
+    damage(documents(tmp_path)[0])
+    assert checkpoints.load(UID) is None
+    assert "none of them whole" in caplog.text
+    checkpoints.save(UID, state_after(3))
+    assert checkpoints.load(UID).num_updates == 3
+
+
+def test_damaged_ones_do_not_push_out_whole_ones(tmp_path):
+    checkpoints = Checkpoints(tmp_path, num_kept=2)
+    for num_updates in (1, 2):
+        checkpoints.save(UID, state_after(num_updates))
+    cut_tensors(documents(tmp_path)[-1])
+    checkpoints.save(UID, state_after(3))
+    flip_a_bit(documents(tmp_path)[-1])
+    assert checkpoints.load(UID).num_updates == 1
+
+
+@pytest.mark.parametrize(
+    "failing", ["os.fsync", "pathlib.Path.replace", "shoal.experts.checkpoints.save_file"]
+)
+def test_a_disk_that_fails_leaves_what_was_there(tmp_path, monkeypatch, failing):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(UID, state_after(1))
+    before = files(tmp_path)
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(failing, fail)
+    with pytest.raises(CheckpointError, match="No space left"):
+        checkpoints.save(UID, state_after(2))
+    monkeypatch.undo()
+    assert files(tmp_path) == before
+    assert checkpoints.load(UID).num_updates == 1
+
+
+def test_tensors_without_their_json_are_no_checkpoint_and_go_after_a_while(tmp_path):
+    clock = ManualClock(wall_s=2e9)
+    checkpoints = Checkpoints(tmp_path, clock=clock)
+    document = checkpoints.save(UID, state_after(1))
+    left = [tmp_path / UID / "00000000000000001-00000000.safetensors", tmp_path / UID / "x.json.1.tmp"]
+    foreign = tmp_path / UID / "notes.txt"
+    for path in (*left, foreign):
+        path.write_bytes(b"half")
+        os.utime(path, (2e9, 2e9))
+    checkpoints.save(UID, state_after(2))
+    assert all(path.exists() for path in left)  # somebody may be writing them
+    clock.advance(4000)
+    newest = checkpoints.save(UID, state_after(3))
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in (foreign, document, newest))
+
+
+@pytest.mark.parametrize(
+    "uid",
+    ["", ".", "..", "../x", "a/b", "/etc", "a\\b", "ffn..1", ".ffn", "ffn.", "a\0b", "a b", "a\n", "x" * 201],
+)
+def test_a_uid_that_leads_elsewhere_is_refused(tmp_path, uid):
+    checkpoints = Checkpoints(tmp_path / "here")
+    for work in (lambda: checkpoints.save(uid, state_after(0)), lambda: checkpoints.load(uid)):
+        with pytest.raises(UsageError, match="cannot have checkpoints"):
+            work()
+    assert list(tmp_path.rglob("*.json")) == []
+
+
+def test_only_folders_with_checkpoints_are_experts(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    assert Checkpoints(tmp_path / "nothing").uids() == []
+    for uid in ("ffn.3.14", "expert0", "ffn.10"):
+        checkpoints.save(uid, state_after(0))
+    (tmp_path / "empty.1").mkdir()
+    (tmp_path / "file.1").write_text("")
+    shutil.copytree(tmp_path / "expert0", tmp_path / "lost+found")
+    assert checkpoints.uids() == ["expert0", "ffn.10", "ffn.3.14"]
+    assert checkpoints.load("nobody") is None
+    assert checkpoints.num_updates("nobody") is None
+
+
+def test_several_may_write_into_one_folder(tmp_path):
+    several = [Checkpoints(tmp_path, clock=ManualClock()) for _ in range(3)]
+    for num_updates in range(1, 7):
+        several[num_updates % 3].save(UID, state_after(num_updates))
+        assert [one.load(UID).num_updates for one in several] == [num_updates] * 3
+    assert len(files(tmp_path)) == 6
+
+
+def test_what_json_cannot_hold_is_said_and_nothing_is_left(tmp_path):
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        Checkpoints(tmp_path).save(UID, state_after(0), {"module": object()})
+    assert Checkpoints(tmp_path).uids() == []

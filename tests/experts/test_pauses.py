@@ -1,0 +1,30 @@
+from shoal.experts.pauses import Pauses
+
+
+def test_pauses_grow_until_something_is_answered():
+    pauses = Pauses(first_s=2, longest_s=5)
+    now_s = 100.0
+    for length_s in (2, 4, 5, 5):
+        pauses.failed("ffn.1", now_s)
+        assert pauses.is_paused("ffn.1", now_s + length_s - 0.1)
+        assert not pauses.is_paused("ffn.1", now_s + length_s)
+        now_s += length_s
+    pauses.answered("ffn.1")
+    pauses.failed("ffn.1", now_s)
+    assert not pauses.is_paused("ffn.1", now_s + 2)
+
+
+def test_calls_of_one_moment_count_once():
+    pauses = Pauses(first_s=2)
+    for _ in range(5):
+        pauses.failed("ffn.1", 100.0)
+    assert not pauses.is_paused("ffn.1", 102.0)
+
+
+def test_only_those_that_failed_are_paused():
+    pauses = Pauses(first_s=2)
+    assert not pauses.has_any(0.0)
+    pauses.failed("ffn.1", 0.0)
+    assert pauses.has_any(1.0)
+    assert not pauses.is_paused("ffn.2", 1.0)
+    assert not pauses.has_any(2.0)

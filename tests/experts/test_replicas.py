@@ -1,0 +1,389 @@
+"""Replicas of an expert find each other in the DHT and come together, in virtual time and on sockets."""
+
+import asyncio
+import contextlib
+
+import pytest
+import torch
+
+from dht.living_swarm import LivingSwarm
+from dht.memory_swarm import in_swarm
+from experts.fake_server import FakeServer, small_expert, train, values
+from shoal.core import (
+    Address,
+    Deadline,
+    LoopThread,
+    PeerBusy,
+    PeerRefused,
+    Scope,
+    UsageError,
+    run_virtual,
+)
+from shoal.core.identity import Identity
+from shoal.dht.declaring import declare_experts
+from shoal.dht.node import DHT
+from shoal.experts.averaging import Piece
+from shoal.experts.meetings import StateHead
+from shoal.experts.replicas import AVERAGE, STATE, MeetingRequest, Replicas
+from shoal.experts.server import ExpertServer
+from shoal.tensors import TensorSpec, pack
+from shoal.transport import Endpoint, Membership, Reply, SwarmSecret
+
+UID = "ffn.1.2"
+NEVER_S = 1e6
+
+
+@contextlib.asynccontextmanager
+async def replicas_of(*experts_and_peers, every_s=60.0):
+    """Replicas that run, of each of these experts at its peer; all are declared."""
+    made = []
+    async with Scope() as scope:
+        for expert, dht in experts_and_peers:
+            await declare_experts(dht, [expert.uid], dht.in_s(3600))
+            made.append(Replicas(FakeServer(expert), dht, every_s))
+        for one in made:
+            scope.start(one.run())
+        yield made
+        scope.cancel()
+
+
+def test_two_replicas_become_equal_and_stay_so():
+    async def work(swarm, first, second, _):
+        mine, theirs = small_expert(seed=1, num_updates=2), small_expert(seed=2, num_updates=3)
+        mean = (values(mine) + values(theirs)) / 2
+        async with replicas_of((mine, first), (theirs, second)) as made:
+            await asyncio.sleep(200)
+            assert torch.equal(values(mine), values(theirs))
+            torch.testing.assert_close(values(mine), mean)
+            train(mine, 5)
+            assert not torch.equal(values(mine), values(theirs))
+            await asyncio.sleep(200)
+            assert torch.equal(values(mine), values(theirs))
+            assert sum(one.num_averaged for one in made) >= 4
+            assert [one.num_copied for one in made] == [0, 0]
+            assert (mine.num_updates, theirs.num_updates) == (7, 3)
+
+    in_swarm(3, work)
+
+
+def test_many_replicas_come_to_the_mean_of_all():
+    async def work(swarm, *peers):
+        experts = [small_expert(seed=seed, num_updates=1) for seed in range(3)]
+        mean = torch.stack([values(expert) for expert in experts]).mean(0)
+        async with replicas_of(*zip(experts, peers, strict=True)):
+            await asyncio.sleep(60 * 15)
+            for expert in experts:
+                torch.testing.assert_close(values(expert), mean, rtol=1e-3, atol=1e-4)
+
+    in_swarm(3, work)
+
+
+def test_who_is_gone_is_passed_over():
+    async def main():
+        async with LivingSwarm() as swarm:
+            peers = await swarm.start_many(4)
+            experts = [small_expert(seed=seed, num_updates=1) for seed in range(3)]
+            async with replicas_of(*zip(experts[:2], peers, strict=False)):
+                await declare_experts(peers[2], [UID], peers[2].in_s(3600))
+                await swarm.kill("p2")
+                await asyncio.sleep(600)
+                assert torch.equal(values(experts[0]), values(experts[1]))
+
+    run_virtual(main())
+
+
+def test_a_newcomer_becomes_a_copy_and_then_learns_with_the_others():
+    async def work(swarm, first, second):
+        old, new = small_expert(seed=1, num_updates=4), small_expert(seed=2)
+        before = values(old)
+        async with replicas_of((old, first), (new, second)) as (_, newcomer):
+            await asyncio.sleep(10)
+            assert torch.equal(values(new), before)
+            assert torch.equal(values(old), before)
+            assert new.num_updates == 4
+            assert newcomer.num_copied == 1
+            train(old, 2)
+            train(new, 2)
+            assert torch.equal(values(new), values(old))  # the optimizer was copied too
+
+    in_swarm(2, work)
+
+
+def test_of_newcomers_one_is_copied_by_all():
+    async def work(swarm, *peers):
+        experts = [small_expert(seed=seed) for seed in range(3)]
+        lowest = min(range(3), key=lambda index: peers[index].peer_id)
+        before = values(experts[lowest])
+        async with replicas_of(*zip(experts, peers, strict=True)):
+            await asyncio.sleep(30)
+            for expert in experts:
+                assert torch.equal(values(expert), before)
+
+    in_swarm(3, work)
+
+
+def test_who_is_alone_or_plain_meets_nobody():
+    async def work(swarm, peer):
+        expert, plain = small_expert(), small_expert("expert0")
+        async with replicas_of((expert, peer)) as (alone,):
+            alone._server.experts["expert0"] = plain
+            assert await alone.sync() == 0
+            assert not alone.is_newcomer(expert)
+        with pytest.raises(UsageError, match="every 0 s"):
+            Replicas(FakeServer(), peer, 0)
+
+    in_swarm(1, work)
+
+
+def test_a_look_up_that_fails_is_not_taken_for_being_alone(caplog):
+    async def main():
+        async with LivingSwarm() as swarm:
+            first, second = await swarm.start_many(2)
+            new = small_expert(seed=2)
+            await declare_experts(first, [UID], first.in_s(3600))
+            replicas = Replicas(FakeServer(new), second, 60.0)
+            await swarm.kill("p0")
+            second.storage.__init__(second.peer_id, second.settings)
+            second.cache.__init__(second.settings)
+            assert await replicas.sync() == 0
+            assert replicas.is_newcomer(new)
+            assert "could not be found out" in caplog.text
+
+    run_virtual(main())
+
+
+# --- those who are asked ---
+
+
+async def ask(dht, peer, method, uid, *items):
+    async with dht.endpoint.streams.open_channel(
+        peer, method, MeetingRequest(uid), deadline=Deadline.after(30)
+    ) as channel:
+        answers = []
+        for payload, tensors in items:
+            await channel.send(payload, pack(tensors)[1])
+            answers.append(await channel.receive())
+        await channel.end()
+        await channel.result()
+        return answers
+
+
+def in_meeting(work, num_updates=1):
+    """Run `work(asker, replicas, expert, peer)` beside a replica that knows the asker."""
+
+    async def main(swarm, asker, asked):
+        expert = small_expert(num_updates=num_updates)
+        await declare_experts(asker, [UID], asker.in_s(3600))
+        async with replicas_of((expert, asked), every_s=NEVER_S) as (replicas,):
+            await asyncio.sleep(1)
+            await work(asker, replicas, expert, asked.peer)
+
+    in_swarm(2, main)
+
+
+def whole(name, tensor):
+    return (Piece(name, 0, TensorSpec("float32", tuple(tensor.shape))),)
+
+
+@pytest.mark.parametrize(
+    ("payload", "tensor"),
+    [
+        (whole("0.bias", torch.zeros(4)), torch.tensor([0, 0, torch.nan, 0])),
+        (whole("0.bias", torch.zeros(4)), torch.zeros(5)),
+        (whole("0.bias", torch.zeros(5)), torch.zeros(5)),
+        (whole("0.other", torch.zeros(4)), torch.zeros(4)),
+        ("nonsense", torch.zeros(4)),
+        ([["0.bias", 0, ["float32", [2**62]]]], torch.zeros(4)),
+    ],
+)
+def test_what_cannot_be_averaged_is_refused_and_told_of(caplog, payload, tensor):
+    async def work(asker, replicas, expert, peer):
+        before = values(expert)
+        with pytest.raises(PeerRefused):
+            await ask(asker, peer, AVERAGE, UID, (payload, [tensor]))
+        assert torch.equal(values(expert), before)
+        assert f"is not averaged with what {asker.peer_id.short}" in caplog.text
+        (answer,) = await ask(asker, peer, AVERAGE, UID, (whole("0.bias", torch.zeros(4)), [torch.zeros(4)]))
+        assert answer is not None  # the next one is met as usual
+
+    in_meeting(work)
+
+
+def test_one_meeting_at_a_time():
+    async def work(asker, replicas, expert, peer):
+        streams = asker.endpoint.streams
+        request, deadline = MeetingRequest(UID), Deadline.after(30)
+        async with streams.open_channel(peer, AVERAGE, request, deadline=deadline) as channel:
+            await channel.send(whole("0.bias", torch.zeros(4)), pack([torch.zeros(4)])[1])
+            await channel.receive()
+            for method in (AVERAGE, STATE):
+                with pytest.raises(PeerBusy, match="meeting another"):
+                    await ask(asker, peer, method, UID)
+            assert await replicas.sync() == 0
+        await asyncio.sleep(1)  # the channel was given up: its place is free
+        await ask(asker, peer, AVERAGE, UID)
+
+    in_meeting(work)
+
+
+def test_a_silent_one_does_not_keep_its_place():
+    async def work(asker, replicas, expert, peer):
+        streams = asker.endpoint.streams
+        async with streams.open_channel(
+            peer, AVERAGE, MeetingRequest(UID), deadline=Deadline.after(3600)
+        ) as channel:
+            await channel.send(whole("0.bias", torch.zeros(4)), pack([torch.zeros(4)])[1])
+            await asyncio.sleep(100)
+            await ask(asker, peer, AVERAGE, UID)
+
+    in_meeting(work)
+
+
+def test_who_may_not_average():
+    async def work(asker, replicas, expert, peer):
+        with pytest.raises(PeerRefused, match="not served here"):
+            await ask(asker, peer, AVERAGE, "ffn.9")
+        replicas._server.experts["ffn.7"] = small_expert("ffn.7", num_updates=1)
+        with pytest.raises(PeerBusy, match=r"not known here as one that serves ffn\.7"):
+            await ask(asker, peer, AVERAGE, "ffn.7")
+        replicas._server.is_leaving = True
+        with pytest.raises(PeerBusy, match="leaving"):
+            await ask(asker, peer, AVERAGE, UID)
+
+    in_meeting(work)
+
+
+def test_a_newcomer_is_not_averaged_with():
+    async def work(asker, replicas, expert, peer):
+        replicas._newcomers[UID] = True
+        with pytest.raises(PeerBusy, match="is new"):
+            await ask(asker, peer, AVERAGE, UID)
+
+    in_meeting(work)
+
+
+# --- liars ---
+
+
+def against(serve, method, num_updates):
+    """What becomes of an expert whose only other replica answers with `serve`."""
+
+    async def main(swarm, liar, honest):
+        expert = small_expert(num_updates=num_updates)
+        before = values(expert)
+        liar.endpoint.routes.add_channel(method, serve, MeetingRequest)
+        for dht in (liar, honest):
+            await declare_experts(dht, [UID], dht.in_s(3600))
+        assert await Replicas(FakeServer(expert), honest, 60.0).sync() == 0
+        assert torch.equal(values(expert), before)
+        assert expert.num_updates == num_updates
+        return liar.peer_id.short
+
+    return in_swarm(2, main)
+
+
+@pytest.mark.parametrize("lie", ["nan", "shape", "other", "nothing", "nonsense", "end"])
+def test_a_replica_that_answers_nonsense_is_named_and_changes_nothing(caplog, lie):
+    async def serve(head, channel):
+        item = await channel.receive()
+        tensors = [torch.zeros(piece[2][1]) for piece in item.payload]
+        payload = item.payload
+        if lie == "nan":
+            tensors[0][0] = torch.nan
+        elif lie == "shape":
+            tensors[0] = torch.zeros(9, 9)
+        elif lie == "other":
+            payload, tensors = payload[:1], tensors[:1]
+        elif lie == "nothing":
+            tensors = []
+        elif lie == "nonsense":
+            payload = {"a": 1}
+        if lie != "end":
+            await channel.send(payload, pack(tensors)[1])
+            await channel.receive()
+        return Reply()
+
+    short = against(serve, AVERAGE, num_updates=1)
+    assert f"What {short}" in caplog.text
+    assert "is not to be used" in caplog.text
+
+
+STATE_LIES = {
+    "too much": lambda specs: specs | {"optimizer.0.x": TensorSpec("float32", (2**40,))},
+    "impossible": lambda specs: specs | {"optimizer.0.x": TensorSpec("float32", (-1,))},
+    "another module": lambda specs: specs | {"module.extra": TensorSpec("float32", (1,))},
+    "less": lambda specs: dict(list(specs.items())[1:]),
+    "not a number": lambda specs: specs,
+    "not whole": lambda specs: specs,
+}
+
+
+@pytest.mark.parametrize("lie", STATE_LIES)
+def test_a_state_that_is_not_to_be_used_changes_nothing(caplog, lie):
+    state = small_expert(num_updates=2).state()
+    specs = {name: TensorSpec(str(one.dtype)[6:], tuple(one.shape)) for name, one in state.tensors.items()}
+    told = STATE_LIES[lie](specs)
+    if lie == "not a number":
+        state.tensors["module.0.weight"][0, 0] = torch.nan
+
+    async def serve(head, channel):
+        await channel.send(StateHead(is_newcomer=False, specs=told, numbers=state.numbers))
+        for name, spec in told.items():
+            if lie == "not whole" and name == "module.0.bias":
+                continue
+            tensor = state.tensors.get(name, torch.zeros(1))
+            await channel.send((Piece(name, 0, spec),), pack([tensor])[1])
+        return Reply()
+
+    short = against(serve, STATE, num_updates=0)
+    assert f"What {short}" in caplog.text
+
+
+# --- on sockets ---
+
+
+class Told(Replicas):
+    """Says when it has met others for the first time."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.was_synced = asyncio.Event()
+
+    async def sync(self, uids=None):
+        num_met = await super().sync(uids)
+        self.was_synced.set()
+        return num_met
+
+
+async def open_peer(closing, secret, helpers=(), join=()):
+    membership = Membership(Identity.generate(), secret)
+    endpoint = await closing.enter_async_context(Endpoint(membership=membership, helpers=helpers))
+    await endpoint.listen(Address("127.0.0.1", 0))
+    return await closing.enter_async_context(DHT(endpoint=endpoint, join=join))
+
+
+def test_servers_with_several_loops_average_through_tls_with_those_who_have_declared(run):
+    async def main(helpers):
+        async with contextlib.AsyncExitStack() as closing:
+            secret = SwarmSecret(b"s" * 32)
+            first = await open_peer(closing, secret, helpers[:1])
+            second = await open_peer(closing, secret, helpers[1:], [first.peer.address])
+            stranger = await open_peer(closing, secret, (), [first.peer.address])
+            experts = [small_expert(seed=seed, num_updates=1) for seed in range(2)]
+            made = []
+            for dht, expert in zip((first, second), experts, strict=True):
+                server = await closing.enter_async_context(ExpertServer(dht.endpoint, [expert]))
+                await declare_experts(dht, [UID], dht.in_s(600))
+                made.append(Told(server, dht, NEVER_S))
+            async with Scope() as scope:
+                for one in made:
+                    scope.start(one.run())
+                    await one.was_synced.wait()
+                assert [one.num_averaged for one in made] == [0, 1]
+                assert torch.equal(values(experts[0]), values(experts[1]))
+                with pytest.raises(PeerBusy, match="not known here"):
+                    await ask(stranger, first.peer, AVERAGE, UID)
+                scope.cancel()
+
+    with LoopThread() as one, LoopThread() as other:
+        run(main([one, other]))

@@ -1,0 +1,79 @@
+"""In virtual time."""
+
+import asyncio
+import functools
+
+import pytest
+import torch
+
+from shoal.core import Deadline, run_virtual, running_clock
+from shoal.experts.stragglers import Patience, ask_all
+
+NEVER = 10_000
+
+
+def waited(calls, num_samples, **rule):
+    """When it ended, and which calls were heard to their end; calls are (rows, seconds, is_answered)."""
+    ended = []
+
+    async def call(number, seconds, is_answered):
+        await asyncio.sleep(seconds)
+        ended.append(number)
+        return is_answered
+
+    async def main():
+        timeout_s = rule.pop("timeout_s", None)
+        deadline = None if timeout_s is None else Deadline.after(timeout_s)
+        patience = Patience(rule.pop("k_min", 1), deadline, rule.pop("after_s", None))
+        works = [functools.partial(call, number, *rest) for number, (_, *rest) in enumerate(calls)]
+        await ask_all(works, [torch.tensor(rows) for rows, *_ in calls], num_samples, patience)
+        return running_clock().now_s()
+
+    return run_virtual(main()), sorted(ended)
+
+
+def test_it_ends_when_all_have_answered():
+    assert waited([([0, 1], 3.0, True), ([1], 0.5, True)], 2, after_s=9) == (3.0, [0, 1])
+
+
+def test_others_get_their_time_once_every_sample_has_enough():
+    calls = [([0], 1.0, True), ([1], 2.0, True), ([0, 1], 2.4, True), ([0, 1], NEVER, True)]
+    assert waited(calls, 2, after_s=0.5) == (2.5, [0, 1, 2])
+
+
+def test_every_sample_counts_for_itself():
+    calls = [([0], 1.0, True), ([0], 1.0, True), ([1], 8.0, True), ([0, 1], NEVER, True)]
+    assert waited(calls, 2, after_s=0.5) == (8.5, [0, 1, 2])
+    assert waited(calls, 2, k_min=2, timeout_s=30) == (30.0, [0, 1, 2])
+
+
+def test_a_failure_is_no_answer():
+    calls = [([0], 1.0, False), ([0], 5.0, True), ([0], NEVER, True)]
+    assert waited(calls, 1, after_s=0.5) == (5.5, [0, 1])
+
+
+def test_a_sample_that_can_have_no_more_answers_holds_nobody_up():
+    calls = [([0], 1.0, False), ([1], 2.0, True), ([1], NEVER, True)]
+    assert waited(calls, 2, after_s=0.5) == (2.5, [0, 1])
+
+
+def test_without_a_number_they_are_waited_for_while_answers_come():
+    steady = [([0], 0.5 + 0.9 * number, True) for number in range(6)]
+    end_s, ended = waited([*steady, ([0], NEVER, True)], 1)
+    assert end_s == pytest.approx(0.5 + 0.9 * 5 + 1.5)  # three times what the first answer took
+    assert ended == [0, 1, 2, 3, 4, 5]
+    quick = [([0], 0.01, True), ([0], NEVER, True)]
+    assert waited(quick, 1) == (pytest.approx(1.01), [0])
+
+
+def test_a_deadline_ends_it():
+    assert waited([([0], 1.0, True), ([1], NEVER, True)], 2, timeout_s=4.0) == (4.0, [0])
+    assert waited([([0], NEVER, True)], 1, timeout_s=0.0) == (0.0, [])
+
+
+def test_who_needs_no_answers_waits_for_one():
+    assert waited([([0], 20.0, True)], 1, k_min=0) == (20.0, [0])
+
+
+def test_nobody_to_ask():
+    assert waited([], 3) == (0.0, [])
