@@ -6,7 +6,7 @@ import copy
 import torch
 from torch import nn
 
-from shoal.core import Address, LoopThread, Peer, PeerId, PeerLost, PeerRefused, PeerUnreachable
+from shoal.core import Address, Peer, PeerId, PeerLost, PeerRefused, PeerUnreachable
 from shoal.dht.records import Value
 from shoal.dht.uids import ExpertUid
 from shoal.experts.client import Forwarded
@@ -68,7 +68,7 @@ class FakeDHT:
 class FakeClient:
     """Has the methods of ExpertClient that mixtures use."""
 
-    def __init__(self, loop=None):
+    def __init__(self, loop):
         self.settings = ClientSettings()
         self.dht = FakeDHT()
         self.modules = {}
@@ -78,13 +78,6 @@ class FakeClient:
         self.calls = []
         self.num_kept = 0
         self._loop = loop
-
-    def __enter__(self):
-        self._loop = LoopThread("fake-client").__enter__()
-        return self
-
-    def __exit__(self, *error):
-        self._loop.__exit__(*error)
 
     def run(self, work, deadline=None):
         return self._loop.run(work, deadline)
@@ -119,11 +112,9 @@ class FakeClient:
         await self._fault(uid, "backward-", forwarded.peer)
         schema = self.schemas[uid]
         with torch.enable_grad():
-            given = [
-                tensor.detach().clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs
-            ]
+            given = [tensor.detach().clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
             outputs = _run(self.modules[uid], schema, given)
-            torch.autograd.backward(outputs, list(grad_outputs))
+            torch.autograd.backward(outputs, [gradient.cpu() for gradient in grad_outputs])
         if self.faults.get(uid) == "backward-nan":
             given[0].grad[0, 0] = torch.nan
         return [tensor.grad for tensor in given]
@@ -140,7 +131,7 @@ class FakeClient:
 
 
 def _run(module, schema, inputs):
-    args, kwargs = schema.unflatten(inputs)
+    args, kwargs = schema.unflatten([tensor.cpu() for tensor in inputs])
     outputs = module(*args, **kwargs)
     return [outputs] if schema.is_single else list(outputs)
 
@@ -150,7 +141,9 @@ def plain_schema(num_features, dtype="float32"):
     return ExpertSchema((shape,), (), (shape,), is_single=True)
 
 
-def add_linear_experts(client, uids, num_features=6, *, peer_of=lambda index: peer_at(1 + index % 3), **options):
+def add_linear_experts(
+    client, uids, num_features=6, *, peer_of=lambda index: peer_at(1 + index % 3), **options
+):
     """So many different linear modules; copies of them, to compare with."""
     for index, uid in enumerate(uids):
         torch.manual_seed(index)

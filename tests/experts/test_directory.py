@@ -29,7 +29,8 @@ class Place:
     def find(self, scores, *, k=2, k_min=1, beam_size=4):
         routes = self.directory.find(torch.as_tensor(scores), beam_size=beam_size, k=k, k_min=k_min)
         return [
-            [str(routes.experts[number].uid) for number in row if number >= 0] for row in routes.slots.tolist()
+            [str(routes.experts[number].uid) for number in row if number >= 0]
+            for row in routes.slots.tolist()
         ]
 
     def pass_time(self, seconds):
@@ -101,6 +102,24 @@ def test_an_expert_is_gone_once_it_was_missed_twice(place):
     assert len(place.find(flat_scores())[0]) == 2
     place.pass_time(2.0)
     assert place.find(flat_scores()) == [["ffn.1.2"]]
+
+
+def test_part_of_a_record_takes_nobody_away(place, monkeypatch):
+    for last in range(4):
+        place.dht.declare(f"ffn.1.{last}")
+    assert len(place.find(flat_scores(), k=8)[0]) == 4
+
+    async def get_coordinates(names, *, deadline=None):
+        return [(1,) if name == "ffn.1." else None for name in names]
+
+    monkeypatch.setattr(place.dht, "get_coordinates", get_coordinates)
+    for _ in range(3):
+        place.pass_time(31.0)
+    assert len(place.find(flat_scores(), k=8)[0]) == 4
+    del place.dht.served["ffn.1.3"]
+    for _ in range(3):
+        place.pass_time(31.0)
+    assert len(place.find(flat_scores(), k=8)[0]) == 3
 
 
 def test_one_miss_is_forgiven(place):

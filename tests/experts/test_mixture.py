@@ -10,7 +10,6 @@ from experts.fake_client import FakeClient, add_linear_experts, peer_at, plain_s
 from shoal.core import LoopThread, UsageError
 from shoal.experts.last_call import NotEnoughExperts
 from shoal.experts.mixture import MixtureOfExperts
-from shoal.experts.mixture_settings import MixtureSettings
 from shoal.experts.schema import ExpertSchema, TensorSchema
 
 UIDS = [f"ffn.{first}.{last}" for first in range(3) for last in range(2)]
@@ -148,9 +147,8 @@ def test_several_inputs_keywords_and_outputs(client):
     there, x.grad, scale.grad = (x.grad, scale.grad), None, None
     gate = copy.deepcopy(moe.gate)
     for index in range(2):
-        sample = iter(range(4))
 
-        def run(module, rows, index=index, sample=sample):
+        def run(module, rows, index=index):
             at = int((x[:, None] == rows).all(-1).all(-1).nonzero()[0, 0])
             return module(rows, scale[at : at + 1], mask=mask[at : at + 1])[index]
 
@@ -247,7 +245,9 @@ def test_the_next_best_are_asked_before_that(client):
 def test_every_sample_needs_its_own_answers(client):
     """However many answers the batch has in all."""
     add_linear_experts(client, UIDS, peer_of=lambda index: peer_at(index))
-    moe = MixtureOfExperts(client, "ffn", 6, (3, 2), k_best=2, k_min=2, num_tries=1, when_none_answers="zeros")
+    moe = MixtureOfExperts(
+        client, "ffn", 6, (3, 2), k_best=2, k_min=2, num_tries=1, when_none_answers="zeros"
+    )
     x = torch.randn(40, 6)
     moe(x)
     lost = moe.last_call.experts[0]
@@ -378,12 +378,17 @@ def test_two_backwards_through_one_forward(client):
     torch.testing.assert_close(x.grad, 2 * once)
 
 
-def test_settings_one_by_one():
-    settings = MixtureSettings(k_best=8).but(k_min=2)
-    assert (settings.k_best, settings.k_min) == (8, 2)
-    with pytest.raises(UsageError, match="use k_best"):
-        settings.but(k_bset=3)
-    with pytest.raises(UsageError, match="do not go together"):
-        MixtureSettings(k_best=2, k_min=3)
-    with pytest.raises(UsageError, match="'raise' or 'zeros'"):
-        MixtureSettings(when_none_answers="ignore")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_model_on_a_gpu(client):
+    modules = add_linear_experts(client, UIDS)
+    moe = MixtureOfExperts(client, "ffn", 6, (3, 2), k_best=2, beam_size=3)
+    x = torch.randn(9, 6)
+    here = x.clone().requires_grad_()
+    expected = local_mixture(moe.gate, modules, here, 2)
+    expected.square().sum().backward()
+    moe.cuda()
+    there = x.cuda().requires_grad_()
+    found = moe(there)
+    found.square().sum().backward()
+    torch.testing.assert_close(found.cpu(), expected)
+    torch.testing.assert_close(there.grad.cpu(), here.grad)

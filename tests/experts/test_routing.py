@@ -98,6 +98,16 @@ def test_it_names_what_it_needs_to_know():
     assert GridTables((), (8, 4), told, {}).search(only_third, beam_size=2, k=4) == [(5, 3)]
 
 
+def test_a_prefix_whose_experts_are_gone_takes_no_place_in_the_beam():
+    prefixes, experts = known([(0, 0), (1, 1), (3, 3)])
+    experts[(3, 3)] = None
+    prefixes[(2,)] = None
+    prefixes[()] = range(4)
+    tables = GridTables((), (4, 4), prefixes, experts)
+    routes = tables.routes(tables.search([torch.arange(4.0)[None]] * 2, beam_size=1, k=1))
+    assert [str(expert.uid) for expert in routes.experts] == ["ffn.1.1"]
+
+
 def test_a_part_of_a_grid():
     tables = GridTables((1,), (4, 4), *known([(1, 2, 3), (1, 0, 0)], root=(1,)))
     routes = tables.routes(tables.search([torch.arange(4.0)[None]] * 2, beam_size=2, k=2))

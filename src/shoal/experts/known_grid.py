@@ -60,9 +60,22 @@ class KnownGrid:
         return None if known is None else known.value
 
     def note_prefixes(self, told: dict[Place, Coordinates | None], now_s: float) -> None:
-        """Remember which coordinates come next; those outside of the grid do not count."""
-        inside = {place: self._inside(place, coordinates) or None for place, coordinates in told.items()}
-        self._note(self._prefixes, inside, now_s)
+        """Remember which coordinates come next; those outside of the grid do not count.
+
+        One holder of a record may not have all of it: what is known to be there stays, until its own record
+        says otherwise.
+        """
+        merged: dict[Place, Coordinates | None] = {}
+        for place, coordinates in told.items():
+            found = self._inside(place, coordinates)
+            known = self._prefixes.get(place)
+            kept = [
+                each
+                for each in (known and known.value) or ()
+                if each not in found and self._is_there((*place, each))
+            ]
+            merged[place] = (*found, *kept) or None
+        self._note(self._prefixes, merged, now_s)
 
     def new_below(self, told: dict[Place, Coordinates | None]) -> list[Place]:
         """Places behind coordinates that these prefixes have not had before."""
@@ -72,6 +85,11 @@ class KnownGrid:
             before = frozenset((known and known.value) or ())
             new += [(*place, each) for each in self._inside(place, coordinates) if each not in before]
         return new
+
+    def _is_there(self, place: Place) -> bool:
+        is_expert = len(place) == len(self._root) + len(self._grid)
+        known = self._experts.get(place) if is_expert else self._prefixes.get(place)
+        return known is not None and known.value is not None
 
     def _inside(self, place: Place, coordinates: Coordinates | None) -> Coordinates:
         size = self._grid[len(place) - len(self._root)]
@@ -132,9 +150,7 @@ class KnownGrid:
             place[:length] for place in experts for length in range(len(self._root), len(place))
         )
         doubted = _older(self._experts, self._doubted, now_s - min(self._refresh_s, _DOUBT_S))
-        stale = dict.fromkeys(
-            _older(self._experts, experts, old_s) + doubted + _absent(self._experts, old_s)
-        )
+        stale = dict.fromkeys(_older(self._experts, experts, old_s) + doubted + _absent(self._experts, old_s))
         return _older(self._prefixes, prefixes, old_s) + _absent(self._prefixes, old_s), list(stale)
 
 

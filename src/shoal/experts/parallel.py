@@ -23,35 +23,18 @@ from shoal.core import (
     RemoteFailure,
     ShoalError,
 )
-from shoal.dht.declaring import ExpertAddress
 from shoal.experts.client import Forwarded
 from shoal.experts.directory import Directory
-from shoal.experts.last_call import ExpertCall, LastCall, NotEnoughExperts, describe_error
+from shoal.experts.last_call import LastCall, NotEnoughExperts, describe_error
 from shoal.experts.mixture_settings import MixtureSettings
 from shoal.experts.routing import Routes
 from shoal.experts.schema import ExpertSchema
+from shoal.experts.shares import Share, is_finite, sum_by_sample
 from shoal.experts.stragglers import Patience, ask_all
 
 _LOST = (DeadlineExceeded, PeerLost, PeerUnreachable, PeerLeaving)
 _QUIET_S = 1.0
 _MAX_NAMED = 8
-
-
-class Share:
-    """What one expert does for the batch."""
-
-    def __init__(self, expert: ExpertAddress, rows: torch.Tensor, positions: torch.Tensor) -> None:
-        self.expert = expert
-        self.rows = rows
-        """Which samples, on the CPU."""
-        self.positions = positions
-        """The same in [batch * k]."""
-        self.call = ExpertCall(str(expert.uid), expert.peer, len(rows))
-        self.inputs: list[torch.Tensor] = []
-        self.forwarded: Forwarded | None = None
-        self.outputs: list[torch.Tensor] = []
-        self.gradients: list[torch.Tensor | None] | None = None
-        self.error: ShoalError | None = None
 
 
 class ExpertRound:
@@ -167,10 +150,13 @@ class ExpertRound:
             self._call_all(asked, ask, note, self._settings.backward_k_min, deadline)
         self._check_backward(asked)
         self.last_call.backward_seconds = time.perf_counter() - began_s
-        return [
-            self._summed(index, asked, diverged) if is_differentiable else None
-            for index, is_differentiable in enumerate(self._differentiable())
+        gradients = [
+            self._gradient(index, asked, diverged) if tensor.is_floating_point() else None
+            for index, tensor in enumerate(answered[0].inputs)
         ]
+        for share in asked:
+            share.gradients = None
+        return gradients
 
     def _check_backward(self, asked: Sequence[Share]) -> None:
         num_asked = self._count(asked)
@@ -180,23 +166,21 @@ class ExpertRound:
             raise self._not_enough(is_short, self._settings.backward_k_min, "gradients")
 
     def _count(self, shares: Sequence[Share]) -> torch.Tensor:
-        counts = torch.zeros(self._num_samples, dtype=torch.int64)
-        for share in shares:
-            counts[share.rows] += 1
-        return counts
+        rows = [share.rows for share in shares] or [torch.empty(0, dtype=torch.int64)]
+        return torch.bincount(torch.cat(rows), minlength=self._num_samples)
 
-    def _differentiable(self) -> list[bool]:
-        answered = self.answered
-        return [tensor.is_floating_point() for tensor in answered[0].inputs] if answered else []
-
-    def _summed(self, index: int, asked: Sequence[Share], diverged: Sequence[Share]) -> torch.Tensor:
+    def _gradient(self, index: int, asked: Sequence[Share], diverged: Sequence[Share]) -> torch.Tensor:
         example = self.answered[0].inputs[index]
-        total = example.new_zeros((self._num_samples, *example.shape[1:]))
-        for share in asked:
-            gradient = None if share.gradients is None else share.gradients[index]
-            if gradient is not None:
-                total.index_add_(0, share.rows.to(total.device), gradient.to(total.device))
-            share.gradients = share.gradients if index + 1 < len(share.inputs) else None
+        given = [
+            (share, gradient.to(example.device))
+            for share in asked
+            if share.gradients is not None and (gradient := share.gradients[index]) is not None
+        ]
+        if given:
+            shares, gradients = zip(*given, strict=True)
+            total = sum_by_sample(shares, gradients, self.is_answered.shape)
+        else:
+            total = example.new_zeros((self._num_samples, *example.shape[1:]))
         for share in diverged:
             total[share.rows.to(total.device)] = torch.nan
         return total
@@ -271,14 +255,6 @@ class ExpertRound:
             cause=_listed(failed, "; ") or "so few of them are declared in the DHT.",
             next_step="see `last_call`; start more servers, lower k_min, or let when_none_answers='zeros'.",
         )
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether there is no NaN and no infinity in it; one pass unless there may be."""
-    if not tensor.is_floating_point():
-        return True
-    total = tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32))
-    return bool(total.isfinite()) or bool(tensor.isfinite().all())
 
 
 def _listed(things: Sequence[object], separator: str) -> str:

@@ -23,6 +23,7 @@ from shoal.experts.mixture_settings import MixtureSettings
 from shoal.experts.parallel import ExpertRound
 from shoal.experts.routing import Routes
 from shoal.experts.schema import ExpertSchema
+from shoal.experts.shares import sum_by_sample
 from shoal.tensors.dtypes import DTYPES
 
 _SCHEMA_S = 5.0
@@ -167,25 +168,19 @@ class Called:
         self._round.check(self._round.is_answered)
 
     def mixed(self, weights: torch.Tensor) -> Any:
-        """The sum of each sample's answers by weights [batch, k], as the experts' module would give it."""
+        """The sum of each sample's answers by weights [batch, k], as the experts' module would give it.
+
+        Weights of slots without an answer count as zero.
+        """
         answered = self._round.answered
-        rows = [share.rows.to(self._device) for share in answered]
-        parts: Sequence[torch.Tensor] = ()
-        if answered:
-            positions = torch.cat([share.positions for share in answered]).to(self._device)
-            parts = torch.split(weights.flatten().index_select(0, positions), [len(each) for each in rows])
+        weights = weights.masked_fill(~self.is_answered, 0.0)
         num_outputs = len(self.schema.outputs)
-        mixed: list[torch.Tensor] = []
-        for index, each in enumerate(self.schema.outputs):
-            dtype = DTYPES[each.dtype]
-            total = torch.zeros(
-                (len(weights), *each.shape),
-                dtype=torch.promote_types(dtype, weights.dtype),
-                device=self._device,
-            )
-            for answer, samples, part in zip(self._outputs[index::num_outputs], rows, parts, strict=True):
-                total.index_add_(0, samples, answer * part.view(-1, *[1] * len(each.shape)))
-            mixed.append(total.to(dtype))
+        mixed = [
+            sum_by_sample(answered, self._outputs[index::num_outputs], weights.shape, weights)
+            if answered
+            else torch.zeros((len(weights), *each.shape), dtype=DTYPES[each.dtype], device=self._device)
+            for index, each in enumerate(self.schema.outputs)
+        ]
         return mixed[0] if self.schema.is_single else tuple(mixed)
 
 

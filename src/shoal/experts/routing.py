@@ -73,7 +73,7 @@ class GridTables:
                         targets.append(self._number_of_expert(experts, step))
                     elif step not in prefixes:
                         targets.append(_UNKNOWN)
-                    elif prefixes[step] is None:
+                    elif not _leads_on(step, len(root) + len(grid), prefixes, experts):
                         targets.append(_ABSENT)
                     else:
                         targets.append(len(reached))
@@ -163,3 +163,20 @@ class GridTables:
             [expert.uid.coordinates[depth:] for expert in experts], dtype=torch.int64
         ).view(len(experts), len(self._grid))
         return Routes(experts, slots, coordinates)
+
+
+def _leads_on(
+    place: Place,
+    depth: int,
+    prefixes: Mapping[Place, Sequence[int] | None],
+    experts: Mapping[Place, ExpertAddress | None],
+) -> bool:
+    """Whether anything beyond a prefix may be there: its record outlives the experts that it leads to."""
+    for coordinate in prefixes[place] or ():
+        step = (*place, coordinate)
+        if len(step) == depth:
+            if step not in experts or experts[step] is not None:
+                return True
+        elif step not in prefixes or _leads_on(step, depth, prefixes, experts):
+            return True
+    return False

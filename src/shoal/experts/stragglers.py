@@ -72,9 +72,8 @@ class _Waiting:
         self.is_all = asyncio.Event()
         self.has_moved = asyncio.Event()
         self._num_calls = len(rows)
-        self._num_open = torch.zeros(num_samples, dtype=torch.int64)
-        for samples in rows:
-            self._num_open[samples] += 1
+        together = torch.cat([torch.empty(0, dtype=torch.int64), *rows])
+        self._num_open = torch.bincount(together, minlength=num_samples)
         self._lacking = torch.full_like(self._num_open, k_min)
         self._update()
 
