@@ -16,7 +16,6 @@ from typing import Any, Protocol, cast
 
 from shoal.core import SYSTEM_CLOCK, Address, Clock
 from shoal.core.fork import close_in_children, keep_in_children
-from shoal.transport.networks.carrier import SocketCarrier
 from shoal.transport.networks.sockets import bind, bind_datagrams
 from shoal.transport.trust.tls import carry
 
@@ -212,12 +211,11 @@ async def _carry(
         await carry(protocol, connected, tls, is_server=is_server)
         return
     loop = asyncio.get_running_loop()
-    import os
-    if os.environ.get("OLD_CARRIER"):
+    try:
         if is_server:
             await loop.connect_accepted_socket(lambda: protocol, connected)
         else:
             await loop.create_connection(lambda: protocol, sock=connected)
-        return
-    connected.setblocking(False)
-    SocketCarrier(loop, connected, protocol).begin()
+    except BaseException:
+        connected.close()
+        raise

@@ -47,6 +47,7 @@ from shoal.transport.frames import (
 )
 from shoal.transport.limits import Limits
 from shoal.transport.memory import BufferPool
+from shoal.transport.networks.carrier import release, sending_directly
 from shoal.transport.routes import Routes
 from shoal.transport.streams.assembly import Arrivals
 from shoal.transport.streams.calling import Calling, ConnectionRetired
@@ -140,6 +141,8 @@ class Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The bytes may flow: greet."""
         self._transport = cast("asyncio.Transport", transport)
+        if self.host.access is None:
+            self._transport = sending_directly(self._transport, self)
         if self._is_unwanted:
             self._transport.abort()
         self.outbox = Outbox(self.loop, self._transport)
@@ -217,6 +220,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         if self._descriptor is not None:
             keep_in_children(self._descriptor)
+        release(self._transport)
         if self._last_words is not None:
             self._last_words.cancel()
         if not self._is_over and self._decoder.is_inside_frame:
