@@ -14,7 +14,7 @@ import pytest
 
 from shoal.core import Deadline, DeadlineExceeded, LoopThread, UsageError
 from shoal.core import loop as loop_module
-from shoal.core.loop import SWITCH_INTERVAL_S, _wait, new_event_loop, own_the_process
+from shoal.core.loop import SWITCH_INTERVAL_S, new_event_loop, own_the_process
 
 MAKERS = {"uvloop": new_event_loop, "asyncio": asyncio.new_event_loop}
 
@@ -169,19 +169,6 @@ def test_a_coroutine_whose_caller_left_before_it_began_is_dropped(loop):
     loop.run(asyncio.sleep(0))
     gc.collect()
     assert (log, unhandled) == ([], [])
-
-
-def test_a_result_that_comes_at_the_deadline_is_not_lost():
-    """The future completes between the end of the wait and the look at it."""
-
-    class Late(concurrent.futures.Future):
-        def result(self, timeout=None):
-            if not self.done():
-                self.set_result("done")
-                raise TimeoutError
-            return super().result(timeout)
-
-    assert _wait(Late(), Deadline.after(0)) == "done"
 
 
 def test_submit_returns_a_future_that_can_be_cancelled(loop):

@@ -93,7 +93,9 @@ class AdaptiveDeadline:
         self._waits_s: deque[float] = deque(maxlen=window)
         self._bulk_waits_s: deque[float] = deque(maxlen=window)
         self._bytes_per_s: deque[float] = deque(maxlen=window)
+        self._center: tuple[float, float] | None = None
         self._misses_in_a_row = 0
+        self._num_unseen = 0
 
     def observe(self, wait_s: float, size_bytes: int = 0) -> None:
         """Tell how long a wait took that succeeded, and how many bytes it moved."""
@@ -103,6 +105,9 @@ class AdaptiveDeadline:
             self._bytes_per_s.append(size_bytes / wait_s)
             return  # its time is mostly bytes: it teaches bandwidth, not latency
         self._waits_s.append(wait_s)
+        self._num_unseen += 1
+        if self._num_unseen >= _SEEN_EVERY or len(self._waits_s) < _ENOUGH * _SEEN_EVERY:
+            self._center = None
 
     def missed(self) -> None:
         """Tell that a wait ran into its deadline."""
@@ -117,8 +122,7 @@ class AdaptiveDeadline:
             likely_s = max(statistics.median(self._bulk_waits_s), self._transfer_s(size_bytes))
             base_s = max(self._floor_s, 3 * likely_s)
         else:
-            median_s = statistics.median(self._waits_s)
-            mad_s = statistics.median(abs(wait_s - median_s) for wait_s in self._waits_s)
+            median_s, mad_s = self._center or self._find_center()
             # three medians at least: the MAD of a few equal waits is zero
             base_s = max(self._floor_s, median_s + self._k * mad_s, 3 * median_s)
             if size_bytes and self._bytes_per_s:
@@ -126,6 +130,13 @@ class AdaptiveDeadline:
             elif size_bytes >= _BULK_BYTES:
                 base_s += self._initial_s
         return base_s * self.patience * float(2**self._misses_in_a_row)
+
+    def _find_center(self) -> tuple[float, float]:
+        median_s = statistics.median(self._waits_s)
+        mad_s = statistics.median(abs(wait_s - median_s) for wait_s in self._waits_s)
+        self._center = (median_s, mad_s)
+        self._num_unseen = 0
+        return self._center
 
     def _transfer_s(self, size_bytes: int) -> float:
         return size_bytes / statistics.median(self._bytes_per_s)
@@ -136,4 +147,5 @@ class AdaptiveDeadline:
 
 
 _ENOUGH = 5  # below five waits a median says little
+_SEEN_EVERY = 8  # waits between two looks at many: finding the center takes 60 µs
 _BULK_BYTES = 1 << 18  # a quarter MiB: from here on time is bytes over bandwidth

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from shoal.core import TensorError
 from shoal.tensors import EncodedMeta, TensorSpec, pack, size_bytes, unpack
 from shoal.tensors.codecs import CODECS, Codec, Encoded, decode
 from shoal.tensors.codecs.base import PLAIN
+from shoal.tensors.dtypes import dtype_named
 
 INFO = "expert.info"
 FORWARD = "expert.forward"
@@ -103,13 +105,17 @@ def from_wire(metas: Sequence[EncodedMeta | None], buffers: Sequence[Any]) -> li
 
 
 def check_sizes(metas: Sequence[EncodedMeta | None], sizes: Sequence[int]) -> None:
-    """TensorError when buffers of these sizes cannot be these tensors; before any is received."""
+    """TensorError when buffers of these sizes cannot be these tensors; before any is received.
+
+    Whether a spec makes sense by itself is seen when the tensor is made.
+    """
     expected: list[int] = []
     for meta in metas:
         if meta is None:
             continue
         if meta.codec == PLAIN:
-            expected.append(size_bytes(meta.spec))
+            spec = meta.spec
+            expected.append(math.prod(spec.shape) * dtype_named(spec.dtype).itemsize)
         else:
             size_bytes(meta.spec)  # that the spec itself is possible
             expected += [size_bytes(part) for part in _codec(meta).parts(meta.spec, meta.options)]
