@@ -8,6 +8,7 @@ from experts.loopback import linear_expert
 from shoal.core import Deadline, DeadlineExceeded, PeerBusy, PeerRefused
 from shoal.experts.jobs import Job, JobKind, JobQueue
 from shoal.experts.settings import ServerSettings
+from shoal.transport import Reply
 
 EXPERTS = {uid: linear_expert(uid, 2) for uid in ("a", "b")}
 
@@ -54,11 +55,11 @@ def test_a_batch_is_of_one_expert_and_kind_and_the_oldest_goes_first(line):
     backward = lines.put("a", kind=JobKind.BACKWARD)
     second = lines.put("a")
     assert lines.num_puts == 4
-    assert lines.queue.take() == ([first, second], 0.0)
-    assert lines.queue.take() == ([other], 0.0)
-    assert lines.queue.take() == ([backward], 0.0)
+    assert lines.queue.take() == ([first, second], None)
+    assert lines.queue.take() == ([other], None)
+    assert lines.queue.take() == ([backward], None)
     assert lines.queue.take() == ([], None)
-    assert (lines.queue.num_waiting, lines.queue.num_running) == (0, 4)
+    assert lines.queue.num_waiting == 0
 
 
 def test_clients_take_turns_when_not_all_fit(line):
@@ -118,10 +119,11 @@ def test_what_nobody_waits_for_is_dropped_unless_it_runs(line):
     assert lines.queue.take()[0] == [running]
     assert not lines.queue.leave(running, lines.waiters[running])
     assert lines.queue.take()[0] == [joined]
-    lines.queue.finish([(joined, ((), []))])
+    reply = Reply()
+    lines.queue.finish([(joined, reply)])
     assert not lines.queue.join(joined, lines.loop.create_future())
     lines.turn()
-    assert another.result() == ((), [])
+    assert another.result() is reply
 
 
 def test_a_job_whose_deadline_has_passed_is_not_done(line):

@@ -1,6 +1,6 @@
 """Counts add up, and nothing is divided by zero."""
 
-from shoal.experts.statistics import ExpertStatistics, ServerStatistics
+from shoal.experts.statistics import ExpertStatistics
 
 
 def test_nothing_done_yet():
@@ -18,14 +18,3 @@ def test_the_rate_divides_by_busy_time():
     )
     assert statistics.num_batches == 3
     assert statistics.samples_per_busy_s == 20
-
-
-def test_a_server_counts_requests_by_how_they_ended():
-    statistics = ServerStatistics()
-    statistics.count("forward", 5, is_done=True)
-    statistics.count("backward", 3, is_done=True)
-    statistics.count("backward", 2, is_done=False)
-    assert statistics.num_requests == 2
-    assert statistics.num_samples == 8
-    assert (statistics.num_forward_samples, statistics.num_backward_samples) == (5, 3)
-    assert statistics.num_failed == 1

@@ -196,7 +196,7 @@ class ExpertClient:
         deadline = deadline or Deadline.after(self.settings.first_s * self.settings.patience)
 
         async def ask(peer: Peer) -> ExpertSchema:
-            reply = await self._call(peer, INFO, InfoRequest(uid), (), deadline)
+            reply = await self.transport.call(peer, INFO, InfoRequest(uid), deadline=deadline)
             return _read(reply, ExpertSchema, peer)
 
         schema = await self._first_answer(peers, ask, deadline)
@@ -216,7 +216,7 @@ class ExpertClient:
 
         Without a deadline each replica is given the time that it usually takes, several times over.
         """
-        schema = await self.schema_of(uid, peers, deadline)
+        schema = self._schemas.get(uid) or await self.schema_of(uid, peers, deadline)
         num_samples = schema.check_inputs(inputs)
         metas, buffers = to_wire(inputs, self._codec)
         keep_as = secrets.token_bytes(ID_BYTES) if is_kept else b""
@@ -304,7 +304,7 @@ class ExpertClient:
             while True:
                 began_s = time.monotonic()
                 try:
-                    reply = await self._call(peer, method, request, buffers, deadline)
+                    reply = await self.transport.call(peer, method, request, buffers, deadline=deadline)
                 except PeerLeaving:
                     standing.on_failure(time.monotonic())
                     raise
@@ -332,20 +332,15 @@ class ExpertClient:
         finally:
             standing.num_in_flight -= 1
 
-    async def _call(
-        self, peer: Peer, method: str, request: Any, buffers: Sequence[Any], deadline: Deadline
-    ) -> Reply:
-        return await self.transport.call(peer, method, request, buffers, deadline=deadline)
-
     async def _first_answer(
         self, peers: Sequence[Peer], ask: Callable[[Peer], Coroutine[Any, Any, T]], deadline: Deadline | None
     ) -> T:
         """What the best replica answers; the next one is asked when it fails, or takes unusually long."""
-        ranked = self._standings.ranked(peers, time.monotonic())
-        if not ranked:
+        if len(peers) == 1:
+            return await ask(peers[0])
+        if not peers:
             raise UsageError("There is no peer to ask.")
-        if len(ranked) == 1:
-            return await ask(ranked[0])
+        ranked = self._standings.ranked(peers, time.monotonic())
         turns = [asyncio.Event() for _ in ranked]
         turns[0].set()
         calls = [

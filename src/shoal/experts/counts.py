@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+
+from shoal.experts.expert import Expert
+from shoal.experts.jobs import Job, JobKind
 
 
 class ServerStatistics:
@@ -24,20 +28,21 @@ class ServerStatistics:
         """Of forward and backward requests."""
         return self.num_forward_samples + self.num_backward_samples
 
-    def count(self, kind: str, num_samples: int, *, is_done: bool) -> None:
-        """A request of this kind, 'forward' or 'backward', is answered."""
+    def count(self, results: Sequence[tuple[Job, object]]) -> None:
+        """Requests are answered, with an exception where they failed."""
         with self._lock:
-            if not is_done:
-                self.num_failed += 1
-            elif kind == "forward":
-                self.num_forward += 1
-                self.num_forward_samples += num_samples
-            else:
-                self.num_backward += 1
-                self.num_backward_samples += num_samples
+            for job, outcome in results:
+                if isinstance(outcome, Exception):
+                    self.num_failed += 1
+                elif job.kind is JobKind.FORWARD:
+                    self.num_forward += 1
+                    self.num_forward_samples += job.num_samples
+                else:
+                    self.num_backward += 1
+                    self.num_backward_samples += job.num_samples
 
-    def count_batch(self, busy_s: float) -> None:
+    def count_batch(self, expert: Expert, busy_s: float) -> None:
         """The device thread has spent so long on one more batch."""
-        with self._lock:
-            self.num_batches += 1
-            self.busy_s += busy_s
+        self.num_batches += 1
+        self.busy_s += busy_s
+        expert.statistics.busy_s += busy_s

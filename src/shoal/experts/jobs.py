@@ -20,9 +20,11 @@ from shoal.core.futures import settle
 from shoal.experts.expert import Expert
 from shoal.experts.settings import ServerSettings
 from shoal.tensors import EncodedMeta
+from shoal.transport.messages import Reply
 
 Outcome = tuple[tuple[EncodedMeta | None, ...], list[Any]]
 """What is answered: descriptions of tensors, and their buffers."""
+Waiter = asyncio.Future[Reply]
 
 
 class JobKind(enum.Enum):
@@ -61,7 +63,7 @@ class Job:
         self.num_samples = num_samples
         self.client = client
         self.deadline = deadline
-        self.received: list[tuple[Sequence[EncodedMeta], Sequence[Any]]] = []
+        self.received: tuple[tuple[Sequence[EncodedMeta], Sequence[Any]], ...] = ()
         """As it came: inputs, or gradients of outputs and then, unless they are `kept`, inputs."""
         self.kept: Sequence[Any] | None = None
         """Of a backward: the inputs of its forward, on the device."""
@@ -73,7 +75,7 @@ class Job:
         self.waited_s = 0.0
         self.is_taken = False
         self.is_dropped = False
-        self.waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[Outcome]]] = []
+        self.waiters: list[tuple[asyncio.AbstractEventLoop, Waiter]] = []
 
 
 class JobQueue:
@@ -86,9 +88,8 @@ class JobQueue:
         self._num_of: collections.Counter[Hashable] = collections.Counter()
         self._lock = threading.Lock()
         self.num_waiting = 0
-        self.num_running = 0
 
-    def put(self, job: Job, waiter: asyncio.Future[Outcome]) -> None:
+    def put(self, job: Job, waiter: Waiter) -> None:
         """Have a job done and its waiter told, on the waiter's loop; PeerBusy when too many wait already."""
         if job.num_samples > self._settings.max_batch_size:
             raise PeerRefused(
@@ -106,7 +107,7 @@ class JobQueue:
             self.num_waiting += 1
         self._on_put()
 
-    def join(self, job: Job, waiter: asyncio.Future[Outcome]) -> bool:
+    def join(self, job: Job, waiter: Waiter) -> bool:
         """Wait for a job that was put before; False when it has ended meanwhile."""
         with self._lock:
             if not job.waiters:
@@ -114,7 +115,7 @@ class JobQueue:
             job.waiters.append((waiter.get_loop(), waiter))
             return True
 
-    def leave(self, job: Job, waiter: asyncio.Future[Outcome]) -> bool:
+    def leave(self, job: Job, waiter: Waiter) -> bool:
         """Wait no longer. A job that nobody waits for is dropped, unless it runs already: whether it was."""
         with self._lock:
             job.waiters = [other for other in job.waiters if other[1] is not waiter]
@@ -145,13 +146,12 @@ class JobQueue:
             if best is None:
                 return [], wait_s
             jobs, late = self._pick(self._lines[best[1]], now_s)
-            self.num_running += len(jobs)
         self.finish([(job, DeadlineExceeded("the deadline passed before its turn came.")) for job in late])
-        return jobs, 0.0
+        return jobs, None
 
-    def finish(self, results: Sequence[tuple[Job, Outcome | Exception]]) -> None:
+    def finish(self, results: Sequence[tuple[Job, Reply | Exception]]) -> None:
         """Tell everybody who waits for these jobs, with one wake-up for each of their loops."""
-        told: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Outcome], Outcome | Exception]]] = {}
+        told: dict[asyncio.AbstractEventLoop, list[tuple[Waiter, Reply | Exception]]] = {}
         with self._lock:
             for job, outcome in results:
                 waiters, job.waiters = job.waiters, []
@@ -160,11 +160,6 @@ class JobQueue:
         for loop, settled in told.items():
             with contextlib.suppress(RuntimeError):  # its loop was closed: nobody waits any more
                 loop.call_soon_threadsafe(_settle_all, settled)
-
-    def ended(self, num_jobs: int) -> None:
-        """Jobs that were taken are done."""
-        with self._lock:
-            self.num_running -= num_jobs
 
     def drop_all(self, uid: str | None, error: Exception) -> None:
         """Nobody will do the jobs of this expert (None: of any), and those who wait are told why."""
@@ -241,6 +236,6 @@ class JobQueue:
         return taken
 
 
-def _settle_all(settled: list[tuple[asyncio.Future[Outcome], Outcome | Exception]]) -> None:
+def _settle_all(settled: list[tuple[Waiter, Reply | Exception]]) -> None:
     for waiter, outcome in settled:
         settle(waiter, outcome)

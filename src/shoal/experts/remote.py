@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -40,16 +41,12 @@ class RemoteExpert(nn.Module):
         """What the expert's module gives for these inputs."""
         schema = self.schema
         inputs = schema.flatten(args, kwargs)
-        try:
-            schema.check_inputs(inputs)
-        except TensorError as error:
-            raise UsageError(
-                f"The expert {self.uid} takes {schema.describe_inputs()}, and {error.what}.",
-                next_step="reshape or cast the input.",
-            ) from None
-        # A tensor that needs a gradient, so that backward comes here although no input needs one.
-        anchor = torch.empty(0, requires_grad=torch.is_grad_enabled())
-        outputs = _RemoteCall.apply(self, anchor, *inputs)  # type: ignore[no-untyped-call]
+        if not torch.is_grad_enabled():
+            outputs = tuple(_on(inputs[0], self.call_forward(inputs, is_kept=False).outputs))
+        else:
+            # A tensor that needs a gradient, so that backward comes here although no input needs one.
+            anchor = torch.empty(0, requires_grad=True)
+            outputs = _RemoteCall.apply(self, anchor, *inputs)  # type: ignore[no-untyped-call]
         return outputs[0] if schema.is_single else outputs
 
     def extra_repr(self) -> str:
@@ -59,9 +56,15 @@ class RemoteExpert(nn.Module):
     def call_forward(self, inputs: Sequence[torch.Tensor], *, is_kept: bool) -> Forwarded:
         """One forward call, outside of autograd."""
         deadline = None if self.forward_timeout_s is None else Deadline.after(self.forward_timeout_s)
-        return self._client.run(
-            self._client.forward(self.uid, self.peers, inputs, deadline=deadline, is_kept=is_kept)
-        )
+        try:
+            return self._client.run(
+                self._client.forward(self.uid, self.peers, inputs, deadline=deadline, is_kept=is_kept)
+            )
+        except TensorError as error:
+            raise UsageError(
+                f"The expert {self.uid} takes {self.schema.describe_inputs()}, and {error.what}.",
+                next_step="reshape or cast the input.",
+            ) from None
 
     def call_backward(
         self, forwarded: Forwarded, inputs: Sequence[torch.Tensor], grad_outputs: Sequence[torch.Tensor]
@@ -76,14 +79,12 @@ class _RemoteCall(torch.autograd.Function):
     def forward(
         ctx: Any, expert: RemoteExpert, anchor: torch.Tensor, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        forwarded = expert.call_forward([tensor.detach() for tensor in inputs], is_kept=anchor.requires_grad)
-        device = inputs[0].device
-        outputs = tuple(tensor.to(device) for tensor in forwarded.outputs)
+        forwarded = expert.call_forward([tensor.detach() for tensor in inputs], is_kept=True)
+        outputs = tuple(_on(inputs[0], forwarded.outputs))
         ctx.mark_non_differentiable(*(tensor for tensor in outputs if not _has_gradient(tensor)))
-        if anchor.requires_grad:
-            ctx.expert = expert
-            ctx.forwarded = Forwarded(forwarded.uid, forwarded.peer, [], forwarded.seconds, forwarded.kept_as)
-            ctx.save_for_backward(*inputs)
+        ctx.expert = expert
+        ctx.forwarded = msgspec.structs.replace(forwarded, outputs=[])
+        ctx.save_for_backward(*inputs)
         return outputs
 
     @staticmethod
@@ -99,6 +100,11 @@ class _RemoteCall(torch.autograd.Function):
                 for gradient, tensor in zip(gradients, inputs, strict=True)
             ),
         )
+
+
+def _on(like: torch.Tensor, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Outputs on the device of an input."""
+    return [tensor.to(like.device) for tensor in outputs]
 
 
 def _has_gradient(tensor: torch.Tensor) -> bool:

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
 
-from shoal.core import Deadline, LoopThread, PeerBusy, PeerLeaving, PeerRefused, UsageError
+from shoal.core import Deadline, LoopThread, PeerBusy, PeerError, PeerLeaving, PeerRefused, UsageError
 from shoal.experts.counts import ServerStatistics
 from shoal.experts.devices.cpu import CpuDevice
 from shoal.experts.devices.device import Device, Results
 from shoal.experts.expert import Expert
-from shoal.experts.jobs import Job, JobKind, JobQueue, Outcome
+from shoal.experts.jobs import Job, JobKind, JobQueue, Waiter
 from shoal.experts.kept import Applied, KeptInputs
 from shoal.experts.settings import ServerSettings
 from shoal.experts.wire import (
@@ -163,19 +164,19 @@ class ExpertServer:
         given = self.device.allocate(head)
         return self.endpoint.streams.pool.allocate_all(head.sizes) if given is None else given
 
-    async def _serve_forward(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
+    def _serve_forward(self, head: Head, buffers: Sequence[memoryview]) -> Waiter:
         request: ForwardRequest = head.payload
         expert = self._expert(request.uid)
         if not head.sizes:  # then nothing was allocated, and nothing checked
             expert.schema.check_inputs(specs_of(request.inputs))
         num_samples = request.inputs[0].spec.shape[0] if request.inputs else 0
         job = Job(JobKind.FORWARD, expert, num_samples, head.peer, head.deadline)
-        job.received = [(request.inputs, buffers)]
+        job.received = ((request.inputs, buffers),)
         job.keep_as = request.keep_as
         job.codec = request.codec
-        return await self._answered(job)
+        return self._reply_to(job)
 
-    async def _serve_backward(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
+    def _serve_backward(self, head: Head, buffers: Sequence[memoryview]) -> Waiter | Reply:
         request: BackwardRequest = head.payload
         known = self._applied.find(request.request_id)
         if known is None and self._applied.is_applied(request.request_id):
@@ -186,52 +187,48 @@ class ExpertServer:
         if isinstance(known, tuple):
             return Reply(Answer(known[0]), known[1])
         if isinstance(known, Job):
-            return await self._answered(known, is_again=True)
+            return self._reply_to(known, is_again=True)
         expert = self._expert(request.uid)
         kept = None
         if not request.inputs and (kept := self.kept.find(request.kept_as, request.uid)) is None:
             return Reply(Answer((), is_missing_inputs=True))
-        specs = specs_of(request.inputs) if kept is None else kept
-        num_samples = expert.schema.check_inputs(specs)
+        num_samples = expert.schema.check_inputs(specs_of(request.inputs) if kept is None else kept)
         expert.schema.check_outputs(specs_of(request.grad_outputs), num_samples)
         job = Job(JobKind.BACKWARD, expert, num_samples, head.peer, head.deadline)
         num_grads = sum(map(num_buffers, request.grad_outputs))
-        job.received = [(request.grad_outputs, buffers[:num_grads])]
+        job.received = ((request.grad_outputs, buffers[:num_grads]),)
         if kept is None:
-            job.received.append((request.inputs, buffers[num_grads:]))
+            job.received += ((request.inputs, buffers[num_grads:]),)
         job.kept, job.keep_as = kept, request.kept_as
         job.request_id = request.request_id
         job.codec = request.codec
         first = self._applied.begin(request.request_id, job)
-        return await self._answered(first, is_again=first is not job)
+        return self._reply_to(first, is_again=first is not job)
 
-    async def _answered(self, job: Job, *, is_again: bool = False) -> Reply:
-        self._check_open()
-        waiter: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        with self._open_request() as opened:
-            try:
-                if not is_again:
-                    self._queue.put(job, waiter)
-                elif not self._queue.join(job, waiter):
-                    raise PeerBusy("its first answer is on its way.", next_step="ask again.")
-                metas, buffers = await waiter
-            except BaseException:
-                if self._queue.leave(job, waiter) and job.request_id:
-                    self._applied.end(job.request_id, None)
-                raise
-            opened.is_answered = True
-            return Reply(Answer(metas, job.waited_s), buffers, on_sent=self._on_sent)
-
-    @contextlib.contextmanager
-    def _open_request(self) -> Iterator[_Opened]:
-        opened = _Opened()
+    def _reply_to(self, job: Job, *, is_again: bool = False) -> Waiter:
+        """Have a job done, or wait for one that is under way."""
+        waiter: Waiter = asyncio.get_running_loop().create_future()
+        try:
+            self._check_open()
+            if not is_again:
+                self._queue.put(job, waiter)
+            elif not self._queue.join(job, waiter):
+                raise PeerBusy("its first answer is on its way.", next_step="ask again.")
+        except PeerError:
+            if job.request_id and not is_again:
+                self._applied.end(job.request_id, None)
+            raise
         with self._lock:
             self._num_open += 1
-        try:
-            yield opened
-        finally:
-            if not opened.is_answered:
-                self._on_sent()
+        waiter.add_done_callback(functools.partial(self._on_reply, job))
+        return waiter
+
+    def _on_reply(self, job: Job, waiter: Waiter) -> None:
+        if not waiter.cancelled() and waiter.exception() is None:
+            return  # the transport says when it is sent
+        if self._queue.leave(job, waiter) and job.request_id:
+            self._applied.end(job.request_id, None)
+        self._on_sent()
 
     def _on_sent(self) -> None:
         with self._lock:
@@ -263,24 +260,21 @@ class ExpertServer:
 
     def _work(self) -> None:
         """Start one batch, and come back for more after whatever else waits for this thread."""
-        if not self.device.can_start():
-            self._rest()
-            if self.device.can_start():  # since just now: nobody was at rest to be woken
-                self._wake()
-            return
-        jobs, wait_s = self._queue.take()
-        if jobs:
-            began_s = time.perf_counter()
-            self.device.start(jobs)
-            self.statistics.count_batch(time.perf_counter() - began_s)
+        wait_s: float | None = None
+        if self.device.can_start():
+            jobs, wait_s = self._queue.take()
+            if jobs:
+                began_s = time.perf_counter()
+                self.device.start(jobs)
+                self.statistics.count_batch(jobs[0].expert, time.perf_counter() - began_s)
+        if self._queue.num_waiting and self.device.can_start() and not wait_s:
             self._thread.loop.call_soon(self._work)
-        elif wait_s:
-            self._rest()
+            return
+        self._rest()
+        if wait_s:
             self._thread.loop.call_later(wait_s, self._wake)
-        else:
-            self._rest()
-            if self._queue.num_waiting:  # put in between, while this thread still counted as awake
-                self._wake()
+        elif self._queue.num_waiting and self.device.can_start():  # since just now, and nobody was woken
+            self._wake()
 
     def _rest(self) -> None:
         with self._lock:
@@ -288,21 +282,19 @@ class ExpertServer:
 
     def _deliver(self, results: Results) -> None:
         """Tell what became of jobs. For any thread."""
+        replies: list[tuple[Job, Reply | Exception]] = []
         for job, outcome in results:
-            is_done = not isinstance(outcome, Exception)
+            if isinstance(outcome, Exception):
+                replies.append((job, outcome))
+            else:
+                answer = Answer(outcome[0], job.waited_s)
+                replies.append((job, Reply(answer, outcome[1], on_sent=self._on_sent)))
             if job.kind is JobKind.BACKWARD:
-                self._applied.end(job.request_id, outcome if is_done else None)  # type: ignore[arg-type]
-                if is_done and job.keep_as:
+                self._applied.end(job.request_id, None if isinstance(outcome, Exception) else outcome)
+                if job.keep_as and not isinstance(outcome, Exception):
                     self.kept.drop(job.keep_as)
-            self.statistics.count(job.kind.value, job.num_samples, is_done=is_done)
-        self._queue.ended(len(results))
-        self._queue.finish(results)
-
-
-class _Opened:
-    """A request that is being answered."""
-
-    is_answered = False
+        self.statistics.count(results)
+        self._queue.finish(replies)
 
 
 def make_device(settings: ServerSettings, kept: KeptInputs) -> Device:

@@ -123,8 +123,7 @@ def _packed_usual(tensor: torch.Tensor) -> tuple[TensorSpec, memoryview] | None:
         return None
     if tensor.dim() > MAX_DIMS or tensor.is_neg():
         return None
-    raw = memoryview(tensor.detach().numpy()).cast("B")
-    return TensorSpec(name, tuple(tensor.shape)), raw
+    return TensorSpec(name, tuple(tensor.shape)), tensor.detach().numpy().data.cast("B")
 
 
 def _unpacked_usual(spec: TensorSpec, buffer: ReadableBuffer) -> torch.Tensor | None:

@@ -49,7 +49,11 @@ Allocate = Callable[[Head], "Sequence[Buffer]"]
 """Picks memory for a message's buffers: as many as `head.sizes`, each writable and of just that size."""
 
 Serve = Callable[[Head, Sequence[memoryview]], Awaitable[Reply | None] | Reply | None]
-"""Answers a call. A plain function runs on the loop's thread itself and must not block."""
+"""Answers a call. A plain function runs on the loop's thread itself and must not block.
+
+A plain function may return a future of that loop, which costs less than a coroutine; it is cancelled when the
+call is.
+"""
 
 ServeChannel = Callable[[Head, "Channel"], Awaitable[Reply | None]]
 """Answers a channel; what it returns ends the channel."""

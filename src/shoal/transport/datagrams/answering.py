@@ -7,6 +7,8 @@ kept with that answer. No handler runs for an address that has not proven itself
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,7 +36,7 @@ from shoal.transport.errors import to_wire
 from shoal.transport.frames import UNREADABLE, Mode, decode_payload, encode
 from shoal.transport.limits import Limits
 from shoal.transport.memory import BufferPool
-from shoal.transport.messages import Head, Reply
+from shoal.transport.messages import Head, Reply, Serve
 from shoal.transport.payloads import (
     EMPTY_REPLY,
     byte_views,
@@ -147,12 +149,14 @@ class Answerer(Session):
         try:
             route, head = self._accept(frame)
             buffers = memory_for(route, head, frame.buffers, self.hub.pool) if frame.buffers else ()
-            if not route.is_plain_function:
+            reply = route.serve(head, buffers) if route.is_plain_function else None  # type: ignore[misc]
+            if not route.is_plain_function or isinstance(reply, asyncio.Future):
                 held_bytes = min(packet_bytes + _HANDLER_BYTES, self.hub.budget.max_bytes)
                 call = ServedCall(call_id, head, buffers, frame.mode == _ONE_WAY, held_bytes)
+                if reply is not None:
+                    route = dataclasses.replace(route, serve=_giving(reply))
                 self._start(route, frame, call)
                 return
-            reply = route.serve(head, buffers)  # type: ignore[misc]
             if frame.mode == _ONE_WAY:
                 release(checked_reply(reply))
                 reply = None
@@ -287,6 +291,11 @@ class Answerer(Session):
         self.kept.keep(call_id, parts, len(frame))
         for part in parts:
             self.queue(part)
+
+
+def _giving(later: Any) -> Serve:
+    """A handler that has begun already: what is left is to wait for its reply."""
+    return lambda _head, _buffers: later
 
 
 def _too_many() -> PeerBusy:

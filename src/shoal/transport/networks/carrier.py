@@ -1,9 +1,9 @@
 """Sending on plain TCP streams by the socket's own calls, which let other threads run meanwhile.
 
 uvloop's transport holds the interpreter's lock while the kernel copies what it is given to send, so a server
-with many busy clients on several loop threads moves no more than one of them can: 0.6 million samples of
-4 KiB a second to 128 clients on sixteen cores, and 1.7 million this way. Receiving stays uvloop's: it does not
-hold the lock there, and it sees every way in which a connection can end.
+with many busy clients on several loop threads moves no more than one of them can: 4.8 GB/s both ways to 128
+clients on sixteen cores, and 13.8 GB/s this way. Receiving stays uvloop's: it does not hold the lock there,
+and it sees every way in which a connection can end.
 """
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ class ServedCall(msgspec.Struct, eq=False):
     wanted_bytes: int = 0
     """What it stands in line for."""
     is_over: bool = False
-    task: asyncio.Task[None] | None = None
+    work: asyncio.Future[Any] | None = None
+    """What answers it: a task, or a future that a plain function has returned."""
     timer: asyncio.TimerHandle | None = None
     channel: StreamChannel | None = None
     final: asyncio.Future[Reply] | None = None
@@ -203,6 +204,15 @@ class Serving:
                 buffers = self._memory_for(route, head) if head.sizes else ()
                 connection.arrivals.receive(call_id, buffers, body, _nothing)
             reply = route.serve(head, buffers)  # type: ignore[misc]
+            if isinstance(reply, asyncio.Future):
+                call = self._open(call_id, route, head, Mode.CALL)
+                call.buffers = buffers
+                self._await_reply(call, reply)
+                if connection.budget.try_take(head.total_bytes, may_pass=True):
+                    call.held_bytes = head.total_bytes
+                else:
+                    reply.cancel()
+                return
             if type(reply) is not Reply:
                 reply = checked_reply(reply)
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is told to its caller
@@ -293,13 +303,28 @@ class Serving:
                 reply = cast("Any", call.route.serve)(call.head, call.buffers)
             except Exception as error:  # noqa: BLE001 - whatever a handler raises is told to its caller
                 self._fail(call, error)
+                return
+            if isinstance(reply, asyncio.Future):
+                self._await_reply(call, reply)
             else:
                 self._answer(call, reply)
             return
         try:
-            call.task = self._connection.scope.start(self._run(call), name=call.head.method)
+            call.work = self._connection.scope.start(self._run(call), name=call.head.method)
         except UsageError:  # the transport is closing
             self._fail(call, PeerLeaving("this peer is leaving.", next_step="ask another peer."))
+
+    def _await_reply(self, call: ServedCall, later: asyncio.Future[Reply | None]) -> None:
+        call.work = later
+        later.add_done_callback(functools.partial(self._on_reply, call))
+
+    def _on_reply(self, call: ServedCall, later: asyncio.Future[Reply | None]) -> None:
+        if later.cancelled():
+            self._fail(call, PeerBusy("the handler was cancelled.", next_step="try again."))
+        elif (error := later.exception()) is None:
+            self._answer(call, later.result())
+        elif isinstance(error, Exception):
+            self._fail(call, error)
 
     async def _run(self, call: ServedCall) -> None:
         try:
@@ -368,8 +393,8 @@ class Serving:
         """Drop a call in whatever state it is."""
         self._finish(call, EMPTY_REPLY)
         self._connection.forget(call.id)
-        if call.task is not None:
-            call.task.cancel()
+        if call.work is not None:
+            call.work.cancel()
 
     def _finish(self, call: ServedCall, reply: Reply) -> None:
         """Free what a call holds, once."""
