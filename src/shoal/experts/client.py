@@ -226,12 +226,13 @@ class ExpertClient:
         async def ask(peer: Peer) -> Forwarded:
             _, tensors, seconds = await self._ask(peer, FORWARD, request, buffers, sent_bytes, deadline)
             try:
-                schema.check_outputs(_whole(tensors), num_samples)
+                outputs = _whole(tensors)
+                schema.check_outputs(outputs, num_samples)
             except TensorError as error:
                 raise self._unbelievable(peer, uid, error) from None
-            return Forwarded(uid, peer, _whole(tensors), seconds, keep_as)
+            return Forwarded(uid, peer, outputs, seconds, keep_as)
 
-        return await self._first_answer(peers, ask, deadline)
+        return await (ask(peers[0]) if len(peers) == 1 else self._first_answer(peers, ask, deadline))
 
     async def backward(
         self,
@@ -407,7 +408,7 @@ def _read(reply: Reply, kind: type[T], peer: Peer) -> T:
 
 
 def _whole(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    if any(tensor is None for tensor in tensors):
+    if type(None) in map(type, tensors):
         raise TensorError("an output is missing")
     return list(tensors)  # type: ignore[arg-type]
 

@@ -24,6 +24,7 @@ from shoal.experts.devices.device import Device, Results
 from shoal.experts.expert import Expert
 from shoal.experts.jobs import Job, JobKind, JobQueue, Waiter
 from shoal.experts.kept import Applied, KeptInputs
+from shoal.experts.quick import QuickWork
 from shoal.experts.settings import ServerSettings
 from shoal.experts.wire import (
     BACKWARD,
@@ -62,6 +63,7 @@ class ExpertServer:
         self._queue = JobQueue(self.settings, self._wake)
         self._thread = LoopThread("shoal-device")
         self._lock = threading.Lock()
+        self._quick = QuickWork()
         self._is_awake = False
         self._num_open = 0
         self._when_all_sent: Callable[[], object] | None = None
@@ -110,7 +112,8 @@ class ExpertServer:
         """Run blocking torch code on the device's thread, between two batches."""
 
         async def between_batches() -> T:
-            return work()
+            with self._quick.device:
+                return work()
 
         return await self._thread.run_from_async(between_batches())
 
@@ -164,7 +167,7 @@ class ExpertServer:
         given = self.device.allocate(head)
         return self.endpoint.streams.pool.allocate_all(head.sizes) if given is None else given
 
-    def _serve_forward(self, head: Head, buffers: Sequence[memoryview]) -> Waiter:
+    def _serve_forward(self, head: Head, buffers: Sequence[memoryview]) -> Waiter | Reply:
         request: ForwardRequest = head.payload
         expert = self._expert(request.uid)
         if not head.sizes:  # then nothing was allocated, and nothing checked
@@ -205,8 +208,12 @@ class ExpertServer:
         first = self._applied.begin(request.request_id, job)
         return self._reply_to(first, is_again=first is not job)
 
-    def _reply_to(self, job: Job, *, is_again: bool = False) -> Waiter:
+    def _reply_to(self, job: Job, *, is_again: bool = False) -> Waiter | Reply:
         """Have a job done, or wait for one that is under way."""
+        if not is_again and self._queue.num_waiting == 0 and self.device.can_compute_here:
+            with self._quick.turn(job) as is_mine:
+                if is_mine:
+                    return self._reply_at_once(job)
         waiter: Waiter = asyncio.get_running_loop().create_future()
         try:
             self._check_open()
@@ -222,6 +229,16 @@ class ExpertServer:
             self._num_open += 1
         waiter.add_done_callback(functools.partial(self._on_reply, job))
         return waiter
+
+    def _reply_at_once(self, job: Job) -> Reply:
+        self._check_open()
+        with self._lock:
+            self._num_open += 1
+        ((_, reply),) = self._replies([(job, self.device.compute_here(job))])
+        if isinstance(reply, Exception):
+            self._on_sent()
+            raise reply
+        return reply
 
     def _on_reply(self, job: Job, waiter: Waiter) -> None:
         if not waiter.cancelled() and waiter.exception() is None:
@@ -265,8 +282,11 @@ class ExpertServer:
             jobs, wait_s = self._queue.take()
             if jobs:
                 began_s = time.perf_counter()
-                self.device.start(jobs)
-                self.statistics.count_batch(jobs[0].expert, time.perf_counter() - began_s)
+                with self._quick.device:
+                    self.device.start(jobs)
+                busy_s = time.perf_counter() - began_s
+                self._quick.learn(jobs[0], busy_s)
+                self.statistics.count_batch(jobs[0].expert, busy_s)
         if self._queue.num_waiting and self.device.can_start() and not wait_s:
             self._thread.loop.call_soon(self._work)
             return
@@ -282,6 +302,10 @@ class ExpertServer:
 
     def _deliver(self, results: Results) -> None:
         """Tell what became of jobs. For any thread."""
+        self._queue.finish(self._replies(results))
+
+    def _replies(self, results: Results) -> list[tuple[Job, Reply | Exception]]:
+        """Take note of what became of jobs, and say it as their clients are told."""
         replies: list[tuple[Job, Reply | Exception]] = []
         for job, outcome in results:
             if isinstance(outcome, Exception):
@@ -294,7 +318,7 @@ class ExpertServer:
                 if job.keep_as and not isinstance(outcome, Exception):
                     self.kept.drop(job.keep_as)
         self.statistics.count(results)
-        self._queue.finish(replies)
+        return replies
 
 
 def make_device(settings: ServerSettings, kept: KeptInputs) -> Device:

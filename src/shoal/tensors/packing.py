@@ -11,8 +11,9 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from shoal.core.errors import TensorError
@@ -128,7 +129,7 @@ def _packed_usual(tensor: torch.Tensor) -> tuple[TensorSpec, memoryview] | None:
 
 def _unpacked_usual(spec: TensorSpec, buffer: ReadableBuffer) -> torch.Tensor | None:
     """`unpack` for the same kind of tensor, when everything fits; None where it must be looked at closely."""
-    dtype = _USUAL_NAMES.get(spec.dtype) if isinstance(spec, TensorSpec) else None
+    dtype = _USUAL_NUMPY.get(spec.dtype) if isinstance(spec, TensorSpec) else None
     if dtype is None or spec.strides is not None or type(buffer) is not memoryview or buffer.readonly:
         return None
     size, shape = len(buffer), spec.shape
@@ -136,8 +137,8 @@ def _unpacked_usual(spec: TensorSpec, buffer: ReadableBuffer) -> torch.Tensor | 
         return None
     if size == 0 or min(shape) < 1 or math.prod(shape) * dtype.itemsize != size:
         return None
-    tensor = torch.frombuffer(buffer, dtype=dtype)
-    return None if tensor.data_ptr() % dtype.itemsize else tensor.view(shape)
+    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, buffer)
+    return torch.from_numpy(array) if array.flags.aligned else None
 
 
 _USUAL = {
@@ -153,7 +154,7 @@ _USUAL = {
         torch.uint8,
     )
 }
-_USUAL_NAMES = {name: dtype for dtype, name in _USUAL.items()}
+_USUAL_NUMPY = {name: np.dtype(name) for name in _USUAL.values()}
 
 
 def _over_buffer(spec: TensorSpec, view: memoryview) -> torch.Tensor:

@@ -15,7 +15,7 @@ from shoal.experts.devices.device import (
     received_tensors,
     taken_apart,
 )
-from shoal.experts.jobs import Job, JobKind
+from shoal.experts.jobs import Job, JobKind, Outcome
 from shoal.experts.kept import KeptInputs
 from shoal.experts.settings import ServerSettings
 
@@ -28,6 +28,16 @@ class CpuDevice(Device):
 
     def __init__(self, settings: ServerSettings, kept: KeptInputs) -> None:
         super().__init__("cpu", settings, kept)
+
+    can_compute_here = True
+
+    def compute_here(self, job: Job) -> Outcome | Exception:
+        """Where it was received."""
+        try:
+            loaded = _load(job)
+        except Exception as error:  # noqa: BLE001 - of what a client has sent
+            return explained(error, job.expert)
+        return self._results([(job, loaded)])[0][1]
 
     def start(self, jobs: list[Job]) -> None:
         """Compute small requests together and large ones one by one."""

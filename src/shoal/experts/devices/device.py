@@ -50,6 +50,13 @@ class Device(ABC):
         self._deliver = deliver
         self._on_ready = on_ready
 
+    def compute_here(self, job: Job) -> Outcome | Exception:
+        """Compute one small request on the calling thread; only where `can_compute_here`."""
+        raise NotImplementedError
+
+    can_compute_here = False
+    """Whether a request can be computed by whichever thread has it."""
+
     @abstractmethod
     def start(self, jobs: list[Job]) -> None:
         """Compute a batch of one expert and kind; its results are delivered now or later."""
