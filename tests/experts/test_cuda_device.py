@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 
 import numpy as np
 import pytest
@@ -10,10 +11,13 @@ import torch
 from torch import nn
 
 from experts.loopback import client_of, linear_expert, serving
-from shoal.core import PeerRefused, UsageError
+from shoal.core import Deadline, PeerRefused, TensorError, UsageError
 from shoal.experts import server as server_module
+from shoal.experts import wire
 from shoal.experts.devices import cuda
 from shoal.experts.expert import Expert
+from shoal.experts.jobs import Job, JobKind
+from shoal.experts.kept import KeptInputs
 from shoal.experts.settings import ServerSettings
 
 
@@ -107,3 +111,49 @@ def test_a_machine_without_a_gpu_says_so():
         serving(linear_expert(), settings=ServerSettings(device="meta")),
     ):
         pass
+
+
+class Picky(nn.Module):
+    """Fails on negative numbers."""
+
+    def forward(self, x, index):
+        if (x < 0).any():
+            raise ValueError("no negative numbers")
+        return x * 2, index + 1
+
+
+def job_of(expert, x, keep_as=b"", codec="none"):
+    job = Job(JobKind.FORWARD, expert, len(x), "client", Deadline.never())
+    metas, buffers = wire.to_wire([x, torch.arange(len(x))])
+    job.received = ((metas, [bytearray(buffer) for buffer in buffers]),)
+    job.keep_as, job.codec = keep_as, codec
+    return job
+
+
+def test_a_batch_is_computed_as_one_and_only_who_spoils_it_fails(gpu):
+    expert = Expert("picky", Picky(), ((torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)), {}))
+    kept = KeptInputs(1 << 20, 60.0)
+    device = server_module.make_device(ServerSettings(device="cuda", pinned_bytes=1 << 16), kept)
+    delivered = queue.SimpleQueue()
+    device.open(delivered.put, lambda: None)
+    try:
+        good, other = torch.rand(2, 4), torch.rand(3, 4)
+        device.start([job_of(expert, good), job_of(expert, other, keep_as=b"id", codec="bf16")])
+        (_, first), (_, second) = delivered.get(timeout=10)
+        outputs, index = wire.from_wire(*first)
+        assert torch.equal(outputs, good * 2)
+        assert index.tolist() == [1, 2]
+        assert wire.from_wire(*second)[0].shape == (3, 4)
+        assert second[0][0].codec == "bf16"
+        assert torch.equal(kept.find(b"id", "picky")[0], other)
+        bad, fine = job_of(expert, -good), job_of(expert, other)
+        device.start([bad, fine])
+        results = dict(delivered.get(timeout=10))
+        assert isinstance(results[bad], ValueError)
+        assert torch.equal(wire.from_wire(*results[fine])[0], other * 2)
+        broken = job_of(expert, good)
+        broken.received = ((broken.received[0][0], [bytearray(1)]),)
+        device.start([broken])
+        assert isinstance(delivered.get(timeout=10)[0][1], TensorError)
+    finally:
+        device.close()

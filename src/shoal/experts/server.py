@@ -72,7 +72,7 @@ class ExpertServer:
     async def __aenter__(self) -> Self:
         with contextlib.ExitStack() as closing:
             closing.enter_context(self._thread)
-            await self.on_device(self._prepare)
+            await self._thread.run_from_async(self._prepare())
             closing.callback(self.device.close)
             routes = self.endpoint.routes
             routes.add(INFO, self._serve_info, None, InfoRequest)
@@ -113,7 +113,7 @@ class ExpertServer:
 
         async def between_batches() -> T:
             with self._quick.device:
-                return work()
+                return self.device.between_batches(work)
 
         return await self._thread.run_from_async(between_batches())
 
@@ -259,12 +259,12 @@ class ExpertServer:
 
     # --- on the device's thread ---
 
-    def _prepare(self) -> None:
+    async def _prepare(self) -> None:
         if self.settings.num_threads is not None:
             torch.set_num_threads(self.settings.num_threads)
         self.device.open(self._deliver, self._wake)
         for expert in self.experts.values():
-            expert.place(self.device.torch_device)
+            self.device.between_batches(functools.partial(expert.place, self.device.torch_device))
 
     def _wake(self) -> None:
         """There may be work for the device. For any thread."""

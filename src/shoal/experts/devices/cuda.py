@@ -3,32 +3,37 @@
 Requests are received into pinned memory, which the GPU reads by itself, and answers are sent from such. All
 computing of all experts is on one stream: what an update writes, the next batch reads. A second thread waits
 for batches to end, so that this one can start the next ones meanwhile.
+
+Many network threads want the interpreter's lock, and every call to torch gives it away and has to get it
+back: a batch is put on the streams with as few calls as can be, one tensor for all of its requests.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
 from shoal.core import LoopThread, UsageError
 from shoal.experts.devices.device import (
     Device,
     Results,
+    T,
     Tensors,
     encoded,
     explained,
     merged,
     received_tensors,
-    taken_apart,
 )
-from shoal.experts.jobs import Job, JobKind
+from shoal.experts.jobs import Job, JobKind, Outcome
 from shoal.experts.kept import KeptInputs
 from shoal.experts.settings import ServerSettings
+from shoal.tensors import EncodedMeta, TensorSpec, unpack
+from shoal.tensors.codecs.base import PLAIN
+from shoal.tensors.dtypes import dtype_name
 from shoal.tensors.memory import tensor_over
 from shoal.transport.memory import BufferPool
 from shoal.transport.messages import Head
@@ -101,85 +106,125 @@ class CudaDevice(Device):
         """Put a batch on the streams; its results are delivered once it has come through."""
         with self._lock:
             self._num_started += 1
+        running = _Running()
         try:
-            running = self._started(jobs)
+            self._put_on_streams(jobs, running)
         except Exception as error:  # noqa: BLE001 - a GPU that has failed, or has no memory left
-            running = _Running(failed=[(job, explained(error, job.expert)) for job in jobs])
+            told = [job for job, _ in (*running.failed, *running.ended)]
+            running.failed += [(job, explained(error, job.expert)) for job in jobs if job not in told]
         self._waiter.loop.call_soon_threadsafe(self._finish, running)
+
+    def between_batches(self, work: Callable[[], T]) -> T:
+        """On the stream that computes, and to its end."""
+        with torch.cuda.stream(self._computing):
+            result = work()
+        self._computing.synchronize()
+        return result
 
     def close(self) -> None:
         """Wait for what is under way."""
         self._waiter.__exit__(None, None, None)
         torch.cuda.synchronize(self.torch_device)
 
-    def _started(self, jobs: list[Job]) -> _Running:
-        running = _Running()
-        loaded = []
+    # --- copies in ---
+
+    def _put_on_streams(self, jobs: list[Job], running: _Running) -> None:
+        sound: list[Job] = []
+        received: list[list[list[torch.Tensor]]] = []
         for job in jobs:
             try:
-                loaded.append((job, self._load(job, running)))
+                received.append(received_tensors(job))
+                sound.append(job)
             except Exception as error:  # noqa: BLE001 - of what a client has sent
                 running.failed.append((job, explained(error, job.expert)))
-        self._computing.wait_event(self._copies_in.record_event())
-        if loaded:
-            with torch.cuda.stream(self._computing):
-                computed = self._compute(loaded, running)
-            self._copies_out.wait_event(self._computing.record_event())
-            for job, tensors in computed:
-                running.ended.append((job, self._copied_out(tensors)))
-        running.done = self._copies_out.record_event()
-        return running
-
-    def _load(self, job: Job, running: _Running) -> _Loaded:
-        """Bring a request's tensors to the GPU."""
-        on_host = received_tensors(job)
-        running.held.append(on_host)
+        if not sound:
+            return
+        running.held = received
         with torch.cuda.stream(self._copies_in):
-            on_gpu = [
-                [tensor.to(self.torch_device, non_blocking=True) for tensor in tensors] for tensors in on_host
-            ]
-        if job.kind is JobKind.FORWARD:
-            inputs, grads = on_gpu[0], []
-        else:
-            grads = on_gpu[0]
-            inputs = on_gpu[1] if job.kept is None else list(job.kept)
-        for tensor in (*inputs, *grads):
-            _keep_for(tensor, self._computing)
-        return inputs, grads
+            inputs, grads = self._copied_in(sound, received)
+        self._computing.wait_event(self._copies_in.record_event())
+        with torch.cuda.stream(self._computing):
+            for part, outputs in self._computed(sound, inputs, grads, running):
+                self._copy_out(part, outputs, running)
+        running.done = self._copies_out.record_event()
 
-    def _compute(self, batch: Sequence[tuple[Job, _Loaded]], running: _Running) -> list[tuple[Job, Tensors]]:
-        jobs = [job for job, _ in batch]
+    def _copied_in(
+        self, jobs: list[Job], received: list[list[list[torch.Tensor]]]
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Inputs, and gradients of outputs, of all jobs one after another."""
+        if jobs[0].kind is JobKind.FORWARD:
+            return self._joined([tensors for (tensors,) in received]), []
+        grads = self._joined([first for first, *_ in received])
+        inputs = [
+            self._joined(others) if job.kept is None else list(job.kept)
+            for job, (_, *others) in zip(jobs, received, strict=True)
+        ]
+        for tensor in (tensor for tensors in inputs for tensor in tensors):
+            _keep_for(tensor, self._computing)
+        return inputs[0] if len(inputs) == 1 else _Apart(inputs), grads
+
+    def _joined(self, parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+        joined = []
+        for tensors in zip(*parts, strict=True):
+            first, num_samples = tensors[0], sum(map(len, tensors))
+            whole = torch.empty((num_samples, *first.shape[1:]), dtype=first.dtype, device=self.torch_device)
+            start = 0
+            for tensor in tensors:
+                end = start + len(tensor)
+                whole[start:end].copy_(tensor, non_blocking=True)
+                start = end
+            _keep_for(whole, self._computing)
+            joined.append(whole)
+        return joined
+
+    # --- computing ---
+
+    def _computed(
+        self,
+        jobs: list[Job],
+        inputs: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        running: _Running,
+    ) -> Iterator[tuple[list[Job], Tensors]]:
+        """Outputs of all jobs together; of each by itself when that fails, so that only the culprit does."""
         expert, kind = jobs[0].expert, jobs[0].kind
         try:
-            inputs = merged([inputs for _, (inputs, _) in batch])
-            grads = merged([grads for _, (_, grads) in batch])
-            outputs = self.compute(expert, kind, inputs, grads)
+            together = merged(inputs.parts) if isinstance(inputs, _Apart) else inputs
+            outputs = self.compute(expert, kind, together, grads)
         except Exception as error:  # noqa: BLE001 - whatever a module raises is told to its clients
-            if len(batch) == 1:
+            if len(jobs) == 1:
                 running.failed.append((jobs[0], explained(error, expert)))
-                return []
-            # one request must not spoil the others: each by itself, and only the culprit fails
-            return [result for part in batch for result in self._compute([part], running)]
+                return
+            for index, (job, start, end) in enumerate(_places(jobs)):
+                alone = inputs.parts[index] if isinstance(inputs, _Apart) else _cut(inputs, start, end)
+                yield from self._computed([job], alone, _cut(grads, start, end), running)
+            return
         if kind is JobKind.FORWARD:
-            for job, (tensors, _) in batch:
+            for job, start, end in _places(jobs):
                 if job.keep_as:
-                    self._kept.keep(job.keep_as, expert.uid, tensors)
-        return list(zip(jobs, taken_apart(jobs, outputs), strict=True))
+                    self._kept.keep(job.keep_as, expert.uid, _cut(together, start, end))
+        yield jobs, outputs
 
-    def _copied_out(self, tensors: Tensors) -> Tensors:
-        copies: list[torch.Tensor | None] = []
-        with torch.cuda.stream(self._copies_out):
-            for tensor in tensors:
-                if tensor is None:
-                    copies.append(None)
-                    continue
-                dense = tensor.contiguous()
-                memory = self._pool.allocate(dense.numel() * dense.element_size())
-                copy = tensor_over(memory).view(dense.dtype).view(dense.shape)
-                copy.copy_(dense, non_blocking=True)
+    # --- copies out ---
+
+    def _copy_out(self, jobs: list[Job], outputs: Tensors, running: _Running) -> None:
+        """Into one pinned buffer for each output, of which each job gets its part."""
+        dense_outputs = [None if output is None else output.contiguous() for output in outputs]
+        self._copies_out.wait_event(self._computing.record_event())
+        buffers: list[tuple[memoryview, TensorSpec] | None] = []
+        for dense in dense_outputs:
+            if dense is None:
+                buffers.append(None)
+                continue
+            memory = self._pool.allocate(dense.numel() * dense.element_size())
+            if len(memory):
+                with torch.cuda.stream(self._copies_out):
+                    tensor_over(memory).view(dense.dtype).copy_(dense.view(-1), non_blocking=True)
                 _keep_for(dense, self._copies_out)
-                copies.append(copy)
-        return copies
+            buffers.append((memory, TensorSpec(dtype_name(dense.dtype), tuple(dense.shape))))
+        total = sum(job.num_samples for job in jobs)
+        for job, start, end in _places(jobs):
+            running.ended.append((job, _part_of(buffers, total, start, end)))
 
     def _finish(self, running: _Running) -> None:
         """On the other thread: wait until a batch has come through, and deliver it."""
@@ -187,28 +232,69 @@ class CudaDevice(Device):
         try:
             if running.done is not None:
                 running.done.synchronize()
-            results += [(job, encoded(job, tensors)) for job, tensors in running.ended]
+            results += [(job, _as_wanted(job, outcome)) for job, outcome in running.ended]
         except Exception as error:  # noqa: BLE001 - a GPU that has failed fails every batch
             results += [(job, explained(error, job.expert)) for job, _ in running.ended]
-        running.held.clear()
+        running.held = ()
         with self._lock:
             self._num_started -= 1
         self._on_ready()
         self._deliver(results)
 
 
-_Loaded = tuple[list[torch.Tensor], list[torch.Tensor]]
-"""Inputs, and gradients of outputs."""
+class _Apart(list[torch.Tensor]):
+    """Inputs of several jobs that lie in several tensors."""
+
+    def __init__(self, parts: list[list[torch.Tensor]]) -> None:
+        super().__init__()
+        self.parts = parts
 
 
 class _Running(msgspec.Struct, eq=False):
     """A batch on its way through the GPU."""
 
-    held: list[Any] = []
+    held: Any = ()
     """What the GPU still reads."""
     failed: Results = []
-    ended: list[tuple[Job, Tensors]] = []
+    ended: list[tuple[Job, Outcome]] = []
     done: Any = None
+
+
+def _places(jobs: Sequence[Job]) -> Iterator[tuple[Job, int, int]]:
+    """Each job of a batch with the first of its samples, and the first that is not its own."""
+    start = 0
+    for job in jobs:
+        yield job, start, start + job.num_samples
+        start += job.num_samples
+
+
+def _cut(tensors: Sequence[torch.Tensor], start: int, end: int) -> Sequence[torch.Tensor]:
+    return [tensor[start:end] for tensor in tensors]
+
+
+def _part_of(
+    buffers: Sequence[tuple[memoryview, TensorSpec] | None], total: int, start: int, end: int
+) -> Outcome:
+    """What samples from `start` to `end` of `total` are answered with."""
+    metas: list[EncodedMeta | None] = []
+    parts: list[Any] = []
+    for buffer in buffers:
+        if buffer is None:
+            metas.append(None)
+            continue
+        memory, spec = buffer
+        row_bytes = len(memory) // total if total else 0
+        metas.append(EncodedMeta(PLAIN, TensorSpec(spec.dtype, (end - start, *spec.shape[1:]))))
+        parts.append(memory[start * row_bytes : end * row_bytes])
+    return tuple(metas), parts
+
+
+def _as_wanted(job: Job, outcome: Outcome) -> Outcome | Exception:
+    if job.codec == PLAIN:
+        return outcome
+    metas, parts = outcome
+    tensors = iter(unpack([meta.spec for meta in metas if meta is not None], parts))
+    return encoded(job, [None if meta is None else next(tensors) for meta in metas])
 
 
 def _keep_for(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
@@ -217,6 +303,4 @@ def _keep_for(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
 
 
 def _pinned(size_bytes: int) -> Any:
-    memory: Any = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy()
-    assert memory.dtype == np.uint8
-    return memory
+    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy()

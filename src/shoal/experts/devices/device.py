@@ -9,7 +9,7 @@ import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ from shoal.transport.messages import Head
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Results = list[tuple[Job, Outcome | Exception]]
 Tensors = Sequence[torch.Tensor | None]
 
@@ -63,6 +64,10 @@ class Device(ABC):
 
     def close(self) -> None:  # noqa: B027 - most devices have nothing to end
         """Deliver what is under way, and let go of everything."""
+
+    def between_batches(self, work: Callable[[], T]) -> T:
+        """Run what touches experts: after all batches so far, before all further ones."""
+        return work()
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """The numbers that experts compute with."""
