@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -57,6 +59,9 @@ class ExpertServer:
                 raise UsageError(f"Two experts are called {expert.uid}.")
         self.is_leaving = False
         self.kept = KeptInputs(self.settings.kept_bytes, self.settings.kept_s)
+        if self.settings.pinned_bytes is None:
+            pinned_bytes = min(2 * endpoint.limits.max_bytes_in_flight, _memory_bytes() // 8)
+            self.settings = dataclasses.replace(self.settings, pinned_bytes=pinned_bytes)
         self.device = make_device(self.settings, self.kept)
         self.statistics = ServerStatistics()
         self._applied = Applied(self.settings.remembered_bytes)
@@ -331,6 +336,14 @@ def make_device(settings: ServerSettings, kept: KeptInputs) -> Device:
 
         return CudaDevice(settings, kept)
     raise UsageError(f"Experts cannot be served on {settings.device!r}.", next_step="use cpu or cuda.")
+
+
+def _memory_bytes() -> int:
+    """Of this machine; 16 GiB where that cannot be told."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 16 << 30
 
 
 def _leaving() -> PeerLeaving:

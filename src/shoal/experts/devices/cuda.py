@@ -86,7 +86,8 @@ class CudaDevice(Device):
         torch.cuda.set_device(self.torch_device)
         precision = "high" if self._settings.precision == "tf32" else "highest"
         torch.set_float32_matmul_precision(precision)
-        arena = PinnedArena(self._settings.pinned_bytes, self._settings.pinned_bytes // 4)
+        pinned_bytes = self._settings.pinned_bytes or 1 << 28
+        arena = PinnedArena(pinned_bytes, pinned_bytes // 4)
         self._pool = BufferPool(max_idle_bytes=1 << 62, make_storage=arena.take)
         self._copies_in, self._computing, self._copies_out = (
             torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
