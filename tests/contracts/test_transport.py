@@ -63,6 +63,7 @@ class Probe:
     def register(self, transport):
         transport.handle("echo", self.echo)
         transport.handle("echo now", lambda head, buffers: Reply(head.payload, buffers))
+        transport.handle("later", self.later)
         transport.handle("sizes", self.sizes)
         transport.handle("block", self.block)
         transport.handle("fail", self.fail)
@@ -81,6 +82,17 @@ class Probe:
 
     def on_sent(self):
         self.sent += 1
+
+    def later(self, head: Head, buffers):
+        """A plain function that answers by a future: soon, with an error, or never."""
+        reply = asyncio.get_running_loop().create_future()
+        reply.add_done_callback(lambda done: self.cancelled.set() if done.cancelled() else None)
+        self.started.set()
+        if head.payload == "fail":
+            reply.get_loop().call_soon(reply.set_exception, PeerBusy("not now."))
+        elif head.payload != "never":
+            reply.get_loop().call_soon(reply.set_result, Reply(head.payload, buffers, on_sent=self.on_sent))
+        return reply
 
     async def sizes(self, head: Head, buffers):
         return Reply([head.total_bytes, [len(buffer) for buffer in buffers], [_offset(b) for b in buffers]])
@@ -449,6 +461,26 @@ def test_a_callee_that_goes_is_named(name, run, probe):
             with pytest.raises(gone(name), match=r"[Cc]onnect"):
                 await pair.client.call(pair.server_peer, "echo", None, deadline=soon(1.5))
             await pair.server_owner.__aenter__()
+
+    run(check())
+
+
+@every_transport
+def test_plain_functions_may_answer_by_futures(name, run, probe):
+    async def check():
+        async with open_pair(name, probe.register) as pair:
+            for size in (0, 10, pair.size(1 << 20)):
+                data = [bytes(size)] if size else []
+                reply = await pair.client.call(pair.server_peer, "later", size, data, deadline=soon())
+                assert (reply.payload, [bytes(buffer) for buffer in reply.buffers]) == (size, data)
+            await until(lambda: probe.sent == 3)
+            with pytest.raises(PeerBusy, match="not now"):
+                await pair.client.call(pair.server_peer, "later", "fail", deadline=soon())
+            assert not probe.cancelled.is_set()
+            with pytest.raises(DeadlineExceeded):
+                await pair.client.call(pair.server_peer, "later", "never", deadline=soon(0.2))
+            await until(probe.cancelled.is_set)
+            await eventually_idle(pair)
 
     run(check())
 

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from experts.loopback import client_of, linear_expert, serving
+from shoal.core import Deadline
+from shoal.experts.jobs import Job, JobKind
+from shoal.experts.quick import QuickWork
+
+EXPERT = linear_expert("a", 2)
+
+
+def job_of(num_bytes=100, kind=JobKind.FORWARD):
+    job = Job(kind, EXPERT, 1, "client", Deadline.never())
+    job.received = (((), [bytes(num_bytes)]),)
+    return job
+
+
+def may(work, job):
+    with work.turn(job) as is_mine:
+        return is_mine
+
+
+def test_only_what_is_known_to_be_quick_and_small_is_done_at_once():
+    work = QuickWork()
+    assert not may(work, job_of())
+    work.learn(job_of(), 1e-5)
+    assert may(work, job_of())
+    assert not may(work, job_of(kind=JobKind.BACKWARD))
+    assert not may(work, job_of(num_bytes=1 << 20))
+    for _ in range(16):
+        work.learn(job_of(), 1.0)
+    assert not may(work, job_of())
+
+
+def test_nobody_waits_for_a_device_that_is_in_use():
+    work = QuickWork()
+    work.learn(job_of(), 1e-5)
+    with work.device:
+        assert not may(work, job_of())
+    with work.turn(job_of()) as is_mine:
+        assert is_mine
+        assert work.device.locked()
+    assert not work.device.locked()
+
+
+def test_quick_experts_answer_on_the_thread_of_the_network_and_count_as_all_do():
+    expert = linear_expert()
+    threads = []
+    expert.module.register_forward_pre_hook(
+        lambda module, args: threads.append(threading.current_thread().name)
+    )
+    with serving(expert) as served, client_of() as client:
+        for kind in JobKind:
+            served.server._quick._seconds[expert.uid, kind] = 0.0
+        module = client.expert("expert0", served.peer)
+        x = torch.randn(2, 8, requires_grad=True)
+        module(x).sum().backward()
+        assert x.grad is not None
+        assert expert.num_updates == 1
+        assert threads[-2:] == ["server", "server"]
+        statistics = served.server.statistics
+        assert (statistics.num_forward, statistics.num_backward) == (1, 1)
+        assert served.loop.run(served.server.leave(Deadline.after(5)))
