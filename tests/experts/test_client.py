@@ -19,13 +19,14 @@ from shoal.core import (
     PeerBusy,
     PeerRefused,
     PeerUnreachable,
+    TensorError,
     UsageError,
 )
 from shoal.experts import wire
 from shoal.experts.client import ExpertClient, Forwarded
 from shoal.experts.expert import Expert
 from shoal.experts.schema import ExpertSchema, TensorSchema
-from shoal.experts.settings import ClientSettings
+from shoal.experts.settings import ClientSettings, ServerSettings
 from shoal.experts.standing import Standings
 from shoal.transport import Reply, StreamTransport
 
@@ -55,7 +56,9 @@ def impostor():
     with LoopThread("impostor") as loop:
         made = Impostor()
         transport = StreamTransport()
-        transport.handle(wire.INFO, lambda head, _: Reply(SCHEMA), payload_type=wire.InfoRequest)
+        transport.handle(
+            wire.INFO, lambda head, _: Reply(wire.Info(SCHEMA, 4096)), payload_type=wire.InfoRequest
+        )
         transport.handle(wire.FORWARD, made.serve, payload_type=wire.ForwardRequest)
         transport.handle(wire.BACKWARD, made.serve, payload_type=wire.BackwardRequest)
         loop.run(transport.__aenter__())
@@ -108,6 +111,51 @@ def test_a_slow_replica_is_hedged_and_only_one_answer_counts():
         with pytest.raises(DeadlineExceeded):
             forward(client, slow.peer, fast.peer, timeout_s=0.2)
         assert len(slow.requests) + len(fast.requests) == 3
+
+
+def test_a_replica_whose_answer_is_not_accepted_is_passed_over_and_suspected():
+    with impostor() as broken, impostor() as sound, client_of() as client:
+        nan = torch.full((3, 2), float("nan"))
+
+        def lie(head, buffers):
+            metas, lies = wire.to_wire([nan])
+            return Reply(wire.Answer(metas), lies)
+
+        def accept(outputs):
+            if not outputs[0].isfinite().all():
+                raise TensorError("not finite")
+
+        broken.answer = lie
+        x = torch.arange(6.0).reshape(3, 2)
+        for _ in range(5):
+            answered = client.run(
+                client.forward("e", [broken.peer, sound.peer], [x], is_kept=False, accept=accept)
+            )
+            assert answered.peer == sound.peer
+        assert client.is_suspect(broken.peer)
+        with pytest.raises(PeerRefused, match="not finite") as caught:
+            client.run(client.forward("e", [broken.peer], [x], is_kept=False, accept=accept))
+        assert caught.value.peer == broken.peer
+
+
+def test_a_batch_that_is_more_than_a_server_takes_goes_in_parts():
+    expert = linear_expert("e", 2)
+    with serving(expert, settings=ServerSettings(max_batch_size=4)) as served, client_of() as client:
+        module = client.expert("e", served.peer)
+        x = torch.randn(11, 2, requires_grad=True)
+        module(x).square().sum().backward()
+        # each part is a step of its own, so later parts may meet weights that have moved
+        assert x.grad.shape == (11, 2)
+        assert 1 <= expert.num_updates <= 3
+        with torch.no_grad():
+            torch.testing.assert_close(module(x), expert.module(x))
+
+
+def test_failures_without_end_are_counted_without_end():
+    standing = Standings(ClientSettings()).of(NOBODY)
+    for _ in range(5000):
+        standing.on_failure(0.0)
+    assert standing.suspect_until_s == 120.0
 
 
 def test_a_busy_server_is_asked_again_and_a_busy_first_replica_does_not_lose_the_call():

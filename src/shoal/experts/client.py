@@ -49,6 +49,7 @@ from shoal.experts.wire import (
     Answer,
     BackwardRequest,
     ForwardRequest,
+    Info,
     InfoRequest,
     from_wire,
     to_wire,
@@ -64,6 +65,7 @@ T = TypeVar("T")
 _FIRST_PAUSE_S = 0.01
 _MAX_PAUSE_S = 1.0
 _MAX_SENDS = 4  # of one backward whose connection breaks
+_MAX_INFOS = 100_000
 
 
 class Forwarded(msgspec.Struct, frozen=True):
@@ -75,6 +77,9 @@ class Forwarded(msgspec.Struct, frozen=True):
     seconds: float
     kept_as: bytes = b""
     """The id under which the server keeps the inputs; empty when it was not asked to."""
+    parts: tuple[Forwarded, ...] = ()
+    """Of a batch that was more than a server takes at once; `peer` is then the first part's."""
+    num_samples: int = 0
 
 
 class ExpertClient:
@@ -100,7 +105,7 @@ class ExpertClient:
         self._run: Callable[..., Any] | None = None
         self._transport: StreamTransport | None = None
         self._standings = Standings(self.settings)
-        self._schemas: dict[str, ExpertSchema] = {}
+        self._infos: dict[str, Info] = {}
         self._closing = contextlib.ExitStack()
         self._lock = threading.RLock()
 
@@ -190,18 +195,28 @@ class ExpertClient:
         self, uid: str, peers: Sequence[Peer], deadline: Deadline | None = None
     ) -> ExpertSchema:
         """What an expert takes and gives, asked once."""
-        known = self._schemas.get(uid)
+        return (await self._info_of(uid, peers, deadline)).schema
+
+    async def _info_of(self, uid: str, peers: Sequence[Peer], deadline: Deadline | None) -> Info:
+        known = self._infos.get(uid)
         if known is not None:
             return known
         deadline = deadline or Deadline.after(self.settings.first_s * self.settings.patience)
 
-        async def ask(peer: Peer) -> ExpertSchema:
+        async def ask(peer: Peer) -> Info:
             reply = await self.transport.call(peer, INFO, InfoRequest(uid), deadline=deadline)
-            return _read(reply, ExpertSchema, peer)
+            info = _read(reply, Info, peer)
+            try:
+                info.schema.check_itself()
+            except TensorError as error:
+                raise self._unbelievable(peer, uid, error) from None
+            return info
 
-        schema = await self._first_answer(peers, ask, deadline)
-        self._schemas[uid] = schema
-        return schema
+        info = await self._first_answer(peers, ask, deadline)
+        if len(self._infos) >= _MAX_INFOS:
+            self._infos.clear()
+        self._infos[uid] = info
+        return info
 
     async def forward(
         self,
@@ -211,13 +226,21 @@ class ExpertClient:
         *,
         deadline: Deadline | None = None,
         is_kept: bool,
+        accept: Callable[[Sequence[torch.Tensor]], None] | None = None,
     ) -> Forwarded:
         """An expert's outputs, from whichever replica answers first; `is_kept` when a backward will follow.
 
-        Without a deadline each replica is given the time that it usually takes, several times over.
+        Without a deadline each replica is given the time that it usually takes, several times over. `accept`
+        raises TensorError for outputs that are not to be believed: then the next replica is asked.
         """
-        schema = self._schemas.get(uid) or await self.schema_of(uid, peers, deadline)
+        info = self._infos.get(uid) or await self._info_of(uid, peers, deadline)
+        schema = info.schema
         num_samples = schema.check_inputs(inputs)
+        if num_samples > info.max_batch_size:
+            forward = functools.partial(
+                self.forward, uid, peers, deadline=deadline, is_kept=is_kept, accept=accept
+            )
+            return await _in_parts(forward, inputs, num_samples, info.max_batch_size)
         metas, buffers = to_wire(inputs, self._codec)
         keep_as = secrets.token_bytes(ID_BYTES) if is_kept else b""
         request = ForwardRequest(uid, metas, keep_as, self.settings.codec)  # type: ignore[arg-type]
@@ -228,9 +251,11 @@ class ExpertClient:
             try:
                 outputs = _whole(tensors)
                 schema.check_outputs(outputs, num_samples)
+                if accept is not None:
+                    accept(outputs)
             except TensorError as error:
                 raise self._unbelievable(peer, uid, error) from None
-            return Forwarded(uid, peer, outputs, seconds, keep_as)
+            return Forwarded(uid, peer, outputs, seconds, keep_as, num_samples=num_samples)
 
         return await (ask(peers[0]) if len(peers) == 1 else self._first_answer(peers, ask, deadline))
 
@@ -246,6 +271,8 @@ class ExpertClient:
 
         It may be sent several times, and is applied once.
         """
+        if forwarded.parts:
+            return await self._backward_in_parts(forwarded.parts, inputs, grad_outputs, deadline)
         uid, peer = forwarded.uid, forwarded.peer
         grad_metas, grad_buffers = to_wire(grad_outputs, self._codec)
         request = BackwardRequest(
@@ -278,6 +305,25 @@ class ExpertClient:
         except TensorError as error:
             raise self._unbelievable(peer, uid, error) from None
         return tensors
+
+    async def _backward_in_parts(
+        self,
+        parts: Sequence[Forwarded],
+        inputs: Sequence[torch.Tensor],
+        grad_outputs: Sequence[torch.Tensor],
+        deadline: Deadline | None,
+    ) -> list[torch.Tensor | None]:
+        sizes = [part.num_samples for part in parts]
+        calls = [
+            self.backward(part, some_inputs, some_grads, deadline=deadline)
+            for part, some_inputs, some_grads in zip(
+                parts, _split(inputs, sizes), _split(grad_outputs, sizes), strict=True
+            )
+        ]
+        gradients = _all_or_error(await fanout(calls, Deadline.never()))
+        return [
+            None if several[0] is None else torch.cat(several) for several in zip(*gradients, strict=True)
+        ]
 
     def _with_inputs(
         self, request: BackwardRequest, grad_buffers: Sequence[Any], inputs: Sequence[torch.Tensor]
@@ -321,6 +367,9 @@ class ExpertClient:
                     raise
                 except (PeerLost, PeerUnreachable, ProtocolError):
                     standing.on_failure(time.monotonic())
+                    raise
+                except PeerRefused:
+                    self._infos.pop(request.uid, None)
                     raise
                 seconds = time.monotonic() - began_s
                 answer = _read(reply, Answer, peer)
@@ -386,12 +435,45 @@ class ExpertClient:
 
     def _unbelievable(self, peer: Peer, uid: str, error: ShoalError) -> PeerError:
         self._standings.of(peer).on_failure(time.monotonic())
+        self._infos.pop(uid, None)  # it may serve another class by now
         return PeerRefused(
             f"{peer} answered for {uid} what is no answer of this expert: {error.what}",
             peer=peer,
             cause="its server is broken or hostile, or serves another class under this uid.",
             next_step="leave it out; deny its peer id if it goes on.",
         )
+
+
+async def _in_parts(
+    forward: Callable[[Sequence[torch.Tensor]], Coroutine[Any, Any, Forwarded]],
+    inputs: Sequence[torch.Tensor],
+    num_samples: int,
+    max_samples: int,
+) -> Forwarded:
+    """A batch that is more than a server takes at once."""
+    sizes = [min(max_samples, num_samples - start) for start in range(0, num_samples, max_samples)]
+    parts = _all_or_error(await fanout([forward(some) for some in _split(inputs, sizes)], Deadline.never()))
+    outputs = [torch.cat(several) for several in zip(*(part.outputs for part in parts), strict=True)]
+    parts = [msgspec.structs.replace(part, outputs=[]) for part in parts]
+    return Forwarded(
+        parts[0].uid,
+        parts[0].peer,
+        outputs,
+        max(part.seconds for part in parts),
+        parts=tuple(parts),
+        num_samples=num_samples,
+    )
+
+
+def _split(tensors: Sequence[torch.Tensor], sizes: list[int]) -> list[tuple[torch.Tensor, ...]]:
+    return list(zip(*(tensor.split_with_sizes(sizes) for tensor in tensors), strict=True))
+
+
+def _all_or_error(outcomes: Sequence[T | Exception]) -> list[T]:
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return list(outcomes)  # type: ignore[arg-type]
 
 
 def _peer(given: Peer | Address | str) -> Peer:

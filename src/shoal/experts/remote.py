@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import nn
 
-from shoal.core import Deadline, Peer, TensorError, UsageError
+from shoal.core import Deadline, DeadlineExceeded, Peer, PeerError, TensorError, UsageError
 from shoal.experts.client import ExpertClient, Forwarded
 from shoal.experts.schema import ExpertSchema
 
@@ -25,6 +25,7 @@ class RemoteExpert(nn.Module):
         super().__init__()
         self._client = client
         self.uid = uid
+        self._is_looked_up = not peers
         self.peers = tuple(peers) or tuple(client.run(client.find(uid)))
         self.forward_timeout_s: float | None = None
         self.backward_timeout_s: float | None = None
@@ -57,14 +58,27 @@ class RemoteExpert(nn.Module):
         """One forward call, outside of autograd."""
         deadline = None if self.forward_timeout_s is None else Deadline.after(self.forward_timeout_s)
         try:
-            return self._client.run(
-                self._client.forward(self.uid, self.peers, inputs, deadline=deadline, is_kept=is_kept)
-            )
+            return self._client.run(self._forward(inputs, deadline, is_kept=is_kept))
         except TensorError as error:
             raise UsageError(
                 f"The expert {self.uid} takes {self.schema.describe_inputs()}, and {error.what}.",
                 next_step="reshape or cast the input.",
             ) from None
+
+    async def _forward(
+        self, inputs: Sequence[torch.Tensor], deadline: Deadline | None, *, is_kept: bool
+    ) -> Forwarded:
+        client = self._client
+        try:
+            return await client.forward(self.uid, self.peers, inputs, deadline=deadline, is_kept=is_kept)
+        except (PeerError, DeadlineExceeded):
+            if not self._is_looked_up or (deadline is not None and deadline.is_past):
+                raise
+            peers = tuple(await client.find(self.uid))
+            if peers == self.peers:
+                raise
+            self.peers = peers  # it has moved, or was adopted
+            return await client.forward(self.uid, peers, inputs, deadline=deadline, is_kept=is_kept)
 
     def call_backward(
         self, forwarded: Forwarded, inputs: Sequence[torch.Tensor], grad_outputs: Sequence[torch.Tensor]

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from shoal.core import TensorError, UsageError
-from shoal.tensors.dtypes import dtype_name
+from shoal.tensors.dtypes import dtype_name, dtype_named
 
 Example = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]
 """Positional and keyword inputs of a batch."""
@@ -45,6 +45,15 @@ class ExpertSchema(msgspec.Struct, frozen=True):
     def num_args(self) -> int:
         """Inputs that are given by position."""
         return len(self.inputs) - len(self.keyword_names)
+
+    def check_itself(self) -> None:
+        """TensorError when it describes what no tensors can be; for a schema that a peer has sent."""
+        for schema in (*self.inputs, *self.outputs):
+            dtype_named(schema.dtype)
+            if any(size < 0 for size in schema.shape):
+                raise TensorError(f"{schema} is not possible")
+        if not self.inputs or not self.outputs or len(self.keyword_names) > len(self.inputs):
+            raise TensorError("an expert has inputs and outputs")
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """Inputs in the order in which they travel; UsageError when they are not those of this expert."""

@@ -35,6 +35,7 @@ from shoal.experts.wire import (
     Answer,
     BackwardRequest,
     ForwardRequest,
+    Info,
     InfoRequest,
     check_sizes,
     num_buffers,
@@ -148,7 +149,7 @@ class ExpertServer:
         return expert
 
     def _serve_info(self, head: Head, _: Sequence[memoryview]) -> Reply:
-        return Reply(self._expert(head.payload.uid).schema)
+        return Reply(Info(self._expert(head.payload.uid).schema, self.settings.max_batch_size))
 
     def _allocate_forward(self, head: Head) -> Sequence[Any]:
         self._check_open()
@@ -215,13 +216,13 @@ class ExpertServer:
 
     def _reply_to(self, job: Job, *, is_again: bool = False) -> Waiter | Reply:
         """Have a job done, or wait for one that is under way."""
-        if not is_again and self._queue.num_waiting == 0 and self.device.can_compute_here:
-            with self._quick.turn(job) as is_mine:
-                if is_mine:
-                    return self._reply_at_once(job)
         waiter: Waiter = asyncio.get_running_loop().create_future()
         try:
             self._check_open()
+            if not is_again and self._queue.num_waiting == 0 and self.device.can_compute_here:
+                with self._quick.turn(job) as is_mine:
+                    if is_mine:
+                        return self._reply_at_once(job)
             if not is_again:
                 self._queue.put(job, waiter)
             elif not self._queue.join(job, waiter):
@@ -236,7 +237,6 @@ class ExpertServer:
         return waiter
 
     def _reply_at_once(self, job: Job) -> Reply:
-        self._check_open()
         with self._lock:
             self._num_open += 1
         ((_, reply),) = self._replies([(job, self.device.compute_here(job))])

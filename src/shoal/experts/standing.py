@@ -10,6 +10,8 @@ from shoal.experts.settings import ClientSettings
 _FLOOR_S = 5.0  # a server is slow long before it is lost: below this nobody is given up
 _SUSPECT_S = 5.0  # after a failure, doubled for each further one
 _MAX_SUSPECT_S = 120.0
+_MAX_DOUBLINGS = 10
+_MAX_PEERS = 10_000
 _SMOOTHING = 0.3
 
 
@@ -51,7 +53,7 @@ class Standing:
     def on_failure(self, now_s: float) -> None:
         """It is gone, or answers nonsense: to be asked last for a while."""
         self.suspect_until_s = now_s + min(_MAX_SUSPECT_S, _SUSPECT_S * 2.0**self._num_failures)
-        self._num_failures += 1
+        self._num_failures = min(self._num_failures + 1, _MAX_DOUBLINGS)
 
     @property
     def expected_s(self) -> float:
@@ -76,8 +78,16 @@ class Standings:
         key = peer.id or peer.address
         standing = self._standings.get(key)
         if standing is None:
+            if len(self._standings) >= _MAX_PEERS:
+                self._forget_some()
             standing = self._standings[key] = Standing(self._settings)
         return standing
+
+    def _forget_some(self) -> None:
+        """Half of those that nothing is asked of now, the longest known first."""
+        idle = [key for key, standing in self._standings.items() if standing.num_in_flight == 0]
+        for key in idle[: len(idle) // 2]:
+            del self._standings[key]
 
     def is_suspect(self, peer: Peer, now_s: float) -> bool:
         """Whether it failed lately."""

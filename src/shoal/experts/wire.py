@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
 
 from shoal.core import TensorError
+from shoal.experts.schema import ExpertSchema
 from shoal.tensors import EncodedMeta, TensorSpec, pack, size_bytes, unpack
 from shoal.tensors.codecs import CODECS, Codec, Encoded, decode
 from shoal.tensors.codecs.base import PLAIN
@@ -21,20 +22,34 @@ BACKWARD = "expert.backward"
 
 ID_BYTES = 16
 """Of requests: random, so that nobody can guess another client's."""
+_MAX_UID_CHARS = 256
+
+Uid = Annotated[str, msgspec.Meta(max_length=_MAX_UID_CHARS)]
+RequestId = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
+MaybeId = Annotated[bytes, msgspec.Meta(max_length=ID_BYTES)]
+"""Empty where there is none."""
+Tensors = Annotated[tuple[EncodedMeta, ...], msgspec.Meta(max_length=256)]
 
 
 class InfoRequest(msgspec.Struct, frozen=True, array_like=True):
     """Asks what an expert takes and gives."""
 
-    uid: str
+    uid: Uid
+
+
+class Info(msgspec.Struct, frozen=True, array_like=True):
+    """What an expert takes and gives, and how many samples its server takes at once."""
+
+    schema: ExpertSchema
+    max_batch_size: Annotated[int, msgspec.Meta(ge=1)]
 
 
 class ForwardRequest(msgspec.Struct, frozen=True, array_like=True):
     """Asks for an expert's outputs; the buffers are its inputs."""
 
-    uid: str
-    inputs: tuple[EncodedMeta, ...]
-    keep_as: bytes = b""
+    uid: Uid
+    inputs: Tensors
+    keep_as: MaybeId = b""
     """An id under which the server should keep the inputs for a backward; empty: it need not."""
     codec: str = PLAIN
     """How the outputs should travel."""
@@ -43,13 +58,13 @@ class ForwardRequest(msgspec.Struct, frozen=True, array_like=True):
 class BackwardRequest(msgspec.Struct, frozen=True, array_like=True):
     """Asks for gradients of an expert's inputs, and teaches it; the buffers are gradients, then inputs."""
 
-    uid: str
-    request_id: bytes
+    uid: Uid
+    request_id: RequestId
     """However often a request comes under one id, it is applied once."""
-    grad_outputs: tuple[EncodedMeta, ...]
-    inputs: tuple[EncodedMeta, ...] = ()
+    grad_outputs: Tensors
+    inputs: Tensors = ()
     """None of them when they were kept."""
-    kept_as: bytes = b""
+    kept_as: MaybeId = b""
     codec: str = PLAIN
 
 

@@ -137,7 +137,9 @@ def _unpacked_usual(spec: TensorSpec, buffer: ReadableBuffer) -> torch.Tensor | 
         return None
     if size == 0 or min(shape) < 1 or math.prod(shape) * dtype.itemsize != size:
         return None
-    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, buffer)
+    # frombuffer keeps the view itself alive; ndarray(…, buffer) would keep the memory below a pool's lease,
+    # which then were given to somebody else while this tensor is in use
+    array: np.ndarray[Any, Any] = np.frombuffer(buffer, dtype).reshape(shape)
     return torch.from_numpy(array) if array.flags.aligned else None
 
 
