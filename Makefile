@@ -18,6 +18,7 @@ demo: setup
 	$(BIN)/shoal doctor
 	$(BIN)/shoal run -np 2 --strategy all-reduce examples/train_digits.py --epochs 5
 	$(BIN)/shoal run -np 2 --strategy neighbor examples/train_digits.py --epochs 5
+	$(BIN)/python examples/train_with_experts.py
 	$(BIN)/shoal bench transport --short --report shoal-reports/demo.json
 	$(BIN)/shoal report shoal-reports/demo.json -o demo-report.html
 

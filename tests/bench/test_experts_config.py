@@ -67,6 +67,7 @@ def test_handlers_and_processes_are_bounded_by_the_cores_unless_they_are_given(n
         ("transformer", {}, "give one of default, "),
         ("default", {"max_batch_size": 2000}, "--max-batch-size 2048"),
         ("default", {"num_clients": 2, "client_processes": 3}, "at least one client for each"),
+        ("default", {"device": "tpu"}, "cannot be served on 'tpu'"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(name, given, complaint):
@@ -82,6 +83,8 @@ def test_the_gpu_is_used_where_torch_and_the_driver_know_of_one(monkeypatch):
     assert config_of("default", {"device": "cpu"}).device == "cpu"
     monkeypatch.setattr(experts_config, "torch_build", lambda: "CPU")
     assert default_device() == "cpu"
+    with pytest.raises(UsageError, match="no GPU for --device cuda:1"):
+        config_of("default", {"device": "cuda:1"})
 
 
 def test_too_few_files_are_told_in_terms_of_clients(monkeypatch):

@@ -1,6 +1,7 @@
 import msgspec
 import pytest
 
+from shoal.bench import experts_config
 from shoal.bench.experts import Outcome
 from shoal.bench.experts_config import config_of
 from shoal.bench.experts_summary import experts_items, summarize_experts
@@ -97,7 +98,7 @@ def test_the_lines_hold_what_the_document_prints():
         SERVER_LINE,
         "Clients: num_clients=2, client_processes=2, num_batches_per_client=50, batch_size=10, backward=True",
         "Server start-up: 0.750 s (0.500 s experts + 0.250 s networking)",
-        "Processed 1000 examples in 2.000 s",
+        "Processed 1,000 examples in 2.000 s",
         "Throughput, forward + backward: 500 samples/s",
         "Latency of a forward call (ms): p50 50.5, p95 95.05",
         "Failed calls: 0 of 200",
@@ -110,7 +111,8 @@ def test_the_lines_hold_what_the_document_prints():
     assert "\nThroughput, forward: 500 samples/s\n" in forward
 
 
-def test_a_gpu_tells_its_name_and_memory():
+def test_a_gpu_tells_its_name_and_memory(monkeypatch):
+    monkeypatch.setattr(experts_config, "torch_build", lambda: "CUDA 12.8")
     server = {"num_processes": 1, "allocated_bytes": 2 * 10**9, "reserved_bytes": 3 * 10**9}
     report = report_of(outcome(server=server), device="cuda")
     report = msgspec.structs.replace(report, environment={"device": "NVIDIA H200"})
@@ -150,3 +152,6 @@ def test_a_run_without_a_single_start_says_what_was_asked():
     assert (result["status"], result["failed"], result["num_clients"]) == ("Failure", 1, 2)
     assert "samples_per_s" not in result
     assert "failed: it broke" in text_of(report)
+    trace = "It broke.\n  Likely cause: Traceback (most recent call last):\n  File a, line 1"
+    report = msgspec.structs.replace(report, rows=[msgspec.structs.replace(error, error=trace)])
+    assert text_of(report).rstrip().endswith("failed: It broke.")

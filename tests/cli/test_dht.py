@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from shoal.cli import dht as module
 from shoal.cli.dht import Moment, dht
-from shoal.core import Address, PeerUnreachable, UsageError
+from shoal.core import PeerUnreachable, UsageError
 from shoal.core.identity import Identity, new_secret, write_private_file
 from shoal.dht import DHTSettings, connect, settings
 from shoal.dht.joining import Joining
@@ -142,16 +142,6 @@ def test_nobody_there_is_an_error_unless_it_may_wait(impatient):
     assert done.exit_code == 0, done.output
     assert "Nobody else is here yet." in done.stdout
     assert len(impatient) == 1
-
-
-def test_it_listens_where_those_it_joins_can_call_it():
-    def where(*starts, is_open):
-        return str(module._where_to_listen([Address.parse(start) for start in starts], is_open=is_open))
-
-    assert where(is_open=False) == "127.0.0.1:0"
-    assert where("[::1]:9", is_open=False) == "[::1]:0"
-    assert where("10.0.0.7:9", is_open=True) == "0.0.0.0:0"
-    assert where("[2001:db8::7]:9", "10.0.0.7:9", is_open=True) == "[::]:0"
 
 
 @pytest.mark.parametrize(

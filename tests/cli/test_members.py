@@ -3,9 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.members import claimed_identity, member_of, passing_identity
+from shoal.cli.members import check_ways, claimed_identity, member_of, passing_identity, where_to_listen
 from shoal.core.errors import IdentityError, UsageError
 from shoal.core.identity import Identity, new_secret, write_private_file
+from shoal.core.ids import Address
 
 needs_locks = pytest.mark.skipif(sys.platform == "win32", reason="there are no such locks")
 
@@ -75,3 +76,21 @@ def test_members_have_the_secret_of_the_file_or_of_the_environment(tmp_path, mon
 def test_lists_need_a_secret(tmp_path):
     with pytest.raises(UsageError, match="Lists of peers need a swarm secret"):
         member_of(Identity.generate(), None, (None, tmp_path / "denied"))
+
+
+def test_it_listens_where_those_it_joins_can_call_it():
+    def where(*starts, is_open):
+        return str(where_to_listen([Address.parse(start) for start in starts], is_open=is_open))
+
+    assert where(is_open=False) == "127.0.0.1:0"
+    assert where("[::1]:9", is_open=False) == "[::1]:0"
+    assert where("10.0.0.7:9", is_open=True) == "0.0.0.0:0"
+    assert where("[2001:db8::7]:9", "10.0.0.7:9", is_open=True) == "[::]:0"
+
+
+def test_who_joins_others_must_be_called_by_them():
+    here, there = Address("127.0.0.1", 0), Address("10.0.0.7", 31337)
+    check_ways(here, [Address("127.0.0.1", 9), Address("localhost", 9)])
+    check_ways(Address("0.0.0.0", 0), [there])
+    with pytest.raises(UsageError, match=r"where 10\.0\.0\.7:31337 cannot call it"):
+        check_ways(here, [there])

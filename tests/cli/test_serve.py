@@ -68,12 +68,28 @@ def test_it_says_what_is_served_and_ends_with_a_result(watched):
     ).groups()
     assert "Serving 8 experts of class nop (hidden 8, 0 parameters each) on cpu, fp32: expert0, " in said
     assert "expert5, …" in said
+    assert f'From Python: shoal.ExpertClient().open().expert("expert0", "{listens}")' in said
     assert "Metrics: http://127.0.0.1:" in said
     assert re.search(r"Ready after [\d.]+ m?s\. Ctrl-C ends it\.", said)
     result = last_line(said)
     assert (result["address"], result["peer_id"]) == (listens, peer_id)
     assert (result["num_experts"], result["num_samples"], result["num_failed"]) == (8, 0, 0)
     assert result["startup_s"] > 0
+
+
+def test_it_leaves_in_order_though_its_terminal_is_gone(watched, monkeypatch):
+    say = module.say
+
+    def fail_to_say(line):
+        if line.startswith("Leaving"):
+            raise BrokenPipeError
+        say(line)
+
+    monkeypatch.setattr(module, "say", fail_to_say)
+    done = run("--expert-class", "nop", *SMALL)
+    assert done.exit_code == 0, done.output
+    ((hosting, _, _),) = watched
+    assert hosting.moment().is_leaving
 
 
 def test_flags_and_a_file_go_together(watched, tmp_path):

@@ -21,6 +21,7 @@ from shoal.tensors import (
     unpack,
 )
 from shoal.tensors.dtypes import carrier
+from shoal.transport.memory import BufferPool
 
 FEW = settings(derandomize=True, deadline=None, max_examples=80)
 
@@ -214,6 +215,26 @@ def test_any_view_travels(shape, data):
     if data.draw(st.booleans()):
         tensor = tensor.unsqueeze(0).expand(2, *tensor.shape)
     assert torch.equal(travel(tensor), tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 64, 4096])
+def test_memory_of_a_pool_is_not_used_again_before_the_tensor_is_gone(dtype, num_rows):
+    pool = BufferPool()
+    sent = torch.arange(num_rows * 64, dtype=torch.float32).view(num_rows, 64).to(dtype)
+    specs, packed = pack([sent])
+    received = []
+    for _ in range(600 if num_rows == 1 else 3):  # small ones share a block, which is used again as a whole
+        memory = pool.allocate(len(packed[0]))
+        memory[:] = packed[0]
+        received += unpack(specs, [memory])
+        del memory
+    assert pool.idle_bytes == 0
+    others = [pool.allocate(len(packed[0])) for _ in range(600 if num_rows == 1 else 3)]
+    for other in others:
+        other[:] = bytes(len(other))
+    assert all(torch.equal(tensor, sent) for tensor in received)
+    received.clear()
 
 
 def test_big_endian_machines_say_so(monkeypatch):

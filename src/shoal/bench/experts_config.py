@@ -138,8 +138,7 @@ def config_of(name: str, given: Mapping[str, Any]) -> ExpertsConfig:
         "expert_class": preset.expert_class,
         "backward": preset.backward,
     }
-    if "device" not in told:
-        told["device"] = default_device()
+    told["device"] = _checked(told["device"]) if "device" in told else default_device()
     return ExpertsConfig(preset=name.replace("-", "_"), **{**defaults, **told})
 
 
@@ -147,6 +146,20 @@ def default_device() -> str:
     """'cuda' where torch is built for it and the driver tells of a GPU; torch is not imported to know."""
     has_gpu = torch_build().startswith("CUDA") and bool(gpus(_DRIVER_ANSWER_S).found)
     return "cuda" if has_gpu else "cpu"
+
+
+def _checked(device: str) -> str:
+    """UsageError for one that cannot be here, before processes are started."""
+    kind = device.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise UsageError(f"Experts cannot be served on {device!r}.", next_step="use cpu, cuda, or cuda:1.")
+    if kind == "cuda" and not torch_build().startswith("CUDA"):
+        raise UsageError(
+            f"There is no GPU for --device {device}.",
+            cause="torch is a build without CUDA.",
+            next_step="use --device cpu, or see what `shoal doctor` says.",
+        )
+    return device
 
 
 def ensure_files(config: ExpertsConfig, *, should_raise: bool) -> str | None:

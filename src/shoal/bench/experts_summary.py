@@ -50,7 +50,7 @@ def experts_items(report: Report) -> Items:
             items += ["", f"Start {number} of {len(starts)}"]
         items += list(_lines(start, config, str(report.environment.get("device", ""))))
     items.append("")
-    items += [(f"failed: {' '.join((row.error or '').split())}", "red") for row in report.failed]
+    items += [(f"failed: {_first_words(row.error or '')}", "red") for row in report.failed]
     if report.failed and starts:
         items.append(("Warning: calls failed; times and rates end with the calls that did not.", "red"))
     return items
@@ -68,6 +68,13 @@ def _starts(report: Report) -> list[Start]:
 
 def _status(report: Report) -> str:
     return "Failure" if report.failed else "Success"
+
+
+def _first_words(error: str) -> str:
+    """Without the traceback that may follow: it was shown when it happened, and the report has it."""
+    return " ".join(error.partition("Traceback (most recent call last)")[0].split()).removesuffix(
+        " Likely cause:"
+    )
 
 
 def _failures(report: Report) -> dict[str, int]:
@@ -135,7 +142,7 @@ def _lines(start: Start, config: ExpertsConfig, device: str) -> Iterator[str]:
         f"Server start-up: {figures['startup_s']:.3f} s ({figures['startup_experts_s']:.3f} s experts + "
         f"{figures['startup_networking_s']:.3f} s networking)"
     )
-    yield f"Processed {figures['num_samples']:.0f} examples in {figures['seconds']:.3f} s"
+    yield f"Processed {figures['num_samples']:,.0f} examples in {figures['seconds']:.3f} s"
     passes = "forward + backward" if config.backward else "forward"
     yield f"Throughput, {passes}: {figures['samples_per_s']:,.0f} samples/s"
     yield (
@@ -146,7 +153,7 @@ def _lines(start: Start, config: ExpertsConfig, device: str) -> Iterator[str]:
         if f"{prefix}p50_ms" in figures:
             some = ", ".join(f"p{q} {figures[f'{prefix}p{q}_ms']:.4g}" for q in _PERCENTILES)
             yield f"Latency of a {kind} call (ms): {some}"
-    yield f"Failed calls: {figures['failed_calls']:.0f} of {config.num_calls}"
+    yield f"Failed calls: {figures['failed_calls']:,.0f} of {config.num_calls:,}"
     yield f"Total time: {figures['total_s']:.3f} s"
     yield _device_line(figures, config, device)
     if "server_rss_mib" in figures:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,10 +15,17 @@ import msgspec
 import typer
 
 from shoal.cli.live import ends_by_signal, live_line
-from shoal.cli.members import IdentityFile, Insecure, SecretFile, claimed_identity, member_of
+from shoal.cli.members import (
+    IdentityFile,
+    Insecure,
+    SecretFile,
+    check_ways,
+    claimed_identity,
+    member_of,
+    where_to_listen,
+)
 from shoal.cli.output import counted, say
 from shoal.core.clock import SYSTEM_CLOCK
-from shoal.core.errors import UsageError
 from shoal.core.identity import Identity
 from shoal.core.ids import Address
 from shoal.report.tables import emit, result_line
@@ -103,8 +109,8 @@ def dht(
         is_new = identity_file is None and identity.peer_id != Identity.load_or_create().peer_id
         is_open = insecure or member.membership is not None
         starts = [Address.parse(text) for text in join or ()]
-        address = Address.parse(listen) if listen is not None else _where_to_listen(starts, is_open=is_open)
-        _check_ways(address, starts)
+        address = Address.parse(listen) if listen is not None else where_to_listen(starts, is_open=is_open)
+        check_ways(address, starts)
         peer = DHT(
             join=starts,
             listen=address,
@@ -123,36 +129,6 @@ def dht(
             listens = None if peer.is_client else str(peer.endpoint.addresses[0])
             result: dict[str, object] = {"peer_id": str(peer.peer_id), "address": listens}
     emit(result_line({**result, **msgspec.structs.asdict(last)}), sys.stdout)
-
-
-def _where_to_listen(starts: list[Address], *, is_open: bool) -> Address:
-    """On all addresses, or on this machine's own for itself; of the kind that the swarm is joined by."""
-    is_v6 = bool(starts) and ":" in starts[0].host
-    if is_open:
-        return Address("::" if is_v6 else "0.0.0.0", 0)
-    return Address("::1" if is_v6 else "127.0.0.1", 0)
-
-
-def _check_ways(listens: Address, starts: list[Address]) -> None:
-    """UsageError for a peer that joins others where they could never call it."""
-    from shoal.transport.trust.membership import is_loopback
-
-    elsewhere = [start for start in starts if _is_elsewhere(start.host)]
-    if elsewhere and is_loopback(listens.host):
-        raise UsageError(
-            f"This peer would listen on {listens}, where {elsewhere[0]} cannot call it.",
-            cause="without a secret a peer listens on this machine only, unless --insecure says otherwise.",
-            next_step="give the swarm's secret (--secret-file), or --listen HOST:PORT of an address that "
-            "others reach; `shoal status` asks without being a peer.",
-        )
-
-
-def _is_elsewhere(host: str) -> bool:
-    """Whether it is certain to be an address by which other machines are reached; names may be any."""
-    try:
-        return not ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
 
 
 def _introduce(peer: DHT, *, is_new: bool) -> None:

@@ -1,8 +1,9 @@
-"""Who this process is in a swarm, as command lines say it: identity, secret, and lists of peers."""
+"""Who this process is in a swarm, as command lines say it: identity, secret, lists of peers, address."""
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import typer
 
 from shoal.core.errors import IdentityError, UsageError
 from shoal.core.identity import Identity, default_identity_path
+from shoal.core.ids import Address
 
 if TYPE_CHECKING:
     from shoal.bench.joining import Member
@@ -53,6 +55,36 @@ def member_of(
     access = Access(allow_file=lists[0], deny_file=lists[1])
     membership = None if secret is None else Membership(identity, secret, access)
     return Member(identity.peer_id, membership, is_insecure)
+
+
+def where_to_listen(starts: list[Address], *, is_open: bool) -> Address:
+    """On all addresses, or on this machine's own for itself; of the kind that the swarm is joined by."""
+    is_v6 = bool(starts) and ":" in starts[0].host
+    if is_open:
+        return Address("::" if is_v6 else "0.0.0.0", 0)
+    return Address("::1" if is_v6 else "127.0.0.1", 0)
+
+
+def check_ways(listens: Address, starts: list[Address]) -> None:
+    """UsageError for a peer that joins others where they could never call it."""
+    from shoal.transport.trust.membership import is_loopback
+
+    elsewhere = [start for start in starts if _is_elsewhere(start.host)]
+    if elsewhere and is_loopback(listens.host):
+        raise UsageError(
+            f"This peer would listen on {listens}, where {elsewhere[0]} cannot call it.",
+            cause="without a secret a peer listens on this machine only, unless --insecure says otherwise.",
+            next_step="give the swarm's secret (--secret-file), or --listen HOST:PORT of an address that "
+            "others reach; `shoal status` asks without being a peer.",
+        )
+
+
+def _is_elsewhere(host: str) -> bool:
+    """Whether it is certain to be an address by which other machines are reached; names may be any."""
+    try:
+        return not ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ import msgspec
 import typer
 
 from shoal.cli.live import ends_by_signal, live_line
+from shoal.cli.members import check_ways, claimed_identity, member_of, where_to_listen
 from shoal.cli.output import counted, say
 from shoal.core.clock import SYSTEM_CLOCK
 from shoal.core.ids import Address
@@ -77,13 +78,13 @@ def serve(
     ] = None,
     **flags: Any,
 ) -> None:
-    """Serve experts, pieces of a model that other peers compute with and train, until Ctrl-C.
+    """Serve experts, pieces of a model, to other peers, until Ctrl-C.
 
-    With --join they are declared in the swarm's DHT, where mixtures of experts find them; without it there is
-    no DHT, they are called expert0, expert1, … and clients are given the address. Ctrl-C or SIGTERM: what was
-    accepted is finished, experts are saved and withdrawn; a second signal ends it at once.
+    Others compute with them and train them. With --join they are declared in the swarm's DHT, where mixtures
+    of experts find them; without it there is no DHT, they are called expert0, expert1, … and clients are
+    given the address. Ctrl-C or SIGTERM: what was accepted is finished, experts are saved and withdrawn; a
+    second signal ends it at once.
     """
-    from shoal.cli.members import claimed_identity, member_of
     from shoal.core.loop import own_the_process
     from shoal.experts.config import load_config
 
@@ -109,7 +110,10 @@ def serve(
                 _introduce(hosting, startup_s)
                 _watch(hosting, loop)
             _end_at_the_second_signal()
-            say("Leaving: finishing what was accepted. A second signal ends it at once.")
+            with contextlib.suppress(
+                OSError
+            ):  # a terminal that is gone must not keep experts from being saved
+                say("Leaving: finishing what was accepted. A second signal ends it at once.")
         last = hosting.moment()
     emit(result_line({**result, **_summary(last)}), sys.stdout)
 
@@ -120,11 +124,9 @@ def _path(text: str | None) -> Path | None:
 
 def _with_address(config: HostingConfig, *, is_open: bool) -> HostingConfig:
     """Where to listen, if that was not said; UsageError when those who are joined could not call it there."""
-    from shoal.cli.dht import _check_ways, _where_to_listen
-
     starts = [Address.parse(text) for text in config.join]
-    listens = Address.parse(config.listen) if config.listen else _where_to_listen(starts, is_open=is_open)
-    _check_ways(listens, starts)
+    listens = Address.parse(config.listen) if config.listen else where_to_listen(starts, is_open=is_open)
+    check_ways(listens, starts)
     return msgspec.structs.replace(config, listen=str(listens))
 
 
@@ -142,6 +144,8 @@ def _introduce(hosting: Hosting, startup_s: float) -> None:
         f"Serving {counted(len(uids), 'expert')} of class {config.expert_class} (hidden {config.hidden_dim}"
         f"{size}) on {hosting.device}, {config.precision}{': ' if uids else ''}{named}"
     )
+    if hosting.dht is None and hosting.endpoint.membership is None and uids:
+        say(f'From Python: shoal.ExpertClient().open().expert("{uids[0]}", "{hosting.address}")')
     if hosting.metrics is not None:
         say(f"Metrics: {hosting.metrics.url}")
     say(f"Ready after {scale_for('s', startup_s).format(startup_s)}. Ctrl-C ends it.")
@@ -154,7 +158,8 @@ def _watch(hosting: Hosting, loop: LoopThread) -> None:
         while True:
             loop.run(asyncio.sleep(hosting.config.stats_s or usual_s))
             before, now = now, hosting.moment()
-            show_line(now.line(before))
+            with contextlib.suppress(OSError):  # whoever read it has gone; it serves on
+                show_line(now.line(before))
 
 
 def _summary(last: Moment) -> dict[str, object]:

@@ -117,9 +117,7 @@ class LoopThread:
         """Start a coroutine on the loop and return at once; cancelling the future cancels it."""
         return self._hand_over(work, functools.partial(asyncio.run_coroutine_threadsafe, work))
 
-    def _hand_over(
-        self, work: Coroutine[Any, Any, Any], give: Callable[[asyncio.AbstractEventLoop], R]
-    ) -> R:
+    def _hand_over(self, work: Coroutine[Any, Any, Any], give: Callable[[asyncio.AbstractEventLoop], R]) -> R:
         """Give work to the loop; closes it where the loop takes none."""
         try:
             loop, thread = self.loop, self._thread

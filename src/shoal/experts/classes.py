@@ -168,7 +168,7 @@ def _import(where: str) -> ModuleType:
     except (ImportError, ValueError) as error:
         raise UsageError(
             f"The module {where!r} of the expert class cannot be imported: {error}.",
-            cause="it is not installed here, or misspelt",
+            cause="it is not installed here, or misspelt.",
             next_step="install it, add its folder to PYTHONPATH, or name its file: path/to/file.py:factory.",
         ) from error
 

@@ -6,6 +6,7 @@ offer the options. What they do is `hosting`'s.
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 Factor = Annotated[float, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 
 class HostingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -161,6 +163,10 @@ class HostingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise UsageError(
                 "--adopt needs a folder of saved experts.",
                 next_step="add --checkpoint-dir DIR, the folder that the other servers save to.",
+            )
+        if self.device is not None and _DEVICE.fullmatch(self.device) is None:
+            raise UsageError(
+                f"Experts cannot be served on {self.device!r}.", next_step="use cpu, cuda, or cuda:1."
             )
         if self.scheduler == "linear" and self.num_training_steps is None:
             raise UsageError(

@@ -35,7 +35,7 @@ def discover_schema(module: nn.Module, example: Example) -> ExpertSchema:
     if _batch_size("output", outputs) != batch_size:
         raise UsageError(
             f"For {batch_size} samples the module gives {outputs[0].shape[0]}.",
-            cause="the batch is not the first dimension, or samples are mixed into one",
+            cause="the batch is not the first dimension, or samples are mixed into one.",
             next_step=_NEXT_STEP,
         )
     for index, (after, before) in enumerate(zip(given, inputs, strict=True)):

@@ -216,7 +216,7 @@ class Expert:
             where = "inputs" if math.isfinite(total) else "parameters"
             raise RefusedUpdate(
                 f"A gradient for the {where} of expert {self.uid} is not finite; nothing was updated.",
-                cause="NaN or infinity in the inputs or the gradients that were sent, or training diverges",
+                cause="NaN or infinity in the inputs or the gradients that were sent, or training diverges.",
                 next_step="check the loss before backward(), lower the learning rate, or clip gradients.",
             )
         if self.max_grad_norm is not None and total > self.max_grad_norm:

@@ -328,7 +328,10 @@ class ExpertServer:
 
 def make_device(settings: ServerSettings, kept: KeptInputs) -> Device:
     """The device that the settings name; UsageError when this machine has none such."""
-    kind = torch.device(settings.device).type
+    try:
+        kind = torch.device(settings.device).type
+    except RuntimeError:
+        kind = "unknown"
     if kind == "cpu":
         return CpuDevice(settings, kept)
     if kind == "cuda":

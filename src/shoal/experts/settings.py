@@ -35,7 +35,7 @@ class ServerSettings:
     kept_s: float = 120.0
     """How long they are kept at most."""
     pinned_bytes: int | None = None
-    """Memory that a GPU reads and writes by itself, taken at the start; more is taken when it is needed, which
+    """Memory that a GPU reads and writes by itself, taken at the start; more is taken when it is needed, and
     holds everything up for a while. None: for as many requests as the endpoint takes at once, and answers."""
     remembered_bytes: int = 256 * MIB
     """Answers to backward requests that are remembered, in case the request comes again."""

@@ -76,7 +76,7 @@ def check_module_state(
         more = f", and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise UsageError(
             f"The state does not fit expert {uid}: {'; '.join(problems[:5])}{more}.",
-            cause="it was saved by an expert of another class or hidden dimension",
+            cause="it was saved by an expert of another class or hidden dimension.",
             next_step="serve the class with which it was saved, or use another checkpoint folder.",
         )
     return saved
