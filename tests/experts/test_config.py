@@ -64,6 +64,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
         ({"uid": ["a", "b"], "num_experts": 1}, "2 experts are named"),
         ({"uid": ["plain"], "join": ["a:1"]}, "'plain' is no expert's uid"),
         ({"scheduler": "linear"}, "when it ends"),
+        ({"device": "tpu"}, "cannot be served on 'tpu'"),
     ],
 )
 def test_flags_that_cannot_be_are_refused(given, complaint):

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from experts.fake_client import FakeClient, add_linear_experts, peer_at, plain_schema
-from shoal.core import LoopThread, UsageError
+from shoal.core import SYSTEM_CLOCK, LoopThread, UsageError
 from shoal.experts.last_call import NotEnoughExperts
 from shoal.experts.mixture import MixtureOfExperts
+from shoal.experts.pauses import Pauses
 from shoal.experts.schema import ExpertSchema, TensorSchema
 
 UIDS = [f"ffn.{first}.{last}" for first in range(3) for last in range(2)]
@@ -305,6 +306,26 @@ def test_a_gradient_that_is_not_finite_is_sent_to_nobody(client):
     (moe(x) * torch.inf).sum().backward()
     assert not any(kind == "backward" for kind, *_ in client.calls)
     assert x.grad.isnan().all()
+
+
+def test_who_has_failed_is_tried_again_without_being_relied_on(client):
+    """However long its own deadline is: a server that is stopped holds nobody up twice."""
+    modules = add_linear_experts(client, UIDS, peer_of=lambda index: peer_at(index))
+    moe = MixtureOfExperts(client, "ffn", 6, (3, 2), k_best=1, beam_size=3, **QUICK)
+    directory = moe.experts.directory
+    directory._pauses = Pauses(first_s=0.2)
+    x = torch.randn(40, 6)
+    moe(x)
+    lost = moe.last_call.experts[0].uid
+    client.faults = {lost: "lost"}
+    moe(x)
+    while directory._pauses.has_any(SYSTEM_CLOCK.now_s()):
+        pass
+    client.faults = {lost: "hang"}
+    client.calls.clear()
+    others = {uid: module for uid, module in modules.items() if uid != lost}
+    torch.testing.assert_close(moe(x), local_mixture(moe.gate, others, x, 1))
+    assert lost in [uid for _, uid, _ in client.calls]
 
 
 def test_a_deadline_bounds_all_tries(client):

@@ -28,3 +28,12 @@ def test_only_those_that_failed_are_paused():
     assert pauses.has_any(1.0)
     assert not pauses.is_paused("ffn.2", 1.0)
     assert not pauses.has_any(2.0)
+
+
+def test_what_has_failed_is_known_until_it_answers():
+    pauses = Pauses(first_s=2)
+    pauses.failed("ffn.1", 0.0)
+    assert pauses.has_failed("ffn.1")
+    assert not pauses.has_failed("ffn.2")
+    pauses.answered("ffn.1")
+    assert not pauses.has_failed("ffn.1")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shoal.core import Deadline, run_virtual, running_clock
-from shoal.experts.stragglers import Patience, ask_all
+from shoal.experts.stragglers import Call, Patience, ask_all
 
 NEVER = 10_000
 
@@ -25,8 +25,12 @@ def waited(calls, num_samples, **rule):
         timeout_s = rule.pop("timeout_s", None)
         deadline = None if timeout_s is None else Deadline.after(timeout_s)
         patience = Patience(rule.pop("k_min", 1), deadline, rule.pop("after_s", None))
-        works = [functools.partial(call, number, *rest) for number, (_, *rest) in enumerate(calls)]
-        await ask_all(works, [torch.tensor(rows) for rows, *_ in calls], num_samples, patience)
+        on_trial = rule.pop("on_trial", ())
+        works = [
+            Call(functools.partial(call, number, *rest), torch.tensor(rows), number not in on_trial)
+            for number, (rows, *rest) in enumerate(calls)
+        ]
+        await ask_all(works, num_samples, patience)
         return running_clock().now_s()
 
     return run_virtual(main()), sorted(ended)
@@ -64,6 +68,14 @@ def test_without_a_number_they_are_waited_for_while_answers_come():
     assert ended == [0, 1, 2, 3, 4, 5]
     quick = [([0], 0.01, True), ([0], NEVER, True)]
     assert waited(quick, 1) == (pytest.approx(1.01), [0])
+
+
+def test_nobody_relies_on_those_on_trial():
+    calls = [([0, 1], 2.0, True), ([1, 2], NEVER, True)]
+    assert waited(calls, 3, after_s=0.5, on_trial=[1]) == (2.5, [0])
+    assert waited(calls, 3, on_trial=[1]) == (8.0, [0])
+    calls = [([0, 1], 2.0, False), ([1, 2], 1.0, True), ([0], 2.2, True)]  # but their answers count
+    assert waited(calls, 3, after_s=0.5, on_trial=[1, 2]) == (2.2, [0, 1, 2])
 
 
 def test_a_deadline_ends_it():

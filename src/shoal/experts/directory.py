@@ -92,6 +92,13 @@ class Directory:
             self._pauses.answered(peer_id)
             self._known.trust(expert.uid.coordinates)
 
+    def is_on_trial(self, expert: ExpertAddress) -> bool:
+        """Whether it has not answered since it failed, so that nobody should rely on it."""
+        with self._lock:
+            return self._pauses.has_failed(expert.uid) or all(
+                self._pauses.has_failed(peer.id) for peer in expert.peers
+            )
+
     def _found(self, search: _Search, deadline: Deadline) -> Routes:
         reach: int | None = 1
         depth = 0

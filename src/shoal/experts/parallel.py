@@ -30,7 +30,7 @@ from shoal.experts.mixture_settings import MixtureSettings
 from shoal.experts.routing import Routes
 from shoal.experts.schema import ExpertSchema
 from shoal.experts.shares import Share, is_finite, sum_by_sample
-from shoal.experts.stragglers import Patience, ask_all
+from shoal.experts.stragglers import Call, Patience, ask_all
 
 _LOST = (DeadlineExceeded, PeerLost, PeerUnreachable, PeerLeaving)
 _QUIET_S = 1.0
@@ -231,8 +231,12 @@ class ExpertRound:
 
         for share in shares:
             share.error = left_behind
-        calls = [functools.partial(one, share) for share in shares]
-        await ask_all(calls, [share.rows for share in shares], self._num_samples, patience)
+        calls = [Call(functools.partial(one, share), share.rows) for share in shares]
+        on_trial = [self._directory.is_on_trial(share.expert) for share in shares]
+        if not all(on_trial):
+            for call, is_on_trial in zip(calls, on_trial, strict=True):
+                call.is_relied_on = not is_on_trial
+        await ask_all(calls, self._num_samples, patience)
         for share in shares:
             if share.error is left_behind:
                 note(share, time.perf_counter() - began_s)

@@ -32,6 +32,10 @@ class Pauses:
         """All is well again."""
         self._paused.pop(name, None)
 
+    def has_failed(self, name: Hashable) -> bool:
+        """Whether it has not answered since it failed, be its pause over or not."""
+        return name in self._paused
+
     def is_paused(self, name: Hashable, now_s: float) -> bool:
         """Whether to leave it out now."""
         paused = self._paused.get(name)

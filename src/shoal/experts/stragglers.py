@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,23 +28,30 @@ class Patience:
         self.quiet_s = quiet_s
 
 
-async def ask_all(
-    calls: Sequence[Callable[[], Coroutine[Any, Any, bool]]],
-    rows: Sequence[torch.Tensor],
-    num_samples: int,
-    patience: Patience,
-) -> None:
-    """Run all calls at once, each for the samples in its `rows`; True is an answer. Late ones are cut off."""
+@dataclass(slots=True)
+class Call:
+    """One expert's part of a batch."""
+
+    ask: Callable[[], Coroutine[Any, Any, bool]]
+    """True is an answer."""
+    rows: torch.Tensor
+    """The samples that it is for."""
+    is_relied_on: bool = True
+    """Whether samples that lack answers wait for it; else it is one of the others from the beginning."""
+
+
+async def ask_all(calls: Sequence[Call], num_samples: int, patience: Patience) -> None:
+    """Run all calls at once. Late ones are cut off."""
     clock = running_clock()
     began_s = clock.now_s()
-    waiting = _Waiting(rows, num_samples, patience.k_min)
+    waiting = _Waiting(calls, num_samples, patience.k_min)
 
-    async def one(call: Callable[[], Coroutine[Any, Any, bool]], samples: torch.Tensor) -> None:
-        waiting.ended(samples, is_answered=await call())
+    async def one(call: Call) -> None:
+        waiting.ended(call, is_answered=await call.ask())
 
     async with Scope("experts") as scope:
-        for call, samples in zip(calls, rows, strict=True):
-            scope.start(one(call, samples))
+        for call in calls:
+            scope.start(one(call))
         deadline = patience.deadline
         try:
             async with asyncio.timeout(None if deadline is None else deadline.timeout_s):
@@ -67,22 +75,24 @@ async def _the_others(waiting: _Waiting, patience: Patience, elapsed_s: float) -
 class _Waiting:
     """Tells when every sample has enough answers or can have no more, and when all calls have ended."""
 
-    def __init__(self, rows: Sequence[torch.Tensor], num_samples: int, k_min: int) -> None:
+    def __init__(self, calls: Sequence[Call], num_samples: int, k_min: int) -> None:
         self.is_enough = asyncio.Event()
         self.is_all = asyncio.Event()
         self.has_moved = asyncio.Event()
-        self._num_calls = len(rows)
-        together = torch.cat([torch.empty(0, dtype=torch.int64), *rows])
+        self._num_calls = len(calls)
+        relied_on = [call.rows for call in calls if call.is_relied_on]
+        together = torch.cat([torch.empty(0, dtype=torch.int64), *relied_on])
         self._num_open = torch.bincount(together, minlength=num_samples)
         self._lacking = torch.full_like(self._num_open, k_min)
         self._update()
 
-    def ended(self, samples: torch.Tensor, *, is_answered: bool) -> None:
-        """A call for these samples is over."""
+    def ended(self, call: Call, *, is_answered: bool) -> None:
+        """A call is over."""
         self._num_calls -= 1
-        self._num_open[samples] -= 1
+        if call.is_relied_on:
+            self._num_open[call.rows] -= 1
         if is_answered:
-            self._lacking[samples] -= 1
+            self._lacking[call.rows] -= 1
         self._update()
 
     def _update(self) -> None:
