@@ -154,8 +154,27 @@ def test_a_batch_that_is_more_than_a_server_takes_goes_in_parts():
 def test_failures_without_end_are_counted_without_end():
     standing = Standings(ClientSettings()).of(NOBODY)
     for _ in range(5000):
-        standing.on_failure(0.0)
-    assert standing.suspect_until_s == 120.0
+        standing.on_failure(now_s := standing.suspect_until_s)
+    assert standing.suspect_until_s == now_s + 120.0
+
+
+def test_a_replica_that_never_answers_is_asked_last_from_then_on():
+    with impostor() as stuck, impostor() as sound, client_of() as client:
+        stuck.answer = never
+        for _ in range(4):
+            assert forward(client, stuck.peer, sound.peer).peer == sound.peer
+        assert client.is_suspect(stuck.peer)
+        assert len(stuck.requests) == 1
+        assert forward(client, stuck.peer, sound.peer).seconds < 1.0
+
+
+def test_a_server_is_not_believed_about_itself():
+    with impostor() as server, client_of() as client:
+        metas, buffers = wire.to_wire([torch.zeros(3, 2)])
+        for waited_s in (float("nan"), -1e9, 1e9):
+            server.answer = lambda head, _, w=waited_s: Reply(wire.Answer(metas, w), buffers)
+            forward(client, server.peer)
+        assert 0 <= client._standings.of(server.peer).waited_s < 60
 
 
 def test_a_busy_server_is_asked_again_and_a_busy_first_replica_does_not_lose_the_call():
@@ -257,9 +276,9 @@ def test_replicas_are_ranked_by_speed_load_and_failures():
     standings.of(fast).num_in_flight = 2
     assert standings.ranked(peers, 101.0) == [unknown, slow, fast, failed]
     assert standings.ranked(peers, 106.0)[:2] == [unknown, failed]
-    for _ in range(20):
-        standings.of(failed).on_failure(100.0)
-    assert standings.of(failed).suspect_until_s <= 100.0 + 120.0
+    until_s = standings.of(failed).suspect_until_s
+    standings.of(failed).on_failure(until_s - 1)  # of a call that was made before
+    assert standings.of(failed).suspect_until_s == until_s
 
 
 def test_deadlines_follow_what_a_server_takes_and_never_go_below_seconds():

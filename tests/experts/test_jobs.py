@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from experts.loopback import linear_expert
-from shoal.core import Deadline, DeadlineExceeded, PeerBusy, PeerRefused
+from shoal.core import Deadline, DeadlineExceeded, PeerBusy
 from shoal.experts.jobs import Job, JobKind, JobQueue
 from shoal.experts.settings import ServerSettings
 from shoal.transport import Reply
@@ -18,7 +18,9 @@ class Line:
 
     def __init__(self, **settings):
         self.num_puts = 0
-        self.queue = JobQueue(ServerSettings(**settings), self._count)
+        self.queue = JobQueue(
+            ServerSettings(**settings), self._count, lambda undone: self.queue.finish(undone)
+        )
         self.loop = asyncio.new_event_loop()
         self.waiters = {}
 
@@ -62,23 +64,21 @@ def test_a_batch_is_of_one_expert_and_kind_and_the_oldest_goes_first(line):
     assert lines.queue.num_waiting == 0
 
 
-def test_clients_take_turns_when_not_all_fit(line):
+def test_clients_take_turns_in_all_lines_together(line):
     lines = line(max_batch_size=4)
     greedy = [lines.put(client="greedy") for _ in range(6)]
     modest = lines.put(client="modest")
     batch, _ = lines.queue.take()
-    assert modest in batch
-    assert len(batch) == 4
-    rest, _ = lines.queue.take()
-    assert [*batch, *rest] == [greedy[0], modest, *greedy[1:]]
+    assert batch == [greedy[0], modest, *greedy[1:3]]
+    later = lines.put("b", client="modest")
+    assert lines.queue.take()[0] == [later]  # one client's flood is before nobody else, in no line
+    assert lines.queue.take()[0] == greedy[3:]
 
 
 def test_a_large_request_waits_for_the_next_batch_and_not_longer(line):
     lines = line(max_batch_size=10)
     jobs = [lines.put(num_samples=num) for num in (6, 6, 3)]
     assert [lines.queue.take()[0] for _ in range(2)] == [[jobs[0]], jobs[1:]]
-    with pytest.raises(PeerRefused, match="11 samples"):
-        lines.put(num_samples=11)
 
 
 def test_few_samples_wait_for_others_but_not_forever(line):
@@ -143,3 +143,14 @@ def test_jobs_of_an_expert_that_goes_are_told(line):
     assert isinstance(lines.waiters[going].exception(), PeerBusy)
     assert lines.queue.take()[0] == [staying]
     assert lines.queue.num_waiting == 0
+
+
+def test_an_error_that_no_future_takes_leaves_the_others_told(line):
+    lines = line()
+    odd, job = lines.put(), lines.put()
+    assert lines.queue.take()[0] == [odd, job]
+    reply = Reply()
+    lines.queue.finish([(odd, StopIteration()), (job, reply)])
+    lines.turn()
+    assert lines.waiters[odd].cancelled()
+    assert lines.waiters[job].result() is reply

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from experts.loopback import linear_expert
-from shoal.core import Deadline
+from shoal.core import Deadline, PeerRefused
 from shoal.experts import kept as kept_module
 from shoal.experts.jobs import Job, JobKind
 from shoal.experts.kept import Applied, KeptInputs
+
+ENTRY = kept_module._ENTRY_BYTES
 
 
 def inputs(num_bytes):
@@ -14,12 +17,12 @@ def inputs(num_bytes):
 
 
 def test_inputs_are_kept_until_dropped_and_only_for_their_expert():
-    kept = KeptInputs(100, 60.0)
+    kept = KeptInputs(ENTRY * 2 + 100, 60.0)
     tensors = inputs(10)
     kept.keep(b"1", "a", tensors)
     assert kept.find(b"1", "a") is tensors
     assert kept.find(b"1", "b") is None
-    assert kept.used_bytes == 10
+    assert kept.used_bytes == ENTRY + 10
     kept.drop(b"1")
     kept.drop(b"1")
     assert kept.find(b"1", "a") is None
@@ -27,42 +30,63 @@ def test_inputs_are_kept_until_dropped_and_only_for_their_expert():
 
 
 def test_the_oldest_inputs_go_when_there_are_too_many_bytes_or_too_much_time(monkeypatch):
-    kept = KeptInputs(100, 60.0)
+    kept = KeptInputs(ENTRY * 2 + 100, 60.0)
     for key in (b"1", b"2", b"3"):
         kept.keep(key, "a", inputs(40))
     assert [kept.find(key, "a") is None for key in (b"1", b"2", b"3")] == [True, False, False]
-    kept.keep(b"4", "a", inputs(101))  # more than there is room for: nothing else has to go
+    kept.keep(b"4", "a", inputs(3 * ENTRY))  # more than there is room for: nothing else has to go
     assert len(kept) == 2
     now_s = kept_module.time.monotonic()
     monkeypatch.setattr(kept_module.time, "monotonic", lambda: now_s + 61)
     kept.keep(b"5", "a", inputs(1))
-    assert (len(kept), kept.used_bytes) == (1, 1)
+    assert (len(kept), kept.used_bytes) == (1, ENTRY + 1)
 
 
-def job():
-    return Job(JobKind.BACKWARD, linear_expert(), 1, "c", Deadline.never())
+def test_what_is_kept_goes_with_time_although_nothing_comes(monkeypatch):
+    kept = KeptInputs(ENTRY * 2, 60.0)
+    kept.keep(b"1", "a", inputs(1))
+    kept.sweep()
+    assert len(kept) == 1
+    now_s = kept_module.time.monotonic()
+    monkeypatch.setattr(kept_module.time, "monotonic", lambda: now_s + 61)
+    kept.sweep()
+    assert (len(kept), kept.used_bytes) == (0, 0)
+
+
+def job(request_id):
+    made = Job(JobKind.BACKWARD, linear_expert(), 1, "c", Deadline.never())
+    made.request_id = request_id
+    return made
 
 
 def test_a_request_is_under_way_then_answered_and_known_when_its_answer_is_gone():
-    applied = Applied(100)
-    first = job()
+    applied = Applied(ENTRY + 100)
+    first, second = job(b"1"), job(b"1")
     assert applied.find(b"1") is None
     assert applied.begin(b"1", first) is first
-    assert applied.begin(b"1", job()) is first
+    assert applied.begin(b"1", second) is first
+    applied.end(second, None)  # it is not the one that is under way
     assert applied.find(b"1") is first
     outcome = ((), [bytes(60)])
-    applied.end(b"1", outcome)
-    assert applied.find(b"1") is outcome
-    applied.begin(b"2", job())
-    applied.end(b"2", ((), [bytes(60)]))
-    assert applied.find(b"1") is None
-    assert applied.is_applied(b"1")
-    assert applied.used_bytes == 60
+    applied.end(first, outcome)
+    assert applied.begin(b"1", second) is outcome
+    other = job(b"2")
+    applied.begin(b"2", other)
+    applied.end(other, ((), [bytes(60)]))
+    with pytest.raises(PeerRefused, match="applied before"):
+        applied.begin(b"1", second)
+    assert applied.used_bytes == ENTRY + 60
+    assert applied.num_under_way == 0
 
 
-def test_a_request_that_was_not_done_may_come_again():
-    applied = Applied(100)
-    applied.begin(b"1", job())
-    applied.end(b"1", None)
+def test_a_request_that_was_not_done_may_come_again_and_one_that_was_may_not():
+    applied = Applied(ENTRY + 100)
+    first = job(b"1")
+    applied.begin(b"1", first)
+    applied.end(first, None)
     assert applied.find(b"1") is None
-    assert not applied.is_applied(b"1")
+    applied.begin(b"1", first)
+    first.is_applied = True  # but its answer could not be made
+    applied.end(first, None)
+    with pytest.raises(PeerRefused, match="applied before"):
+        applied.find(b"1")

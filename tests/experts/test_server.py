@@ -23,7 +23,9 @@ from shoal.core import (
 )
 from shoal.experts import wire
 from shoal.experts.expert import Expert
+from shoal.experts.jobs import JobKind
 from shoal.experts.settings import ClientSettings, ServerSettings
+from shoal.tensors import EncodedMeta, TensorSpec
 from shoal.transport import StreamTransport
 
 
@@ -451,3 +453,78 @@ def test_bf16_computing_answers_in_the_type_of_the_schema():
         y.sum().backward()
         assert x.grad.dtype is torch.float32
         assert expert.num_updates == 1
+
+
+@pytest.mark.parametrize("codec", ["bogus", "int8:" + "1" * 5000, "low-rank:x", "x" * 100])
+def test_a_codec_that_is_none_is_refused_and_nothing_is_done(raw, codec):
+    expert = linear_expert()
+    with serving(expert) as served:
+        x, grad = torch.randn(3, 8), torch.randn(3, 8)
+        request, buffers = backward_request("expert0", x, grad, secrets.token_bytes(16))
+        request = wire.msgspec.structs.replace(request, codec=codec)
+        for _ in range(2):
+            with pytest.raises(PeerRefused):
+                raw(served.peer, wire.BACKWARD, request, buffers)
+        assert expert.num_updates == 0
+        metas, buffers = wire.to_wire([x])
+        assert raw(served.peer, wire.FORWARD, wire.ForwardRequest("expert0", metas), buffers).buffers
+
+
+def test_claims_of_absurd_batches_are_refused_before_anything_is_computed(raw):
+    with serving(linear_expert(), settings=ServerSettings(max_batch_size=64)) as served:
+        for kind in JobKind:
+            served.server._quick._seconds["expert0", kind] = 0.0
+        spec = TensorSpec("float32", (10_000_000, 8))
+        bomb = wire.ForwardRequest("expert0", (EncodedMeta("top-k", spec, (1,)),))
+        with pytest.raises(PeerRefused, match="above this server's 64 a batch"):
+            raw(served.peer, wire.FORWARD, bomb, [bytes(4), bytes(4)])
+        for shape in ((-5, 8), (65, 8)):
+            meta = EncodedMeta("none", TensorSpec("float32", shape))
+            with pytest.raises(PeerRefused, match="64 a batch"):
+                raw(served.peer, wire.FORWARD, wire.ForwardRequest("expert0", (meta,)))
+        empty = EncodedMeta("none", TensorSpec("float32", ()))
+        for request in (
+            wire.BackwardRequest("expert0", bytes(16), (empty,)),
+            wire.BackwardRequest("expert0", bytes(16), ()),
+        ):
+            with pytest.raises(PeerRefused, match="output"):
+                raw(served.peer, wire.BACKWARD, request, [])
+
+
+def test_a_backward_whose_time_was_over_in_the_line_can_be_sent_again(raw):
+    gate = Gate()
+    expert = linear_expert()
+    with serving(expert, gate.expert()) as served, client_of() as client:
+        gated = client.expert("gated", served.peer)
+        assert gated.schema
+        gate.module.is_open = False
+        request, buffers = backward_request(
+            "expert0", torch.randn(3, 8), torch.randn(3, 8), secrets.token_bytes(16)
+        )
+        with LoopThread("busy") as loop:
+            blocking = loop.submit(_call(gated, torch.ones(1, 2)))
+            assert gate.begun.acquire(timeout=30)
+            with pytest.raises(DeadlineExceeded):
+                raw(served.peer, wire.BACKWARD, request, buffers, timeout_s=0.1)
+            gate.may_go.release()
+            assert blocking.result(30) is not None
+        _wait_until(lambda: served.server._applied.num_under_way == 0)
+        assert raw(served.peer, wire.BACKWARD, request, buffers).buffers
+        assert expert.num_updates == 1
+
+
+def test_a_device_that_breaks_tells_so_and_goes_on(raw):
+    expert = linear_expert()
+    with serving(expert) as served:
+        metas, buffers = wire.to_wire([torch.randn(3, 8)])
+        start = served.server.device.start
+
+        def break_once(jobs):
+            served.server.device.start = start
+            raise MemoryError("no more")
+
+        served.server.device.start = break_once
+        with pytest.raises(RemoteFailure, match="no more"):
+            raw(served.peer, wire.FORWARD, wire.ForwardRequest("expert0", metas), buffers)
+        assert raw(served.peer, wire.FORWARD, wire.ForwardRequest("expert0", metas), buffers).buffers
+        assert served.loop.run(served.server.leave(Deadline.after(5)))

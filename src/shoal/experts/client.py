@@ -54,8 +54,9 @@ from shoal.experts.wire import (
     from_wire,
     to_wire,
 )
-from shoal.tensors import codec_from_name
+from shoal.tensors import TensorSpec, codec_from_name
 from shoal.tensors.codecs.base import PLAIN
+from shoal.tensors.dtypes import dtype_name
 from shoal.transport import Membership, Reply, StreamTransport
 
 if TYPE_CHECKING:
@@ -80,6 +81,17 @@ class Forwarded(msgspec.Struct, frozen=True):
     parts: tuple[Forwarded, ...] = ()
     """Of a batch that was more than a server takes at once; `peer` is then the first part's."""
     num_samples: int = 0
+
+
+class _Call(msgspec.Struct, frozen=True):
+    """One request, however often it is sent."""
+
+    method: str
+    request: Any
+    buffers: Sequence[Any]
+    sent_bytes: int
+    check: Callable[[Answer], object]
+    """Raises TensorError for an answer that is none."""
 
 
 class ExpertClient:
@@ -244,17 +256,22 @@ class ExpertClient:
         metas, buffers = to_wire(inputs, self._codec)
         keep_as = secrets.token_bytes(ID_BYTES) if is_kept else b""
         request = ForwardRequest(uid, metas, keep_as, self.settings.codec)  # type: ignore[arg-type]
-        sent_bytes = sum(map(len, buffers))
+        call = _Call(
+            FORWARD,
+            request,
+            buffers,
+            sum(map(len, buffers)),
+            lambda answer: schema.check_outputs(_specs(answer), num_samples),
+        )
 
         async def ask(peer: Peer) -> Forwarded:
-            _, tensors, seconds = await self._ask(peer, FORWARD, request, buffers, sent_bytes, deadline)
-            try:
-                outputs = _whole(tensors)
-                schema.check_outputs(outputs, num_samples)
-                if accept is not None:
+            _, tensors, seconds = await self._ask(peer, call, deadline)
+            outputs: list[Any] = tensors
+            if accept is not None:
+                try:
                     accept(outputs)
-            except TensorError as error:
-                raise self._unbelievable(peer, uid, error) from None
+                except TensorError as error:
+                    raise self._unbelievable(peer, uid, error) from None
             return Forwarded(uid, peer, outputs, seconds, keep_as, num_samples=num_samples)
 
         return await (ask(peers[0]) if len(peers) == 1 else self._first_answer(peers, ask, deadline))
@@ -287,9 +304,15 @@ class ExpertClient:
             request, buffers = self._with_inputs(request, grad_buffers, inputs)
         num_lost = 0
         while True:
-            sent_bytes = sum(map(len, buffers))
+            call = _Call(
+                BACKWARD,
+                request,
+                buffers,
+                sum(map(len, buffers)),
+                functools.partial(_check_gradients, inputs=inputs),
+            )
             try:
-                answer, tensors, _ = await self._ask(peer, BACKWARD, request, buffers, sent_bytes, deadline)
+                answer, tensors, _ = await self._ask(peer, call, deadline)
             except PeerLost:
                 num_lost += 1
                 if num_lost >= _MAX_SENDS:
@@ -300,10 +323,6 @@ class ExpertClient:
             if request.inputs:
                 raise ProtocolError(f"{peer} asks for inputs of {uid} that it was sent.")
             request, buffers = self._with_inputs(request, grad_buffers, inputs)
-        try:
-            _check_gradients(tensors, inputs)
-        except TensorError as error:
-            raise self._unbelievable(peer, uid, error) from None
         return tensors
 
     async def _backward_in_parts(
@@ -332,26 +351,26 @@ class ExpertClient:
         return msgspec.structs.replace(request, inputs=metas, kept_as=b""), [*grad_buffers, *buffers]
 
     async def _ask(
-        self,
-        peer: Peer,
-        method: str,
-        request: Any,
-        buffers: Sequence[Any],
-        sent_bytes: int,
-        deadline: Deadline | None,
+        self, peer: Peer, call: _Call, deadline: Deadline | None
     ) -> tuple[Answer, list[torch.Tensor | None], float]:
         """One call to one peer, made again while that says 'busy'."""
-        kind = "forward" if method == FORWARD else "backward"
+        kind = "forward" if call.method == FORWARD else "backward"
         standing = self._standings.of(peer)
         if deadline is None:
-            deadline = Deadline.after(standing.timeout_s(kind, 2 * sent_bytes))
+            deadline = Deadline.after(standing.timeout_s(kind, 2 * call.sent_bytes))
         pause_s = _FIRST_PAUSE_S
         standing.num_in_flight += 1
         try:
             while True:
                 began_s = time.monotonic()
                 try:
-                    reply = await self.transport.call(peer, method, request, buffers, deadline=deadline)
+                    reply = await self.transport.call(
+                        peer, call.method, call.request, call.buffers, deadline=deadline
+                    )
+                except asyncio.CancelledError:
+                    if kind == "forward":
+                        standing.on_overtaken(time.monotonic() - began_s, time.monotonic())
+                    raise
                 except PeerLeaving:
                     standing.on_failure(time.monotonic())
                     raise
@@ -369,16 +388,20 @@ class ExpertClient:
                     standing.on_failure(time.monotonic())
                     raise
                 except PeerRefused:
-                    self._infos.pop(request.uid, None)
+                    self._infos.pop(call.request.uid, None)
                     raise
                 seconds = time.monotonic() - began_s
                 answer = _read(reply, Answer, peer)
-                received_bytes = sum(map(len, reply.buffers))
-                standing.on_answer(kind, seconds, sent_bytes + received_bytes, answer.waited_s)
                 try:
-                    return answer, from_wire(answer.tensors, reply.buffers), seconds
+                    call.check(answer)  # before it is decoded: what is compressed may become large
+                    tensors = from_wire(answer.tensors, reply.buffers)
                 except TensorError as error:
-                    raise self._unbelievable(peer, request.uid, error) from None
+                    raise self._unbelievable(peer, call.request.uid, error) from None
+                moved_bytes = call.sent_bytes + sum(map(len, reply.buffers))
+                # a server's word on itself: no longer than the call, and never a gain
+                waited_s = answer.waited_s if 0 <= answer.waited_s <= seconds else seconds
+                standing.on_answer(kind, seconds, moved_bytes, waited_s)
+                return answer, tensors, seconds
         finally:
             standing.num_in_flight -= 1
 
@@ -489,20 +512,26 @@ def _read(reply: Reply, kind: type[T], peer: Peer) -> T:
         raise PeerRefused(f"{peer} answered what cannot be read: {error}.", peer=peer) from None
 
 
-def _whole(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    if type(None) in map(type, tensors):
+def _specs(answer: Answer) -> list[TensorSpec]:
+    specs = [meta.spec for meta in answer.tensors if meta is not None]
+    if len(specs) != len(answer.tensors):
         raise TensorError("an output is missing")
-    return list(tensors)  # type: ignore[arg-type]
+    return specs
 
 
-def _check_gradients(gradients: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]) -> None:
-    if len(gradients) != len(inputs):
-        raise TensorError(f"{len(gradients)} gradients for {len(inputs)} inputs")
-    for index, (gradient, tensor) in enumerate(zip(gradients, inputs, strict=True)):
-        if gradient is not None and (gradient.shape, gradient.dtype) != (tensor.shape, tensor.dtype):
+def _check_gradients(answer: Answer, inputs: Sequence[torch.Tensor]) -> None:
+    if answer.is_missing_inputs:
+        return
+    if len(answer.tensors) != len(inputs):
+        raise TensorError(f"{len(answer.tensors)} gradients for {len(inputs)} inputs")
+    for index, (meta, tensor) in enumerate(zip(answer.tensors, inputs, strict=True)):
+        if meta is None:
+            continue
+        dtype = dtype_name(tensor.dtype)
+        if meta.spec.shape != tuple(tensor.shape) or meta.spec.dtype != dtype:
             raise TensorError(
-                f"gradient {index} is {gradient.dtype}{list(gradient.shape)}, "
-                f"its input {tensor.dtype}{list(tensor.shape)}"
+                f"gradient {index} is {meta.spec.dtype}{list(meta.spec.shape)}, "
+                f"its input {dtype}{list(tensor.shape)}"
             )
 
 

@@ -7,24 +7,29 @@ expert and one kind, oldest first. Everything here may be used from any thread.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import collections
 import contextlib
 import enum
+import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from shoal.core import Deadline, DeadlineExceeded, PeerBusy, PeerRefused
+from shoal.core import Deadline, DeadlineExceeded, PeerBusy
 from shoal.core.futures import settle
 from shoal.experts.expert import Expert
 from shoal.experts.settings import ServerSettings
 from shoal.tensors import EncodedMeta
 from shoal.transport.messages import Reply
 
+log = logging.getLogger(__name__)
+
 Outcome = tuple[tuple[EncodedMeta | None, ...], list[Any]]
 """What is answered: descriptions of tensors, and their buffers."""
 Waiter = asyncio.Future[Reply]
+_MANY_CLIENTS = 1024  # whose turns are remembered before they are looked through
 
 
 class JobKind(enum.Enum):
@@ -43,6 +48,7 @@ class Job:
         "codec",
         "deadline",
         "expert",
+        "is_applied",
         "is_dropped",
         "is_taken",
         "keep_as",
@@ -51,6 +57,7 @@ class Job:
         "num_samples",
         "received",
         "request_id",
+        "turn",
         "waited_s",
         "waiters",
     )
@@ -72,39 +79,54 @@ class Job:
         self.request_id = b""
         self.codec = ""
         self.arrived_s = time.monotonic()
+        self.turn = 0
+        """Where it stands in line: see `JobQueue`."""
         self.waited_s = 0.0
+        self.is_applied = False
+        """Of a backward: the expert has made its step, whatever happens to the answer."""
         self.is_taken = False
         self.is_dropped = False
         self.waiters: list[tuple[asyncio.AbstractEventLoop, Waiter]] = []
 
 
 class JobQueue:
-    """Jobs that wait, in a line for each expert and kind."""
+    """Jobs that wait, in a line for each expert and kind.
 
-    def __init__(self, settings: ServerSettings, on_put: Callable[[], None]) -> None:
+    Clients take turns, in all lines together (start-time fair queuing, Goyal, Vin and Cheng 1996, with
+    samples as the cost): a job's turn is the end of its client's job before, or now, where that is later. Who
+    asks for one thing after another is not behind those who ask for many at once; among equal turns the
+    oldest is first.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        on_put: Callable[[], None],
+        on_undone: Callable[[list[tuple[Job, Any]]], None],
+    ) -> None:
         self._settings = settings
         self._on_put = on_put
-        self._lines: dict[tuple[str, JobKind], collections.deque[Job]] = {}
+        self._on_undone = on_undone
+        """Told of jobs that nobody will do, and why."""
+        self._lines: dict[tuple[str, JobKind], list[Job]] = {}
         self._num_of: collections.Counter[Hashable] = collections.Counter()
         self._lock = threading.Lock()
+        self._turn = 0
+        self._next_turns: dict[Hashable, int] = {}
         self.num_waiting = 0
+        self.num_puts = 0
 
     def put(self, job: Job, waiter: Waiter) -> None:
         """Have a job done and its waiter told, on the waiter's loop; PeerBusy when too many wait already."""
-        if job.num_samples > self._settings.max_batch_size:
-            raise PeerRefused(
-                f"{job.num_samples} samples are above this server's {self._settings.max_batch_size} a batch.",
-                next_step="split it, or start the server with a larger --max-batch-size.",
-            )
         with self._lock:
             self._admit(job.client)
             job.waiters.append((waiter.get_loop(), waiter))
-            line = self._lines.get((job.expert.uid, job.kind))
-            if line is None:
-                line = self._lines[job.expert.uid, job.kind] = collections.deque()
-            line.append(job)
+            job.turn = max(self._turn, self._next_turns.get(job.client, 0))
+            self._next_turns[job.client] = job.turn + max(1, job.num_samples)
+            bisect.insort(self._lines.setdefault((job.expert.uid, job.kind), []), job, key=_turn_of)
             self._num_of[job.client] += 1
             self.num_waiting += 1
+            self.num_puts += 1
         self._on_put()
 
     def join(self, job: Job, waiter: Waiter) -> bool:
@@ -130,23 +152,26 @@ class JobQueue:
         with self._lock:
             now_s = time.monotonic()
             wait_s: float | None = None
-            best: tuple[float, tuple[str, JobKind]] | None = None
+            best: tuple[tuple[int, float], tuple[str, JobKind]] | None = None
             for key, line in tuple(self._lines.items()):
-                while line and line[0].is_dropped:
-                    line.popleft()
+                if line[0].is_dropped:
+                    line[:] = [job for job in line if not job.is_dropped]
                 if not line:
                     del self._lines[key]
                     continue
-                oldest_s = line[0].arrived_s
+                first = (line[0].turn, line[0].arrived_s)
                 lacks_s = self._lacks_s(line, now_s)
                 if lacks_s > 0:
                     wait_s = lacks_s if wait_s is None else min(wait_s, lacks_s)
-                elif best is None or oldest_s < best[0]:
-                    best = (oldest_s, key)
+                elif best is None or first < best[0]:
+                    best = (first, key)
             if best is None:
                 return [], wait_s
-            jobs, late = self._pick(self._lines[best[1]], now_s)
-        self.finish([(job, DeadlineExceeded("the deadline passed before its turn came.")) for job in late])
+            jobs, late = self._pick(best[1], now_s)
+        if late:
+            self._on_undone(
+                [(job, DeadlineExceeded("the deadline passed before its turn came.")) for job in late]
+            )
         return jobs, None
 
     def finish(self, results: Sequence[tuple[Job, Reply | Exception]]) -> None:
@@ -163,7 +188,7 @@ class JobQueue:
 
     def drop_all(self, uid: str | None, error: Exception) -> None:
         """Nobody will do the jobs of this expert (None: of any), and those who wait are told why."""
-        dropped = []
+        dropped: list[tuple[Job, Exception]] = []
         with self._lock:
             for key, line in self._lines.items():
                 if uid in (None, key[0]):
@@ -172,7 +197,8 @@ class JobQueue:
                             job.is_dropped = True
                             self._forget(job)
                             dropped.append((job, error))
-        self.finish(dropped)
+        if dropped:
+            self._on_undone(dropped)
 
     def _admit(self, client: Hashable) -> None:
         limit = self._settings.max_waiting
@@ -191,7 +217,7 @@ class JobQueue:
         if self._num_of[job.client] <= 0:
             del self._num_of[job.client]
 
-    def _lacks_s(self, line: collections.deque[Job], now_s: float) -> float:
+    def _lacks_s(self, line: list[Job], now_s: float) -> float:
         """How long this line should still wait for others to come."""
         settings = self._settings
         if settings.min_batch_size == 1:
@@ -200,42 +226,49 @@ class JobQueue:
             return 0.0
         return line[0].arrived_s + settings.max_wait_s - now_s
 
-    def _pick(self, line: collections.deque[Job], now_s: float) -> tuple[list[Job], list[Job]]:
-        """Take a batch out of a line, a job of each client in turn; and those whose time is over."""
-        waiting: list[Job] = []
+    def _pick(self, key: tuple[str, JobKind], now_s: float) -> tuple[list[Job], list[Job]]:
+        """Take a batch out of a line, as many as fit; and those whose time is over."""
+        taken: list[Job] = []
         late: list[Job] = []
-        for job in line:
-            if not job.is_dropped:
-                (late if job.deadline.is_past else waiting).append(job)
-        taken = waiting
-        if sum(job.num_samples for job in waiting) > self._settings.max_batch_size:
-            taken = self._in_turn(waiting)
+        left: list[Job] = []
+        room = self._settings.max_batch_size
+        for job in self._lines.pop(key):
+            if job.is_dropped:
+                continue
+            if job.deadline.is_past:
+                late.append(job)
+            elif left or job.num_samples > room:
+                left.append(job)
+            else:
+                room -= job.num_samples
+                taken.append(job)
         for job in (*taken, *late):
             job.is_taken = True
             job.waited_s = now_s - job.arrived_s
             self._forget(job)
-        line.clear()
-        line.extend(job for job in waiting if not job.is_taken)
+        if left:
+            self._lines[key] = left
+        if taken:
+            self._turn = max(self._turn, taken[0].turn)
+        self._forget_turns()
         return taken, late
 
-    def _in_turn(self, waiting: list[Job]) -> list[Job]:
-        """As many as fit: first everybody's first, then everybody's second, and so on."""
-        turns: collections.Counter[Hashable] = collections.Counter()
-        ranked = []
-        for job in waiting:
-            ranked.append((turns[job.client], job))
-            turns[job.client] += 1
-        ranked.sort(key=lambda entry: entry[0])  # stable: within a turn the oldest comes first
-        left = self._settings.max_batch_size
-        taken = []
-        for _, job in ranked:
-            if job.num_samples > left:
-                break
-            left -= job.num_samples
-            taken.append(job)
-        return taken
+    def _forget_turns(self) -> None:
+        """Of clients that are behind nobody any more."""
+        if self.num_waiting == 0:
+            self._next_turns.clear()
+        elif len(self._next_turns) > 2 * len(self._num_of) + _MANY_CLIENTS:
+            self._next_turns = {who: turn for who, turn in self._next_turns.items() if turn > self._turn}
+
+
+def _turn_of(job: Job) -> int:
+    return job.turn
 
 
 def _settle_all(settled: list[tuple[Waiter, Reply | Exception]]) -> None:
     for waiter, outcome in settled:
-        settle(waiter, outcome)
+        try:
+            settle(waiter, outcome)
+        except Exception:  # an error that futures do not take: the others must be told theirs
+            log.exception("a request could not be told what became of it")
+            waiter.cancel()

@@ -14,8 +14,10 @@ from typing import Any
 import msgspec
 import torch
 
+from shoal.core import PeerRefused
 from shoal.experts.jobs import Job, Outcome
 
+_ENTRY_BYTES = 2 << 10  # what an entry takes beside its tensors
 _MAX_IDS = 1 << 17  # of applied requests, 16 bytes each: remembered for longer than their answers
 
 
@@ -34,7 +36,7 @@ class KeptInputs:
 
     def keep(self, key: bytes, uid: str, tensors: Sequence[torch.Tensor]) -> None:
         """Keep the tensors; the oldest go when there are too many."""
-        size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        size_bytes = _ENTRY_BYTES + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if size_bytes > self._max_bytes:
             return
         now_s = time.monotonic()
@@ -43,12 +45,20 @@ class KeptInputs:
                 self.used_bytes -= known.size_bytes
             self._kept[key] = _Inputs(uid, tensors, size_bytes, now_s)
             self.used_bytes += size_bytes
-            while self._kept:
-                oldest = next(iter(self._kept.values()))
-                if self.used_bytes <= self._max_bytes and oldest.since_s >= now_s - self._max_age_s:
-                    break
-                self._kept.popitem(last=False)
-                self.used_bytes -= oldest.size_bytes
+            self._drop_oldest(now_s)
+
+    def sweep(self) -> None:
+        """Let those go that were kept for long enough."""
+        with self._lock:
+            self._drop_oldest(time.monotonic())
+
+    def _drop_oldest(self, now_s: float) -> None:
+        while self._kept:
+            oldest = next(iter(self._kept.values()))
+            if self.used_bytes <= self._max_bytes and oldest.since_s >= now_s - self._max_age_s:
+                break
+            self._kept.popitem(last=False)
+            self.used_bytes -= oldest.size_bytes
 
     def find(self, key: bytes, uid: str) -> Sequence[torch.Tensor] | None:
         """Those that were kept, while they are; they stay until `drop`."""
@@ -73,34 +83,53 @@ class Applied:
         self._lock = threading.Lock()
         self.used_bytes = 0
 
-    def begin(self, request_id: bytes, job: Job) -> Job:
-        """Note that a request is under way: the job that does it, which may have come before."""
-        with self._lock:
-            return self._under_way.setdefault(request_id, job)
+    @property
+    def num_under_way(self) -> int:
+        """Requests that are not answered yet."""
+        return len(self._under_way)
 
     def find(self, request_id: bytes) -> Job | Outcome | None:
-        """The job that is under way, or what it was answered with."""
+        """The job that does it, or what it was answered with; PeerRefused when that is kept no longer."""
         with self._lock:
-            return self._under_way.get(request_id) or self._answers.get(request_id)
+            return self._find(request_id)
 
-    def is_applied(self, request_id: bytes) -> bool:
-        """Whether it was done, though its answer may be gone."""
-        return request_id in self._ids
-
-    def end(self, request_id: bytes, outcome: Outcome | None) -> None:
-        """It is over: done with this answer, or with None not done at all."""
+    def begin(self, request_id: bytes, job: Job) -> Job | Outcome:
+        """Note that a job does it, and give that job back; or what `find` gives, where that is something."""
         with self._lock:
-            self._under_way.pop(request_id, None)
-            if outcome is None:
+            known = self._find(request_id)
+            if known is None:
+                self._under_way[request_id] = job
+                return job
+            return known
+
+    def end(self, job: Job, outcome: Outcome | None) -> None:
+        """A job is over, with this answer; with None it has none, and may not have been done at all."""
+        request_id = job.request_id
+        with self._lock:
+            if self._under_way.get(request_id) is not job:
+                return
+            del self._under_way[request_id]
+            if outcome is None and not job.is_applied:
                 return
             self._ids[request_id] = None
             if len(self._ids) > _MAX_IDS:
                 self._ids.popitem(last=False)
+            if outcome is None:
+                return
             self._answers[request_id] = outcome
             self.used_bytes += _bytes_of(outcome)
-            while self.used_bytes > self._max_bytes:
+            while self.used_bytes > self._max_bytes and self._answers:
                 _, oldest = self._answers.popitem(last=False)
                 self.used_bytes -= _bytes_of(oldest)
+
+    def _find(self, request_id: bytes) -> Job | Outcome | None:
+        known = self._under_way.get(request_id) or self._answers.get(request_id)
+        if known is None and request_id in self._ids:
+            raise PeerRefused(
+                "this backward was applied before, and its answer is kept no longer.",
+                next_step="go on without its gradient.",
+            )
+        return known
 
 
 class _Inputs(msgspec.Struct, frozen=True):
@@ -111,4 +140,4 @@ class _Inputs(msgspec.Struct, frozen=True):
 
 
 def _bytes_of(outcome: Outcome) -> int:
-    return sum(memoryview(buffer).nbytes for buffer in outcome[1])
+    return _ENTRY_BYTES + sum(memoryview(buffer).nbytes for buffer in outcome[1])

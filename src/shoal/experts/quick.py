@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 
 from shoal.experts.jobs import Job, JobKind
+from shoal.tensors.codecs.base import PLAIN
 
 _QUICK_S = 250e-6  # about what the way there and back takes when the caches are cold
 _SMALL_BYTES = 32 << 10  # what a network's loop can do in between
@@ -54,4 +55,8 @@ class QuickWork:
 
 
 def _is_small(job: Job) -> bool:
-    return sum(len(buffer) for _, buffers in job.received for buffer in buffers) <= _SMALL_BYTES
+    """As it came and as it is: what is compressed may become large."""
+    size_bytes = sum(len(buffer) for _, buffers in job.received for buffer in buffers)
+    return size_bytes <= _SMALL_BYTES and all(
+        meta.codec == PLAIN for metas, _ in job.received for meta in metas
+    )

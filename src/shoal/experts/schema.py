@@ -82,11 +82,12 @@ class ExpertSchema(msgspec.Struct, frozen=True):
         """TensorError when the tensors (or their specs) are not inputs of this expert; the batch size."""
         return _check("input", self.inputs, tensors)
 
-    def check_outputs(self, tensors: Sequence[Any], batch_size: int) -> None:
+    def check_outputs(self, tensors: Sequence[Any], batch_size: int | None = None) -> int:
         """TensorError when the tensors (or their specs) are not outputs of this expert for such a batch."""
         got = _check("output", self.outputs, tensors)
-        if got != batch_size:
+        if batch_size is not None and got != batch_size:
             raise TensorError(f"outputs for {got} samples, not for {batch_size}")
+        return got
 
 
 def _check(what: str, schemas: Sequence[TensorSchema], tensors: Sequence[Any]) -> int:

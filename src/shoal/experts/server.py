@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 import threading
 import time
@@ -19,12 +20,21 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from shoal.core import Deadline, LoopThread, PeerBusy, PeerError, PeerLeaving, PeerRefused, UsageError
+from shoal.core import (
+    Deadline,
+    LoopThread,
+    PeerBusy,
+    PeerError,
+    PeerLeaving,
+    PeerRefused,
+    TensorError,
+    UsageError,
+)
 from shoal.experts.counts import ServerStatistics
 from shoal.experts.devices.cpu import CpuDevice
-from shoal.experts.devices.device import Device, Results
+from shoal.experts.devices.device import Device, Results, explained
 from shoal.experts.expert import Expert
-from shoal.experts.jobs import Job, JobKind, JobQueue, Waiter
+from shoal.experts.jobs import Job, JobKind, JobQueue, Outcome, Waiter
 from shoal.experts.kept import Applied, KeptInputs
 from shoal.experts.quick import QuickWork
 from shoal.experts.settings import ServerSettings
@@ -41,9 +51,12 @@ from shoal.experts.wire import (
     num_buffers,
     specs_of,
 )
+from shoal.tensors import codec_from_name
+from shoal.tensors.codecs.base import PLAIN
 from shoal.transport import Endpoint, Head, Reply
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class ExpertServer:
@@ -66,7 +79,7 @@ class ExpertServer:
         self.device = make_device(self.settings, self.kept)
         self.statistics = ServerStatistics()
         self._applied = Applied(self.settings.remembered_bytes)
-        self._queue = JobQueue(self.settings, self._wake)
+        self._queue = JobQueue(self.settings, self._wake, self._deliver)
         self._thread = LoopThread("shoal-device")
         self._lock = threading.Lock()
         self._quick = QuickWork()
@@ -78,8 +91,8 @@ class ExpertServer:
     async def __aenter__(self) -> Self:
         with contextlib.ExitStack() as closing:
             closing.enter_context(self._thread)
-            await self._thread.run_from_async(self._prepare())
             closing.callback(self.device.close)
+            await self._thread.run_from_async(self._prepare())
             routes = self.endpoint.routes
             routes.add(INFO, self._serve_info, None, InfoRequest)
             routes.add(FORWARD, self._serve_forward, self._allocate_forward, ForwardRequest)
@@ -95,6 +108,7 @@ class ExpertServer:
         self.is_leaving = True
         self._queue.drop_all(None, _leaving())
         self._closing.close()
+        self._queue.drop_all(None, _leaving())  # what other loops have put meanwhile
 
     @property
     def num_waiting(self) -> int:
@@ -152,22 +166,39 @@ class ExpertServer:
         return Reply(Info(self._expert(head.payload.uid).schema, self.settings.max_batch_size))
 
     def _allocate_forward(self, head: Head) -> Sequence[Any]:
-        self._check_open()
-        request: ForwardRequest = head.payload
-        self._expert(request.uid).schema.check_inputs(specs_of(request.inputs))
-        check_sizes(request.inputs, head.sizes)
+        self._check_forward(head)
         return self._memory(head)
 
     def _allocate_backward(self, head: Head) -> Sequence[Any]:
+        self._check_backward(head)
+        return self._memory(head)
+
+    def _check_forward(self, head: Head) -> None:
+        """Refuse what is no request for an expert of this server, before its buffers are received."""
+        self._check_open()
+        request: ForwardRequest = head.payload
+        num_samples = self._expert(request.uid).schema.check_inputs(specs_of(request.inputs))
+        self._check_batch(num_samples, request.codec)
+        check_sizes(request.inputs, head.sizes)
+
+    def _check_backward(self, head: Head) -> None:
         self._check_open()
         request: BackwardRequest = head.payload
-        check_sizes((*request.grad_outputs, *request.inputs), head.sizes)
         schema = self._expert(request.uid).schema
-        if request.inputs:
-            schema.check_inputs(specs_of(request.inputs))
-        if request.grad_outputs:
-            schema.check_outputs(specs_of(request.grad_outputs), request.grad_outputs[0].spec.shape[0])
-        return self._memory(head)
+        num_samples = schema.check_outputs(specs_of(request.grad_outputs))
+        if request.inputs and schema.check_inputs(specs_of(request.inputs)) != num_samples:
+            raise TensorError(f"outputs for {num_samples} samples came with inputs for others")
+        self._check_batch(num_samples, request.codec)
+        check_sizes((*request.grad_outputs, *request.inputs), head.sizes)
+
+    def _check_batch(self, num_samples: int, codec: str) -> None:
+        if not 0 <= num_samples <= self.settings.max_batch_size:
+            raise PeerRefused(
+                f"{num_samples} samples are above this server's {self.settings.max_batch_size} a batch.",
+                next_step="split it, or start the server with a larger --max-batch-size.",
+            )
+        if codec != PLAIN:
+            codec_from_name(codec)
 
     def _memory(self, head: Head) -> Sequence[Any]:
         given = self.device.allocate(head)
@@ -175,11 +206,10 @@ class ExpertServer:
 
     def _serve_forward(self, head: Head, buffers: Sequence[memoryview]) -> Waiter | Reply:
         request: ForwardRequest = head.payload
-        expert = self._expert(request.uid)
         if not head.sizes:  # then nothing was allocated, and nothing checked
-            expert.schema.check_inputs(specs_of(request.inputs))
-        num_samples = request.inputs[0].spec.shape[0] if request.inputs else 0
-        job = Job(JobKind.FORWARD, expert, num_samples, head.peer, head.deadline)
+            self._check_forward(head)
+        num_samples = request.inputs[0].spec.shape[0]
+        job = Job(JobKind.FORWARD, self._expert(request.uid), num_samples, head.peer, head.deadline)
         job.received = ((request.inputs, buffers),)
         job.keep_as = request.keep_as
         job.codec = request.codec
@@ -187,22 +217,18 @@ class ExpertServer:
 
     def _serve_backward(self, head: Head, buffers: Sequence[memoryview]) -> Waiter | Reply:
         request: BackwardRequest = head.payload
+        if not head.sizes:
+            self._check_backward(head)
         known = self._applied.find(request.request_id)
-        if known is None and self._applied.is_applied(request.request_id):
-            raise PeerRefused(
-                "this backward was applied before, and its answer is kept no longer.",
-                next_step="go on without its gradient.",
-            )
-        if isinstance(known, tuple):
-            return Reply(Answer(known[0]), known[1])
-        if isinstance(known, Job):
-            return self._reply_to(known, is_again=True)
+        if known is not None:
+            return self._reply_again(known)
         expert = self._expert(request.uid)
         kept = None
         if not request.inputs and (kept := self.kept.find(request.kept_as, request.uid)) is None:
             return Reply(Answer((), is_missing_inputs=True))
-        num_samples = expert.schema.check_inputs(specs_of(request.inputs) if kept is None else kept)
-        expert.schema.check_outputs(specs_of(request.grad_outputs), num_samples)
+        num_samples = request.grad_outputs[0].spec.shape[0]
+        if kept is not None and len(kept[0]) != num_samples:
+            raise TensorError(f"gradients for {num_samples} samples, of which {len(kept[0])} were asked")
         job = Job(JobKind.BACKWARD, expert, num_samples, head.peer, head.deadline)
         num_grads = sum(map(num_buffers, request.grad_outputs))
         job.received = ((request.grad_outputs, buffers[:num_grads]),)
@@ -212,7 +238,13 @@ class ExpertServer:
         job.request_id = request.request_id
         job.codec = request.codec
         first = self._applied.begin(request.request_id, job)
-        return self._reply_to(first, is_again=first is not job)
+        return self._reply_to(job) if first is job else self._reply_again(first)
+
+    def _reply_again(self, known: Job | Outcome) -> Waiter | Reply:
+        """To a backward that came before: it is applied once."""
+        if isinstance(known, Job):
+            return self._reply_to(known, is_again=True)
+        return Reply(Answer(known[0]), known[1])
 
     def _reply_to(self, job: Job, *, is_again: bool = False) -> Waiter | Reply:
         """Have a job done, or wait for one that is under way."""
@@ -229,7 +261,7 @@ class ExpertServer:
                 raise PeerBusy("its first answer is on its way.", next_step="ask again.")
         except PeerError:
             if job.request_id and not is_again:
-                self._applied.end(job.request_id, None)
+                self._applied.end(job, None)
             raise
         with self._lock:
             self._num_open += 1
@@ -249,7 +281,7 @@ class ExpertServer:
         if not waiter.cancelled() and waiter.exception() is None:
             return  # the transport says when it is sent
         if self._queue.leave(job, waiter) and job.request_id:
-            self._applied.end(job.request_id, None)
+            self._applied.end(job, None)
         self._on_sent()
 
     def _on_sent(self) -> None:
@@ -268,6 +300,7 @@ class ExpertServer:
         if self.settings.num_threads is not None:
             torch.set_num_threads(self.settings.num_threads)
         self.device.open(self._deliver, self._wake)
+        self._sweep()
         for expert in self.experts.values():
             self.device.between_batches(functools.partial(expert.place, self.device.torch_device))
 
@@ -282,24 +315,41 @@ class ExpertServer:
 
     def _work(self) -> None:
         """Start one batch, and come back for more after whatever else waits for this thread."""
+        num_puts = self._queue.num_puts
         wait_s: float | None = None
         if self.device.can_start():
             jobs, wait_s = self._queue.take()
             if jobs:
-                began_s = time.perf_counter()
-                with self._quick.device:
-                    self.device.start(jobs)
-                busy_s = time.perf_counter() - began_s
-                self._quick.learn(jobs[0], busy_s)
-                self.statistics.count_batch(jobs[0].expert, busy_s)
+                self._start(jobs)
         if self._queue.num_waiting and self.device.can_start() and not wait_s:
             self._thread.loop.call_soon(self._work)
             return
         self._rest()
         if wait_s:
             self._thread.loop.call_later(wait_s, self._wake)
-        elif self._queue.num_waiting and self.device.can_start():  # since just now, and nobody was woken
+        # while this thread counted as awake, nobody woke it: neither who came, nor the device
+        if self._queue.num_puts != num_puts or (
+            not wait_s and self._queue.num_waiting and self.device.can_start()
+        ):
             self._wake()
+
+    def _start(self, jobs: list[Job]) -> None:
+        began_s = time.perf_counter()
+        try:
+            with self._quick.device:
+                self.device.start(jobs)
+        except Exception as error:  # whatever it is, this thread has to go on
+            log.exception("a batch of %s could not be computed", jobs[0].expert.uid)
+            untold = [job for job in jobs if job.waiters or job.request_id]
+            self._deliver([(job, explained(error, job.expert)) for job in untold])
+        busy_s = time.perf_counter() - began_s
+        self._quick.learn(jobs[0], busy_s)
+        self.statistics.count_batch(jobs[0].expert, busy_s)
+
+    def _sweep(self) -> None:
+        """Let go of inputs whose backward never came."""
+        self.kept.sweep()
+        self._thread.loop.call_later(self.settings.kept_s, self._sweep)
 
     def _rest(self) -> None:
         with self._lock:
@@ -319,7 +369,7 @@ class ExpertServer:
                 answer = Answer(outcome[0], job.waited_s)
                 replies.append((job, Reply(answer, outcome[1], on_sent=self._on_sent)))
             if job.kind is JobKind.BACKWARD:
-                self._applied.end(job.request_id, None if isinstance(outcome, Exception) else outcome)
+                self._applied.end(job, None if isinstance(outcome, Exception) else outcome)
                 if job.keep_as and not isinstance(outcome, Exception):
                     self.kept.drop(job.keep_as)
         self.statistics.count(results)

@@ -12,6 +12,8 @@ _SUSPECT_S = 5.0  # after a failure, doubled for each further one
 _MAX_SUSPECT_S = 120.0
 _MAX_DOUBLINGS = 10
 _MAX_PEERS = 10_000
+_MAX_OVERTAKEN = 3  # in a row, before a server counts as one that fails
+_MAX_LATER = 3  # times that a deadline is doubled: who is stopped should not be waited for ever longer
 _SMOOTHING = 0.3
 
 
@@ -30,6 +32,7 @@ class Standing:
         """Smoothed: how long requests stand in the server's line."""
         self.suspect_until_s = 0.0
         self._num_failures = 0
+        self._num_overtaken = 0
 
     def timeout_s(self, method: str, size_bytes: int) -> float:
         """How long a call with so many bytes may take, both ways counted."""
@@ -40,18 +43,32 @@ class Standing:
         self._deadlines[method].observe(seconds, size_bytes)
         self.suspect_until_s = 0.0
         self._num_failures = 0
+        self._num_overtaken = 0
         self.waited_s += _SMOOTHING * (waited_s - self.waited_s)
         if method == "forward":
             is_first = self.answer_s == 0.0
             self.answer_s = seconds if is_first else self.answer_s + _SMOOTHING * (seconds - self.answer_s)
 
+    def on_overtaken(self, seconds: float, now_s: float) -> None:
+        """Another replica was faster, or nobody waits for it any more: it takes at least so long."""
+        if seconds < self.hedge_s:
+            return
+        has_never_answered = self.answer_s == 0.0
+        self.answer_s = max(self.answer_s, seconds)
+        self._num_overtaken += 1
+        if has_never_answered or self._num_overtaken >= _MAX_OVERTAKEN:
+            self.on_failure(now_s)
+
     def on_late(self, method: str, now_s: float) -> None:
-        """It has not answered in time."""
-        self._deadlines[method].missed()
+        """It has not answered in time; calls that were late together are one lateness."""
+        if now_s >= self.suspect_until_s and self._num_failures < _MAX_LATER:
+            self._deadlines[method].missed()
         self.on_failure(now_s)
 
     def on_failure(self, now_s: float) -> None:
         """It is gone, or answers nonsense: to be asked last for a while."""
+        if now_s < self.suspect_until_s:
+            return  # it was called before that
         self.suspect_until_s = now_s + min(_MAX_SUSPECT_S, _SUSPECT_S * 2.0**self._num_failures)
         self._num_failures = min(self._num_failures + 1, _MAX_DOUBLINGS)
 

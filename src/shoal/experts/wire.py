@@ -24,6 +24,7 @@ ID_BYTES = 16
 """Of requests: random, so that nobody can guess another client's."""
 _MAX_UID_CHARS = 256
 
+CodecName = Annotated[str, msgspec.Meta(max_length=64)]
 Uid = Annotated[str, msgspec.Meta(max_length=_MAX_UID_CHARS)]
 RequestId = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 MaybeId = Annotated[bytes, msgspec.Meta(max_length=ID_BYTES)]
@@ -51,7 +52,7 @@ class ForwardRequest(msgspec.Struct, frozen=True, array_like=True):
     inputs: Tensors
     keep_as: MaybeId = b""
     """An id under which the server should keep the inputs for a backward; empty: it need not."""
-    codec: str = PLAIN
+    codec: CodecName = PLAIN
     """How the outputs should travel."""
 
 
@@ -65,7 +66,7 @@ class BackwardRequest(msgspec.Struct, frozen=True, array_like=True):
     inputs: Tensors = ()
     """None of them when they were kept."""
     kept_as: MaybeId = b""
-    codec: str = PLAIN
+    codec: CodecName = PLAIN
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):

@@ -74,6 +74,8 @@ class CpuDevice(Device):
                 return [(jobs[0], explained(error, expert))]
             # one request must not spoil the others: each by itself, and only the culprit fails
             return [result for part in batch for result in self._results([part])]
+        for job in jobs:
+            job.is_applied = kind is JobKind.BACKWARD
         if kind is JobKind.FORWARD:
             for job, (tensors, _) in batch:
                 if job.keep_as:

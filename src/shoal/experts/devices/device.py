@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from shoal.core import ShoalError
+from shoal.core import RemoteFailure, ShoalError
 from shoal.experts.expert import Expert
 from shoal.experts.jobs import Job, JobKind, Outcome
 from shoal.experts.kept import KeptInputs
@@ -94,8 +94,8 @@ def encoded(job: Job, tensors: Tensors) -> Outcome | Exception:
     """An answer as its client wants it."""
     try:
         return to_wire(tensors, None if job.codec == PLAIN else codec_from_name(job.codec))
-    except ShoalError as error:
-        return error
+    except Exception as error:  # noqa: BLE001 - memory may be short; the others of its batch have their answers
+        return explained(error, job.expert)
 
 
 def merged(parts: Sequence[Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
@@ -123,4 +123,4 @@ def explained(error: Exception, expert: Expert) -> Exception:
     if isinstance(error, ShoalError):
         return error
     log.warning("the expert %s failed: %s: %s", expert.uid, type(error).__name__, error)
-    return error
+    return RemoteFailure(f"{type(error).__name__}: {error}")
