@@ -27,15 +27,17 @@ from shoal.transport import ALIGNMENT_BYTES, Head, Limits, Reply
 SLOW = (
     "stream-3-loops",
     "stream-home",
+    "tls",
     "tls-home",
     "stream-faults",
     "tls-faults",
     "datagrams-alone",
     "datagrams-alone-faults",
+    "datagrams-faults",
     "datagrams-home",
 )
 """Each is a part of one that is run always: TLS on three loops, datagrams with streams and TLS in them, and
-the same network in memory, where it takes no time."""
+the same network and faults in memory, where they take no time."""
 
 
 def param(name, *more):
