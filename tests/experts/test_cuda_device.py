@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import queue
+import threading
+import traceback
+import weakref
 
 import numpy as np
 import pytest
@@ -11,7 +15,7 @@ import torch
 from torch import nn
 
 from experts.loopback import client_of, linear_expert, serving
-from shoal.core import Deadline, PeerRefused, TensorError, UsageError
+from shoal.core import Deadline, LoopThread, PeerLeaving, PeerRefused, RemoteFailure, TensorError, UsageError
 from shoal.experts import server as server_module
 from shoal.experts import wire
 from shoal.experts.devices import cuda
@@ -22,19 +26,32 @@ from shoal.experts.settings import ServerSettings
 
 
 class FakeStream:
-    """Everything put on it is done already."""
+    """Everything put on it is done already; an event knows after which streams' work it comes."""
 
     def __init__(self, device=None):
-        self.num_waits = 0
+        self.after = {self}
 
     def wait_event(self, event):
-        self.num_waits += 1
+        self.after |= event.after
+
+    def wait_stream(self, stream):
+        self.wait_event(stream.record_event())
 
     def record_event(self):
-        return self
+        return FakeEvent(set(self.after))
 
     def synchronize(self):
         """Nothing is left to wait for."""
+
+
+class FakeEvent:
+    on_waited = staticmethod(lambda event: None)
+
+    def __init__(self, after):
+        self.after = after
+
+    def synchronize(self):
+        self.on_waited(self)
 
 
 @pytest.fixture
@@ -88,13 +105,16 @@ def test_pinned_memory_is_cut_from_large_pieces():
     pieces = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "_pinned", lambda size: pieces.append(size) or np.zeros(size, np.uint8))
-        arena = cuda.PinnedArena(100, 50)
+        arena = cuda.PinnedArena(100, 50, 250)
         first, second = arena.take(60), arena.take(40)
         assert pieces == [100]
         first[:] = 1
         assert second.sum() == 0
         arena.take(10)
         arena.take(60)
+        assert pieces == [100, 50, 60]
+        assert arena.take(41) is None  # a piece of 50 were too much
+        assert len(arena.take(40)) == 40
         assert pieces == [100, 50, 60]
 
 
@@ -130,13 +150,26 @@ def job_of(expert, x, keep_as=b"", codec="none"):
     return job
 
 
-def test_a_batch_is_computed_as_one_and_only_who_spoils_it_fails(gpu):
-    expert = Expert("picky", Picky(), ((torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)), {}))
-    kept = KeptInputs(1 << 20, 60.0)
-    device = server_module.make_device(ServerSettings(device="cuda", pinned_bytes=1 << 16), kept)
+def picky_expert():
+    return Expert("picky", Picky(), ((torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)), {}))
+
+
+@contextlib.contextmanager
+def opened(kept):
+    """A device, and a queue of what it delivers."""
+    device = server_module.make_device(ServerSettings(device="cuda", pinned_bytes=1 << 20), kept)
     delivered = queue.SimpleQueue()
     device.open(delivered.put, lambda: None)
     try:
+        yield device, delivered
+    finally:
+        device.close()
+
+
+def test_a_batch_is_computed_as_one_and_only_who_spoils_it_fails(gpu):
+    expert = picky_expert()
+    kept = KeptInputs(1 << 20, 60.0)
+    with opened(kept) as (device, delivered):
         good, other = torch.rand(2, 4), torch.rand(3, 4)
         device.start([job_of(expert, good), job_of(expert, other, keep_as=b"id", codec="bf16")])
         (_, first), (_, second) = delivered.get(timeout=10)
@@ -149,11 +182,80 @@ def test_a_batch_is_computed_as_one_and_only_who_spoils_it_fails(gpu):
         bad, fine = job_of(expert, -good), job_of(expert, other)
         device.start([bad, fine])
         results = dict(delivered.get(timeout=10))
-        assert isinstance(results[bad], ValueError)
+        assert isinstance(results[bad], RemoteFailure)
         assert torch.equal(wire.from_wire(*results[fine])[0], other * 2)
         broken = job_of(expert, good)
         broken.received = ((broken.received[0][0], [bytearray(1)]),)
         device.start([broken])
         assert isinstance(delivered.get(timeout=10)[0][1], TensorError)
-    finally:
-        device.close()
+
+
+def test_what_is_kept_of_a_batch_keeps_little_more_than_itself(gpu):
+    kept = KeptInputs(1 << 20, 60.0)
+    with opened(kept) as (device, delivered):
+        small, large = torch.rand(2, 4), torch.rand(8, 4)
+        device.start([job_of(picky_expert(), small, b"small"), job_of(picky_expert(), large, b"large")])
+        delivered.get(timeout=10)
+        for x, key, held_bytes in ((small, b"small", 32), (large, b"large", 160)):
+            tensor = kept.find(key, "picky")[0]
+            assert torch.equal(tensor, x)
+            assert tensor.untyped_storage().nbytes() == held_bytes
+
+
+def test_a_batch_that_fails_is_told_after_all_streams_have_come_past_it(gpu, monkeypatch):
+    seen = []
+    monkeypatch.setattr(FakeEvent, "on_waited", staticmethod(lambda event: seen.append(len(event.after))))
+    with opened(KeptInputs(1 << 20, 60.0)) as (device, delivered):
+        device.start([job_of(picky_expert(), torch.full((2, 4), -1.0))])
+        assert isinstance(delivered.get(timeout=10)[0][1], RemoteFailure)
+        assert seen == [3]
+
+
+def test_a_batch_that_fails_half_way_is_told_after_the_gpu_has_let_go_of_its_memory(gpu, monkeypatch):
+    error, memory, seen = MemoryError("none left"), [], []
+    with opened(KeptInputs(1 << 20, 60.0)) as (device, delivered):
+        allocate = device._pool.allocate
+
+        def allocate_once(size_bytes):
+            if memory:
+                raise error
+            made = allocate(size_bytes)
+            memory.append(weakref.ref(made))
+            return made
+
+        def on_waited(event):
+            traceback.clear_frames(error.__traceback__)
+            error.__traceback__ = None
+            gc.collect()
+            seen.append((memory[-1]() is not None, delivered.empty()))
+
+        monkeypatch.setattr(device._pool, "allocate", allocate_once)
+        monkeypatch.setattr(FakeEvent, "on_waited", staticmethod(on_waited))
+        job = job_of(picky_expert(), torch.rand(2, 4))
+        device.start([job])
+        ((told, failure),) = delivered.get(timeout=10)
+        assert told is job
+        assert isinstance(failure, RemoteFailure)
+        assert seen == [(True, True)]
+
+
+def test_a_device_that_closes_delivers_what_was_started_and_refuses_more(gpu):
+    with opened(KeptInputs(1 << 20, 60.0)) as (device, delivered):
+        expert, begun, goes_on = picky_expert(), threading.Event(), threading.Event()
+
+        def hesitate(*_):
+            begun.set()
+            goes_on.wait(10)
+
+        expert.module.register_forward_pre_hook(hesitate)
+        job, late = job_of(expert, torch.rand(2, 4)), job_of(expert, torch.rand(2, 4))
+        with LoopThread() as thread:
+            thread.loop.call_soon_threadsafe(device.start, [job])
+            assert begun.wait(10)
+            threading.Timer(0.1, goes_on.set).start()
+            device.close()
+        assert delivered.get_nowait()[0][0] is job
+        device.start([late])
+        ((refused, error),) = delivered.get_nowait()
+        assert refused is late
+        assert isinstance(error, PeerLeaving)

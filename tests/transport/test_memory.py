@@ -87,6 +87,31 @@ def test_idle_memory_is_bounded_and_can_be_cleared():
     del kept
 
 
+def test_dear_memory_serves_smaller_sizes_and_where_it_ends_plain_memory_does():
+    made = []
+
+    def make_storage(size_bytes):
+        if len(made) == 2:
+            return None
+        made.append(np.empty(size_bytes, np.uint8))
+        return made[-1]
+
+    pool = BufferPool(make_storage=make_storage)
+    large = pool.allocate(190_000)
+    where = address(large)
+    del large
+    small = pool.allocate(100_000)
+    assert (address(small), len(small)) == (where, 100_000)
+    del small
+    assert pool.idle_bytes > 190_000
+    held = [pool.allocate(size) for size in (80_000, 190_000, 190_000)]
+    assert [len(view) for view in held] == [80_000, 190_000, 190_000]
+    assert address(held[1]) == where  # 80,000 would have wasted more than half of it
+    del held
+    gc.collect()
+    assert pool.idle_bytes == sum(len(storage) - ALIGNMENT_BYTES for storage in made)
+
+
 def test_several_threads():
     pool = BufferPool(max_idle_bytes=4 << 20)
     mistakes = []

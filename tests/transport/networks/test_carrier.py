@@ -1,12 +1,15 @@
 """Sending past uvloop's transport: everything arrives, in order, and ends are told."""
 
 import asyncio
+import contextlib
+import errno
 import os
 import socket
 
 import pytest
 
 from shoal.core.loop import new_event_loop
+from shoal.transport.networks import carrier
 from shoal.transport.networks.carrier import DirectSender, release, sending_directly
 from transport.wire import open_descriptors
 
@@ -16,6 +19,7 @@ pytest.importorskip("uvloop")
 class Recorder(asyncio.Protocol):
     def __init__(self):
         self.events = []
+        self.received = b""
         self.lost = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport):
@@ -26,6 +30,9 @@ class Recorder(asyncio.Protocol):
 
     def resume_writing(self):
         self.events.append("empty")
+
+    def data_received(self, data):
+        self.received += data
 
     def connection_lost(self, exc):
         release(self.transport)
@@ -114,6 +121,41 @@ def test_an_end_of_the_other_side_is_told_even_when_sending_fails():
             recorder.transport.write(bytes(1000))
         await recorder.lost
 
+    connected(check)
+
+
+def test_a_programs_default_timeout_does_not_matter():
+    socket.setdefaulttimeout(0.2)
+
+    async def check(recorder, theirs):
+        descriptor = recorder.transport.get_extra_info("socket").fileno()
+        num_bytes = 0
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                num_bytes += os.write(descriptor, bytes(1 << 20))
+        recorder.transport.write(b"end")
+        assert recorder.events == ["full"]
+        assert (await receive(theirs, num_bytes + 3)).endswith(b"end")
+
+    try:
+        connected(check)
+    finally:
+        socket.setdefaulttimeout(None)
+
+
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.ETIMEDOUT])
+def test_what_cannot_be_sent_to_ends_and_is_read_from_before_when_it_has_left(monkeypatch, number):
+    def fail(*_):
+        raise OSError(number, "sent no more")
+
+    async def check(recorder, theirs):
+        monkeypatch.setattr(socket.socket, "send", fail)
+        os.write(theirs.fileno(), b"bye")
+        recorder.transport.write(b"hello")
+        await recorder.lost
+        assert recorder.received == (b"bye" if number == errno.EPIPE else b"")
+
+    monkeypatch.setattr(carrier, "_LAST_WORDS_S", 0.1)
     connected(check)
 
 

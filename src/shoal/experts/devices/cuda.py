@@ -10,6 +10,7 @@ back: a batch is put on the streams with as few calls as can be, one tensor for 
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import msgspec
 import torch
 
-from shoal.core import LoopThread, UsageError
+from shoal.core import LoopThread, PeerLeaving, UsageError
 from shoal.experts.devices.device import (
     Device,
     Results,
@@ -38,6 +39,8 @@ from shoal.tensors.memory import tensor_over
 from shoal.transport.memory import BufferPool
 from shoal.transport.messages import Head
 
+_MAX_PINNED = 4
+"""Times what is pinned at the start: beyond it, plain memory is used."""
 _DEPTH = 3
 """Batches that are started and not ended: one is copied in, one computed, one copied out."""
 
@@ -48,17 +51,24 @@ class PinnedArena:
     What is cut is never given back to the arena; the pool that asks for it uses it again.
     """
 
-    def __init__(self, first_bytes: int, more_bytes: int) -> None:
+    def __init__(self, first_bytes: int, more_bytes: int, max_bytes: int) -> None:
         self._more_bytes = more_bytes
         self._lock = threading.Lock()
         self._piece = _pinned(first_bytes)
         self._at = 0
+        self._left_bytes = max_bytes - first_bytes
 
-    def take(self, size_bytes: int) -> Any:
-        """An array of so many bytes."""
+    def take(self, size_bytes: int) -> Any | None:
+        """An array of so many bytes; None when that were more than may be pinned."""
         with self._lock:
             if self._at + size_bytes > len(self._piece):
-                self._piece = _pinned(max(size_bytes, self._more_bytes))
+                piece_bytes = max(size_bytes, self._more_bytes)
+                if piece_bytes > self._left_bytes:
+                    return None
+                self._left_bytes -= piece_bytes
+                if size_bytes == piece_bytes:
+                    return _pinned(size_bytes)
+                self._piece = _pinned(piece_bytes)
                 self._at = 0
             taken = self._piece[self._at : self._at + size_bytes]
             self._at += size_bytes
@@ -77,6 +87,7 @@ class CudaDevice(Device):
             )
         super().__init__(f"cuda:{torch.device(settings.device).index or 0}", settings, kept)
         self._num_started = 0
+        self._is_closed = False
         self._lock = threading.Lock()
         self._waiter = LoopThread("shoal-device-done")
 
@@ -87,7 +98,7 @@ class CudaDevice(Device):
         precision = "high" if self._settings.precision == "tf32" else "highest"
         torch.set_float32_matmul_precision(precision)
         pinned_bytes = self._settings.pinned_bytes or 1 << 28
-        arena = PinnedArena(pinned_bytes, pinned_bytes // 4)
+        arena = PinnedArena(pinned_bytes, pinned_bytes // 4, _MAX_PINNED * pinned_bytes)
         self._pool = BufferPool(max_idle_bytes=1 << 62, make_storage=arena.take)
         self._copies_in, self._computing, self._copies_out = (
             torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
@@ -106,7 +117,12 @@ class CudaDevice(Device):
     def start(self, jobs: list[Job]) -> None:
         """Put a batch on the streams; its results are delivered once it has come through."""
         with self._lock:
-            self._num_started += 1
+            is_closed = self._is_closed
+            self._num_started += not is_closed
+        if is_closed:
+            error = PeerLeaving("this server is leaving.", next_step="ask another one.")
+            self._deliver([(job, error) for job in jobs])
+            return
         running = _Running()
         try:
             self._put_on_streams(jobs, running)
@@ -123,7 +139,11 @@ class CudaDevice(Device):
         return result
 
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for what is under way, which is delivered; what is started from now on is refused."""
+        with self._lock:
+            self._is_closed = True
+        while self._num_started:
+            self._waiter.run(asyncio.sleep(0.001))
         self._waiter.__exit__(None, None, None)
         torch.cuda.synchronize(self.torch_device)
 
@@ -140,14 +160,21 @@ class CudaDevice(Device):
                 running.failed.append((job, explained(error, job.expert)))
         if not sound:
             return
-        running.held = received
-        with torch.cuda.stream(self._copies_in):
-            inputs, grads = self._copied_in(sound, received)
-        self._computing.wait_event(self._copies_in.record_event())
-        with torch.cuda.stream(self._computing):
-            for part, outputs in self._computed(sound, inputs, grads, running):
-                self._copy_out(part, outputs, running)
-        running.done = self._copies_out.record_event()
+        running.held.append(received)
+        is_whole = False
+        try:
+            with torch.cuda.stream(self._copies_in):
+                inputs, grads = self._copied_in(sound, received)
+            self._computing.wait_event(self._copies_in.record_event())
+            with torch.cuda.stream(self._computing):
+                for part, outputs in self._computed(sound, inputs, grads, running):
+                    self._copy_out(part, outputs, running)
+            is_whole = not running.failed
+        finally:
+            if not is_whole:  # the last copy out need not come after everything else
+                self._copies_out.wait_stream(self._computing)
+                self._copies_out.wait_stream(self._copies_in)
+            running.done = self._copies_out.record_event()
 
     def _copied_in(
         self, jobs: list[Job], received: list[list[list[torch.Tensor]]]
@@ -200,10 +227,12 @@ class CudaDevice(Device):
                 alone = inputs.parts[index] if isinstance(inputs, _Apart) else _cut(inputs, start, end)
                 yield from self._computed([job], alone, _cut(grads, start, end), running)
             return
+        for job in jobs:
+            job.is_applied = kind is JobKind.BACKWARD
         if kind is JobKind.FORWARD:
             for job, start, end in _places(jobs):
                 if job.keep_as:
-                    self._kept.keep(job.keep_as, expert.uid, _cut(together, start, end))
+                    self._kept.keep(job.keep_as, expert.uid, _owned(_cut(together, start, end)))
         yield jobs, outputs
 
     # --- copies out ---
@@ -219,9 +248,10 @@ class CudaDevice(Device):
                 continue
             memory = self._pool.allocate(dense.numel() * dense.element_size())
             if len(memory):
+                running.held.append(memory)
+                _keep_for(dense, self._copies_out)
                 with torch.cuda.stream(self._copies_out):
                     tensor_over(memory).view(dense.dtype).copy_(dense.view(-1), non_blocking=True)
-                _keep_for(dense, self._copies_out)
             buffers.append((memory, TensorSpec(dtype_name(dense.dtype), tuple(dense.shape))))
         total = sum(job.num_samples for job in jobs)
         for job, start, end in _places(jobs):
@@ -236,7 +266,7 @@ class CudaDevice(Device):
             results += [(job, _as_wanted(job, outcome)) for job, outcome in running.ended]
         except Exception as error:  # noqa: BLE001 - a GPU that has failed fails every batch
             results += [(job, explained(error, job.expert)) for job, _ in running.ended]
-        running.held = ()
+        running.held.clear()
         with self._lock:
             self._num_started -= 1
         self._on_ready()
@@ -254,8 +284,8 @@ class _Apart(list[torch.Tensor]):
 class _Running(msgspec.Struct, eq=False):
     """A batch on its way through the GPU."""
 
-    held: Any = ()
-    """What the GPU still reads."""
+    held: list[Any] = []
+    """Memory that the GPU still reads or writes."""
     failed: Results = []
     ended: list[tuple[Job, Outcome]] = []
     done: Any = None
@@ -271,6 +301,14 @@ def _places(jobs: Sequence[Job]) -> Iterator[tuple[Job, int, int]]:
 
 def _cut(tensors: Sequence[torch.Tensor], start: int, end: int) -> Sequence[torch.Tensor]:
     return [tensor[start:end] for tensor in tensors]
+
+
+def _owned(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The tensors; copies of those that would keep more than twice their size from being freed."""
+    return [
+        tensor.clone() if 2 * tensor.nbytes < tensor.untyped_storage().nbytes() else tensor
+        for tensor in tensors
+    ]
 
 
 def _part_of(
@@ -299,7 +337,7 @@ def _as_wanted(job: Job, outcome: Outcome) -> Outcome | Exception:
 
 
 def _keep_for(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
-    """Have the tensor's memory not used again before the stream has come past this point."""
+    """Have the tensor's memory, once it is freed, not used again before the stream has come so far."""
     tensor.record_stream(stream)
 
 

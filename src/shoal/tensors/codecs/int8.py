@@ -14,6 +14,7 @@ from shoal.tensors.specs import TensorSpec
 
 _STEPS = 127
 _CACHED_VALUES = 65_536
+_MAX_DIGITS = 18  # of a number that travels as a 64-bit one
 
 
 class Int8(FormatCodec):
@@ -43,11 +44,11 @@ class Int8(FormatCodec):
                 generator = torch.Generator().manual_seed(0)
             elif word == "tensor":
                 block_size = None
-            elif word.isascii() and word.isdigit() and int(word) > 0:
+            elif len(word) <= _MAX_DIGITS and word.isascii() and word.isdigit() and int(word) > 0:
                 block_size = int(word)
             else:
                 raise UsageError(
-                    f"codec 'int8' does not know {word!r}",
+                    f"codec 'int8' does not know {word[:40]!r}",
                     next_step="int8, int8:1024, int8:tensor, int8:stochastic or int8:1024,stochastic",
                 )
         return cls(block_size, generator)

@@ -19,6 +19,7 @@ from shoal.tensors.dtypes import dtype_named
 from shoal.tensors.specs import TensorSpec, memory_shape
 
 _WARM = "warm/"
+_MAX_DIGITS = 18
 
 
 class LowRank(FormatCodec):
@@ -42,8 +43,11 @@ class LowRank(FormatCodec):
         """The rank, as in `low-rank:4`."""
         if not text:
             return cls()
-        if not (text.isascii() and text.isdigit() and int(text) > 0):
-            raise UsageError(f"codec 'low-rank' takes a positive rank, not {text!r}", next_step="low-rank:4")
+        is_number = len(text) <= _MAX_DIGITS and text.isascii() and text.isdigit()
+        if not is_number or int(text) < 1:
+            raise UsageError(
+                f"codec 'low-rank' takes a positive rank, not {text[:40]!r}", next_step="low-rank:4"
+            )
         return cls(int(text))
 
     def options(self, spec: TensorSpec) -> tuple[int, ...] | None:

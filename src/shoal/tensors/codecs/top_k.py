@@ -36,7 +36,7 @@ class TopK(FormatCodec):
             return cls(float(text)) if text else cls()
         except ValueError:
             raise UsageError(
-                f"codec 'top-k' takes a fraction between 0 and 1, not {text!r}", next_step="top-k:0.01"
+                f"codec 'top-k' takes a fraction between 0 and 1, not {text[:40]!r}", next_step="top-k:0.01"
             ) from None
 
     def options(self, spec: TensorSpec) -> tuple[int, ...]:

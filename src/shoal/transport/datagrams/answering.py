@@ -8,7 +8,6 @@ kept with that answer. No handler runs for an address that has not proven itself
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -36,7 +35,7 @@ from shoal.transport.errors import to_wire
 from shoal.transport.frames import UNREADABLE, Mode, decode_payload, encode
 from shoal.transport.limits import Limits
 from shoal.transport.memory import BufferPool
-from shoal.transport.messages import Head, Reply, Serve
+from shoal.transport.messages import Head, Reply
 from shoal.transport.payloads import (
     EMPTY_REPLY,
     byte_views,
@@ -150,12 +149,11 @@ class Answerer(Session):
             route, head = self._accept(frame)
             buffers = memory_for(route, head, frame.buffers, self.hub.pool) if frame.buffers else ()
             reply = route.serve(head, buffers) if route.is_plain_function else None  # type: ignore[misc]
-            if not route.is_plain_function or isinstance(reply, asyncio.Future):
+            later = reply if isinstance(reply, asyncio.Future) else None
+            if later is not None or not route.is_plain_function:
                 held_bytes = min(packet_bytes + _HANDLER_BYTES, self.hub.budget.max_bytes)
                 call = ServedCall(call_id, head, buffers, frame.mode == _ONE_WAY, held_bytes)
-                if reply is not None:
-                    route = dataclasses.replace(route, serve=_giving(reply))
-                self._start(route, frame, call)
+                self._start(route, frame, call, later)
                 return
             if frame.mode == _ONE_WAY:
                 release(checked_reply(reply))
@@ -214,9 +212,15 @@ class Answerer(Session):
         deadline = Deadline(clock.now_s() + timeout_ms / 1000, clock) if timeout_ms > 0 else _NEVER
         return route, Head(frame.method, payload, sizes, self.peer, deadline)
 
-    def _start(self, route: Route, frame: Request, call: ServedCall) -> None:
-        """Run a handler that may wait; a one-way call is answered before its handler ends."""
-        self._handlers.start(route, call, frame.timeout_ms / 1000 if frame.timeout_ms > 0 else None)
+    def _start(
+        self, route: Route, frame: Request, call: ServedCall, later: asyncio.Future[Any] | None
+    ) -> None:
+        """Run a handler that may wait, or await its reply; a one-way call is answered before that."""
+        timeout_s = frame.timeout_ms / 1000 if frame.timeout_ms > 0 else None
+        if later is None:
+            self._handlers.start(route, call, timeout_s)
+        else:
+            self._handlers.wait_for(later, call, timeout_s)
         if call.is_one_way:
             self._answer(call.id, frame.method, None)
         else:
@@ -291,11 +295,6 @@ class Answerer(Session):
         self.kept.keep(call_id, parts, len(frame))
         for part in parts:
             self.queue(part)
-
-
-def _giving(later: Any) -> Serve:
-    """A handler that has begun already: what is left is to wait for its reply."""
-    return lambda _head, _buffers: later
 
 
 def _too_many() -> PeerBusy:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Iterable
@@ -22,12 +23,16 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _MAX_PARTS = 64  # buffers of one call to the kernel
+_LAST_WORDS_S = 1.0
+"""How long a side that takes no more is still read from."""
 
 
 class DirectSender(asyncio.Transport):
     """Another transport, but for sending, which goes past it; everything that is sent goes this way.
 
-    It is full while anything is unsent, and tells the protocol when all has left.
+    It is full while anything is unsent, and tells the protocol when all has left. When the other side says
+    that it will send no more, the connection ends and what is unsent is lost, unless it is closing already:
+    then it is not read from any more, and everything is sent first.
     """
 
     def __init__(
@@ -38,12 +43,13 @@ class DirectSender(asyncio.Transport):
         self._inner = inner
         self._protocol = protocol
         self._socket = socket.socket(fileno=os.dup(inner.get_extra_info("socket").fileno()))
+        self._socket.setblocking(False)  # whatever the program's default timeout is
         self._descriptor = self._socket.fileno()
         close_in_children(self._descriptor)
         self._unsent: collections.deque[memoryview] = collections.deque()
         self._is_closing = False
         self._is_deaf = False
-        """The other side takes no more; what it has said before that is still to be read."""
+        self._end: asyncio.TimerHandle | None = None
 
     def write(self, data: Buffer) -> None:
         """Send now what the kernel takes, and the rest when it takes more."""
@@ -86,8 +92,8 @@ class DirectSender(asyncio.Transport):
                 sent = self._socket.sendmsg(parts[:_MAX_PARTS])
         except (BlockingIOError, InterruptedError):
             return parts
-        except OSError:
-            self._go_deaf()
+        except OSError as error:
+            self._go_deaf(error)
             return []
         for index, part in enumerate(parts):
             if sent < len(part):
@@ -95,12 +101,14 @@ class DirectSender(asyncio.Transport):
             sent -= len(part)
         return []
 
-    def _go_deaf(self) -> None:
-        """Nothing can be sent any more; the other transport learns by itself why."""
+    def _go_deaf(self, error: OSError) -> None:
+        """Nothing can be sent any more; what the other side has said before it left is still to be read."""
         self._is_deaf = True
         self._stop()
-        if self._is_closing:
+        if self._is_closing or error.errno not in (errno.EPIPE, errno.ECONNRESET):
             self._inner.abort()
+        else:
+            self._end = self._loop.call_later(_LAST_WORDS_S, self._inner.abort)
 
     def _stop(self) -> None:
         if self._unsent:
@@ -111,6 +119,8 @@ class DirectSender(asyncio.Transport):
     def release(self) -> None:
         """The connection is over: let go of the socket."""
         self._is_closing = True
+        if self._end is not None:
+            self._end.cancel()
         if self._socket.fileno() >= 0:
             self._stop()
             keep_in_children(self._descriptor)
