@@ -63,6 +63,11 @@ def test_forward_and_backward_of_several_clients():
     assert (result["num_samples"], result["failed_calls"], result["failed_echoes"]) == (3 * 3 * 8, 0, 0)
     for name in ("samples_per_s", "echo_samples_per_s", "local_samples_per_s", "startup_s", "p50_ms"):
         assert result[name] > 0, name
+    assert told[:3] == [
+        "starting a server of 2 experts",
+        "experts without a network",
+        "connecting 3 clients in 1 process",
+    ]
     assert told[-1] == "experts without a network, once more"
 
 

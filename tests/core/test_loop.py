@@ -92,6 +92,22 @@ def test_a_caller_on_another_loop_awaits_without_blocking_it(loop):
     assert asyncio.run(caller()) == "shoal-loop"
 
 
+def test_blocking_code_runs_on_the_thread_and_blocks_no_other_loop(loop):
+    may_end = threading.Event()
+
+    def work():
+        assert may_end.wait(10)
+        return threading.current_thread().name
+
+    async def caller():
+        asyncio.get_running_loop().call_soon(may_end.set)
+        return await loop.run_blocking(work)
+
+    assert asyncio.run(caller()) == "shoal-loop"
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(loop.run_blocking(lambda: 1 / 0))
+
+
 def test_run_on_its_own_thread_is_refused(loop):
     async def confused():
         return loop.run(asyncio.sleep(0))

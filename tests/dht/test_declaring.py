@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from dht.memory_swarm import in_swarm
-from shoal.core import Address, DeadlineExceeded, Peer, UsageError, run_virtual
+from shoal.core import Address, Deadline, DeadlineExceeded, Peer, UsageError, run_virtual
 from shoal.dht.declaring import (
     ExpertAddress,
     declare_experts,
@@ -178,6 +178,16 @@ def test_what_nobody_takes_is_not_declared():
         assert await get_experts(server, ["ffn.1.2"]) == [None]
         assert await declare_experts(server, [], server.in_s(60)) == {}
         assert await get_experts(server, []) == []
+
+    in_swarm(2, work)
+
+
+def test_a_look_up_that_must_end_tells_absence_from_ignorance():
+    async def work(swarm, server, client):
+        assert await get_experts(client, ["ffn.1.2"], must_end=True) == [None]
+        with pytest.raises(DeadlineExceeded):
+            await get_experts(client, ["ffn.1.2"], latest=True, deadline=Deadline.after(0), must_end=True)
+        assert await get_experts(client, ["ffn.1.2"], latest=True, deadline=Deadline.after(0)) == [None]
 
     in_swarm(2, work)
 

@@ -6,7 +6,7 @@ import copy
 import torch
 from torch import nn
 
-from shoal.core import Address, Peer, PeerId, PeerLost, PeerRefused, PeerUnreachable
+from shoal.core import Address, Peer, PeerId, PeerLost, PeerRefused, PeerUnreachable, TensorError
 from shoal.dht.records import Value
 from shoal.dht.uids import ExpertUid
 from shoal.experts.client import Forwarded
@@ -31,7 +31,7 @@ class FakeDHT:
     def declare(self, uid, *peers):
         self.served[uid] = peers or (peer_at(1),)
 
-    async def get_coordinates(self, names, *, deadline=None):
+    async def get_coordinates(self, names, *, deadline=None, must_end=False):
         self.num_asked += len(names)
         return [self._below(name) for name in names]
 
@@ -45,7 +45,7 @@ class FakeDHT:
                 found.add(int(uid[len(name) :].split(".")[0]))
         return tuple(sorted(found)) or None
 
-    async def get_many(self, names, *, latest=False, deadline=None):
+    async def get_many(self, names, *, latest=False, deadline=None, must_end=False):
         self.num_asked += len(names)
         return [self._record(name) for name in names]
 
@@ -74,7 +74,8 @@ class FakeClient:
         self.modules = {}
         self.schemas = {}
         self.faults = {}
-        """What goes wrong, by uid: nan, shape, lost, hang; in backward with `backward-` before it."""
+        """What goes wrong, by uid, or by uid and peer: nan, shape, lost, hang; in backward with `backward-`
+        before it."""
         self.calls = []
         self.num_kept = 0
         self._loop = loop
@@ -92,19 +93,32 @@ class FakeClient:
             raise PeerUnreachable("nobody is there", peer=peers[0])
         return self.schemas[uid]
 
-    async def forward(self, uid, peers, inputs, *, deadline=None, is_kept):
+    async def forward(self, uid, peers, inputs, *, deadline=None, is_kept, accept=None):
         self.calls.append(("forward", uid, len(inputs[0])))
         self.num_kept += is_kept
-        await self._fault(uid, "", peers[0])
+        self.schemas[uid].check_inputs(inputs)
+        for peer in peers:
+            try:
+                outputs = await self._outputs(uid, peer, inputs)
+                if accept is not None:
+                    accept(outputs)
+            except TensorError as error:
+                refusal = PeerRefused(f"{peer} answered for {uid}: {error.what}", peer=peer)
+            else:
+                return Forwarded(uid, peer, outputs, 0.001, b"kept" if is_kept else b"")
+        raise refusal
+
+    async def _outputs(self, uid, peer, inputs):
+        await self._fault(uid, "", peer)
         schema = self.schemas[uid]
-        schema.check_inputs(inputs)
         with torch.no_grad():
             outputs = _run(self.modules[uid], schema, inputs)
-        if self.faults.get(uid) == "nan":
+        fault = self.faults.get(uid) or self.faults.get((uid, peer))
+        if fault == "nan":
             outputs[0][-1, -1] = torch.nan
-        if self.faults.get(uid) == "shape":
+        if fault == "shape":
             outputs[0] = outputs[0][:, :-1]
-        return Forwarded(uid, peers[0], outputs, 0.001, b"kept" if is_kept else b"")
+        return outputs
 
     async def backward(self, forwarded, inputs, grad_outputs, *, deadline=None):
         uid = forwarded.uid

@@ -26,8 +26,8 @@ class FakeServer:
 class FakeThread:
     """Stands for a loop thread where everything happens on one loop."""
 
-    async def run_from_async(self, work):
-        return await work
+    async def run_blocking(self, work):
+        return work()
 
 
 def small_expert(uid="ffn.1.2", *, seed=0, num_updates=0, num_features=4):

@@ -8,7 +8,7 @@ import torch
 from dht.living_swarm import LivingSwarm
 from dht.memory_swarm import in_swarm
 from experts.fake_server import FakeServer, FakeThread, small_expert, values
-from shoal.core import Scope, UsageError, run_virtual
+from shoal.core import DeadlineExceeded, Scope, UsageError, run_virtual
 from shoal.dht.declaring import declare_experts, get_experts
 from shoal.dht.ownership import reserved
 from shoal.experts.adopting import Adopting
@@ -161,5 +161,24 @@ def test_one_that_cannot_be_restored_does_not_hold_up_the_others(tmp_path, caplo
         assert caplog.text.count("ffn.1 could not be adopted") < 4  # tried again, ever less often
         checkpoints.save("ffn.2", small_expert("ffn.2").state())
         assert await rounds(one, 16) == ["ffn.2"]
+        assert "ffn.2" not in one._not_before
+
+    in_swarm(1, work)
+
+
+def test_a_round_that_could_not_look_does_not_count(tmp_path, monkeypatch):
+    async def work(swarm, peer):
+        one = adopting(peer, saved(tmp_path, "ffn.1"))
+        assert await rounds(one, 1) == []
+
+        async def fail(*_):
+            raise DeadlineExceeded("nobody answers.")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("shoal.experts.adopting.who_serves", fail)
+            with pytest.raises(DeadlineExceeded):
+                await rounds(one, 1)
+        assert await rounds(one, 1) == ["ffn.1"]
+        assert not one._not_before
 
     in_swarm(1, work)

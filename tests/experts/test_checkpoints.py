@@ -11,6 +11,7 @@ import torch
 from experts.fake_server import small_expert, train, values
 from shoal.core import ManualClock, UsageError
 from shoal.experts.checkpoints import CheckpointError, Checkpoints
+from shoal.experts.state import ExpertState
 
 UID = "ffn.1.2"
 
@@ -188,4 +189,12 @@ def test_several_may_write_into_one_folder(tmp_path):
 def test_what_json_cannot_hold_is_said_and_nothing_is_left(tmp_path):
     with pytest.raises(CheckpointError, match="cannot be written"):
         Checkpoints(tmp_path).save(UID, state_after(0), {"module": object()})
+    assert Checkpoints(tmp_path).uids() == []
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan")])
+def test_a_number_that_json_has_no_word_for_is_refused(tmp_path, number):
+    numbers = state_after(0).numbers | {"scheduler": {"kind": "x", "values": {"best": [number]}}}
+    with pytest.raises(CheckpointError, match="NaN or infinite"):
+        Checkpoints(tmp_path).save(UID, ExpertState(state_after(0).tensors, numbers))
     assert Checkpoints(tmp_path).uids() == []

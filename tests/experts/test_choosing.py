@@ -59,12 +59,12 @@ def test_saved_experts_that_others_serve_are_left_to_them():
         await declare_experts(other, ["ffn.0.2"], other.in_s(60), addresses=[gone.address])
         saved = ["expert0", "ffn.0.1", "ffn.0.2", "ffn.0.3", "lah.7"]
         chosen = await choose_uids(config(uid_pattern="ffn.[0:4].[0:4]"), saved, server)
-        assert chosen == ["ffn.0.2", "ffn.0.3"]
+        assert sorted(chosen) == ["ffn.0.2", "ffn.0.3"]
         chosen = await choose_uids(config(uid_pattern="ffn.[0:4].[0:4]", num_experts=3), saved, server)
-        assert chosen[:2] == ["ffn.0.2", "ffn.0.3"]
+        assert sorted(chosen[:2]) == ["ffn.0.2", "ffn.0.3"]
         assert ExpertUid.of(chosen[2]).name == "ffn"
         assert chosen[2] not in saved
-        assert await choose_uids(config(), saved, server) == ["ffn.0.2", "ffn.0.3", "lah.7"]
+        assert sorted(await choose_uids(config(), saved, server)) == ["ffn.0.2", "ffn.0.3", "lah.7"]
 
     in_swarm(2, work)
 
@@ -73,8 +73,24 @@ def test_who_adopts_need_not_begin_with_anything():
     async def work(swarm, server, other):
         assert await choose_uids(config(adopt=True), [], server) == []
         saved = ["ffn.1", "ffn.2", "ffn.3"]
-        assert await choose_uids(config(adopt=True, num_experts=2), saved, server) == ["ffn.1", "ffn.2"]
-        assert await choose_uids(config(adopt=True, max_experts=1), saved, server) == ["ffn.1"]
+        for fields in ({"num_experts": 2}, {"max_experts": 2}):
+            chosen = await choose_uids(config(adopt=True, **fields), saved, server)
+            assert len(set(chosen) & set(saved)) == 2
         assert len(await choose_uids(config(adopt=True, uid_pattern="lah.[0:9]"), saved, server)) == 1
 
     in_swarm(2, work)
+
+
+def test_hosts_that_start_together_choose_apart_and_leave_what_another_has_begun_to_serve():
+    async def work(swarm, *servers):
+        saved = [f"ffn.{index}" for index in range(40)]
+        wanted = config(adopt=True, num_experts=4)
+        first, second, third = [await choose_uids(wanted, saved, server) for server in servers]
+        assert first != second != third
+        await declare_experts(servers[0], first, servers[0].in_s(60))
+        again = await choose_uids(wanted, saved, servers[1], held=[*second[:3], first[0]])
+        assert again[:3] == second[:3]
+        assert len(again) == 4
+        assert not set(again) & set(first)
+
+    in_swarm(3, work)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
 import msgspec
 import pytest
@@ -279,6 +280,31 @@ def test_replicas_are_ranked_by_speed_load_and_failures():
     until_s = standings.of(failed).suspect_until_s
     standings.of(failed).on_failure(until_s - 1)  # of a call that was made before
     assert standings.of(failed).suspect_until_s == until_s
+
+
+def test_who_was_slow_long_ago_is_asked_again():
+    standings = Standings(ClientSettings())
+    quick, stopped = (Peer(Address("10.0.0.1", port)) for port in (1, 2))
+    now_s = time.monotonic()
+    standings.of(quick).on_answer("forward", 0.01, 0, 0.0)
+    standings.of(stopped).on_answer("forward", 0.01, 0, 0.0)
+    standings.of(stopped).on_overtaken(5.0, now_s)
+    assert standings.ranked([stopped, quick], now_s) == [quick, stopped]
+    standings.of(quick)._seen_s = now_s + 60  # which has been asked all the while
+    assert standings.ranked([stopped, quick], now_s + 60) == [stopped, quick]
+    standings.of(stopped).on_answer("forward", 0.01, 0, 0.0)
+    assert standings.of(stopped).answer_s == pytest.approx(0.01)
+
+
+def test_an_expert_that_is_another_one_now_is_asked_what_it_takes():
+    with serving(linear_expert("e", 2)) as served, client_of() as client:
+        module = client.expert("e", served.peer)
+        assert module(torch.zeros(1, 2)).shape == (1, 2)
+        served.loop.run(served.server.remove("e"))
+        served.loop.run(served.server.add(linear_expert("e", 4)))
+        assert module(torch.zeros(1, 4)).shape == (1, 4)
+        with pytest.raises(UsageError, match="takes float32"):
+            module(torch.zeros(1, 3))
 
 
 def test_deadlines_follow_what_a_server_takes_and_never_go_below_seconds():

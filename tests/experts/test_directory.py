@@ -1,10 +1,11 @@
+import asyncio
 import random
 
 import pytest
 import torch
 
 from experts.fake_client import FakeClient, peer_at
-from shoal.core import LoopThread, ManualClock, UsageError
+from shoal.core import SYSTEM_CLOCK, Deadline, LoopThread, ManualClock, UsageError
 from shoal.dht import batch_beam_search
 from shoal.experts.directory import Directory
 
@@ -183,6 +184,50 @@ def test_a_lost_peers_experts_are_all_left_out(place):
     assert sorted(place.find(flat_scores(), k=8)[0]) == ["ffn.1.4", "ffn.3.4"]
     place.directory.answered(expert, peer_at(1).id)
     assert len(place.find(flat_scores(), k=8)[0]) == 4
+
+
+def test_those_left_out_do_not_hide_the_others(place):
+    for last in range(3):
+        place.dht.declare(f"ffn.7.{last}", peer_at(1))
+        place.dht.declare(f"ffn.6.{last}", peer_at(1))
+    place.dht.declare("ffn.1.2", peer_at(2))
+    scores = torch.arange(float(sum(SIZES)))[None]
+    assert place.find(scores, beam_size=2, k=1) == [["ffn.7.2"]]
+    place.directory.failed(place.expert("ffn.7.2"), is_peer_lost=True)
+    for _ in range(2):
+        assert place.find(scores, beam_size=2, k=1) == [["ffn.1.2"]]
+    place.clock.advance(2.0)
+    assert place.find(scores, beam_size=2, k=1) == [["ffn.7.2"]]
+
+
+def test_new_experts_are_found_below_a_prefix_that_is_not_in_use(place):
+    place.dht.declare("ffn.0.0")
+    place.dht.declare("ffn.1.0")
+    assert len(place.find(flat_scores())[0]) == 2
+    place.dht.declare("ffn.1.1", peer_at(3))
+    first = torch.zeros(1, sum(SIZES))
+    first[0, 0] = 9.0
+    for _ in range(4):
+        place.clock.advance(10.0)
+        assert place.find(first, k=1) == [["ffn.0.0"]]
+        place.client.run(place.dht.settle())
+    place.dht.num_asked = 0
+    assert len(place.find(flat_scores(), k=8)[0]) == 3
+    assert place.dht.num_asked == 0
+
+
+def test_at_a_deadline_it_makes_do_with_what_is_known(place, monkeypatch):
+    place.dht.declare("ffn.1.2")
+
+    async def get_coordinates(names, *, deadline=None):
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(place.dht, "get_coordinates", get_coordinates)
+    place.directory._clock = SYSTEM_CLOCK
+    deadline = Deadline.after(0.05)
+    routes = place.directory.find(flat_scores(), beam_size=2, k=1, deadline=deadline)
+    assert routes.experts == ()
+    assert deadline.is_past
 
 
 def test_an_expert_that_another_peer_serves_now_is_called_at_once(place):

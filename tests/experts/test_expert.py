@@ -331,3 +331,17 @@ def test_what_cannot_train_is_refused_at_once():
         Expert("a", module, example, optimizer=optimizer, max_grad_norm=0.0)
     with pytest.raises(UsageError, match="uid"):
         Expert("", module, example)
+
+
+def test_a_schedule_that_is_over_takes_no_step_back(caplog):
+    module = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=3)
+    expert = Expert("a", module, ((torch.zeros(3, 4),), {}), optimizer=optimizer, scheduler=scheduler)
+    for num_steps in range(1, 6):
+        before = module.weight.detach().clone()
+        assert expert.backward([torch.ones(3, 4)], [torch.ones(3, 4)])[0] is not None
+        assert expert.num_updates == expert.num_changes == num_steps
+        assert not torch.equal(module.weight, before)
+    assert caplog.text.count("The scheduler of expert a fails") == 1
+    assert scheduler.last_epoch == 3

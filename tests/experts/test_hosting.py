@@ -7,15 +7,16 @@ import urllib.request
 import pytest
 import torch
 
-from shoal.core import LoopThread, Peer, PeerError, PeerUnreachable, UsageError
+from shoal.core import DeadlineExceeded, LoopThread, Peer, PeerError, PeerUnreachable, UsageError
 from shoal.core.identity import Identity
 from shoal.dht import connect
-from shoal.dht.declaring import get_experts
+from shoal.dht.declaring import declare_experts, get_experts
 from shoal.dht.settings import DHTSettings
 from shoal.experts.checkpoints import Checkpoints
 from shoal.experts.client import ExpertClient
 from shoal.experts.config import HostingConfig
 from shoal.experts.hosting import Hosting, hosted
+from shoal.experts.making import ExpertMaker
 
 SMALL = {"hidden_dim": 8, "device": "cpu", "num_loops": 1}
 
@@ -120,6 +121,35 @@ def test_the_swarm_finds_experts_until_their_host_leaves(swarm):
     assert served_by(swarm, *uids) == [None] * 3
 
 
+def test_a_host_that_cannot_declare_in_time_serves_on(swarm, monkeypatch, caplog):
+    async def late(self, deadline):
+        raise DeadlineExceeded("not before the deadline.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shoal.dht.keeping.Kept.stored", late)
+        with host(join=(str(swarm.address),), declare_s=5.0) as hosting:
+            assert "cannot be found yet" in caplog.text
+            assert "for tests" in caplog.text
+            until(hosting, lambda: served_by(swarm, *hosting.uids) == [[hosting.peer_id]])
+
+
+def test_a_host_leaves_to_others_what_they_have_begun_to_serve(swarm, monkeypatch, tmp_path):
+    async def declare(dht, uids):
+        return await declare_experts(dht, uids, dht.in_s(60))
+
+    def make(self, uid):
+        swarm.run(declare(swarm.dht, [uid] if uid == "ffn.0" else []))
+        return made(self, uid)
+
+    made = ExpertMaker.make
+    monkeypatch.setattr(ExpertMaker, "make", make)
+    for uid in ("ffn.0", "ffn.1"):
+        Checkpoints(tmp_path).save(uid, ExpertMaker(HostingConfig(**SMALL), None).new(uid).state())
+    with host(join=(str(swarm.address),), checkpoint_dir=str(tmp_path)) as hosting:
+        assert hosting.uids == ["ffn.1"]
+        assert served_by(swarm, "ffn.0", "ffn.1") == [[swarm.dht.peer_id], [hosting.peer_id]]
+
+
 def test_a_host_that_fails_leaves_its_records_to_expire(swarm):
     with pytest.raises(ZeroDivisionError), host(join=(str(swarm.address),)) as hosting:
         raise ZeroDivisionError
@@ -133,6 +163,7 @@ def test_a_replica_begins_as_a_copy(swarm):
         with host(seed=7, **joins) as second:
             assert are_equal(weights(first, "ffn.1.2"), weights(second, "ffn.1.2"))
             assert served_by(swarm, "ffn.1.2") == [sorted([first.peer_id, second.peer_id])]
+            assert second.moment().num_copied == 1
         assert served_by(swarm, "ffn.1.2") == [[first.peer_id]]
 
 
@@ -146,6 +177,7 @@ def test_an_adopter_serves_what_nobody_serves_any_more(swarm, tmp_path):
             assert adopter.uids == []
         until(adopter, lambda: adopter.publishing.uids)
         assert adopter.server.experts["ffn.1.2"].num_updates == 1
+        assert adopter.moment().num_adopted == 1
         assert are_equal(weights(adopter, "ffn.1.2"), learned)
         until(adopter, lambda: served_by(swarm, "ffn.1.2") == [[adopter.peer_id]])
 

@@ -38,6 +38,17 @@ def test_what_is_old_is_to_be_looked_up():
     assert known.stale([(0, 1)], 31.0) == ([], [])
 
 
+def test_prefixes_that_nobody_uses_have_their_turn(monkeypatch):
+    monkeypatch.setattr("shoal.experts.known_grid._MAX_UNUSED", 2)
+    known = KnownGrid((), (4, 3), 30.0)
+    for at in range(4):
+        known.note_prefixes({(at,): (1,)}, 3.0 - at)
+    assert known.stale([], 29.0) == ([], [])
+    assert known.stale([], 40.0) == ([(3,), (2,)], [])
+    known.note_prefixes({(3,): (1,), (2,): (1,)}, 40.0)
+    assert known.stale([], 41.0) == ([(1,), (0,)], [])
+
+
 def test_an_expert_in_doubt_is_looked_up_more_often():
     known = KnownGrid((), (3,), 30.0)
     known.note_experts({(1,): address(1)}, 0.0)

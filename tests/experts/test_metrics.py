@@ -21,7 +21,17 @@ def test_the_text_is_what_prometheus_reads():
         busy_s=1.5,
     )
     text = metrics_text(
-        Moment(up_s=2.5, num_waiting=4, num_failed=5, num_peers=7, is_leaving=False, experts=(expert,))
+        Moment(
+            up_s=2.5,
+            num_waiting=4,
+            num_failed=5,
+            num_peers=7,
+            is_leaving=False,
+            experts=(expert,),
+            num_averaged=11,
+            num_copied=12,
+            num_adopted=13,
+        )
     )
     values = {}
     kinds = {}
@@ -38,6 +48,7 @@ def test_the_text_is_what_prometheus_reads():
     assert values["shoal_failed_requests_total"] == 5
     assert values["shoal_dht_peers"] == 7
     assert values["shoal_samples_total"] == 90
+    assert [values[f"shoal_{name}_total"] for name in ("averages", "copies", "adoptions")] == [11, 12, 13]
     assert values['shoal_expert_samples_total{expert="odd\\"\\\\uid",kind="backward"}'] == 60
     assert values['shoal_expert_busy_seconds_total{expert="odd\\"\\\\uid"}'] == 1.5
     assert kinds["shoal_samples_total"] == "counter"

@@ -1,7 +1,10 @@
 """Against a mixture of the same experts that is computed here."""
 
+import asyncio
 import copy
+import random
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -116,7 +119,10 @@ def test_a_model_in_bf16_and_experts_in_float32(client):
     expected = local_mixture(moe.gate, modules, x.float(), 2)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = moe(x)
-    torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)
+    torch.testing.assert_close(found, expected.bfloat16(), atol=0.05, rtol=0.05)
+    moe.settings = moe.experts.settings = moe.settings.but(when_none_answers="zeros", num_tries=1)
+    client.faults = dict.fromkeys(UIDS, "lost")
+    assert moe(x).dtype == torch.bfloat16
 
 
 class TwoInputs(nn.Module):
@@ -195,8 +201,92 @@ def test_who_fails_is_left_out_and_named(client, fault):
     assert failed.error
     assert (moe.last_call.num_asked, moe.last_call.num_answered) == (6, 5)
     client.calls.clear()
-    moe(torch.randn(9, 6))  # it is not asked again at once
-    assert "ffn.1.0" not in [uid for _, uid, _ in client.calls]
+    moe(torch.randn(9, 6))  # it is not asked again at once, unless it was only too slow for the others
+    assert ("ffn.1.0" in [uid for _, uid, _ in client.calls]) == (fault == "hang")
+
+
+def test_a_replica_that_answers_nonsense_is_passed_over(client):
+    modules = add_linear_experts(client, UIDS)
+    client.dht.declare("ffn.1.0", peer_at(8), peer_at(9))
+    client.faults = {("ffn.1.0", peer_at(8)): "nan"}
+    moe = MixtureOfExperts(client, "ffn", 6, (3, 2), k_best=6)
+    compare(client, moe, modules, torch.randn(9, 6), 6)
+    (call,) = [call for call in moe.last_call.experts if call.uid == "ffn.1.0"]
+    assert (call.peer, call.error) == (peer_at(9), None)
+    client.faults["ffn.1.0", peer_at(9)] = "nan"
+    moe(torch.randn(9, 6))
+    (call,) = [call for call in moe.last_call.experts if call.uid == "ffn.1.0"]
+    assert call.peer in (peer_at(8), peer_at(9))
+    assert "NaN or infinity" in call.error
+
+
+def test_what_the_client_remembers_of_a_forward_comes_back_to_it(client, monkeypatch):
+    """As of a batch that went in parts."""
+    add_linear_experts(client, UIDS)
+    forward, backward = client.forward, client.backward
+    parts = {}
+
+    async def in_parts(uid, *args, **options):
+        forwarded = await forward(uid, *args, **options)
+        parts[uid] = (msgspec.structs.replace(forwarded, outputs=[]),)
+        return msgspec.structs.replace(forwarded, parts=parts[uid])
+
+    async def check_parts(forwarded, *args, **options):
+        assert forwarded.parts is parts.pop(forwarded.uid)
+        return await backward(forwarded, *args, **options)
+
+    monkeypatch.setattr(client, "forward", in_parts)
+    monkeypatch.setattr(client, "backward", check_parts)
+    moe = MixtureOfExperts(client, "ffn", 6, (3, 2), k_best=6)
+    moe(torch.randn(9, 6)).sum().backward()
+    assert parts == {}
+
+
+def test_a_straggler_is_no_lost_peer(client, monkeypatch):
+    add_linear_experts(client, UIDS, peer_of=lambda index: peer_at(index // 2))
+    client.faults = {"ffn.1.0": "hang"}
+    moe = MixtureOfExperts(client, "ffn", 6, (3, 2), k_best=6)
+    monkeypatch.setattr("shoal.experts.parallel._QUIET_S", 0.05)
+    for left_out in (0, 1):
+        moe(torch.randn(2, 6))
+        assert moe.last_call.num_asked == 6 - left_out  # not ffn.1.1, which is at the same peer
+
+
+def test_who_is_slow_and_alone_is_waited_for(client, monkeypatch):
+    add_linear_experts(client, ["ffn.0", "ffn.1"])
+    moe = MixtureOfExperts(client, "ffn", 6, (2,), k_best=1, forward_timeout_s=30, **QUICK)
+    with torch.no_grad():
+        moe.gate.projection.weight.copy_(torch.eye(2, 6))
+        moe.gate.projection.bias.zero_()
+    x = torch.eye(2, 6)
+    moe.experts.directory._pauses = Pauses(first_s=1e-6)
+    client.faults = {"ffn.1": "lost"}
+    with pytest.raises(NotEnoughExperts):
+        moe(x)
+    client.faults.clear()
+    forward = client.forward
+
+    async def slow(uid, *args, **options):
+        if uid == "ffn.1":
+            await asyncio.sleep(0.15)
+        return await forward(uid, *args, **options)
+
+    monkeypatch.setattr(client, "forward", slow)
+    moe(x)
+    assert (moe.last_call.num_asked, moe.last_call.num_answered) == (2, 2)
+
+
+def test_when_a_server_is_lost_steps_go_on(client):
+    """Though its experts fill most rows of the grid, and fewer are looked at than there are."""
+    places = random.Random(0).sample([(first, last) for first in range(32) for last in range(32)], 48)
+    uids = [f"ffn.{first}.{last}" for first, last in places]
+    add_linear_experts(client, uids)
+    moe = MixtureOfExperts(client, "ffn", 6, (32, 32), k_best=2)
+    moe(torch.randn(256, 6))
+    client.faults = dict.fromkeys(uids[::3] + uids[1::3], "lost")
+    for _ in range(4):
+        moe(torch.randn(256, 6))
+        assert all(call.uid in uids[2::3] for call in moe.last_call.experts if call.is_answered)
 
 
 @pytest.mark.parametrize("fault", ["backward-lost", "backward-hang", "backward-nan", "backward-refuse"])
@@ -309,9 +399,9 @@ def test_a_gradient_that_is_not_finite_is_sent_to_nobody(client):
 
 
 def test_who_has_failed_is_tried_again_without_being_relied_on(client):
-    """However long its own deadline is: a server that is stopped holds nobody up twice."""
+    """However long its own deadline is: a server that is stopped holds nobody up twice who has another."""
     modules = add_linear_experts(client, UIDS, peer_of=lambda index: peer_at(index))
-    moe = MixtureOfExperts(client, "ffn", 6, (3, 2), k_best=1, beam_size=3, **QUICK)
+    moe = MixtureOfExperts(client, "ffn", 6, (3, 2), k_best=2, beam_size=3, **QUICK)
     directory = moe.experts.directory
     directory._pauses = Pauses(first_s=0.2)
     x = torch.randn(40, 6)
@@ -323,8 +413,7 @@ def test_who_has_failed_is_tried_again_without_being_relied_on(client):
         pass
     client.faults = {lost: "hang"}
     client.calls.clear()
-    others = {uid: module for uid, module in modules.items() if uid != lost}
-    torch.testing.assert_close(moe(x), local_mixture(moe.gate, others, x, 1))
+    torch.testing.assert_close(moe(x), local_mixture(moe.gate, modules, x, 2, left_out=[lost]))
     assert lost in [uid for _, uid, _ in client.calls]
 
 
@@ -337,6 +426,55 @@ def test_a_deadline_bounds_all_tries(client):
     with pytest.raises(NotEnoughExperts, match="left behind"):
         moe(x)
     assert 0.1 <= moe.last_call.seconds < 5
+
+
+def test_a_deadline_bounds_the_search_and_what_is_asked_first(client, monkeypatch):
+    add_linear_experts(client, UIDS)
+
+    async def never(*args, **options):
+        await asyncio.sleep(3600)
+
+    options = {"k_best": 2, "forward_timeout_s": 0.1}
+    with monkeypatch.context() as patched:
+        patched.setattr(client, "schema_of", never)
+        moe = MixtureOfExperts(client, "ffn", 6, (3, 2), **options)
+        with pytest.raises(NotEnoughExperts, match="DeadlineExceeded"):
+            moe(torch.randn(4, 6))
+        assert moe.last_call.seconds < 5
+        assert moe.last_call.num_failed == moe.last_call.num_asked > 0
+    monkeypatch.setattr(client.dht, "get_coordinates", never)
+    moe = MixtureOfExperts(client, "ffn", 6, (3, 2), **options)
+    with pytest.raises(NotEnoughExperts, match="none was found in time"):
+        moe(torch.randn(4, 6))
+    assert 0.1 <= moe.last_call.seconds < 5
+
+
+def test_of_what_they_take_and_give_each_peer_has_one_vote(client):
+    """However many experts it has."""
+    modules = add_linear_experts(client, UIDS, peer_of=lambda index: peer_at(min(index, 2)))
+    for uid in UIDS[2:]:
+        client.schemas[uid] = plain_schema(7)
+    moe = MixtureOfExperts(client, "ffn", 6, (3, 2), k_best=6)
+    x = torch.randn(5, 6)
+    torch.testing.assert_close(moe(x), local_mixture(moe.gate, modules, x, 6, left_out=UIDS[2:]))
+
+
+def test_what_most_do_not_follow_is_dropped(client):
+    modules = add_linear_experts(client, UIDS, peer_of=lambda index: peer_at(index))
+    moe = MixtureOfExperts(client, "ffn", 6, (3, 2), k_best=6)
+    moe(torch.randn(5, 6))
+    wide = ExpertSchema(
+        (TensorSchema("float32", (6,)),), (), (TensorSchema("float32", (8,)),), is_single=True
+    )
+    modules = {uid: nn.Linear(6, 8) for uid in UIDS}
+    for uid in UIDS:
+        client.add(uid, modules[uid], wide, *client.dht.served[uid])
+    x = torch.randn(5, 6)
+    torch.testing.assert_close(moe(x), local_mixture(moe.gate, modules, x, 6))
+    with pytest.raises(UsageError, match="input 0 is"):
+        moe(torch.randn(5, 3, 6))
+    assert moe.last_call.experts == []
+    assert moe(x).shape == (5, 8)
 
 
 def test_what_most_experts_take_and_give_counts(client):

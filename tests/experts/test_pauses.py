@@ -37,3 +37,24 @@ def test_what_has_failed_is_known_until_it_answers():
     assert not pauses.has_failed("ffn.2")
     pauses.answered("ffn.1")
     assert not pauses.has_failed("ffn.1")
+
+
+def test_the_next_end_is_that_of_a_pause_that_goes_on():
+    pauses = Pauses(first_s=2)
+    pauses.failed("ffn.1", 0.0)
+    pauses.failed("ffn.2", 1.0)
+    assert [pauses.next_end_s(now_s) for now_s in (1.5, 2.0, 3.0)] == [2.0, 3.0, float("inf")]
+    num_changes = pauses.num_changes
+    pauses.answered("ffn.3")
+    assert pauses.num_changes == num_changes
+    pauses.answered("ffn.1")
+    assert pauses.num_changes > num_changes
+
+
+def test_of_very_many_the_oldest_are_forgotten(monkeypatch):
+    monkeypatch.setattr("shoal.experts.pauses._MAX_NAMES", 10)
+    pauses = Pauses(first_s=2)
+    for number in range(100):
+        pauses.failed(number, float(number))
+    assert sum(map(pauses.has_failed, range(100))) <= 10
+    assert pauses.is_paused(99, 99.5)

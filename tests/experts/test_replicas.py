@@ -13,6 +13,7 @@ from shoal.core import (
     Address,
     Deadline,
     LoopThread,
+    Peer,
     PeerBusy,
     PeerRefused,
     Scope,
@@ -27,7 +28,7 @@ from shoal.experts.meetings import StateHead
 from shoal.experts.replicas import AVERAGE, STATE, MeetingRequest, Replicas
 from shoal.experts.server import ExpertServer
 from shoal.tensors import TensorSpec, pack
-from shoal.transport import Endpoint, Membership, Reply, SwarmSecret
+from shoal.transport import Endpoint, Head, Membership, Reply, SwarmSecret
 
 UID = "ffn.1.2"
 NEVER_S = 1e6
@@ -62,6 +63,7 @@ def test_two_replicas_become_equal_and_stay_so():
             assert sum(one.num_averaged for one in made) >= 4
             assert [one.num_copied for one in made] == [0, 0]
             assert (mine.num_updates, theirs.num_updates) == (7, 3)
+            assert min(mine.num_changes - 7, theirs.num_changes - 3) >= 4  # whoever began it
 
     in_swarm(3, work)
 
@@ -101,6 +103,7 @@ def test_a_newcomer_becomes_a_copy_and_then_learns_with_the_others():
             assert torch.equal(values(new), before)
             assert torch.equal(values(old), before)
             assert new.num_updates == 4
+            assert new.num_changes == 1
             assert newcomer.num_copied == 1
             train(old, 2)
             train(new, 2)
@@ -251,6 +254,27 @@ def test_who_may_not_average():
             await ask(asker, peer, AVERAGE, UID)
 
     in_meeting(work)
+
+
+@pytest.mark.parametrize("is_swarm_secret", [True, False])
+def test_who_gives_no_name_may_average_only_where_names_prove_nothing(is_swarm_secret):
+    async def work(asker, replicas, expert, peer):
+        head = Head(AVERAGE, MeetingRequest(UID), (), Peer(Address("a", 1)), Deadline.after(9))
+        endpoint = replicas._dht.endpoint
+        if is_swarm_secret:
+            endpoint.membership = Membership(Identity.generate(), SwarmSecret(b"s" * 32))
+        with pytest.raises(PeerBusy if is_swarm_secret else Met):
+            await replicas._rpc_average(head, Met())
+        endpoint.membership = None
+
+    in_meeting(work)
+
+
+class Met(Exception):
+    """A channel that somebody has begun to read."""
+
+    async def receive(self):
+        raise self
 
 
 def test_a_newcomer_is_not_averaged_with():

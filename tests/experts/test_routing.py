@@ -80,8 +80,29 @@ def test_minus_infinity_leaves_a_coordinate_out():
 def test_those_left_out_are_replaced_by_the_next_best():
     tables = GridTables((), (4,), *known([(0,), (1,), (2,)]))
     scores = [torch.tensor([[3.0, 2.0, 1.0, 0.0]])]
-    found = tables.search(scores, beam_size=2, k=2, left_out=torch.tensor([True, False, False]))
+    found = tables.without(torch.tensor([True, False, False])).search(scores, beam_size=2, k=2)
     assert found.tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (5, 4, 3)])
+def test_those_left_out_take_no_place_in_the_beam(sizes):
+    rng = random.Random(len(sizes))
+    places = rng.sample(list(itertools.product(*map(range, sizes))), 20)
+    tables = GridTables((), sizes, *known(places))
+    marks = torch.tensor([rng.random() < 0.7 for _ in tables.experts])
+    left = [expert.uid.coordinates for expert, mark in zip(tables.experts, marks, strict=True) if not mark]
+    scores = [torch.randn(20, size) for size in sizes]
+    routes = tables.routes(tables.without(marks).search(scores, beam_size=2, k=2))
+    for sample in range(20):
+        found = [routes.experts[number].uid.coordinates for number in routes.slots[sample] if number >= 0]
+        assert found == best(left, [axis[sample] for axis in scores], 2, 2)
+
+
+def test_what_is_unknown_is_not_left_out():
+    prefixes, experts = known([(0, 0), (1, 1)])
+    prefixes[(0,)].append(3)
+    tables = GridTables((), (2, 4), prefixes, experts).without(torch.tensor([True, True]))
+    assert tables.search([torch.zeros(1, 2), torch.zeros(1, 4)], beam_size=1, k=1) == [(0, 3)]
 
 
 def test_it_names_what_it_needs_to_know():

@@ -4,11 +4,12 @@ import asyncio
 import threading
 
 import pytest
+import torch
 
 from experts.fake_server import FakeServer, FakeThread, small_expert, train
-from shoal.core import Scope, UsageError, run_virtual
+from shoal.core import LoopThread, Scope, UsageError, run_virtual
 from shoal.experts.checkpoints import CheckpointError, Checkpoints
-from shoal.experts.saving import Saver, keep_saving
+from shoal.experts.saving import Saver
 
 
 def test_only_what_has_changed_is_saved(tmp_path):
@@ -26,13 +27,29 @@ def test_only_what_has_changed_is_saved(tmp_path):
 def test_what_was_restored_is_not_saved_again(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save("ffn.1", small_expert("ffn.1", num_updates=3).state())
-    server = FakeServer(small_expert("ffn.1", num_updates=3))
+    restored = small_expert("ffn.1")
+    restored.load(checkpoints.load("ffn.1").state)
+    restored.num_changes = 0
+    server = FakeServer(restored)
     saver = Saver(server, checkpoints, FakeThread())
     assert run_virtual(saver.save()) == 0
     server.experts["ffn.1"] = small_expert("ffn.1", num_updates=4)
     assert run_virtual(saver.save()) == 1
     del server.experts["ffn.1"]
     assert run_virtual(saver.save()) == 0
+
+
+def test_what_others_have_changed_is_saved(tmp_path):
+    checkpoints, expert = Checkpoints(tmp_path), small_expert("ffn.1", num_updates=1)
+    saver = Saver(FakeServer(expert), checkpoints, FakeThread())
+    assert run_virtual(saver.save()) == 1
+    own = expert.parameters_and_buffers()
+    own["0.bias"].add_(1)  # as by averaging
+    expert.num_changes += 1
+    assert [run_virtual(saver.save()) for _ in range(2)] == [1, 0]
+    assert torch.equal(checkpoints.load("ffn.1").state.tensors["module.0.bias"], own["0.bias"])
+    expert.load(small_expert("ffn.1", seed=3, num_updates=1).state())
+    assert [run_virtual(saver.save()) for _ in range(2)] == [1, 0]
 
 
 def test_a_failing_disk_is_told_of_once_and_tried_again(tmp_path, caplog):
@@ -71,20 +88,23 @@ def test_experts_are_saved_off_the_loop_every_while(run, tmp_path):
                 return path
 
         expert, checkpoints = small_expert("ffn.1"), Watched(tmp_path)
+        with LoopThread("writer") as writer:
+            await save_twice(Saver(FakeServer(expert), checkpoints, writer), expert, was_saved)
+        return checkpoints.load("ffn.1")
+
+    async def save_twice(saver, expert, was_saved):
         async with Scope() as scope:
-            scope.start(keep_saving(FakeServer(expert), checkpoints, 0.01, {"hidden_dim": 4}))
+            scope.start(saver.run(0.01))
             await was_saved.wait()
             was_saved.clear()
             train(expert, 1)
             await was_saved.wait()
             scope.cancel()
-        return checkpoints.load("ffn.1")
 
     assert run(work()).num_updates == 1
-    assert set(threads) == {"shoal-checkpoints"}
-    assert "shoal-checkpoints" not in [thread.name for thread in threading.enumerate()]
+    assert set(threads) == {"writer"}
 
 
 def test_a_time_of_zero_is_refused(run, tmp_path):
     with pytest.raises(UsageError, match="every 0 s"):
-        run(keep_saving(FakeServer(), Checkpoints(tmp_path), 0))
+        run(Saver(FakeServer(), Checkpoints(tmp_path), FakeThread()).run(0))

@@ -1,12 +1,13 @@
 """A state taken, written, read and loaded lets training go on as if it had never stopped."""
 
 import json
+import re
 
 import pytest
 import safetensors.torch
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, OneCycleLR, StepLR
 
 from shoal.core import UsageError
 from shoal.experts.expert import Expert
@@ -19,6 +20,7 @@ OPTIMIZERS = {
     "adamw": lambda module: torch.optim.AdamW(module.parameters(), lr=0.1, betas=(0.8, 0.9)),
     "momentum": lambda module: torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, nesterov=True),
     "sgd": lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
+    "adafactor": lambda module: torch.optim.Adafactor(module.parameters(), lr=0.1),
     "groups": lambda module: torch.optim.RMSprop(
         [{"params": module[0].parameters()}, {"params": module[2].parameters(), "lr": 0.3}], lr=0.1
     ),
@@ -30,7 +32,17 @@ SCHEDULERS = {
     ),
     "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=7),
     "steps": lambda optimizer: StepLR(optimizer, step_size=2),
+    "milestones": lambda optimizer: MultiStepLR(optimizer, [2, 5]),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Threads that wait for each other take most of the time of what is so small."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 def make(optimizer="adam", scheduler="none", *, seed=0, width=4):
@@ -202,6 +214,71 @@ def test_numbers_that_make_no_sense_do_no_harm(numbers):
     assert expert.load(ExpertState(state.tensors, numbers))
     assert expert.num_updates == 0
     train(expert, 2, seed=1)
+
+
+def set_number(key, value):
+    return lambda state: state.numbers["optimizer"]["groups"][0].update({key: value})
+
+
+def set_tensor(key, value):
+    return lambda state: state.tensors.update({f"optimizer.0.{key}": value})
+
+
+@pytest.mark.parametrize(
+    ("harm", "problem"),
+    [
+        (set_tensor("exp_avg", torch.zeros(7)), r"exp_avg has the shape \[7\]"),
+        (set_tensor("exp_avg", torch.zeros(())), r"exp_avg has the shape \[\]"),
+        (set_tensor("exp_avg", torch.zeros(4, 4).half()), "exp_avg is of type torch.float16"),
+        (set_tensor("exp_avg_sq", torch.full((4, 4), torch.nan)), "exp_avg_sq is not finite"),
+        (set_tensor("step", torch.tensor(torch.inf)), "step is not finite"),
+        (set_tensor("more", torch.zeros(3)), "more has the shape"),
+        (lambda state: state.tensors.pop("optimizer.0.exp_avg_sq"), "exp_avg_sq is missing"),
+        (lambda state: state.numbers["optimizer"]["values"].update({"0": {"exp_avg": 1}}), "is no tensor"),
+        (lambda state: state.numbers["optimizer"]["values"].update({"0": {"x": [1e999]}}), "x is not finite"),
+        (set_number("lr", torch.inf), "lr is not finite"),
+        (set_number("lr", "fast"), "lr is no number"),
+        (set_number("betas", [0.9]), "betas is not 2 numbers"),
+    ],
+)
+def test_what_no_optimizer_could_go_on_with_starts_anew(harm, problem):
+    saved, expert = make(), make(seed=5)
+    train(saved, 1, seed=1)
+    train(expert, 1, seed=1)
+    state = saved.state()
+    harm(state)
+    (warning,) = expert.load(state)
+    assert re.search(f"{problem}.* starts anew", warning)
+    assert torch.equal(expert.module[0].weight, saved.module[0].weight)
+    assert not expert.optimizer.state
+    assert expert.optimizer.param_groups[0]["lr"] == 0.1
+    train(expert, 2, seed=2)
+    assert all(tensor.isfinite().all() for tensor in expert.state().tensors.values())
+
+
+@pytest.mark.parametrize("scheduler", ["linear", "milestones"])
+def test_a_copy_learns_at_its_own_rates_as_far_along_as_the_other(scheduler):
+    saved, expert = make("adamw", scheduler), make("adamw", scheduler, seed=5)
+    for group in expert.optimizer.param_groups:
+        group.update(initial_lr=0.4, betas=(0.5, 0.6), lr=0.4)
+    expert.scheduler.base_lrs = [0.4]
+    train(saved, 4, seed=1)
+    assert expert.load(saved.state(), keeps_settings=True) == []
+    (own,), (other,) = expert.optimizer.param_groups, saved.optimizer.param_groups
+    for _ in range(3):
+        assert own["lr"] == pytest.approx(4 * other["lr"])
+        assert own["betas"] == (0.5, 0.6)
+        assert expert.scheduler.last_epoch == saved.scheduler.last_epoch
+        train(saved, 1, seed=2)
+        train(expert, 1, seed=2)
+    state = saved.state()
+    state.numbers["optimizer"]["groups"][0]["lr"] = 1e30
+    state.numbers["scheduler"]["values"]["base_lrs"] = [1e30]
+    before = own["lr"]
+    expert.load(state, keeps_settings=True)
+    assert own["lr"] == before
+    train(expert, 1, seed=2)
+    assert own["lr"] <= 0.4
 
 
 def test_a_scheduler_that_cannot_be_saved_says_so():

@@ -14,6 +14,11 @@ NEVER = 10_000
 
 def waited(calls, num_samples, **rule):
     """When it ended, and which calls were heard to their end; calls are (rows, seconds, is_answered)."""
+    return outcome(calls, num_samples, **rule)[:2]
+
+
+def outcome(calls, num_samples, **rule):
+    """With whether those that were cut off were needed no more."""
     ended = []
 
     async def call(number, seconds, is_answered):
@@ -30,10 +35,11 @@ def waited(calls, num_samples, **rule):
             Call(functools.partial(call, number, *rest), torch.tensor(rows), number not in on_trial)
             for number, (rows, *rest) in enumerate(calls)
         ]
-        await ask_all(works, num_samples, patience)
-        return running_clock().now_s()
+        is_enough = await ask_all(works, num_samples, patience)
+        return running_clock().now_s(), is_enough
 
-    return run_virtual(main()), sorted(ended)
+    end_s, is_enough = run_virtual(main())
+    return end_s, sorted(ended), is_enough
 
 
 def test_it_ends_when_all_have_answered():
@@ -70,12 +76,26 @@ def test_without_a_number_they_are_waited_for_while_answers_come():
     assert waited(quick, 1) == (pytest.approx(1.01), [0])
 
 
-def test_nobody_relies_on_those_on_trial():
-    calls = [([0, 1], 2.0, True), ([1, 2], NEVER, True)]
-    assert waited(calls, 3, after_s=0.5, on_trial=[1]) == (2.5, [0])
-    assert waited(calls, 3, on_trial=[1]) == (8.0, [0])
-    calls = [([0, 1], 2.0, False), ([1, 2], 1.0, True), ([0], 2.2, True)]  # but their answers count
-    assert waited(calls, 3, after_s=0.5, on_trial=[1, 2]) == (2.2, [0, 1, 2])
+def test_nobody_relies_on_those_on_trial_who_has_another():
+    calls = [([0, 1], 2.0, True), ([1], NEVER, True)]
+    assert waited(calls, 2, after_s=0.5, on_trial=[1]) == (2.5, [0])
+    assert waited(calls, 2, on_trial=[1]) == (8.0, [0])
+    assert waited(calls, 2, k_min=2, after_s=0.5, on_trial=[1]) == (2.5, [0])
+    calls = [([0, 1], 2.0, False), ([1], 1.0, True), ([0], 2.2, True)]  # but their answers count
+    assert waited(calls, 2, after_s=0.5, on_trial=[1, 2]) == (2.2, [0, 1, 2])
+
+
+def test_who_has_nobody_else_waits_for_those_on_trial():
+    calls = [([0], 1.0, True), ([1], 7.0, True), ([0], NEVER, True)]
+    assert waited(calls, 2, after_s=0.5, on_trial=[1]) == (7.5, [0, 1])
+    calls = [([0], 1.0, False), ([0], 7.0, True)]  # also when the others have failed
+    assert waited(calls, 1, after_s=0.5, on_trial=[1]) == (7.0, [0, 1])
+
+
+def test_it_tells_stragglers_from_those_who_were_needed():
+    calls = [([0], 1.0, True), ([1], NEVER, True), ([1], 3.0, True)]
+    assert outcome(calls, 2, after_s=0.5)[2]
+    assert not outcome(calls[:2], 2, after_s=0.5, timeout_s=4.0)[2]
 
 
 def test_a_deadline_ends_it():

@@ -6,6 +6,7 @@ from torch import nn
 
 from experts.fake_client import FakeClient, add_linear_experts, plain_schema
 from shoal.core import LoopThread, UsageError
+from shoal.experts.last_call import NotEnoughExperts
 from shoal.experts.schema import ExpertSchema, TensorSchema
 from shoal.experts.switch import SwitchMixtureOfExperts
 
@@ -142,6 +143,46 @@ def test_who_gets_no_answer_is_passed_on(client, fault):
     (found.sum() + loss).backward()
     assert (x.grad[is_passed] - 1).abs().max() < 0.5
     assert x.grad.isfinite().all()
+
+
+def test_the_next_best_is_asked_where_an_answer_is_needed(client):
+    add_linear_experts(client, UIDS)
+    x = torch.randn(30, 6)
+    switch = SwitchMixtureOfExperts(client, "ffn", 6, GRID, jitter=0.0, k_min=1)
+    switch(x)
+    lost = switch.last_call.experts[0].peer
+    client.faults = {uid: "lost" for uid, peers in client.dht.served.items() if peers == (lost,)}
+    found, _ = switch(x)
+    assert switch.last_call.num_failed == 0
+    assert not (found == x).all(1).any()
+    client.faults = dict.fromkeys(UIDS, "lost")
+    found, _ = switch(x)
+    assert torch.equal(found, x)
+    raising = SwitchMixtureOfExperts(client, "ffn", 6, GRID, k_min=1, when_none_answers="raise")
+    with pytest.raises(NotEnoughExperts) as caught:
+        raising(x)
+    assert raising.last_call is caught.value.last_call
+    assert raising.last_call.num_failed > 0
+
+
+def test_where_there_is_nobody_yet_all_is_passed_on(client):
+    switch = SwitchMixtureOfExperts(client, "ffn", 6, GRID)
+    x = torch.randn(5, 6, requires_grad=True)
+    found, loss = switch(x)
+    assert torch.equal(found, x)
+    (found.sum() + loss).backward()
+    assert (x.grad == 1).all()
+    add_linear_experts(client, UIDS)
+    client.faults = dict.fromkeys(UIDS, "lost")  # they are declared, and dead
+    found, loss = SwitchMixtureOfExperts(client, "ffn", 6, GRID)(x)
+    assert torch.equal(found, x)
+    assert loss.isfinite()
+
+
+def test_the_output_has_the_dtype_of_the_input(client):
+    add_linear_experts(client, UIDS)
+    switch = SwitchMixtureOfExperts(client, "ffn", 6, GRID)
+    assert switch(torch.randn(5, 6).bfloat16())[0].dtype == torch.bfloat16
 
 
 def test_who_fails_in_backward_stops_nobody(client):

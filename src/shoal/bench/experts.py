@@ -113,7 +113,7 @@ class ExpertsScenario:
         """Serve and ask, and tell what it took."""
         began_s = time.perf_counter()
         config = self._config
-        tell(f"starting a server of {config.num_experts} experts")
+        tell(f"starting a server of {_counted(config.num_experts, 'expert')}")
         arguments = {"config": msgspec.to_builtins(config), "seed": self._seed}
         with child("shoal.bench.experts_server:host", arguments, name="The server") as server:
             ready = server.expect()
@@ -130,11 +130,13 @@ class ExpertsScenario:
 
         tell("experts without a network")
         outcome.local_samples_per_s.append(_asked(server, "local"))
-        tell(f"connecting {config.num_clients} clients in {config.client_processes} processes")
+        clients = _counted(config.num_clients, "client")
+        processes = _counted(config.client_processes, "process", "processes")
+        tell(f"connecting {clients} in {processes}")
         with ClientFleet(config, self._seed, ready) as fleet:
             fleet.connect()
             self._echo(fleet, outcome, tell)
-            tell(f"experts, {config.num_clients} clients")
+            tell(f"experts, {clients}")
             look()
             outcome.asked, outcome.asked_s = fleet.phase("experts", look)
             look()
@@ -145,7 +147,7 @@ class ExpertsScenario:
             outcome.num_lost, outcome.complaint = fleet.num_lost, fleet.complaint
 
     def _echo(self, fleet: ClientFleet, outcome: Outcome, tell: Tell) -> None:
-        tell(f"bare echoes, {self._config.num_clients} clients")
+        tell(f"bare echoes, {_counted(self._config.num_clients, 'client')}")
         tally, seconds = fleet.phase("echo")
         outcome.echo_samples_per_s.append(_ratio(tally.num_samples, seconds))
         outcome.echo.add(tally)
@@ -170,6 +172,10 @@ def _rss_bytes(pid: int) -> list[int]:
 def _row(key: RowKey, metric: str, unit: str, samples: list[float]) -> Measured:
     direction: Literal["higher", "lower"] = "higher" if metric in _MORE_IS_BETTER else "lower"
     return Measured(key=key, metric=metric, unit=unit, direction=direction, samples=samples)
+
+
+def _counted(count: int, one: str, several: str = "") -> str:
+    return f"{count:,} {one if count == 1 else several or one + 's'}"
 
 
 def _ratio(above: float, below: float) -> float:

@@ -67,7 +67,9 @@ class _Group:
 
     def connect(self) -> None:
         """Every client has its connection, and knows what experts take."""
-        self._in_threads([client.connect for client in self._clients])
+        for outcome in self._in_threads([client.connect for client in self._clients]):
+            if isinstance(outcome, Exception):
+                raise outcome
 
     def echo(self) -> Tally:
         """Every client sends what it would send to experts, and gets it back."""
@@ -79,9 +81,9 @@ class _Group:
         """Every client sends its batches, one after another."""
         return _total(self._in_threads([client.use_experts for client in self._clients]))
 
-    def _in_threads(self, works: Sequence[Callable[[], T]]) -> list[T]:
-        futures = [thread.submit(_blocking(work)) for thread, work in zip(self._threads, works, strict=True)]
-        return [future.result() for future in futures]
+    def _in_threads(self, works: Sequence[Callable[[], T]]) -> list[T | Exception]:
+        calls = [thread.run_blocking(work) for thread, work in zip(self._threads, works, strict=True)]
+        return self._loop.run(fanout(calls, Deadline.never()))
 
 
 class _Client:
@@ -90,6 +92,7 @@ class _Client:
     def __init__(self, number: int, place: Place, loop: LoopThread, closing: contextlib.ExitStack) -> None:
         config = place.config
         self._config = config
+        self._number = number
         self._peer = place.peer
         self._random = random.Random(f"{place.seed} {number}")
         torch.manual_seed(place.seed + number)
@@ -102,15 +105,17 @@ class _Client:
         self._experts: list[RemoteExpert] = []
 
     def connect(self) -> None:
-        """Dial, and learn what every expert takes and gives."""
+        """Dial, learn what every expert takes and gives, and go both ways once before the clock runs."""
         self._experts = [self._client.expert(uid, self._peer) for uid in self._uids]
         self._client.run(self._learn())
+        with contextlib.suppress(Exception), self._mode():  # what fails is counted when it is measured
+            self._use(self._experts[self._number % len(self._experts)], Tally())
 
     async def _learn(self) -> None:
         deadline = Deadline.after(_CONNECT_S)
         for uid in self._uids:
             await self._client.schema_of(uid, [self._peer], deadline)
-        await self._echo_once(self._frames(), deadline)  # memory is there before the clock runs
+        await self._echo_once(self._frames(), deadline)
 
     async def echo(self) -> Tally:
         """As many calls, of as many bytes, as `use_experts` makes; on the loop itself."""
@@ -139,7 +144,7 @@ class _Client:
     def use_experts(self) -> Tally:
         """Ask experts at random; forward, and backward where that is measured."""
         tally = Tally()
-        with contextlib.nullcontext() if self._config.backward else torch.no_grad():
+        with self._mode():
             for _ in range(self._config.num_batches_per_client):
                 expert = self._random.choice(self._experts)
                 try:
@@ -149,6 +154,9 @@ class _Client:
                     tally.note(error)
         tally.ended_s = time.monotonic()
         return tally
+
+    def _mode(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._config.backward else torch.no_grad()
 
     def _use(self, expert: RemoteExpert, tally: Tally) -> None:
         began_s = time.perf_counter()
@@ -174,8 +182,3 @@ def _total(tallies: Sequence[Tally | Exception]) -> Tally:
 
 def _us_since(began_s: float) -> int:
     return round(1e6 * (time.perf_counter() - began_s))
-
-
-async def _blocking(work: Callable[[], T]) -> T:
-    """On a thread that has nothing else to do."""
-    return work()

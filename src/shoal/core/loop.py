@@ -177,6 +177,14 @@ class LoopThread:
         finally:
             tracked.close()
 
+    async def run_blocking(self, work: Callable[[], T]) -> T:
+        """Run code that blocks on this thread, for a caller on another loop, which does not block."""
+
+        async def blocking() -> T:
+            return work()
+
+        return await self.run_from_async(blocking())
+
     @staticmethod
     def _serve(loop: asyncio.AbstractEventLoop, started: threading.Event) -> None:
         asyncio.set_event_loop(loop)

@@ -101,14 +101,17 @@ async def get_experts(
     *,
     latest: bool = False,
     deadline: Deadline | None = None,
+    must_end: bool = False,
 ) -> list[ExpertAddress | None]:
     """Where each of these experts can be called, in their order; None for those that nobody serves.
 
-    `latest` asks every replica, and so finds all peers that serve an expert.
+    `latest` asks every replica, and so finds all peers that serve an expert. None also stands for what could
+    not be found out, unless it `must_end`: then that is DeadlineExceeded or PeerUnreachable.
     """
     wanted = [ExpertUid.of(uid) for uid in uids]
     unique = list(dict.fromkeys(wanted))
-    found = await dht.get_many([str(uid) for uid in unique], latest=latest, deadline=deadline)
+    names = [str(uid) for uid in unique]
+    found = await dht.get_many(names, latest=latest, deadline=deadline, must_end=must_end)
     addresses = {uid: _address_of(uid, value) for uid, value in zip(unique, found, strict=True)}
     return [addresses[uid] for uid in wanted]
 

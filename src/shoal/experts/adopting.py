@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from shoal.core import LoopThread, ShoalError, UsageError
 from shoal.experts.checkpoints import Checkpoints, SavedExpert
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from shoal.experts.expert import Expert
     from shoal.experts.server import ExpertServer
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 MakeExpert = Callable[[SavedExpert], "Expert"]
@@ -74,13 +73,15 @@ class Adopting:
                     log.warning("It could not be found out which experts nobody serves: %s", error)
 
     async def look(self, reader: LoopThread) -> list[str]:
-        """One round: adopt what nobody has served in the last one either. The uids that were adopted."""
+        """One round: adopt what nobody has served in the last one either. The uids that were adopted.
+
+        A round in which it could not be found out who serves what does not count.
+        """
         self._round += 1
-        missed_before, self._missed = self._missed, {}
-        wanted = [uid for uid in await _on(reader, self._checkpoints.uids) if self._is_wanted(uid)]
-        absent = await self._absent(wanted)
+        saved = await reader.run_blocking(self._checkpoints.uids)
+        absent = await self._absent([uid for uid in saved if self._is_wanted(uid)])
+        due = [uid for uid in absent if uid in self._missed]
         self._missed = dict.fromkeys(absent)
-        due = [uid for uid in absent if uid in missed_before]
         self._random.shuffle(due)
         adopted = []
         for uid in due:
@@ -107,7 +108,7 @@ class Adopting:
 
     async def _adopt(self, uid: str, reader: LoopThread) -> bool:
         try:
-            expert = await _on(reader, lambda: self._restored(uid))
+            expert = await reader.run_blocking(lambda: self._restored(uid))
             await self._server.add(expert)
         except Exception as error:  # noqa: BLE001 - of a checkpoint, or of a class of one's own
             self._num_failures[uid] = self._num_failures.get(uid, 0) + 1
@@ -116,6 +117,7 @@ class Adopting:
             return False
         self._missed.pop(uid, None)
         self._num_failures.pop(uid, None)
+        self._not_before.pop(uid, None)
         self.num_adopted += 1
         log.info(
             "The expert %s, which nobody served, is served here after %d updates.", uid, expert.num_updates
@@ -133,13 +135,5 @@ class Adopting:
         expert = self._make_expert(saved)
         for warning in expert.load(saved.state):
             log.warning("%s", warning)
+        expert.num_changes = 0
         return expert
-
-
-async def _on(thread: LoopThread, work: Callable[[], T]) -> T:
-    """Run blocking code there."""
-
-    async def blocking() -> T:
-        return work()
-
-    return await thread.run_from_async(blocking())

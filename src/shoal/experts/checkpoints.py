@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from shoal.core import SYSTEM_CLOCK, Clock, ShoalError, UsageError
+from shoal.experts.fitting import is_finite
 from shoal.experts.state import ExpertState
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,11 @@ class Checkpoints:
     def save(self, uid: str, state: ExpertState, about: Mapping[str, Any] | None = None) -> Path:
         """Write a checkpoint and forget the oldest; the path of its JSON. CheckpointError when it cannot."""
         folder = self._folder_of(uid)
+        if not is_finite([state.numbers, about]):  # JSON has no word for it
+            raise CheckpointError(
+                f"The state of the expert {uid} cannot be written: a number in it is NaN or infinite.",
+                cause="its optimizer or scheduler was set up with such a number, or has diverged.",
+            )
         try:
             folder.mkdir(parents=True, exist_ok=True)
             name = self._next_name(folder)

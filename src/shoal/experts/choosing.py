@@ -18,12 +18,22 @@ _LOOK_UP_S = 30.0
 _PING_S = 5.0
 
 
-async def choose_uids(config: HostingConfig, saved: Sequence[str], dht: DHT | None) -> list[str]:
-    """As many uids as are wanted; UsageError when that cannot be, or would leave saved experts out."""
+async def choose_uids(
+    config: HostingConfig, saved: Sequence[str], dht: DHT | None, held: Sequence[str] = ()
+) -> list[str]:
+    """As many uids as are wanted; UsageError when that cannot be, or would leave saved experts out.
+
+    In a swarm saved ones are taken at random, for others may begin with the same folder at the same time.
+    Those that were chosen before and are `held` come first, unless another peer serves them by now.
+    """
     named = list(config.uid)
-    others = [uid for uid in saved if uid not in named]
+    others = [uid for uid in saved if uid not in named and uid not in held]
     if dht is not None:
-        others = await _not_served(_fitting(others, config.uid_pattern), dht)
+        others, left = _fitting(others, config.uid_pattern)
+        if left and not held:
+            log.warning("%d saved experts are left alone: %s", len(left), ", ".join(left[:5]))
+        dht.endpoint.network.random.shuffle(others)
+        others = await _not_served([uid for uid in held if uid not in named] + others, dht)
     num_wanted = _num_wanted(config, len(others))
     room = num_wanted - len(named)
     if len(others) > room and not config.adopt and not named:
@@ -62,8 +72,8 @@ async def _new(count: int, taken: Sequence[str], pattern: str | None, dht: DHT |
     return new
 
 
-def _fitting(uids: Sequence[str], pattern: str | None) -> list[str]:
-    """Those that a swarm can find, and that are like the pattern."""
+def _fitting(uids: Sequence[str], pattern: str | None) -> tuple[list[str], list[str]]:
+    """Those that a swarm can find and that are like the pattern, and the others."""
     grid = None if pattern is None else UidPattern.of(pattern)
     fitting: list[str] = []
     left: list[str] = []
@@ -79,9 +89,7 @@ def _fitting(uids: Sequence[str], pattern: str | None) -> list[str]:
             and all(place in axis for place, axis in zip(uid.coordinates, grid.axes, strict=True))
         )
         (fitting if is_like else left).append(text)
-    if left:
-        log.warning("%d saved experts are left alone: %s", len(left), ", ".join(left[:5]))
-    return fitting
+    return fitting, left
 
 
 async def _not_served(uids: list[str], dht: DHT) -> list[str]:

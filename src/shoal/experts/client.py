@@ -203,6 +203,11 @@ class ExpertClient:
             )
         return list(found.peers)
 
+    def known_schema(self, uid: str) -> ExpertSchema | None:
+        """What an expert takes and gives, if that was asked. For any thread."""
+        known = self._infos.get(uid)
+        return None if known is None else known.schema
+
     async def schema_of(
         self, uid: str, peers: Sequence[Peer], deadline: Deadline | None = None
     ) -> ExpertSchema:
@@ -246,8 +251,13 @@ class ExpertClient:
         raises TensorError for outputs that are not to be believed: then the next replica is asked.
         """
         info = self._infos.get(uid) or await self._info_of(uid, peers, deadline)
+        try:
+            num_samples = info.schema.check_inputs(inputs)
+        except TensorError:
+            self._infos.pop(uid, None)  # the expert may be another one by now
+            info = await self._info_of(uid, peers, deadline)
+            num_samples = info.schema.check_inputs(inputs)
         schema = info.schema
-        num_samples = schema.check_inputs(inputs)
         if num_samples > info.max_batch_size:
             forward = functools.partial(
                 self.forward, uid, peers, deadline=deadline, is_kept=is_kept, accept=accept

@@ -6,13 +6,15 @@ background, while searches go on with what is known. Experts and peers that fail
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from shoal.core import SYSTEM_CLOCK, Clock, Deadline, UsageError
+from shoal.core import SYSTEM_CLOCK, Clock, Deadline, DeadlineExceeded, UsageError
 from shoal.dht.declaring import ExpertAddress, get_experts
 from shoal.dht.uids import ExpertPrefix, ExpertUid
 from shoal.experts.known_grid import Coordinates, KnownGrid
@@ -47,17 +49,27 @@ class Directory:
         self._lock = threading.Lock()
         self._known = KnownGrid(self.prefix.coordinates, self.grid, refresh_s)
         self._pauses = Pauses()
+        self._open: _Open | None = None
         self._refresh_at_s = 0.0
         self._searched_at_s = clock.now_s()
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self
 
-    def find(self, scores: torch.Tensor, *, beam_size: int, k: int, k_min: int = 1) -> Routes:
+    def find(
+        self,
+        scores: torch.Tensor,
+        *,
+        beam_size: int,
+        k: int,
+        k_min: int = 1,
+        deadline: Deadline | None = None,
+    ) -> Routes:
         """The `k` best experts of each sample, by scores [batch, sum(grid)] on the CPU.
 
         Those that failed lately come last, and only where a sample has fewer than `k_min` others. When some
-        sample has fewer than that at all, places where there was nothing are looked at once more.
+        sample has fewer than that at all, places where there was nothing are looked at once more. At the
+        deadline it makes do with what is known.
         """
         if not bool((scores < torch.inf).all()):
             raise UsageError(
@@ -68,7 +80,8 @@ class Directory:
         self._forget_old()
         axes = torch.split(scores.detach().to(torch.float32), list(self.grid), dim=1)
         search = _Search(axes, beam_size, k, k_min)
-        deadline = Deadline.after(_LOOK_UP_S, self._clock)
+        limit_s = _LOOK_UP_S if deadline is None else min(_LOOK_UP_S, deadline.remaining_s)
+        deadline = Deadline.after(limit_s, self._clock)
         routes = self._found(search, deadline)
         if bool((routes.num_routes < k_min).any()) and self._has_forgotten_absence():
             routes = self._found(search, deadline)
@@ -105,27 +118,34 @@ class Directory:
         while True:
             with self._lock:
                 tables = self._known.tables
-                left_out = self._left_out(tables)
-            found = search.over(tables, left_out, reach)
+                open_tables = self._without_paused(tables)
+            found = search.over(tables, open_tables, reach)
             if isinstance(found, torch.Tensor):
                 return tables.routes(found)
             is_further = reach is not None and len(found[0]) == depth
             reach = 2 * reach if is_further and reach is not None else 1
             depth = len(found[0])
-            self.client.run(self._learn(found, deadline))
+            with contextlib.suppress(DeadlineExceeded):
+                self.client.run(self._learn(found, deadline), deadline)
             if deadline.is_past:
                 reach = None
 
-    def _left_out(self, tables: GridTables) -> torch.Tensor | None:
+    def _without_paused(self, tables: GridTables) -> GridTables:
         now_s = self._clock.now_s()
         if not self._pauses.has_any(now_s):
-            return None
+            return tables
+        known = self._open
+        num_changes = self._pauses.num_changes
+        if known and known.of is tables and known.num_changes == num_changes and now_s < known.until_s:
+            return known.tables
         marks = [
             self._pauses.is_paused(expert.uid, now_s)
             or all(self._pauses.is_paused(peer.id, now_s) for peer in expert.peers)
             for expert in tables.experts
         ]
-        return torch.tensor(marks) if any(marks) else None
+        without = tables.without(torch.tensor(marks)) if any(marks) else tables
+        self._open = _Open(without, tables, num_changes, self._pauses.next_end_s(now_s))
+        return without
 
     def _forget_old(self) -> None:
         """After a time without searches nothing was kept fresh."""
@@ -216,6 +236,16 @@ class Directory:
         return dict(zip(places, told, strict=True))
 
 
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """Tables without those that are paused; good until somebody else is."""
+
+    tables: GridTables
+    of: GridTables
+    num_changes: int
+    until_s: float
+
+
 class _Search:
     """What a batch looks for."""
 
@@ -226,13 +256,11 @@ class _Search:
         self._k_min = k_min
 
     def over(
-        self, tables: GridTables, left_out: torch.Tensor | None, reach: int | None
+        self, tables: GridTables, open_tables: GridTables, reach: int | None
     ) -> torch.Tensor | list[Place]:
-        """As `GridTables.search`; samples with fewer than `k_min` experts get those left out too."""
-        found = tables.search(
-            self._axes, beam_size=self._beam_size, k=self._k, left_out=left_out, reach=reach
-        )
-        if left_out is None or not isinstance(found, torch.Tensor):
+        """As `GridTables.search`, of those that are open; all for samples that get fewer than `k_min`."""
+        found = open_tables.search(self._axes, beam_size=self._beam_size, k=self._k, reach=reach)
+        if open_tables is tables or not isinstance(found, torch.Tensor):
             return found
         is_short = (found >= 0).sum(1) < self._k_min
         if not bool(is_short.any()):

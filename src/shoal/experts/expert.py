@@ -6,6 +6,7 @@ outlive one call: backward changes the weights); networks, batches and files are
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +34,8 @@ from shoal.experts.statistics import ExpertStatistics
 from shoal.tensors.dtypes import dtype_named
 
 __all__ = ["Expert", "ExpertState"]
+
+log = logging.getLogger(__name__)
 
 
 class Expert:
@@ -68,6 +71,10 @@ class Expert:
         self.statistics = ExpertStatistics()
         self.num_updates = 0
         """Optimizer steps since the expert was made, those before a checkpoint included."""
+        self.num_changes = 0
+        """Times that anybody has changed its weights: steps, averages, loads. Who restores it from a file
+        that need not be written again sets this back to 0."""
+        self._is_schedule_over = False
         self._parameters = list(module.parameters())
         saved = module.state_dict()
         self._running = frozenset(name for name, _ in module.named_buffers() if name in saved)
@@ -151,19 +158,22 @@ class Expert:
             numbers["scheduler"] = scheduler_state(self.scheduler)
         return ExpertState(tensors, numbers)
 
-    def load(self, state: ExpertState) -> list[str]:
+    def load(self, state: ExpertState, *, keeps_settings: bool = False) -> list[str]:
         """Take over a state; what it lacks beside the module's tensors starts anew, and is told as warnings.
 
-        UsageError, and nothing changed, when the module's tensors are not those of this expert.
+        With `keeps_settings`, learning rates and all other settings of optimizer and scheduler stay this
+        expert's own. UsageError, and nothing changed, when the module's tensors are not those of this expert.
         """
         module_tensors = check_module_state(self.uid, self.module, state.tensors)
+        self.num_changes += 1
         self.module.load_state_dict(module_tensors)
         self.num_updates = state.num_updates
+        self._is_schedule_over = False
         warnings: list[str] = []
         if self.optimizer is not None:
-            warnings += restore_optimizer(self.optimizer, state)
+            warnings += restore_optimizer(self.optimizer, state, keeps_settings=keeps_settings)
         if self.scheduler is not None:
-            warnings += restore_scheduler(self.scheduler, state)
+            warnings += restore_scheduler(self.scheduler, state, keeps_settings=keeps_settings)
         return [f"expert {self.uid}: {warning}" for warning in warnings]
 
     def parameters_and_buffers(self) -> dict[str, torch.Tensor]:
@@ -226,10 +236,25 @@ class Expert:
 
     def _step(self) -> None:
         assert self.optimizer is not None
+        self.num_changes += 1  # before: a step that fails may have changed some
         self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
         self.num_updates += 1
+        if self.scheduler is not None and not self._is_schedule_over:
+            self._step_scheduler(self.scheduler)
+
+    def _step_scheduler(self, scheduler: LRScheduler) -> None:
+        """A schedule that cannot go on stays where it is: the step that was made is not taken back."""
+        last_epoch = scheduler.last_epoch
+        try:
+            scheduler.step()
+        except Exception as error:  # noqa: BLE001 - OneCycleLR's at its end, or one of one's own
+            scheduler.last_epoch = last_epoch
+            self._is_schedule_over = True
+            log.warning(
+                "The scheduler of expert %s fails, so that the learning rate stays from now on: %s",
+                self.uid,
+                error,
+            )
 
     def _copies_of_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         if not self._running:

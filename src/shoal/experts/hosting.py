@@ -10,10 +10,10 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 import torch
 
@@ -21,6 +21,7 @@ from shoal.core import (
     SYSTEM_CLOCK,
     Address,
     Deadline,
+    DeadlineExceeded,
     LoopThread,
     PeerId,
     ShoalError,
@@ -46,7 +47,6 @@ from shoal.experts.status_line import ExpertMoment, Moment
 from shoal.transport import Endpoint, Limits, Membership
 from shoal.transport.limits import GIB, MIB
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _MAX_LOOPS = 8
@@ -92,6 +92,8 @@ class Hosting:
         self._worker = LoopThread("shoal-files")
         self._server: ExpertServer | None = None
         self._saver: Saver | None = None
+        self._replicas: Replicas | None = None
+        self._adopting: Adopting | None = None
         self._standing = StandingScope("hosting")
         self._closing = contextlib.AsyncExitStack()
         self._began_s = 0.0
@@ -106,10 +108,13 @@ class Hosting:
             await self.endpoint.listen(self._where())
             if config.join:
                 await self._join(closing)
-            uids = await choose_uids(config, await self._blocking(self._maker.saved_uids), self.dht)
-            experts = [await self._blocking(functools.partial(self._maker.make, uid)) for uid in uids]
+            saved = await self._worker.run_blocking(self._maker.saved_uids)
+            uids = await choose_uids(config, saved, self.dht)
+            experts = [await self._made(uid) for uid in uids]
             server = ExpertServer(self.endpoint, experts, _server_settings(config, self.device))
             self._server = await closing.enter_async_context(server)
+            if self.dht is not None and set(uids) != set(config.uid):
+                uids = await self._choose_again(server, self.dht, saved)
             self._began_s = SYSTEM_CLOCK.now_s()
             if config.metrics_port is not None:
                 address = Address(config.metrics_host, config.metrics_port)
@@ -122,14 +127,14 @@ class Hosting:
                 self._saver = Saver(server, self._checkpoints, self._worker, self._maker.about)
                 scope.start_soon(self._saver.run(config.checkpoint_every_s), name="saving experts")
             if self.publishing is not None and self.dht is not None:
-                replicas = Replicas(server, self.dht, config.replica_sync_s)
+                replicas = self._replicas = Replicas(server, self.dht, config.replica_sync_s)
                 if config.uid:
                     await replicas.sync(config.uid)  # before they are found here, they become copies
                 await self._declare(uids)
                 scope.start_soon(replicas.run(), name="averaging replicas")
                 if config.adopt and self._checkpoints is not None:
-                    adopting = self._adopting(server, self.dht, self._checkpoints)
-                    scope.start_soon(adopting.run(), name="adopting experts")
+                    self._adopting = self._adopter(server, self.dht, self._checkpoints)
+                    scope.start_soon(self._adopting.run(), name="adopting experts")
             self._closing = closing.pop_all()
         return self
 
@@ -142,6 +147,7 @@ class Hosting:
         finally:
             self._last = self.moment()
             self._server = self._saver = self.dht = self.publishing = self.metrics = None
+            self._replicas = self._adopting = None
             await self._closing.aclose()
 
     # --- what it is ---
@@ -180,6 +186,9 @@ class Hosting:
             num_peers=0 if self.dht is None else len(self.dht.table),
             is_leaving=server.is_leaving,
             experts=tuple(_moment_of(expert) for expert in tuple(server.experts.values())),
+            num_averaged=0 if self._replicas is None else self._replicas.num_averaged,
+            num_copied=0 if self._replicas is None else self._replicas.num_copied,
+            num_adopted=0 if self._adopting is None else self._adopting.num_adopted,
         )
 
     # --- how it begins ---
@@ -209,11 +218,15 @@ class Hosting:
 
     async def _declare(self, uids: list[str]) -> None:
         assert self.publishing is not None
-        num_found = await self.publishing.declare(uids, Deadline.after(_DECLARE_S))
+        try:
+            num_found = await self.publishing.declare(uids, Deadline.after(_DECLARE_S))
+        except DeadlineExceeded as error:
+            log.warning("Experts are served, but cannot be found yet, which is tried on: %s", error)
+            return
         if num_found < len(uids):
             log.warning("%d of %d experts could not be declared yet.", len(uids) - num_found, len(uids))
 
-    def _adopting(self, server: ExpertServer, dht: DHT, checkpoints: Checkpoints) -> Adopting:
+    def _adopter(self, server: ExpertServer, dht: DHT, checkpoints: Checkpoints) -> Adopting:
         return Adopting(
             server,
             dht,
@@ -224,11 +237,23 @@ class Hosting:
             on_adopted=lambda uid: self._declare([uid]),
         )
 
-    async def _blocking(self, work: Callable[[], T]) -> T:
-        async def run() -> T:
-            return work()
+    async def _made(self, uid: str) -> Expert:
+        return await self._worker.run_blocking(functools.partial(self._maker.make, uid))
 
-        return await self._worker.run_from_async(run())
+    async def _choose_again(self, server: ExpertServer, dht: DHT, saved: list[str]) -> list[str]:
+        """Leave to others what they have begun to serve while this host was making the same."""
+        held = list(server.experts)
+        uids = await choose_uids(self.config, saved, dht, held)
+        if lost := [uid for uid in held if uid not in uids]:
+            log.warning(
+                "Others have begun to serve %d of the experts here: %s", len(lost), ", ".join(lost[:5])
+            )
+        for uid in lost:
+            await server.remove(uid)
+        for uid in uids:
+            if uid not in server.experts:
+                await server.add(await self._made(uid))
+        return uids
 
     # --- how it ends ---
 

@@ -18,6 +18,7 @@ Coordinates = tuple[int, ...]
 _ASK_AGAIN_S = 1.0
 _DOUBT_S = 5.0  # how old news of an expert may be that could not be called: another peer may serve it now
 _MAX_ABSENT = 256  # places without anything that are asked for again at a time
+_MAX_UNUSED = 64  # prefixes that nobody uses, of which the same is true
 
 
 class Known(Generic[T]):
@@ -143,7 +144,10 @@ class KnownGrid:
         self._tables = None
 
     def stale(self, used: Iterable[Place], now_s: float) -> tuple[list[Place], list[Place]]:
-        """Prefixes and experts to look up again: of the experts in use or in doubt, and some absences."""
+        """Prefixes and experts to look up again: of the experts in use or in doubt, absences, and some more.
+
+        There may be new experts below a prefix that is not in use: those asked for longest ago come along.
+        """
         old_s = now_s - self._refresh_s
         experts = list(used)
         prefixes = dict.fromkeys(
@@ -151,7 +155,12 @@ class KnownGrid:
         )
         doubted = _older(self._experts, self._doubted, now_s - min(self._refresh_s, _DOUBT_S))
         stale = dict.fromkeys(_older(self._experts, experts, old_s) + doubted + _absent(self._experts, old_s))
-        return _older(self._prefixes, prefixes, old_s) + _absent(self._prefixes, old_s), list(stale)
+        stale_prefixes = dict.fromkeys(
+            _older(self._prefixes, prefixes, old_s)
+            + _absent(self._prefixes, old_s)
+            + _oldest(self._prefixes, old_s)
+        )
+        return list(stale_prefixes), list(stale)
 
 
 def _drop(table: dict[Place, Known[T]], is_dropped: Callable[[Known[T]], bool]) -> int:
@@ -168,3 +177,8 @@ def _older(table: dict[Place, Known[T]], places: Iterable[Place], than_s: float)
 def _absent(table: dict[Place, Known[T]], before_s: float) -> list[Place]:
     places = [place for place, known in table.items() if known.value is None]
     return _older(table, places, before_s)[:_MAX_ABSENT]
+
+
+def _oldest(table: dict[Place, Known[T]], before_s: float) -> list[Place]:
+    places = [place for place in _older(table, table, before_s) if table[place].value is not None]
+    return sorted(places, key=lambda place: table[place].asked_at_s)[:_MAX_UNUSED]

@@ -49,6 +49,7 @@ class ExpertMaker:
         expert = self.like(saved)
         for warning in expert.load(saved.state):
             log.warning("%s", warning)
+        expert.num_changes = 0
         return expert
 
     def new(self, uid: str) -> Expert:

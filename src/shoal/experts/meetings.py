@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
@@ -62,7 +62,7 @@ async def average(expert: Expert, peer: Peer, channel: Channel, on_device: OnDev
             answered, means = _read(item)
             if answered != part:
                 raise TensorError("it answers with other pieces than it was sent")
-            await on_device(functools.partial(averaging.move, tensors, part, sent, means))
+            await on_device(functools.partial(_move, expert, tensors, part, sent, means))
     await channel.end()
     await channel.result()
 
@@ -72,14 +72,15 @@ async def answer_average(expert: Expert, channel: Channel, on_device: OnDevice) 
     tensors = await on_device(expert.parameters_and_buffers)
     while (item := await _next(channel)) is not None:
         part, theirs = _read(item)
-        means = await on_device(functools.partial(averaging.meet, tensors, part, theirs))
+        means = await on_device(functools.partial(_meet, expert, tensors, part, theirs))
         await channel.send(part, pack(means)[1])
 
 
 async def copy_state(expert: Expert, peer: Peer, channel: Channel, on_device: OnDevice) -> list[str] | None:
     """Become a copy of the other replica; warnings of what it lacks, or None when it is a newcomer itself.
 
-    Nothing is changed before all of it is here. PeerError that names the peer when it is not to be used.
+    Weights and what the optimizer has learned are copied; how fast it learns stays this expert's own. Nothing
+    is changed before all of it is here. PeerError that names the peer when it is not to be used.
     """
     await channel.end()
     own = await on_device(expert.parameters_and_buffers)
@@ -111,6 +112,25 @@ async def answer_state(expert: Expert, channel: Channel, on_device: OnDevice) ->
         await channel.send(part, pack(averaging.take(state.tensors, part))[1])
 
 
+def _move(
+    expert: Expert,
+    tensors: averaging.Tensors,
+    part: Part,
+    sent: Sequence[torch.Tensor],
+    means: Sequence[torch.Tensor],
+) -> None:
+    averaging.move(tensors, part, sent, means)
+    expert.num_changes += 1
+
+
+def _meet(
+    expert: Expert, tensors: averaging.Tensors, part: Part, theirs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    means = averaging.meet(tensors, part, theirs)
+    expert.num_changes += 1
+    return means
+
+
 def _room_for(specs: dict[str, TensorSpec], own: averaging.Tensors) -> dict[str, torch.Tensor]:
     """Memory for a state that a peer announces; LimitExceeded when this expert could not have such a one."""
     module_bytes = sum(map(_num_bytes, own.values()))
@@ -125,7 +145,7 @@ def _load(expert: Expert, own: averaging.Tensors, state: ExpertState) -> list[st
         if given is not None and given.shape == mine.shape:  # the others are `load`'s to refuse
             averaging.check_finite(name, given.to(mine.device), mine)
     try:
-        return expert.load(state)
+        return expert.load(state, keeps_settings=True)
     except UsageError as error:
         raise TensorError(error.what, cause=error.cause) from error
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:

@@ -51,6 +51,9 @@ def metrics_text(moment: Moment) -> str:
     add("samples_total", "counter", "Samples computed by all experts.", alone(moment.num_samples))
     add("batches_total", "counter", "Batches computed by all experts.", alone(moment.num_batches))
     add("failed_requests_total", "counter", "Accepted requests that failed.", alone(moment.num_failed))
+    add("averages_total", "counter", "Averages with other replicas begun here.", alone(moment.num_averaged))
+    add("copies_total", "counter", "Experts copied from other replicas.", alone(moment.num_copied))
+    add("adoptions_total", "counter", "Experts that nobody served any more.", alone(moment.num_adopted))
     add(
         "expert_samples_total",
         "counter",

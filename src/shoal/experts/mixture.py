@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.core import Deadline
 from shoal.dht import Swarm
 from shoal.experts.client import ExpertClient
 from shoal.experts.gate import ProductKeyGate
-from shoal.experts.last_call import LastCall, NotEnoughExperts
+from shoal.experts.last_call import LastCall
 from shoal.experts.mixture_settings import MixtureSettings
 from shoal.experts.remote_grid import Called, RemoteGrid
 
@@ -41,29 +40,20 @@ class MixtureOfExperts(nn.Module):
         self.settings = (settings or MixtureSettings()).but(**options)
         self.gate = ProductKeyGate(in_features, grid)
         self.experts = RemoteGrid(client, prefix, grid, self.settings)
-        self.last_call = LastCall()
+
+    @property
+    def last_call(self) -> LastCall:
+        """What became of the last batch, also when it ended in an error."""
+        return self.experts.last_call
 
     def forward(self, x: torch.Tensor, *args: torch.Tensor, **kwargs: torch.Tensor) -> Any:
-        """The weighted answers of the experts, called with all of these batch-first tensors.
+        """The weighted answers of the experts, called with all of these batch-first tensors; in x's dtype.
 
         NotEnoughExperts when a sample has fewer than `k_min` answers after all tries.
         """
-        timeout_s = self.settings.forward_timeout_s
-        deadline = None if timeout_s is None else Deadline.after(timeout_s)
         scores = self.gate(x)
-        num_tries = 0
-        while True:
-            called = self.experts.call(scores, (x, *args), kwargs, deadline)
-            self.last_call = called.last_call
-            num_tries += 1
-            try:
-                called.check()
-                break
-            except NotEnoughExperts:
-                is_late = deadline is not None and deadline.is_past
-                if is_late or num_tries >= self.settings.num_tries or not self.last_call.num_failed:
-                    raise
-        return called.mixed(self._weights(scores, called))
+        called = self.experts.call(scores, (x, *args), kwargs)
+        return called.mixed(self._weights(scores, called), x.dtype)
 
     def _weights(self, scores: torch.Tensor, called: Called) -> torch.Tensor:
         """Of each slot [batch, k]; zero where there is no answer, also for a sample that has none."""

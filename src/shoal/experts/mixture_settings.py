@@ -25,7 +25,8 @@ class MixtureSettings:
     beam_size: int | None = None
     """How many prefixes the search keeps; more find better experts and ask more. None: `k_best`."""
     forward_timeout_s: float | None = None
-    """For all experts together, a second try included; None: as long as each server may usually take."""
+    """For all experts together, finding them and a second try included; None: as long as each server may
+    usually take."""
     backward_timeout_s: float | None = None
     timeout_after_k_min_s: float | None = None
     """How long the others are waited for once every sample has what it needs; None: three times as long as
@@ -52,6 +53,11 @@ class MixtureSettings:
             )
         if (self.beam_size is not None and self.beam_size < 1) or self.num_tries < 1:
             raise UsageError(f"beam_size ({self.beam_size}) and num_tries ({self.num_tries}) are above 0.")
+
+    @property
+    def is_none_enough(self) -> bool:
+        """Whether a sample may go without any answer."""
+        return self.when_none_answers == "zeros" or self.k_min == 0
 
     def but(self, **options: Any) -> Self:
         """The same with other values; UsageError for a name that is no setting."""

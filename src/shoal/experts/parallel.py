@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from shoal.core import (
@@ -22,8 +23,8 @@ from shoal.core import (
     PeerUnreachable,
     RemoteFailure,
     ShoalError,
+    TensorError,
 )
-from shoal.experts.client import Forwarded
 from shoal.experts.directory import Directory
 from shoal.experts.last_call import LastCall, NotEnoughExperts, describe_error
 from shoal.experts.mixture_settings import MixtureSettings
@@ -45,7 +46,7 @@ class ExpertRound:
     ) -> None:
         self._directory = directory
         self._settings = settings
-        self._schema = schema
+        self.schema = schema
         self._num_samples, self._k = routes.slots.shape
         flat = routes.slots.flatten()
         order = flat.argsort(stable=True)
@@ -74,16 +75,22 @@ class ExpertRound:
             share.inputs = [tensor.detach().index_select(0, rows) for tensor in inputs]
 
         async def ask(share: Share) -> None:
-            forwarded = await self._directory.client.forward(
-                share.call.uid, share.expert.peers, share.inputs, deadline=deadline, is_kept=is_kept
-            )
+            try:
+                forwarded = await self._directory.client.forward(
+                    share.call.uid,
+                    share.expert.peers,
+                    share.inputs,
+                    deadline=deadline,
+                    is_kept=is_kept,
+                    accept=functools.partial(self._accept, share),
+                )
+            except TensorError:  # not of an answer: this expert takes something else
+                share.is_unlike = True
+                raise
+            share.is_unlike = False  # if another replica was
             share.call.peer = forwarded.peer
-            self._schema.check_outputs(forwarded.outputs, len(share.rows))
-            self._check_finite(forwarded.outputs, forwarded.peer, f"for {share.call.uid}")
             share.outputs = forwarded.outputs
-            share.forwarded = Forwarded(
-                forwarded.uid, forwarded.peer, [], forwarded.seconds, forwarded.kept_as
-            )
+            share.forwarded = msgspec.structs.replace(forwarded, outputs=[])
 
         def note(share: Share, seconds: float) -> None:
             share.call.seconds = seconds
@@ -101,6 +108,23 @@ class ExpertRound:
                 share.inputs = []
         return outputs
 
+    def _accept(self, share: Share, outputs: Sequence[torch.Tensor]) -> None:
+        """TensorError for what an expert cannot have answered."""
+        try:
+            self.schema.check_outputs(outputs, len(outputs[0]) if outputs else 0)
+        except TensorError:
+            share.is_unlike = True
+            raise
+        if self._settings.is_checking and not all(map(is_finite, outputs)):
+            raise TensorError("NaN or infinity")
+
+    @property
+    def is_schema_disproved(self) -> bool:
+        """Whether more peers take or give something else than do what the schema says."""
+        alike = dict.fromkeys(share.call.peer for share in self.answered)
+        unlike = dict.fromkeys(share.call.peer for share in self._shares if share.is_unlike)
+        return len([peer for peer in unlike if peer not in alike]) > len(alike)
+
     def check(self, is_there: torch.Tensor) -> None:
         """NotEnoughExperts when a sample has too few of these slots [batch, k]: routes, or answers."""
         num_there = is_there.sum(1)
@@ -117,7 +141,7 @@ class ExpertRound:
         """
         began_s = time.perf_counter()
         answered = self.answered
-        num_outputs = len(self._schema.outputs)
+        num_outputs = len(self.schema.outputs)
         grads = {
             id(share): list(grad_outputs[num_outputs * at : num_outputs * (at + 1)])
             for at, share in enumerate(answered)
@@ -196,14 +220,15 @@ class ExpertRound:
         deadline: Deadline | None,
     ) -> None:
         client = self._directory.client
-        patience = Patience(
-            k_min, deadline, self._settings.timeout_after_k_min_s, _QUIET_S * client.settings.patience
-        )
+        after_s = self._settings.timeout_after_k_min_s
+        patience = Patience(k_min, deadline, after_s, _QUIET_S * client.settings.patience)
+        has_time = deadline is None or not deadline.is_past
         client.run(self._asked(shares, ask, note, patience))
         # answers count last: a peer that answered for one expert is there, though another may have failed
         for share in shares:
-            if share.error is not None:
-                self._directory.failed(share.expert, is_peer_lost=isinstance(share.error, _LOST))
+            if share.error is not None and has_time and not (share.is_left_behind and after_s is not None):
+                is_lost = isinstance(share.error, _LOST) and not share.is_left_behind
+                self._directory.failed(share.expert, is_peer_lost=is_lost)
         for share in shares:
             if share.error is None:
                 self._directory.answered(share.expert, share.call.peer.id)
@@ -216,7 +241,7 @@ class ExpertRound:
         patience: Patience,
     ) -> None:
         began_s = time.perf_counter()
-        left_behind = DeadlineExceeded("It had not answered when the others had, and was left behind.")
+        is_open = ShoalError("It has not answered yet.")
 
         async def one(share: Share) -> bool:
             try:
@@ -230,15 +255,17 @@ class ExpertRound:
             return share.error is None
 
         for share in shares:
-            share.error = left_behind
-        calls = [Call(functools.partial(one, share), share.rows) for share in shares]
-        on_trial = [self._directory.is_on_trial(share.expert) for share in shares]
-        if not all(on_trial):
-            for call, is_on_trial in zip(calls, on_trial, strict=True):
-                call.is_relied_on = not is_on_trial
-        await ask_all(calls, self._num_samples, patience)
+            share.error = is_open
+        calls = [
+            Call(functools.partial(one, share), share.rows, not self._directory.is_on_trial(share.expert))
+            for share in shares
+        ]
+        is_enough = await ask_all(calls, self._num_samples, patience)
         for share in shares:
-            if share.error is left_behind:
+            share.is_left_behind = is_enough and share.error is is_open
+            if share.error is is_open:
+                when = "the others had" if is_enough else "the time was over"
+                share.error = DeadlineExceeded(f"It had not answered when {when}, and was left behind.")
                 note(share, time.perf_counter() - began_s)
 
     def _check_finite(self, tensors: Sequence[torch.Tensor], peer: Peer, what: str) -> None:

@@ -16,12 +16,20 @@ from shoal.dht.records import Entry
 log = logging.getLogger(__name__)
 
 _LATER_S = 0.05  # of two records of one peer the one that expires later counts
+_SHORT_LIFETIME_S = 10.0
 
 
 class Publishing:
     """The uids that this peer declares. For the DHT's loop."""
 
     def __init__(self, dht: DHT, lifetime_s: float) -> None:
+        if lifetime_s < _SHORT_LIFETIME_S:
+            log.warning(
+                "Experts that are declared for %g s are not found whenever a renewal is late: below %g s is "
+                "for tests.",
+                lifetime_s,
+                _SHORT_LIFETIME_S,
+            )
         self._dht = dht
         self._lifetime_s = lifetime_s
         self._kept: dict[tuple[str, ...], Kept] = {}

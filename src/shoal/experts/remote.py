@@ -29,14 +29,12 @@ class RemoteExpert(nn.Module):
         self.peers = tuple(peers) or tuple(client.run(client.find(uid)))
         self.forward_timeout_s: float | None = None
         self.backward_timeout_s: float | None = None
-        self._schema: ExpertSchema | None = None
 
     @property
     def schema(self) -> ExpertSchema:
         """What it takes and gives; asked of a server the first time."""
-        if self._schema is None:
-            self._schema = self._client.run(self._client.schema_of(self.uid, self.peers))
-        return self._schema
+        known = self._client.known_schema(self.uid)
+        return known or self._client.run(self._client.schema_of(self.uid, self.peers))
 
     def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> Any:
         """What the expert's module gives for these inputs."""

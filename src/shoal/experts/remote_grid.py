@@ -7,18 +7,29 @@ mixture's.
 from __future__ import annotations
 
 import collections
+import copy
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from shoal.core import Deadline, TensorError, UsageError, fanout
+from shoal.core import (
+    Deadline,
+    Peer,
+    PeerLeaving,
+    PeerLost,
+    PeerUnreachable,
+    ShoalError,
+    TensorError,
+    UsageError,
+    fanout,
+)
 from shoal.dht import Swarm
 from shoal.dht.declaring import ExpertAddress
 from shoal.experts.client import ExpertClient
 from shoal.experts.directory import Directory
-from shoal.experts.last_call import LastCall, NotEnoughExperts
+from shoal.experts.last_call import ExpertCall, LastCall, NotEnoughExperts, describe_error
 from shoal.experts.mixture_settings import MixtureSettings
 from shoal.experts.parallel import ExpertRound
 from shoal.experts.routing import Routes
@@ -27,11 +38,12 @@ from shoal.experts.shares import sum_by_sample
 from shoal.tensors.dtypes import DTYPES
 
 _SCHEMA_S = 5.0
-_NUM_SCHEMAS = 5  # asked at first: one expert that is unlike the others must not speak for all
+_NUM_VOTERS = 5  # peers asked at first: one that is unlike the others must not speak for all
+_LOST = (PeerLost, PeerUnreachable, PeerLeaving)
 
 
 class RemoteGrid:
-    """For any thread but the client's loop. A copy of it, with its mixture, is the same one."""
+    """For any thread but the client's loop. A copy of it, with its mixture, shares its directory."""
 
     def __init__(
         self, client: ExpertClient | Swarm, prefix: str, grid: Sequence[int], settings: MixtureSettings
@@ -40,74 +52,130 @@ class RemoteGrid:
             client = ExpertClient(client).open()  # on a swarm it has nothing of its own to close
         self.directory = Directory(client, prefix, grid, refresh_s=settings.refresh_s)
         self.settings = settings
+        self.last_call = LastCall()
+        """Of the last batch, also when it ended in an error."""
         self._schema: ExpertSchema | None = None
+        self._disproved: ExpertSchema | None = None
+        """What it was before, and most experts did not follow."""
 
     def __deepcopy__(self, memo: Any) -> RemoteGrid:
-        return self
+        return copy.copy(self)
 
     def call(
+        self, scores: torch.Tensor, args: Sequence[torch.Tensor], kwargs: Mapping[str, torch.Tensor]
+    ) -> Called:
+        """Ask the best experts of each sample, by scores [batch, sum(grid)]; all that they answered.
+
+        Once more when a sample lacks answers, without those that failed; NotEnoughExperts in the end.
+        """
+        began_s = time.perf_counter()
+        timeout_s = self.settings.forward_timeout_s
+        deadline = None if timeout_s is None else Deadline.after(timeout_s)
+        self.last_call = LastCall()
+        try:
+            for num_left in reversed(range(self.settings.num_tries)):
+                called = self._called(scores, args, kwargs, deadline)
+                is_late = deadline is not None and deadline.is_past
+                if not called.is_lacking or not self.last_call.num_failed or is_late or not num_left:
+                    break
+            called.check()
+            return called
+        finally:
+            self.last_call.seconds = time.perf_counter() - began_s
+
+    def _called(
         self,
         scores: torch.Tensor,
         args: Sequence[torch.Tensor],
         kwargs: Mapping[str, torch.Tensor],
         deadline: Deadline | None,
     ) -> Called:
-        """Ask the best experts of each sample, by scores [batch, sum(grid)]; all that they answered.
-
-        NotEnoughExperts when there are not as many as are needed; whether as many have answered is for
-        `Called.check`.
-        """
         began_s = time.perf_counter()
-        routes = self._find(scores)
+        routes = self._find(scores, deadline)
         search_s = time.perf_counter() - began_s
-        schema = self._schema_of(routes.experts)
-        inputs = self._inputs(schema, args, kwargs)
+        try:
+            schema = self._schema_of(routes, deadline)
+        except NotEnoughExperts as error:
+            self.last_call = error.last_call
+            self.last_call.search_seconds = search_s
+            return Called(error, routes, (), scores.device, self.settings)
+        try:
+            inputs = self._inputs(schema, args, kwargs)
+        except UsageError:
+            self._drop_schema()  # it may be the schema that is wrong: the next call asks again
+            raise
         round_ = ExpertRound(self.directory, self.settings, routes, schema)
+        self.last_call = round_.last_call
+        self.last_call.search_seconds = search_s
         round_.check(routes.slots >= 0)
         # a tensor that needs a gradient, so that backward comes to the experts although no input needs one
         anchor = torch.empty(0, requires_grad=torch.is_grad_enabled())
         outputs = _Round.apply(round_, deadline, anchor, *inputs)  # type: ignore[no-untyped-call]
-        round_.last_call.search_seconds = search_s
-        round_.last_call.seconds = time.perf_counter() - began_s
-        return Called(round_, routes, schema, outputs, scores.device)
+        if round_.is_schema_disproved:
+            self._drop_schema()
+        return Called(round_, routes, outputs, scores.device, self.settings)
 
-    def _find(self, scores: torch.Tensor) -> Routes:
+    def _find(self, scores: torch.Tensor, deadline: Deadline | None) -> Routes:
         settings = self.settings
         return self.directory.find(
             scores.detach().cpu(),
             beam_size=settings.beam_size or settings.k_best,
             k=settings.k_best,
             k_min=settings.k_min,
+            deadline=deadline,
         )
 
-    def _schema_of(self, experts: Sequence[ExpertAddress]) -> ExpertSchema:
-        """What all experts take and give, asked of a few of them the first time."""
+    def _schema_of(self, routes: Routes, deadline: Deadline | None) -> ExpertSchema:
+        """What all experts take and give, as most of a few peers say that are asked the first time."""
         if self._schema is None:
-            schema = self.directory.client.run(self._most_common_schema(experts))
+            limit_s = _SCHEMA_S * self.directory.client.settings.patience
+            if deadline is not None:
+                limit_s = min(limit_s, deadline.remaining_s / 2)  # what remains is for the calls
+            schema = self._voted(routes, Deadline.after(limit_s))
             for each in schema.outputs:
                 if not DTYPES[each.dtype].is_floating_point:
                     raise UsageError(f"Experts that give {each} cannot be mixed: there is no mean of it.")
             self._schema = schema
         return self._schema
 
-    async def _most_common_schema(self, experts: Sequence[ExpertAddress]) -> ExpertSchema:
-        client = self.directory.client
-        first_of_peers = {expert.peer: expert for expert in reversed(experts)}
-        asked = list(dict.fromkeys((*first_of_peers.values(), *experts)))[:_NUM_SCHEMAS]
-        deadline = Deadline.after(_SCHEMA_S * client.settings.patience)
-        told = await fanout(
-            [client.schema_of(str(expert.uid), expert.peers, deadline) for expert in asked],
-            deadline,
-            is_enough=lambda results: any(count > 1 for _, count in _by_frequency(results)),
-        )
-        if schemas := _by_frequency(told):
-            return schemas[0][0]
-        errors = [error for error in told if isinstance(error, Exception)]
+    def _drop_schema(self) -> None:
+        self._schema, self._disproved = None, self._schema
+
+    def _voted(self, routes: Routes, deadline: Deadline) -> ExpertSchema:
+        """Each peer has one vote, however many experts it serves."""
+        voters: dict[object, tuple[ExpertAddress, Peer]] = {}
+        for expert in routes.experts:
+            for peer in expert.peers:
+                voters.setdefault(peer.id or peer, (expert, peer))
+        asked = list(voters.values())[:_NUM_VOTERS]
+        told = self.directory.client.run(self._ask_schemas(asked, deadline))
+        votes = _by_frequency(told)
+        if votes:
+            # of as many votes, one that was tried already comes last
+            return max(votes, key=lambda vote: (vote[1], vote[0] != self._disproved))[0]
+        last_call = LastCall(num_samples=len(routes.slots))
+        for (expert, peer), error in zip(asked, told, strict=True):
+            if isinstance(error, ShoalError):
+                call = ExpertCall(str(expert.uid), peer, 0, error=describe_error(error))
+                last_call.experts.append(call)
+                is_lost = isinstance(error, _LOST) and len(expert.peers) == 1
+                self.directory.failed(expert, is_peer_lost=is_lost)
+        none = "none was found in time." if deadline.is_past else "none is declared in the DHT."
         raise NotEnoughExperts(
             f"No expert of {self.directory.prefix} tells what it takes and gives.",
-            LastCall(),
-            cause=str(errors[0]) if errors else "none is declared in the DHT.",
+            last_call,
+            cause=(last_call.experts[0].error if last_call.experts else None) or none,
             next_step="start one with `shoal serve`; see that its uids and this grid fit together.",
+        )
+
+    async def _ask_schemas(
+        self, asked: Sequence[tuple[ExpertAddress, Peer]], deadline: Deadline
+    ) -> list[ExpertSchema | Exception]:
+        client = self.directory.client
+        return await fanout(
+            [client.schema_of(str(expert.uid), (peer,), deadline) for expert, peer in asked],
+            deadline,
+            is_enough=lambda results: any(2 * count > len(asked) for _, count in _by_frequency(results)),
         )
 
     def _inputs(
@@ -135,20 +203,34 @@ class Called:
 
     def __init__(
         self,
-        round_: ExpertRound,
+        outcome: ExpertRound | NotEnoughExperts,
         routes: Routes,
-        schema: ExpertSchema,
         outputs: tuple[torch.Tensor, ...],
         device: torch.device,
+        settings: MixtureSettings,
     ) -> None:
-        self.last_call = round_.last_call
-        self.schema = schema
-        self.is_answered = round_.is_answered.to(device)
-        """Of each slot [batch, k]."""
-        self._round = round_
+        self._outcome = outcome
         self._routes = routes
         self._outputs = outputs
         self._device = device
+        self._settings = settings
+
+    @property
+    def has_schema(self) -> bool:
+        """Whether it is known what experts give; where it is not, there are no answers."""
+        return isinstance(self._outcome, ExpertRound)
+
+    @property
+    def is_answered(self) -> torch.Tensor:
+        """Of each slot [batch, k]."""
+        if isinstance(self._outcome, ExpertRound):
+            return self._outcome.is_answered.to(self._device)
+        return torch.zeros(self._routes.slots.shape, dtype=torch.bool, device=self._device)
+
+    @property
+    def is_lacking(self) -> bool:
+        """Whether a sample has fewer answers than it needs, be that an error or not."""
+        return bool((self.is_answered.sum(1) < self._settings.k_min).any())
 
     @property
     def is_routed(self) -> torch.Tensor:
@@ -164,24 +246,31 @@ class Called:
         return (coordinates[slots.clamp(min=0)] * (slots >= 0).unsqueeze(-1)).to(self._device)
 
     def check(self) -> None:
-        """NotEnoughExperts when a sample has fewer answers than it needs."""
-        self._round.check(self._round.is_answered)
+        """NotEnoughExperts when a sample has fewer answers than it needs, and zeros do not do."""
+        if isinstance(self._outcome, ExpertRound):
+            self._outcome.check(self._outcome.is_answered)
+        elif not self._settings.is_none_enough:
+            raise self._outcome
 
-    def mixed(self, weights: torch.Tensor) -> Any:
+    def mixed(self, weights: torch.Tensor, dtype: torch.dtype) -> Any:
         """The sum of each sample's answers by weights [batch, k], as the experts' module would give it.
 
-        Weights of slots without an answer count as zero.
+        Weights of slots without an answer count as zero. In `dtype`, where that is one of floating point;
+        NotEnoughExperts when it is not known how large zeros would be.
         """
-        answered = self._round.answered
+        if not isinstance(self._outcome, ExpertRound):
+            raise self._outcome
+        answered, schema = self._outcome.answered, self._outcome.schema
         weights = weights.masked_fill(~self.is_answered, 0.0)
-        num_outputs = len(self.schema.outputs)
-        mixed = [
-            sum_by_sample(answered, self._outputs[index::num_outputs], weights.shape, weights)
-            if answered
-            else torch.zeros((len(weights), *each.shape), dtype=DTYPES[each.dtype], device=self._device)
-            for index, each in enumerate(self.schema.outputs)
-        ]
-        return mixed[0] if self.schema.is_single else tuple(mixed)
+        mixed = []
+        for index, each in enumerate(schema.outputs):
+            to_dtype = dtype if dtype.is_floating_point else DTYPES[each.dtype]
+            if answered:
+                outputs = self._outputs[index :: len(schema.outputs)]
+                mixed.append(sum_by_sample(answered, outputs, weights.shape, weights).to(to_dtype))
+            else:
+                mixed.append(torch.zeros((len(weights), *each.shape), dtype=to_dtype, device=self._device))
+        return mixed[0] if schema.is_single else tuple(mixed)
 
 
 class _Round(torch.autograd.Function):

@@ -4,9 +4,10 @@ Each peer looks up who else serves its experts and meets one of them after anoth
 expert has one meeting at a time; whoever asks meanwhile is told 'busy', and is met another time. What is said
 in a meeting is `meetings`'.
 
-Only peers that the expert's own record in the DHT named when this peer last looked may average with it. They
-are known by their ids, which are proven in a swarm with a secret, and their own word without one. Any peer
-of the swarm may read a state.
+Only peers that the expert's own record in the DHT named when this peer last looked may average with it. In a
+swarm with a secret they are known by ids that are proven. Without one, which is on this machine alone unless
+that was asked for, an id is a peer's own word, and one that gives none may average too. Any peer of the swarm
+may read a state.
 
 An expert that was never trained when it was first seen is a newcomer: it copies an older replica instead of
 averaging with it. Where all are newcomers, the one with the lowest id is the one to be copied.
@@ -218,8 +219,8 @@ class Replicas:
     async def _rpc_average(self, head: Head, channel: Channel) -> Reply:
         expert = self._expert(head)
         uid, caller = expert.uid, head.peer
-        is_nameless = caller.id is None and self._dht.endpoint.membership is None
-        if not (is_nameless or caller.id in self._peers.get(uid, ())):
+        is_anybody = caller.id is None and self._dht.endpoint.membership is None  # as good as any claim
+        if not (is_anybody or caller.id in self._peers.get(uid, ())):
             raise PeerBusy(
                 f"{caller} is not known here as one that serves {uid}.",
                 cause="it has declared the expert just now, or not at all.",

@@ -6,6 +6,7 @@ asked between two searches, and in training it seldom is.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -92,20 +93,30 @@ class GridTables:
         self.experts.append(expert)
         return len(self.experts) - 1
 
+    def without(self, left_out: torch.Tensor) -> GridTables:
+        """The same but for experts with a mark, and for prefixes that lead to no others.
+
+        What is unknown may be there.
+        """
+        if not self.experts:
+            return self
+        tables = copy.copy(self)
+        levels: list[torch.Tensor] = []
+        is_out = left_out
+        for targets in reversed(self._levels):
+            rows = targets.masked_fill((targets >= 0) & is_out[targets.clamp(min=0)], _ABSENT)
+            levels.append(rows)
+            is_out = (rows == _ABSENT).all(1)
+        tables._levels = levels[::-1]
+        return tables
+
     def search(
-        self,
-        scores: Sequence[torch.Tensor],
-        *,
-        beam_size: int,
-        k: int,
-        left_out: torch.Tensor | None = None,
-        reach: int | None = 1,
+        self, scores: Sequence[torch.Tensor], *, beam_size: int, k: int, reach: int | None = 1
     ) -> torch.Tensor | list[Place]:
         """The `k` best experts of each sample as numbers [batch, k], -1 where there are no more.
 
         Or, when that depends on them, the places to look up first, `reach` times as far down as a beam goes;
-        without a reach what is unknown counts as absent. `left_out` has a mark for each expert; scores of
-        minus infinity leave a coordinate out.
+        without a reach what is unknown counts as absent. Scores of minus infinity leave a coordinate out.
         """
         if not self._is_root_known and reach is not None:
             return [self._root]
@@ -113,14 +124,11 @@ class GridTables:
         rows = torch.zeros((batch_size, 1), dtype=torch.int64)
         sums = torch.zeros((batch_size, 1))
         for axis, axis_scores in enumerate(scores):
-            is_last = axis == len(scores) - 1
-            width = k if is_last else beam_size
+            width = k if axis == len(scores) - 1 else beam_size
             targets = self._levels[axis][rows]
             is_out = targets == _ABSENT
             if self._has_unknown[axis] and reach is None:
                 is_out |= targets == _UNKNOWN
-            if is_last and left_out is not None and self.experts:
-                is_out |= (targets >= 0) & left_out[targets.clamp(min=0)]
             totals = (sums.unsqueeze(2) + axis_scores.unsqueeze(1)).masked_fill_(is_out, -torch.inf)
             totals, targets = totals.flatten(1), targets.flatten(1)
             if self._has_unknown[axis] and reach is not None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from shoal.core import LoopThread, ShoalError, UsageError
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from shoal.experts.expert import Expert
     from shoal.experts.server import ExpertServer
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -35,7 +34,7 @@ class Saver:
         self._checkpoints = checkpoints
         self._writer = writer
         self._about = dict(about or {})
-        self._saved: dict[str, tuple[Expert, int | None]] = {}  # and how many updates it had
+        self._saved: dict[str, tuple[Expert, int]] = {}  # and how many changes it had
         self._is_failing = False
         self._turn = asyncio.Lock()
 
@@ -63,33 +62,17 @@ class Saver:
 
     async def _save(self, expert: Expert) -> bool:
         uid = expert.uid
-        known, num_updates = self._saved.get(uid, (None, None))
+        known, num_changes = self._saved.get(uid, (None, 0))
         if known is not expert:
-            num_updates = await self._written(lambda: self._checkpoints.num_updates(uid))
-        if num_updates == expert.num_updates:
-            self._saved[uid] = expert, num_updates
+            num_updates = await self._writer.run_blocking(lambda: self._checkpoints.num_updates(uid))
+            num_changes = 0 if num_updates == expert.num_updates else -1
+        if num_changes == expert.num_changes:
+            self._saved[uid] = expert, num_changes
             return False
-        state = await self._server.on_device(expert.state)
-        await self._written(lambda: self._checkpoints.save(uid, state, self._about))
-        self._saved[uid] = expert, int(state.numbers["num_updates"])
+        state, num_changes = await self._server.on_device(lambda: (expert.state(), expert.num_changes))
+        await self._writer.run_blocking(lambda: self._checkpoints.save(uid, state, self._about))
+        self._saved[uid] = expert, num_changes
         if self._is_failing:
             log.info("Experts are saved again.")
         self._is_failing = False
         return True
-
-    async def _written(self, work: Callable[[], T]) -> T:
-        async def blocking() -> T:
-            return work()
-
-        return await self._writer.run_from_async(blocking())
-
-
-async def keep_saving(
-    server: ExpertServer,
-    checkpoints: Checkpoints,
-    every_s: float,
-    about: Mapping[str, Any] | None = None,
-) -> None:
-    """Save a server's experts every so many seconds, until cancelled. To be run on the server's loop."""
-    with LoopThread("shoal-checkpoints") as writer:
-        await Saver(server, checkpoints, writer, about).run(every_s)

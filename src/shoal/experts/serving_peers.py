@@ -18,10 +18,7 @@ async def who_serves(dht: DHT, uids: Sequence[str]) -> list[ExpertAddress | None
 
     DeadlineExceeded or PeerUnreachable when that could not be found out: it is not taken for absence.
     """
-    found = await dht.get_many(uids, latest=True, must_end=True)
-    there = [uid for uid, value in zip(uids, found, strict=True) if value is not None]
-    addresses = dict(zip(there, await get_experts(dht, there), strict=True))  # out of this peer's own memory
-    return [addresses.get(uid) for uid in uids]
+    return await get_experts(dht, uids, latest=True, must_end=True)
 
 
 def is_in_grid(uid: str) -> bool:

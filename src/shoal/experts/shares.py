@@ -28,6 +28,10 @@ class Share:
         self.outputs: list[torch.Tensor] = []
         self.gradients: list[torch.Tensor | None] | None = None
         self.error: ShoalError | None = None
+        self.is_left_behind = False
+        """Whether the error is only that its answer was not needed any more."""
+        self.is_unlike = False
+        """Whether the expert takes or gives something else than the others."""
 
 
 def sum_by_sample(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 
 from shoal.core import AdaptiveDeadline, Peer
@@ -15,6 +17,8 @@ _MAX_PEERS = 10_000
 _MAX_OVERTAKEN = 3  # in a row, before a server counts as one that fails
 _MAX_LATER = 3  # times that a deadline is doubled: who is stopped should not be waited for ever longer
 _SMOOTHING = 0.3
+_HALF_LIFE_S = 2.0  # of what is known of a server's speed
+_RECOVERED = 10.0
 
 
 class Standing:
@@ -33,6 +37,7 @@ class Standing:
         self.suspect_until_s = 0.0
         self._num_failures = 0
         self._num_overtaken = 0
+        self._seen_s = 0.0
 
     def timeout_s(self, method: str, size_bytes: int) -> float:
         """How long a call with so many bytes may take, both ways counted."""
@@ -47,7 +52,10 @@ class Standing:
         self.waited_s += _SMOOTHING * (waited_s - self.waited_s)
         if method == "forward":
             is_first = self.answer_s == 0.0
-            self.answer_s = seconds if is_first else self.answer_s + _SMOOTHING * (seconds - self.answer_s)
+            # one that has been slow for a while, and is no more, is believed sooner
+            share = 1.0 if is_first or seconds < self.answer_s / _RECOVERED else _SMOOTHING
+            self.answer_s += share * (seconds - self.answer_s)
+            self._seen_s = time.monotonic()
 
     def on_overtaken(self, seconds: float, now_s: float) -> None:
         """Another replica was faster, or nobody waits for it any more: it takes at least so long."""
@@ -55,6 +63,7 @@ class Standing:
             return
         has_never_answered = self.answer_s == 0.0
         self.answer_s = max(self.answer_s, seconds)
+        self._seen_s = now_s
         self._num_overtaken += 1
         if has_never_answered or self._num_overtaken >= _MAX_OVERTAKEN:
             self.on_failure(now_s)
@@ -72,10 +81,13 @@ class Standing:
         self.suspect_until_s = now_s + min(_MAX_SUSPECT_S, _SUSPECT_S * 2.0**self._num_failures)
         self._num_failures = min(self._num_failures + 1, _MAX_DOUBLINGS)
 
-    @property
-    def expected_s(self) -> float:
-        """How long a call would take now, for choosing among replicas."""
-        return self.answer_s * (1 + self.num_in_flight) + self.waited_s
+    def expected_s(self, now_s: float) -> float:
+        """How long a call would take now, for choosing among replicas.
+
+        What was seen long ago counts less and less: who was slow then is asked again now and then.
+        """
+        age = max(0.0, now_s - self._seen_s) / _HALF_LIFE_S
+        return (self.answer_s * (1 + self.num_in_flight) + self.waited_s) * math.pow(0.5, age)
 
     @property
     def hedge_s(self) -> float:
@@ -115,4 +127,4 @@ class Standings:
 
         One that was never asked counts as fast: it should get its chance.
         """
-        return sorted(peers, key=lambda peer: (self.is_suspect(peer, now_s), self.of(peer).expected_s))
+        return sorted(peers, key=lambda peer: (self.is_suspect(peer, now_s), self.of(peer).expected_s(now_s)))

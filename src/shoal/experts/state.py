@@ -7,6 +7,7 @@ through all of its groups. Files are left to the checkpoints.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +18,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.core import UsageError
+from shoal.experts.fitting import example_state, misfit_of_settings, misfit_of_state
 
 # How an optimizer computes is not part of what it has learned, and may differ from device to device.
 _WAYS_TO_COMPUTE = ("foreach", "fused", "capturable", "differentiable")
+_PROGRESS = ("last_epoch", "_step_count")  # of a scheduler: all but how it was set up
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +109,16 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.T
     return tensors, _as_json(numbers, f"{kind}'s state")
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, state: ExpertState) -> list[str]:
-    """Put back what `optimizer_state` gave; an optimizer of another kind keeps its own, with a warning."""
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, state: ExpertState, *, keeps_settings: bool = False
+) -> list[str]:
+    """Put back what `optimizer_state` gave; what cannot be this optimizer's starts anew, with a warning.
+
+    With `keeps_settings` its rates, betas and the like stay its own; where a scheduler lowers the rate, it is
+    lowered as far as the other's.
+    """
     kind = type(optimizer).__name__
+    optimizer.state.clear()
     try:
         numbers = msgspec.convert(state.numbers.get("optimizer"), _OptimizerNumbers)
     except msgspec.ValidationError:
@@ -116,20 +126,18 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: ExpertState) -> l
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if numbers.kind != kind or numbers.sizes != sizes or len(numbers.groups) != len(sizes):
         return [f"the state is that of another optimizer ({numbers.kind}), so {kind} starts anew"]
+    try:
+        restored = _restored(optimizer, state.tensors, numbers, keeps_settings=keeps_settings)
+    except _Misfit as misfit:
+        return [f"the state of {kind} cannot be used, as {misfit}, so it starts anew"]
     warnings: list[str] = []
     for group, saved in zip(optimizer.param_groups, numbers.groups, strict=True):
-        warnings += _restore_group(group, saved)
-    optimizer.state.clear()
-    for index, parameter in enumerate(_parameters(optimizer)):
-        prefix = f"optimizer.{index}."
-        values: dict[str, Any] = {
-            name.removeprefix(prefix): tensor.clone()
-            for name, tensor in state.tensors.items()
-            if name.startswith(prefix)
-        }
-        values |= numbers.values.get(str(index), {})
-        if values:
-            optimizer.state[parameter] = values
+        if keeps_settings:
+            _follow_rate(group, saved)
+        else:
+            warnings += _restore_group(group, saved)
+    for parameter, values in restored:
+        optimizer.state[parameter] = values
     move_optimizer(optimizer)
     return warnings
 
@@ -164,8 +172,10 @@ def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
     return {"kind": kind, "values": _as_json(scheduler.state_dict(), f"{kind}'s state")}
 
 
-def restore_scheduler(scheduler: LRScheduler, state: ExpertState) -> list[str]:
-    """Put back what `scheduler_state` gave, or warn."""
+def restore_scheduler(
+    scheduler: LRScheduler, state: ExpertState, *, keeps_settings: bool = False
+) -> list[str]:
+    """Put back what `scheduler_state` gave, or warn. With `keeps_settings`, only how far it has come."""
     kind = type(scheduler).__name__
     try:
         numbers = msgspec.convert(state.numbers.get("scheduler"), _SchedulerNumbers)
@@ -175,8 +185,70 @@ def restore_scheduler(scheduler: LRScheduler, state: ExpertState) -> list[str]:
         return [f"the state has {numbers.kind} for {kind}, which starts anew"]
     # torch takes any attribute from a state, so that only those go in which this scheduler has.
     known = scheduler.state_dict()
-    scheduler.load_state_dict(known | {key: numbers.values[key] for key in known if key in numbers.values})
+    given = {key: numbers.values[key] for key in known if key in numbers.values and _is_as_json(known[key])}
+    if keeps_settings:
+        given = {key: given[key] for key in _PROGRESS if key in given}
+    if problem := misfit_of_settings(known, given):
+        return [f"the state of {kind} cannot be used, as {problem}, so it starts anew"]
+    if keeps_settings:
+        given["_last_lr"] = [group["lr"] for group in scheduler.optimizer.param_groups]
+    scheduler.load_state_dict(known | given)
     return []
+
+
+class _Misfit(Exception):
+    """Why a state is not this optimizer's."""
+
+
+def _restored(
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, torch.Tensor],
+    numbers: _OptimizerNumbers,
+    *,
+    keeps_settings: bool,
+) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+    """What the optimizer is to know of its parameters; nothing is changed yet."""
+    restored = []
+    index = 0
+    for group, saved in zip(optimizer.param_groups, numbers.groups, strict=True):
+        settings = {key: group[key] for key in group if key not in ("params", *_WAYS_TO_COMPUTE)}
+        if not keeps_settings:
+            if problem := misfit_of_settings(settings, saved):
+                raise _Misfit(problem)
+            settings |= {key: saved[key] for key in settings if key in saved}
+        examples: dict[tuple[int, torch.dtype], dict[str, Any]] = {}
+        for parameter in group["params"]:
+            prefix = f"optimizer.{index}."
+            values: dict[str, Any] = {
+                name.removeprefix(prefix): tensor.clone()
+                for name, tensor in tensors.items()
+                if name.startswith(prefix)
+            }
+            values |= numbers.values.get(str(index), {})
+            index += 1
+            if not values:
+                continue
+            kind = parameter.dim(), parameter.dtype
+            if kind not in examples:
+                examples[kind] = example_state(optimizer, settings, parameter)
+            if problem := misfit_of_state(parameter, examples[kind], values):
+                raise _Misfit(problem)
+            restored.append((parameter, values))
+    return restored
+
+
+def _follow_rate(group: dict[str, Any], other: Mapping[str, Any]) -> None:
+    """Lower the rate as far as the other's, where both have a scheduler."""
+    first, other_first, other_now = group.get("initial_lr"), other.get("initial_lr"), other.get("lr")
+    numbers = (int, float)
+    if first is None or not (isinstance(other_first, numbers) and isinstance(other_now, numbers)):
+        return
+    if 0 <= other_now <= other_first and 0 < other_first < math.inf:
+        rate = float(first) * (other_now / other_first)
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -196,6 +268,11 @@ def _restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> list[str]
         else:
             group[key] = tuple(value) if isinstance(present, tuple) else value
     return warnings
+
+
+def _is_as_json(value: Any) -> bool:
+    """Whether JSON gives it back: names that are numbers, such as milestones', become text there."""
+    return not isinstance(value, Mapping) or all(isinstance(key, str) for key in value)
 
 
 def _as_json(numbers: Any, what: str) -> Any:

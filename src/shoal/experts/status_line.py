@@ -30,6 +30,11 @@ class Moment(msgspec.Struct, frozen=True):
     """That the DHT knows."""
     is_leaving: bool
     experts: tuple[ExpertMoment, ...]
+    num_averaged: int = 0
+    """Averages with other replicas that this host began."""
+    num_copied: int = 0
+    """Experts that have become copies of other replicas."""
+    num_adopted: int = 0
 
     @property
     def num_samples(self) -> int:

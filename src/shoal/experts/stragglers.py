@@ -37,11 +37,11 @@ class Call:
     rows: torch.Tensor
     """The samples that it is for."""
     is_relied_on: bool = True
-    """Whether samples that lack answers wait for it; else it is one of the others from the beginning."""
+    """Whether samples that lack answers wait for it; else only those do that can rely on no other."""
 
 
-async def ask_all(calls: Sequence[Call], num_samples: int, patience: Patience) -> None:
-    """Run all calls at once. Late ones are cut off."""
+async def ask_all(calls: Sequence[Call], num_samples: int, patience: Patience) -> bool:
+    """Run all calls at once. Late ones are cut off: those that nobody needed any more, when it gives True."""
     clock = running_clock()
     began_s = clock.now_s()
     waiting = _Waiting(calls, num_samples, patience.k_min)
@@ -59,6 +59,7 @@ async def ask_all(calls: Sequence[Call], num_samples: int, patience: Patience) -
                 await _the_others(waiting, patience, clock.now_s() - began_s)
         except TimeoutError:
             scope.cancel()
+    return waiting.is_enough.is_set()
 
 
 async def _the_others(waiting: _Waiting, patience: Patience, elapsed_s: float) -> None:
@@ -80,17 +81,19 @@ class _Waiting:
         self.is_all = asyncio.Event()
         self.has_moved = asyncio.Event()
         self._num_calls = len(calls)
-        relied_on = [call.rows for call in calls if call.is_relied_on]
-        together = torch.cat([torch.empty(0, dtype=torch.int64), *relied_on])
-        self._num_open = torch.bincount(together, minlength=num_samples)
+        self._num_relied_on = _count([call for call in calls if call.is_relied_on], num_samples)
+        """Of each sample: calls that are open or answered."""
+        self._num_open = self._num_relied_on.clone()
+        self._num_open_others = _count([call for call in calls if not call.is_relied_on], num_samples)
         self._lacking = torch.full_like(self._num_open, k_min)
         self._update()
 
     def ended(self, call: Call, *, is_answered: bool) -> None:
         """A call is over."""
         self._num_calls -= 1
-        if call.is_relied_on:
-            self._num_open[call.rows] -= 1
+        (self._num_open if call.is_relied_on else self._num_open_others)[call.rows] -= 1
+        if call.is_relied_on and not is_answered:
+            self._num_relied_on[call.rows] -= 1
         if is_answered:
             self._lacking[call.rows] -= 1
         self._update()
@@ -98,6 +101,13 @@ class _Waiting:
     def _update(self) -> None:
         if self._num_calls == 0:
             self.is_all.set()
-        if not self.is_enough.is_set() and not bool(((self._lacking > 0) & (self._num_open > 0)).any()):
-            self.is_enough.set()
+        if not self.is_enough.is_set():
+            num_awaited = torch.where(self._num_relied_on > 0, self._num_open, self._num_open_others)
+            if not bool(((self._lacking > 0) & (num_awaited > 0)).any()):
+                self.is_enough.set()
         self.has_moved.set()
+
+
+def _count(calls: Sequence[Call], num_samples: int) -> torch.Tensor:
+    rows = torch.cat([torch.empty(0, dtype=torch.int64), *(call.rows for call in calls)])
+    return torch.bincount(rows, minlength=num_samples)

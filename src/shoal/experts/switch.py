@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.core import Deadline, UsageError
+from shoal.core import UsageError
 from shoal.dht import Swarm
 from shoal.experts.client import ExpertClient
 from shoal.experts.gate import ProductKeyGate
@@ -71,7 +71,6 @@ class SwitchMixtureOfExperts(nn.Module):
         self.settings = (settings or SwitchSettings()).but(**options)
         self.gate = ProductKeyGate(in_features, grid)
         self.experts = RemoteGrid(client, prefix, grid, self.settings)
-        self.last_call = LastCall()
         for axis, size in enumerate(self.gate.grid):
             self.register_buffer(f"utilization_{axis}", torch.full((size,), 1 / size))
 
@@ -80,27 +79,28 @@ class SwitchMixtureOfExperts(nn.Module):
         """Of each axis: which part of the samples went to each coordinate, over the last batches."""
         return [self.get_buffer(f"utilization_{axis}") for axis in range(len(self.gate.grid))]
 
+    @property
+    def last_call(self) -> LastCall:
+        """What became of the last batch, also when it ended in an error."""
+        return self.experts.last_call
+
     def forward(
         self, x: torch.Tensor, *args: torch.Tensor, **kwargs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`x` plus the answer of each sample's expert; and the loss."""
-        timeout_s = self.settings.forward_timeout_s
-        deadline = None if timeout_s is None else Deadline.after(timeout_s)
         axes = self._scores(x)
         probabilities = [axis.softmax(1) for axis in axes]
-        called = self.experts.call(torch.cat(axes, 1), (x, *args), kwargs, deadline)
-        self.last_call = called.last_call
-        called.check()
+        called = self.experts.call(torch.cat(axes, 1), (x, *args), kwargs)
         coordinates = called.coordinates.squeeze(1)
         chosen = [axis.gather(1, coordinates[:, at : at + 1]) for at, axis in enumerate(probabilities)]
         weights = math.prod(chosen[1:], start=chosen[0]).masked_fill(~called.is_answered, 0.0)
-        answer = called.mixed(weights)
+        answer = called.mixed(weights, x.dtype) if called.has_schema else torch.zeros_like(x)
         if not isinstance(answer, torch.Tensor) or answer.shape != x.shape:
             raise UsageError(
                 f"A switch adds its input {list(x.shape)} to what experts answer, which is of another shape.",
                 next_step="use experts that give one tensor as large as their first input.",
             )
-        return x + answer.to(x.dtype), self._balance(probabilities, coordinates, called)
+        return x + answer, self._balance(probabilities, coordinates, called)
 
     def _scores(self, x: torch.Tensor) -> list[torch.Tensor]:
         settings = self.settings
