@@ -23,7 +23,7 @@ demo: setup
 	$(BIN)/shoal report shoal-reports/demo.json -o demo-report.html
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python tools/halves.py -m "not slow"
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow

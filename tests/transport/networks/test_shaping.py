@@ -305,8 +305,8 @@ def test_children_keep_no_descriptor(run, monkeypatch):
     async def check():
         async with pair(PLACES) as (_, client, peer):
             await client.call(peer, "echo", deadline=soon())
-            # the client's end and the server's, the pair of each, and the listener
-            assert len(fork._descriptors) == 7
+            # the client's end and the server's, what each sends by, the pair of each, and the listener
+            assert len(fork._descriptors) == 9
         assert fork._descriptors == {}
 
     run(check())
