@@ -7,11 +7,8 @@ learnt from those before; one that has become slow goes back to the device's thr
 from __future__ import annotations
 
 import collections
-import contextlib
 import math
 import threading
-import time
-from collections.abc import Iterator
 
 from shoal.experts.jobs import Job, JobKind
 from shoal.tensors.codecs.base import PLAIN
@@ -30,19 +27,18 @@ class QuickWork:
         self._seconds: dict[tuple[str, JobKind], float] = {}
         self._latest: dict[tuple[str, JobKind], collections.deque[float]] = {}
 
-    @contextlib.contextmanager
-    def turn(self, job: Job) -> Iterator[bool]:
-        """Whether this thread may compute the job now, inside the block; never waits."""
-        is_quick = self._seconds.get((job.expert.uid, job.kind), math.inf) <= _QUICK_S and _is_small(job)
-        if not is_quick or not self.device.acquire(blocking=False):
-            yield False
-        else:
-            began_s = time.perf_counter()
-            try:
-                yield True
-            finally:
-                self.device.release()
-                self.learn(job, time.perf_counter() - began_s)
+    def try_begin(self, job: Job) -> bool:
+        """Whether this thread may compute the job now; who may says `end` afterwards. Never waits."""
+        return (
+            self._seconds.get((job.expert.uid, job.kind), math.inf) <= _QUICK_S
+            and _is_small(job)
+            and self.device.acquire(blocking=False)
+        )
+
+    def end(self, job: Job, seconds: float) -> None:
+        """The job is computed, and has taken so long."""
+        self.device.release()
+        self.learn(job, seconds)
 
     def learn(self, job: Job, seconds: float) -> None:
         """A batch with this job has taken so long."""

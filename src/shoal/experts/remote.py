@@ -56,7 +56,11 @@ class RemoteExpert(nn.Module):
         """One forward call, outside of autograd."""
         deadline = None if self.forward_timeout_s is None else Deadline.after(self.forward_timeout_s)
         try:
-            return self._client.run(self._forward(inputs, deadline, is_kept=is_kept))
+            if self._is_looked_up:
+                return self._client.run(self._forward(inputs, deadline, is_kept=is_kept))
+            return self._client.run(
+                self._client.forward(self.uid, self.peers, inputs, deadline=deadline, is_kept=is_kept)
+            )
         except TensorError as error:
             raise UsageError(
                 f"The expert {self.uid} takes {self.schema.describe_inputs()}, and {error.what}.",
@@ -70,7 +74,7 @@ class RemoteExpert(nn.Module):
         try:
             return await client.forward(self.uid, self.peers, inputs, deadline=deadline, is_kept=is_kept)
         except (PeerError, DeadlineExceeded):
-            if not self._is_looked_up or (deadline is not None and deadline.is_past):
+            if deadline is not None and deadline.is_past:
                 raise
             peers = tuple(await client.find(self.uid))
             if peers == self.peers:
@@ -116,7 +120,7 @@ class _RemoteCall(torch.autograd.Function):
 
 def _on(like: torch.Tensor, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Outputs on the device of an input."""
-    return [tensor.to(like.device) for tensor in outputs]
+    return list(outputs) if like.is_cpu else [tensor.to(like.device) for tensor in outputs]
 
 
 def _has_gradient(tensor: torch.Tensor) -> bool:
