@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import socket
 import weakref
 from typing import Any
 
@@ -21,6 +22,7 @@ from shoal.core import (
     ProtocolError,
     RemoteFailure,
     Scope,
+    fork,
 )
 from shoal.transport.frames import ErrorHead, GoodbyeHead, Kind, Mode, encode, frame
 from shoal.transport.limits import Limits
@@ -38,6 +40,7 @@ from transport.wire import (
     message,
     request,
     turn,
+    until,
 )
 
 MIB = 1 << 20
@@ -129,6 +132,23 @@ def test_an_end_before_the_beginning(run):
             unwanted.connection_made(transport)
             assert transport.is_aborted
             unwanted.connection_lost(None)
+
+    run(check())
+
+
+def test_one_that_ended_before_it_began_keeps_no_descriptor(run, monkeypatch):
+    monkeypatch.setattr(fork, "_descriptors", {})
+
+    async def check():
+        async with Scope() as scope:
+            connection = Connection(FakeHost(), scope, Peer(Address("127.0.0.1", 1)), is_dialer=True)
+            connection.connection_lost(None)
+            ours, theirs = socket.socketpair()
+            await asyncio.get_running_loop().create_connection(lambda: connection, sock=ours)
+            connection.abort()
+            theirs.close()
+            await until(lambda: connection._transport._socket.fileno() < 0)
+            assert fork._descriptors == {}
 
     run(check())
 

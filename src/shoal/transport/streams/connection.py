@@ -216,11 +216,12 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell everybody who waits."""
-        if self._state is _State.CLOSED:
-            return
         if self._descriptor is not None:
             keep_in_children(self._descriptor)
+            self._descriptor = None
         release(self._transport)
+        if self._state is _State.CLOSED:  # it was given up, and has begun after that
+            return
         if self._last_words is not None:
             self._last_words.cancel()
         if not self._is_over and self._decoder.is_inside_frame:
