@@ -6,6 +6,7 @@ import textwrap
 
 import pytest
 
+from shoal.core.fork import keep_in_children
 from shoal.core.run_options import VARIABLE, RunOptions
 from shoal.core.status import MAX_BYTES, tell_launcher
 
@@ -20,6 +21,7 @@ def pipe(monkeypatch):
     options = RunOptions(status_fd=writer, status_inode=os.fstat(writer).st_ino)
     monkeypatch.setenv(VARIABLE, options.to_environment()[VARIABLE])
     yield reader, writer
+    keep_in_children(writer)
     for end in (reader, writer):
         try:
             os.close(end)
