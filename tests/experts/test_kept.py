@@ -79,6 +79,19 @@ def test_a_request_is_under_way_then_answered_and_known_when_its_answer_is_gone(
     assert applied.num_under_way == 0
 
 
+def test_answers_are_not_many_however_small_they_are(monkeypatch):
+    monkeypatch.setattr(kept_module, "_MAX_ANSWERS", 3)
+    applied = Applied(1 << 30)
+    for number in range(5):
+        one = job(bytes([number]))
+        applied.begin(one.request_id, one)
+        applied.end(one, ((), [b"x"]))
+    assert applied.used_bytes == 3 * (ENTRY + 1)
+    assert applied.find(bytes([4])) == ((), [b"x"])
+    with pytest.raises(PeerRefused, match="applied before"):
+        applied.find(bytes([1]))
+
+
 def test_a_request_that_was_not_done_may_come_again_and_one_that_was_may_not():
     applied = Applied(ENTRY + 100)
     first = job(b"1")

@@ -18,7 +18,8 @@ from shoal.core import PeerRefused
 from shoal.experts.jobs import Job, Outcome
 
 _ENTRY_BYTES = 2 << 10  # what an entry takes beside its tensors
-_MAX_IDS = 1 << 17  # of applied requests, 16 bytes each: remembered for longer than their answers
+_MAX_ANSWERS = 8192  # seconds of small requests: one that is sent again comes soon
+_MAX_IDS = 1 << 16  # of applied requests, 16 bytes each: remembered for longer than their answers
 
 
 class KeptInputs:
@@ -118,7 +119,7 @@ class Applied:
                 return
             self._answers[request_id] = outcome
             self.used_bytes += _bytes_of(outcome)
-            while self.used_bytes > self._max_bytes and self._answers:
+            while self._answers and (self.used_bytes > self._max_bytes or len(self._answers) > _MAX_ANSWERS):
                 _, oldest = self._answers.popitem(last=False)
                 self.used_bytes -= _bytes_of(oldest)
 
