@@ -10,8 +10,8 @@ from shoal.bench import dht_swarm
 from shoal.bench.dht_config import config_of
 from shoal.bench.dht_summary import dht_items, summarize_dht
 from shoal.bench.frame import make_scenario
-from shoal.bench.machine import num_cores
 from shoal.cli.program import run
+from shoal.core.placement import num_cores
 from shoal.dht.node import DHT
 from shoal.dht.records import Stored, Verdict
 from shoal.report import Report, Row

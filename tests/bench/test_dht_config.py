@@ -2,8 +2,8 @@ import msgspec
 import pytest
 
 from shoal.bench.dht_config import DhtConfig, ExpertsPlan, KeysPlan, config_of
-from shoal.bench.machine import num_cores
 from shoal.core import UsageError
+from shoal.core.placement import num_cores
 
 
 def test_the_defaults_are_those_of_the_two_benchmarks():

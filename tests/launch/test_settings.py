@@ -3,8 +3,9 @@ import os
 import pytest
 
 from shoal.core import Placement, UsageError
+from shoal.core.placement import num_cores
 from shoal.core.run_options import RunOptions
-from shoal.launch.settings import LaunchSettings, Surroundings, num_cores
+from shoal.launch.settings import LaunchSettings, Surroundings
 
 
 @pytest.fixture

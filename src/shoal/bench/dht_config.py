@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from shoal.bench.machine import num_cores
 from shoal.core import UsageError
+from shoal.core.placement import num_cores
 from shoal.dht.settings import DHTSettings
 from shoal.transport import Profile
 

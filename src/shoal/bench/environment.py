@@ -13,7 +13,8 @@ from typing import Any
 
 import shoal
 from shoal._version import __version__
-from shoal.bench.machine import ask, gpus, installed_version, memory, num_cores, processor_name, read
+from shoal.bench.machine import ask, gpus, installed_version, memory, processor_name, read
+from shoal.core.placement import num_cores
 from shoal.report import Code
 
 _PACKAGES = ("torch", "numpy", "msgspec", "uvloop", "aiofastnet", "cryptography")

@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
-from shoal.bench.machine import gpus, num_cores, torch_build
+from shoal.bench.machine import gpus, torch_build
 from shoal.bench.open_files import ensure_open_files
 from shoal.core import UsageError
+from shoal.core.placement import num_cores
 
 HOST = "127.0.0.1"
 ECHO = "bench.echo"

@@ -21,7 +21,6 @@ from shoal.bench.machine import (
     gpus,
     installed_version,
     memory,
-    num_cores,
     processor_name,
     torch_build,
 )
@@ -29,6 +28,7 @@ from shoal.bench.probes import check_clock, check_loopback, check_ports, check_s
 from shoal.core.errors import IdentityError
 from shoal.core.identity import Identity, default_identity_path, state_folder
 from shoal.core.loop import new_event_loop
+from shoal.core.placement import num_cores
 
 MIN_PYTHON = (3, 11)
 MIN_VERSIONS = {

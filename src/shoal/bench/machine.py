@@ -61,11 +61,6 @@ def processor_name() -> str:
     return platform.processor() or platform.machine() or "an unknown processor"
 
 
-def num_cores() -> int:
-    """Cores that this process may be scheduled on; a container's share is `cpu_quota`."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def cpu_quota() -> float | None:
     """Cores that a Linux control group grants, None without a limit."""
     fields = read("/sys/fs/cgroup/cpu.max").split()

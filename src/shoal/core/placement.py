@@ -146,3 +146,8 @@ _DIALECTS = (
         marker="SLURM_STEP_ID",
     ),
 )
+
+
+def num_cores() -> int:
+    """Those that this process may be scheduled on; a container's share of them may be smaller."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +28,7 @@ from shoal.core import (
     UsageError,
 )
 from shoal.core.identity import Identity
+from shoal.core.placement import num_cores
 from shoal.dht.node import DHT
 from shoal.dht.settings import DHTSettings
 from shoal.experts.adopting import Adopting
@@ -71,7 +71,7 @@ class Hosting:
         self.config = config
         self.identity = membership.identity if membership else identity or Identity.generate()
         self.device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.num_loops = config.num_loops or min(_MAX_LOOPS, max(1, _num_cores() // 2))
+        self.num_loops = config.num_loops or min(_MAX_LOOPS, max(1, num_cores() // 2))
         self._helpers = [LoopThread(f"shoal-network-{index}") for index in range(1, self.num_loops)]
         self.endpoint = Endpoint(
             membership=membership,
@@ -320,7 +320,3 @@ def _server_settings(config: HostingConfig, device: str) -> ServerSettings:
 def _limits(config: HostingConfig) -> Limits:
     max_message_bytes = config.max_message_mib * MIB
     return Limits(max_message_bytes=max_message_bytes, max_bytes_in_flight=max(GIB, 4 * max_message_bytes))
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

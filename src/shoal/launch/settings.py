@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.core.errors import UsageError
+from shoal.core.placement import num_cores
 from shoal.core.run_options import RunOptions
 
 
@@ -45,13 +46,6 @@ class LaunchSettings:
                 f"--patience {self.options.patience} would lose every peer at once.",
                 next_step="give more than 0; 1 means 5 s.",
             )
-
-
-def num_cores() -> int:
-    """Those that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 class Surroundings:

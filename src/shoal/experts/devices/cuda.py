@@ -27,6 +27,7 @@ from shoal.experts.devices.device import (
     encoded,
     explained,
     merged,
+    places,
     received_tensors,
 )
 from shoal.experts.jobs import Job, JobKind, Outcome
@@ -223,14 +224,14 @@ class CudaDevice(Device):
             if len(jobs) == 1:
                 running.failed.append((jobs[0], explained(error, expert)))
                 return
-            for index, (job, start, end) in enumerate(_places(jobs)):
+            for index, (job, start, end) in enumerate(places(jobs)):
                 alone = inputs.parts[index] if isinstance(inputs, _Apart) else _cut(inputs, start, end)
                 yield from self._computed([job], alone, _cut(grads, start, end), running)
             return
         for job in jobs:
             job.is_applied = kind is JobKind.BACKWARD
         if kind is JobKind.FORWARD:
-            for job, start, end in _places(jobs):
+            for job, start, end in places(jobs):
                 if job.keep_as:
                     self._kept.keep(job.keep_as, expert.uid, _owned(_cut(together, start, end)))
         yield jobs, outputs
@@ -254,7 +255,7 @@ class CudaDevice(Device):
                     tensor_over(memory).view(dense.dtype).copy_(dense.view(-1), non_blocking=True)
             buffers.append((memory, TensorSpec(dtype_name(dense.dtype), tuple(dense.shape))))
         total = sum(job.num_samples for job in jobs)
-        for job, start, end in _places(jobs):
+        for job, start, end in places(jobs):
             running.ended.append((job, _part_of(buffers, total, start, end)))
 
     def _finish(self, running: _Running) -> None:
@@ -289,14 +290,6 @@ class _Running(msgspec.Struct, eq=False):
     failed: Results = []
     ended: list[tuple[Job, Outcome]] = []
     done: Any = None
-
-
-def _places(jobs: Sequence[Job]) -> Iterator[tuple[Job, int, int]]:
-    """Each job of a batch with the first of its samples, and the first that is not its own."""
-    start = 0
-    for job in jobs:
-        yield job, start, start + job.num_samples
-        start += job.num_samples
 
 
 def _cut(tensors: Sequence[torch.Tensor], start: int, end: int) -> Sequence[torch.Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -109,13 +109,18 @@ def taken_apart(jobs: Sequence[Job], tensors: Tensors) -> list[Tensors]:
     """What each job of a batch gets."""
     if len(jobs) == 1:
         return [tensors]
-    apart: list[Tensors] = []
+    return [
+        [None if tensor is None else tensor[start:end] for tensor in tensors]
+        for _, start, end in places(jobs)
+    ]
+
+
+def places(jobs: Sequence[Job]) -> Iterator[tuple[Job, int, int]]:
+    """Each job of a batch with the first of its samples, and the first that is not its own."""
     start = 0
     for job in jobs:
-        end = start + job.num_samples
-        apart.append([None if tensor is None else tensor[start:end] for tensor in tensors])
-        start = end
-    return apart
+        yield job, start, start + job.num_samples
+        start += job.num_samples
 
 
 def explained(error: Exception, expert: Expert) -> Exception:
