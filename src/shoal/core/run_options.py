@@ -11,6 +11,8 @@ import msgspec
 from shoal.core.errors import UsageError
 
 VARIABLE = "SHOAL_RUN"
+SECRET_VARIABLE = "SHOAL_RUN_SECRET"
+"""The secret of a run over several machines, in hex; workers find it here, agents on standard input."""
 RUN_ID_VARIABLE = "TORCHELASTIC_RUN_ID"
 """torchrun's name for a run, which `shoal run` sets too."""
 SILENCE_S = 5.0
@@ -26,6 +28,14 @@ class RunOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     options: dict[str, Any] = {}
     """Of the strategy, by the names of its options."""
     workers_per_machine: int | None = None
+    num_servers: int = 0
+    """Parameter servers: so many of the first ranks."""
+    network_interface: str | None = None
+    """The name of the interface through which machines talk, or an address of it."""
+    checkpoint: str | None = None
+    """Folder from which an attached strategy resumes, when it holds something, and to which it saves."""
+    checkpoint_every: int | None = None
+    """Steps from one saving to the next."""
     patience: float = 1.0
     """A peer that is silent for SILENCE_S times this is lost."""
     timeout_s: float | None = None

@@ -1,7 +1,7 @@
 """The peers that train together, and the operations between them."""
 
 from shoal.group.arena import MemoryFull
-from shoal.group.base import Done, Group, Handle, Loss, Reduction, Snapshot
+from shoal.group.base import Done, Group, Handle, Loss, Reduction, Slot, Snapshot, Window
 from shoal.group.faulty import Faulty
 from shoal.group.host import HostGroup, open_host_group
 from shoal.group.metered import Metered, Traffic
@@ -26,11 +26,13 @@ __all__ = [
     "Metered",
     "Reduction",
     "Shaped",
+    "Slot",
     "Snapshot",
     "SoloGroup",
     "Timeline",
     "Traced",
     "Traffic",
+    "Window",
     "init",
     "merge",
     "open_host_group",

@@ -3,7 +3,8 @@
 All members issue the collective operations (`empty`, `all_reduce`, `broadcast`, `all_gather`, `exchange`,
 `barrier`) in the same order; a group that notices otherwise says who called what. Every operation returns a
 handle at once, and goes on while the caller computes; operations on the same memory follow each other. The
-one-sided ones (`publish`, `reclaim`, `fetch`) wait for nobody. A `with` block that ends in an exception does
+one-sided ones (`publish`, `reclaim`, `fetch`, `read`, `mutex`, and what a `window` does) wait for nobody, or
+for one peer alone. A `with` block that ends in an exception does
 not leave in order, so that the others learn of it.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar
@@ -69,6 +70,68 @@ class Snapshot(abc.ABC):
         """Whether all that was read of `tensor` until now is of `version`; if not, fetch again."""
 
 
+class Slot(abc.ABC):
+    """What one source has written to this worker; nobody else touches it inside `with window.slot(...)`."""
+
+    source: int
+    num_writes: int
+    """Since it was cleared; 0: there is nothing in it, and `tensor` has no meaning."""
+    mass: float
+    """The push-sum weight that came with the writes: the last one's after a `put`, their sum after adding."""
+    note: bytes
+    """What the last write said besides."""
+    tensor: torch.Tensor
+    """Flat; valid inside the `with` block only."""
+
+    @abc.abstractmethod
+    def clear(self) -> None:
+        """Empty it: the next write starts from nothing, and a `send` that waits may go on."""
+
+
+class Window(abc.ABC):
+    """Memory of every member that others write without asking: one slot for each source.
+
+    Weights are applied on the way: what is in the slot is `weight` times what was given. A lost peer's slots
+    can still be read. Writes to a peer that is gone are over at once and do nothing.
+    """
+
+    name: str
+    num_elements: int
+    dtype: torch.dtype
+
+    @abc.abstractmethod
+    def put(
+        self, to: int, tensor: torch.Tensor, *, weight: float = 1.0, mass: float = 0.0, note: bytes = b""
+    ) -> Handle[None]:
+        """Overwrite this worker's slot at `to`. Until the handle is done `tensor` must not be written."""
+
+    @abc.abstractmethod
+    def accumulate(
+        self, to: int, tensor: torch.Tensor, *, weight: float = 1.0, mass: float = 0.0, note: bytes = b""
+    ) -> Handle[None]:
+        """Add to this worker's slot at `to`; nothing is ever added twice or lost."""
+
+    @abc.abstractmethod
+    def send(self, to: int, tensor: torch.Tensor, *, note: bytes = b"") -> Handle[None]:
+        """Put, once the slot is empty: `to` takes one after the other, and none is missed."""
+
+    @abc.abstractmethod
+    def slot(self, source: int) -> contextlib.AbstractContextManager[Slot]:
+        """One source's slot at this worker, held: a writer waits until the block ends."""
+
+    @abc.abstractmethod
+    def filled(self) -> Sequence[int]:
+        """Sources whose slots have something in them, in rank order; never blocks."""
+
+    @abc.abstractmethod
+    def wait(self, deadline: Deadline | None = None) -> Sequence[int]:
+        """As `filled`, once there is one; empty at the deadline, or when all sources are gone."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give the memory back; collective, as `Group.free`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Loss:
     """A peer that is gone without having said so."""
@@ -99,6 +162,11 @@ class Group(abc.ABC):
     patience: float
     should_survive: bool = False
     """Whether all operations go on without lost peers; `exchange` and `fetch` always do."""
+    everybody: Group | None = None
+    """Workers and parameter servers together, the servers first; None where there are no servers. Then this
+    group is that of the workers alone, and on a server a group of one."""
+    num_servers: int = 0
+    role: Literal["worker", "server"] = "worker"
 
     @property
     @abc.abstractmethod
@@ -173,6 +241,42 @@ class Group(abc.ABC):
     @abc.abstractmethod
     def fetch(self, name: str, peer: int) -> Handle[Snapshot | None]:
         """The newest that `peer` has published; None when it has published nothing, or is gone."""
+
+    def changing(self, name: str, version: int) -> contextlib.AbstractContextManager[None]:
+        """Inside, this worker may write what it has published, which is then of that version.
+
+        Nobody can `read` it meanwhile. For what is published once and then changed in place; who fetches it
+        instead gets snapshots that are not intact.
+        """
+        raise NotImplementedError
+
+    def read(self, name: str, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
+        """Copy what `peer` has published, in one piece, once it is of this version or newer; its version.
+
+        None when the peer is gone; with `version` 0 also when it has published nothing.
+        """
+        raise NotImplementedError
+
+    def window(
+        self,
+        name: str,
+        num_elements: int,
+        dtype: torch.dtype = torch.float32,
+        *,
+        sources: Collection[int] | None = None,
+    ) -> Window:
+        """Memory for others to write; `sources` are those that may write to this worker, by default all.
+
+        Collective, blocking; each may name other sources. A name can be used again after `Window.close`.
+        """
+        raise NotImplementedError
+
+    def mutex(self, name: str, owner: int) -> contextlib.AbstractContextManager[None]:
+        """One holder at a time of this name at this rank, in the whole group; freed when the holder is lost.
+
+        PeerLost when the owner is.
+        """
+        raise NotImplementedError
 
     @abc.abstractmethod
     def progress(self) -> None:
