@@ -262,7 +262,10 @@ def one_sided(group, _):
     group.publish("model", buffers[0], 6)
     group.reclaim("model", 5)
     group.barrier().wait()
-    assert not old.is_intact()
+    buffers[1].fill_(-1)
+    group.barrier().wait()
+    # memory of the peer's own is void, a copy stays what it was
+    assert old.is_intact() == (old.tensor.tolist() == [100 * peer + 5] * 64)
     assert group.fetch("model", peer).wait().version == 6
     assert group.fetch("another", peer).wait() is None
     group.barrier().wait()
@@ -362,6 +365,23 @@ def metered(group, _):
     group.barrier().wait()
     group.fetch("x", following).wait()
     group.share(1)
+    window = group.window("w", 1001)
+    for write in (window.put, window.accumulate):
+        write(following, tensor).wait()
+    window.wait()
+    preceding = (rank - 1) % size
+    group.barrier().wait()
+    with window.slot(preceding) as slot:
+        slot.clear()
+    group.barrier().wait()
+    window.send(following, tensor).wait()
+    with group.changing("x", 1):
+        pass
+    group.read("x", following, torch.zeros(11)).wait()
+    assert group.read("y", following, torch.zeros(11)).wait() is None
+    with group.mutex("m", 0):
+        pass
+    group.barrier().wait()
     totals = group.totals()
     assert all(traffic.blocked_s <= traffic.lasted_s for traffic in totals.values())
     return {row["op"]: [row["num_calls"], row["sent_bytes"], row["received_bytes"]] for row in group.rows()}

@@ -3,12 +3,15 @@
 A new group adds a line to KINDS and passes `test_group.py`.
 """
 
+import hashlib
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from shoal.core import Placement
+from shoal.core import Deadline, Placement
 from shoal.group.faulty import Faulty
 from shoal.group.metered import Metered
 from shoal.group.settings import GroupSettings
@@ -36,6 +39,22 @@ def _host(rank, size, key, **settings):
     return open_host_group(Placement(rank, size, rank, size, "test"), GroupSettings(key=key, **settings))
 
 
+def _torch(rank, size, key, workers_per_machine=None, **settings):
+    """Two workers a machine, or one where there are only two; the store is a file that all know."""
+    from torch.distributed import FileStore
+
+    from shoal.group.rendezvous import Rendezvous, Seat
+    from shoal.group.torch_group import open_torch_group
+
+    digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+    store = FileStore(str(Path(tempfile.gettempdir()) / f"shoal-test-{digest}"), size)
+    rendezvous = Rendezvous(store, rank, size)
+    placement = Placement(rank, size, rank, size, "test")
+    seat = Seat.here(placement, None, workers_per_machine or (2 if size > 2 else 1))
+    seats = rendezvous.meet(seat, Deadline.after(30))
+    return open_torch_group(placement, GroupSettings(key=key, **settings), seats, rendezvous)
+
+
 def _solo(rank, size, key):
     assert (rank, size) == (0, 1)
     return SoloGroup()
@@ -53,6 +72,8 @@ def _traced(group):
 KINDS = {
     "solo": Kind(_solo, (1,)),
     "host": Kind(_host, (5, 4, 3, 2, 1)),  # the largest first: its workers start at the same time
+    "torch": Kind(_torch, (4, 3, 2)),
+    "gloo": Kind(partial(_torch, backend="gloo"), (2,)),
     "metered": Kind(_wrapped(Metered), (3,)),
     "shaped": Kind(_wrapped(lambda group: Shaped(group, NEAR)), (3,)),
     "faulty": Kind(_wrapped(lambda group: Faulty(group, FaultScript())), (3,)),

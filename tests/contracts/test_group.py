@@ -3,9 +3,11 @@
 import pytest
 
 from contracts import group_checks as checks
+from contracts import window_checks as windows
 from contracts.groups import EVERY
+from workers import WorkerFailure
 
-BARE = ("solo", "host")
+BARE = ("solo", "host", "torch")
 """Those that wrap no other."""
 every_group = pytest.mark.parametrize(("kind", "size"), EVERY)
 several = pytest.mark.parametrize(("kind", "size"), [each for each in EVERY if each[1] > 1])
@@ -51,7 +53,7 @@ def test_many_in_flight(workers, kind, size):
 
 @several
 def test_workers_that_differ_are_told_who_called_what(workers, kind, size):
-    if size == 2:
+    if size == 2 and kind != "gloo":  # torch.distributed does not tell
         for text in workers.run(checks.mismatch, size, kind=kind):
             for word in ("rank 0", "all_reduce", "rank 1", "broadcast"):
                 assert word in text
@@ -79,6 +81,60 @@ def test_metered_bytes_are_those_of_the_formula(workers):
             "exchange_machines": [1, 2 * size_bytes, 2 * size_bytes],
             "empty": [1, 0, 0],
             "publish": [1, 0, 0],
-            "barrier": [1, 0, 0],
+            "barrier": [4, 0, 0],
             "fetch": [1, 0, 44],
+            "window": [1, 0, 0],
+            "put": [1, size_bytes, 0],
+            "accumulate": [1, size_bytes, 0],
+            "send": [1, size_bytes, 0],
+            "window_wait": [1, 0, 0],
+            "read": [2, 0, 44],
+            "changing": [1, 0, 0],
+            "mutex": [1, 0, 0],
         }
+
+
+# --- windows ---
+
+
+@every_group
+def test_windows(workers, kind, size):
+    workers.run(windows.writes, size, kind=kind)
+
+
+@every_group
+def test_accumulated_mass_is_conserved(workers, kind, size):
+    workers.run(windows.masses, size, {"num_turns": 30}, kind=kind)
+
+
+@several
+def test_letters_come_in_order_and_none_is_missed(workers, kind, size):
+    workers.run(windows.letters, size, {"num_letters": 20}, kind=kind)
+
+
+@several
+def test_writes_wait_for_slots_that_are_held(workers, kind, size):
+    workers.run(windows.pending, size, kind=kind)
+
+
+@every_group
+def test_a_mutex_has_one_holder(workers, kind, size):
+    workers.run(windows.exclusion, size, {"num_turns": 10}, kind=kind)
+
+
+@every_group
+def test_copies_of_what_changes_are_whole(workers, kind, size):
+    workers.run(windows.changes, size, {"num_elements": 100_003, "num_versions": 30}, kind=kind)
+
+
+@several
+def test_windows_outlive_who_leaves(workers, kind, size):
+    workers.run(windows.departures, size, kind=kind)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("host", 3)])
+def test_a_killed_worker_frees_what_it_holds(workers, kind, size):
+    with pytest.raises(WorkerFailure) as failure:
+        workers.run(windows.killed_holder, size, kind=kind)
+    assert str(failure.value).count(f" of {size} ({kind})") == 1, failure.value
+    assert f"rank {size - 1} of {size}" in str(failure.value)

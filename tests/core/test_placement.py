@@ -43,7 +43,8 @@ def test_the_environment_is_the_process_own_by_default(monkeypatch):
         (TORCHRUN, Placement(5, 8, 1, 4, "torchrun", Address("node0", 29500))),
         (OPEN_MPI, Placement(3, 4, 1, 2, "Open MPI")),
         (PMI, Placement(2, 4, 0, 2, "MPICH or Intel MPI")),
-        (SLURM, Placement(9, 11, 1, 3, "Slurm")),
+        (SLURM, Placement(9, 11, 1, 3, "Slurm", machine=2)),
+        (TORCHRUN | {"GROUP_RANK": "1"}, Placement(5, 8, 1, 4, "torchrun", Address("node0", 29500), 1)),
     ],
 )
 def test_each_launcher_is_understood(environ, expected):
@@ -142,3 +143,31 @@ def test_a_rendezvous_needs_a_host_and_a_port():
         Placement.from_environment(TORCHRUN | {"MASTER_PORT": "x"})
     with pytest.raises(UsageError, match="is no address"):
         Placement.from_environment(TORCHRUN | {"MASTER_PORT": "99999"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu[003-005,9],login", "gpu003"),
+        ("gpu[7]-ib", "gpu7-ib"),
+        ("node1,node2", "node1"),
+        ("rack-a.example.org", "rack-a.example.org"),
+    ],
+)
+def test_slurm_says_where_to_meet(nodes, first):
+    step = SLURM | {"SLURM_JOB_ID": "123456", "SLURM_STEP_NODELIST": nodes, "SLURM_JOB_NODELIST": "other"}
+    met = Placement.from_environment(step).rendezvous
+    assert met.host == first
+    assert 15_000 <= met.port < 30_000
+    another = Placement.from_environment(step | {"SLURM_STEP_ID": "1"}).rendezvous
+    assert another.port != met.port, "two steps of a job may run at once on one machine"
+    assert Placement.from_environment(step | {"MASTER_ADDR": "here"}).rendezvous == Address("here", met.port)
+    both = step | {"MASTER_ADDR": "here", "MASTER_PORT": "29500"}
+    assert Placement.from_environment(both).rendezvous == Address("here", 29500)
+
+
+def test_slurm_without_a_list_of_machines():
+    step = SLURM | {"SLURM_JOB_ID": "7"}
+    assert Placement.from_environment(step).rendezvous is None
+    launched = step | {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.4"}
+    assert Placement.from_environment(launched).rendezvous.host == "10.0.0.4"

@@ -6,6 +6,7 @@ from shoal.core import DeadlineExceeded, ManualClock
 from shoal.group.base import Done, Handle
 from shoal.group.sleeper import Sleeper
 from shoal.group.solo import SoloGroup
+from shoal.group.solo_window import SoloWindow
 
 
 class Pretender(SoloGroup):
@@ -50,6 +51,15 @@ class Pretender(SoloGroup):
     def fetch(self, name, peer):
         return super().fetch(name, 0)
 
+    def read(self, name, peer, into, *, version=0):
+        return super().read(name, 0, into, version=version)
+
+    def window(self, name, num_elements, dtype=torch.float32, *, sources=None):
+        return PretendedWindow(name, num_elements, dtype, has_slot=True)
+
+    def mutex(self, name, owner):
+        return super().mutex(name, 0)
+
     def _handle(self, name, result):
         self.calls.append(name)
         pending, self.pending = self.pending, None
@@ -57,6 +67,13 @@ class Pretender(SoloGroup):
             return Done(result)
         pending.result = result
         return pending
+
+
+class PretendedWindow(SoloWindow):
+    """Everybody's slots are the same one."""
+
+    def _own_slot(self, rank):
+        return super()._own_slot(0)
 
 
 class Pending(Handle):

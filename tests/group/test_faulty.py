@@ -167,6 +167,51 @@ def test_a_fetch_from_beyond_a_partition_brings_nothing(hurt):
     assert group.fetch("model", 0).wait() is not None
 
 
+def test_one_sided_operations_do_not_pass_a_partition(hurt):
+    group = hurt("[[fault]]\nkind = 'partition'\nlink = ['rank:0', 'rank:2']\nat_step = 4")
+    window = group.window("w", 1000)
+    group.publish("x", ones(), 3)
+    for write in (window.put, window.accumulate):
+        for to in (1, 2):
+            assert write(to, ones()).wait() is None
+    with window.slot(1) as slot:
+        assert slot.num_writes == 4
+    for write in (window.put, window.accumulate, window.send):
+        assert write(2, ones()).wait() is None
+    with window.slot(1) as slot:
+        assert slot.num_writes == 4
+    assert group.read("x", 2, ones()).wait() is None
+    assert group.read("x", 1, ones()).wait() == 3
+    with pytest.raises(PeerLost, match="rank 2"), group.mutex("m", 2):
+        pass
+    with group.mutex("m", 1):
+        pass
+
+
+def test_only_a_put_is_lost_by_chance(hurt):
+    group = hurt("[[fault]]\nkind = 'drop'\nlink = ['rank:0', 'rank:1']\nprobability = 0.5")
+    window = group.window("w", 1000)
+    counts = []
+    for write in (window.put, window.accumulate):
+        for _ in range(40):
+            write(1, ones()).wait()
+        with window.slot(1) as slot:
+            counts.append(slot.num_writes)
+            slot.clear()
+    assert 10 < counts[0] < 30
+    assert counts[1] == 40
+
+
+def test_corruption_reaches_what_is_written_and_read(hurt):
+    group = hurt("[[fault]]\nkind = 'corrupt'\nlink = ['rank:0', 'rank:1']\nprobability = 1.0")
+    window, own, into = group.window("w", 1000), ones(), ones()
+    group.publish("x", ones(), 0)
+    window.put(1, own).wait()
+    group.read("x", 1, into).wait()
+    with window.slot(1) as slot:
+        assert [int((tensor != 1).sum()) for tensor in (own, into, slot.tensor)] == [0, 1, 1]
+
+
 def test_drops_come_by_chance_and_by_seed(hurt):
     def dropped(seed):
         group = hurt("[[fault]]\nkind = 'drop'\nprobability = 0.3", seed=seed)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -40,17 +41,22 @@ time.sleep(60)
 
 
 @contextlib.contextmanager
-def workers(size, body, **options):
-    """Started by hand, as another launcher would."""
+def workers(size, body, local_size=None, **options):
+    """Started by hand, as another launcher would; with `local_size`, as if by several machines' launchers."""
     options = RunOptions(run_id=f"test {os.getpid()}", **options)
+    local_size = local_size or size
     shared = {**os.environ, **options.to_environment(), "TORCHELASTIC_RUN_ID": options.run_id}
-    shared |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+    shared |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(local_size), "OMP_NUM_THREADS": "1"}
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     with contextlib.ExitStack() as stack:
         started = []
         for rank in range(size):
+            machine, local_rank = divmod(rank, local_size)
+            own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(machine)}
             process = subprocess.Popen(
                 [sys.executable, "-c", body],
-                env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env={**shared, **own},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -71,6 +77,69 @@ def test_only_a_program_that_ends_well_leaves_in_order_but_all_write_their_timel
     for rank in range(4):
         trace = json.loads((tmp_path / f"trace.json.{rank}").read_text())
         assert "barrier" in [span["name"] for span in trace["traceEvents"]]
+
+
+ROLES = """
+import shoal, torch
+group = shoal.init()
+everybody = group.everybody
+total = everybody.all_reduce(torch.ones(3), "sum").wait()[0].item()
+among = group.all_reduce(torch.ones(3), "sum").wait()[0].item()
+print(group.role, group.rank, group.size, everybody.rank, total, among, everybody.num_machines, flush=True)
+"""
+
+
+def test_servers_are_the_first_of_everybody():
+    with workers(3, ROLES, num_servers=1) as started:
+        said = [process.communicate(timeout=40) for process in started]
+        assert [out for out, _ in said] == [
+            "server 0 1 0 3.0 1.0 1\n",
+            "worker 0 2 1 3.0 2.0 1\n",
+            "worker 1 2 2 3.0 2.0 1\n",
+        ], said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("local_size", [2, None])
+def test_servers_on_several_machines(local_size):
+    """Two launchers of two processes each, or one of four whose machine is split."""
+    options = {} if local_size else {"workers_per_machine": 2}
+    with workers(4, ROLES, local_size, num_servers=1, **options) as started:
+        said = [process.communicate(timeout=40) for process in started]
+        assert [out for out, _ in said] == [
+            "server 0 1 0 4.0 1.0 2\n",
+            "worker 0 3 1 4.0 3.0 2\n",
+            "worker 1 3 2 4.0 3.0 2\n",
+            "worker 2 3 3 4.0 3.0 2\n",
+        ], said
+
+
+MACHINES = """
+import os, signal, shoal, torch
+group = shoal.init()
+mean = group.all_reduce(torch.full((4,), float(group.rank))).wait()[0].item()
+print(type(group).__name__, group.machine, group.num_machines, mean, flush=True)
+if group.rank == 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    group.barrier().wait()
+except shoal.ShoalError as error:
+    print(error.what, flush=True)
+    raise
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("local_size", [2, 1])
+def test_workers_of_several_machines_meet_and_name_the_dead(local_size):
+    with workers(4, MACHINES, local_size) as started:
+        said = [process.communicate(timeout=40) for process in started]
+        for rank, (out, errors) in enumerate(said):
+            machine = rank // local_size
+            assert out.startswith(f"TorchGroup {machine} {4 // local_size} 1.5\n"), errors
+            # who comes late may find one lost that has ended because of rank 3
+            assert rank == 3 or "is lost" in out, errors
+        assert any("rank 3 is lost" in out for out, _ in said)
 
 
 def test_a_group_of_one_has_the_patience_asked_for(monkeypatch):

@@ -112,6 +112,15 @@ def test_parts_merge_from_their_first_moment_on(tmp_path, clock):
     assert trace["otherData"] == {"ranks": [0, 2], "left_out": 2, "missing": ["trace.1"]}
 
 
+def test_clocks_of_other_machines_are_set_right(tmp_path, clock):
+    for rank, began_s in enumerate((5.0, 1005.0)):
+        with Timeline(tmp_path / f"trace.{rank}", rank, clock=clock) as timeline:
+            timeline.add("x", "lane", began_s, began_s + 1)
+    paths = [tmp_path / f"trace.{rank}" for rank in range(2)]
+    trace = read(merge(paths, tmp_path / "trace.json", {1: -999.5}))
+    assert [(span["pid"], span["ts"]) for span in spans(trace)] == [(0, 0), (1, 5e5)]
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"traceEvents": []}', '"x"'])
 def test_what_is_no_part_is_refused(tmp_path, text):
     (tmp_path / "trace.0").write_text(text)

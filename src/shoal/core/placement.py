@@ -21,6 +21,9 @@ class Placement:
     local_size: int = 1
     source: str = "alone"
     rendezvous: Address | None = None
+    """Where the workers of several machines meet."""
+    machine: int | None = None
+    """The number of this machine, where the launcher gives one."""
 
     def __post_init__(self) -> None:
         for name, rank, size in (("", self.rank, self.size), ("local ", self.local_rank, self.local_size)):
@@ -61,6 +64,7 @@ class _Dialect:
     local_rank: str
     local_size: tuple[str, ...]
     marker: str | None = None
+    machine: str | None = None
 
     def read(self, environ: Mapping[str, str]) -> Placement:
         rank, size = self._number(environ, self.rank), self._number(environ, self.size)
@@ -69,7 +73,16 @@ class _Dialect:
         # torchrun's minimum is RANK and WORLD_SIZE; scripts that set only these run one worker a machine
         local_rank = self._number(environ, self.local_rank) if has_local_rank else 0
         local_size = self._count_here(environ, local_size_name) if local_size_name else local_rank + 1
-        return Placement(rank, size, local_rank, local_size, self.source, _rendezvous(environ))
+        machine = environ.get(self.machine, "") if self.machine else ""
+        return Placement(
+            rank,
+            size,
+            local_rank,
+            local_size,
+            self.source,
+            _rendezvous(environ) or (_slurm_rendezvous(environ) if self.marker else None),
+            int(machine) if machine.isdecimal() else None,
+        )
 
     def _number(self, environ: Mapping[str, str], name: str) -> int:
         text = environ.get(name)
@@ -126,8 +139,32 @@ def _rendezvous(environ: Mapping[str, str]) -> Address | None:
     return Address(host, int(port))
 
 
+def _slurm_rendezvous(environ: Mapping[str, str]) -> Address | None:
+    """The first machine of the step, which has its first task, and a port that follows from its number.
+
+    What is set of MASTER_ADDR and MASTER_PORT counts.
+    """
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    host = environ.get("MASTER_ADDR") or _first_node(nodes) or environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
+    if not host or not job.isdecimal() or not step.isdecimal():
+        return None
+    port = environ.get("MASTER_PORT", "")
+    derived = _FIRST_PORT + (_STEPS_PER_JOB * int(job) + int(step)) % _NUM_PORTS
+    return Address(host, int(port) if port.isdecimal() else derived)
+
+
+def _first_node(nodes: str) -> str | None:
+    """The first of Slurm's list of names: 'gpu[03-05,9]-ib,login1' begins with gpu03-ib."""
+    match = re.match(r"([^\[\],\s]+)(?:\[(\d+)[^\]]*\]([^\[\],\s]*))?", nodes.strip())
+    return match[1] + (match[2] or "") + (match[3] or "") if match else None
+
+
+_FIRST_PORT, _NUM_PORTS = 15_000, 15_000  # below those that systems hand out by themselves
+_STEPS_PER_JOB = 16
+
 _DIALECTS = (
-    _Dialect("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE",)),
+    _Dialect("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE",), machine="GROUP_RANK"),
     _Dialect(
         "Open MPI",
         "OMPI_COMM_WORLD_RANK",
@@ -144,6 +181,7 @@ _DIALECTS = (
         ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
         # without a step this is the batch script itself, which is no worker
         marker="SLURM_STEP_ID",
+        machine="SLURM_NODEID",
     ),
 )
 

@@ -10,6 +10,7 @@ from shoal.group.settings import GroupSettings
 from shoal.group.shaped import Shaped
 from shoal.group.solo import SoloGroup
 from shoal.group.timeline import Timeline, merge
+from shoal.group.torch_group import TorchGroup
 from shoal.group.traced import Traced
 from shoal.group.wrapper import GroupWrapper
 
@@ -30,6 +31,7 @@ __all__ = [
     "Snapshot",
     "SoloGroup",
     "Timeline",
+    "TorchGroup",
     "Traced",
     "Traffic",
     "Window",

@@ -108,6 +108,11 @@ class Arena:
         for descriptor in self._files:
             close_in_children(descriptor)
 
+    @property
+    def lock_file(self) -> int:
+        """Descriptor of the one whose ranges of bytes serve as locks."""
+        return self._files[0]
+
     def grow(self, region_bytes: int) -> Place:
         """Take pages for a region of each rank; MemoryFull when no file has room."""
         size = region_bytes * self._num_ranks

@@ -27,7 +27,8 @@ _COUNTERS = 7 * _LINE
 SLOTS = 512
 """Operations that one worker may be ahead of the slowest."""
 SLOT_WORDS = 8
-CHANNELS = 16
+CHANNELS = 512
+"""Names under which one worker may publish."""
 CHANNEL_WORDS = 16
 NOT_YET = -1
 FAILED = -1
@@ -160,6 +161,11 @@ class Bells:
         """From the watching thread: something has changed that the waiting one should see."""
         if self._bells:
             self._send(self._rank, _WAKE)
+
+    def wake(self, rank: int) -> None:
+        """Something has changed that a rank may sleep for."""
+        if self._bells and (not IS_ORDERED or self._control.get(rank, ASLEEP)):
+            self._send(rank, _WAKE)
 
     def hear(self) -> None:
         """Take in what others have told, where their counters cannot be read as they are."""

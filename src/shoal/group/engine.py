@@ -114,6 +114,8 @@ class Engine:
         self.should_survive = False
         self.waited_s = [0.0] * size
         self.issued = 0
+        self.besides: Callable[[], None] | None = None
+        """Other work that can make progress whenever this does."""
         self._rank = rank
         self._others = [other for other in range(size) if other != rank]
         self._everybody = list(range(size))
@@ -121,6 +123,7 @@ class Engine:
         self._bells = bells
         self._watch = watch
         self._settings = settings
+        self._name = settings.name_of
         self._to_arrive: deque[Task] = deque()
         self._to_work: deque[Task] = deque()
         self._open: deque[Task] = deque()
@@ -133,12 +136,7 @@ class Engine:
 
     def issue(self, task: Task) -> Task:
         """Number a task and begin with it."""
-        self._check_usable()
-        if self._control.get(self._rank, LEFT) != NOT_YET:
-            raise UsageError(
-                f"rank {self._rank} has left the group and takes part in nothing more.",
-                next_step="make it the last thing to leave or to close.",
-            )
+        self.check_usable()
         self.issued += 1
         task.seq = self.issued
         if task.half < 0:
@@ -167,9 +165,11 @@ class Engine:
 
     def progress(self) -> None:
         """Arrive and work as far as the others allow."""
+        if self.besides is not None:
+            self.besides()
         if not self._to_work:
             return
-        self._check_usable()
+        self.check_usable()
         self._bells.hear()
         try:
             moved = True
@@ -201,7 +201,7 @@ class Engine:
                 self._blocker = rank
                 return False
             if task.needs_shares:
-                task.error = self._lost(rank)
+                task.error = self.lost_error(rank)
                 break
         return True
 
@@ -217,8 +217,17 @@ class Engine:
         if task.error is not None:
             raise task.error
 
-    def wait_until(self, is_done: Callable[[], bool], deadline: Deadline | None, what: str) -> None:
-        """Spin briefly, then sleep; PeerLost when this worker itself was given up by the others."""
+    def wait_until(
+        self,
+        is_done: Callable[[], bool],
+        deadline: Deadline | None,
+        what: str,
+        whom: Callable[[], str] | None = None,
+    ) -> None:
+        """Spin briefly, then sleep; PeerLost when this worker itself was given up by the others.
+
+        `whom` says who is waited for that is not of this machine.
+        """
         began_s = time.perf_counter()
         self._blocker = None
         if deadline is None and self._settings.timeout_s is not None:
@@ -233,13 +242,22 @@ class Engine:
                 if now_s - began_s < self._spin_s:
                     _give_way()
                     continue
-                self._check_waiting(deadline, what, now_s - began_s)
+                self._check_waiting(deadline, what, now_s - began_s, whom)
                 if now_s > next_line_s:
                     next_line_s += _LINE_EVERY_S
-                    log.warning("%s", self._waiting_line(what, now_s - began_s))
+                    log.warning("%s", self._waiting_line(what, now_s - began_s, whom))
                 self._nap(is_done)
         finally:
             self._blame(time.perf_counter() - began_s)
+
+    def blocked_by(self, rank: int) -> None:
+        """Say, while something is waited for, whom it is that it waits for."""
+        self._blocker = rank
+
+    def check_own_verdict(self) -> None:
+        """PeerLost when the others have given this worker up."""
+        if self._control.get(self._rank, VERDICT) != NOT_YET:
+            raise self._given_up()
 
     def members(self) -> list[int]:
         """Who takes part in the next operation."""
@@ -269,8 +287,7 @@ class Engine:
             return False
         if self._is_in_use(task):
             return False
-        if self._control.get(self._rank, VERDICT) != NOT_YET:
-            raise self._given_up()
+        self.check_own_verdict()
         if task.prepare is not None:
             task.prepare(task)
         if task.is_staged:
@@ -306,7 +323,7 @@ class Engine:
             elif task.seq <= gone_after:
                 present.append(rank)
             elif not (task.is_survivable or self.should_survive) and self._is_lost(rank):
-                task.error = self._lost(rank)
+                task.error = self.lost_error(rank)
         if task.error is None:
             present.sort()
             task.error = self._mismatch(task, present)
@@ -334,25 +351,28 @@ class Engine:
             other = self._control.description(rank, task.seq)[: task.must_match]
             if other != own:
                 return UsageError(
-                    f"rank {self._rank} called {_describe(own)} where rank {rank} called {_describe(other)}.",
+                    f"rank {self._name(self._rank)} called {_describe(own)} where rank {self._name(rank)} "
+                    f"called {_describe(other)}.",
                     cause="the workers do not run the same program, or not with the same data.",
                     next_step="let all workers issue the same operations in the same order.",
                 )
         return None
 
-    def _lost(self, rank: int) -> PeerLost:
-        return Loss(rank, self._watch.reason(rank)).error()
+    def lost_error(self, rank: int) -> PeerLost:
+        """That nothing goes on without a rank that is gone."""
+        return Loss(self._name(rank), self._watch.reason(rank)).error()
 
     def _given_up(self) -> PeerLost:
         return PeerLost(
-            f"rank {self._rank}, this worker, was silent for more than {self._settings.silence_s:g} s, "
-            "and the others went on without it.",
-            peer=self._rank,
+            f"rank {self._name(self._rank)}, this worker, was silent for more than "
+            f"{self._settings.silence_s:g} s, and the others went on without it.",
+            peer=self._name(self._rank),
             cause="it was stopped, or its machine was.",
             next_step="start again with a larger --patience.",
         )
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """UsageError in a forked child, and when this worker is out of step."""
         if os.getpid() != self._pid:
             raise UsageError(
                 "The group belongs to the process that opened it, and this one was forked from it.",
@@ -360,26 +380,35 @@ class Engine:
             )
         if self._breakage is not None:
             raise UsageError(
-                f"rank {self._rank} is out of step with the others since an operation was broken off: "
-                f"{type(self._breakage).__name__}.",
+                f"rank {self._name(self._rank)} is out of step with the others since an operation was "
+                f"broken off: {type(self._breakage).__name__}.",
                 next_step="end this worker; what comes after an interrupted operation cannot be right.",
             )
+        if self._control.get(self._rank, LEFT) != NOT_YET:
+            raise UsageError(
+                f"rank {self._name(self._rank)} has left the group and takes part in nothing more.",
+                next_step="make it the last thing to leave or to close.",
+            )
 
-    def _check_waiting(self, deadline: Deadline | None, what: str, waited_s: float) -> None:
-        if self._control.get(self._rank, VERDICT) != NOT_YET:
-            raise self._given_up()
+    def _check_waiting(
+        self, deadline: Deadline | None, what: str, waited_s: float, whom: Callable[[], str] | None
+    ) -> None:
+        self.check_own_verdict()
         if deadline is not None and deadline.is_past:
             raise DeadlineExceeded(
-                f"{self._waiting_line(what, waited_s)}: the deadline has passed.",
+                f"{self._waiting_line(what, waited_s, whom)}: the deadline has passed.",
                 next_step="see what that rank does, or give a longer --peer-timeout.",
             )
 
-    def _waiting_line(self, what: str, waited_s: float) -> str:
-        who = self._blocker
+    def _waiting_line(self, what: str, waited_s: float, whom: Callable[[], str] | None = None) -> str:
+        who, outside = self._blocker, whom() if whom is not None else ""
+        if outside:
+            return f"rank {self._name(self._rank)}: {what}: waiting for {outside}, {waited_s:.0f} s"
         if who is None:
-            return f"rank {self._rank}: {what}, {waited_s:.0f} s"
+            return f"rank {self._name(self._rank)}: {what}, {waited_s:.0f} s"
         return (
-            f"rank {self._rank}: {what}: waiting for rank {who} (process {self._watch.pid(who)}), "
+            f"rank {self._name(self._rank)}: {what}: waiting for rank {self._name(who)} "
+            f"(process {self._watch.pid(who)}), "
             f"{waited_s:.0f} s, last beat {self._watch.last_beat_s(who):.1f} s ago"
         )
 

@@ -1,10 +1,14 @@
-"""A group in which things go wrong as a fault script says."""
+"""A group in which things go wrong as a fault script says.
+
+The file is long because it is one operation after another, each of a few lines.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -12,8 +16,10 @@ from typing import TypeVar
 import torch
 
 from shoal.core import Address, Deadline, PeerLost
-from shoal.group.base import Done, Group, Handle, Reduction, Snapshot
+from shoal.group.base import Done, Group, Handle, Reduction, Snapshot, Window
 from shoal.group.damage import damage, damage_snapshot
+from shoal.group.faulty_window import FaultyWindow
+from shoal.group.operations import Operation
 from shoal.group.sleeper import Sleeper
 from shoal.group.wrapper import GroupWrapper
 from shoal.topology import Weights
@@ -49,10 +55,12 @@ class Faulty(GroupWrapper):
     pause       with `for_s` the caller's thread sleeps, so the others wait; without it SIGSTOP to oneself, so
                 the others find it silent until somebody continues it
     slow        the worker's own time between operations lasts `factor` times as long
-    partition   an exchange goes on without the peers beyond, a fetch brings None; an operation that needs
-                everybody takes place (nobody hangs) but raises PeerLost, unless the group `should_survive`,
-                and leaves its tensor as it was
-    drop        the same for single messages; `probability` is that of each peer's in each operation
+    partition   an exchange goes on without the peers beyond, a fetch or read brings None, a write into their
+                windows does nothing, their mutex raises PeerLost; an operation that needs everybody takes
+                place (nobody hangs) but raises PeerLost, unless the group `should_survive`, and leaves its
+                tensor as it was
+    drop        the same for single messages; `probability` is that of each peer's in each operation. Of
+                writes only a `put` is lost: what must not be missed would be sent again
     corrupt     one wrong bit in what an operation brings, likewise
 
     Other kinds need a network: UsageError.
@@ -75,6 +83,9 @@ class Faulty(GroupWrapper):
         self._step = -1
         self._names = [self._names_of(rank) for rank in range(inner.size)]
         self._effects = [Effects()] * inner.size
+        """On what comes from each rank."""
+        self._reverse = [Effects()] * inner.size
+        """On what goes to each rank."""
         self._stopped: list[Event] = []
         self._draws = [Draws(seed, "group", str(rank), str(inner.rank)) for rank in range(inner.size)]
 
@@ -140,6 +151,42 @@ class Faulty(GroupWrapper):
 
         return self._handle(self.inner.fetch(name, peer), finish)
 
+    def read(self, name: str, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
+        """None when the peer cannot be reached."""
+        self._begin()
+        sources = [peer] if peer in self._others() else []
+        if self._cut(sources):
+            return self._handle(Done[int | None](None), lambda nothing: nothing)
+        damaged = self._damaged(sources)
+
+        def finish(got: int | None) -> int | None:
+            if got is not None:
+                self._damage(damaged, into.detach())
+            return got
+
+        return self._handle(self.inner.read(name, peer, into, version=version), finish)
+
+    @contextlib.contextmanager
+    def mutex(self, name: str, owner: int) -> Iterator[None]:
+        """PeerLost when the owner is beyond a partition."""
+        self._turn()
+        if owner in self._others() and self._reverse[owner].is_cut:
+            raise _unreachable(owner)
+        with super().mutex(name, owner):
+            yield
+
+    def window(
+        self,
+        name: str,
+        num_elements: int,
+        dtype: torch.dtype = torch.float32,
+        *,
+        sources: Collection[int] | None = None,
+    ) -> Window:
+        """One of the inner group, whose writes go wrong."""
+        inner = self.inner.window(name, num_elements, dtype, sources=sources)
+        return FaultyWindow(inner, self.inner, self._issue_write, self._call, self._arriving)
+
     def progress(self) -> None:
         """Of the inner group's operations and of the script."""
         self._turn()
@@ -165,6 +212,7 @@ class Faulty(GroupWrapper):
         if self._schedule.advance(now_s, self._step):
             events = self._schedule.events
             self._effects = [effects_on(events, names, own, self._started_s) for names in self._names]
+            self._reverse = [effects_on(events, own, names, self._started_s) for names in self._names]
         for event in self._schedule.events:
             if event.is_active and event.concerns(own):
                 self._suffer(event, now_s)
@@ -185,6 +233,23 @@ class Faulty(GroupWrapper):
             for rank in sources
             if self._effects[rank].is_cut or self._happens(rank, 1 - self._effects[rank].passes)
         ]
+
+    def _arriving(self, to: int, tensor: torch.Tensor, is_sent_again: bool) -> torch.Tensor | None:
+        """What of a write comes to its destination."""
+        self._begin()
+        if to not in self._others():
+            return tensor
+        effects = self._reverse[to]
+        if effects.is_cut or (not is_sent_again and self._happens(to, 1 - effects.passes)):
+            self._returned_s = self._sleeper.clock.now_s()
+            return None
+        if self._happens(to, 1 - effects.is_right):
+            tensor = tensor.detach().clone()
+            damage(tensor, self._draws[to])
+        return tensor
+
+    def _issue_write(self, operation: Operation, start: Callable[[], Handle[None]]) -> Handle[None]:
+        return self._handle(start(), lambda nothing: nothing)
 
     def _damaged(self, sources: Iterable[int]) -> list[int]:
         """Those of them whose message comes with a wrong bit."""
@@ -224,12 +289,7 @@ class Faulty(GroupWrapper):
 
     def _check_reached(self, cut: Sequence[int], _: object = None) -> None:
         if cut and not self.should_survive:
-            raise PeerLost(
-                f"rank {cut[0]} is lost: the fault script keeps its messages away.",
-                peer=cut[0],
-                cause="a partition or drop in the script.",
-                next_step="use a strategy that outlives a lost worker (neighbor, pair), or another script.",
-            )
+            raise _unreachable(cut[0])
 
     def _others(self) -> list[int]:
         return [rank for rank in self.members if rank != self.rank]
@@ -259,6 +319,15 @@ class _FaultyHandle(Handle[T]):
     def is_done(self) -> bool:
         """As the inner handle's."""
         return self._inner.is_done()
+
+
+def _unreachable(rank: int) -> PeerLost:
+    return PeerLost(
+        f"rank {rank} is lost: the fault script keeps its messages away.",
+        peer=rank,
+        cause="a partition or drop in the script.",
+        next_step="use a strategy that outlives a lost worker (neighbor, pair), or another script.",
+    )
 
 
 def _check(script: FaultScript, group: Group) -> None:

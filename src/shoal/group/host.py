@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 import torch
 
 from shoal.core import Deadline, DeadlineExceeded, Placement, ShoalError, UsageError
 from shoal.group.arena import Arena, MemoryFull, Place, Segment, open_files
-from shoal.group.base import Group, Handle, Loss, Reduction, Snapshot, T
+from shoal.group.base import Group, Handle, Loss, Reduction, Snapshot, T, Window
 from shoal.group.channels import Channels
 from shoal.group.control import (
     ARRIVED,
@@ -32,9 +32,13 @@ from shoal.group.control import (
     new_bell,
     region_bytes,
 )
+from shoal.group.copies import Copies
 from shoal.group.engine import KINDS, Engine, Span, Task, is_overlapping
+from shoal.group.host_window import HostWindow, layout_of
 from shoal.group.kernels import OPS, check_reduction, mix_into, reduce_into, reduce_to_all, share
+from shoal.group.locks import Locks
 from shoal.group.meeting import Gift, Hello, meet
+from shoal.group.one_sided import OneSided
 from shoal.group.settings import GroupSettings
 from shoal.group.staging import STAGE_BYTES, Staging, TasksHandle, regions, span_of
 from shoal.group.watch import Watch
@@ -83,7 +87,7 @@ def open_host_group(placement: Placement, settings: GroupSettings) -> HostGroup:
         control_at, stage_at = (Place(*place) for place in met.gift.places)
         control = Control(arena.map(control_at), rank, size)
         bells = Bells(rank, bell[0], met.bells, control)
-        watch = Watch(rank, met.pids, control, bells, settings.silence_s)
+        watch = Watch(rank, met.pids, control, bells, settings)
         stage = arena.map(stage_at)
         watch.open()
         undo.pop_all()
@@ -118,6 +122,9 @@ class HostGroup(Group):
         self._engine = Engine(self.rank, self.size, self._control, self._bells, self._watch, settings)
         self._staging = Staging(self.rank, shared.stage, self._engine)
         self._channels = Channels(self.rank, self._arena, self._control, self._bells)
+        self._locks = Locks(self._arena.lock_file)
+        self._side = OneSided(self.rank, self.size, self._engine, self._control, self._bells, self._locks)
+        self._copies = Copies(self._side, self._channels)
         self._read_at: dict[Span, int] = {}
         """Memory that others read, and the last operation in which they do."""
         self._is_open = True
@@ -347,6 +354,51 @@ class HostGroup(Group):
         """Of the peer's memory itself: nothing is copied."""
         return self._channels.fetch(name, peer)
 
+    def changing(self, name: str, version: int) -> contextlib.AbstractContextManager[None]:
+        """Waits until those that copy it now have done so."""
+        return self._copies.changing(name, version)
+
+    def read(self, name: str, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
+        """From the peer's memory, in this worker's own thread."""
+        return self._copies.read(name, peer, into, version)
+
+    def window(
+        self,
+        name: str,
+        num_elements: int,
+        dtype: torch.dtype = torch.float32,
+        *,
+        sources: Collection[int] | None = None,
+    ) -> Window:
+        """Slots lie in shared memory, and each source writes its own."""
+        layout = layout_of(self, name, num_elements, dtype, sources)
+        memory = self.empty(-(-layout.size_bytes // self.size) or 1, torch.uint8)
+        segment = self._arena.find(memory)
+        assert segment is not None
+        return HostWindow(name, layout, segment, self._side, lambda: self.free(memory))
+
+    def mutex(self, name: str, owner: int) -> contextlib.AbstractContextManager[None]:
+        """The kernel frees it when its holder's process ends; PeerLost names a holder that was stopped."""
+        return self._side.mutex(name, owner)
+
+    def try_lock(self, name: str, owner: int) -> bool:
+        """Take a mutex if nobody has it; from any thread, for somebody that is not of this machine."""
+        return self._side.try_lock(name, owner)
+
+    def unlock(self, name: str, owner: int) -> None:
+        """Give back what `try_lock` took."""
+        self._side.unlock(name, owner)
+
+    def wait_until(
+        self, is_done: Callable[[], bool], deadline: Deadline | None, what: str, whom: Callable[[], str]
+    ) -> None:
+        """Wait for something else than an operation of this group, and go on with those meanwhile."""
+        self._engine.wait_until(is_done, deadline, what, whom)
+
+    def wake(self) -> None:
+        """Let `wait_until` look again; from any thread."""
+        self._bells.wake_self()
+
     def progress(self) -> None:
         """Arrive and work as far as the others allow."""
         self._engine.progress()
@@ -359,8 +411,8 @@ class HostGroup(Group):
         if not self._engine.is_usable or self._control.gone_after(self.rank) != NOT_YET:
             return
         with contextlib.suppress(ShoalError):
-            self._engine.wait_until(lambda: not self._engine.is_busy, Deadline.after(_LEAVING_S), "leave")
-        self._engine.drop()
+            self._engine.wait_until(self._is_idle, Deadline.after(_LEAVING_S), "leave")
+        self._drop()
         self._bells.tell(LEFT, self._control.get(self.rank, ARRIVED))
 
     def close(self) -> None:
@@ -376,7 +428,7 @@ class HostGroup(Group):
         if not self._is_open:
             return
         self._is_open = False
-        self._engine.drop()
+        self._drop()
         if os.getpid() != self._pid:
             return  # all of it is the parent's
         self._watch.close()  # first: it would beat over what is said here
@@ -384,7 +436,15 @@ class HostGroup(Group):
             self._control.judge(self.rank, self._control.get(self.rank, ARRIVED))
             self._bells.tell(BEAT, FAILED)
         self._bells.close()
+        self._locks.close()
         self._arena.close()
+
+    def _is_idle(self) -> bool:
+        return not (self._engine.is_busy or self._side.errands.is_busy)
+
+    def _drop(self) -> None:
+        self._engine.drop()
+        self._side.errands.drop(lambda _: True, f"rank {self.rank} has left the group before it was done.")
 
     def _begin(self, task: Task, result: T) -> Handle[T]:
         return TasksHandle(self._engine, [self._engine.issue(task)], lambda: result)

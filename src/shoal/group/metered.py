@@ -39,16 +39,21 @@ class Metered(GroupWrapper):
         exchange, pair_gossip   B to each destination and B from each source; where destinations are not
                                 given, they are the sources; peers that are gone do not count
         exchange_machines       B to and from each worker of the machines that are named, and of one's own
-        fetch                   B from the peer
-        publish, barrier, empty, free, settle: nothing
+        fetch, read             B from the peer
+        put, accumulate, send   B to the peer
+        publish, changing, barrier, empty, free, settle, mutex, window, window_wait: nothing
 
     They count when an operation is issued, received sizes that only the result tells when it is waited for.
+    What goes to and from servers, through `everybody`, is counted with the rest.
     """
 
     def __init__(self, inner: Group, clock: Clock = SYSTEM_CLOCK) -> None:
         super().__init__(inner)
         self._clock = clock
         self._traffic: dict[str, Traffic] = {}
+        if inner.everybody is not None:
+            self.everybody = Metered(inner.everybody, clock)
+            self.everybody._traffic = self._traffic
 
     def totals(self) -> dict[str, Traffic]:
         """By operation, in the order in which they were first used; a copy."""
@@ -61,6 +66,8 @@ class Metered(GroupWrapper):
     def reset(self) -> None:
         """Count from zero; operations that are under way still add their seconds to the old count."""
         self._traffic = {}
+        if isinstance(self.everybody, Metered):
+            self.everybody._traffic = self._traffic
 
     def _issue(self, operation: Operation, start: Callable[[], Handle[T]]) -> Handle[T]:
         traffic = self._count(operation)

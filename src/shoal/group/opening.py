@@ -16,12 +16,16 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Literal, NoReturn
 
-from shoal.core import Placement, UsageError
+import msgspec
+
+from shoal.core import Deadline, Placement
 from shoal.core.run_options import RUN_ID_VARIABLE, RunOptions
 from shoal.group.base import Group
-from shoal.group.host import open_host_group
+from shoal.group.host import HostGroup, open_host_group
+from shoal.group.rendezvous import Rendezvous, Seat
+from shoal.group.servers import WithServers, check_servers
 from shoal.group.settings import GroupSettings
 from shoal.group.solo import SoloGroup
 from shoal.group.timeline import Timeline
@@ -38,6 +42,7 @@ _JOB_VARIABLES = (
     "SLURM_JOB_ID",
     "SLURM_STEP_ID",
 )
+_MEETING_S = 300.0
 _NAMES = {"Open MPI": "PMIX_NAMESPACE", "MPICH or Intel MPI": "PMI_JOBID", "Slurm": "SLURM_STEP_ID"}
 """By launcher: the variable that tells its runs apart. MASTER_PORT does too: one run at a time holds it."""
 
@@ -47,11 +52,15 @@ def init(
     patience: float | None = None,
     timeout_s: float | None = None,
     workers_per_machine: int | None = None,
+    num_servers: int | None = None,
+    backend: Literal["gloo", "nccl"] | None = None,
 ) -> Group:
     """Join the group: all workers of `shoal run`, torchrun, MPI or Slurm; a group of one when alone.
 
-    Waits for the others. What is given here wins over what `shoal run` was asked for. The group may be
-    closed with `with`; otherwise this worker leaves it when its program ends well.
+    Waits for the others. What is given here wins over what `shoal run` was asked for. So many of the first
+    processes as `num_servers` says are parameter servers, and no workers. With a `backend` tensors travel
+    through torch.distributed. The group may be closed with `with`; otherwise this worker leaves it when its
+    program ends well.
     """
     placement = Placement.from_environment()
     options = RunOptions.from_environment()
@@ -60,24 +69,86 @@ def init(
         patience=options.patience if patience is None else patience,
         timeout_s=options.timeout_s if timeout_s is None else timeout_s,
         workers_per_machine=workers_per_machine or options.workers_per_machine,
+        network_interface=options.network_interface,
+        backend=backend,
     )
-    group: Group
-    if placement.size == 1:
-        group = SoloGroup(settings.patience)
-    elif placement.size == placement.local_size:
-        group = open_host_group(placement, settings)
+    servers = options.num_servers if num_servers is None else num_servers
+    check_servers(servers, placement.size)
+    group = _open_with_servers(placement, settings, servers) if servers else open_group(placement, settings)
+    if placement.size > 1:
         _exits.listen()
-    else:
-        raise UsageError(
-            f"{placement.source} has placed {placement.local_size} of {placement.size} workers here.",
-            cause="a group over several machines does not exist yet.",
-            next_step="run all workers on one machine, with LOCAL_WORLD_SIZE equal to WORLD_SIZE.",
-        )
     if options.timeline is not None:
-        group = Traced(group, Timeline(Path(f"{options.timeline}.{group.rank}"), group.rank))
+        rank = placement.rank
+        group = Traced(group, Timeline(Path(f"{options.timeline}.{rank}"), rank))
         _write_when_terminated(group.timeline)
     atexit.register(_end, group, os.getpid(), getattr(sys, "last_value", None))
     return group
+
+
+def open_group(placement: Placement, settings: GroupSettings, name: str = "") -> Group:
+    """The group of all that are placed so: alone, on one machine, or on several; collective.
+
+    `name` tells groups of the same run apart that are opened side by side.
+    """
+    if placement.size == 1 and settings.backend is None:
+        return SoloGroup(settings.patience)
+    if _is_one_machine(placement, settings):
+        return open_host_group(placement, settings)
+    from shoal.group.torch_group import open_torch_group
+
+    deadline = Deadline.after(settings.timeout_s or _MEETING_S)
+    rendezvous = Rendezvous.open(placement, deadline, name)
+    seat = Seat.here(placement, settings.network_interface, settings.workers_per_machine)
+    seats = rendezvous.meet(seat, deadline)
+    if settings.backend is None and all(other.machine == seat.machine for other in seats):
+        # the launcher has not said that all are here
+        rank, size = placement.rank, placement.size
+        return open_host_group(Placement(rank, size, rank, size, placement.source), settings)
+    return open_torch_group(placement, settings, seats, rendezvous)
+
+
+def _is_one_machine(placement: Placement, settings: GroupSettings) -> bool:
+    """Whether all workers are known to be on this machine, and share its memory."""
+    if placement.size != placement.local_size or settings.backend is not None:
+        return False
+    per_machine = settings.workers_per_machine or placement.size
+    # without a place to meet, a machine that is split is one that only counts as several
+    return per_machine >= placement.size or placement.rendezvous is None
+
+
+def _open_with_servers(placement: Placement, settings: GroupSettings, num_servers: int) -> Group:
+    everybody = open_group(placement, settings)
+    try:
+        if placement.rank < num_servers:
+            workers: Group = SoloGroup(settings.patience)
+        else:
+            placed, named = _among_workers(placement, settings, everybody, num_servers)
+            workers = open_group(placed, named, "workers")
+    except BaseException:
+        everybody.abandon()
+        raise
+    return WithServers(workers, everybody, num_servers)
+
+
+def _among_workers(
+    placement: Placement, settings: GroupSettings, everybody: Group, num_servers: int
+) -> tuple[Placement, GroupSettings]:
+    """A worker's place when servers are not counted, on the machines that all have agreed on."""
+    named = msgspec.structs.replace(settings, key=f"{settings.key} workers")
+    rank, size = placement.rank - num_servers, placement.size - num_servers
+    if isinstance(everybody, HostGroup):
+        return Placement(rank, size, rank, size, placement.source), named
+    machine = everybody.machine
+    here = [
+        other - num_servers
+        for other in range(num_servers, placement.size)
+        if everybody.machine_of(other) == machine
+    ]
+    place, meeting = here.index(rank), placement.rendezvous
+    return (
+        Placement(rank, size, place, len(here), placement.source, meeting, machine),
+        msgspec.structs.replace(named, workers_per_machine=None),
+    )
 
 
 class _Exits:

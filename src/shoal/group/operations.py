@@ -115,6 +115,23 @@ def fetch(group: Group, peer: int) -> Operation:
     return Operation("fetch", sends={peer: 0}, learns=learn, is_request=True)
 
 
+def write(group: Group, name: str, to: int, tensor: torch.Tensor) -> Operation:
+    """Into a window of `to`, if it is there; over when it has arrived."""
+    sends = {to: tensor.nbytes} if to in _others(group) else {}
+    return Operation(name, tensor.nbytes, sends, is_request=True)
+
+
+def read(group: Group, peer: int, into: torch.Tensor) -> Operation:
+    """A request, and a copy of what the peer has published."""
+    if peer == group.rank:
+        return Operation("read", into.nbytes)
+
+    def learn(version: int | None) -> Bytes:
+        return {} if version is None else {peer: into.nbytes}
+
+    return Operation("read", into.nbytes, {peer: 0}, learns=learn, is_request=True)
+
+
 def _exchange(
     group: Group, tensor: torch.Tensor, name: str, to: Iterable[int], sources: Collection[int]
 ) -> Operation:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
 
-from shoal.core import TensorError, UsageError
-from shoal.group.base import Done, Group, Handle, Loss, Reduction, Snapshot
+from shoal.core import Deadline, DeadlineExceeded, TensorError, UsageError
+from shoal.group.base import Done, Group, Handle, Loss, Reduction, Snapshot, Window
 from shoal.group.kernels import check_reduction
+from shoal.group.solo_window import SoloWindow
+from shoal.group.writing import copy_out
 from shoal.topology import Weights
 
 _NOBODY: Mapping[int, Loss] = MappingProxyType({})
@@ -27,6 +30,7 @@ class SoloGroup(Group):
         self._has_left = False
         self._published: dict[str, _SoloSnapshot] = {}
         self._reclaimed: dict[str, int] = {}
+        self._held: list[str] = []
 
     @property
     def members(self) -> Sequence[int]:
@@ -114,6 +118,56 @@ class SoloGroup(Group):
         _check_rank(peer)
         return Done(self._published.get(name))
 
+    @contextlib.contextmanager
+    def changing(self, name: str, version: int) -> Iterator[None]:
+        """Nobody else reads it meanwhile."""
+        self._check_member()
+        published = self._published.get(name)
+        if published is None:
+            raise UsageError(
+                f"Nothing is published as {name!r}, so it cannot be changed.", next_step="publish it first."
+            )
+        if version < published.version:
+            raise UsageError(
+                f"{name!r} is of version {published.version} and cannot become {version}.",
+                next_step="count upwards.",
+            )
+        self._reclaimed[name] = published.version
+        yield
+        self._published[name] = _SoloSnapshot(published.tensor, version, self._reclaimed, name)
+
+    def read(self, name: str, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
+        """Of what this worker itself has published; a version that there is not yet is a DeadlineExceeded."""
+        _check_rank(peer)
+        return _SoloRead(self._published, name, into.detach(), version)
+
+    def window(
+        self,
+        name: str,
+        num_elements: int,
+        dtype: torch.dtype = torch.float32,
+        *,
+        sources: Collection[int] | None = None,
+    ) -> Window:
+        """With a slot for oneself, if that is asked for."""
+        self._check_member()
+        return SoloWindow(name, num_elements, dtype, has_slot=sources is not None and 0 in sources)
+
+    @contextlib.contextmanager
+    def mutex(self, name: str, owner: int) -> Iterator[None]:
+        """Nobody else wants it."""
+        _check_rank(owner)
+        if name in self._held:
+            raise UsageError(
+                f"rank 0 waits for mutex {name!r} of rank 0, which it holds itself.",
+                next_step="end the first `with` block before the second begins.",
+            )
+        self._held.append(name)
+        try:
+            yield
+        finally:
+            self._held.remove(name)
+
     def progress(self) -> None:
         """Nothing is ever under way."""
 
@@ -149,6 +203,37 @@ class _SoloSnapshot(Snapshot):
     def is_intact(self) -> bool:
         """Until its version is reclaimed."""
         return self._name not in self._reclaimed or self._reclaimed[self._name] < self.version
+
+
+class _SoloRead(Handle[int | None]):
+    def __init__(
+        self, published: Mapping[str, _SoloSnapshot], name: str, into: torch.Tensor, version: int
+    ) -> None:
+        self._published = published
+        self._name = name
+        self._into = into
+        self._version = version
+        self._result: list[int | None] = []
+        self.is_done()
+
+    def wait(self, deadline: Deadline | None = None) -> int | None:
+        """The version that was copied."""
+        if not self.is_done():
+            raise DeadlineExceeded(
+                f"Version {self._version} of {self._name!r} is not published, and nobody else is there to do "
+                "it.",
+                next_step="publish it, or change it, first.",
+            )
+        return self._result[0]
+
+    def is_done(self) -> bool:
+        """Once it is of that version."""
+        found = self._published.get(self._name)
+        if not self._result and found is None and not self._version:
+            self._result.append(None)
+        elif not self._result and found is not None and found.version >= self._version:
+            self._result.append(copy_out(found, self._into, self._name))
+        return bool(self._result)
 
 
 def _check_rank(rank: int) -> None:

@@ -135,6 +135,11 @@ class TasksHandle(Handle[T]):
             self._engine.wait(task, deadline)
         return self._result()
 
+    @property
+    def present(self) -> Sequence[int]:
+        """Who took part in the first of them, once it is over."""
+        return (self._tasks[0].present if self._tasks else None) or ()
+
     def is_done(self) -> bool:
         """Whether all tasks are complete."""
         self._engine.progress()

@@ -1,13 +1,14 @@
 """A record of spans of time, written as a Chrome trace that chrome://tracing and Perfetto open.
 
 Times are of the machine's monotonic clock, so the parts that the workers of one machine write fit together;
-`merge` makes one file of them. It needs no torch: a launcher uses it.
+`merge` makes one file of them, and of those of other machines when it is told how their clocks differ. It
+needs no torch: a launcher uses it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -135,11 +136,12 @@ class _Rows:
                 place += 1
 
 
-def merge(paths: Iterable[Path | str], out: Path | str) -> Path:
+def merge(paths: Iterable[Path | str], out: Path | str, shifts_s: Mapping[int, float] | None = None) -> Path:
     """One trace of the parts that workers have written, from their first moment on.
 
-    A part that is not there, its worker having been killed, is named in the trace's `otherData`. Raises
-    ReportError for a file that is no trace.
+    `shifts_s`, by rank, is what to add to the clocks of other machines to have this one's. A part that is not
+    there, its worker having been killed, is named in the trace's `otherData`. Raises ReportError for a file
+    that is no trace.
     """
     events: list[dict[str, Any]] = []
     other: dict[str, Any] = {"ranks": [], "left_out": 0, "missing": []}
@@ -156,6 +158,9 @@ def merge(paths: Iterable[Path | str], out: Path | str) -> Path:
                 f"{path} is not a worker's part of a timeline: {error}",
                 next_step="give the files that the workers have written",
             ) from error
+    for event in events:
+        if event["ph"] == "X" and shifts_s:
+            event["ts"] += shifts_s.get(event["pid"], 0.0) * 1e6
     first = min((event["ts"] for event in events if event["ph"] == "X"), default=0.0)
     for event in events:
         if event["ph"] == "X":

@@ -26,6 +26,8 @@ class Traced(GroupWrapper):
     def __init__(self, inner: Group, timeline: Timeline) -> None:
         super().__init__(inner)
         self.timeline = timeline
+        if inner.everybody is not None:
+            self.everybody = Traced(inner.everybody, timeline)
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:

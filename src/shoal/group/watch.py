@@ -22,6 +22,7 @@ from shoal.core import LoopThread
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.group.base import Loss
 from shoal.group.control import ARRIVED, BEAT, FAILED, LEFT, NOT_YET, VERDICT, Bells, Control
+from shoal.group.settings import GroupSettings
 
 log = logging.getLogger(__name__)
 _BEAT_S = 0.2
@@ -32,14 +33,15 @@ class Watch:
     """Beats for this worker and watches the others, on a loop thread of its own."""
 
     def __init__(
-        self, rank: int, pids: Sequence[int], control: Control, bells: Bells, silence_s: float
+        self, rank: int, pids: Sequence[int], control: Control, bells: Bells, settings: GroupSettings
     ) -> None:
         self.lost: dict[int, Loss] = {}
         self._rank = rank
         self._pids = list(pids)
         self._control = control
         self._bells = bells
-        self._silence_s = silence_s
+        self._silence_s = settings.silence_s
+        self._name = settings.name_of
         self._present = [other for other in range(len(pids)) if other != rank]
         self._beats = dict.fromkeys(self._present, 0)
         self._cpu_s: dict[int, float] = {}
@@ -102,7 +104,9 @@ class Watch:
                 # a pause of this worker itself (suspended, stopped, starved) is nobody else's silence
                 self._look(min(now_s - looked_s, 2 * _BEAT_S))
             except Exception:
-                log.exception("rank %d could not look after the others, and goes on beating", self._rank)
+                log.exception(
+                    "rank %d could not look after the others, and goes on beating", self._name(self._rank)
+                )
             looked_s = now_s
 
     def _look(self, passed_s: float) -> None:
@@ -154,7 +158,7 @@ class Watch:
 
     def _lose(self, rank: int, reason: str) -> None:
         self.lost[rank] = Loss(rank, reason)
-        log.warning("rank %d is lost: %s", rank, reason)
+        log.warning("rank %d is lost: %s", self._name(rank), reason)
         self._forget(rank)
         self._bells.wake_self()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -15,8 +15,9 @@ import torch
 
 from shoal.core import Clock, Deadline, DeadlineExceeded
 from shoal.group import operations
-from shoal.group.base import Group, Handle, Loss, Reduction, Snapshot
+from shoal.group.base import Group, Handle, Loss, Reduction, Snapshot, Window
 from shoal.group.operations import Operation
+from shoal.group.wrapped_window import WrappedWindow
 from shoal.topology import Weights
 
 T = TypeVar("T")
@@ -32,6 +33,9 @@ class GroupWrapper(Group):
         self.machine = inner.machine
         self.num_machines = inner.num_machines
         self.patience = inner.patience
+        self.everybody = inner.everybody
+        self.num_servers = inner.num_servers
+        self.role = inner.role
 
     def _issue(self, operation: Operation, start: Callable[[], Handle[T]]) -> Handle[T]:
         """Every operation that has a handle; `start` begins it in the inner group."""
@@ -137,6 +141,40 @@ class GroupWrapper(Group):
     def fetch(self, name: str, peer: int) -> Handle[Snapshot | None]:
         """Through the inner group."""
         return self._issue(operations.fetch(self.inner, peer), partial(self.inner.fetch, name, peer))
+
+    @contextlib.contextmanager
+    def changing(self, name: str, version: int) -> Iterator[None]:
+        """Through the inner group."""
+        with contextlib.ExitStack() as stack:
+            change = self.inner.changing(name, version)
+            self._call(Operation("changing"), partial(stack.enter_context, change))
+            yield
+
+    def read(self, name: str, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
+        """Through the inner group."""
+        operation = operations.read(self.inner, peer, into)
+        return self._issue(operation, partial(self.inner.read, name, peer, into, version=version))
+
+    def window(
+        self,
+        name: str,
+        num_elements: int,
+        dtype: torch.dtype = torch.float32,
+        *,
+        sources: Collection[int] | None = None,
+    ) -> Window:
+        """One of the inner group, around which this one counts, delays or disturbs writes."""
+        make = partial(self.inner.window, name, num_elements, dtype, sources=sources)
+        inner = self._call(Operation("window", num_elements * dtype.itemsize), make)
+        return WrappedWindow(inner, self.inner, self._issue, self._call)
+
+    @contextlib.contextmanager
+    def mutex(self, name: str, owner: int) -> Iterator[None]:
+        """Through the inner group."""
+        with contextlib.ExitStack() as stack:
+            mutex = self.inner.mutex(name, owner)
+            self._call(Operation("mutex"), partial(stack.enter_context, mutex))
+            yield
 
     # --- its life ---
 

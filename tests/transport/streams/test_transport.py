@@ -320,6 +320,23 @@ def test_a_connection_that_breaks_is_replaced(run):
     run(check())
 
 
+def test_one_peer_can_be_cut_off(run):
+    async def check():
+        async with pair({"peer_id": IDS[0]}, {"peer_id": IDS[1]}) as (server, client, peer):
+            call = asyncio.ensure_future(client.call(peer, "sit", deadline=soon()))
+            await until(lambda: server.num_calls == 1)
+            server.cut_off(IDS[0])
+            await client.call(peer, "echo", deadline=soon())
+            assert not call.done(), "that was somebody else"
+            server.cut_off(IDS[1])
+            with pytest.raises(PeerLost, match="sit at"):
+                await call
+            await until(lambda: server.num_connections == 0)
+            assert (await client.call(peer, "echo", 1, deadline=soon())).payload == 1
+
+    run(check())
+
+
 # --- threads ---
 
 

@@ -329,6 +329,17 @@ class StreamTransport:
         """What accepted connections are secured by; None where they are plain. For any thread."""
         return self._membership.server_tls() if self._membership else None
 
+    def cut_off(self, peer_id: PeerId) -> None:
+        """End every connection with this peer without a word; it may dial again."""
+        for shard in self._shards:
+            for connection in tuple(shard.connections):
+                if connection.peer.id != peer_id:
+                    continue
+                if shard.loop is self.home_loop:
+                    connection.abort()
+                else:
+                    shard.loop.call_soon_threadsafe(connection.abort)
+
     def forget(self, connection: Connection) -> None:
         """A connection that was dialed is over."""
         peer = self._dialed_as.pop(connection, None)

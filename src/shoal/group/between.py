@@ -1,0 +1,292 @@
+"""What the machines of a group say to each other in one operation, each by the first of its workers there.
+
+Who speaks for a machine follows from who has come to the operation there; another machine cannot know that,
+and sends to whom it takes for the speaker. Should that one turn out to have left before, all that was said to
+it is said again to the next. A machine whose workers have all left, or are lost, takes no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from shoal.core import PeerLost, UsageError
+from shoal.group.base import Loss, Reduction
+from shoal.group.kernels import reduce_into, share
+from shoal.group.lane import Step, Waitable
+from shoal.group.mesh import Mesh, MeshHandle
+
+_SMALL_BYTES = 1 << 16
+"""Up to this size everybody gets everything at once: one delay instead of two."""
+_KINDS = ("all_reduce", "broadcast", "all_gather", "exchange", "exchange_machines", "barrier")
+Talk = Generator[Waitable, Any, Any]
+
+
+class Roll(Protocol):
+    """Who takes part in an operation, as far as this worker knows."""
+
+    @property
+    def should_survive(self) -> bool:
+        """Whether operations go on without lost peers."""
+
+    def ranks_on(self, machine: int) -> Sequence[int]:
+        """A machine's ranks."""
+
+    def has_left(self, rank: int, seq: int) -> bool:
+        """Whether a rank left in order before an operation."""
+
+    def loss(self, rank: int) -> Loss | None:
+        """Why a rank is lost, if it is."""
+
+
+class Action(msgspec.Struct, frozen=True, array_like=True):
+    """What is done, which must be alike everywhere; short, for it goes before every tensor."""
+
+    kind: int
+    dtype: str = ""
+    num_elements: int = 0
+    rule: str = ""
+    """A reduction, or a root."""
+
+    @classmethod
+    def on(cls, kind: str, tensor: torch.Tensor, rule: str = "") -> Action:
+        """An operation on a tensor."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(_KINDS.index(kind), dtype, tensor.numel(), rule)
+
+    @classmethod
+    def of(cls, kind: str) -> Action:
+        """An operation without one, or on tensors that differ."""
+        return cls(_KINDS.index(kind))
+
+    def __str__(self) -> str:
+        kind = _KINDS[self.kind] if 0 <= self.kind < len(_KINDS) else "something else"
+        rule = f", {self.rule}" if self.rule else ""
+        return f"{kind} of {self.num_elements} elements ({self.dtype}{rule})" if self.dtype else kind
+
+
+class Words(msgspec.Struct, frozen=True, array_like=True):
+    """The first thing that is said in an operation, by a machine or a rank."""
+
+    action: Action
+    rank: int
+    """Who speaks."""
+    num_workers: int = 1
+    """For whom."""
+    detail: Any = None
+
+    @classmethod
+    def heard(cls, content: torch.Tensor, own: Action, rank: int) -> Words:
+        """What came, as bytes; UsageError when it speaks of something else than this worker does."""
+        words = msgspec.msgpack.decode(content.numpy().tobytes(), type=cls)
+        if words.action != own:
+            raise UsageError(
+                f"rank {rank} called {own} where rank {words.rank} called {words.action}.",
+                cause="the workers do not run the same program, or not with the same data.",
+                next_step="let all workers issue the same operations in the same order.",
+            )
+        return words
+
+    def said(self) -> torch.Tensor:
+        """As bytes."""
+        return torch.frombuffer(bytearray(msgspec.msgpack.encode(self)), dtype=torch.uint8)
+
+
+class Absent:
+    """In place of what would have come from a machine that takes no part."""
+
+
+ABSENT = Absent()
+
+
+class Conversation:
+    """One operation between this machine, for which this worker speaks, and the others."""
+
+    def __init__(self, mesh: Mesh, roll: Roll, seq: int, machine: int, others: Sequence[int]) -> None:
+        self.machine = machine
+        self._mesh = mesh
+        self._roll = roll
+        self._seq = seq
+        self._others = list(others)
+        self._said: dict[int, list[tuple[str, torch.Tensor]]] = {other: [] for other in others}
+        self._listeners: dict[int, int] = {}
+        self._under_way: list[MeshHandle[None]] = []
+
+    def greet(self, action: Action, num_workers: int, detail: Any = None) -> Talk:
+        """Say what is being done here, and learn what is done elsewhere: `Words` by machine, one's own too.
+
+        UsageError when others do something else; PeerLost when one of them is needed and lost.
+        """
+        mine = Words(action, self._mesh.rank, num_workers, detail)
+        encoded = mine.said()
+        for machine in tuple(self._others):
+            self.say(machine, "words", encoded)
+        heard = {self.machine: mine}
+        for machine in tuple(self._others):
+            came = yield self.hear(machine, "words")
+            if came is ABSENT:
+                self._others.remove(machine)
+                continue
+            theirs = Words.heard(came, action, self._mesh.rank)
+            self._speak_to(machine, theirs.rank)
+            heard[machine] = theirs
+        return dict(sorted(heard.items()))
+
+    def say(self, machine: int, topic: str, tensor: torch.Tensor) -> None:
+        """Send; `tensor` may be written again when an answer has come that needs it, or after `told`."""
+        self._said[machine].append((topic, tensor))
+        listener = self._listener(machine)
+        if listener is not None and self._listeners.setdefault(machine, listener) == listener:
+            self._send(listener, topic, tensor)
+        elif listener is not None:
+            self._speak_to(machine, listener)
+
+    def hear(self, machine: int, topic: str, into: torch.Tensor | None = None) -> Step:
+        """Wait for what a machine says about a topic: bytes, or `into`; ABSENT when it takes no part."""
+        received = self._mesh.receive(None, (self._seq, topic, machine), into)
+        return _Heard(self, received, machine)
+
+    def told(self) -> Step:
+        """Wait until all that was said has arrived."""
+        return _Told(self._under_way)
+
+    def reduce(self, flat: torch.Tensor, machines: Sequence[int], op: Reduction) -> Talk:
+        """In place, over the machines' tensors, of which each machine reduces its share; equal bits."""
+        others = [machine for machine in machines if machine != self.machine]
+        if not others or not flat.numel():
+            return
+        if flat.nbytes <= _SMALL_BYTES:
+            parts = {self.machine: flat.clone()}
+            for machine in others:
+                self.say(machine, "whole", parts[self.machine])
+            for machine in others:
+                parts[machine] = torch.empty_like(flat)
+                self._require((yield self.hear(machine, "whole", parts[machine])), machine)
+            reduce_into(flat, [parts[machine] for machine in machines], op)
+            return
+        shares = {
+            machine: flat[slice(*share(index, len(machines), flat.numel(), flat.element_size()))]
+            for index, machine in enumerate(machines)
+        }
+        mine = shares[self.machine]
+        for machine in others:
+            self.say(machine, "part", shares[machine])
+        parts = {self.machine: mine, **{machine: torch.empty_like(mine) for machine in others}}
+        waiting = [self.hear(machine, "part", parts[machine]) for machine in others]
+        results = [self.hear(machine, "share", shares[machine]) for machine in others]
+        for machine, came in zip(others, waiting, strict=True):
+            self._require((yield came), machine)
+        # what it is reduced into comes first, since it is overwritten
+        reduce_into(mine, [mine, *(parts[machine] for machine in others)], op)
+        for machine in others:
+            self.say(machine, "share", mine)
+        for machine, came in zip(others, results, strict=True):
+            self._require((yield came), machine)
+        yield self.told()
+
+    def look_again(self, machine: int) -> bool:
+        """Say everything again if the listener has left before this; whether the machine takes part."""
+        known = self._listeners.get(machine)
+        listener = self._listener(machine)
+        if listener is None:
+            return False
+        self._listeners[machine] = listener if known is None else known
+        self._speak_to(machine, listener)
+        return True
+
+    def missing(self, machine: int) -> int | None:
+        """Who is waited for there."""
+        return self._listeners.get(machine)
+
+    def first_loss(self, machine: int) -> Loss | None:
+        """Why a machine cannot take part as a whole, where all are needed."""
+        for rank in self._roll.ranks_on(machine):
+            loss = self._roll.loss(rank)
+            if loss is not None:
+                return loss
+        return None
+
+    @property
+    def needs_everybody(self) -> bool:
+        """Whether a lost peer ends the operation."""
+        return not self._roll.should_survive
+
+    def _listener(self, machine: int) -> int | None:
+        """Who speaks there, as far as is known; None when nobody is left."""
+        known = self._listeners.get(machine)
+        if known is not None and not self._is_gone(known):
+            return known
+        return next((rank for rank in self._roll.ranks_on(machine) if not self._is_gone(rank)), None)
+
+    def _speak_to(self, machine: int, listener: int) -> None:
+        """Say to another one what was said to the one before."""
+        if self._listeners.get(machine) != listener:
+            self._listeners[machine] = listener
+            for topic, tensor in self._said[machine]:
+                self._send(listener, topic, tensor)
+
+    def _is_gone(self, rank: int) -> bool:
+        return self._roll.has_left(rank, self._seq) or self._roll.loss(rank) is not None
+
+    def _send(self, listener: int, topic: str, tensor: torch.Tensor) -> None:
+        key = (self._seq, topic, self.machine)
+        self._under_way.append(self._mesh.send(listener, key, tensor))
+
+    def _require(self, came: Any, machine: int) -> None:
+        """What a machine that took part must give."""
+        if came is ABSENT:
+            loss = self.first_loss(machine) or Loss(
+                self._roll.ranks_on(machine)[0], "it left in the middle of an operation"
+            )
+            raise loss.error()
+
+
+class _Heard(Step):
+    """Something that a machine says, or that it says nothing any more."""
+
+    def __init__(self, talk: Conversation, received: MeshHandle[torch.Tensor | None], machine: int) -> None:
+        self._talk = talk
+        self._received = received
+        self._machine = machine
+        self._loss: Loss | None = None
+        self._is_absent = False
+
+    def is_done(self) -> bool:
+        if self._received.is_done():
+            return True
+        if self._talk.needs_everybody:
+            self._loss = self._talk.first_loss(self._machine)
+        # what came just before its sender went counts
+        self._is_absent = not self._talk.look_again(self._machine)
+        return self._received.is_done() or self._is_absent or self._loss is not None
+
+    def result(self) -> Any:
+        came = None
+        if self._received.is_done():
+            try:
+                came = self._received.result()
+            except PeerLost:
+                if self._talk.needs_everybody:
+                    raise
+        elif self._loss is not None:
+            raise self._loss.error()
+        return ABSENT if came is None else came
+
+    def awaited(self) -> int | None:
+        return self._talk.missing(self._machine)
+
+
+class _Told(Step):
+    """Everything has arrived, or nobody is there to take it."""
+
+    def __init__(self, handles: Sequence[MeshHandle[None]]) -> None:
+        self._handles = handles
+
+    def is_done(self) -> bool:
+        return all(handle.is_done() for handle in self._handles)
+
+    def result(self) -> None:
+        """Nothing; who is gone is noticed where something is expected of it."""

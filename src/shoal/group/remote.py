@@ -1,0 +1,418 @@
+"""One-sided operations between machines: what a worker publishes, its windows and its locks, by calls.
+
+Peers of the same machine use its own group. A call is answered on the mesh's loop, while the worker itself
+computes; what both touch is under a lock that is held only while something is copied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import torch
+
+from shoal.core import Deadline, PeerLost, TensorError, UsageError
+from shoal.group.base import Handle, Snapshot, T, Window
+from shoal.group.host import HostGroup
+from shoal.group.mailbox import flat_bytes, view_of
+from shoal.group.mesh import Mesh, MeshHandle
+from shoal.group.remote_window import Slots, TorchWindow
+from shoal.group.writing import Write
+from shoal.tensors.dtypes import DTYPES, dtype_name
+from shoal.transport import Head, Reply
+
+if TYPE_CHECKING:
+    from shoal.group.torch_group import TorchGroup
+
+_READ, _WRITE, _LOCK, _UNLOCK = "group.read", "group.write", "group.lock", "group.unlock"
+_LOOK_S = 2e-4
+_SLOWEST_LOOK_S = 5e-3
+_MAX_SPARES = 2
+
+
+class _Reading(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    version: int
+    """Wait until it is this new."""
+
+
+class _Writing(msgspec.Struct, frozen=True, array_like=True):
+    window: str
+    number: int
+    """Of the writes from one worker to another, in a window."""
+    kind: Literal["put", "accumulate", "send"]
+    weight: float
+    mass: float
+    note: bytes
+
+
+class _Locking(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+
+
+class _Published:
+    """A tensor that others may read, and its version."""
+
+    def __init__(self, tensor: torch.Tensor, version: int) -> None:
+        self.tensor = tensor
+        self.version = version
+        self.lock = threading.Lock()
+        self.spares: list[torch.Tensor] = []
+        """Memory for copies that has been used before, and whose pages are there."""
+
+
+class Remote:
+    """The one-sided half of a `TorchGroup`; made before the mesh is opened, attached to the group later."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._group: TorchGroup | None = None
+        self._published: dict[str, _Published] = {}
+        self._slots: dict[str, Slots] = {}
+        self._held: dict[str, int] = {}
+        """Who holds which of this worker's locks, of those that ask here."""
+        self._holding: dict[tuple[str, int], None] = {}
+        """Locks of workers of other machines that this one holds."""
+        self._guard = threading.Lock()
+        mesh.handle(_READ, self._serve_read, payload_type=_Reading)
+        mesh.handle(_WRITE, self._serve_write, payload_type=_Writing)
+        mesh.handle(_LOCK, self._serve_lock, payload_type=_Locking)
+        mesh.handle(_UNLOCK, self._serve_unlock, payload_type=_Locking)
+
+    def attach(self, group: TorchGroup) -> None:
+        """Serve this group from now on."""
+        self._group = group
+
+    @property
+    def group(self) -> TorchGroup:
+        """The group that is served."""
+        assert self._group is not None, "not attached yet"
+        return self._group
+
+    def close(self) -> None:
+        """Nothing is to be had any more."""
+        self._published.clear()
+        self._slots.clear()
+
+    # --- snapshots ---
+
+    def publish(self, name: str, tensor: torch.Tensor, version: int) -> None:
+        """Here, and inside the machine."""
+        self.group.local.publish(name, tensor, version)
+        known = self._published.get(name)
+        if known is None:
+            self._published[name] = _Published(tensor.detach().view(-1), version)
+            return
+        with known.lock:
+            known.tensor, known.version = tensor.detach().view(-1), version
+
+    def reclaim(self, name: str, version: int) -> None:
+        """Of what is being copied for somebody the copy is waited for."""
+        self.group.local.reclaim(name, version)
+        known = self._published.get(name)
+        if known is not None:
+            with known.lock:
+                pass
+
+    def fetch(self, name: str, peer: int) -> Handle[Snapshot | None]:
+        """A copy, or a mate's own memory."""
+        place = self._place_of(peer)
+        if place is not None:
+            return _Mapped(self.group.local.fetch(name, place), lambda found: _renamed(found, peer))
+        call = self._mesh.call(peer, _READ, _Reading(name, 0))
+        return RemoteHandle(self.group, call, f"fetch {name}", _snapshot_from(peer), when_gone=None)
+
+    @contextlib.contextmanager
+    def changing(self, name: str, version: int) -> Iterator[None]:
+        """Nobody reads it inside."""
+        known = self._published.get(name)
+        if known is None:
+            raise UsageError(f"Nothing is published as {name!r}.", next_step="publish it first.")
+        with known.lock, self.group.local.changing(name, version):
+            yield
+            known.version = version
+
+    def read(self, name: str, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
+        """Straight into its place."""
+        place = self._place_of(peer)
+        if place is not None:
+            return self.group.local.read(name, place, into, version=version)
+        memory = view_of(flat_bytes(into))
+
+        def allocate(head: Head) -> Sequence[memoryview]:
+            if not head.sizes:
+                return []
+            if list(head.sizes) != [memory.nbytes]:
+                raise TensorError(
+                    f"{head.total_bytes} bytes, published as {name!r} by rank {peer}, do not fit into "
+                    f"{memory.nbytes}."
+                )
+            return [memory]
+
+        call = self._mesh.call(peer, _READ, _Reading(name, version), into=allocate)
+        return RemoteHandle(
+            self.group, call, f"read {name}", lambda reply: reply.payload and reply.payload[0], when_gone=None
+        )
+
+    async def _serve_read(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
+        asked: _Reading = head.payload
+        if asked.version == 0 and asked.name not in self._published:
+            return Reply(None)
+        await _until(lambda: self._try_take(asked))
+        found = self._published[asked.name]
+        try:
+            copy = _spare_like(found.spares, found.tensor)
+            copy.copy_(found.tensor)
+            version = found.version
+        finally:
+            found.lock.release()
+
+        def give_back() -> None:
+            if len(found.spares) < _MAX_SPARES:
+                found.spares.append(copy)
+
+        content = view_of(flat_bytes(copy))
+        return Reply([version, dtype_name(copy.dtype)], [content], on_sent=give_back)
+
+    def _try_take(self, asked: _Reading) -> bool:
+        """Hold what is asked for, if it is there, new enough, and not being written."""
+        found = self._published.get(asked.name)
+        if found is None or not found.lock.acquire(blocking=False):
+            return False
+        if found.version >= asked.version:
+            return True
+        found.lock.release()
+        return False
+
+    # --- windows ---
+
+    def window(
+        self, name: str, num_elements: int, dtype: torch.dtype, sources: Collection[int] | None
+    ) -> Window:
+        """Slots for other machines' sources here, for mates in shared memory; all have theirs on return."""
+        group = self.group
+        if name in self._slots:
+            raise UsageError(f"The window {name!r} is open.", next_step="close it, or take another name.")
+        sources = [rank for rank in range(group.size) if rank != group.rank] if sources is None else sources
+        group.barrier().wait()  # the lane is clear, and nobody has the window of that name any more
+        inside = [place for rank in sources if (place := group.place_of(rank)) is not None]
+        local = group.local.window(name, num_elements, dtype, sources=inside)
+        outside = [rank for rank in sources if group.place_of(rank) is None]
+        slots = self._slots[name] = Slots(outside, num_elements, dtype)
+        group.barrier().wait()
+        return TorchWindow(self, name, local, slots, num_elements, dtype)
+
+    def close_window(self, name: str, local: Window) -> None:
+        """Collective."""
+        self.group.barrier().wait()
+        self._slots.pop(name, None)
+        local.close()
+
+    def write(self, window: str, to: int, number: int, write: Write) -> Handle[None]:
+        """A put, an accumulate or a send to another machine."""
+        memory = view_of(flat_bytes(write.tensor.detach().contiguous()))
+        writing = _Writing(window, number, write.kind, write.weight, write.mass, write.note)
+        call = self._mesh.call(to, _WRITE, writing, [memory])
+        return RemoteHandle(self.group, call, f"{write.kind} {window}", lambda reply: None, when_gone=None)
+
+    async def _serve_write(self, head: Head, buffers: Sequence[memoryview]) -> None:
+        asked: _Writing = head.payload
+        slots = self._slots.get(asked.window)
+        if slots is None:
+            raise UsageError(
+                f"rank {self._mesh.rank} has no window {asked.window!r}.", next_step="open it on all ranks."
+            )
+        source = self._mesh.rank_of(head)
+        slots.check(source, buffers)
+        write = Write(asked.kind, slots.tensor_in(buffers), asked.weight, asked.mass, asked.note)
+        await _until(lambda: slots.try_write(source, asked.number, write))
+        self.group.wake()
+
+    # --- locks ---
+
+    @contextlib.contextmanager
+    def mutex(self, name: str, owner: int) -> Iterator[None]:
+        """Held at the owner, by itself for those of other machines."""
+        place = self._place_of(owner)
+        local = self.group.local
+        if place is not None and isinstance(local, HostGroup):
+            with local.mutex(name, place):
+                yield
+            return
+        if place is not None:
+            if self._held.get(name) == owner:
+                raise UsageError(
+                    f"rank {owner} waits for its own mutex {name!r}, which it holds itself.",
+                    next_step="end the first `with` block before the second begins.",
+                )
+            self.group.wait(lambda: self._try_lock(name, owner), None, f"mutex {name!r}")
+            try:
+                yield
+            finally:
+                self._unlock(name, owner)
+            return
+        if (name, owner) in self._holding:
+            raise UsageError(
+                f"rank {self.group.rank} waits for mutex {name!r} of rank {owner}, which it holds itself.",
+                next_step="end the first `with` block before the second begins.",
+            )
+        self._ask(owner, _LOCK, name)
+        self._holding[name, owner] = None
+        try:
+            yield
+        finally:
+            del self._holding[name, owner]
+            with contextlib.suppress(PeerLost):
+                self._ask(owner, _UNLOCK, name)
+
+    def _ask(self, owner: int, method: str, name: str) -> None:
+        call = self._mesh.call(owner, method, _Locking(name))
+        RemoteHandle(self.group, call, f"mutex {name!r} of rank {owner}", lambda reply: None).wait()
+
+    async def _serve_lock(self, head: Head, buffers: Sequence[memoryview]) -> None:
+        asked: _Locking = head.payload
+        asker = self._mesh.rank_of(head)
+        await _until(lambda: self._try_lock(asked.name, asker))
+
+    def _serve_unlock(self, head: Head, buffers: Sequence[memoryview]) -> None:
+        asked: _Locking = head.payload
+        self._unlock(asked.name, self._mesh.rank_of(head))
+
+    def _try_lock(self, name: str, asker: int) -> bool:
+        """Take one of this worker's own locks for somebody; who holds it and is gone has it no more."""
+        holder = self._held.get(name)
+        if holder is not None and holder != self._mesh.rank and holder in self._mesh.lost:
+            self._unlock(name, holder)
+        with self._guard:
+            if name in self._held:
+                return False
+            local = self.group.local
+            if isinstance(local, HostGroup) and not local.try_lock(name, local.rank):
+                return False
+            self._held[name] = asker
+            return True
+
+    def _unlock(self, name: str, holder: int) -> None:
+        with self._guard:
+            if self._held.get(name) != holder:
+                raise UsageError(f"rank {holder} does not hold the mutex {name!r}.")
+            del self._held[name]
+            local = self.group.local
+            if isinstance(local, HostGroup):
+                local.unlock(name, local.rank)
+        self.group.wake()
+
+    def _place_of(self, rank: int) -> int | None:
+        if not 0 <= rank < self.group.size:
+            raise UsageError(f"There is no rank {rank} among {self.group.size}.", next_step="name a member.")
+        return self.group.place_of(rank)
+
+
+class RemoteHandle(Handle[T]):
+    """A call under way; without `when_gone` a lost peer is an error."""
+
+    _NO = object()
+
+    def __init__(
+        self,
+        group: TorchGroup,
+        call: MeshHandle[Reply],
+        what: str,
+        convert: Callable[[Reply], T],
+        when_gone: Any = _NO,
+    ) -> None:
+        self._group = group
+        self._call = call
+        self._what = what
+        self._convert = convert
+        self._when_gone = when_gone
+
+    def wait(self, deadline: Deadline | None = None) -> T:
+        """The answer."""
+        if not self._call.is_done():
+            self._group.wait(self._call.is_done, deadline, self._what)
+        try:
+            return self._convert(self._call.result())
+        except PeerLost:
+            if self._when_gone is RemoteHandle._NO:
+                raise
+            gone: T = self._when_gone
+            return gone
+
+    def is_done(self) -> bool:
+        """Whether it has come."""
+        return self._call.is_done()
+
+
+class _Mapped(Handle[T]):
+    """Another handle, whose result is seen otherwise."""
+
+    def __init__(self, inner: Handle[Any], convert: Callable[[Any], T]) -> None:
+        self._inner = inner
+        self._convert = convert
+
+    def wait(self, deadline: Deadline | None = None) -> T:
+        return self._convert(self._inner.wait(deadline))
+
+    def is_done(self) -> bool:
+        return self._inner.is_done()
+
+
+class _RenamedSnapshot(Snapshot):
+    """A mate's, by its rank in the whole group."""
+
+    def __init__(self, inner: Snapshot, rank: int) -> None:
+        self.rank = rank
+        self.version = inner.version
+        self.tensor = inner.tensor
+        self._inner = inner
+
+    def is_intact(self) -> bool:
+        return self._inner.is_intact()
+
+
+class _CopiedSnapshot(Snapshot):
+    """A copy, which stays what it is."""
+
+    def __init__(self, rank: int, version: int, tensor: torch.Tensor) -> None:
+        self.rank = rank
+        self.version = version
+        self.tensor = tensor
+
+    def is_intact(self) -> bool:
+        return True
+
+
+def _renamed(found: Snapshot | None, rank: int) -> Snapshot | None:
+    return None if found is None else _RenamedSnapshot(found, rank)
+
+
+def _snapshot_from(rank: int) -> Callable[[Reply], Snapshot | None]:
+    def convert(reply: Reply) -> Snapshot | None:
+        if reply.payload is None:
+            return None
+        version, dtype = reply.payload
+        content = torch.frombuffer(reply.buffers[0], dtype=torch.uint8)
+        return _CopiedSnapshot(rank, version, content.view(DTYPES[dtype]))
+
+    return convert
+
+
+async def _until(is_done: Callable[[], bool]) -> None:
+    """Look again and again, ever more rarely: what is waited for happens in another thread."""
+    nap_s = _LOOK_S
+    while not is_done():
+        await asyncio.sleep(nap_s)
+        nap_s = min(1.25 * nap_s, _SLOWEST_LOOK_S)
+
+
+def _spare_like(spares: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    while spares:
+        spare = spares.pop()
+        if spare.shape == like.shape and spare.dtype == like.dtype:
+            return spare
+    return torch.empty_like(like)

@@ -1,0 +1,263 @@
+"""How the workers of several machines find each other: a torch store, where each leaves its seat.
+
+The store is torchrun's where its agent holds one, rank 0's at MASTER_ADDR:MASTER_PORT otherwise, or that of a
+torch.distributed which the program has initialised. Nothing but addresses and the run's secret (where the
+launcher has given none) goes through it; what workers say to each other goes through the mesh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import os
+import platform
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import torch.distributed
+
+from shoal._version import __version__
+from shoal.core import Address, Deadline, DeadlineExceeded, PeerLost, PeerRefused, Placement, UsageError
+from shoal.core.identity import new_secret
+from shoal.core.run_options import RUN_ID_VARIABLE, SECRET_VARIABLE
+from shoal.group.addresses import LOOPBACK, host_id, own_address
+
+T = TypeVar("T")
+dist: Any = torch.distributed  # whose stubs leave the stores out
+log = logging.getLogger(__name__)
+_LINE_EVERY_S = 10.0
+_FIRST_NAP_S, _LONGEST_NAP_S = 0.005, 0.1
+_ANSWER_S = 30.0
+_opened: dict[str, int] = {}
+_stores: dict[Address, Any] = {}
+"""Of this process: where a rank 0 has opened one, or reached one, later groups find it again."""
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """Where one worker is."""
+
+    rank: int
+    machine: str
+    """Equal for workers that share memory."""
+    local_rank: int = 0
+    local_size: int = 1
+    pid: int = 0
+    address: str = LOOPBACK
+    """Where other machines reach it."""
+    version: str = __version__
+    host: str = ""
+    """The machine's name."""
+    host_id: str = ""
+    """Equal for workers that reach each other by loopback."""
+
+    @classmethod
+    def here(
+        cls, placement: Placement, interface: str | None = None, workers_per_machine: int | None = None
+    ) -> Seat:
+        """That of this worker."""
+        where = host_id()
+        machine = where if placement.machine is None else str(placement.machine)
+        if workers_per_machine:
+            machine += f"/{placement.local_rank // workers_per_machine}"
+        return cls(
+            placement.rank,
+            machine,
+            placement.local_rank,
+            placement.local_size,
+            os.getpid(),
+            own_address(interface, placement.rendezvous),
+            host=platform.node(),
+            host_id=where,
+        )
+
+
+class Rendezvous:
+    """The store of one group that is being opened; `open` finds it."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self.store = store
+        """A torch.distributed.Store that all workers of the group share, and no other group does."""
+        self.rank = rank
+        self.size = size
+
+    @classmethod
+    def open(cls, placement: Placement, deadline: Deadline, name: str = "") -> Rendezvous:
+        """Reach the store, which rank 0 opens where nobody else has; `name` tells groups of a run apart."""
+        store = _initialised(placement) or _at_master(placement, deadline)
+        run = f"{os.environ.get(RUN_ID_VARIABLE, '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        # opened in the same order by all workers, as everything that is collective
+        number = _opened[name] = _opened.get(name, 0) + 1
+        prefix = dist.PrefixStore(f"shoal/{run}/{name}/{number}", store)
+        return cls(prefix, placement.rank, placement.size)
+
+    def meet(self, seat: Seat, deadline: Deadline) -> list[Seat]:
+        """Everybody's seat in rank order, with a line every ten seconds that says who is waited for.
+
+        DeadlineExceeded names who has not come, PeerRefused who has another version of Shoal.
+        """
+        seats = self.share("seat", seat, deadline)
+        for other in seats:
+            if other.version != seat.version:
+                raise PeerRefused(
+                    f"rank {other.rank} on {other.host} runs Shoal {other.version}, rank {seat.rank} on "
+                    f"{seat.host} runs {seat.version}.",
+                    peer=other.rank,
+                    next_step="install the same version on all machines.",
+                )
+        return _on_machines(seats)
+
+    def share(self, topic: str, value: T, deadline: Deadline) -> list[T]:
+        """Everybody's value (of one type, which MessagePack carries) in rank order; once for each topic."""
+        with self._answering():
+            self.store.set(f"{topic}/{self.rank}", msgspec.msgpack.encode(value).hex())
+            self._wait([f"{topic}/{rank}" for rank in range(self.size)], deadline)
+            texts = [self.store.get(f"{topic}/{rank}") for rank in range(self.size)]
+        return [msgspec.msgpack.decode(bytes.fromhex(text.decode()), type=type(value)) for text in texts]
+
+    def secret(self, deadline: Deadline) -> str:
+        """The run's: what its launcher has given, else what rank 0 makes now and leaves in the store."""
+        given = os.environ.get(SECRET_VARIABLE)
+        if given:
+            return given
+        with self._answering():
+            if self.rank == 0:
+                self.store.set("secret", new_secret())
+            self._wait(["secret"], deadline)
+            return str(self.store.get("secret").decode())
+
+    def _wait(self, keys: Sequence[str], deadline: Deadline) -> None:
+        began_s = time.monotonic()
+        line_s, nap_s = began_s + _LINE_EVERY_S, _FIRST_NAP_S
+        while not self.store.check(list(keys)):
+            if deadline.is_past:
+                missing = self._missing(keys)
+                raise DeadlineExceeded(
+                    f"{len(keys) - len(missing)} of {len(keys)} workers have come; rank {_list(missing)} is "
+                    "missing.",
+                    next_step="see why it did not start, or did not call shoal.init().",
+                )
+            if time.monotonic() >= line_s:
+                line_s += _LINE_EVERY_S
+                waited_s = time.monotonic() - began_s
+                log.warning("waiting for rank %s to come, %.0f s", _list(self._missing(keys)), waited_s)
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+
+    def _missing(self, keys: Sequence[str]) -> list[str]:
+        return [key.rpartition("/")[2] for key in keys if not self.store.check([key])]
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Translate what torch raises when the store's process has gone."""
+        try:
+            yield
+        except dist.DistError as error:
+            raise PeerLost(
+                "The store where the workers meet does not answer any more.",
+                peer=0,
+                cause="the process that held it, rank 0 or torchrun's agent, has ended.",
+                next_step="look at its output, and start the run again.",
+            ) from error
+
+
+def _initialised(placement: Placement) -> Any:
+    """The store of the program's own torch.distributed, where it is of the same workers."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    if (dist.get_rank(), dist.get_world_size()) != (placement.rank, placement.size):
+        return None
+    get_store = getattr(dist.group.WORLD, "get_group_store", None)
+    return None if get_store is None else get_store()
+
+
+def _at_master(placement: Placement, deadline: Deadline) -> Any:
+    where = placement.rendezvous
+    if where is None:
+        if placement.size == 1:
+            return dist.HashStore()
+        raise _no_meeting(placement)
+    if where in _stores:
+        return _stores[where]
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+    is_master = placement.rank == 0 and not has_agent
+    if not is_master:
+        _reach(where, "torchrun's agent" if has_agent else "rank 0", deadline)
+    timeout = datetime.timedelta(seconds=_ANSWER_S)
+    try:
+        # several tenants: a program that initialises torch.distributed later shares what rank 0 has opened
+        store = _stores[where] = dist.TCPStore(
+            where.host,
+            where.port,
+            is_master=is_master,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+        return store
+    except dist.DistError as error:
+        raise UsageError(
+            f"The store where the workers meet cannot be opened at {where}.",
+            cause=str(error).partition("\n")[0],
+            next_step="choose another MASTER_PORT, or end what holds this one; MASTER_ADDR must be a name or "
+            "address of rank 0's machine.",
+        ) from error
+
+
+def _reach(where: Address, whom: str, deadline: Deadline) -> None:
+    """Wait until somebody listens there: torch would fill the screen meanwhile."""
+    began_s = time.monotonic()
+    line_s, error = began_s + _LINE_EVERY_S, OSError()
+    while not deadline.is_past:
+        try:
+            timeout_s = max(0.1, min(5.0, deadline.remaining_s))
+            socket.create_connection((where.host, where.port), timeout_s).close()
+            return
+        except OSError as latest:
+            error = latest
+        if time.monotonic() >= line_s:
+            line_s += _LINE_EVERY_S
+            log.warning("waiting for %s to come, %.0f s: %s", whom, time.monotonic() - began_s, error)
+        time.sleep(_LONGEST_NAP_S)
+    raise DeadlineExceeded(
+        f"{whom} cannot be reached at {where}: {error}.",
+        cause="it did not start, a firewall lies between, or MASTER_ADDR is not an address of its machine.",
+        next_step="see rank 0's output, or set MASTER_ADDR to an address that all machines reach.",
+    )
+
+
+def _no_meeting(placement: Placement) -> UsageError:
+    """Nobody has said where to meet."""
+    if placement.source in ("Open MPI", "MPICH or Intel MPI"):
+        is_open_mpi = placement.source == "Open MPI"
+        names = "-x MASTER_ADDR -x MASTER_PORT" if is_open_mpi else "-genvlist MASTER_ADDR,MASTER_PORT"
+        next_step = f"MASTER_ADDR=<rank 0's machine> MASTER_PORT=29500 mpirun {names} ... python program.py"
+    else:
+        next_step = "set MASTER_ADDR to rank 0's machine and MASTER_PORT to a free port there, for all."
+    return UsageError(
+        f"{placement.source} has placed {placement.local_size} of {placement.size} workers here, and nobody "
+        "has said where those of several machines meet.",
+        cause="MASTER_ADDR and MASTER_PORT are not set.",
+        next_step=next_step,
+    )
+
+
+def _on_machines(seats: list[Seat]) -> list[Seat]:
+    """Machines by what the launcher says, unless it puts different ones together: then by what they are."""
+    places: dict[str, str] = {}
+    for seat in seats:
+        if places.setdefault(seat.machine, seat.host_id) != seat.host_id:
+            break
+    else:
+        return seats
+    return [
+        msgspec.structs.replace(seat, machine=f"{seat.host_id}/{seat.machine.partition('/')[2]}")
+        for seat in seats
+    ]
+
+
+def _list(missing: Sequence[str]) -> str:
+    return ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")

@@ -1,0 +1,506 @@
+"""The group of workers on several machines: shared memory inside each, streams between them.
+
+Whatever all take part in happens first inside a machine; then the first of its workers that has come speaks
+with those of other machines (`between`), and passes the result on. An `exchange` goes from rank to rank.
+Tensors on a device, and all tensors where a backend was asked for, go through torch.distributed instead
+(`device_operations`). One-sided operations are `remote`'s. The order of operations is the `lane`'s. The file
+is long because it is one operation after another, each of a few lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from shoal.core import Deadline, PeerLost, Placement, ShoalError, UsageError
+from shoal.group.base import Group, Handle, Loss, Reduction, Snapshot, Window
+from shoal.group.collectives import Collectives, on_host
+from shoal.group.device_operations import DeviceOperations
+from shoal.group.host import open_host_group
+from shoal.group.kernels import check_reduction
+from shoal.group.lane import Lane, Operation, Steps
+from shoal.group.mesh import Mesh
+from shoal.group.remote import Remote
+from shoal.group.rendezvous import Rendezvous, Seat
+from shoal.group.settings import GroupSettings
+from shoal.group.solo import SoloGroup
+from shoal.group.staging import span_of
+from shoal.group.waiting import LocalWait, SoloWait, Waiter
+from shoal.topology import Weights
+
+_LEAVING_S = 10.0
+_DEPARTURES = "departures"
+
+
+def open_torch_group(
+    placement: Placement, settings: GroupSettings, seats: list[Seat], rendezvous: Rendezvous
+) -> TorchGroup:
+    """Connect with the workers of all other machines, and join those of one's own. Collective."""
+    names: dict[str, list[int]] = {}
+    for seat in seats:
+        names.setdefault(seat.machine, []).append(seat.rank)
+    mates = names[seats[placement.rank].machine]
+    mesh = Mesh.open(placement.rank, seats, mates, settings, rendezvous)
+    try:
+        return assemble(list(names.values()), mesh, settings, rendezvous)
+    except BaseException:
+        mesh.abandon()
+        raise
+
+
+def assemble(
+    machines: Sequence[Sequence[int]],
+    mesh: Mesh,
+    settings: GroupSettings,
+    rendezvous: Rendezvous | None = None,
+) -> TorchGroup:
+    """Join the workers of one's own machine to a mesh that is connected; `machines` are ranks. Collective."""
+    remote = Remote(mesh)
+    rank = mesh.rank
+    index, mates = next((index, list(ranks)) for index, ranks in enumerate(machines) if rank in ranks)
+    local: Group
+    waiter: Waiter
+    if len(mates) == 1:
+        local = SoloGroup(settings.patience)
+        waiter = SoloWait(rank, settings.timeout_s)
+    else:
+        place = mates.index(rank)
+        inside = msgspec.structs.replace(
+            settings,
+            key=f"{settings.key} machine {index}",
+            workers_per_machine=None,
+            names=tuple(mates),
+        )
+        local = open_host_group(Placement(place, len(mates), place, len(mates)), inside)
+        waiter = LocalWait(local)
+    size = sum(map(len, machines))
+    devices = DeviceOperations(rank, size, len(mates), settings.backend, rendezvous)
+    group = TorchGroup(machines, local, mesh, remote, waiter, devices, settings)
+    try:
+        group.barrier().wait()  # from now on everybody answers
+        group.know_mates()
+    except BaseException:
+        group.abandon()
+        raise
+    return group
+
+
+class TorchGroup(Group):
+    """Workers of several machines; `open_torch_group` makes one."""
+
+    def __init__(
+        self,
+        machines: Sequence[Sequence[int]],
+        local: Group,
+        mesh: Mesh,
+        remote: Remote,
+        waiter: Waiter,
+        devices: DeviceOperations,
+        settings: GroupSettings,
+    ) -> None:
+        self.rank = rank = mesh.rank
+        self.size = sum(map(len, machines))
+        self.num_machines = len(machines)
+        self.patience = settings.patience
+        self._machines = [list(ranks) for ranks in machines]
+        self._machine_of = {rank: index for index, ranks in enumerate(machines) for rank in ranks}
+        self.machine = self._machine_of[rank]
+        self._mates = self._machines[self.machine]
+        """The ranks of this machine; a rank's place among them is its rank inside."""
+        self._local = local
+        self._mesh = mesh
+        self._waiter = waiter
+        self._devices = devices
+        self._lane = Lane()
+        self._issued = 0
+        self._has_left = False
+        self._is_open = True
+        self._pid = os.getpid()
+        self._breakage: BaseException | None = None
+        self._lost: dict[int, Loss] = {}
+        self._waited_s = [0.0] * self.size
+        self._own_departures: torch.Tensor | None = None
+        self._departures: list[Any] = []
+        """For each mate: by rank, one more than the last operation in which that rank takes part."""
+        if not isinstance(local, SoloGroup):
+            self._own_departures = local.empty(self.size, torch.int64)
+            local.publish(_DEPARTURES, self._own_departures, 0)
+        self._collectives = Collectives(self)
+        self._remote = remote
+        remote.attach(self)
+        devices.watch = self._first_loss
+        mesh.add_listener(waiter.wake)
+
+    # --- who is there ---
+
+    @property
+    def members(self) -> Sequence[int]:
+        """Ranks that still take part."""
+        inside = [self._mates[place] for place in self._local.members]
+        following = self._issued + 1
+        outside = [
+            rank
+            for rank in range(self.size)
+            if self._machine_of[rank] != self.machine and not self.is_gone(rank, following)
+        ]
+        return sorted(inside + outside)
+
+    @property
+    def lost(self) -> Mapping[int, Loss]:
+        """Peers that ended or fell silent without having left."""
+        found = [Loss(self._mates[place], loss.reason) for place, loss in tuple(self._local.lost.items())]
+        for loss in (*found, *tuple(self._mesh.lost.values())):
+            self._lost.setdefault(loss.rank, loss)
+        return self._lost
+
+    @property
+    def waited_s(self) -> Sequence[float]:
+        """Seconds that this worker has waited for each rank."""
+        waited = list(self._waited_s)
+        for place, seconds in enumerate(self._local.waited_s):
+            waited[self._mates[place]] += seconds
+        return waited
+
+    @property
+    def should_survive(self) -> bool:
+        """Whether all operations go on without lost peers."""
+        return self._local.should_survive
+
+    @should_survive.setter
+    def should_survive(self, value: bool) -> None:
+        self._local.should_survive = value
+
+    @property
+    def mesh(self) -> Mesh:
+        """The streams to other machines: its `traffic` says what went over them."""
+        return self._mesh
+
+    @property
+    def local(self) -> Group:
+        """The group inside this machine."""
+        return self._local
+
+    @property
+    def torch_store(self) -> Any:
+        """A torch.distributed store that all members share."""
+        return self._devices.store
+
+    def machine_of(self, rank: int) -> int:
+        """Index of a rank's machine."""
+        return self._machine_of[rank]
+
+    def ranks_on(self, machine: int) -> Sequence[int]:
+        """A machine's ranks."""
+        return self._machines[machine]
+
+    def place_of(self, rank: int) -> int | None:
+        """A rank's place inside this machine; None for those of others."""
+        return self._mates.index(rank) if rank in self._mates else None
+
+    def has_left(self, rank: int, seq: int) -> bool:
+        """Whether a rank of another machine left in order before an operation."""
+        if self._mesh.left.get(rank, seq) < seq:
+            return True
+        return any(0 < table[rank] <= seq for table in self._departures)
+
+    def know_mates(self) -> None:
+        """From now on mates tell each other who of other machines has left."""
+        if isinstance(self._local, SoloGroup):
+            return
+        others = [place for place in range(len(self._mates)) if self._mates[place] != self.rank]
+        found = [self._local.fetch(_DEPARTURES, place).wait() for place in others]
+        self._departures = [snapshot.tensor.numpy() for snapshot in found if snapshot is not None]
+
+    def tell_mates(self) -> None:
+        """What this worker has heard; those it passes results on to shall know as much when they come."""
+        if self._own_departures is not None:
+            for rank, after in self._mesh.left.items():
+                self._own_departures[rank] = after + 1
+
+    def loss(self, rank: int) -> Loss | None:
+        """Why a rank of another machine is lost, if it is."""
+        return self._mesh.lost.get(rank)
+
+    def is_gone(self, rank: int, seq: int) -> bool:
+        """Whether a rank of another machine takes no part in an operation."""
+        return rank in self._mesh.lost or self.has_left(rank, seq)
+
+    # --- memory ---
+
+    def empty(
+        self, num_elements: int, dtype: torch.dtype = torch.float32, *, device: torch.device | None = None
+    ) -> torch.Tensor:
+        """Memory that this machine's workers share, or a device's own."""
+        if device is not None and device.type != "cpu":
+            return torch.zeros(num_elements, dtype=dtype, device=device)
+        self._clear_lane("empty")
+        return self._local.empty(num_elements, dtype)
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Give memory of this machine back."""
+        if tensor.device.type == "cpu":
+            self.settle(tensor)
+            self._clear_lane("free")
+            self._local.free(tensor)
+
+    # --- collectives ---
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction = "mean") -> Handle[torch.Tensor]:
+        """Inside each machine, then between machines, of which each reduces one share."""
+        check_reduction(tensor, op)
+        if self._devices.takes(tensor):
+            return self._issue("all_reduce", self._devices.all_reduce(tensor, op), tensor)
+        return self._issue("all_reduce", self._collectives.all_reduce(self._issued + 1, tensor, op), tensor)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
+        """From `root` inside its machine, and to the others through one worker of each."""
+        if not 0 <= root < self.size:
+            raise UsageError(
+                f"There is no rank {root} among {self.size}.", next_step="broadcast from a member."
+            )
+        if self._devices.takes(tensor):
+            return self._issue("broadcast", self._devices.broadcast(tensor, root), tensor)
+        return self._issue("broadcast", self._collectives.broadcast(self._issued + 1, tensor, root), tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> Handle[list[torch.Tensor]]:
+        """Everybody's tensor; all dimensions but the first are equal."""
+        if self._devices.takes(tensor):
+            return self._issue("all_gather", self._devices.all_gather(tensor), tensor)
+        return self._issue("all_gather", self._collectives.all_gather(self._issued + 1, tensor), tensor)
+
+    def barrier(self) -> Handle[None]:
+        """Done when all members have come to it."""
+        return self._issue("barrier", self._collectives.barrier(self._issued + 1))
+
+    def exchange(
+        self, tensor: torch.Tensor, weights: Weights, *, out: torch.Tensor | None = None
+    ) -> Handle[torch.Tensor]:
+        """The weighted average with neighbours, straight from rank to rank.
+
+        What goes to other machines is on its way when this returns; `settle` waits for it.
+        """
+        weights.check(self.rank, self.size)
+        if not tensor.is_floating_point():
+            raise UsageError(
+                f"A weighted average of {tensor.dtype} is none.", next_step="use floating point."
+            )
+        spans = [tensor] if out is None else [tensor, out]
+        seq = self._issued + 1
+        if tensor.device.type == "cpu":
+            return self._issue("exchange", self._collectives.exchange(seq, tensor, weights, out), *spans)
+        steps = on_host(tensor, out, lambda staged: self._collectives.exchange(seq, staged, weights, None))
+        return self._issue("exchange", steps, *spans)
+
+    def exchange_machines(
+        self, tensor: torch.Tensor, weights: Weights, *, out: torch.Tensor | None = None
+    ) -> Handle[torch.Tensor]:
+        """Averaged inside each machine; one worker of each exchanges the averages, and passes them on."""
+        weights.check(self.machine, self.num_machines)
+        spans = [tensor] if out is None else [tensor, out]
+        seq = self._issued + 1
+        if tensor.device.type == "cpu":
+            return self._issue(
+                "exchange_machines", self._collectives.exchange_machines(seq, tensor, weights, out), *spans
+            )
+        steps = on_host(
+            tensor, out, lambda staged: self._collectives.exchange_machines(seq, staged, weights, None)
+        )
+        return self._issue("exchange_machines", steps, *spans)
+
+    def settle(self, tensor: torch.Tensor) -> None:
+        """Wait until nobody reads `tensor` any more."""
+        if tensor.device.type != "cpu" or not tensor.numel():
+            return
+        span = span_of(tensor)
+        self._wait(lambda: not self._lane.uses(span), None, "settle")
+        waiting = self._collectives.take_sending(span)
+        if waiting:
+            self._wait(lambda: all(handle.is_done() for handle in waiting), None, "settle")
+        self._local.settle(tensor)
+
+    # --- one-sided ---
+
+    def publish(self, name: str, tensor: torch.Tensor, version: int) -> None:
+        """For this machine where it lies, for others by a copy when they ask."""
+        self._remote.publish(name, tensor, version)
+
+    def reclaim(self, name: str, version: int) -> None:
+        """Snapshots up to this version are void from now on."""
+        self._remote.reclaim(name, version)
+
+    def fetch(self, name: str, peer: int) -> Handle[Snapshot | None]:
+        """A peer's own memory on this machine, a copy from another."""
+        return self._remote.fetch(name, peer)
+
+    def changing(self, name: str, version: int) -> contextlib.AbstractContextManager[None]:
+        """Inside, what is published may be written."""
+        return self._remote.changing(name, version)
+
+    def read(self, name: str, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
+        """A copy of what a peer has published, in one piece."""
+        return self._remote.read(name, peer, into, version=version)
+
+    def window(
+        self,
+        name: str,
+        num_elements: int,
+        dtype: torch.dtype = torch.float32,
+        *,
+        sources: Collection[int] | None = None,
+    ) -> Window:
+        """Slots in shared memory for this machine's sources, and in one's own for others."""
+        return self._remote.window(name, num_elements, dtype, sources)
+
+    def mutex(self, name: str, owner: int) -> contextlib.AbstractContextManager[None]:
+        """One holder in the whole group."""
+        return self._remote.mutex(name, owner)
+
+    # --- its life ---
+
+    def progress(self) -> None:
+        """Go on with what is under way."""
+        if self._lane.is_idle:
+            return
+        self._check_usable()
+        self._local.progress()
+        try:
+            self._lane.advance()
+        except BaseException as error:
+            self._breakage = self._breakage or error
+            raise
+
+    def leave(self) -> None:
+        """After what is under way; what cannot be finished within seconds is left undone."""
+        if self._has_left or self._breakage is not None or os.getpid() != self._pid:
+            return
+        with contextlib.suppress(ShoalError):
+            self._wait(lambda: self._lane.is_idle, Deadline.after(_LEAVING_S), "leave")
+        self._has_left = True
+        self._lane.drop()
+        self._mesh.leave(self._issued)
+        self._local.leave()
+
+    def close(self) -> None:
+        """Leave; tensors of the group stay usable in this process."""
+        if not self._is_open:
+            return
+        self.leave()
+        self._is_open = False
+        self._devices.close()
+        self._remote.close()
+        self._mesh.close()
+        self._local.close()
+
+    def abandon(self) -> None:
+        """Give everything back; the others find this worker lost, unless it has left."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._lane.drop()
+        self._devices.abandon()
+        self._remote.close()
+        self._mesh.abandon()
+        self._local.abandon()
+
+    # --- for the rooms' other files ---
+
+    def wait(self, is_done: Callable[[], bool], deadline: Deadline | None, what: str) -> None:
+        """Until something is so, making progress all the while."""
+        self._wait(is_done, deadline, what)
+
+    @property
+    def next_seq(self) -> int:
+        """The number of the next operation."""
+        return self._issued + 1
+
+    def wake(self) -> None:
+        """Let a wait look again; from any thread."""
+        self._waiter.wake()
+
+    def _first_loss(self) -> PeerLost | None:
+        """Of anybody, where everybody is needed."""
+        return None if self.should_survive else next((loss.error() for loss in self.lost.values()), None)
+
+    def _issue(self, what: str, steps: Steps, *tensors: torch.Tensor) -> Handle[Any]:
+        self._check_usable()
+        if self._has_left:
+            raise UsageError(
+                f"rank {self.rank} has left the group and takes part in nothing more.",
+                next_step="make it the last thing to leave or to close.",
+            )
+        self._issued += 1
+        spans = [span_of(tensor) for tensor in tensors if tensor.numel()]
+        operation = Operation(self._issued, what, steps, spans)
+        self._lane.add(operation)
+        self.progress()
+        return _OperationHandle(self, operation)
+
+    def _clear_lane(self, what: str) -> None:
+        """Before a step inside the machine that is no operation of the lane."""
+        self._check_usable()
+        self._wait(lambda: self._lane.is_clear, None, what)
+
+    def _wait(self, is_done: Callable[[], bool], deadline: Deadline | None, what: str) -> None:
+        """Until something is so; PeerLost and DeadlineExceeded end it."""
+
+        def look() -> bool:
+            self.progress()
+            return is_done()
+
+        began_s = time.perf_counter()
+        awaited: list[int] = []
+
+        def whom() -> int | None:
+            rank = self._lane.awaited()
+            awaited[:] = [] if rank is None else [rank]
+            return rank
+
+        if look():
+            return
+        try:
+            self._waiter.wait(look, deadline, what, lambda: self._describe_awaited(whom()))
+        finally:
+            whom()
+            if awaited:
+                self._waited_s[awaited[0]] += time.perf_counter() - began_s
+
+    def _describe_awaited(self, rank: int | None) -> str:
+        return "" if rank is None else self._mesh.describe(rank)
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsageError(
+                "The group belongs to the process that opened it, and this one was forked from it.",
+                next_step="let the workers of a DataLoader load data and nothing else.",
+            )
+        if self._breakage is not None:
+            raise UsageError(
+                f"rank {self.rank} is out of step with the others since an operation was broken off: "
+                f"{type(self._breakage).__name__}.",
+                next_step="end this worker; what comes after an interrupted operation cannot be right.",
+            )
+
+
+class _OperationHandle(Handle[Any]):
+    def __init__(self, group: TorchGroup, operation: Operation) -> None:
+        self._group = group
+        self._operation = operation
+
+    def wait(self, deadline: Deadline | None = None) -> Any:
+        operation = self._operation
+        if not operation.is_over:
+            self._group.wait(lambda: operation.is_over, deadline, operation.what)
+        if operation.error is not None:
+            raise operation.error
+        return operation.value
+
+    def is_done(self) -> bool:
+        if not self._operation.is_over:
+            self._group.progress()
+        return self._operation.is_over

@@ -1,0 +1,233 @@
+"""Who of the other machines' workers is there: each beats, and asks every other to tell when it goes.
+
+The question stays open as long as the other takes part. Its answer says how it went: it has left in order, it
+failed, or it has found the asker silent. Where the connection ends without an answer, or nothing is heard for
+longer than `silence_s`, the other is lost; then all connections with it are ended, so that nothing of it
+comes any more. Lives on the mesh's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from shoal.core import Deadline, Peer, PeerId, PeerLost, Scope, ShoalError, fanout
+from shoal.group.base import Loss
+from shoal.transport import Head, Reply, StreamTransport
+
+log = logging.getLogger(__name__)
+_GREET, _WATCH, _BEAT, _FAREWELL = "mesh.greet", "mesh.watch", "mesh.beat", "mesh.farewell"
+_BEAT_S = 1.0
+_LOOKS_PER_BEAT = 4
+_TURN_S = 0.005  # for a verdict to leave before its connection is ended, and for that end to be noticed
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """How a worker goes."""
+
+    kind: Literal["left", "failed", "verdict"]
+    after: int = 0
+    """Of one that leaves: the last operation in which it takes part."""
+    reason: str = ""
+    """Of a verdict: why the asked one goes on without the asker."""
+
+
+class Vigil:
+    """Beats to the others, and knows who of them is lost or has left; `on_change` is called for each."""
+
+    def __init__(
+        self, transport: StreamTransport, scope: Scope, silence_s: float, on_change: Callable[[int], None]
+    ) -> None:
+        # both are replaced, never changed: other threads look at them
+        self.lost: Mapping[int, Loss] = {}
+        self.left: Mapping[int, int] = {}
+        self._transport = transport
+        self._scope = scope
+        self._silence_s = silence_s
+        self._on_change = on_change
+        self._peers: Mapping[int, Peer] = {}
+        self._names: Mapping[int, str] = {}
+        self._ranks: dict[PeerId, int] = {}
+        self._ready = asyncio.get_running_loop().create_future()
+        self._askers: dict[PeerId, asyncio.Future[Reply | None]] = {}
+        self._ending: Ending | None = None
+        self._going: dict[int, str] = {}
+        """Why those are lost with whom connections are being ended."""
+        self._silent_s: dict[int, float] = {}
+        self._unanswered: dict[int, None] = {}
+        self._ends: dict[int, asyncio.Future[None]] = {}
+        transport.handle(_GREET, self._answer_greeting)
+        transport.handle(_WATCH, self._answer_watch)
+        transport.handle(_BEAT, self._answer_beat)
+        transport.handle(_FAREWELL, self._answer_farewell)
+
+    async def open(self, peers: Mapping[int, Peer], names: Mapping[int, str], deadline: Deadline) -> None:
+        """Connect with all of them, and begin; PeerLost names one that does not answer."""
+        loop = asyncio.get_running_loop()
+        self._peers, self._names = dict(sorted(peers.items())), names
+        for rank, peer in self._peers.items():
+            assert peer.id is not None
+            self._ranks[peer.id] = rank
+            self._silent_s[rank] = 0.0
+            self._ends[rank] = loop.create_future()
+        self._ready.set_result(None)
+        greetings = [self._transport.call(peer, _GREET, deadline=deadline) for peer in self._peers.values()]
+        answers = await fanout(greetings, deadline)
+        for rank, answer in zip(self._peers, answers, strict=True):
+            if isinstance(answer, Exception):
+                raise self._not_there(rank, answer) from answer
+        for rank in self._peers:
+            self._scope.start_soon(self._watch(rank), name=f"watch rank {rank}")
+        if self._peers:
+            self._scope.start_soon(self._beat(), name="beat")
+
+    def rank_of(self, head: Head) -> int | None:
+        """Who calls; None for one that is not of this mesh."""
+        return None if head.peer.id is None else self._ranks.get(head.peer.id)
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether nothing more can be asked of it."""
+        return rank in self._going or rank in self.left
+
+    def why_gone(self, rank: int) -> PeerLost:
+        """What to raise where somebody depends on it."""
+        if rank in self.left and rank not in self.lost:
+            return PeerLost(
+                f"rank {rank} has left the group.",
+                peer=rank,
+                cause="its program has ended, or closed its group, before this one.",
+                next_step="let all workers take the same number of steps.",
+            )
+        return Loss(rank, self._going.get(rank, "the mesh was closed")).error()
+
+    def tell(self, ending: Ending) -> None:
+        """Answer all who ask, and all who will, that this worker goes; the first time counts."""
+        if self._ending is None:
+            self._ending = ending
+            for asker in self._askers.values():
+                if not asker.done():
+                    asker.set_result(Reply(ending))
+
+    async def say_farewell(self, deadline: Deadline) -> None:
+        """Wait until those who are there have heard what was told."""
+        there = [peer for rank, peer in self._peers.items() if not self.is_gone(rank)]
+        await fanout([self._transport.call(peer, _FAREWELL, deadline=deadline) for peer in there], deadline)
+
+    def name_of(self, rank: int) -> str:
+        """Who it is, for people: a process and a machine, or an address."""
+        return self._names.get(rank) or str(self._peers[rank].address)
+
+    def silent_s(self, rank: int) -> float:
+        """Seconds since something came from it, to within a beat."""
+        return self._silent_s.get(rank, 0.0)
+
+    def heard(self, rank: int) -> None:
+        """Something has come from it: it is not silent."""
+        self._silent_s[rank] = 0.0
+
+    def lose(self, rank: int, reason: str) -> None:
+        """Go on without it; idempotent."""
+        if rank not in self._going and rank not in self.left:
+            self._going[rank] = reason
+            self._scope.start_soon(self._lose(rank, reason), name=f"lose rank {rank}")
+
+    # --- asking ---
+
+    async def _watch(self, rank: int) -> None:
+        try:
+            reply = await self._transport.call(self._peers[rank], _WATCH, deadline=Deadline.never())
+            ending = msgspec.convert(reply.payload, Ending)
+        except (ShoalError, msgspec.ValidationError):
+            self.lose(rank, f"the connection to {self._names.get(rank, 'it')} ended")
+            return
+        if ending.kind == "left":
+            if rank not in self._going:
+                self.left = {**self.left, rank: ending.after}
+                self._end(rank)
+        elif ending.kind == "failed":
+            self.lose(rank, "it failed")
+        else:
+            self.lose(rank, f"it has gone on without this worker, which was {ending.reason}")
+
+    async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
+        look_s = min(_BEAT_S, self._silence_s / 5) / _LOOKS_PER_BEAT
+        looked_s, num_looks = loop.time(), 0
+        while len(self._going) + len(self.left) < len(self._peers):
+            if num_looks % _LOOKS_PER_BEAT == 0:
+                for rank in self._peers:
+                    if not self.is_gone(rank) and rank not in self._unanswered:
+                        self._unanswered[rank] = None
+                        self._scope.start_soon(self._beat_to(rank), name=f"beat to rank {rank}")
+            num_looks += 1
+            await asyncio.sleep(look_s)
+            # a pause of this worker itself (suspended, stopped, starved) is nobody else's silence
+            passed_s, looked_s = min(loop.time() - looked_s, 2 * look_s), loop.time()
+            for rank in tuple(self._unanswered):
+                self._silent_s[rank] += passed_s
+                if self._silent_s[rank] > self._silence_s and not self.is_gone(rank):
+                    self.lose(rank, f"silent for {self._silent_s[rank]:.1f} s")
+
+    async def _beat_to(self, rank: int) -> None:
+        try:
+            await self._transport.call(self._peers[rank], _BEAT, deadline=Deadline.never())
+        except ShoalError as error:
+            log.debug("a beat to rank %d was not answered: %s", rank, error.what)
+        else:
+            self._silent_s[rank] = 0.0
+        finally:
+            self._unanswered.pop(rank, None)
+
+    async def _lose(self, rank: int, reason: str) -> None:
+        peer_id = self._peers[rank].id
+        assert peer_id is not None
+        asker = self._askers.get(peer_id)
+        if asker is not None and not asker.done():
+            asker.set_result(Reply(Ending("verdict", reason=reason)))
+            await asyncio.sleep(_TURN_S)
+        self._transport.cut_off(peer_id)
+        await asyncio.sleep(_TURN_S)
+        self.lost = {**self.lost, rank: Loss(rank, reason)}
+        log.warning("rank %d is lost: %s", rank, reason)
+        self._end(rank)
+
+    def _end(self, rank: int) -> None:
+        self._unanswered.pop(rank, None)
+        if not self._ends[rank].done():
+            self._ends[rank].set_result(None)
+        self._on_change(rank)
+
+    def _not_there(self, rank: int, error: Exception) -> PeerLost:
+        return PeerLost(
+            f"rank {rank} cannot be reached at {self._peers[rank].address}: {error}",
+            peer=rank,
+            cause="it has ended, or a firewall lies between, or that is not the right interface.",
+            next_step=f"see rank {rank}'s output, or name the interface: shoal run --network-interface NAME.",
+        )
+
+    # --- answering ---
+
+    async def _answer_greeting(self, head: Head, buffers: Sequence[memoryview]) -> None:
+        await asyncio.shield(self._ready)
+
+    def _answer_watch(
+        self, head: Head, buffers: Sequence[memoryview]
+    ) -> Reply | asyncio.Future[Reply | None]:
+        assert head.peer.id is not None
+        if self._ending is not None:
+            return Reply(self._ending)
+        asker = self._askers[head.peer.id] = asyncio.get_running_loop().create_future()
+        return asker
+
+    def _answer_beat(self, head: Head, buffers: Sequence[memoryview]) -> None:
+        if (rank := self.rank_of(head)) is not None:
+            self.heard(rank)
+
+    async def _answer_farewell(self, head: Head, buffers: Sequence[memoryview]) -> None:
+        """Once this worker has heard how the caller went."""
+        if (rank := self.rank_of(head)) is not None:
+            await asyncio.shield(self._ends[rank])

@@ -1,0 +1,35 @@
+"""Groups over several machines whose members all live in this process: each machine is a list of ranks."""
+
+import concurrent.futures
+import contextlib
+import itertools
+import os
+
+from shoal.group.mesh import Mesh, MeshSettings
+from shoal.group.settings import GroupSettings
+from shoal.group.torch_group import assemble
+
+SECRET = "s" * 40
+_numbers = itertools.count()
+
+
+@contextlib.contextmanager
+def open_cluster(machines, **settings):
+    key = f"cluster {os.getpid()} {next(_numbers)}"
+    size = sum(map(len, machines))
+    where = {rank: index for index, ranks in enumerate(machines) for rank in ranks}
+    with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(size) as threads:
+        meshes = [Mesh(MeshSettings(rank, SECRET)) for rank in range(size)]
+        peers = [mesh.listen() for mesh in meshes]
+        for mesh in meshes:
+            stack.callback(mesh.abandon)
+
+        def join(mesh):
+            others = {r: peers[r] for r in range(size) if where[r] != where[mesh.rank]}
+            mesh.connect(others)
+            return assemble(machines, mesh, GroupSettings(key=key, **settings))
+
+        groups = list(threads.map(join, meshes, timeout=30))
+        for group in groups:
+            stack.callback(group.abandon)
+        yield groups

@@ -1,0 +1,27 @@
+"""Meshes whose workers all live in this process, as if each were a machine of its own."""
+
+import concurrent.futures
+import contextlib
+
+from shoal.core.identity import new_secret
+from shoal.group.mesh import Mesh, MeshSettings
+
+
+@contextlib.contextmanager
+def open_meshes(size, **settings):
+    secret = new_secret()
+    with contextlib.ExitStack() as stack:
+        meshes = [Mesh(MeshSettings(rank, secret, **settings)) for rank in range(size)]
+        peers = {}
+        for mesh in meshes:
+            peers[mesh.rank] = mesh.listen()
+            stack.callback(mesh.abandon)
+        with concurrent.futures.ThreadPoolExecutor(size) as threads:
+            connecting = [threads.submit(connect, mesh, peers) for mesh in meshes]
+            for future in connecting:
+                future.result(30)
+        yield meshes
+
+
+def connect(mesh, peers):
+    mesh.connect({rank: peer for rank, peer in peers.items() if rank != mesh.rank})

@@ -1,0 +1,149 @@
+"""Workers that meet in a store, all in this process."""
+
+import concurrent.futures
+import os
+import socket
+
+import msgspec
+import pytest
+import torch.distributed as dist
+
+from shoal.core import Address, Deadline, DeadlineExceeded, PeerRefused, Placement, UsageError
+from shoal.core.run_options import SECRET_VARIABLE
+from shoal.group import addresses
+from shoal.group.rendezvous import Rendezvous, Seat
+
+
+def soon():
+    return Deadline.after(20.0)
+
+
+def together(size, work):
+    """`work(rendezvous)` by rank, at once, over one store; errors as values."""
+    store = dist.HashStore()
+
+    def one(rank):
+        try:
+            return work(Rendezvous(store, rank, size))
+        except Exception as error:  # noqa: BLE001
+            return error
+
+    with concurrent.futures.ThreadPoolExecutor(size) as threads:
+        return list(threads.map(one, range(size)))
+
+
+def seat(rank, **changes):
+    fields = {"machine": str(rank // 2), "host_id": f"host {rank // 2}", "pid": 100 + rank}
+    return Seat(rank, **{**fields, **changes})
+
+
+def test_everybody_sees_every_seat_in_rank_order():
+    met = together(4, lambda rendezvous: rendezvous.meet(seat(rendezvous.rank), soon()))
+    assert met == [[seat(rank) for rank in range(4)]] * 4
+
+
+def test_those_that_do_not_come_are_named():
+    alone = Rendezvous(dist.HashStore(), 1, 4)
+    with pytest.raises(DeadlineExceeded, match=r"1 of 4 workers have come; rank 0, 2, 3 is missing"):
+        alone.meet(seat(1), Deadline.after(0.05))
+
+
+def test_another_version_is_refused_and_named():
+    def meet(rendezvous):
+        version = "0.0.1" if rendezvous.rank == 2 else seat(0).version
+        return rendezvous.meet(seat(rendezvous.rank, version=version, host="node"), soon())
+
+    first, second, third = together(3, meet)
+    assert isinstance(first, PeerRefused)
+    assert first.peer == second.peer == 2
+    assert "rank 2 on node runs Shoal 0.0.1" in first.what
+    assert third.peer == 0
+
+
+@pytest.mark.parametrize("given", [None, "f" * 64])
+def test_all_have_one_secret_that_the_launcher_or_rank_0_has_made(monkeypatch, given):
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    if given is not None:
+        monkeypatch.setenv(SECRET_VARIABLE, given)
+    secrets = together(3, lambda rendezvous: rendezvous.secret(soon()))
+    assert len(set(secrets)) == 1
+    assert secrets[0] == (given or secrets[0])
+    assert len(secrets[0]) >= 32
+
+
+def test_a_launcher_that_puts_two_machines_together_is_not_believed():
+    def meet(rendezvous):
+        return rendezvous.meet(seat(rendezvous.rank, machine="0"), soon())
+
+    seats = together(4, meet)[0]
+    assert seats[0].machine == seats[1].machine != seats[2].machine == seats[3].machine
+
+
+def test_one_machine_that_is_split_counts_as_several():
+    placements = [Placement(rank, 4, rank, 4, "torchrun", machine=0) for rank in range(4)]
+    seats = [Seat.here(placement, "127.0.0.1", 2) for placement in placements]
+    assert [seat.machine for seat in seats] == ["0/0", "0/0", "0/1", "0/1"]
+    assert len({seat.host_id for seat in seats}) == 1
+    assert seats[0].pid == os.getpid()
+
+
+def test_without_the_launchers_word_machines_are_told_apart_by_what_they_are():
+    here = Seat.here(Placement(1, 2, 0, 1, "torchrun"), "127.0.0.1")
+    assert here.machine == here.host_id == addresses.host_id()
+
+
+@pytest.fixture
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def test_rank_0_opens_the_store_and_groups_of_a_run_do_not_see_each_other(free_port, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    placement = Placement(0, 1, 0, 1, "torchrun", Address("127.0.0.1", free_port))
+    groups = [Rendezvous.open(placement, soon()), Rendezvous.open(placement, soon(), "workers")]
+    groups.append(Rendezvous.open(placement, soon()))
+    for number, group in enumerate(groups):
+        group.store.set("key", str(number))
+    assert [group.store.get("key") for group in groups] == [b"0", b"1", b"2"]
+
+
+def test_a_store_that_nobody_opens_is_named(free_port, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    placement = Placement(1, 2, 0, 1, "torchrun", Address("127.0.0.1", free_port))
+    with pytest.raises(DeadlineExceeded, match=f"rank 0 cannot be reached at 127.0.0.1:{free_port}"):
+        Rendezvous.open(placement, Deadline.after(0.1))
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("Open MPI", "mpirun -x MASTER_ADDR -x MASTER_PORT"),
+        ("MPICH or Intel MPI", "-genvlist MASTER_ADDR,MASTER_PORT"),
+        ("torchrun", "set MASTER_ADDR"),
+    ],
+)
+def test_without_a_place_to_meet_the_error_says_how_to_name_one(source, line):
+    with pytest.raises(UsageError) as raised:
+        Rendezvous.open(Placement(0, 4, 0, 2, source), soon())
+    assert line in raised.value.next_step
+    assert "2 of 4 workers here" in raised.value.what
+
+
+def test_an_interface_is_named_or_found():
+    assert addresses.own_address("127.0.0.1", None) == "127.0.0.1"
+    names = [name for _, name in socket.if_nameindex()]
+    with pytest.raises(UsageError, match="no network interface 'nowhere0'") as raised:
+        addresses.own_address("nowhere0", None)
+    assert names[0] in raised.value.cause
+    assert addresses.own_address(None, Address("localhost", 29500))
+
+
+@pytest.mark.skipif("lo" not in [name for _, name in socket.if_nameindex()], reason="not on this system")
+def test_the_address_of_an_interface():
+    assert addresses.own_address("lo", None) == "127.0.0.1"
+
+
+def test_a_seat_travels_as_it_is():
+    own = seat(1, address="fd00::2")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(own), type=Seat) == own

@@ -1,0 +1,206 @@
+"""What the contract of groups does not cover of windows: other processors, torn writes, who is stopped."""
+
+import contextlib
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from group.hosts import open_hosts, open_member, together
+from shoal.core import Deadline, DeadlineExceeded, PeerLost, UsageError
+from shoal.group import GroupSettings, SoloGroup, control
+
+
+def test_processors_that_reorder_stores(monkeypatch):
+    monkeypatch.setattr(control, "IS_ORDERED", False)
+    with open_hosts(2) as groups:
+
+        def work(group):
+            other = 1 - group.rank
+            window = group.window("w", 100)
+            memory = group.empty(100).fill_(group.rank)
+            group.publish("x", memory, 0)
+            group.barrier().wait()
+            into = torch.empty(100)
+            for number in range(1, 20):
+                handle = window.send(other, torch.full((100,), float(number)))
+                assert window.wait(Deadline.after(20)) == [other]
+                with window.slot(other) as slot:
+                    assert torch.all(slot.tensor == number)
+                    slot.clear()
+                handle.wait(Deadline.after(20))
+                with group.changing("x", number):
+                    memory.add_(1)
+                assert group.read("x", other, into, version=number).wait(Deadline.after(20)) >= number
+            window.close()
+
+        together(groups, work)
+
+
+def test_workers_that_make_different_windows_are_told():
+    with open_hosts(2) as groups:
+
+        def make(group):
+            with pytest.raises(UsageError, match=r"rank 1 makes window 'w' of 11 elements .* rank 0 makes"):
+                group.window("w", 10 + group.rank)
+            group.window("w", 10).close()
+
+        together(groups, make)
+
+
+def test_memory_is_taken_for_the_sources_alone_and_given_back():
+    with open_hosts(3) as groups:
+        file = groups[0]._arena._files[0]
+        before = os.fstat(file).st_blocks
+        count = 1_000_000
+        windows = together(groups, lambda group: group.window("w", count, sources=[0, 1][: group.rank]))
+        taken_bytes = (os.fstat(file).st_blocks - before) * 512
+        assert 3 * 4 * count <= taken_bytes < 3.1 * 4 * count
+        with pytest.raises(UsageError, match="rank 0 has no slot for rank 1"):
+            windows[1].put(0, torch.zeros(count))
+        together(windows, lambda window: window.close())
+        assert (os.fstat(file).st_blocks - before) * 512 < 4 * count
+
+
+def test_a_window_that_is_closed_drops_what_was_not_written():
+    with open_hosts(2) as groups:
+        windows = together(groups, lambda group: group.window("w", 4))
+        windows[0].send(1, torch.ones(4)).wait()
+        late = windows[0].send(1, torch.ones(4))
+        together(windows, lambda window: window.close())
+        with pytest.raises(UsageError, match="closed before it was written"):
+            late.wait()
+
+
+def test_leaving_waits_for_writes():
+    with open_hosts(2) as groups:
+        windows = together(groups, lambda group: group.window("w", 4))
+        with contextlib.ExitStack() as held:
+            held.enter_context(windows[1].slot(0))
+            windows[0].put(1, torch.ones(4))
+            together([held.close, groups[0].leave], lambda act: act())
+        assert list(windows[1].filled()) == [0]
+
+
+def test_a_failed_change_can_be_read_only_after_another():
+    with open_hosts(2) as groups:
+        memory, _ = together(groups, lambda group: group.empty(4))
+        groups[0].publish("x", memory, 0)
+        with pytest.raises(ZeroDivisionError), groups[0].changing("x", 1):
+            memory[:2] = 1 / 0
+        into = torch.empty(4)
+        handle = groups[1].read("x", 0, into)
+        with pytest.raises(DeadlineExceeded, match="read 'x' of rank 0"):
+            handle.wait(Deadline.after(0.01))
+        with groups[0].changing("x", 1):
+            memory.fill_(5)
+        assert handle.wait() == 1
+        assert into.tolist() == [5] * 4
+        with pytest.raises(UsageError, match="version 1 and cannot become 0"), groups[0].changing("x", 0):
+            pass
+
+
+def test_snapshots_of_what_changes_are_not_intact():
+    with open_hosts(2) as groups:
+        memory, _ = together(groups, lambda group: group.empty(4))
+        groups[0].publish("x", memory, 0)
+        snapshot = groups[1].fetch("x", 0).wait()
+        assert snapshot.is_intact()
+        with groups[0].changing("x", 1):
+            assert not snapshot.is_intact()
+            assert not groups[1].fetch("x", 0).wait().is_intact()
+        assert not snapshot.is_intact()
+        assert groups[1].fetch("x", 0).wait().is_intact()
+
+
+def test_alone_there_is_nobody_to_wait_for():
+    with SoloGroup() as group:
+        assert group.window("w", 4).filled() == []
+        window = group.window("w", 4, sources=[0])
+        window.send(0, torch.ones(4)).wait()
+        second = window.send(0, torch.full((4,), 2.0))
+        with pytest.raises(DeadlineExceeded, match="nobody else"):
+            second.wait()
+        with window.slot(0) as slot:
+            slot.clear()
+            assert not second.is_done()
+        assert second.is_done()
+        group.publish("x", torch.ones(4), 0)
+        with pytest.raises(DeadlineExceeded, match="nobody else"):
+            group.read("x", 0, torch.zeros(4), version=1).wait()
+
+
+CHILD = """
+import os, signal, sys, torch
+sys.path[:0] = {path!r}
+from group.hosts import open_member
+from shoal.group import GroupSettings, host_window
+group = open_member(1, 2, GroupSettings(key={key!r}, patience=0.06))
+put, added = group.window("put", 1000), group.window("added", 1000)
+memory = group.empty(1000)
+group.publish("x", memory, 1)
+put.put(0, torch.ones(1000)).wait()
+added.accumulate(0, torch.ones(1000)).wait()
+
+def in_the_middle_of_adding(slot, write):
+    host_window.write_first = in_the_middle_of_putting
+    put.put(0, torch.ones(1000))
+
+def in_the_middle_of_putting(slot, write):
+    slot[:500] = 7
+    with group.mutex("held", 0):
+        group.barrier().wait()
+        os.kill(os.getpid(), signal.{signal})
+
+host_window.write_more = in_the_middle_of_adding
+added.accumulate(0, torch.ones(1000))
+"""
+
+
+@pytest.fixture
+def hit(tmp_path, request):
+    """This process is rank 0; rank 1 gets a signal in the middle of two writes, with a mutex in its hands."""
+    key = f"{tmp_path} {os.getpid()}"
+    code = CHILD.format(path=[path for path in sys.path if path], key=key, signal=request.param)
+    child = subprocess.Popen([sys.executable, "-c", code])
+    group = open_member(0, 2, GroupSettings(key=key, patience=0.06))
+    try:
+        windows = group.window("put", 1000), group.window("added", 1000)
+        group.empty(1000)
+        group.barrier().wait(Deadline.after(20))
+        yield group, *windows
+    finally:
+        child.kill()
+        child.wait()
+        group.close()
+
+
+@pytest.mark.parametrize("hit", ["SIGKILL"], indirect=True)
+def test_writes_that_a_killed_source_has_not_finished_do_not_count(hit):
+    group, put, added = hit
+    with group.mutex("held", 0):
+        pass
+    with put.slot(1) as slot:
+        assert slot.num_writes == 0
+    with pytest.raises(PeerLost, match="rank 1") as caught, added.slot(1):
+        pass
+    assert caught.value.peer == 1
+    while not group.lost:
+        group.progress()
+    assert list(put.filled()) == list(added.filled()) == list(put.wait()) == []
+    assert group.read("x", 1, torch.empty(1000)).wait() is None
+
+
+@pytest.mark.parametrize("hit", ["SIGSTOP"], indirect=True)
+def test_a_stopped_source_or_holder_is_named_once_it_is_lost(hit):
+    group, put, added = hit
+    for held in (group.mutex("held", 0), put.slot(1), added.slot(1)):
+        with pytest.raises(PeerLost, match=r"rank 1 is lost: silent") as caught, held:
+            pass
+        assert caught.value.peer == 1
+    with group.mutex("another", 0):
+        pass
+    assert put.put(1, torch.ones(1000)).wait() is None
+    assert list(put.wait()) == []
