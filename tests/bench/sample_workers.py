@@ -28,3 +28,10 @@ def work(arguments, parent):
     serve(parent, answers)
     if word == "fail at the end" and rank == 1:
         raise ZeroDivisionError("at the end")
+
+
+def stand_by(arguments, parent):
+    """A helper: it takes no orders."""
+    seat = arguments["seat"]
+    parent.tell(rank=seat["rank"], size=seat["size"], word=arguments["arguments"].get("word"))
+    parent.wait_for_end()

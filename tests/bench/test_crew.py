@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from shoal.bench.crew import Crew, CrewSettings
+from shoal.bench.crew import Crew, CrewSettings, Helper
 from shoal.core import BenchmarkError
 
 
@@ -74,3 +74,21 @@ def test_workers_end_with_the_block_that_an_error_leaves():
         leave_by_error()
     assert len(pids) == 2
     assert not any(map(is_alive, pids))
+
+
+def test_a_helper_takes_no_orders_and_ends_with_the_workers():
+    with crew() as workers:
+        workers.hire(Helper("bench.sample_workers:stand_by", "the helper", {"word": "ahoy"}))
+        assert workers.ask("describe") == [[0, None], [1, None]]
+        (helper,) = workers._helpers
+        assert helper.expect() == {"rank": -1, "size": 2, "word": "ahoy"}
+    assert helper.exit_code == 0
+
+
+def test_a_helper_is_killed_when_a_worker_fails():
+    with crew() as workers:
+        workers.hire(Helper("bench.sample_workers:stand_by", "the helper"))
+        (helper,) = workers._helpers
+        with pytest.raises(BenchmarkError, match=r"rank 1 of 2 failed"):
+            workers.ask("fail", who=1)
+        assert helper.exit_code is not None

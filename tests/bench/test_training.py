@@ -29,17 +29,18 @@ def by_key(rows):
 
 @pytest.fixture(scope="module")
 def rows():
-    """Two workers, of which rank 1 is slow."""
-    return by_key(measure(msgspec.structs.replace(TINY, slow_rank=1)))
+    """Two workers, of which rank 1 is slow, and a parameter server beside them."""
+    strategies = (*TINY.strategies, "parameter-server")
+    return by_key(measure(msgspec.structs.replace(TINY, slow_rank=1, strategies=strategies)))
 
 
 def test_each_strategy_is_measured_beside_none(rows):
     assert not [row for row in rows.values() if row.error]
-    for name in TINY.strategies:
+    for name in (*TINY.strategies, "parameter-server"):
         fractions = rows["fraction_of_ceiling", name, None].samples
         assert len(fractions) == len(rows["examples_per_s", name, None].samples) == 2
         assert all(0 < fraction < 5 for fraction in fractions)
-    assert len(rows["examples_per_s", "none", None].samples) == 4
+    assert len(rows["examples_per_s", "none", None].samples) == 6
     assert ("fraction_of_ceiling", "none", None) not in rows
 
 
@@ -50,6 +51,7 @@ def test_workers_that_wait_do_equally_many_iterations_and_others_do_not(rows):
     assert count("all-reduce", 0) == count("all-reduce", 1)
     assert count("none", 0) > 2 * count("none", 1)
     assert count("pair", 0) > 2 * count("pair", 1)
+    assert count("parameter-server", 0) > 2 * count("parameter-server", 1)
 
 
 def test_a_slow_worker_is_waited_for_under_all_reduce_alone(rows):
@@ -97,6 +99,7 @@ class FakeCrew:
     def __init__(self, settings):
         self.is_running = False
         self.orders = []
+        self.hired = []
         FakeCrew.latest = self
 
     def __enter__(self):
@@ -104,6 +107,9 @@ class FakeCrew:
 
     def __exit__(self, *_):
         pass
+
+    def hire(self, helper):
+        self.hired.append(helper)
 
     def ask(self, order, strategy, iterations=0, seconds=0.0, sleep_s=0.0):
         self.is_running = True
@@ -169,7 +175,31 @@ def test_pair_is_free_running_unless_it_is_told_to_meet():
     assert not is_free_running("pair", {"pair": {"global_average_every": 10}})
 
 
-@pytest.mark.parametrize("wrong", [{"slow_rank": 2}, {"num_workers": 0}, {"num_pairs": 0}, {"pears": 1}])
+@pytest.mark.parametrize(("mode", "is_free"), [("async", True), ("bounded", False), ("sync", False)])
+def test_workers_of_a_server_wait_for_each_other_unless_it_is_asynchronous(mode, is_free):
+    assert is_free_running("parameter-server", {"parameter-server": {"mode": mode}}) == is_free
+    assert not is_free_running("window", {"window": {"force_barrier": True}})
+
+
+def test_a_block_holds_whole_rounds(monkeypatch):
+    monkeypatch.setattr(training, "Crew", FakeCrew)
+    options = {"local-sgd": {"local_steps": 8}}
+    config = msgspec.structs.replace(TINY, strategies=("local-sgd",), options=options, block_s=0.1)
+    rows = by_key(measure(config))
+    assert len(rows["seconds_per_iteration", "local-sgd", 0].samples) == 2 * 16
+
+
+def test_servers_are_hired_for_the_strategy_that_needs_them(monkeypatch):
+    monkeypatch.setattr(training, "Crew", FakeCrew)
+    measure(msgspec.structs.replace(TINY, strategies=("sma", "parameter-server"), num_servers=2))
+    hired = FakeCrew.latest.hired
+    assert [helper.name for helper in hired] == ["server 0", "server 1"]
+    assert [helper.arguments["strategy"] for helper in hired] == ["parameter-server"] * 2
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"slow_rank": 2}, {"num_workers": 0}, {"num_servers": 0}, {"num_pairs": 0}, {"pears": 1}]
+)
 def test_what_cannot_be_measured_is_refused(wrong):
     with pytest.raises((UsageError, msgspec.ValidationError)):
         make_scenario("training", wrong, 0)

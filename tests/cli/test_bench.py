@@ -268,6 +268,12 @@ def test_training_options_reach_the_benchmark(call, bench):
     assert (config.block_s, config.num_pairs) == (0.5, 4)
 
 
+def test_training_with_parameter_servers(call, bench):
+    call("--strategies", "parameter-server", "--num-servers", 2, "--option", "mode=sync", verb="training")
+    assert bench.config.num_servers == 2
+    assert bench.config.options["parameter-server"]["mode"] == "sync"
+
+
 @pytest.mark.parametrize(
     ("arguments", "measured"),
     [

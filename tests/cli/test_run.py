@@ -63,6 +63,21 @@ def test_options_reach_the_workers(capfd):
     assert RunOptions.from_environment({**told, "TORCHELASTIC_RUN_ID": "another"}) == RunOptions()
 
 
+def test_options_of_several_machines_reach_the_workers(capfd, monkeypatch, folder):
+    monkeypatch.setenv("MINE", "7")
+    words = (
+        "-H localhost:2,127.0.0.1:1 --num-servers 1 --network-interface lo -x MINE -x OTHER=8 --checkpoint"
+    )
+    words += " saved --checkpoint-every 5 --max-restarts 2 --min-np 1 --max-np 3"
+    (folder / "more.py").write_text(TELL.replace("RANK ", "RANK MINE OTHER GROUP_RANK ", 1))
+    told = told_by(capfd, *words.split(), "more.py")
+    assert sorted(told) == ["[0]", "[1]", "[2]"]
+    assert {(text["WORLD_SIZE"], text["MINE"], text["OTHER"]) for text in told.values()} == {("3", "7", "8")}
+    options = RunOptions.from_environment(told["[0]"])
+    assert (options.num_servers, options.network_interface) == (1, "lo")
+    assert (options.checkpoint, options.checkpoint_every) == (str(folder / "saved"), 5)
+
+
 def test_lines_without_prefix(capfd):
     assert run(["run", "-np", "1", "--no-prefix", "tell.py"]) == 0
     assert capfd.readouterr().out.startswith("{")
@@ -95,6 +110,17 @@ def test_a_failure_is_the_exit_code_and_its_traceback(capfd, folder):
         (["--option", "swim=1", "tell.py"], "local_steps"),
         (["--timeout", "0", "tell.py"], "--timeout"),
         (["--log-dir", "tell.py", "tell.py"], "cannot be written"),
+        (["-np", "5", "-H", "localhost:2,127.0.0.1:1", "tell.py"], "3 slots of localhost:3"),
+        (["-H", "localhost:x", "tell.py"], "is no host"),
+        (["--hostfile", "none", "tell.py"], "host file none cannot be read"),
+        (["-x", "NOWHERE_TO_BE_FOUND", "tell.py"], "no such variable"),
+        (["-np", "2", "--min-np", "3", "tell.py"], "--min-np 3"),
+        (["-np", "2", "--max-restarts", "-1", "tell.py"], "--max-restarts"),
+        (["-np", "2", "--num-servers", "-1", "tell.py"], "--num-servers"),
+        (["-np", "2", "--checkpoint-every", "5", "tell.py"], "--checkpoint DIR"),
+        (["--engine", "swim", "tell.py"], "ssh, ray"),
+        (["--address", "auto", "tell.py"], "--engine ray"),
+        (["--engine", "ray", "-H", "a:2", "tell.py"], "leave -H"),
     ],
 )
 def test_bad_usage_is_told_before_anything_runs(capfd, words, told):

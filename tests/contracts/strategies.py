@@ -24,7 +24,15 @@ class Case:
     is_step_undone: bool = True
     """An aborted round comes before the step, and leaves that undone too."""
     shares_through_group: bool = True
-    """What it sends can be counted, and made to fail, in the group."""
+    """What it sends can be counted in the group."""
+    can_be_aborted: bool = True
+    """Its rounds are operations of the group that can be made to fail."""
+    waits: bool = True
+    """For others, in each round."""
+    is_plain_alone: bool = True
+    """In a group of one."""
+    needs_more: bool = False
+    """Than a group: servers, or a package that need not be there. Its own tests give it that."""
 
 
 AWC = {"order": "adapt-while-combine"}
@@ -36,10 +44,25 @@ CASES = {
     "neighbor, while": Case("neighbor", {"topology": "ring", **AWC}),
     "hierarchical": Case("hierarchical", are_replicas_equal=True, is_step_undone=False),
     "hierarchical, while": Case("hierarchical", AWC),
-    "pair": Case("pair", keeps_mean=False),
+    "pair": Case("pair", keeps_mean=False, waits=False),
     "sma": Case("sma", {"alpha": 0.4}),
+    "local-sgd": Case("local-sgd", {"local_steps": 1}, are_replicas_equal=True, is_step_undone=False),
+    "diloco": Case(
+        "diloco",
+        {"local_steps": 1, "outer_lr": 1.0, "outer_momentum": 0.0},
+        are_replicas_equal=True,
+        is_step_undone=False,
+        is_plain_alone=False,
+    ),
+    "push-sum": Case("push-sum", keeps_mean=False, can_be_aborted=False, waits=False),
+    "window": Case("window", keeps_mean=False, can_be_aborted=False, waits=False),
+    "window, barrier": Case("window", {"force_barrier": True}, can_be_aborted=False),
+    "parameter-server": Case("parameter-server", needs_more=True),
+    "horovod": Case("horovod", needs_more=True),
 }
-COUNTED = {name: case for name, case in CASES.items() if case.shares_through_group}
+EVERY = {name: case for name, case in CASES.items() if not case.needs_more}
+COUNTED = {name: case for name, case in EVERY.items() if case.shares_through_group}
+ABORTED = {name: case for name, case in COUNTED.items() if case.can_be_aborted}
 
 
 class ManySmall(nn.Module):

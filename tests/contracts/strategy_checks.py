@@ -73,6 +73,19 @@ class Counting(GroupWrapper):
         self.counts = [0] * len(self.parameters)
         self.num_pulls = 0
 
+    def window(self, *arguments, **named):
+        window = super().window(*arguments, **named)
+        for kind in ("put", "accumulate"):
+            setattr(window, kind, self._seen(getattr(window, kind)))
+        return window
+
+    def _seen(self, write):
+        def seen(to, tensor, **named):
+            self._see(tensor)
+            return write(to, tensor, **named)
+
+        return seen
+
     def _see(self, tensor):
         start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         for index, parameter in enumerate(self.parameters):
@@ -119,7 +132,12 @@ def rounds(group, names):
                 counting.watch(model)
                 for _ in range(3):
                     one_step(model, optimizer, torch.ones(3))
-                if case.shares_through_group:
+                    if not case.waits:
+                        group.barrier().wait()  # so that all have something of each other
+                if case.strategy == "push-sum":
+                    assert counting.counts == [strategy.num_pushed] * len(counting.counts), name
+                    assert strategy.num_pushed + strategy.num_held == 3
+                elif case.strategy != "diloco" and case.shares_through_group:
                     assert counting.counts == [3] * len(counting.counts), name
                 if case.strategy == "pair":
                     # a snapshot that was overwritten while it was read is pulled again
@@ -158,10 +176,16 @@ def metered(group, names):
             meter.reset()
             for _ in range(4):
                 one_step(model, optimizer, torch.ones(3))
-            totals = {op: traffic for op, traffic in meter.totals().items() if traffic.received_bytes}
+            if not case.waits:
+                strategy.settle()
+            totals = {
+                op: traffic
+                for op, traffic in meter.totals().items()
+                if traffic.received_bytes or traffic.sent_bytes
+            }
         size = padded_bytes(list(model.parameters()), has_flags=strategy.shares_gradients)
         n = group.size
-        if case.strategy == "all-reduce":
+        if case.strategy in ("all-reduce", "diloco"):
             op, wanted = "all_reduce", 4 * (2 * (n - 1) * size // n)
         elif case.strategy == "neighbor":
             topology = make_topology(case.options.get("topology", "exponential-2"), n)
@@ -169,8 +193,14 @@ def metered(group, names):
             op, wanted = "exchange", size * sum(degrees)
         elif case.strategy == "hierarchical":
             op, wanted = "exchange_machines", 4 * (n - 1) * size
-        elif case.strategy == "sma":
+        elif case.strategy in ("sma", "local-sgd"):
             op, wanted = "exchange", 4 * (n - 1) * size
+        elif case.strategy in ("push-sum", "window"):
+            # to one neighbour a round, and nothing comes back
+            op = "put" if case.strategy == "window" else "accumulate"
+            num_writes = 4 if case.strategy == "window" else strategy.num_pushed
+            assert totals[op].sent_bytes == num_writes * size, name
+            wanted = 0
         else:
             # one that was overwritten comes again, one whose publisher was at it does not come
             num_brought = totals["fetch"].received_bytes // size
@@ -178,7 +208,7 @@ def metered(group, names):
             op, wanted = "fetch", num_brought * size
         assert list(totals) == [op], name
         assert totals[op].received_bytes == wanted, name
-        if op != "fetch":
+        if wanted and op != "fetch":
             assert totals[op].sent_bytes == wanted, name
 
 
@@ -251,11 +281,11 @@ def limits(group, names):
         rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 6))
         strategy = make(group, case)
         with strategy.attach(model, optimizer, stays=True):
-            for step in range(60):
+            for _ in range(60):
                 one_step(model, optimizer, targets[group.rank])
                 rate.step()
-                if case.strategy == "pair" and step % 5 == 0:
-                    group.barrier().wait()  # none runs away before the others start
+                if not case.waits:
+                    group.barrier().wait()  # none runs away, whatever else the machine has to do
             distance = (model.x.detach() - targets.mean(0)).norm()
             mean = group_mean(group, model.x.detach())
         if case.are_replicas_equal:

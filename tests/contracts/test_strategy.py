@@ -3,10 +3,8 @@
 import pytest
 
 from contracts import strategy_checks as checks
-from contracts.strategies import CASES, COUNTED
+from contracts.strategies import ABORTED, CASES, COUNTED, EVERY
 from shoal.strategies import STRATEGIES
-
-EVERY = list(CASES)
 
 
 def test_every_strategy_has_a_case():
@@ -15,12 +13,12 @@ def test_every_strategy_has_a_case():
 
 @pytest.mark.parametrize("kind", ["solo", "host"])
 def test_alone_it_is_plain_training(workers, kind):
-    workers.run(checks.alone, 1, EVERY, kind=kind)
+    workers.run(checks.alone, 1, [name for name in CASES if CASES[name].is_plain_alone], kind=kind)
 
 
 @pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow), 5])
 def test_each_tensor_goes_once_a_round_and_the_mean_stays(workers, size):
-    workers.run(checks.rounds, size, EVERY if size < 4 else list(COUNTED))
+    workers.run(checks.rounds, size, list(EVERY if size < 4 else COUNTED))
 
 
 @pytest.mark.parametrize("size", [2, 5])
@@ -29,19 +27,19 @@ def test_bytes_are_those_of_the_formula(workers, size):
 
 
 def test_an_aborted_round_changes_nothing(workers):
-    workers.run(checks.aborted, 2, list(COUNTED))
+    workers.run(checks.aborted, 2, list(ABORTED))
 
 
 def test_the_limit_of_a_quadratic(workers):
-    workers.run(checks.limits, 3, EVERY)
+    workers.run(checks.limits, 3, list(EVERY))
 
 
 def test_loops_that_people_write(workers):
-    workers.run(checks.loops, 3, EVERY)
+    workers.run(checks.loops, 3, list(EVERY))
 
 
 def test_a_copy_of_the_model_is_ones_own(workers):
-    workers.run(checks.copies, 2, EVERY)
+    workers.run(checks.copies, 2, list(EVERY))
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "ddp"])
@@ -51,3 +49,10 @@ def test_a_worker_out_of_data_leaves(workers, name):
     assert others[0] != 0
     if CASES[name].are_replicas_equal:
         assert others[0] == pytest.approx(others[1])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("what", [checks.rounds, checks.limits, checks.loops], ids=["rounds", "limits", "loops"])
+def test_on_several_machines(workers, what, size):
+    """Of two workers each, or of one."""
+    workers.run(what, size, list(EVERY), kind="torch", timeout_s=60)

@@ -20,6 +20,7 @@ class Fake:
     stopped_s: float = 0.0
     is_alive: bool = True
     pid: int = 7
+    host: str = ""
 
     def stop(self, now_s=0.0):
         self.stop_signal, self.stopped_s = signal.SIGSTOP, now_s

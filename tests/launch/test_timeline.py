@@ -4,6 +4,7 @@ import pytest
 
 from shoal.core import UsageError
 from shoal.core.run_options import RunOptions
+from shoal.launch import LaunchSettings, timeline
 
 
 def test_parts_are_merged_and_old_ones_forgotten(start, tmp_path):
@@ -48,3 +49,22 @@ def test_what_became_of_it_is_printed(shoal_run, write, tmp_path):
 def test_a_timeline_needs_a_folder(start, tmp_path):
     with pytest.raises(UsageError, match="cannot be written"):
         start("", 1, options=RunOptions(timeline=str(tmp_path / "none" / "trace.json")))
+
+
+def test_a_part_travels_in_pieces_and_does_not_replace_one_that_is_here(tmp_path, monkeypatch):
+    monkeypatch.setattr(timeline, "_PIECE_BYTES", 3)
+    there, here = tmp_path / "there" / "t.json", tmp_path / "t.json"
+    timeline.make_room(str(there), [0, 1])
+    for rank in range(2):
+        there.with_name(f"t.json.{rank}").write_bytes(b"0123456789")
+    here.with_name("t.json.1").write_bytes(b"shared")
+    parts = timeline.Parts(LaunchSettings(("x",), 2, RunOptions(timeline=str(here))))
+    for rank in range(2):
+        for data in timeline.read_part(str(there), rank):
+            parts.take(rank, data)
+    parts.close()
+    assert here.with_name("t.json.0").read_bytes() == b"0123456789"
+    assert here.with_name("t.json.1").read_bytes() == b"shared"
+    assert list(timeline.read_part(str(there), 7)) == []
+    timeline.make_room(str(there), [0])
+    assert not there.with_name("t.json.0").exists()

@@ -42,6 +42,9 @@ def test_every_strategy_has_options():
         ("gradient_allreduce", "all-reduce"),
         ("All_Reduce", "all-reduce"),
         ("SMA", "sma"),
+        ("win_put", "window"),
+        ("stochastic_gradient_push", "push-sum"),
+        ("localSGD", "local-sgd"),
     ],
 )
 def test_names_of_other_systems(name, strategy):

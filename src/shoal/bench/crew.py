@@ -33,6 +33,16 @@ class CrewSettings(msgspec.Struct, frozen=True):
     """Whoever has not answered an order after this is taken for stuck."""
 
 
+class Helper(msgspec.Struct, frozen=True):
+    """A process beside the workers, which takes no orders and ends when they do: a parameter server."""
+
+    function: str
+    """As `CrewSettings.function`."""
+    name: str
+    """What errors call it."""
+    arguments: dict[str, Any] = {}
+
+
 class Crew:
     """The workers, as the process sees them that gives the orders; a context manager.
 
@@ -43,6 +53,8 @@ class Crew:
     def __init__(self, settings: CrewSettings) -> None:
         self._settings = settings
         self._children: list[Child] = []
+        self._helpers: list[Child] = []
+        self._seat: dict[str, Any] = {}
         self._stack = contextlib.ExitStack()
 
     @property
@@ -69,13 +81,24 @@ class Crew:
             worker.order(order=order, details=details)
         return self._gather(lambda worker: worker.expect()["answer"], f"'{order}'")
 
+    def hire(self, helper: Helper) -> None:
+        """Start a process for as long as the workers are there; it is killed with them when one fails.
+
+        Its failure is not seen here: the workers that miss it fail.
+        """
+        if not self._children:
+            self._start()
+        arguments = {"seat": {"rank": -1, **self._seat}, "arguments": helper.arguments}
+        hired = child(helper.function, arguments, name=helper.name, variables=TUNING)
+        self._helpers.append(self._stack.enter_context(hired))
+
     def _start(self) -> None:
         settings = self._settings
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-crew-"))
         key = f"bench-{secrets.token_hex(8)}"
+        self._seat = {"size": settings.size, "key": key, "folder": folder}
         for rank in range(settings.size):
-            seat = {"rank": rank, "size": settings.size, "key": key, "folder": folder}
-            arguments = {"seat": seat, "arguments": settings.arguments}
+            arguments = {"seat": {"rank": rank, **self._seat}, "arguments": settings.arguments}
             worker = child(
                 settings.function, arguments, name=f"rank {rank} of {settings.size}", variables=TUNING
             )
@@ -83,16 +106,29 @@ class Crew:
 
     def _end(self) -> None:
         """All at once: they may have to say goodbye to each other."""
-        for worker in self._children:
+        for worker in (*self._children, *self._helpers):
             worker.end()
         self._gather(lambda worker: worker.receive(), "the end")
-        self._children = []
+        for helper in self._helpers:
+            self._see_off(helper)
+        self._children, self._helpers = [], []
         self._stack.close()
 
+    def _see_off(self, helper: Child) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(helper, selectors.EVENT_READ)
+            while selector.select(self._settings.answer_s):
+                if helper.receive() is None:
+                    return
+        helper.kill()
+        raise BenchmarkError(
+            f"a process beside the workers goes on {self._settings.answer_s:g} s after them."
+        )
+
     def _abandon(self) -> None:
-        for worker in self._children:
+        for worker in (*self._children, *self._helpers):
             worker.kill()
-        self._children = []
+        self._children, self._helpers = [], []
         self._stack.close()
 
     def _gather(self, take: Callable[[Child], T], what: str) -> list[T]:

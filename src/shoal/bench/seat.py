@@ -15,7 +15,9 @@ from torch import distributed
 from shoal.core.placement import Placement
 from shoal.group.base import Group
 from shoal.group.host import open_host_group
+from shoal.group.servers import WithServers
 from shoal.group.settings import GroupSettings
+from shoal.group.solo import SoloGroup
 
 USUAL_SWITCH_INTERVAL_S = 0.005
 _TIMEOUT_S = 120.0
@@ -25,6 +27,7 @@ class Seat(msgspec.Struct, frozen=True):
     """One worker's place among `size` on this machine."""
 
     rank: int
+    """-1 for a helper, which is beside them."""
     size: int
     key: str
     """Of this crew."""
@@ -44,6 +47,20 @@ class Seat(msgspec.Struct, frozen=True):
             f"{self.key}-{name}", timeout_s=_TIMEOUT_S, workers_per_machine=workers_per_machine
         )
         return open_host_group(placement, settings)
+
+    def open_with_servers(self, name: str, num_servers: int) -> Group:
+        """As `open_group`, with servers beside the workers."""
+        return self._beside_servers(name, num_servers, num_servers + self.rank, self.open_group(name))
+
+    def open_as_server(self, name: str, num_servers: int, server: int) -> Group:
+        """What `open_with_servers` opens on the workers, on one of the servers."""
+        return self._beside_servers(name, num_servers, server, SoloGroup())
+
+    def _beside_servers(self, name: str, num_servers: int, rank: int, own: Group) -> Group:
+        size = num_servers + self.size
+        settings = GroupSettings(f"{self.key}-{name}-servers", timeout_s=_TIMEOUT_S)
+        everybody = open_host_group(Placement(rank, size, rank, size, "bench"), settings)
+        return WithServers(own, everybody, num_servers)
 
     @contextlib.contextmanager
     def gloo(self) -> Iterator[None]:

@@ -13,14 +13,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from shoal.bench.crew import Crew, CrewSettings, one_line
+from shoal.bench.crew import Crew, CrewSettings, Helper, one_line
 from shoal.bench.frame import Measured, RowKey, Tell
 from shoal.core import BenchmarkError, UsageError
 from shoal.strategies.names import resolve
 from shoal.strategies.options import OPTIONS, WAITS_FOR_ALL, read_options
 
 NONE = "none"
-ASYNCHRONOUS = ("pair",)
+ASYNCHRONOUS = ("pair", "parameter-server", "push-sum", "window")
 """Strategies under which nobody waits: with a slow worker the others do more iterations."""
 DEFAULT_STRATEGIES = ("all-reduce", "neighbor", "pair", "sma", "ddp")
 FRACTION, SPEED, ITERATION = "fraction_of_ceiling", "examples_per_s", "seconds_per_iteration"
@@ -48,6 +48,8 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Of each strategy, where it has others than its defaults."""
     num_workers: int = 2
     workers_per_machine: int | None = None
+    num_servers: int = 1
+    """Processes beside the workers, for `parameter-server`."""
     num_pairs: int = 10
     """Blocks of each strategy, each with one of `none` beside it."""
     block_s: float = 1.0
@@ -62,6 +64,8 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.num_servers < 1:
+            raise UsageError("parameter-server needs a server.", next_step="give --num-servers 1 or more.")
         if self.num_workers < 1 or self.num_pairs < 1 or self.batch_size < 1:
             raise UsageError(
                 "Without workers, pairs or examples nothing is measured.", next_step="give 1 or more."
@@ -71,6 +75,14 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                 f"There is no rank {self.slow_rank} among {self.num_workers} workers.",
                 next_step=f"give --slow-rank 0 to {self.num_workers - 1}.",
             )
+
+
+class ServerRole(msgspec.Struct, frozen=True):
+    """Which server of which strategy a process is."""
+
+    strategy: str
+    server: int
+    config: TrainingConfig
 
 
 class Block(msgspec.Struct, frozen=True):
@@ -149,6 +161,9 @@ class TrainingScenario:
 
     def _attach(self, crew: Crew, name: str, tell: Tell) -> None:
         tell(f"{name}: attaching and warming up")
+        for server in range(self._config.num_servers if needs_servers(name) else 0):
+            role = msgspec.to_builtins(ServerRole(name, server, self._config))
+            crew.hire(Helper("shoal.bench.training_worker:serve_parameters", f"server {server}", role))
         crew.ask("attach", strategy=name)
         blocks = self._block(crew, name, _WARM_ITERATIONS)
         times_s = [statistics.median(block.times_s) for block in blocks]
@@ -160,7 +175,10 @@ class TrainingScenario:
             self._iterations[name] = None
         else:
             fitting = max(1, round(self._config.block_s / max(times_s)))
-            self._iterations[name] = self._config.iterations or fitting
+            wanted = self._config.iterations or fitting
+            # whole rounds: else some blocks would hold an exchange more than others
+            local_steps = self._config.options.get(name, {}).get("local_steps") or 1
+            self._iterations[name] = -(-wanted // local_steps) * local_steps
 
     def _measure_pair(self, crew: Crew, name: str, number: int, tell: Tell) -> None:
         order = (name, NONE) if number % 2 == 0 else (NONE, name)
@@ -200,11 +218,18 @@ class TrainingScenario:
                 yield _measured(SPEED, {"strategy": name}, error=lane.error)
 
 
+def needs_servers(strategy: str) -> bool:
+    """Whether there are processes beside the workers."""
+    return strategy != NONE and resolve(strategy)[0] == "parameter-server"
+
+
 def is_free_running(strategy: str, options: Mapping[str, Mapping[str, Any]]) -> bool:
     """Whether no worker waits for another, so that each has its own pace."""
     if strategy == NONE:
         return True
-    has_rounds = any(options.get(strategy, {}).get(name) for name in WAITS_FOR_ALL)
+    own = options.get(strategy, {})
+    has_rounds = any(own.get(name) for name in (*WAITS_FOR_ALL, "force_barrier"))
+    has_rounds = has_rounds or own.get("mode", "async") != "async"
     return resolve(strategy)[0] in ASYNCHRONOUS and not has_rounds
 
 

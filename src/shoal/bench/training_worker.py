@@ -16,7 +16,7 @@ from torch.optim import SGD
 from shoal.bench.children import Parent
 from shoal.bench.crew import serve
 from shoal.bench.seat import Seat
-from shoal.bench.training import NONE, TrainingConfig
+from shoal.bench.training import NONE, ServerRole, TrainingConfig, needs_servers
 from shoal.group.base import Group
 from shoal.models import MODELS
 from shoal.strategies import make_strategy
@@ -31,6 +31,19 @@ def work(arguments: dict[str, Any], parent: Parent) -> None:
     with contextlib.ExitStack() as stack:
         school = School(seat, msgspec.convert(arguments["arguments"], TrainingConfig), stack)
         serve(parent, {"attach": school.attach, "block": school.block})
+
+
+def serve_parameters(arguments: dict[str, Any], parent: Parent) -> None:
+    """Be a parameter server of one strategy until the workers are done."""
+    seat = msgspec.convert(arguments["seat"], Seat)
+    seat.take()
+    role = msgspec.convert(arguments["arguments"], ServerRole)
+    config = role.config
+    with seat.open_as_server(role.strategy, config.num_servers, role.server) as group:
+        trainee = Trainee(config, 0)
+        made = make_strategy(group, role.strategy, **config.options.get(role.strategy, {}))
+        with contextlib.suppress(SystemExit):
+            made.attach(trainee.model, trainee.optimizer)
 
 
 class Trainee:
@@ -75,9 +88,11 @@ class School:
         if strategy == NONE:
             return
         # a group for each strategy: who waits for whom is counted apart, and each may leave its own
-        trainee.group = self._stack.enter_context(
-            self._seat.open_group(strategy, self._config.workers_per_machine)
-        )
+        if needs_servers(strategy):
+            opened = self._seat.open_with_servers(strategy, self._config.num_servers)
+        else:
+            opened = self._seat.open_group(strategy, self._config.workers_per_machine)
+        trainee.group = self._stack.enter_context(opened)
         made = make_strategy(trainee.group, strategy, **self._config.options.get(strategy, {}))
         self._stack.enter_context(made.attach(trainee.model, trainee.optimizer))
 

@@ -242,6 +242,9 @@ def training(
     workers_per_machine: Annotated[
         int | None, typer.Option(min=1, help="Split this machine into several, for 'hierarchical'.")
     ] = None,
+    num_servers: Annotated[
+        int, typer.Option(min=1, help="Processes beside the workers, for 'parameter-server'.")
+    ] = 1,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Of each worker.", show_default="64 or 32, by model")
     ] = None,
@@ -284,6 +287,7 @@ def training(
         options=options_of(chosen, assignments(option or [])),
         num_workers=num_workers,
         workers_per_machine=workers_per_machine,
+        num_servers=num_servers,
         num_pairs=pairs or (3 if short else 10),
         block_s=block_seconds or (0.3 if short else 1.0),
         iterations=iterations,

@@ -1,4 +1,4 @@
-"""`shoal run`: a program in several workers on this machine.
+"""`shoal run`: a program in several workers, on this machine or on several.
 
 Exit codes: 0 done, by all workers or by those that could do without the others; the failing worker's own if
 it is 1 to 125, else 1; 128 + N when a worker or the launcher got signal N; 124 after --timeout; 2 bad usage.
@@ -25,7 +25,7 @@ def run(
     ],
     num_workers: Annotated[
         int | None,
-        typer.Option("-np", "--np", metavar="N", help="Workers; by default one for each core."),
+        typer.Option("-np", "--np", metavar="N", help="Workers; by default one for each core or slot."),
     ] = None,
     is_module: Annotated[
         bool, typer.Option("-m", "--module", help="PROGRAM is a module, as for python -m.")
@@ -39,7 +39,7 @@ def run(
     ] = None,
     workers_per_machine: Annotated[
         int | None,
-        typer.Option(metavar="K", help="Split this machine into machines of K workers."),
+        typer.Option(metavar="K", help="Split each machine into machines of K workers."),
     ] = None,
     local_steps: Annotated[
         int | None, typer.Option(metavar="N", help="Optimizer steps from one round to the next.")
@@ -88,16 +88,85 @@ def run(
     no_prefix: Annotated[
         bool, typer.Option("--no-prefix", help="Print lines without their worker's rank.")
     ] = False,
+    hosts: Annotated[
+        str | None,
+        typer.Option("-H", "--hosts", metavar="HOST:N,…", help="Machines, and how many workers each takes."),
+    ] = None,
+    hostfile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The same as lines: host slots=N, or host:N.")
+    ] = None,
+    num_servers: Annotated[
+        int, typer.Option(metavar="S", help="Parameter servers besides the workers: the first S ranks.")
+    ] = 0,
+    network_interface: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Through which machines talk, as eth0.")
+    ] = None,
+    ssh_port: Annotated[
+        int | None, typer.Option("-p", "--ssh-port", metavar="PORT", help="Of sshd on the other hosts.")
+    ] = None,
+    ssh_user: Annotated[str | None, typer.Option(metavar="NAME", help="On the other hosts.")] = None,
+    ssh_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="As after ssh -o; may be given often."),
+    ] = None,
+    remote_python: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="The interpreter on the other hosts; by default the same path."),
+    ] = None,
+    remote_cwd: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="The folder on the other hosts; by default the same."),
+    ] = None,
+    variable: Annotated[
+        list[str] | None,
+        typer.Option("-x", metavar="NAME[=VALUE]", help="A variable for all workers; may be given often."),
+    ] = None,
+    start_timeout: Annotated[float, typer.Option(metavar="S", help="For the other hosts to answer.")] = 30.0,
+    max_restarts: Annotated[
+        int, typer.Option(metavar="N", help="Start anew so often when a worker or a host fails.")
+    ] = 0,
+    min_np: Annotated[
+        int | None, typer.Option(metavar="N", help="Start with fewer hosts if so many workers fit; -np.")
+    ] = None,
+    max_np: Annotated[
+        int | None, typer.Option(metavar="N", help="At most so many workers in a restart; -np.")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where strategies save, and resume from.")
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(metavar="N", help="Steps from one saving to the next.")
+    ] = None,
+    engine: Annotated[
+        str, typer.Option(metavar="NAME", help="ssh, or ray: workers as actors on a Ray cluster.")
+    ] = "ssh",
+    address: Annotated[
+        str | None, typer.Option(metavar="ADDR", help="Of the Ray cluster; RAY_ADDRESS, or this machine's.")
+    ] = None,
 ) -> None:
-    """Run a program in several workers on this machine, with torchrun's variables set.
+    """Run a program in several workers, on this machine or on others, with torchrun's variables set.
 
     Lines come with their worker's rank before them. When a worker fails, its traceback is shown and the
-    others are ended; under neighbor and pair they go on without it, and finishing is exit code 0.
+    others are ended; under neighbor and pair they go on without it, and finishing is exit code 0. Other
+    hosts are reached by ssh, with a key; they need the same Python, Shoal and program at the same paths.
     """
-    from shoal.launch import LaunchSettings, Terminal, command_of, launch, num_cores, settle_own_streams
-    from shoal.launch.choice import check_choice, parse_options
+    from shoal.launch import (
+        Elastic,
+        LaunchSettings,
+        Terminal,
+        command_of,
+        launch,
+        num_cores,
+        settle_own_streams,
+    )
+    from shoal.launch.choice import check_choice, check_engine, parse_options, parse_variables
+    from shoal.launch.hosts import open_hosts
+    from shoal.launch.ssh import SshSettings
 
     settle_own_streams()
+    check_engine(engine, address, hosts or hostfile)
+    ssh = SshSettings(ssh_port, ssh_user, tuple(ssh_option or ()), remote_python, remote_cwd, start_timeout)
+    machines = open_hosts(hosts, hostfile, ssh)
     named: dict[str, Any] = {
         "topology": topology,
         "local_steps": local_steps,
@@ -109,8 +178,12 @@ def run(
     }
     options = parse_options(option or [])
     options.update({name: value for name, value in named.items() if value is not None})
-    num_workers = num_cores() if num_workers is None else num_workers
-    chosen, options = check_choice(strategy, options, num_workers, workers_per_machine)
+    if num_workers is None:
+        num_workers = num_cores() if machines is None else machines.num_slots - num_servers
+    if machines is not None:
+        machines.check(min_np or num_workers, num_servers)
+    local_size = machines.slots_of_first if workers_per_machine is None and machines else workers_per_machine
+    chosen, options = check_choice(strategy, options, num_workers, local_size)
     settings = LaunchSettings(
         command=command_of(program, is_module=is_module),
         num_workers=num_workers,
@@ -121,11 +194,24 @@ def run(
             patience=patience,
             timeout_s=peer_timeout,
             timeline=None if timeline is None else str(timeline.absolute()),
+            num_servers=num_servers,
+            network_interface=network_interface,
+            checkpoint=None if checkpoint is None else str(checkpoint.absolute()),
+            checkpoint_every=checkpoint_every,
         ),
         num_threads=threads,
         timeout_s=timeout,
         log_dir=log_dir,
+        variables=parse_variables(variable or []),
+        elastic=Elastic(max_restarts, min_np, max_np),
     )
-    outcome = launch(settings, Terminal(has_prefix=not no_prefix))
+    output = Terminal(has_prefix=not no_prefix)
+    if engine == "ray":
+        from shoal.launch.ray_engine import RaySettings, run_on_ray
+
+        outcome = run_on_ray(settings, address, output, RaySettings(start_timeout_s=start_timeout))
+    else:
+        is_elsewhere = machines is not None and machines.is_elsewhere
+        outcome = launch(settings, output, machines if is_elsewhere else None, start_timeout)
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)

@@ -4,6 +4,7 @@ from shoal.core.clock import SYSTEM_CLOCK, Clock, ManualClock, SystemClock, runn
 from shoal.core.deadlines import AdaptiveDeadline, Deadline
 from shoal.core.errors import (
     BenchmarkError,
+    CheckpointError,
     DeadlineExceeded,
     IdentityError,
     LimitExceeded,
@@ -33,6 +34,7 @@ __all__ = [
     "AdaptiveDeadline",
     "Address",
     "BenchmarkError",
+    "CheckpointError",
     "Clock",
     "Deadline",
     "DeadlineExceeded",

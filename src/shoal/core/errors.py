@@ -18,6 +18,7 @@ into these at the seam where they arise.
     │   │   └── PeerLeaving         the peer is about to go; trying another one may work
     │   └── RemoteFailure           the peer's own code failed while serving the call
     ├── TensorError                 a tensor, its description and its bytes do not fit together
+    ├── CheckpointError             a checkpoint cannot be written, or is not whole
     ├── ReportError                 a report cannot be read or written
     │   └── NotComparable           two reports measure different things
     └── BenchmarkError              a benchmark could not run at all
@@ -102,6 +103,10 @@ class RemoteFailure(PeerError):
 
 class TensorError(ShoalError):
     """A tensor, its description and its bytes do not fit together."""
+
+
+class CheckpointError(ShoalError):
+    """A checkpoint cannot be written, or is not whole."""
 
 
 class ReportError(ShoalError):

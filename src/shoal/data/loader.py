@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -10,9 +11,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.core import UsageError
+from shoal.data.course import Course
 from shoal.data.parts import Part
 from shoal.data.sampler import ShardSampler
-from shoal.data.seeds import mix
+from shoal.data.seeds import kept_generators, mix
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -29,7 +31,9 @@ _KEPT = (
     "pin_memory_device",
     "in_order",
 )
-_ORDERS: WeakKeyDictionary[DataLoader[Any], dict[tuple[Part, int], ShardSampler]] = WeakKeyDictionary()
+_ORDERS: WeakKeyDictionary[DataLoader[Any], dict[tuple[Part, int], ShardSampler | Course]] = (
+    WeakKeyDictionary()
+)
 """Of the loaders that were divided, by part and seed: who divides a loader anew goes on with its epochs."""
 
 
@@ -51,38 +55,73 @@ class ShardedLoader(DataLoader[T_co]):
             )
         self.part = part
         self._seed = seed
-        self._order: ShardSampler | None = None
+        self._course: Course | None = None
         kept = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
         kept |= self._batching(loader)
         super().__init__(loader.dataset, **kept)
 
-    def _batching(self, loader: DataLoader[T_co]) -> dict[str, Any]:
-        is_custom = loader.batch_size is None and loader.batch_sampler is not None
-        plain = {} if is_custom else {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        if isinstance(loader.dataset, IterableDataset):
-            return plain
-        name = "batch_sampler" if is_custom else "sampler"
-        sampler = cast("Iterable[Any]", getattr(loader, name))
-        if self.part.size == 1:
-            return {name: sampler, **plain}
-        orders, key = _ORDERS.setdefault(loader, {}), (self.part, self._seed)
-        if key not in orders:
-            orders[key] = ShardSampler(sampler, self.part, seed=self._seed)
-        self._order = orders[key]
-        return {name: self._order, "generator": torch.Generator(), **plain}
+    @property
+    def course(self) -> Course:
+        """How far it is, for a checkpoint."""
+        assert self._course is not None, "a loader without a course"
+        return self._course
+
+    @property
+    def epoch(self) -> int:
+        """Of the iteration that begins next: after a resume the one that was under way."""
+        return self.course.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch; without it each iteration is the one after the last."""
-        if self._order is not None:
-            self._order.set_epoch(epoch)
+        self.course.epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if self._order is not None:
+        course, own = self.course, [self.generator] if isinstance(self.generator, torch.Generator) else []
+        if self.part.size > 1 and own:
             # the order does not come from here, but the seeds of loading processes do
-            self.generator.manual_seed(mix(self._seed, self._order.epoch, self.part.rank))
-        batches = super().__iter__()
-        return self.part.take(batches) if isinstance(self.dataset, IterableDataset) else batches
+            self.generator.manual_seed(mix(self._seed, course.epoch, self.part.rank))
+        # an iteration that goes on has drawn its seed in the run before
+        with kept_generators(own) if course.is_resuming else contextlib.nullcontext():
+            batches = super().__iter__()
+        return self._counted(batches)
 
     def __len__(self) -> int:
         num_batches = super().__len__()
         return self.part.length(num_batches) if isinstance(self.dataset, IterableDataset) else num_batches
+
+    def _batching(self, loader: DataLoader[T_co]) -> dict[str, Any]:
+        is_custom = loader.batch_size is None and loader.batch_sampler is not None
+        plain = {} if is_custom else {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        is_alone = self.part.size == 1
+        orders, key = _ORDERS.setdefault(loader, {}), (self.part, self._seed)
+        if isinstance(loader.dataset, IterableDataset):
+            if key not in orders:
+                orders[key] = Course(self.part)
+            self._course = cast(Course, orders[key])
+            return plain
+        name = "batch_sampler" if is_custom else "sampler"
+        if key not in orders:
+            sampler = cast("Iterable[Any]", getattr(loader, name))
+            orders[key] = ShardSampler(sampler, self.part, seed=self._seed, keeps_order=is_alone)
+        order = cast(ShardSampler, orders[key])
+        self._course = order.course
+        return {name: order, **({} if is_alone else {"generator": torch.Generator()}), **plain}
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """What the loop has got, not what was read ahead of it, is what a checkpoint counts."""
+        iteration = None
+        if isinstance(self.dataset, IterableDataset):
+            iteration = self.course.begin()
+            batches = self.course.own(batches, iteration)
+        has_examples = not isinstance(self.dataset, IterableDataset) and self.batch_size is not None
+        num_items = cast(int, self.batch_size) if has_examples else 1
+        try:
+            for batch in batches:
+                iteration = iteration or self.course.current
+                assert iteration is not None, "a batch of an iteration that has not begun"
+                iteration.num_taken += num_items
+                yield batch
+        finally:
+            iteration = iteration or self.course.current
+            if iteration is not None:
+                iteration.is_over = True

@@ -54,8 +54,11 @@ class Part:
             return [*own, (self.rank - rest) % num_items]
         return own
 
-    def take(self, items: Iterable[T]) -> Iterator[T]:
-        """They themselves; reads all items and, unless uneven, everybody's next before it gives its own."""
+    def take(self, items: Iterable[T], *, is_rest: bool = False) -> Iterator[T]:
+        """They themselves; reads all items and, unless uneven, everybody's next before it gives its own.
+
+        Of what `is_rest` there may be too few for everybody.
+        """
         if self.remainder == "uneven":
             yield from itertools.islice(items, self.rank, None, self.size)
             return
@@ -67,7 +70,7 @@ class Part:
                 yield turn[self.rank]
             elif self.remainder == "repeat":
                 yield next(itertools.islice(itertools.chain(turn, itertools.cycle(first)), self.rank, None))
-            elif number == 0:
+            elif number == 0 and not is_rest:
                 self.check(len(turn))
 
     def check(self, num_items: int) -> None:

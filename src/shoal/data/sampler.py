@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, cast
 
 import torch
@@ -17,8 +17,9 @@ from torch.utils.data import (
 )
 
 from shoal.core import UsageError
+from shoal.data.course import Course, Iteration
 from shoal.data.parts import Part
-from shoal.data.seeds import mix, seeded
+from shoal.data.seeds import generator_states, kept_generators, mix, seeded, set_generators
 
 _NONE = object()
 _BY_GENERATOR_ALONE: tuple[type, ...] = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -33,39 +34,73 @@ class ShardSampler(Sampler[Any]):
     has no length, or draws from anything else.
     """
 
-    def __init__(self, sampler: Iterable[Any], part: Part, *, seed: int = 0) -> None:
-        for one in (sampler, getattr(sampler, "sampler", None)):
+    def __init__(
+        self, sampler: Iterable[Any], part: Part, *, seed: int = 0, keeps_order: bool = False
+    ) -> None:
+        """With `keeps_order` the sampler draws by itself, as without Shoal; for a group of one."""
+        for one in () if keeps_order else (sampler, getattr(sampler, "sampler", None)):
             if hasattr(one, "num_replicas"):
                 raise UsageError(
                     f"{type(one).__name__} already gives each worker a part of the data.",
                     cause="a loader that is divided twice loses examples.",
                     next_step="make the loader with shuffle=True or a plain sampler; Shoal divides it.",
                 )
-        if isinstance(sampler, Sized):
-            part.check(len(sampler))
-        self.epoch = 0
+        num_items = len(sampler) if isinstance(sampler, Sized) else None
+        if num_items is not None and not keeps_order:
+            part.check(num_items)
+        self.course = Course(part, num_items, own_generators(sampler) if keeps_order else ())
         self._sampler = sampler
         self._part = part
         self._seed = seed
+        self._keeps_order = keeps_order
+
+    @property
+    def epoch(self) -> int:
+        """Of the iteration that begins next."""
+        return self.course.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch; equal epochs have equal orders."""
-        self.epoch = epoch
+        self.course.epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
         # an epoch begins with its first item: DataLoader makes iterators that it does not read
-        epoch, self.epoch = self.epoch, self.epoch + 1
+        iteration = self.course.begin()
+        yield from self.course.own(self._items(iteration), iteration)
+
+    def _items(self, iteration: Iteration) -> Iterable[Any]:
+        """The order of the epoch."""
+        if iteration.order is not None:
+            return self._drawn_again(iteration.order)
+        if (
+            self._keeps_order and not iteration.legs
+        ):  # several workers began it in an order that they agreed on
+            if isinstance(self._sampler, Sized) and not _is_fixed(self._sampler):
+                iteration.order = generator_states(own_generators(self._sampler))
+            return self._sampler
         if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(epoch)
-        yield from self._part.take(_agreed(self._sampler, mix(self._seed, epoch)))
+            self._sampler.set_epoch(iteration.epoch)
+        return _agreed(self._sampler, mix(self._seed, iteration.epoch))
+
+    def _drawn_again(self, states: Mapping[str, Any]) -> Iterable[Any]:
+        own = own_generators(self._sampler)
+        with kept_generators(own):
+            set_generators(states, own)
+            return list(self._sampler)
 
     def __len__(self) -> int:
         return self._part.length(len(cast(Sized, self._sampler)))
 
 
+def own_generators(sampler: object) -> list[torch.Generator]:
+    """Those that a sampler, or the one inside of it, was given."""
+    found = [getattr(one, "generator", None) for one in (sampler, getattr(sampler, "sampler", None))]
+    return [generator for generator in found if isinstance(generator, torch.Generator)]
+
+
 def _agreed(sampler: Iterable[Any], seed: int) -> Iterable[Any]:
     """The same order on all workers."""
-    if isinstance(sampler, Sequence) or type(sampler) is SequentialSampler:
+    if _is_fixed(sampler):
         return sampler
     if type(sampler) is BatchSampler:
         return BatchSampler(_agreed(sampler.sampler, seed), sampler.batch_size, sampler.drop_last)
@@ -77,3 +112,8 @@ def _agreed(sampler: Iterable[Any], seed: int) -> Iterable[Any]:
         with seeded(seed):
             return list(sampler)
     return sampler
+
+
+def _is_fixed(sampler: Iterable[Any]) -> bool:
+    """Whether it gives the same order each time."""
+    return isinstance(sampler, Sequence) or type(sampler) is SequentialSampler

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,16 +18,44 @@ def mix(*numbers: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
 
 
+def generator_states(own: Sequence[torch.Generator] = ()) -> dict[str, Any]:
+    """Of torch (on the CPU), Python and numpy, and of generators of one's own: plain values and tensors."""
+    version, numbers, gauss = random.getstate()
+    name, keys, *rest = np.random.get_state()
+    return {
+        "torch": torch.default_generator.get_state(),
+        "python": [version, list(numbers), gauss],
+        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "own": [generator.get_state() for generator in own],
+    }
+
+
+def set_generators(states: Mapping[str, Any], own: Sequence[torch.Generator] = ()) -> None:
+    """As they were."""
+    torch.default_generator.set_state(states["torch"])
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    for generator, state in zip(own, states["own"], strict=False):
+        generator.set_state(state)
+
+
+@contextlib.contextmanager
+def kept_generators(own: Sequence[torch.Generator] = ()) -> Iterator[None]:
+    """Whatever is drawn inside leaves the generators as they were."""
+    states = generator_states(own)
+    try:
+        yield
+    finally:
+        set_generators(states, own)
+
+
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """The global generators of torch (on the CPU), Python and numpy, for a while; then as they were."""
-    states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
-    try:
+    with kept_generators():
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
         yield
-    finally:
-        torch.default_generator.set_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])

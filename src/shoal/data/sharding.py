@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from shoal.core import UsageError
+from shoal.data.kept import kept_loaders
 from shoal.data.loader import ShardedLoader
 from shoal.data.parts import Part, Remainder
 
@@ -63,9 +64,10 @@ def shard(data: Any, group: Placed, *, seed: int = 0, remainder: Remainder = "dr
     """Give this worker's part of `data`; a group of one has all of it, in its own order.
 
     - A DataLoader becomes one with the same settings and batch size, whose batches are this worker's. Each
-      iteration is the next epoch, also of a loader that is sharded anew: call `set_epoch` after a resume, and
-      where one worker alone has looked into the loader. A loader that shuffles has an order that depends on
-      `seed` and the epoch alone; its `num_workers` processes draw by `seed`, epoch and rank.
+      iteration is the next epoch, also of a loader that is sharded anew: call `set_epoch` where one worker
+      alone has looked into the loader. A loader that shuffles has an order that depends on `seed` and the
+      epoch alone; its `num_workers` processes draw by `seed`, epoch and rank. How far it is, is part of the
+      checkpoints of this group's strategies.
     - A map-style dataset becomes a `Subset`, a sequence or array its slice: every `size`-th item, the same
       ones in each epoch.
     - An iterable gives every `size`-th item, a DataLoader of an iterable dataset every `size`-th batch. It
@@ -78,7 +80,9 @@ def shard(data: Any, group: Placed, *, seed: int = 0, remainder: Remainder = "dr
     if isinstance(data, DataLoader):
         if part.size == 1 and type(data) is not DataLoader:
             return data
-        return ShardedLoader(data, part, seed=seed)
+        loader = ShardedLoader(data, part, seed=seed)
+        kept_loaders(group).add(loader.course)
+        return loader
     _refuse_what_has_no_common_order(data)
     if part.size == 1:
         return data

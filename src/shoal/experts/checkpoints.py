@@ -8,12 +8,10 @@ Several processes may use one folder. When to save is `saving`'s to say.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
-import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,23 +20,20 @@ import msgspec
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from shoal.core import SYSTEM_CLOCK, Clock, ShoalError, UsageError
+from shoal.core import SYSTEM_CLOCK, CheckpointError, Clock, UsageError
+from shoal.core.files import TEMPORARY, sha256_of, written
 from shoal.experts.fitting import is_finite
 from shoal.experts.state import ExpertState
 
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-_TENSORS, _DOCUMENT, _TEMPORARY = ".safetensors", ".json", ".tmp"
+_TENSORS, _DOCUMENT = ".safetensors", ".json"
 _NAME = re.compile(r"(\d{17})-[0-9a-f]{8}")
 _UID = re.compile(r"\w[\w-]*(\.[\w-]+)*")
 _MAX_UID_BYTES = 200
 _MAX_DOCUMENT_BYTES = 64 << 20
 _LEFTOVER_S = 3600.0  # what somebody began to write so long ago will not be finished
-
-
-class CheckpointError(ShoalError):
-    """An expert's checkpoint cannot be written, or is not whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +97,13 @@ class Checkpoints:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             name = self._next_name(folder)
-            with _written(folder / (name + _TENSORS)) as temporary:
+            with written(folder / (name + _TENSORS)) as temporary:
                 save_file(dict(state.tensors), temporary)
-                tensors = _TensorFile(temporary.stat().st_size, _sha256(temporary))
+                tensors = _TensorFile(temporary.stat().st_size, sha256_of(temporary))
             num_updates = int(state.numbers["num_updates"])
             document = _Document(FORMAT, uid, dict(about or {}), num_updates, dict(state.numbers), tensors)
             path = folder / (name + _DOCUMENT)
-            with _written(path) as temporary:
+            with written(path) as temporary:
                 temporary.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
             self._prune(uid, folder)
         except (OSError, SafetensorError) as error:
@@ -169,7 +164,7 @@ class Checkpoints:
                 num_whole += _document(uid, document).tensors.size_bytes == tensors.stat().st_size
         kept = _names(folder)
         for path in sorted(folder.iterdir()):
-            is_leftover = path.suffix == _TEMPORARY or (path.suffix == _TENSORS and path.stem not in kept)
+            is_leftover = path.suffix == TEMPORARY or (path.suffix == _TENSORS and path.stem not in kept)
             with contextlib.suppress(FileNotFoundError):  # another process was faster
                 if is_leftover and self._clock.wall_s() - path.stat().st_mtime > _LEFTOVER_S:
                     path.unlink()
@@ -194,7 +189,7 @@ def _read(uid: str, path: Path) -> SavedExpert:
     document = _document(uid, path)
     file = path.with_suffix(_TENSORS)
     try:
-        if file.stat().st_size != document.tensors.size_bytes or _sha256(file) != document.tensors.sha256:
+        if file.stat().st_size != document.tensors.size_bytes or sha256_of(file) != document.tensors.sha256:
             raise _damaged(path, "its tensors are not those that were written")
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
@@ -223,33 +218,3 @@ def _damaged(path: Path, why: str) -> CheckpointError:
         f"The checkpoint {path} is left out: {why}.",
         cause="its writer was stopped in the middle, or the disk has failed.",
     )
-
-
-@contextlib.contextmanager
-def _written(path: Path) -> Iterator[Path]:
-    """A file to fill, which comes to be at `path`, durably, when the block ends without an error."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_TEMPORARY}")
-    try:
-        yield temporary
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename durable, where the system lets a folder be opened."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from shoal.strategies.names import resolve
 from shoal.strategies.options import OPTIONS, read_options
 
 DEFAULT_STRATEGY = "all-reduce"
+ENGINES = ("ssh", "ray")
 
 
 def parse_options(words: Iterable[str]) -> dict[str, Any]:
@@ -49,3 +51,30 @@ def check_choice(
         else:
             make_topology(chosen["topology"], num_workers, local_size)
     return (None if strategy is None else name), chosen
+
+
+def parse_variables(words: Iterable[str]) -> dict[str, str]:
+    """`NAME=VALUE`, or `NAME` with the value that it has here."""
+    variables: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not name:
+            raise UsageError(f"-x {word} names no variable.", next_step="write -x NAME or -x NAME=VALUE.")
+        if not equals and name not in os.environ:
+            raise UsageError(
+                f"-x {name}: there is no such variable here.", next_step=f"write -x {name}=VALUE."
+            )
+        variables[name] = value if equals else os.environ[name]
+    return variables
+
+
+def check_engine(engine: str, address: str | None, hosts: object) -> None:
+    """UsageError for an engine that is none, or flags that are another one's."""
+    if engine not in ENGINES:
+        raise UsageError(f"There is no engine {engine}.", next_step=f"give one of {', '.join(ENGINES)}.")
+    if engine == "ray" and hosts:
+        raise UsageError(
+            "Under --engine ray the cluster has the hosts.", next_step="leave -H and --hostfile out."
+        )
+    if engine != "ray" and address is not None:
+        raise UsageError("--address is a Ray cluster's.", next_step="add --engine ray, or leave it out.")

@@ -33,6 +33,8 @@ class Death:
     """The last line of its traceback."""
     stopped_s: float | None = None
     """For how long it had been stopped by that signal, when it was given up."""
+    host: str = ""
+    """The machine that was lost with it."""
 
     @property
     def is_consequence(self) -> bool:
@@ -54,6 +56,8 @@ class Death:
         return self.code if 1 <= self.code <= 125 else 1
 
     def __str__(self) -> str:
+        if self.host:
+            return f"rank {self.rank} was lost with {self.host}"
         if self.stopped_s is not None:
             return f"rank {self.rank} was stopped by {name_signal(-self.code)}, {self.stopped_s:.0f} s ago"
         if self.code < 0:
@@ -85,6 +89,8 @@ class Outcome:
     traceback: str = ""
     """Of the worker that failed first."""
     elapsed_s: float = 0.0
+    cause: Death | None = None
+    """The worker because of which the run ended, if it ended because of one."""
 
 
 def name_signal(number: int) -> str:

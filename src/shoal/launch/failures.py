@@ -57,7 +57,7 @@ class Failures:
             self._settle_until_s = self._settle_until_s or now_s + SETTLE_S
             self._fatal.append(death)
 
-    def find_cause(self, now_s: float) -> Death | None:
+    def find_cause(self, now_s: float, *, is_uncertain: bool = False) -> Death | None:
         """The failure that ends the run, once it is known; its traceback is shown."""
         if not self._fatal or any(not worker.is_alive and not worker.is_done for worker in self._workers):
             return None
@@ -66,7 +66,8 @@ class Failures:
             stopped = [worker for worker in self._workers if worker.stop_signal is not None]
             if stopped:
                 return self.give_up(min(stopped, key=lambda worker: worker.stopped_s), now_s)
-            if now_s < self._settle_until_s and any(worker.is_alive for worker in self._workers):
+            is_settling = is_uncertain or now_s < self._settle_until_s
+            if is_settling and any(worker.is_alive for worker in self._workers):
                 return None
         self.traceback = self._show(self._workers[cause.rank], cause)
         self._output.say(describe(cause))

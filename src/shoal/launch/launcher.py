@@ -1,30 +1,28 @@
-"""Runs workers on this machine until they have finished, and ends them together when they cannot.
+"""Runs workers until they have finished, and ends them together when they cannot.
 
 One poll in the caller's thread waits for all there is: output of workers, what they tell, their ends,
 signals, and room for what is to be written. Ending is a signal that asks, a few seconds, and SIGKILL to the
-whole process group. What follows from the end of a worker is `failures`' to say.
+whole process group. What follows from the end of a worker is `failures`' to say; on which machines workers
+run is known to the `crew`, and whether the run starts anew is for `elastic` to say.
 """
 
 from __future__ import annotations
 
-import os
 import select
 import signal
 from collections.abc import Callable
 from functools import partial
 
 from shoal.core import SYSTEM_CLOCK, Clock
-from shoal.core.errors import UsageError
 from shoal.core.run_options import SILENCE_S
 from shoal.launch import timeline
+from shoal.launch.crew import Crew, LocalCrew
 from shoal.launch.endings import TIMED_OUT, Death, Ending, Outcome, describe, name_ranks, name_signal
 from shoal.launch.failures import Failures
-from shoal.launch.guard import Guard
-from shoal.launch.output import LogFiles, Output, Terminal, settle_own_streams
-from shoal.launch.settings import LaunchSettings, Surroundings
+from shoal.launch.output import LogFiles, Output
+from shoal.launch.settings import LaunchSettings
 from shoal.launch.signals import SignalInbox
 from shoal.launch.stops import Stops
-from shoal.launch.worker import Reader, Worker
 
 GRACE_S = 3.0
 """For a worker that was asked to end."""
@@ -38,25 +36,17 @@ TICK_S = 0.2
 """How late a stopped worker is noticed; an end too, where there is no descriptor for it."""
 
 
-def launch(settings: LaunchSettings, output: Output | None = None) -> Outcome:
-    """Run to the end. Errors are raised only for what was wrong before the first worker ran."""
-    if os.name != "posix":
-        raise UsageError(
-            "Workers are started on Linux and macOS only.", next_step="start them by torchrun or mpirun."
-        )
-    settle_own_streams()
-    output = Terminal() if output is None else output
-    return Launcher(settings, output).run()
-
-
 class Launcher:
     """One run."""
 
-    def __init__(self, settings: LaunchSettings, output: Output, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self, settings: LaunchSettings, output: Output, clock: Clock = SYSTEM_CLOCK, crew: Crew | None = None
+    ) -> None:
         self._settings = settings
         self._output = output
         self._clock = clock
-        self._workers: list[Worker] = []
+        self._crew = LocalCrew(settings, output, clock) if crew is None else crew
+        self._workers = self._crew.workers
         self._failures = Failures(self._workers, output)
         self._stops = Stops(self._workers, SILENCE_S * settings.options.patience, output.say)
         self._ending: Ending | None = None
@@ -64,34 +54,31 @@ class Launcher:
         self._next_signal_s = 0.0
         self._started_s = 0.0
 
-    def run(self) -> Outcome:
-        """Start the workers and see them through."""
+    def run(self, started_s: float | None = None) -> Outcome:
+        """Start the workers and see them through; the time that they are given counts from `started_s`."""
         timeline.clear(self._settings)
-        self._started_s = self._clock.now_s()
+        began_s = self._clock.now_s()
+        self._started_s = began_s if started_s is None else started_s
+        should_append = self._settings.restart_count > 0
         with (
-            LogFiles(self._settings.log_dir, self._settings.num_workers, self._output.say) as logs,
+            LogFiles(
+                self._settings.log_dir,
+                self._settings.num_processes,
+                self._output.say,
+                should_append=should_append,
+            ) as logs,
             SignalInbox() as self._inbox,
-            Guard() as self._guard,
         ):
             try:
-                self._start(logs)
+                self._crew.start(logs)
                 while not all(worker.is_done for worker in self._workers):
                     self._turn()
-                outcome = self._outcome(self._clock.now_s() - self._started_s)
-                timeline.collect(self._settings, outcome, self._output.say)
-                self._drain()
+                outcome = self._outcome(self._clock.now_s() - began_s)
+                timeline.collect(self._settings, outcome, self._output.say, self._crew.shifts_s)
+                drain(self._output, self._inbox)
             finally:
-                self._clean_up()
+                self._crew.close(self._clock.now_s())
         return outcome
-
-    def _start(self, logs: LogFiles) -> None:
-        surroundings = Surroundings(self._settings)
-        for rank in range(self._settings.num_workers):
-            self._workers.append(Worker.start(rank, self._settings, surroundings, self._output, logs))
-            self._watch_groups()
-
-    def _watch_groups(self) -> None:
-        self._guard.watch(worker.pid for worker in self._workers if worker.is_alive)
 
     def _turn(self) -> None:
         self._wait()
@@ -124,33 +111,24 @@ class Launcher:
         want(self._inbox.descriptor, select.POLLIN, _wake)
         for descriptor in self._output.pending():
             want(descriptor, select.POLLOUT, partial(self._output.write, descriptor))
-        for worker in self._workers:
-            if worker.status_descriptor >= 0:
-                want(worker.status_descriptor, select.POLLIN, worker.read_status)
-            if worker.is_alive and worker.exit_descriptor >= 0:
-                want(worker.exit_descriptor, select.POLLIN, _wake)
-            for reader in worker.readers:
-                if reader.is_open and not self._output.is_full:
-                    want(reader.descriptor, select.POLLIN, partial(self._read, reader))
+        for interest in self._crew.interests(is_full=self._output.is_full):
+            want(*interest)
         for descriptor, _ in poll.poll(TICK_S * 1000):
             actions[descriptor]()
 
-    def _read(self, reader: Reader) -> None:
-        reader.read(self._clock.now_s())
-
     def _look_at_ends(self, now_s: float) -> None:
-        if [worker for worker in self._workers if worker.poll(now_s)]:
-            self._watch_groups()
+        self._crew.look(now_s)
         ended = [worker for worker in self._workers if not worker.is_alive and not worker.is_done]
         silent = [worker for worker in ended if worker.is_silent(now_s - LAST_WORDS_S)]
         if silent:
-            for worker in self._workers:
-                worker.read_status()  # a last word about survival may still be on its way
+            self._crew.read_status()  # a last word about survival may still be on its way
             for worker in silent:
                 worker.finish_output(now_s)
             for worker in sorted(silent, key=lambda worker: worker.death().at_s):
                 self._failures.conclude(worker, now_s, self._ending)
-        cause = self._failures.find_cause(now_s) if self._ending is None else None
+        if self._ending is not None:
+            return
+        cause = self._failures.find_cause(now_s, is_uncertain=self._crew.is_uncertain(now_s))
         if cause is not None:
             self._end_because_of(cause, now_s)
 
@@ -193,7 +171,9 @@ class Launcher:
         going = [worker for worker in self._workers if worker.is_alive and worker.stop_signal is None]
         for worker in going:
             worker.signal_group(signal.SIGSTOP)
+        self._crew.pause(is_paused=True)
         self._inbox.stop_here()
+        self._crew.pause(is_paused=False)
         for worker in going:
             worker.signal_group(signal.SIGCONT)
         self._started_s += self._clock.now_s() - began_s
@@ -216,7 +196,8 @@ class Launcher:
                 worker.signal_group(number)
             return
         for worker in alive:
-            who = f"rank {worker.rank}, process {worker.pid},"
+            where = f" on {worker.host}" if worker.host else ""
+            who = f"rank {worker.rank}, process {worker.pid}{where},"
             self._output.say(f"{who} does not end by SIGKILL: it hangs in the kernel and is left behind")
             worker.is_done = True
 
@@ -226,25 +207,23 @@ class Launcher:
         if ending is None:
             return Outcome(0, deaths=deaths, elapsed_s=elapsed_s)
         trace = b"\n".join(self._failures.traceback).decode(errors="replace")
-        return Outcome(ending.exit_code, ending.reason, deaths, trace, elapsed_s)
+        return Outcome(ending.exit_code, ending.reason, deaths, trace, elapsed_s, ending.cause)
 
-    def _drain(self) -> None:
-        """Write out what is queued; a reader that takes nothing is waited for until a signal comes."""
-        while self._output.pending():
-            self._wait()
-            for number in self._inbox.take():
-                if number != signal.SIGTSTP:
-                    return
-                self._inbox.stop_here()
 
-    def _clean_up(self) -> None:
-        for worker in self._workers:
-            if worker.is_alive and not worker.is_done:  # an error of the launcher itself
-                worker.signal_group(signal.SIGKILL)
-                worker.wait()
-        for worker in self._workers:
-            worker.close(self._clock.now_s())
-        self._guard.watch([])
+def drain(output: Output, inbox: SignalInbox) -> None:
+    """Write out what is queued; a reader that takes nothing is waited for until a signal comes."""
+    while pending := output.pending():
+        poll = select.poll()
+        poll.register(inbox.descriptor, select.POLLIN)
+        for descriptor in pending:
+            poll.register(descriptor, select.POLLOUT)
+        for descriptor, _ in poll.poll(TICK_S * 1000):
+            if descriptor in pending:
+                output.write(descriptor)
+        for number in inbox.take():
+            if number != signal.SIGTSTP:
+                return
+            inbox.stop_here()
 
 
 def _wake() -> None:

@@ -130,16 +130,24 @@ def _identity(descriptor: int) -> tuple[int, int]:
 class LogFiles:
     """A file for each rank with all that it wrote, as it came; a context manager."""
 
-    def __init__(self, folder: Path | None, num_workers: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        num_workers: int,
+        say: Callable[[str], None],
+        *,
+        should_append: bool = False,
+    ) -> None:
         self._folder = folder
         self._say = say
         self._files: dict[int, IO[bytes]] = {}
         if folder is None:
             return
+        mode: Literal["ab", "wb"] = "ab" if should_append else "wb"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for rank in range(num_workers):
-                self._files[rank] = (folder / f"rank-{rank}.log").open("wb", buffering=0)
+                self._files[rank] = (folder / f"rank-{rank}.log").open(mode, buffering=0)
         except OSError as error:
             self.close()
             raise UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import uuid
 from collections.abc import Mapping
@@ -13,7 +14,26 @@ import msgspec
 
 from shoal.core.errors import UsageError
 from shoal.core.placement import num_cores
-from shoal.core.run_options import RunOptions
+from shoal.core.run_options import SECRET_VARIABLE, RunOptions
+
+_SECRET_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Elastic:
+    """How often a run that failed is started anew, and with how many workers."""
+
+    max_restarts: int = 0
+    min_workers: int | None = None
+    """Fewer than that are not started; by default -np, so that a run does not shrink unasked."""
+    max_workers: int | None = None
+    """A restart takes as many as there are slots, and no more than that; by default -np."""
+
+    def __post_init__(self) -> None:
+        if self.max_restarts < 0:
+            raise UsageError(
+                f"--max-restarts {self.max_restarts} is impossible.", next_step="give 0 or more."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,21 +43,35 @@ class LaunchSettings:
     command: tuple[str, ...]
     """As `program.command_of` gives it."""
     num_workers: int
+    """Without the parameter servers, which are `options.num_servers`."""
     options: RunOptions = field(default_factory=RunOptions)
     """What workers find by `RunOptions.from_environment()`; the launcher fills in the run's id."""
     num_threads: int | None = None
     """Of each worker (OMP_NUM_THREADS); by default the variable if it is set, else its share of the cores."""
     timeout_s: float | None = None
-    """Of the whole run."""
+    """Of the whole run, restarts included."""
     log_dir: Path | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
     """More of them, for all workers."""
+    elastic: Elastic = Elastic()
+    restart_count: int = 0
+    """Of this start."""
 
     def __post_init__(self) -> None:
         if self.num_workers < 1:
             raise UsageError(f"{self.num_workers} workers do no work.", next_step="give -np 1 or more.")
         if self.num_threads is not None and self.num_threads < 1:
             raise UsageError(f"A worker cannot have {self.num_threads} threads.", next_step="give 1 or more.")
+        if self.options.num_servers < 0:
+            raise UsageError(
+                f"--num-servers {self.options.num_servers} is impossible.", next_step="give 0 or more."
+            )
+        every = self.options.checkpoint_every
+        if every is not None and (every < 1 or self.options.checkpoint is None):
+            raise UsageError(
+                f"--checkpoint-every {every} saves nothing.",
+                next_step="give 1 or more, and --checkpoint DIR.",
+            )
         for name, value in (("--timeout", self.timeout_s), ("--peer-timeout", self.options.timeout_s)):
             if value is not None and not value > 0:
                 raise UsageError(f"{name} {value} leaves no time.", next_step="give more than 0 seconds.")
@@ -46,48 +80,106 @@ class LaunchSettings:
                 f"--patience {self.options.patience} would lose every peer at once.",
                 next_step="give more than 0; 1 means 5 s.",
             )
+        if self.restart_count == 0:
+            self._check_bounds()
+
+    def _check_bounds(self) -> None:
+        if not 1 <= self.min_workers <= self.num_workers <= self.max_workers:
+            raise UsageError(
+                f"{self.num_workers} workers are not between --min-np {self.min_workers} and "
+                f"--max-np {self.max_workers}.",
+                next_step="give -np between the two.",
+            )
+
+    @property
+    def num_processes(self) -> int:
+        """Workers and servers."""
+        return self.num_workers + self.options.num_servers
+
+    @property
+    def min_workers(self) -> int:
+        """With fewer it does not start."""
+        return self.num_workers if self.elastic.min_workers is None else self.elastic.min_workers
+
+    @property
+    def max_workers(self) -> int:
+        """A restart takes no more."""
+        return self.num_workers if self.elastic.max_workers is None else self.elastic.max_workers
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the workers of a start find each other."""
+
+    address: str
+    """Of the machine of rank 0."""
+    port: int
+    num_machines: int = 1
+
+
+def name_run(settings: LaunchSettings) -> str:
+    """Another one for each start."""
+    given = settings.options.run_id
+    if not given:
+        return uuid.uuid4().hex[:12]
+    return f"{given}-{settings.restart_count}" if settings.restart_count else given
+
+
+def variables_of_all(settings: LaunchSettings, run_id: str, meeting: Meeting) -> dict[str, str]:
+    """What all workers of a start have in common, wherever they run."""
+    variables = {
+        "PYTHONUNBUFFERED": "1",
+        "WORLD_SIZE": str(settings.num_processes),
+        "ROLE_WORLD_SIZE": str(settings.num_processes),
+        "ROLE_NAME": "default",
+        "GROUP_WORLD_SIZE": str(meeting.num_machines),
+        "MASTER_ADDR": meeting.address,
+        "MASTER_PORT": str(meeting.port),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(settings.restart_count),
+        "TORCHELASTIC_MAX_RESTARTS": str(settings.elastic.max_restarts),
+        **msgspec.structs.replace(settings.options, run_id=run_id).to_environment(),
+    }
+    variables[SECRET_VARIABLE] = secrets.token_hex(_SECRET_BYTES)
+    if settings.num_threads is not None:
+        variables["OMP_NUM_THREADS"] = str(settings.num_threads)
+    return {**variables, **settings.variables}
+
+
+def variables_of_one(rank: int, local_rank: int, local_size: int, machine: int = 0) -> dict[str, str]:
+    """What is a worker's own."""
+    return {
+        **dict.fromkeys(("RANK", "ROLE_RANK"), str(rank)),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "GROUP_RANK": str(machine),
+    }
+
+
+def complete(variables: Mapping[str, str], local_size: int, status_fd: int) -> dict[str, str]:
+    """The whole environment of a worker that this process starts, with its pipe to the launcher."""
+    threads = max(1, num_cores() // local_size)
+    whole = {**TUNING, "OMP_NUM_THREADS": str(threads), **os.environ, **variables}
+    # under torchrun it says that the launcher holds the store at MASTER_PORT; here rank 0 does
+    whole.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    options = msgspec.structs.replace(
+        RunOptions.from_environment(whole), status_fd=status_fd, status_inode=os.fstat(status_fd).st_ino
+    )
+    return {**whole, **options.to_environment()}
 
 
 class Surroundings:
-    """The environment of each worker of one run."""
+    """The environment of each worker of one run on this machine."""
 
     def __init__(self, settings: LaunchSettings) -> None:
-        self._settings = settings
-        self.run_id = settings.options.run_id or uuid.uuid4().hex[:12]
-        threads = settings.num_threads or max(1, num_cores() // settings.num_workers)
-        self._shared = {
-            **os.environ,
-            "PYTHONUNBUFFERED": "1",
-            "WORLD_SIZE": str(settings.num_workers),
-            "LOCAL_WORLD_SIZE": str(settings.num_workers),
-            "ROLE_WORLD_SIZE": str(settings.num_workers),
-            "ROLE_NAME": "default",
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
-            "TORCHELASTIC_RUN_ID": self.run_id,
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "0",
-        }
-        for name, value in TUNING.items():
-            self._shared.setdefault(name, value)
-        if settings.num_threads is not None or "OMP_NUM_THREADS" not in os.environ:
-            self._shared["OMP_NUM_THREADS"] = str(threads)
-        # under torchrun it says that the launcher holds the store at MASTER_PORT; here rank 0 does
-        self._shared.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-        self._shared.update(settings.variables)
+        self._num_processes = settings.num_processes
+        self.run_id = name_run(settings)
+        self._shared = variables_of_all(settings, self.run_id, Meeting("127.0.0.1", free_port("127.0.0.1")))
 
     def of(self, rank: int, status_fd: int) -> dict[str, str]:
         """Of one worker, which will find this pipe to the launcher."""
-        options = msgspec.structs.replace(
-            self._settings.options,
-            run_id=self.run_id,
-            status_fd=status_fd,
-            status_inode=os.fstat(status_fd).st_ino,
-        )
-        ranks = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
-        return {**self._shared, **ranks, **options.to_environment()}
+        own = variables_of_one(rank, rank, self._num_processes)
+        return complete({**self._shared, **own}, self._num_processes, status_fd)
 
 
 TUNING = {
@@ -106,8 +198,9 @@ of freed gradients is used again and not given back to the system in every step,
 parameters up to 9,000 page faults and 20 ms a step, with and without a strategy."""
 
 
-def _free_port() -> int:
+def free_port(address: str = "") -> int:
+    """One that nobody listens on, on this machine."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((address, 0))
         port: int = probe.getsockname()[1]
         return port

@@ -58,9 +58,10 @@ class Stops:
 
     def _name(self, worker: Worker) -> None:
         assert worker.stop_signal is not None
+        where = f" on {worker.host}" if worker.host else ""
         self._say(
             f"rank {worker.rank} has been stopped by {name_signal(worker.stop_signal)} for "
-            f"{self._limit_s:g} s; `kill -CONT {worker.pid}` lets it go on"
+            f"{self._limit_s:g} s; `kill -CONT {worker.pid}`{where} lets it go on"
         )
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import IO
 
 from shoal.core.errors import ReportError, UsageError
 from shoal.launch.endings import Outcome, name_ranks
 from shoal.launch.settings import LaunchSettings
+
+MAX_PART_BYTES = 1 << 26
+"""Of a part that is sent from another machine; a larger one stays there."""
+_PIECE_BYTES = 1 << 20
 
 
 def clear(settings: LaunchSettings) -> None:
@@ -24,7 +30,9 @@ def clear(settings: LaunchSettings) -> None:
         part.unlink(missing_ok=True)
 
 
-def collect(settings: LaunchSettings, outcome: Outcome, say: Callable[[str], None]) -> None:
+def collect(
+    settings: LaunchSettings, outcome: Outcome, say: Callable[[str], None], shifts_s: Mapping[int, float]
+) -> None:
     """After the run: merge `F.0`, `F.1`, … into F, and say so."""
     if settings.options.timeline is None:
         return
@@ -39,7 +47,7 @@ def collect(settings: LaunchSettings, outcome: Outcome, say: Callable[[str], Non
     from shoal.group.timeline import merge  # not before: it brings torch along
 
     try:
-        merge(parts, path)
+        merge(parts, path, shifts_s)
     except ReportError as error:
         say(f"the parts {path}.* of the timeline could not be put together: {error.what}")
         return
@@ -48,5 +56,55 @@ def collect(settings: LaunchSettings, outcome: Outcome, say: Callable[[str], Non
     say(f"wrote the timeline {path}{f', without {name_ranks(missing)}' if missing else ''}")
 
 
+def make_room(timeline: str, ranks: Iterable[int]) -> None:
+    """On another machine, before its workers start: a folder to write to, without parts of an earlier run."""
+    path = Path(timeline)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for rank in ranks:
+            _part(path, rank).unlink(missing_ok=True)
+
+
+def read_part(timeline: str, rank: int) -> Iterator[bytes]:
+    """On another machine: what one of its workers has written, in pieces; nothing where that is too much."""
+    part = _part(Path(timeline), rank)
+    with contextlib.suppress(OSError):
+        if part.stat().st_size <= MAX_PART_BYTES:
+            with part.open("rb") as file:
+                while data := file.read(_PIECE_BYTES):
+                    yield data
+
+
+class Parts:
+    """Those that come from other machines; where the disks are shared, they are here already."""
+
+    def __init__(self, settings: LaunchSettings) -> None:
+        self._timeline = settings.options.timeline
+        self._files: dict[int, IO[bytes] | None] = {}
+
+    def take(self, rank: int, data: bytes) -> None:
+        """A piece of a worker's part."""
+        assert self._timeline is not None
+        if rank not in self._files:
+            try:
+                self._files[rank] = _part(Path(self._timeline), rank).open("xb", buffering=0)
+            except OSError:
+                self._files[rank] = None
+        file = self._files[rank]
+        if file is not None:
+            with contextlib.suppress(OSError):  # a full disk: the part will not be whole, and named
+                file.write(data)
+
+    def close(self) -> None:
+        """All of them; idempotent."""
+        for file in self._files.values():
+            if file is not None:
+                file.close()
+
+
 def _parts(settings: LaunchSettings, path: Path) -> list[Path]:
-    return [path.with_name(f"{path.name}.{rank}") for rank in range(settings.num_workers)]
+    return [_part(path, rank) for rank in range(settings.num_processes)]
+
+
+def _part(path: Path, rank: int) -> Path:
+    return path.with_name(f"{path.name}.{rank}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import msgspec
 
 from shoal.core.errors import ReportError
+from shoal.core.files import written
 from shoal.report import pytorch
 from shoal.report.schema import SCHEMA, VERSION, Report
 
@@ -90,19 +90,10 @@ def default_path(folder: Path | str, benchmark: str, created: str) -> Path:
 def write_atomically(path: Path | str, content: bytes) -> Path:
     """Write beside `path`, flush to the disk, then rename; folders are made. Raises ReportError."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)  # noqa: PTH105  the name that says 'atomic'
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        _sync_folder(path.parent)
+        with written(path) as temporary:
+            temporary.write_bytes(content)
     except OSError as error:
         raise ReportError(
             f"{path} cannot be written: {error.strerror or error}",
@@ -110,20 +101,6 @@ def write_atomically(path: Path | str, content: bytes) -> Path:
             next_step="give another path",
         ) from error
     return path
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the rename itself durable, where the system lets a folder be opened."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        return
-    finally:
-        os.close(descriptor)
 
 
 def _read(path: Path) -> bytes:

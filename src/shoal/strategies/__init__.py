@@ -14,20 +14,32 @@ if TYPE_CHECKING:
     from shoal.strategies.base import Strategy
     from shoal.strategies.choosing import from_args, make_strategy
     from shoal.strategies.ddp import TorchDDP
+    from shoal.strategies.diloco import DiLoCo
     from shoal.strategies.hierarchical import HierarchicalAverage
+    from shoal.strategies.horovod import HorovodAllReduce
+    from shoal.strategies.local_sgd import LocalSGD
     from shoal.strategies.neighbor import NeighborAverage
     from shoal.strategies.pair import PairAverage
+    from shoal.strategies.parameter_server import ParameterServer
+    from shoal.strategies.push_sum import PushSum
     from shoal.strategies.sma import SynchronousModelAverage
+    from shoal.strategies.window import WindowAverage
 
 _HOMES = {
     "Attachment": "attachment",
+    "DiLoCo": "diloco",
     "GradientAllReduce": "all_reduce",
     "HierarchicalAverage": "hierarchical",
+    "HorovodAllReduce": "horovod",
+    "LocalSGD": "local_sgd",
     "NeighborAverage": "neighbor",
     "PairAverage": "pair",
+    "ParameterServer": "parameter_server",
+    "PushSum": "push_sum",
     "Strategy": "base",
     "SynchronousModelAverage": "sma",
     "TorchDDP": "ddp",
+    "WindowAverage": "window",
     "from_args": "choosing",
     "make_strategy": "choosing",
 }
@@ -39,14 +51,20 @@ __all__ = [
     "WAITS_FOR_ALL",
     "Attachment",
     "CommonOptions",
+    "DiLoCo",
     "GradientAllReduce",
     "HierarchicalAverage",
+    "HorovodAllReduce",
+    "LocalSGD",
     "NeighborAverage",
     "OptionInfo",
     "PairAverage",
+    "ParameterServer",
+    "PushSum",
     "Strategy",
     "SynchronousModelAverage",
     "TorchDDP",
+    "WindowAverage",
     "canonical",
     "describe_options",
     "from_args",

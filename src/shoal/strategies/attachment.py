@@ -52,6 +52,9 @@ class Listener(Protocol):
     def step_skipped(self) -> None:
         """The optimizer did not step after a backward pass."""
 
+    def ending(self, *, should_leave: bool) -> None:
+        """The loop is over and nothing has failed."""
+
     def detached(self, *, should_leave: bool, is_failed: bool) -> None:
         """The last: the hooks are gone."""
 
@@ -123,19 +126,27 @@ class Attachment:
             self._num_missed -= 1
             self._strategy.step_skipped()
 
+    def silence(self) -> None:
+        """Take the hooks off, and forget what they have seen."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._restore_rates()
+        self._has_backward = self._is_seen = self._is_stepping = False
+        self._num_missed = 0
+
     def close(self, *, is_failed: bool = False) -> None:
         """Detach; idempotent. With `is_failed` nothing is said to the group."""
         if not self._is_open:
             return
         self._is_open = False
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        self._restore_rates()
+        num_missed = self._num_missed + self._has_backward
+        self.silence()
         if not is_failed:
             try:
-                for _ in range(self._num_missed + self._has_backward):
+                for _ in range(num_missed):
                     self._strategy.step_skipped()
+                self._strategy.ending(should_leave=not self.stays)
             except BaseException:
                 self._strategy.detached(should_leave=False, is_failed=True)
                 raise

@@ -9,7 +9,8 @@ a step that was skipped is not noticed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -19,10 +20,13 @@ from torch.optim import Optimizer
 
 from shoal.core.errors import UsageError
 from shoal.core.status import tell_launcher
+from shoal.data import ShardedLoader
 from shoal.group import Group
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.buffers import average_buffers, copy_buffers
+from shoal.strategies.checkpointed import Checkpointed
 from shoal.strategies.consensus import consensus_distance
+from shoal.strategies.keeping import Keeper
 from shoal.strategies.monitors import Monitors
 from shoal.strategies.optimizers import start_optimizers
 from shoal.strategies.options import CommonOptions, read_options
@@ -31,7 +35,7 @@ from shoal.strategies.start import require_equal, require_same_count, take_value
 from shoal.strategies.tenants import apply_survival, move_in, move_out
 
 
-class Strategy:
+class Strategy(Checkpointed):
     """How a group shares what its members learn; attached to one model and its optimizer at a time.
 
     Options are given by name (`NeighborAverage(group, topology="ring")`), as `options`, or both.
@@ -60,6 +64,7 @@ class Strategy:
         self._attachment: Attachment | None = None
         self._num_accumulating = 0
         self._memory: list[torch.Tensor] = []
+        self._keeper = Keeper(group, self.save)
 
     @property
     def attachment(self) -> Attachment:
@@ -101,7 +106,8 @@ class Strategy:
     ) -> Attachment:
         """Take rank 0's parameters and buffers, and share from now on until the `with` block ends.
 
-        An optimizer that has state on rank 0 is taken from there too, lr and the like included. Without
+        An optimizer that has state on rank 0 is taken from there too, lr and the like included. Where a
+        checkpoint is to be taken up (`load`, `shoal run --checkpoint`), that comes before. Without
         `should_start_equal` each worker keeps its own values, to resume a run whose workers differed; only
         names and shapes are compared.
 
@@ -115,17 +121,7 @@ class Strategy:
             )
         tell_launcher(rank=self.group.rank, survives_loss=self.survives_loss)
         attachment = Attachment(self, model, optimizer, stays=stays)
-        self._attachment = attachment
-        move_in(self.group, survives_loss=self.survives_loss)
-        try:
-            if not self.is_alone:
-                self._start(attachment, should_start_equal=should_start_equal)
-                self._started(attachment)
-            apply_survival(self.group)
-            attachment.listen()
-        except BaseException:
-            attachment.close(is_failed=True)
-            raise
+        self._open(attachment, should_start_equal=should_start_equal)
         return attachment
 
     @contextlib.contextmanager
@@ -167,6 +163,19 @@ class Strategy:
         """
         self.settle()
         return consensus_distance(self.group, self.attachment.parameters)
+
+    def load(self, folder: Path | str, *, loaders: Sequence[ShardedLoader[Any]] | None = None) -> None:
+        """Go on from the newest whole checkpoint in `folder`; before `attach`, which then takes it up.
+
+        With as many workers as it was saved by, exactly there; with another number, from the common model.
+        While attached it is collective. CheckpointError when there is none.
+        """
+        self._keeper.ask(Path(folder), loaders)
+        attachment = self._attachment
+        if attachment is not None:
+            attachment.silence()
+            self.detached(should_leave=False, is_failed=False)
+            self._open(attachment, should_start_equal=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers, strings and tensors from which a resumed run continues; settles first when attached."""
@@ -242,6 +251,7 @@ class Strategy:
         if not self.is_alone:
             self._after_step()
         self._count_step()
+        self._keeper.stepped(self.steps)
 
     def step_skipped(self) -> None:
         """Instead of both."""
@@ -249,6 +259,11 @@ class Strategy:
             self._monitor(is_skipped=True)
             self._skipped_step()
         self._count_step()
+        self._keeper.stepped(self.steps)
+
+    def ending(self, *, should_leave: bool) -> None:
+        """The loop is over and nothing has failed; called before `detached`."""
+        self._save_at_end(should_leave=should_leave)
 
     def detached(self, *, should_leave: bool, is_failed: bool) -> None:
         """The last: the hooks are gone."""
@@ -269,8 +284,26 @@ class Strategy:
         for tensor in memory:
             self.group.free(tensor)
 
+    def _open(self, attachment: Attachment, *, should_start_equal: bool) -> None:
+        self._attachment = attachment
+        move_in(self.group, survives_loss=self.survives_loss)
+        try:
+            if self.is_alone:
+                self._take_up()
+            else:
+                self._start(attachment, should_start_equal=should_start_equal)
+                self._started(attachment)
+            apply_survival(self.group)
+            attachment.listen()
+            self._keeper.opened()
+        except BaseException:
+            attachment.close(is_failed=True)
+            raise
+
     def _start(self, attachment: Attachment, *, should_start_equal: bool) -> None:
         require_equal(self.group, attachment.named_tensors)
+        if self._take_up():
+            should_start_equal = False
         if self.is_lockstep:
             require_same_count(self.group, self.name, self.steps, self.rounds)
         if should_start_equal:
@@ -299,3 +332,16 @@ class Strategy:
             average_buffers(self.group, self.attachment.model)
         if self.options.should_broadcast_buffers:
             self._share_buffers()
+
+    def _take_up(self) -> bool:
+        """Whether this worker has its own part of a checkpoint, and rank 0's values are not to be taken."""
+        resumed = self._keeper.resume(self.attachment, self.name)
+        if resumed is None:
+            return False
+        if resumed.strategy != self.name:
+            self.steps, self.rounds = resumed.step, resumed.step // self.options.local_steps
+        elif resumed.is_exact:
+            self.load_state_dict(resumed.state)
+        else:
+            self._load_common_state(resumed.state)
+        return resumed.is_exact

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from shoal.group import Group
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.base import Strategy
 from shoal.strategies.options import CommonOptions, DDPOptions
+from shoal.strategies.tenants import innermost
 
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
 # torch 2.13 has given the argument another name, and warns of the old one
@@ -77,13 +79,14 @@ class TorchDDP(Strategy):
         if not self.shares_gradients:
             return
         model = attachment.model
-        buffers: dict[str, Any] = {_BUFFERS: self.options.should_broadcast_buffers}
+        # parameters and buffers are what they should be: equal, or each worker's own of a checkpoint
+        settings: dict[str, Any] = {_BUFFERS: self.options.should_broadcast_buffers, "init_sync": False}
         self._module = DistributedDataParallel(
             _Shell(model),
             bucket_cap_mb=self.options.bucket_mib,
             find_unused_parameters=self.options.find_unused_parameters,
             gradient_as_bucket_view=self.options.gradient_as_bucket_view,
-            **buffers,
+            **settings,
         )
         self._exit.enter_context(_routed(model, self._module))
         if self.options.is_uneven:
@@ -176,12 +179,24 @@ def _open_process_group(group: Group, stack: contextlib.ExitStack) -> None:
                 next_step="let the group and torch.distributed have the same ranks.",
             )
         return
+    with _store(group) as store:
+        dist.init_process_group("gloo", store=store, world_size=group.size, rank=group.rank)
+        stack.callback(dist.destroy_process_group)
+        group.barrier().wait()
+
+
+@contextlib.contextmanager
+def _store(group: Group) -> Iterator[Any]:
+    """Where torch's workers find each other: the group's own store over machines, else a file."""
+    common = getattr(innermost(group), "torch_store", None)
+    if common is not None:
+        name = group.share(secrets.token_hex(8))[0]
+        yield dist.PrefixStore(f"ddp-{name}", common)  # type: ignore[attr-defined]
+        return
     folder = Path(tempfile.mkdtemp(prefix="shoal-ddp-")) if group.rank == 0 else None
     try:
         path = next(path for path in group.share(str(folder) if folder else "") if path)
-        dist.init_process_group("gloo", f"file://{path}/store", world_size=group.size, rank=group.rank)
-        stack.callback(dist.destroy_process_group)
-        group.barrier().wait()
+        yield dist.FileStore(f"{path}/store", group.size)  # type: ignore[attr-defined]
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)

@@ -13,6 +13,12 @@ STRATEGIES = {
     "hierarchical": "shoal.strategies.hierarchical:HierarchicalAverage",
     "pair": "shoal.strategies.pair:PairAverage",
     "sma": "shoal.strategies.sma:SynchronousModelAverage",
+    "local-sgd": "shoal.strategies.local_sgd:LocalSGD",
+    "diloco": "shoal.strategies.diloco:DiLoCo",
+    "push-sum": "shoal.strategies.push_sum:PushSum",
+    "window": "shoal.strategies.window:WindowAverage",
+    "parameter-server": "shoal.strategies.parameter_server:ParameterServer",
+    "horovod": "shoal.strategies.horovod:HorovodAllReduce",
 }
 
 ALIASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -25,18 +31,21 @@ ALIASES: dict[str, tuple[str, dict[str, Any]]] = {
     "async-sgd": ("pair", {}),
     "pair-averaging": ("pair", {}),
     "synchronous-averaging": ("sma", {}),
+    "localsgd": ("local-sgd", {}),
+    "post-local-sgd": ("local-sgd", {}),
+    "streaming-diloco": ("diloco", {"fragments": 4, "overlap_steps": 5, "mixing": 0.5}),
+    "win-put": ("window", {}),
+    "pushsum": ("push-sum", {}),
+    "gradient-push": ("push-sum", {}),
+    "stochastic-gradient-push": ("push-sum", {}),
+    "sgp": ("push-sum", {}),
+    "ps": ("parameter-server", {}),
+    "hvd": ("horovod", {}),
 }
 """What other systems call them, and the options that go with the name. `allreduce` is BlueFog's, of
 parameters."""
 
 LATER = (
-    "horovod",
-    "parameter-server",
-    "local-sgd",
-    "diloco",
-    "push-sum",
-    "window",
-    "win-put",
     "gradient-tracking",
     "d2",
     "exact-diffusion",

@@ -15,11 +15,9 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 
-from shoal.core.errors import ShoalError, UsageError
+from shoal.core.errors import UsageError
 from shoal.group import Group
-from shoal.strategies.start import take_values
-from shoal.tensors import DTYPES, TensorSpec, describe, size_bytes
-from shoal.tensors.packing import reshape_dense
+from shoal.strategies.states import is_scalar, scalar, take_state
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +54,9 @@ def start_optimizers(
                 next_step="give it the same parameters, in the same groups and order, on all workers.",
             )
     if should_take_state and accounts[0].has_state:
-        _take_state(group, optimizer)
+        state = take_state(group, optimizer.state_dict)
+        if group.rank:
+            optimizer.load_state_dict(state)
         return
     difference = _difference(ranks, accounts)
     if difference and must_be_equal:
@@ -85,17 +85,7 @@ def _plain(value: Any) -> Any:
         return value.item()
     if isinstance(value, list | tuple):
         return [_plain(part) for part in value]
-    return _scalar(value) if _is_scalar(value) else type(value).__name__
-
-
-def _is_scalar(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)
-
-
-def _scalar(value: Any) -> Any:
-    """Without subclasses (numpy's float64 is a float), which do not travel."""
-    kinds = (bool, int, float, str)
-    return next((kind(value) for kind in kinds if isinstance(value, kind)), None)
+    return scalar(value) if is_scalar(value) else type(value).__name__
 
 
 def _difference(ranks: Sequence[int], accounts: Sequence[Account]) -> str | None:
@@ -112,68 +102,3 @@ def _difference(ranks: Sequence[int], accounts: Sequence[Account]) -> str | None
                         f"that of rank {ranks[0]} {mine.get(name)}"
                     )
     return None
-
-
-# --- state ---
-
-
-class _Kept(msgspec.Struct, array_like=True):
-    """A state_dict without its tensors: they are numbers, positions in `specs`."""
-
-    tree: Any
-    specs: list[TensorSpec]
-    problem: str = ""
-
-
-def _take_state(group: Group, optimizer: Optimizer) -> None:
-    tensors: list[torch.Tensor] = []
-    kept = _Kept(None, [])
-    if group.rank == 0:
-        try:
-            kept.tree = _strip(optimizer.state_dict(), tensors)
-            kept.specs = [describe(tensor) for tensor in tensors]
-        except ShoalError as error:
-            kept.problem = error.what
-    kept = msgspec.convert(group.share(kept)[0], _Kept)
-    if kept.problem:
-        raise UsageError(
-            kept.problem,
-            next_step="load the same checkpoint on all workers, and attach(..., should_start_equal=False).",
-        )
-    if group.rank:
-        tensors = [_empty(spec) for spec in kept.specs]
-    take_values(group, tensors)
-    if group.rank:
-        optimizer.load_state_dict(_fill(kept.tree, tensors))
-
-
-def _strip(value: Any, tensors: list[torch.Tensor]) -> list[Any]:
-    """The value as [kind, plain parts], its tensors added to the list."""
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-        tensors.append(value.detach())
-        return ["tensor", len(tensors) - 1]
-    if isinstance(value, dict):
-        return ["dict", [[_strip(key, tensors), _strip(part, tensors)] for key, part in value.items()]]
-    if isinstance(value, list | tuple):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return [kind, [_strip(part, tensors) for part in value]]
-    if _is_scalar(value):
-        return ["plain", _scalar(value)]
-    raise UsageError(f"the optimizer of rank 0 keeps {type(value).__name__}, which cannot be sent to others.")
-
-
-def _fill(stripped: list[Any], tensors: Sequence[torch.Tensor]) -> Any:
-    kind, content = stripped
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "dict":
-        return {_fill(key, tensors): _fill(part, tensors) for key, part in content}
-    if kind in ("list", "tuple"):
-        parts = [_fill(part, tensors) for part in content]
-        return tuple(parts) if kind == "tuple" else parts
-    return content
-
-
-def _empty(spec: TensorSpec) -> torch.Tensor:
-    dtype = DTYPES[spec.dtype]
-    return reshape_dense(torch.empty(size_bytes(spec) // dtype.itemsize, dtype=dtype), spec)

@@ -15,39 +15,29 @@ import msgspec
 from msgspec import Meta
 
 from shoal.core.errors import UsageError
+from shoal.strategies.common_options import CommonOptions, Count
+from shoal.strategies.server_options import ParameterServerOptions
 
-Count = Annotated[int, Meta(ge=0)]
-Factor = Annotated[float, Meta(ge=0)]
-
-
-class CommonOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options for all strategies.
-
-    A step is a step of the optimizer; one that was skipped counts, except in a group of one.
-    """
-
-    local_steps: Annotated[int, Meta(ge=1, description="steps from one round to the next")] = 1
-    """Strategies that share gradients average parameters instead when it is above 1 (local SGD): sharing
-    only some of the gradients would let the replicas drift apart for good."""
-    warmup_steps: Annotated[
-        Count, Meta(description="steps over which the learning rate rises linearly to its full value")
-    ] = 0
-    warmup_factor: Annotated[Factor, Meta(description="of the learning rate, where warm-up begins")] = 0.1
-    decay_every: Annotated[Count, Meta(description="steps after which the rate decays again; 0: never")] = 0
-    decay_factor: Annotated[Factor, Meta(description="of the learning rate, at each decay")] = 0.1
-    global_average_every: Annotated[
-        Count, Meta(description="rounds between averages of the whole group, buffers included; 0: never")
-    ] = 0
-    should_broadcast_buffers: Annotated[
-        bool, Meta(description="buffers (BatchNorm) become those of rank 0 after each step, as in DDP")
-    ] = False
-    monitor: Annotated[
-        bool, Meta(description="measure gradient noise scale and variance; all wait for all in each step")
-    ] = False
-    batch_size: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="of one worker; without it the noise scale counts in batches of one worker"),
-    ] = None
+__all__ = [
+    "OPTIONS",
+    "WAITS_FOR_ALL",
+    "AllReduceOptions",
+    "CommonOptions",
+    "DDPOptions",
+    "DiLoCoOptions",
+    "HierarchicalOptions",
+    "HorovodOptions",
+    "LocalSGDOptions",
+    "NeighborOptions",
+    "OptionInfo",
+    "PairOptions",
+    "ParameterServerOptions",
+    "PushSumOptions",
+    "SmaOptions",
+    "WindowOptions",
+    "describe_options",
+    "read_options",
+]
 
 
 class AllReduceOptions(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,6 +91,77 @@ class SmaOptions(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields
     ] = 0.1
 
 
+class LocalSGDOptions(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of `local-sgd`."""
+
+    local_steps: Annotated[int, Meta(ge=1, description="steps from one average to the next")] = 8
+    average_momentum: Annotated[
+        bool, Meta(description="average the optimizer's state too: momentum, and the moments of Adam")
+    ] = False
+    codec: Annotated[
+        str, Meta(description="of what is sent (fp16, bf16, int8, top-k:0.01); none: parameters as they are")
+    ] = "none"
+    """With one, what was learned since the last average is sent, with error feedback: it costs two more
+    copies of the parameters."""
+
+
+class DiLoCoOptions(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of `diloco`."""
+
+    local_steps: Annotated[int, Meta(ge=1, description="steps from one outer step to the next")] = 100
+    outer_lr: Annotated[float, Meta(gt=0, description="learning rate of the outer step")] = 0.7
+    outer_momentum: Annotated[float, Meta(ge=0, lt=1, description="Nesterov's, of the outer step")] = 0.9
+    fragments: Annotated[
+        int, Meta(ge=1, description="parts of the model that are sent one after another, evenly spread")
+    ] = 1
+    """More of them send the same bytes in smaller portions."""
+    overlap_steps: Annotated[
+        Count, Meta(description="steps that a fragment may be under way; its outer step comes after them")
+    ] = 0
+    mixing: Annotated[
+        float,
+        Meta(ge=0, lt=1, description="weight of this worker's own parameters after an outer step"),
+    ] = 0.0
+    codec: Annotated[str, Meta(description="of what is sent: none, fp16, bf16, int8, top-k:0.01 …")] = "none"
+    error_feedback: Annotated[
+        bool, Meta(description="add what a codec could not send to what is sent next; one copy more")
+    ] = True
+
+
+class PushSumOptions(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of `push-sum`."""
+
+    topology: Annotated[
+        Any, Meta(description="who pushes to whom; may be directed and irregular, as its weights don't count")
+    ] = "one-peer-exponential"
+    min_weight: Annotated[
+        float,
+        Meta(ge=0, le=1, description="a worker whose push-sum weight is below this keeps what it has"),
+    ] = 1.0
+    """The step of a worker with weight w is 1/w times as long. A worker that is faster than those that
+    should give to it would lose all its weight; at 0 nothing is held back, as in the synchronous rule."""
+
+
+class WindowOptions(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of `window`."""
+
+    topology: Annotated[
+        Any, Meta(description="a name ('ring', 'exponential:3'); in code also a function, matrix or graph")
+    ] = "one-peer-exponential"
+    force_barrier: Annotated[
+        bool, Meta(description="all wait for all before parameters are put, and before they are mixed")
+    ] = False
+    codec: Annotated[Literal["none", "fp16", "bf16"], Meta(description="of the parameters that are put")] = (
+        "none"
+    )
+
+
+class HorovodOptions(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of `horovod`."""
+
+    compression: Annotated[Literal["none", "fp16"], Meta(description="Horovod's own, of gradients")] = "none"
+
+
 WAITS_FOR_ALL = ("global_average_every", "should_broadcast_buffers", "monitor")
 """Options that make each worker wait for all others, whatever the strategy; when they are off, they are 0."""
 
@@ -111,6 +172,12 @@ OPTIONS: dict[str, type[CommonOptions]] = {
     "hierarchical": HierarchicalOptions,
     "pair": PairOptions,
     "sma": SmaOptions,
+    "local-sgd": LocalSGDOptions,
+    "diloco": DiLoCoOptions,
+    "push-sum": PushSumOptions,
+    "window": WindowOptions,
+    "parameter-server": ParameterServerOptions,
+    "horovod": HorovodOptions,
 }
 
 O = TypeVar("O", bound=CommonOptions)  # noqa: E741

@@ -23,24 +23,50 @@ from shoal.topology import Weights
 log = logging.getLogger(__name__)
 
 
-class ParameterStrategy(Strategy):
+class SurvivingStrategy(Strategy):
+    """Looks for lost peers in its rounds, and says once for each that it goes on."""
+
+    def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
+        super().__init__(group, options=options, **named)
+        self._missed: list[int] = []
+        """Lost peers that were announced."""
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in self.group.members if rank != self.group.rank]
+
+    def _look_for_losses(self) -> None:
+        """Go on without lost peers, saying so once for each; PeerLost where the strategy needs everybody."""
+        if len(self.group.lost) == len(self._missed):
+            return
+        for rank, loss in list(self.group.lost.items()):
+            if not self.survives_loss:
+                raise loss.error(f" in round {self.rounds}")
+            if rank not in self._missed:
+                self._missed.append(rank)
+                # the group has warned of the loss and its reason
+                log.info(
+                    "%s on rank %d goes on without rank %d, lost in round %d: %s",
+                    self.name,
+                    self.group.rank,
+                    rank,
+                    self.rounds,
+                    loss.reason,
+                )
+
+
+class ParameterStrategy(SurvivingStrategy):
     """The trainable parameters live in twin buffers of the group; see `twins`."""
 
     def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
         super().__init__(group, options=options, **named)
         self._twins_or_none: Twins | None = None
-        self._missed: list[int] = []
-        """Lost peers that were announced."""
 
     @property
     def _twins(self) -> Twins:
         if self._twins_or_none is None:
             raise UsageError(f"{self.name} is not attached to a model.", next_step="attach it first.")
         return self._twins_or_none
-
-    @property
-    def _others(self) -> list[int]:
-        return [rank for rank in self.group.members if rank != self.group.rank]
 
     def _started(self, attachment: Attachment) -> None:
         self._twins_or_none = Twins(self.group, attachment.parameters, self._allocate)
@@ -67,25 +93,6 @@ class ParameterStrategy(Strategy):
         if should_keep:
             self._twins.keep()
         self._twins.swap()
-
-    def _look_for_losses(self) -> None:
-        """Go on without lost peers, saying so once for each; PeerLost where the strategy needs everybody."""
-        if len(self.group.lost) == len(self._missed):
-            return
-        for rank, loss in list(self.group.lost.items()):
-            if not self.survives_loss:
-                raise loss.error(f" in round {self.rounds}")
-            if rank not in self._missed:
-                self._missed.append(rank)
-                # the group has warned of the loss and its reason
-                log.info(
-                    "%s on rank %d goes on without rank %d, lost in round %d: %s",
-                    self.name,
-                    self.group.rank,
-                    rank,
-                    self.rounds,
-                    loss.reason,
-                )
 
 
 class ExchangeStrategy(ParameterStrategy):

@@ -17,11 +17,11 @@ from shoal.group import Group
 from shoal.strategies.averaging import packed
 
 
-def take_values(group: Group, tensors: Sequence[torch.Tensor]) -> None:
-    """Those of rank 0, into tensors of the same shapes and dtypes. Collective."""
+def take_values(group: Group, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
+    """Those of `root`, into tensors of the same shapes and dtypes. Collective."""
     for bucket, mine in packed([tensor.detach() for tensor in tensors]):
-        group.broadcast(bucket.flat.view(torch.uint8)).wait()
-        if group.rank:
+        group.broadcast(bucket.flat.view(torch.uint8), root).wait()
+        if group.rank != root:
             bucket.store(mine)
 
 

@@ -44,7 +44,7 @@ class Twins:
         allocate: Callable[[int, torch.dtype], torch.Tensor],
     ) -> None:
         layouts = BucketLayout.plan(parameters, max_bytes=sys.maxsize)
-        _require_equal(group, layouts)
+        require_equal_layouts(group, layouts)
         self.is_home = True
         """Whether the live buffers are those that were live at first."""
         self._pairs: list[Pair] = []
@@ -59,9 +59,9 @@ class Twins:
             self._pairs.append(pair)
             self._members += layout.pick(parameters)
             for flat, views in zip(pair, self._views, strict=True):
-                views.extend(_views(layout, flat, dtype))
+                views.extend(views_over(layout, flat, dtype))
         for parameter, view in zip(self._members, self._views[0], strict=True):
-            _require_same_kind(parameter, view)
+            require_same_kind(parameter, view)
         self.adopt()
 
     @property
@@ -76,7 +76,7 @@ class Twins:
         """
         for parameter, view in zip(self._members, self._views[0], strict=True):
             if parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride():
-                _require_same_kind(parameter, view)
+                require_same_kind(parameter, view)
                 view.copy_(parameter.detach())
                 parameter.data = view
 
@@ -95,7 +95,7 @@ class Twins:
     def keep(self) -> None:
         """Fill the spare buffers with the parameters as they are; others may still read the live ones."""
         for parameter, live, spare in zip(self._members, *self._views, strict=True):
-            _require_same_kind(parameter, live)
+            require_same_kind(parameter, live)
             spare.copy_(parameter.detach())
 
     def swap(self) -> None:
@@ -114,7 +114,7 @@ class Twins:
         self._pairs, self._members, self._views = [], [], ([], [])
 
 
-def _views(layout: BucketLayout, flat: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+def views_over(layout: BucketLayout, flat: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
     """A tensor for each slot, each with a storage of its own: saving or copying one takes no other along."""
     memory = flat.view(torch.uint8).numpy().data
     views = []
@@ -128,7 +128,9 @@ def _views(layout: BucketLayout, flat: torch.Tensor, dtype: torch.dtype) -> list
     return views
 
 
-def _require_same_kind(parameter: torch.Tensor, view: torch.Tensor) -> None:
+def require_same_kind(parameter: torch.Tensor, view: torch.Tensor) -> None:
+    """UsageError when the parameter's values have no place in the view."""
+
     def kind(tensor: torch.Tensor) -> str:
         return f"{tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}"
 
@@ -140,7 +142,7 @@ def _require_same_kind(parameter: torch.Tensor, view: torch.Tensor) -> None:
         )
 
 
-def _require_equal(group: Group, layouts: list[BucketLayout]) -> None:
+def require_equal_layouts(group: Group, layouts: list[BucketLayout]) -> None:
     """Equal shapes may still lie in another order (channels_last on one worker only)."""
     mine = msgspec.msgpack.encode(layouts)
     for rank, theirs in zip(group.members, group.share(mine), strict=True):

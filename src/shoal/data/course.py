@@ -1,0 +1,128 @@
+"""How far the workers are in a loader's data, so that a resumed run sees each example of an epoch once.
+
+An epoch is one common order of items (examples, or batches where a loader has a batch sampler of its own or
+an iterable dataset). In a leg of it so many workers each take every so-many-th of the items that earlier legs
+have left. A run that resumes with as many workers goes on in the leg; with another number it begins a new
+one, over the items that nobody has taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from shoal.data.parts import Part
+
+T = TypeVar("T")
+ALL = 2**62
+"""As many items as any worker can take of a leg."""
+
+
+@dataclass
+class Iteration:
+    """One epoch, as this worker goes through it."""
+
+    epoch: int
+    legs: list[list[int]] = field(default_factory=list)
+    """How many items each rank has taken, leg by leg, of those that are over."""
+    num_taken: int = 0
+    """By this worker in the leg under way."""
+    order: Any = None
+    """What the generators were when an order began that is not drawn by seed and epoch."""
+    is_over: bool = False
+
+
+class Course:
+    """The epochs of one loader, or of several that are one another's continuation."""
+
+    def __init__(
+        self, part: Part, num_items: int | None = None, generators: Sequence[torch.Generator] = ()
+    ) -> None:
+        """`generators` are the user's own, from which an order is drawn that Shoal leaves as it is."""
+        self.part = part
+        self.epoch = 0
+        """Of the iteration that begins next."""
+        self._num_items = num_items
+        self._generators = generators
+        self._current: Iteration | None = None
+        self._resumed: Iteration | None = None
+
+    @property
+    def is_resuming(self) -> bool:
+        """Whether the next iteration goes on with one of an earlier run."""
+        return self._resumed is not None and self._resumed.epoch == self.epoch
+
+    @property
+    def current(self) -> Iteration | None:
+        """The iteration that began last."""
+        return self._current
+
+    def begin(self) -> Iteration:
+        """The next epoch, or what is left of the one that an earlier run had begun."""
+        resumed, self._resumed = self._resumed if self.is_resuming else None, None
+        self._current = resumed or Iteration(self.epoch)
+        self.epoch += 1
+        return self._current
+
+    def own(self, items: Iterable[T], iteration: Iteration) -> Iterator[T]:
+        """The items of this worker, without those that were taken before `iteration` began."""
+        num_taken = iteration.num_taken
+        for leg in iteration.legs:
+            items = _rest(items, leg)
+        own = self.part.take(items, is_rest=num_taken > 0 or bool(iteration.legs))
+        return itertools.islice(own, min(num_taken, ALL), None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of this worker; `merge` makes one for all of them."""
+        current = self._current
+        if current is None or current.is_over:
+            current = self._resumed or Iteration(self.epoch)
+        return {
+            "epoch": current.epoch,
+            "legs": current.legs,
+            "num_taken": current.num_taken,
+            "order": current.order,
+            "num_items": self._num_items,
+            "generators": [generator.get_state() for generator in self._generators],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Go on from there; False, and nothing done, when it is the state of other data."""
+        if state["num_items"] != self._num_items:
+            return False
+        legs, num_taken = [list(leg) for leg in state["legs"]], state["num_taken"]
+        if num_taken is None and len(legs[-1]) == self.part.size:
+            num_taken = legs.pop()[self.part.rank]
+        self.epoch = state["epoch"]
+        self._current = None
+        self._resumed = Iteration(self.epoch, legs, num_taken or 0, state["order"])
+        for generator, known in zip(self._generators, state["generators"], strict=False):
+            generator.set_state(known)
+        return True
+
+
+def merge(
+    own: Mapping[str, Any], others: Mapping[int, Sequence[Any]], size: int, lost: Collection[int] = ()
+) -> dict[str, Any]:
+    """One state for any number of workers, of this worker's and each rank's [epoch, legs, num_taken].
+
+    The earliest epoch counts, and who is ahead has taken all of it, as has who has left; the lost have taken
+    what the most of the others have.
+    """
+    epoch, legs = min((theirs[0], theirs[1]) for theirs in others.values())
+    taken = {rank: theirs[2] if theirs[0] == epoch else ALL for rank, theirs in others.items()}
+    most = max(theirs[2] for theirs in others.values() if theirs[0] == epoch)
+    leg = [taken.get(rank, most if rank in lost else ALL) for rank in range(size)]
+    order = own["order"] if own["epoch"] == epoch else None
+    return {**own, "epoch": epoch, "legs": [*legs, leg], "num_taken": None, "order": order}
+
+
+def _rest(items: Iterable[T], leg: Sequence[int]) -> Iterator[T]:
+    for number, item in enumerate(items):
+        turn, rank = divmod(number, len(leg))
+        if turn >= leg[rank]:
+            yield item

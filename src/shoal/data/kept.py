@@ -1,0 +1,65 @@
+"""The loaders that were divided for a group: where they are in their data is part of a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+from shoal.data.course import Course
+
+log = logging.getLogger(__name__)
+
+
+class KeptLoaders:
+    """In the order in which they were divided first, which is the same on all workers and in each run."""
+
+    def __init__(self) -> None:
+        self._courses: list[ReferenceType[Course]] = []
+        self._waiting: dict[int, Mapping[str, Any]] = {}
+
+    def add(self, course: Course) -> None:
+        """Another one; where a run was resumed before it was divided, it goes on from there now."""
+        if any(known() is course for known in self._courses):
+            return
+        self._courses.append(ref(course))
+        state = self._waiting.pop(len(self._courses) - 1, None)
+        if state is not None:
+            _load(course, state)
+
+    def states(self) -> list[dict[str, Any] | None]:
+        """Of each; None for one that is no more."""
+        courses = [known() for known in self._courses]
+        return [None if course is None else course.state_dict() for course in courses]
+
+    def load(self, states: Sequence[Mapping[str, Any] | None]) -> None:
+        """Go on from there, also those that come later."""
+        courses = [known() for known in self._courses]
+        self._waiting = {}
+        for number, state in enumerate(states):
+            course = courses[number] if number < len(courses) else None
+            if state is not None and number >= len(courses):
+                self._waiting[number] = state
+            elif state is not None and course is not None:
+                _load(course, state)
+
+
+_kept: WeakKeyDictionary[object, KeptLoaders] = WeakKeyDictionary()
+
+
+def kept_loaders(group: object) -> KeptLoaders:
+    """Those of a group; wrappers around one group share them."""
+    while (inner := getattr(group, "inner", None)) is not None:
+        group = inner
+    try:
+        return _kept.setdefault(group, KeptLoaders())
+    except TypeError:  # what only has a rank and a size has no checkpoints either
+        return KeptLoaders()
+
+
+def _load(course: Course, state: Mapping[str, Any]) -> None:
+    if not course.load_state_dict(state):
+        log.warning(
+            "A loader of other data than in the checkpoint (it had %s items) begins anew.", state["num_items"]
+        )

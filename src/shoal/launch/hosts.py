@@ -1,0 +1,192 @@
+"""The machines of a run: `-H host1:4,host2:4` or a host file, and the stations on them.
+
+A host that is this machine is reached without ssh.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shoal.core.errors import UsageError
+from shoal.launch.channel import AGENT, Engine, PipeChannel, Station
+from shoal.launch.interfaces import is_own
+from shoal.launch.ssh import SshChannel, SshSettings
+
+_ENTRY = re.compile(r"(?P<name>(?:[^@\s]+@)?(?:\[[^\]\s]+\]|[^:\[\]\s]+))(?::(?P<slots>\d+))?")
+_LINE = re.compile(rf"{_ENTRY.pattern}(?:\s+slots\s*=\s*(?P<more>\d+))?(?:\s+max[-_]slots\s*=\s*\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine, and how many workers and servers it takes."""
+
+    name: str
+    """What ssh is given: a name, an address, or an alias of ~/.ssh/config; perhaps with `user@` before it."""
+    slots: int = 1
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """'host1:4,user@host2:4,[fe80::1]:2'; a host without a number has one slot."""
+    found: list[Host] = []
+    for entry in text.split(","):
+        match = _ENTRY.fullmatch(entry.strip())
+        if match is None:
+            raise UsageError(
+                f"-H {text}: {entry.strip() or 'an empty place'} is no host.",
+                next_step="write -H host1:4,host2:4",
+            )
+        found.append(_host(match["name"], match["slots"], f"-H {text}"))
+    return merge(found)
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """A host a line, 'host slots=4' or 'host:4'; what follows a # is a comment."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"The host file {path} cannot be read: {error}.", next_step="check --hostfile."
+        ) from None
+    found: list[Host] = []
+    for number, line in enumerate(lines, start=1):
+        words = line.partition("#")[0].strip()
+        if not words:
+            continue
+        match = _LINE.fullmatch(words)
+        if match is None:
+            raise UsageError(
+                f"Line {number} of {path} is no host: {words}.", next_step="write `host slots=4` or `host:4`."
+            )
+        found.append(_host(match["name"], match["more"] or match["slots"], f"line {number} of {path}"))
+    if not found:
+        raise UsageError(
+            f"The host file {path} names no host.", next_step="write `host slots=4`, one a line."
+        )
+    return merge(found)
+
+
+def merge(hosts: Iterable[Host]) -> list[Host]:
+    """A host that is named twice has the slots of both."""
+    slots: dict[str, int] = {}
+    for host in hosts:
+        slots[host.name] = slots.get(host.name, 0) + host.slots
+    return [Host(name, count) for name, count in slots.items()]
+
+
+@functools.cache
+def is_here(name: str) -> bool:
+    """Whether it is this machine."""
+    if name in ("localhost", socket.gethostname()):
+        return True
+    if "@" in name:
+        return False
+    try:
+        found = socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_DGRAM)
+    except OSError:  # perhaps a name that only ssh knows
+        return False
+    return all(is_own(str(address[4][0])) for address in found)
+
+
+def open_hosts(text: str | None, hostfile: Path | None, ssh: SshSettings) -> Hosts | None:
+    """Those of -H or --hostfile; None without either. Nothing is connected yet."""
+    if text is not None and hostfile is not None:
+        raise UsageError("-H and --hostfile are both given.", next_step="leave one of them out.")
+    if hostfile is not None:
+        return Hosts(read_hostfile(hostfile), ssh, hostfile)
+    return None if text is None else Hosts(parse_hosts(text), ssh)
+
+
+class Hosts(Engine):
+    """Stations on hosts, by ssh or, on this machine, by a child process."""
+
+    def __init__(self, hosts: list[Host], ssh: SshSettings, hostfile: Path | None = None) -> None:
+        self._hosts = _join_here(hosts)
+        self._ssh = ssh
+        self._hostfile = hostfile
+
+    @property
+    def num_slots(self) -> int:
+        """Of all hosts."""
+        return sum(host.slots for host in self._hosts)
+
+    @property
+    def slots_of_first(self) -> int:
+        """How many workers a machine has, usually."""
+        return self._hosts[0].slots
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether more is needed than this machine."""
+        return not all(is_here(host.name) for host in self._hosts)
+
+    def check(self, num_workers: int, num_servers: int) -> None:
+        """UsageError when there are too few slots for so many."""
+        if num_workers + num_servers <= self.num_slots:
+            return
+        servers = f" and {num_servers} server{'s' if num_servers > 1 else ''}" if num_servers else ""
+        named = ", ".join(f"{host.name}:{host.slots}" for host in self._hosts)
+        fits = self.num_slots - num_servers
+        raise UsageError(
+            f"{num_workers} workers{servers} need more than the {self.num_slots} slots of {named}.",
+            next_step=f"give {f'-np {fits}, or ' if fits > 0 else ''}more slots to the hosts.",
+        )
+
+    def open(self, min_processes: int, max_processes: int, *, is_restart: bool) -> list[Station]:
+        """Only those that are needed when the number is fixed; else all, since some may not answer.
+
+        A restart reads the host file again, so that hosts may come and go.
+        """
+        if is_restart and self._hostfile is not None:
+            self._hosts = _join_here(read_hostfile(self._hostfile))
+        self.check(min_processes, 0)
+        hosts = self._hosts
+        if not is_restart and min_processes == max_processes:
+            hosts = _first(hosts, max_processes)
+        return [self._open(host) for host in hosts]
+
+    def _open(self, host: Host) -> Station:
+        if is_here(host.name):
+            # by which this user has logged in here is not how the other hosts come here
+            environment = {name: value for name, value in os.environ.items() if name != "SSH_CONNECTION"}
+            channel = PipeChannel(host.name, [sys.executable, *AGENT], environment)
+            return Station(channel, host.slots, host.name, has_own_disks=False)
+        python = self._ssh.remote_python or sys.executable
+        return Station(SshChannel(host.name, self._ssh), host.slots, host.name, python, self._ssh.remote_cwd)
+
+
+def _host(name: str, slots: str | None, where: str) -> Host:
+    count = 1 if slots is None else int(slots)
+    if count < 1:
+        raise UsageError(f"{name} has no slots ({where}).", next_step="give it 1 or more, or leave it out.")
+    return Host(name, count)
+
+
+def _first(hosts: list[Host], num_processes: int) -> list[Host]:
+    """As many as are needed."""
+    needed: list[Host] = []
+    for host in hosts:
+        if sum(one.slots for one in needed) < num_processes:
+            needed.append(host)
+    return needed
+
+
+def _join_here(hosts: list[Host]) -> list[Host]:
+    """The machine here may go by several names, but has one agent."""
+    joined: list[Host] = []
+    place: int | None = None
+    for host in hosts:
+        if not is_here(host.name):
+            joined.append(host)
+        elif place is None:
+            place = len(joined)
+            joined.append(host)
+        else:
+            joined[place] = replace(joined[place], slots=joined[place].slots + host.slots)
+    return joined

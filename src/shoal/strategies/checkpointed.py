@@ -1,0 +1,134 @@
+"""What a strategy writes into a checkpoint, and the methods for those that have more to say there."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from shoal.data import ShardedLoader
+from shoal.group import Group
+from shoal.strategies.attachment import Attachment
+from shoal.strategies.checkpoints import NUM_KEPT
+from shoal.strategies.ending import save_at_end
+from shoal.strategies.keeping import Keeper, keep
+from shoal.strategies.replicas import common_model, own_model
+from shoal.strategies.resuming import extra_state, random_states
+from shoal.strategies.saving import Contents, save
+from shoal.strategies.tenants import crew
+
+
+class Checkpointed(abc.ABC):
+    """The part of `Strategy` that is saved; `Strategy.load` takes it up."""
+
+    name: ClassVar[str]
+    group: Group
+    steps: int
+    _keeper: Keeper
+
+    @property
+    @abc.abstractmethod
+    def attachment(self) -> Attachment:
+        """The model and optimizer that it works on."""
+
+    @property
+    @abc.abstractmethod
+    def shares_gradients(self) -> bool:
+        """Whether parameters are equal on all members after a step."""
+
+    @abc.abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers, strings and tensors of this worker from which a resumed run continues."""
+
+    @abc.abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from there."""
+
+    def save(
+        self,
+        folder: Path | str,
+        *,
+        loaders: Sequence[ShardedLoader[Any]] | None = None,
+        num_kept: int = NUM_KEPT,
+    ) -> Path:
+        """Write a checkpoint of the whole run to `folder/step-…`, and keep the newest `num_kept` of them.
+
+        Model, optimizer, strategy, generators of random numbers, and how far the loaders are that were
+        divided (`shoal.shard`) for this group, or those that are given. Between two steps, not inside of one.
+        Collective; CheckpointError, on all members, when it cannot be written.
+        """
+        self.attachment.settle()
+        self._before_saving()
+        contents = self._contents(loaders, self._common_model(), self._common_optimizer())
+        return save(crew(self.group), Path(folder), contents, num_kept)
+
+    # For subclasses. Called in a group of one too; unless said otherwise on all members at once, in the
+    # user's thread, between two steps. What `state_dict` gives is kept for each worker. Where a run resumes,
+    # `load_state_dict` comes before `_started`: keep its tensors until then.
+
+    @property
+    def has_own_replica(self) -> bool:
+        """Whether each worker's own parameters and optimizer state are kept, beside the common ones."""
+        return not self.shares_gradients
+
+    def _before_saving(self) -> None:  # noqa: B027 - most have nothing to do
+        """Come to rest: afterwards nothing is under way that is neither in parameters nor in the state."""
+
+    def _common_model(self) -> dict[str, torch.Tensor]:
+        """The one model of the whole group, by the names of its `state_dict`; the first member's is written.
+
+        By default the mean over the members of all that is in floating point and differs among them.
+        """
+        return common_model(crew(self.group), self.attachment.model, are_equal=not self.has_own_replica)
+
+    def _common_optimizer(self) -> dict[str, Any]:
+        """A `state_dict` of the optimizer from which all can go on; the first member's is written."""
+        return self.attachment.optimizer.state_dict()
+
+    def _load_common_state(self, state: Mapping[str, Any]) -> None:
+        """Take up the first member's `state_dict` of a run that had another number of workers.
+
+        It goes with the common model, on all workers: leave out what was one worker's alone.
+        """
+        self.load_state_dict(state)
+
+    def _save_at_end(self, *, should_leave: bool) -> None:
+        """At a clean end, where the run keeps checkpoints by itself. Workers that leave do so one by one.
+
+        So nothing in here may wait for another worker, unless all of them stay.
+        """
+        if not should_leave or self.group.size == 1:
+            self._keeper.save(self.steps)
+            return
+        attachment = self.attachment
+
+        def save_last(staging: Path) -> Path | None:
+            optimizer = attachment.optimizer.state_dict()
+            contents = self._contents(None, own_model(attachment.model), optimizer)
+            return save_at_end(self.group, staging, contents, attachment if self.has_own_replica else None)
+
+        self._keeper.end(self.steps, save_last)
+
+    def _contents(
+        self,
+        loaders: Sequence[ShardedLoader[Any]] | None,
+        model: Mapping[str, torch.Tensor],
+        optimizer: Mapping[str, Any],
+    ) -> Contents:
+        attachment, state, places = self.attachment, self.state_dict(), keep(self.group, loaders).states()
+        named = attachment.named_tensors
+        unnamed = {name: tensor for name, tensor in named.items() if name not in model}
+        own: dict[str, Any] = {"strategy": state, "random": random_states(), "loaders": places}
+        is_alone = self.group.size == 1
+        own["tensors"] = {
+            name: tensor
+            for name, tensor in named.items()
+            if not is_alone and (self.has_own_replica or not isinstance(tensor, torch.nn.Parameter))
+        }
+        if self.has_own_replica and not is_alone:
+            own["optimizer"] = attachment.optimizer.state_dict()
+        common = {"strategy": state, "tensors": unnamed, "model": extra_state(attachment.model)}
+        return Contents(self.name, self.steps, model, optimizer, common, own, places)

@@ -1,0 +1,169 @@
+"""Parts of a model with a second, common copy: what was learned since is averaged, and the copy steps by it.
+
+The copy and its momentum are equal on all members, to the bit. When a fragment is sent, and which steps come
+in between, is left to the strategies.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.core.errors import UsageError
+from shoal.group import Group, Handle
+from shoal.strategies.coded import start_coded_mean
+from shoal.tensors import DTYPES, Bucket, BucketLayout
+from shoal.tensors.codecs import Codec
+
+Allocate = Callable[[int, torch.dtype], torch.Tensor]
+_PIECE = 1 << 15
+"""Elements that stay in the cache from one operation of the outer step to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class OuterRule:
+    """`m ← momentum·m + d`, `copy ← copy − lr·(d + momentum·m)` for the mean d of `copy − parameters`.
+
+    Then the parameters become `mixing · parameters + (1 − mixing) · copy`.
+    """
+
+    lr: float
+    momentum: float = 0.0
+    mixing: float = 0.0
+
+
+def split(named: Mapping[str, nn.Parameter], num_parts: int) -> list[dict[str, nn.Parameter]]:
+    """Consecutive parameters, in parts of about equal size; fewer parts where there are fewer parameters."""
+    total = sum(parameter.numel() for parameter in named.values())
+    parts: list[dict[str, nn.Parameter]] = [{} for _ in range(num_parts)]
+    end = 0
+    for name, parameter in named.items():
+        middle = end + parameter.numel() / 2
+        end += parameter.numel()
+        parts[min(num_parts - 1, int(num_parts * middle / total)) if total else 0][name] = parameter
+    return [part for part in parts if part]
+
+
+def private_memory(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """For differences that travel encoded, and so need no memory of the group."""
+    return torch.zeros(num_elements, dtype=dtype)
+
+
+@dataclass(slots=True)
+class _Part:
+    """The tensors of one dtype."""
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+    copy: Bucket
+    momentum: Bucket | None
+    memory: torch.Tensor
+    """What travels, in real numbers."""
+    difference: Bucket
+    """The same memory: the copy less the parameters, and then its mean."""
+
+
+@dataclass(eq=False)
+class Fragment:
+    """Some parameters, their common copy, and the difference of the two, which travels.
+
+    `allocate` gives the memory for that. The copy begins as what the parameters are.
+    """
+
+    number: int
+    named: Mapping[str, nn.Parameter]
+    allocate: Allocate
+    has_momentum: bool
+    due: int | None = None
+    """The step after which the outer step is taken; None: nothing is under way."""
+    _parts: list[_Part] = field(default_factory=list)
+    _handles: list[Handle[torch.Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        names, parameters = list(self.named), list(self.named.values())
+        for layout in BucketLayout.plan(parameters, max_bytes=sys.maxsize):
+            real = DTYPES[layout.dtype].to_real()
+            memory = self.allocate(layout.size_bytes // real.itemsize, real)
+            difference = Bucket(layout, memory=memory.view(torch.uint8).numpy().data)
+            copy = Bucket(layout)
+            copy.load(layout.pick(parameters))
+            momentum = Bucket(layout) if self.has_momentum else None
+            members = layout.pick(parameters)
+            self._parts.append(_Part(layout.pick(names), members, copy, momentum, memory, difference))
+
+    def send(self, group: Group, codec: Codec | None) -> None:
+        """Start the mean of what the members have learned since the copy was made. Collective."""
+        for part in self._parts:
+            with torch.no_grad():
+                places = zip(part.difference.views, part.copy.views, part.parameters, strict=True)
+                for difference, copy, parameter in places:
+                    torch.sub(copy, parameter, out=difference)
+            if codec is None:
+                self._handles.append(group.all_reduce(part.memory))
+            else:
+                slot = f"{self.number}.{part.copy.layout.dtype}"
+                self._handles.append(start_coded_mean(group, part.memory, codec, slot))
+
+    def arrive(self) -> None:
+        """Wait for the mean; nothing but what travels has changed until then."""
+        for handle in self._handles:
+            handle.wait()
+        self._handles.clear()
+
+    def step(self, rule: OuterRule) -> None:
+        """Wait for the mean, and take the outer step."""
+        self.arrive()
+        self.due = None
+        for part in self._parts:
+            momentum = None if part.momentum is None else part.momentum.flat
+            _outer_step(part.copy.flat, part.difference.flat, momentum, rule)
+            with torch.no_grad():
+                for parameter, copy in zip(part.parameters, part.copy.views, strict=True):
+                    if rule.mixing:
+                        parameter.lerp_(copy, 1 - rule.mixing)
+                    else:
+                        parameter.copy_(copy)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies, by the parameters' names; what is under way is waited for."""
+        self.arrive()
+        state: dict[str, Any] = {"copy": {}, "momentum": {}, "arrived": {}, "due": self.due}
+        for part in self._parts:
+            kinds = {"copy": part.copy, "momentum": part.momentum}
+            kinds["arrived"] = None if self.due is None else part.difference
+            for kind, bucket in kinds.items():
+                if bucket is not None:
+                    views = zip(part.names, bucket.views, strict=True)
+                    state[kind].update({name: view.clone() for name, view in views})
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """UsageError if it is of other parameters."""
+        if [*state["copy"]] != [name for part in self._parts for name in part.names]:
+            raise UsageError(
+                "the state is of other parameters, or of other fragments.",
+                next_step="attach the model, and take the number of fragments, that it was saved from.",
+            )
+        self.due = None if state["due"] is None else int(state["due"])
+        for part in self._parts:
+            kinds = {"copy": part.copy, "momentum": part.momentum}
+            kinds["arrived"] = None if self.due is None else part.difference
+            for kind, bucket in kinds.items():
+                if bucket is not None and state[kind]:
+                    bucket.load([state[kind][name] for name in part.names])
+
+
+def _outer_step(
+    copy: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, rule: OuterRule
+) -> None:
+    for start in range(0, copy.numel(), _PIECE):
+        piece = slice(start, start + _PIECE)
+        part = copy[piece].sub_(mean[piece], alpha=rule.lr)
+        if momentum is not None:
+            velocity = momentum[piece].mul_(rule.momentum).add_(mean[piece])
+            part.sub_(velocity, alpha=rule.lr * rule.momentum)

@@ -1,0 +1,144 @@
+"""`horovod`: gradients averaged by Horovod itself, where it is installed, to compare with.
+
+While attached, every gradient goes to Horovod as soon as backward has it, and `backward()` returns when all
+are back. The group is used for the start alone; `all-reduce` computes the same without Horovod.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from shoal.core.errors import UsageError
+from shoal.group import Group
+from shoal.strategies.attachment import Attachment
+from shoal.strategies.base import Strategy
+from shoal.strategies.gradients import at_end_of_backward
+from shoal.strategies.options import CommonOptions, HorovodOptions
+
+
+class HorovodAllReduce(Strategy):
+    """When `backward()` returns, `.grad` is the mean over all workers; unused parameters have zeros there.
+
+    With `local_steps` above 1, parameters are averaged after so many local steps instead. A worker that
+    leaves waits in Horovod's join for the others. Its errors are Horovod's own.
+    """
+
+    name = "horovod"
+    Options: ClassVar[type[CommonOptions]] = HorovodOptions
+    options: HorovodOptions
+
+    def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
+        super().__init__(group, options=options, **named)
+        if self.options.monitor:
+            raise UsageError(
+                "horovod cannot be monitored: local gradients are gone when backward returns.",
+                next_step="monitor under all-reduce, whose gradients are the same.",
+            )
+        self._horovod: Any = None if self.is_alone else _load()
+        self._names: dict[nn.Parameter, str] = {}
+        self._under_way: dict[nn.Parameter, tuple[Any, Any]] = {}
+        """For each parameter, Horovod's handle and what decompression needs."""
+
+    @property
+    def shares_gradients(self) -> bool:
+        """Unless it shares parameters."""
+        return self.options.local_steps == 1
+
+    def _started(self, attachment: Attachment) -> None:
+        horovod = self._horovod
+        horovod.init()
+        if (horovod.rank(), horovod.size()) != (self.group.rank, self.group.size):
+            raise UsageError(
+                f"rank {self.group.rank} of {self.group.size} is rank {horovod.rank()} of "
+                f"{horovod.size()} in Horovod.",
+                cause="Horovod does not know of the other workers: it takes them from MPI or horovodrun.",
+                next_step="start with `horovodrun -np N` or `mpirun -np N` instead of `shoal run`.",
+            )
+        self._names = {parameter: name for name, parameter in attachment.named_parameters.items()}
+        if self.shares_gradients:
+            for parameter in attachment.parameters:
+                attachment.on_accumulated(parameter, partial(self._ready, parameter))
+
+    def _stopped(self) -> None:
+        self._names.clear()
+        self._under_way.clear()
+
+    def _ready(self, parameter: nn.Parameter, _: torch.Tensor) -> None:
+        """The post-accumulate hook."""
+        if self.is_accumulating:
+            return
+        if not self._under_way:
+            at_end_of_backward(self._end_backward)
+        if parameter in self._under_way:
+            raise UsageError(
+                "a parameter's gradient was ready twice in one backward pass.",
+                cause="a reentrant checkpoint, or an earlier backward pass that raised.",
+                next_step="checkpoint with use_reentrant=False; after an exception, leave the loop.",
+            )
+        self._share(parameter)
+
+    def _share(self, parameter: nn.Parameter) -> None:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+        compressed, context = self._compression.compress(parameter.grad.detach())
+        name = f"shoal.{self._names[parameter]}"
+        handle = self._horovod.allreduce_async_(compressed, name=name, op=self._horovod.Average)
+        self._under_way[parameter] = (handle, context)
+
+    def _end_backward(self) -> None:
+        """All have all gradients; those that this pass did not compute go along as they are, or as zeros."""
+        for parameter in self._names:
+            if parameter not in self._under_way:
+                self._share(parameter)
+        under_way, self._under_way = self._under_way, {}
+        for parameter, (handle, context) in under_way.items():
+            mean = self._compression.decompress(self._horovod.synchronize(handle), context)
+            if parameter.grad is not None and mean.data_ptr() != parameter.grad.data_ptr():
+                parameter.grad.copy_(mean)
+
+    def _after_step(self) -> None:
+        if not self.shares_gradients and self.is_round:
+            self._average_all()
+
+    def _skipped_step(self) -> None:
+        self._after_step()
+
+    def _average_all(self) -> None:
+        horovod = self._horovod
+        handles = [
+            horovod.allreduce_async_(parameter.data, name=f"shoal.{name}", op=horovod.Average)
+            for parameter, name in self._names.items()
+        ]
+        for handle in handles:
+            horovod.synchronize(handle)
+
+    @property
+    def _compression(self) -> Any:
+        return getattr(self._horovod.Compression, self.options.compression)
+
+    def detached(self, *, should_leave: bool, is_failed: bool) -> None:
+        """Who leaves joins: the others' rounds go on without its gradients, until all have."""
+        try:
+            if should_leave and not is_failed and not self.is_alone:
+                self._horovod.join()
+        finally:
+            super().detached(should_leave=should_leave, is_failed=is_failed)
+
+
+def _load() -> Any:
+    try:
+        return importlib.import_module("horovod.torch")
+    except ImportError as error:
+        raise UsageError(
+            f"Horovod is not there: {error}.",
+            cause="it is no dependency of Shoal, and is built for each machine.",
+            next_step="HOROVOD_WITH_PYTORCH=1 pip install 'horovod[pytorch]', or take all-reduce: it is the "
+            "same rule.",
+        ) from None

@@ -1,0 +1,283 @@
+"""`parameter-server`: workers push gradients to servers, which step, and pull parameters from them.
+
+The first ranks of `Group.everybody` are the servers; each holds a share of the parameters and runs the user's
+own optimizer on it. A worker's optimizer steps only where it does not pull: its step is hidden from it by
+gradients of None. What a server does is left to `server` and `server_sync`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal.core import Deadline
+from shoal.core.errors import PeerLost, UsageError
+from shoal.core.status import tell_launcher
+from shoal.group import Group
+from shoal.strategies.attachment import Attachment
+from shoal.strategies.base import Strategy
+from shoal.strategies.options import CommonOptions
+from shoal.strategies.replicas import common_model
+from shoal.strategies.schedule import rate_factor
+from shoal.strategies.server import Server
+from shoal.strategies.server_channel import Channel, Kind, open_channel
+from shoal.strategies.server_link import Link
+from shoal.strategies.server_options import ParameterServerOptions
+from shoal.strategies.server_settings import OptimizerNumbers
+from shoal.strategies.server_start import give_servers_state, take_first_worker
+from shoal.strategies.server_sync import SyncServer
+from shoal.strategies.server_update import Updater
+
+log = logging.getLogger(__name__)
+
+
+class ParameterServer(Strategy):
+    """Gradients go to servers, parameters come from them, and workers never wait for each other in `async`.
+
+    Learning rates and other numbers of the optimizer go with each push, so that a scheduler on the worker
+    counts. With `local_steps` J, or between pulls, the worker's own optimizer steps on its own copy, and the
+    sum of J gradients is pushed. One model can be attached at a time. A lost worker ends nothing; a lost
+    server ends the step with PeerLost.
+    """
+
+    name = "parameter-server"
+    survives_loss = True
+    is_lockstep = False
+    Options: ClassVar[type[CommonOptions]] = ParameterServerOptions
+    options: ParameterServerOptions
+
+    def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
+        super().__init__(group, options=options, **named)
+        _check(self.options)
+        self._link: Link | None = None
+        self._channel: Channel | None = None
+        self._sums: list[torch.Tensor | None] = []
+        self._hidden: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+        self._stats: dict[str, Any] = {}
+
+    @property
+    def is_alone(self) -> bool:
+        """Also one worker shares, where there are servers."""
+        return self.group.everybody is None and self.group.size == 1
+
+    @property
+    def has_own_replica(self) -> bool:
+        """The servers' parameters are everybody's."""
+        return False
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Pushes, pulls and bytes by server; after the end also what the servers have counted.
+
+        Of each server: pushes, how many were applied or dropped, and a histogram of how many updates they
+        were behind (`staleness`) and, in `bounded`, how many rounds their workers led by (`leads`).
+        """
+        link = self._link
+        if link is None:
+            return dict(self._stats)
+        return {
+            "num_pushes": link.num_pushes,
+            "num_pulls": link.num_pulls,
+            "pushed_bytes": list(link.pushed_bytes),
+            "pulled_bytes": list(link.pulled_bytes),
+            "servers": link.summaries,
+        }
+
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, *, stays: bool = False, should_start_equal: bool = True
+    ) -> Attachment:
+        """As all strategies on a worker. On a server: serve until all workers are gone, then end the program.
+
+        The first worker's values are taken whatever `should_start_equal` says: there is one model only.
+        """
+        if self.group.role == "server":
+            while self.serve(model, optimizer):
+                pass
+            self.group.leave()
+            raise SystemExit(0)
+        if self.group.everybody is None and self.group.size > 1:
+            raise UsageError(
+                "parameter-server has no server among its workers.",
+                next_step="shoal run --num-servers 1, or shoal.init(num_servers=1).",
+            )
+        if self.group.everybody is not None:
+            tell_launcher(rank=self.group.everybody.rank, survives_loss=self.survives_loss)
+        return super().attach(model, optimizer, stays=stays, should_start_equal=should_start_equal)
+
+    def serve(self, model: nn.Module, optimizer: Optimizer) -> bool:
+        """On a server: take part until the workers detach; whether they stay and may attach once more."""
+        everybody = self.group.everybody
+        if everybody is None or self.group.role != "server":
+            raise UsageError(
+                "serve() is for a parameter server.", next_step="call attach(), on workers and servers alike."
+            )
+        tell_launcher(rank=everybody.rank, survives_loss=self.survives_loss)
+        everybody.barrier().wait(Deadline.never())
+        if all(rank < self.group.num_servers for rank in everybody.members):
+            return False
+        everybody.should_survive = False
+        attachment = Attachment(self, model, optimizer, stays=True)
+        channel = self._open_channel(attachment)
+        updater = Updater(channel, optimizer, _optimized(attachment))
+        everybody.barrier().wait()
+        everybody.should_survive = True
+        kind = SyncServer if self.options.mode == "sync" else Server
+        server = kind(channel, attachment, updater)
+        do_all_stay = server.run()
+        updater.close()
+        if do_all_stay:
+            channel.close()
+        self._stats = server.summary()
+        return do_all_stay
+
+    # --- a worker ---
+
+    def _start(self, attachment: Attachment, *, should_start_equal: bool) -> None:
+        everybody = self.group.everybody
+        assert everybody is not None
+        everybody.barrier().wait()
+        everybody.should_survive = False
+        self._take_up()
+        self._channel = self._open_channel(attachment)
+
+    def _started(self, attachment: Attachment) -> None:
+        assert self._channel is not None
+        parameters = _optimized(attachment)
+        self._link = Link(self._channel, parameters)
+        self._sums = [None] * len(parameters)
+        self._channel.group.barrier().wait()
+        self._channel.group.should_survive = True
+
+    def _open_channel(self, attachment: Attachment) -> Channel:
+        everybody = self.group.everybody
+        assert everybody is not None
+        first_worker = next(rank for rank in everybody.members if rank >= self.group.num_servers)
+        take_first_worker(everybody, first_worker, attachment)
+        numbers = OptimizerNumbers(attachment.optimizer)
+        parameters = _optimized(attachment)
+        return open_channel(everybody, self.group.num_servers, parameters, numbers, self.options)
+
+    def _before_step(self) -> None:
+        self._restore()
+        if self.attachment.has_closure:
+            raise UsageError(
+                "parameter-server cannot step with a closure: the servers have gradients, and no data.",
+                next_step="use an optimizer that steps by gradients (SGD, Adam), or another strategy.",
+            )
+        gradients = self._summed()
+        if not self.is_round:
+            return
+        assert self._link is not None
+        assert self._channel is not None
+        self._link.push(gradients, self._channel.numbers.read(rate_factor(self.options, self.steps)))
+        if self._is_pulling:
+            parameters = _optimized(self.attachment)
+            self._hidden = [(parameter, parameter.grad) for parameter in parameters]
+            for parameter in parameters:
+                parameter.grad = None
+
+    def _after_step(self) -> None:
+        self._restore()
+        if self.is_round:
+            assert self._link is not None
+            self._link.finish_push()
+            self._sums = [None] * len(self._sums)
+            if self._is_pulling:
+                self._link.pull()
+
+    def _skipped_step(self) -> None:
+        if self.is_round and self.options.mode != "async":
+            assert self._link is not None
+            self._link.skip()
+
+    @property
+    def _is_pulling(self) -> bool:
+        """Whether a pull follows the push that was begun."""
+        assert self._link is not None
+        return self._link.num_pushes % self.options.pull_every == 0
+
+    def _summed(self) -> Sequence[torch.Tensor | None]:
+        """The gradients since the last push."""
+        parameters = _optimized(self.attachment)
+        if self.options.local_steps == 1:
+            return [parameter.grad for parameter in parameters]
+        for index, parameter in enumerate(parameters):
+            gradient, known = parameter.grad, self._sums[index]
+            if gradient is not None:
+                gradient = gradient.to_dense() if gradient.is_sparse else gradient.detach()
+                self._sums[index] = gradient.clone() if known is None else known.add_(gradient)
+        return self._sums
+
+    def _restore(self) -> None:
+        """What was hidden from the optimizer."""
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden = []
+
+    def _average_all(self) -> None:
+        """There is one model: everybody takes it as it is now."""
+        assert self._link is not None
+        self._link.pull()
+
+    # --- checkpoints ---
+
+    def _common_model(self) -> dict[str, torch.Tensor]:
+        if self._link is not None:
+            self._link.pull()
+        return common_model(self.group, self.attachment.model, are_equal=True)
+
+    def _common_optimizer(self) -> dict[str, Any]:
+        """What the servers' optimizers keep."""
+        if self._link is None or self._channel is None:
+            return super()._common_optimizer()
+        self._link.ask(Kind.GIVE)
+        state = give_servers_state(self._channel.group, self._channel.num_servers, self.attachment.optimizer)
+        self._link.wait_for_all()
+        return state
+
+    # --- the end ---
+
+    def detached(self, *, should_leave: bool, is_failed: bool) -> None:
+        """Say goodbye first; with `stays`, give the memory back together with the servers."""
+        link, channel = self._link, self._channel
+        if link is not None and not is_failed:
+            try:
+                link.ask(Kind.BYE, stays=not should_leave)
+                link.wait_for_all()
+            except PeerLost as error:
+                log.warning("%s", error)
+        self._stats = self.stats
+        super().detached(should_leave=should_leave, is_failed=is_failed)
+        if channel is not None and not (should_leave or is_failed):
+            channel.close()
+
+    def _stopped(self) -> None:
+        self._restore()
+        if self._link is not None:
+            self._link.release()
+        self._link = self._channel = None
+        self._sums = []
+
+
+def _optimized(attachment: Attachment) -> list[nn.Parameter]:
+    """The trainable parameters that the optimizer has, in the order of the model."""
+    known = {id(tensor): True for group in attachment.optimizer.param_groups for tensor in group["params"]}
+    return [parameter for parameter in attachment.parameters if id(parameter) in known]
+
+
+def _check(options: ParameterServerOptions) -> None:
+    if options.mode != "async" and options.pull_every > 1:
+        raise UsageError(
+            f"pull_every {options.pull_every} is for async: {options.mode} bounds how old gradients are.",
+            next_step="leave pull_every at 1; local_steps makes rounds rarer in all modes.",
+        )
+    if options.mode == "sync" and options.delay_compensation:
+        raise UsageError(
+            "delay_compensation is for modes async and bounded: in sync there are no delays.",
+            next_step="leave it at 0.",
+        )

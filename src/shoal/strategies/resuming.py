@@ -1,0 +1,147 @@
+"""Taking up a checkpoint, all workers together.
+
+With as many workers as it was saved by, and under the same strategy, each takes its own part, and the run
+goes on exactly where it was. Otherwise rank 0 takes the common model and optimizer, `attach` gives them to
+all, and loaders divide what is left of their epoch anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.core.errors import CheckpointError, UsageError
+from shoal.data.seeds import generator_states, set_generators
+from shoal.group import Group
+from shoal.strategies import checkpoints
+from shoal.strategies.attachment import Attachment
+from shoal.strategies.checkpoints import Checkpoint
+from shoal.strategies.states import take_state
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a checkpoint has for the strategy, after the model and the optimizer were loaded."""
+
+    path: Path
+    step: int
+    num_workers: int
+    strategy: str
+    is_exact: bool
+    """Each worker has its own part; if not, only rank 0 has loaded what is common."""
+    state: Mapping[str, Any]
+    loaders: list[Any]
+    random: Mapping[str, Any] | None
+
+    def __str__(self) -> str:
+        had = "" if self.is_exact else f", saved by {self.num_workers} workers under {self.strategy}"
+        return f"resumed step {self.step} from {self.path}{had}"
+
+
+def resume(group: Group, folder: Path, attachment: Attachment, strategy: str) -> Resumed | None:
+    """Load the newest whole checkpoint; None when there is none. Collective."""
+    found = checkpoints.newest(folder) if group.rank == 0 else None
+    name = next((name for name in group.share("" if found is None else found.path.name) if name), "")
+    if not name:
+        return None
+    own = _own(group, found, folder / name, strategy)
+    is_exact = all(group.share(own is not None))
+    if is_exact:
+        assert own is not None, "all have their own part"
+        mine = own.state(f"workers/rank-{group.rank}")
+        common, optimizer = own.state("strategy"), mine.get("optimizer") or own.state("optimizer")
+        _load(attachment, own, {**common["tensors"], **mine["tensors"]}, common["model"], optimizer)
+        manifest = own.manifest
+        return Resumed(
+            folder / name, manifest.step, manifest.num_workers, strategy, is_exact=True,
+            state=mine["strategy"], loaders=mine["loaders"], random=mine["random"],
+        )  # fmt: skip
+    problem = ""
+    if found is not None:
+        try:
+            common = found.state("strategy")
+            _load(attachment, found, common["tensors"], common["model"], found.state("optimizer"))
+        except (CheckpointError, UsageError) as error:
+            problem = error.what
+    _raise(folder / name, group.share(problem))
+    known = take_state(group, lambda: _common(found))
+    return Resumed(
+        folder / name, known["step"], known["num_workers"], known["saved by"], is_exact=False,
+        state=known["strategy"], loaders=known["loaders"], random=None,
+    )  # fmt: skip
+
+
+def random_states() -> dict[str, Any]:
+    """Of Python, numpy and torch, on GPUs too where they are used."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return {**generator_states(), "cuda": cuda}
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """As they were."""
+    set_generators(states)
+    if states["cuda"] and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+def _own(group: Group, found: Checkpoint | None, path: Path, strategy: str) -> Checkpoint | None:
+    """The checkpoint, if this worker's own part is in it and whole."""
+    name = f"workers/rank-{group.rank}"
+    try:
+        checkpoint = found or checkpoints.open_checkpoint(path)
+        manifest = checkpoint.manifest
+        if (manifest.num_workers, manifest.strategy) != (group.size, strategy) or not checkpoint.has(name):
+            return None
+        checkpoint.check([f"{name}.json", f"{name}.safetensors"])
+    except CheckpointError as error:
+        log.warning("%s", error)
+        return None
+    return checkpoint
+
+
+def _common(found: Checkpoint | None) -> dict[str, Any]:
+    assert found is not None, "rank 0 has found it"
+    state, manifest = found.state("strategy"), found.manifest
+    about = {"step": manifest.step, "num_workers": manifest.num_workers, "saved by": manifest.strategy}
+    return {**about, "strategy": state["strategy"], "loaders": state["loaders"]}
+
+
+def _load(
+    attachment: Attachment,
+    checkpoint: Checkpoint,
+    tensors: Mapping[str, torch.Tensor],
+    extra: Mapping[str, Any],
+    optimizer: Mapping[str, Any],
+) -> None:
+    """Into the parameters and buffers where they lie; `tensors` come after the common model's."""
+    try:
+        attachment.model.load_state_dict({**checkpoint.model(), **extra})
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                attachment.named_tensors[name].copy_(tensor)
+        attachment.optimizer.load_state_dict(dict(optimizer))
+    except (RuntimeError, KeyError, ValueError, TypeError) as error:
+        raise UsageError(
+            f"the checkpoint {checkpoint.path} does not fit: {error}",
+            cause="the model or the optimizer is built in another way than in the run that saved it.",
+            next_step="build them as there, or give another folder.",
+        ) from error
+
+
+def _raise(path: Path, problems: list[str]) -> None:
+    problem = next((problem for problem in problems if problem), "")
+    if problem:
+        raise CheckpointError(f"{path} cannot be taken up: {problem}")
+
+
+def extra_state(model: nn.Module) -> dict[str, Any]:
+    """What modules keep beside tensors (`get_extra_state`)."""
+    return {name: value for name, value in model.state_dict().items() if not isinstance(value, torch.Tensor)}

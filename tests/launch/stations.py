@@ -1,0 +1,55 @@
+"""Stations for tests of the head: agents that are children here, and channels that only pretend."""
+
+import os
+import signal
+import sys
+
+from shoal.core import PeerRefused
+from shoal.launch.channel import AGENT, Channel, Engine, PipeChannel, Station
+
+
+class FakeChannel(Channel):
+    """Says what it is given, and keeps what it is told."""
+
+    def __init__(self, host, messages=()):
+        self.host, self._messages, self.told, self._is_open = host, list(messages), [], True
+
+    @property
+    def is_open(self):
+        return self._is_open
+
+    def interests(self):
+        return []
+
+    def take(self):
+        came, self._messages = self._messages, []
+        return came
+
+    def send(self, message):
+        self.told.append(message)
+
+    def explain(self):
+        return PeerRefused(f"{self.host} has gone.", peer=self.host, next_step="wait")
+
+    def close(self):
+        self._is_open = False
+
+
+class Children(Engine):
+    """A local agent for each name; `missing` has those that do not answer in a restart."""
+
+    def __init__(self, names="ab", slots=2, missing=(), has_own_disks=False):
+        self._names, self._slots, self._missing = names, slots, missing
+        self._has_own_disks = has_own_disks
+        self.channels = {}
+
+    def open(self, min_processes, max_processes, *, is_restart):
+        names = [name for name in self._names if not (is_restart and name in self._missing)]
+        self.channels = {name: PipeChannel(name, [sys.executable, *AGENT]) for name in names}
+        return [
+            Station(channel, self._slots, name, has_own_disks=self._has_own_disks)
+            for name, channel in self.channels.items()
+        ]
+
+    def signal(self, name, number=signal.SIGKILL):
+        os.kill(self.channels[name].pid, number)

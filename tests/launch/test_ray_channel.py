@@ -1,0 +1,76 @@
+import socket
+
+import pytest
+
+from shoal.core.errors import ProtocolError
+from shoal.launch.messages import MAGIC, Beat, Decoder, Down, Ended, Started, encode
+from shoal.launch.ray_channel import RayChannel
+
+
+@pytest.fixture
+def pair():
+    ours, theirs = socket.socketpair()
+    closed = []
+    channel = RayChannel("a node", ours, lambda: "its power failed", lambda: closed.append(1))
+    yield channel, theirs, closed
+    channel.close()
+    theirs.close()
+
+
+def let_it_work(channel):
+    for _, _, action in channel.interests():
+        action()
+
+
+def test_messages_come_whole_and_in_order(pair):
+    channel, theirs, _ = pair
+    data = MAGIC + encode(Started(3, 77)) + encode(Ended(3, 0))
+    theirs.sendall(data[:-2])
+    let_it_work(channel)
+    assert channel.take() == [Started(3, 77)]
+    theirs.sendall(data[-2:])
+    let_it_work(channel)
+    assert channel.take() == [Ended(3, 0)]
+    assert channel.is_open
+
+
+def test_what_the_bridge_does_not_take_at_once_is_sent_later(pair):
+    channel, theirs, _ = pair
+    num_messages = 200_000
+    for _ in range(num_messages):
+        channel.send(Beat())
+    decoder, num_came = Decoder(Down), 0
+    while num_came < num_messages:
+        num_came += len(decoder.feed(theirs.recv(1 << 20)))
+        let_it_work(channel)
+    assert num_came == num_messages
+
+
+def test_a_way_that_the_bridge_closes_has_ended_and_says_why(pair):
+    channel, theirs, _ = pair
+    theirs.close()
+    let_it_work(channel)
+    assert not channel.is_open
+    assert channel.interests() == []
+    channel.send(Beat())
+    assert "a node" in str(channel.explain())
+    assert "its power failed" in str(channel.explain())
+
+
+def test_what_is_no_message_is_an_error_after_those_that_were(pair):
+    channel, theirs, _ = pair
+    theirs.sendall(MAGIC + encode(Started(0, 1)))
+    let_it_work(channel)
+    theirs.sendall(b"\xff" * 64)
+    let_it_work(channel)
+    assert channel.take() == [Started(0, 1)]
+    with pytest.raises(ProtocolError):
+        channel.take()
+
+
+def test_closing_it_tells_once(pair):
+    channel, theirs, closed = pair
+    channel.close()
+    channel.close()
+    assert closed == [1]
+    assert theirs.recv(1) == b""

@@ -1,0 +1,75 @@
+"""Runs with parameter servers whose members are threads of this process, and the training that they do."""
+
+import concurrent.futures
+import contextlib
+import threading
+
+import torch
+from torch import nn
+
+from group.hosts import open_hosts
+from shoal.group.servers import WithServers
+from shoal.group.solo import SoloGroup
+from shoal.strategies.parameter_server import ParameterServer
+
+_making = threading.Lock()
+
+
+@contextlib.contextmanager
+def open_run(num_workers, num_servers=1):
+    """The groups of all, the servers' first."""
+    with open_hosts(num_servers + num_workers) as everybody, open_hosts(num_workers) as workers:
+        inner = [SoloGroup() for _ in range(num_servers)] + list(workers)
+        yield [WithServers(own, whole, num_servers) for own, whole in zip(inner, everybody, strict=True)]
+
+
+def run(work, num_workers, num_servers=1, make=None, **options):
+    """What `work(strategy, model, optimizer, rank)` gives on each worker, and what each server counts."""
+    make = make or model_and_optimizer
+    with open_run(num_workers, num_servers) as groups:
+
+        def act(group):
+            strategy = ParameterServer(group, **options)
+            if group.role == "server":
+                while strategy.serve(*make()):
+                    pass
+                group.leave()
+                return strategy.stats
+            result = work(strategy, *make(group.rank), group.rank)
+            group.leave()
+            return result
+
+        with concurrent.futures.ThreadPoolExecutor(len(groups)) as threads:
+            results = [future.result(60) for future in [threads.submit(act, group) for group in groups]]
+    return results[num_servers:], results[:num_servers]
+
+
+def model_and_optimizer(seed=0, kind=torch.optim.SGD, **settings):
+    with _making:
+        torch.manual_seed(seed)  # other values on each: the first worker's are taken
+        model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+    return model, kind(
+        model.parameters(), **(settings or {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01})
+    )
+
+
+def batch(rank, step):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
+
+
+def loss_of(model, rank, step):
+    x, y = batch(rank, step)
+    return (model(x) - y).square().mean()
+
+
+def train(model, optimizer, rank, steps, besides=lambda step: None):
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        besides(step)
+
+
+def flat(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])

@@ -1,0 +1,55 @@
+"""How a model is divided, and tensors that do not fill one flat buffer of floats."""
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.core import UsageError
+from shoal.group.solo import SoloGroup
+from shoal.strategies.fragments import Fragment, OuterRule, private_memory, split
+
+
+def named(*sizes, dtype=torch.float32):
+    return {f"p{number}": nn.Parameter(torch.ones(size, dtype=dtype)) for number, size in enumerate(sizes)}
+
+
+def test_parts_are_consecutive_and_about_equal():
+    parts = split(named(10, 30, 40, 20, 50, 50), 4)
+    assert [list(part) for part in parts] == [["p0", "p1"], ["p2", "p3"], ["p4"], ["p5"]]
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 7])
+def test_every_parameter_is_in_one_part(num_parts):
+    parameters = named(3, 1000, 0, 5)
+    parts = split(parameters, num_parts)
+    assert all(parts)
+    assert [name for part in parts for name in part] == list(parameters)
+
+
+def test_an_outer_step_of_mixed_dtypes_and_strides():
+    parameters = {
+        "complex": nn.Parameter(torch.tensor([1 + 2j, 3.0])),
+        "half": nn.Parameter(torch.ones(5, dtype=torch.bfloat16)),
+        "last": nn.Parameter(torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)),
+        "scalar": nn.Parameter(torch.tensor(2.0)),
+    }
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    strides = [parameter.stride() for parameter in parameters.values()]
+    fragment = Fragment(0, parameters, private_memory, has_momentum=True)
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.mul_(2)
+    with SoloGroup() as group:
+        fragment.send(group, None)
+        fragment.step(OuterRule(lr=0.5, momentum=0.5))
+    for name, parameter in parameters.items():
+        # d = −before; m = d; copy − ½(d + ½m)
+        assert torch.equal(parameter, before[name] * 1.75)
+    assert [parameter.stride() for parameter in parameters.values()] == strides
+
+
+def test_a_state_of_other_parameters_is_refused():
+    state = Fragment(0, named(3), private_memory, has_momentum=False).state_dict()
+    other = Fragment(0, named(3, 4), private_memory, has_momentum=False)
+    with pytest.raises(UsageError, match="other parameters"):
+        other.load_state_dict(state)
