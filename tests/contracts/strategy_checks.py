@@ -146,7 +146,9 @@ def rounds(group, names):
                 assert strategy.rounds == 3
                 after = strategy.consensus_distance()
                 if case.keeps_mean:
-                    torch.testing.assert_close(group_mean(group, flat(model)), mean, rtol=0, atol=2e-6)
+                    torch.testing.assert_close(
+                        group_mean(group, flat(model)), mean, rtol=0, atol=2e-6, msg=lambda text: f"{name}: {text}"
+                    )
                 if strategy.shares_gradients:
                     assert after == before, name
                 else:
@@ -294,7 +296,9 @@ def limits(group, names):
             assert (mean - targets.mean(0)).norm() < 1e-3 * spread, name
             assert distance < 0.3 * spread, (name, distance, spread)
         else:
-            assert distance < 0.5 * spread, (name, distance, spread)
+            # who waits for mass to come is on its own for a while
+            bound = 0.8 if case.strategy == "push-sum" else 0.5
+            assert distance < bound * spread, (name, distance, spread)
 
 
 # --- the loops that people write ---

@@ -377,3 +377,14 @@ def test_a_stopped_peer_is_lost_when_patience_ends_and_learns_of_it(pair):
     child.send_signal(signal.SIGCONT)
     assert child.stdout.readline() == "ready\n"
     assert child.stdout.readline().startswith("PeerLost rank 1, this worker, was silent")
+
+
+def test_what_is_broadcast_is_not_written_over_before_all_have_read_it():
+    with open_hosts(3) as groups:
+        tensors = together(groups, lambda group: group.empty(100_000))
+        tensors[0].fill_(1.0)
+        handle = groups[0].broadcast(tensors[0])
+        finish([groups[1].broadcast(tensors[1])])
+        assert not handle.is_done()
+        finish([groups[2].broadcast(tensors[2]), handle])
+        assert tensors[2].unique().tolist() == [1.0]

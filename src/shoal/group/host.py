@@ -244,7 +244,8 @@ class HostGroup(Group):
                 copy_into(tensor.view(-1), _sent_by(root, regions(segment, offset, tensor, present)))
 
         task = Task([*words, segment.code + offset], work, span_of(tensor))
-        task.sources = sources
+        # the root waits for everybody: they read its memory
+        task.sources = None if self.rank == root else sources
         task.is_shared = self.rank == root
         return self._begin(task, given)
 

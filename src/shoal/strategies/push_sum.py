@@ -83,7 +83,8 @@ class PushSum(OneSidedStrategy):
         if self.weight < self.options.min_weight * (1 - _ROUNDING):
             self.num_held += 1
             return
-        wanted = self.topology.destinations(self.group.rank, self._turn)
+        # by pushes, not by rounds: who can push in every second round only shall meet all its neighbours
+        wanted = self.topology.destinations(self.group.rank, self.num_pushed)
         destinations = [rank for rank in wanted if rank in self._present]
         if not destinations:
             return
