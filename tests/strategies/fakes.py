@@ -46,7 +46,7 @@ class Mirror(SoloGroup):
     def all_gather(self, tensor):
         return Done([tensor.clone(), tensor.clone()])
 
-    def empty(self, num_elements, dtype=torch.float32):
+    def empty(self, num_elements, dtype=torch.float32, *, device=None):
         self.calls.append("empty")
         return torch.zeros(num_elements, dtype=dtype)
 

@@ -188,8 +188,13 @@ class Group(abc.ABC):
         """Index of a rank's machine."""
 
     @abc.abstractmethod
-    def empty(self, num_elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A flat tensor of zeros, 64-byte aligned, in memory that exchanges fastest; collective, blocking."""
+    def empty(
+        self, num_elements: int, dtype: torch.dtype = torch.float32, *, device: torch.device | None = None
+    ) -> torch.Tensor:
+        """A flat tensor of zeros, 64-byte aligned, in memory that exchanges fastest; collective, blocking.
+
+        UsageError for a `device` whose memory the group cannot exchange.
+        """
 
     @abc.abstractmethod
     def free(self, tensor: torch.Tensor) -> None:

@@ -118,8 +118,14 @@ class DeviceOperations:
             self._is_up = True
             return
         backend = self._backend or ("nccl" if dist.is_nccl_available() else "gloo")
-        if self._backend is None and self._num_mates > torch.cuda.device_count():
-            backend = "gloo"  # NCCL wants a device for each worker
+        if backend == "nccl" and self._num_mates > torch.cuda.device_count():
+            if self._backend is not None:
+                raise UsageError(
+                    f"NCCL wants a device for each worker; {self._num_mates} workers of this machine have "
+                    f"{torch.cuda.device_count()}.",
+                    next_step='start fewer workers, or let them share one: shoal.init(backend="gloo").',
+                )
+            backend = "gloo"
         if tensor.device.type == "cuda":
             torch.cuda.set_device(tensor.device)
         dist.init_process_group(

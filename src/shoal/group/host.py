@@ -158,8 +158,16 @@ class HostGroup(Group):
         """The part of this machine that a rank belongs to."""
         return rank // self._per_machine
 
-    def empty(self, num_elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def empty(
+        self, num_elements: int, dtype: torch.dtype = torch.float32, *, device: torch.device | None = None
+    ) -> torch.Tensor:
         """Shared memory; MemoryFull on all members when there is none left."""
+        if device is not None and device.type != "cpu":
+            raise UsageError(
+                f"workers of one machine share memory of the CPU, not of {device}.",
+                next_step='open the group with shoal.init(backend="nccl"), or "gloo" for workers that share '
+                "one device; or keep the model on the CPU.",
+            )
         if num_elements <= 0:
             return torch.empty(0, dtype=dtype)
         region = -(-num_elements * dtype.itemsize // _PAGE) * _PAGE

@@ -52,10 +52,12 @@ class SoloGroup(Group):
         _check_rank(rank)
         return 0
 
-    def empty(self, num_elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def empty(
+        self, num_elements: int, dtype: torch.dtype = torch.float32, *, device: torch.device | None = None
+    ) -> torch.Tensor:
         """Ordinary memory, which torch aligns."""
         self._check_member()
-        return torch.zeros(num_elements, dtype=dtype)
+        return torch.zeros(num_elements, dtype=dtype, device=device)
 
     def free(self, tensor: torch.Tensor) -> None:
         """Nothing: the memory goes with its last tensor."""

@@ -77,10 +77,12 @@ class GroupWrapper(Group):
 
     # --- operations; `share` goes through `all_gather` ---
 
-    def empty(self, num_elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def empty(
+        self, num_elements: int, dtype: torch.dtype = torch.float32, *, device: torch.device | None = None
+    ) -> torch.Tensor:
         """Memory of the inner group."""
         operation = Operation("empty", num_elements * dtype.itemsize)
-        return self._call(operation, partial(self.inner.empty, num_elements, dtype))
+        return self._call(operation, partial(self.inner.empty, num_elements, dtype, device=device))
 
     def free(self, tensor: torch.Tensor) -> None:
         """Give memory of the inner group back."""

@@ -9,9 +9,9 @@ of its step (LBFGS) is part of that step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import nn
@@ -31,6 +31,10 @@ class Removable(Protocol):
 
 class Listener(Protocol):
     """The strategy, as its attachment sees it; all of it is called in the user's thread."""
+
+    name: ClassVar[str]
+    runs_on_devices: ClassVar[bool]
+    """Whether the model may be on a device."""
 
     @property
     def is_alone(self) -> bool:
@@ -90,6 +94,8 @@ class Attachment:
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad
         }
         self.parameters = list(self.named_parameters.values())
+        is_any_device = strategy.is_alone or strategy.runs_on_devices
+        self.device = _device_of(self.parameters, strategy.name, is_any_device=is_any_device)
         self._frozen = {
             name: tensor for name, tensor in self.named_tensors.items() if name not in self.named_parameters
         }
@@ -250,9 +256,21 @@ def _named_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Te
                 f"{name} has no shape yet: its module is a lazy one.",
                 next_step="run one forward before attach.",
             )
-        if tensor.device.type != "cpu":
-            raise UsageError(
-                f"{name} is on {tensor.device}; workers of one machine share memory of the CPU.",
-                next_step="move the model to the CPU before attaching.",
-            )
     return named
+
+
+def _device_of(parameters: Sequence[torch.Tensor], name: str, *, is_any_device: bool) -> torch.device:
+    """The one that all trainable parameters are on."""
+    devices = {parameter.device: None for parameter in parameters}
+    if len(devices) > 1:
+        raise UsageError(
+            f"the model is on several devices: {', '.join(map(str, devices))}.",
+            next_step="put it on one before attach.",
+        )
+    device = next(iter(devices), torch.device("cpu"))
+    if device.type != "cpu" and not is_any_device:
+        raise UsageError(
+            f"{name} works in memory of the CPU, and the model is on {device}.",
+            next_step="move the model to the CPU before attach, or take all-reduce, neighbor or diloco.",
+        )
+    return device

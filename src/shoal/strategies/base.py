@@ -44,6 +44,8 @@ class Strategy(Checkpointed):
     name: ClassVar[str]
     survives_loss: ClassVar[bool] = False
     """Whether the others train on when a peer is lost."""
+    runs_on_devices: ClassVar[bool] = True
+    """Whether the model may be on a device; otherwise on the CPU alone."""
     is_lockstep: ClassVar[bool] = True
     """Whether all members have done equally many steps, whenever they meet."""
     Options: ClassVar[type[CommonOptions]] = CommonOptions
@@ -227,7 +229,7 @@ class Strategy(Checkpointed):
 
     def _allocate(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory of the group, given back when the strategy is detached. Collective."""
-        memory = self.group.empty(num_elements, dtype)
+        memory = self.group.empty(num_elements, dtype, device=self.attachment.device)
         self._memory.append(memory)
         return memory
 

@@ -89,10 +89,10 @@ class Fragment:
         for layout in BucketLayout.plan(parameters, max_bytes=sys.maxsize):
             real = DTYPES[layout.dtype].to_real()
             memory = self.allocate(layout.size_bytes // real.itemsize, real)
-            difference = Bucket(layout, memory=memory.view(torch.uint8).numpy().data)
-            copy = Bucket(layout)
+            difference = Bucket(layout, memory=memory)
+            copy = Bucket(layout, device=memory.device)
             copy.load(layout.pick(parameters))
-            momentum = Bucket(layout) if self.has_momentum else None
+            momentum = Bucket(layout, device=memory.device) if self.has_momentum else None
             members = layout.pick(parameters)
             self._parts.append(_Part(layout.pick(names), members, copy, momentum, memory, difference))
 

@@ -59,7 +59,7 @@ class GroupBucket:
         flags = BucketSlot(-1, TensorSpec(layout.dtype, (self.num_slots,)), end)
         layout = msgspec.structs.replace(layout, slots=(*layout.slots, flags), size_bytes=end + size)
         self.memory = allocate(layout.size_bytes // real.itemsize, real)
-        bucket = Bucket(layout, memory=self.memory.view(torch.uint8).numpy().data)
+        bucket = Bucket(layout, memory=self.memory)
         *self.views, self.flags = bucket.views
 
 

@@ -42,6 +42,7 @@ class OneSidedStrategy(SurvivingStrategy):
 
     survives_loss = True
     is_lockstep = False
+    runs_on_devices = False
 
     def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
         super().__init__(group, options=options, **named)

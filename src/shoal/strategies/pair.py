@@ -43,6 +43,7 @@ class PairAverage(ParameterStrategy):
     name = "pair"
     survives_loss = True
     is_lockstep = False
+    runs_on_devices = False
     Options: ClassVar[type[CommonOptions]] = PairOptions
     options: PairOptions
 

@@ -46,6 +46,7 @@ class ParameterServer(Strategy):
     """
 
     name = "parameter-server"
+    runs_on_devices = False
     survives_loss = True
     is_lockstep = False
     Options: ClassVar[type[CommonOptions]] = ParameterServerOptions

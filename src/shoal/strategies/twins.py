@@ -19,7 +19,7 @@ import torch
 
 from shoal.core.errors import UsageError
 from shoal.group import Group
-from shoal.tensors import DTYPES, BucketLayout, size_bytes
+from shoal.tensors import DTYPES, Bucket, BucketLayout, size_bytes
 from shoal.tensors.memory import tensor_over
 from shoal.tensors.packing import reshape_dense
 
@@ -115,7 +115,9 @@ class Twins:
 
 
 def views_over(layout: BucketLayout, flat: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-    """A tensor for each slot, each with a storage of its own: saving or copying one takes no other along."""
+    """A tensor for each slot; on the CPU with a storage of its own: saving one takes no other along."""
+    if flat.device.type != "cpu":
+        return list(Bucket(layout, memory=flat).views)
     memory = flat.view(torch.uint8).numpy().data
     views = []
     for slot in layout.slots:

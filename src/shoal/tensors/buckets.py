@@ -99,8 +99,9 @@ class BucketLayout(msgspec.Struct, frozen=True, array_like=True):
 class Bucket:
     """The memory of one layout.
 
-    `memory` may be any writable buffer on a 64-byte boundary, shared memory included: what its views
-    already hold is left alone, and only the gaps are zeroed, so that several processes may attach to it.
+    `memory` may be any writable buffer on a 64-byte boundary, shared memory included, or a tensor of bytes
+    on any device: what its views already hold is left alone, and only the gaps are zeroed, so that several
+    processes may attach to it.
     Without it the bucket allocates zeros, on `device`.
     """
 
@@ -112,11 +113,15 @@ class Bucket:
     def __init__(
         self,
         layout: BucketLayout,
-        memory: WriteableBuffer | None = None,
+        memory: WriteableBuffer | torch.Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.layout = layout
-        raw = _raw_memory(layout, memory, torch.device(device))
+        if isinstance(memory, torch.Tensor) and memory.device.type != "cpu":
+            raw = memory.view(torch.uint8)[: layout.size_bytes]
+        else:
+            buffer = memory.view(torch.uint8).numpy().data if isinstance(memory, torch.Tensor) else memory
+            raw = _raw_memory(layout, buffer, torch.device(device))
         _zero_gaps(layout, raw)
         dtype = dtype_named(layout.dtype)
         self.flat = raw.view(dtype)
