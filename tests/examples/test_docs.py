@@ -1,28 +1,33 @@
-"""What docs/training.md shows and quotes is so."""
+"""What docs/training.md and docs/strategies.md show and quote is so."""
 
 import re
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import shoal
+from shoal.cli.run import run
 from shoal.data import digits
+from shoal.group import SoloGroup
 from shoal.strategies import ALIASES, STRATEGIES
 from shoal.strategies.options import OPTIONS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "training.md").read_text()
+STRATEGIES_PAGE = (ROOT / "docs" / "strategies.md").read_text()
 SOURCE = "\n".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))
 
 
-def section(title):
-    return re.search(rf"^#+ {title}\n(.*?)(?=^#+ |\Z)", PAGE, re.DOTALL | re.MULTILINE)[1]
+def section(title, page=PAGE):
+    return re.search(rf"^#+ {title}\n(.*?)(?=^#+ |\Z)", page, re.DOTALL | re.MULTILINE)[1]
 
 
-def first_column(title):
-    rows = re.findall(r"^\| (.*?) \|", section(title), re.MULTILINE)
+def first_column(title, page=PAGE):
+    rows = re.findall(r"^\| (.*?) \|", section(title, page), re.MULTILINE)
     return [quoted for row in rows[1:] for quoted in re.findall(r"`([^`]+)`", row)]
 
 
@@ -43,6 +48,26 @@ def test_the_code_runs(tmp_path, monkeypatch):
     assert (tmp_path / "checkpoints" / "step-00000050" / "model.safetensors").exists()
 
 
+def test_the_code_about_strategies_runs():
+    names = {"shoal": shoal, "group": SoloGroup()}
+    for block in re.findall(r"```python\n(.*?)```", STRATEGIES_PAGE, re.DOTALL):
+        exec(compile(block, "strategies.md", "exec"), names)
+    assert names["streaming"].options.codec == "int8"
+
+
+def test_flags_are_those_of_the_program():
+    app = typer.Typer()
+    app.command()(run)
+    known = {name for option in typer.main.get_command(app).params for name in option.opts}
+    page = re.sub(r"^(?:torchrun|srun|MASTER_ADDR|make|python) .*$", "", PAGE, flags=re.MULTILINE)
+    lines = re.findall(r"^shoal run (.*?)(?: \S+\.py\b.*)?$", page, re.MULTILINE)
+    assert len(lines) > 9
+    used = [word for line in lines for word in line.split() if word.startswith("-")]
+    assert set(used) - known == set()
+    told = set(re.findall(r"`(--[a-z-]+)", section("Several machines") + section("Restarts")))
+    assert told <= known
+
+
 @pytest.mark.parametrize("message", first_column("Troubleshooting"))
 def test_quoted_messages_are_the_sources(message):
     for part in message.split("…"):
@@ -53,6 +78,9 @@ def test_quoted_messages_are_the_sources(message):
 
 def test_tables_name_all_strategies_and_options():
     assert first_column("Strategies")[: len(STRATEGIES)] == list(STRATEGIES)
+    assert first_column("Where they run", STRATEGIES_PAGE) == list(STRATEGIES)
+    told = section("Where they run", STRATEGIES_PAGE).replace("_", "-")
+    assert [alias for alias in ALIASES if not re.search(rf"\b{alias}\b", told)] == []
     page = section("Options")
     for options in OPTIONS.values():
         assert [name for name in options.__struct_fields__ if f"`{name}`" not in page] == []

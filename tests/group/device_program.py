@@ -1,6 +1,6 @@
 """What `test_devices.py` runs under `shoal run`: collectives of a device's tensors, and strategies on it.
 
-    shoal run -np N tests/group/device_program.py BACKEND DEVICE
+shoal run -np N tests/group/device_program.py BACKEND DEVICE
 """
 
 import sys

@@ -1,11 +1,14 @@
 """Groups over several machines: who speaks, what travels, and what a loss means."""
 
+import threading
+
 import pytest
 import torch
 
 from group.clusters import open_cluster
 from group.hosts import together
-from shoal.core import Deadline, PeerLost, TensorError, UsageError
+from shoal.core import Deadline, DeadlineExceeded, PeerLost, ShoalError, TensorError, UsageError
+from shoal.group.between import Conversation
 from shoal.topology import Weights
 
 TWO_BY_TWO = [[0, 1], [2, 3]]
@@ -32,6 +35,14 @@ def sent_bytes(groups):
     return sum(sum(group.mesh.traffic.sent_bytes.values()) for group in groups)
 
 
+def counted(groups, at_least):
+    """Bytes sent, once they are so many: they are counted by other threads."""
+    deadline = Deadline.after(10)
+    while (found := sent_bytes(groups)) < at_least:
+        deadline.check("bytes to be counted")
+    return found
+
+
 def test_machines_and_places():
     with open_cluster([[0, 2], [1]]) as groups:
         assert [group.machine for group in groups] == [0, 1, 0]
@@ -55,9 +66,9 @@ def test_a_hierarchical_exchange_sends_one_tensor_a_machine():
     with open_cluster(TWO_BY_TWO) as groups:
         before = sent_bytes(groups)
         assert together(groups, neighbor) == [1.0, 2.0, 1.0, 2.0]
-        flat_bytes = sent_bytes(groups) - before
+        flat_bytes = counted(groups, before + 4 * 4 * count) - before
         assert together(groups, hierarchical) == [1.5] * 4
-        machine_bytes = sent_bytes(groups) - before - flat_bytes
+        machine_bytes = counted(groups, before + flat_bytes + 2 * 4 * count) - before - flat_bytes
     assert 4 * 4 * count < flat_bytes < 4 * 4 * count + 2000
     assert machine_bytes <= flat_bytes / 2
 
@@ -66,7 +77,7 @@ def test_an_all_reduce_sends_two_shares_a_machine():
     with open_cluster(TWO_BY_TWO) as groups:
         before = sent_bytes(groups)
         together(groups, lambda group: group.all_reduce(torch.ones(100_000)).wait())
-        assert 2 * 400_000 < sent_bytes(groups) - before < 2 * 400_000 + 2000
+        assert counted(groups, before + 2 * 400_000) - before < 2 * 400_000 + 2000
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -227,3 +238,144 @@ def test_what_is_written_must_fit():
 
     with open_cluster([[0], [1]]) as groups:
         together(groups, work)
+
+
+# --- what cannot be finished ends everywhere ---
+
+
+def outcome(work):
+    """What some work brings, errors as values."""
+    try:
+        return work()
+    except ShoalError as error:
+        return error
+
+
+def failing_at(monkeypatch, method, rank):
+    """Let a rank end, as if killed, when it should go on in a conversation."""
+    whole = getattr(Conversation, method)
+
+    def broken(talk, *arguments, **named):
+        if talk._mesh.rank == rank:
+            raise KilledError
+        return (yield from whole(talk, *arguments, **named))
+
+    monkeypatch.setattr(Conversation, method, broken)
+
+
+class KilledError(Exception):
+    """In place of a signal."""
+
+
+def reduce_or_die(group):
+    try:
+        return outcome(lambda: group.all_reduce(torch.ones(100_000), "sum").wait(Deadline.after(20)))
+    except KilledError:
+        group.abandon()
+        return None
+
+
+@pytest.mark.parametrize(("method", "victim"), [("greet", 1), ("reduce", 3)])
+def test_who_speaks_is_lost_in_the_middle(monkeypatch, method, victim):
+    """Its mates, the other speakers and their mates all learn who it was, and are out of step."""
+    with open_cluster([[0], [1, 2], [3]]) as groups:
+        failing_at(monkeypatch, method, victim)
+        for rank, error in enumerate(together(groups, reduce_or_die)):
+            assert rank == victim or (isinstance(error, PeerLost) and error.peer == victim), (rank, error)
+        monkeypatch.undo()
+        others = [group for group in groups if group.rank != victim]
+        for error in together(others, reduce_or_die):
+            assert "out of step" in str(error)
+
+
+@pytest.mark.parametrize(("method", "victim"), [("greet", 1), ("reduce", 3)])
+def test_who_speaks_is_lost_and_the_others_go_on(monkeypatch, method, victim):
+    """With a result, or without one; nobody waits for ever."""
+    with open_cluster([[0], [1, 2], [3]]) as groups:
+        for group in groups:
+            group.should_survive = True
+        failing_at(monkeypatch, method, victim)
+        for rank, got in enumerate(together(groups, reduce_or_die)):
+            is_lost = isinstance(got, PeerLost) and got.peer == victim
+            assert rank == victim or is_lost or isinstance(got, torch.Tensor), (rank, got)
+
+
+def test_who_gives_up_in_the_middle_does_not_leave_in_order():
+    has_given_up = threading.Event()
+
+    def work(group):
+        if group.rank != 0:
+            has_given_up.wait(20)
+            return waiting_for(group.all_reduce(torch.ones(4)))
+        with pytest.raises(DeadlineExceeded):
+            group.all_reduce(torch.ones(4)).wait(Deadline.after(0))
+        group.abandon()
+        has_given_up.set()
+        return None
+
+    with open_cluster([[0], [1], [2]]) as groups:
+        assert [error.peer for error in together(groups, work)[1:]] == [0, 0]
+
+
+def test_a_broadcast_of_one_who_has_left():
+    def work(group):
+        return outcome(lambda: group.broadcast(torch.ones(3), 0).wait(Deadline.after(20)))
+
+    with open_cluster([[0, 1], [2], [3]]) as groups:
+        groups[0].leave()
+        for error in together(groups[1:], work):
+            assert "rank 0, which should broadcast, has left" in str(error)
+
+
+def test_a_mutex_is_free_for_the_owners_mates_when_its_holder_is_lost():
+    with open_cluster([[0, 1], [2]]) as groups:
+        groups[2].mutex("m", 0).__enter__()
+        groups[2].abandon()
+        for group in groups[:2]:
+            with group.mutex("m", 0):
+                pass
+
+
+def test_a_mutex_that_is_no_longer_waited_for_is_given_to_the_next():
+    with open_cluster([[0], [1], [2]], timeout_s=0.3) as groups:
+        with groups[0].mutex("m", 0), pytest.raises(DeadlineExceeded), groups[1].mutex("m", 0):
+            pass
+        with groups[2].mutex("m", 0):
+            pass
+
+
+def test_a_window_without_living_sources_is_not_waited_for():
+    def work(group):
+        window = group.window("w", 4, sources=[2] if group.rank < 2 else [])
+        if group.rank == 2:
+            group.leave()
+            return None
+        return list(window.wait(Deadline.after(20)))
+
+    with open_cluster([[0, 1], [2]]) as groups:
+        assert together(groups, work) == [[], [], None]
+
+
+def test_what_is_asked_of_one_who_leaves_is_answered():
+    with open_cluster([[0], [1]]) as groups:
+        together(groups, lambda group: group.publish("x", group.empty(4), 0))
+        handle = groups[1].read("x", 0, torch.zeros(4), version=5)
+        groups[0].leave()
+        assert handle.wait(Deadline.after(20)) is None
+        assert groups[1].fetch("x", 0).wait(Deadline.after(20)) is None
+
+
+def test_a_source_that_does_not_send_is_named():
+    def work(group):
+        weights = Weights(0.5, {1: 0.5}, {}) if group.rank == 0 else Weights(1.0, {}, {})
+        return outcome(lambda: group.exchange(torch.ones(4), weights).wait(Deadline.after(20)))
+
+    with open_cluster([[0], [1]]) as groups:
+        assert "rank 1, which does not send to it" in str(together(groups, work)[0])
+
+
+def test_nothing_is_expected_of_those_who_are_gone():
+    with open_cluster([[0], [1], [2]]) as groups:
+        groups[2].leave()
+        together(groups[:2], lambda group: [group.barrier().wait() for _ in range(20)])
+        assert not groups[0].mesh._mailbox._wanted

@@ -44,6 +44,14 @@ def own_address(interface: str | None, meeting: Address | None) -> str:
     return reached
 
 
+def interface_of(address: str) -> str | None:
+    """The name of the interface that has this address; None where the system does not say."""
+    for _, name in socket.if_nameindex():
+        if address in (_ipv4_of(name), _ipv6_of(name)):
+            return name
+    return None
+
+
 def _from_here_to(where: tuple[str, int]) -> str:
     """The address from which this machine would speak to another; loopback when there is no way."""
     with contextlib.suppress(OSError, UnicodeError):

@@ -7,18 +7,22 @@ it is said again to the next. A machine whose workers have all left, or are lost
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
 import msgspec
 import torch
 
-from shoal.core import PeerLost, UsageError
+from shoal.core import Deadline, PeerLost, ShoalError, UsageError
 from shoal.group.base import Loss, Reduction
 from shoal.group.kernels import reduce_into, share
 from shoal.group.lane import Step, Waitable
 from shoal.group.mesh import Mesh, MeshHandle
 
+_MATES_S = 2.0
+_ARRIVING_S = 5.0
 _SMALL_BYTES = 1 << 16
 """Up to this size everybody gets everything at once: one delay instead of two."""
 _KINDS = ("all_reduce", "broadcast", "all_gather", "exchange", "exchange_machines", "barrier")
@@ -40,6 +44,9 @@ class Roll(Protocol):
 
     def loss(self, rank: int) -> Loss | None:
         """Why a rank is lost, if it is."""
+
+    def first_loss(self) -> Loss | None:
+        """Of anybody, where a loss ends every operation; None while nobody is lost, or others can go on."""
 
 
 class Action(msgspec.Struct, frozen=True, array_like=True):
@@ -114,6 +121,9 @@ class Conversation:
         self._said: dict[int, list[tuple[str, torch.Tensor]]] = {other: [] for other in others}
         self._listeners: dict[int, int] = {}
         self._under_way: list[MeshHandle[None]] = []
+        self._wanted: list[MeshHandle[torch.Tensor | None]] = []
+        self._gone_before = tuple(mesh.lost)
+        """Those without whom the others have begun this operation, too."""
 
     def greet(self, action: Action, num_workers: int, detail: Any = None) -> Talk:
         """Say what is being done here, and learn what is done elsewhere: `Words` by machine, one's own too.
@@ -147,7 +157,15 @@ class Conversation:
     def hear(self, machine: int, topic: str, into: torch.Tensor | None = None) -> Step:
         """Wait for what a machine says about a topic: bytes, or `into`; ABSENT when it takes no part."""
         received = self._mesh.receive(None, (self._seq, topic, machine), into)
+        self._wanted.append(received)
         return _Heard(self, received, machine)
+
+    def close(self) -> None:
+        """Nothing that was asked for is written any more; what is just arriving is waited for."""
+        coming = [wanted for wanted in self._wanted if not wanted.is_done() and not self._mesh.forget(wanted)]
+        for wanted in coming:
+            with contextlib.suppress(ShoalError):
+                wanted.wait(Deadline.after(_ARRIVING_S))
 
     def told(self) -> Step:
         """Wait until all that was said has arrived."""
@@ -201,18 +219,17 @@ class Conversation:
         """Who is waited for there."""
         return self._listeners.get(machine)
 
-    def first_loss(self, machine: int) -> Loss | None:
-        """Why a machine cannot take part as a whole, where all are needed."""
+    def loss_that_ends_it(self) -> Loss | None:
+        """Why this operation cannot be finished, where everybody is needed."""
+        return self._roll.first_loss()
+
+    def loss_meanwhile(self, machine: int) -> Loss | None:
+        """Somebody of a machine that was lost since this operation began, and may have been its speaker."""
         for rank in self._roll.ranks_on(machine):
             loss = self._roll.loss(rank)
-            if loss is not None:
+            if loss is not None and rank not in self._gone_before:
                 return loss
         return None
-
-    @property
-    def needs_everybody(self) -> bool:
-        """Whether a lost peer ends the operation."""
-        return not self._roll.should_survive
 
     def _listener(self, machine: int) -> int | None:
         """Who speaks there, as far as is known; None when nobody is left."""
@@ -238,10 +255,7 @@ class Conversation:
     def _require(self, came: Any, machine: int) -> None:
         """What a machine that took part must give."""
         if came is ABSENT:
-            loss = self.first_loss(machine) or Loss(
-                self._roll.ranks_on(machine)[0], "it left in the middle of an operation"
-            )
-            raise loss.error()
+            raise gone_from(self._roll, machine).error()
 
 
 class _Heard(Step):
@@ -253,30 +267,43 @@ class _Heard(Step):
         self._machine = machine
         self._loss: Loss | None = None
         self._is_absent = False
+        self._patient_until_s: float | None = None
 
     def is_done(self) -> bool:
         if self._received.is_done():
             return True
-        if self._talk.needs_everybody:
-            self._loss = self._talk.first_loss(self._machine)
+        self._loss = self._talk.loss_that_ends_it() or self._loss_after_patience()
         # what came just before its sender went counts
         self._is_absent = not self._talk.look_again(self._machine)
         return self._received.is_done() or self._is_absent or self._loss is not None
 
+    def _loss_after_patience(self) -> Loss | None:
+        """Its mates may speak for one that was lost; if they do not, it had begun to, and they cannot."""
+        loss = self._talk.loss_meanwhile(self._machine)
+        if loss is None:
+            return None
+        if self._patient_until_s is None:
+            self._patient_until_s = time.monotonic() + _MATES_S
+        return loss if time.monotonic() > self._patient_until_s else None
+
     def result(self) -> Any:
         came = None
         if self._received.is_done():
-            try:
+            with contextlib.suppress(PeerLost):
                 came = self._received.result()
-            except PeerLost:
-                if self._talk.needs_everybody:
-                    raise
         elif self._loss is not None:
             raise self._loss.error()
         return ABSENT if came is None else came
 
     def awaited(self) -> int | None:
         return self._talk.missing(self._machine)
+
+
+def gone_from(roll: Roll, machine: int) -> Loss:
+    """Why a machine that took part gives nothing more."""
+    losses = [loss for rank in roll.ranks_on(machine) if (loss := roll.loss(rank)) is not None]
+    left = Loss(roll.ranks_on(machine)[0], "it left in the middle of an operation")
+    return roll.first_loss() or next(iter(losses), left)
 
 
 class _Told(Step):

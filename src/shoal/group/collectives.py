@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,8 @@ import msgspec
 import torch
 
 from shoal.core import PeerLost, UsageError
-from shoal.group.base import Handle, Loss, Reduction
-from shoal.group.between import ABSENT, Action, Conversation, Words
+from shoal.group.base import Handle, Reduction
+from shoal.group.between import ABSENT, Action, Conversation, Words, gone_from
 from shoal.group.engine import Span, is_overlapping
 from shoal.group.kernels import mix_into
 from shoal.group.lane import FREE, Step, Steps
@@ -18,11 +19,14 @@ from shoal.group.mesh import MeshHandle
 from shoal.group.solo import SoloGroup
 from shoal.group.staging import span_of
 from shoal.topology import Weights
+from shoal.transport import Reply
 
 if TYPE_CHECKING:
     from shoal.group.torch_group import TorchGroup
 
 _ALIGNED = 64
+_ROOT_IS_GONE = "gone"
+_ASK_AFTER_S = 1.0
 
 
 class Collectives:
@@ -33,6 +37,9 @@ class Collectives:
         self._local = group.local
         self._mesh = group.mesh
         self._mates = group.ranks_on(group.machine)
+        self._talks: dict[int, list[Conversation]] = {}
+        self._expected: dict[int, list[_FromRank]] = {}
+        """What operations under way wait for, by their numbers."""
         self._sending: list[tuple[Span, MeshHandle[None]]] = []
         """Memory that is on its way to other machines."""
 
@@ -51,7 +58,7 @@ class Collectives:
             yield from talk.reduce(flat, machines, "sum" if op == "mean" else op)
         passed_on = self._local.broadcast(flat, present[0])
         yield FREE
-        yield _Guarded(self._group, passed_on)
+        yield _Guarded(self._group, passed_on, seq, present[0])
         return _put_back(flat, tensor)
 
     def broadcast(self, seq: int, tensor: torch.Tensor, root: int) -> Steps:
@@ -59,9 +66,11 @@ class Collectives:
         flat = _flat(tensor)
         present = yield _Inside(self._local.barrier())
         place = self._group.place_of(root)
-        if place is not None and place not in present:
-            raise _has_left(root)
         action = Action.on("broadcast", flat, f"root {root}")
+        if place is not None and place not in present:
+            if self._is_speaker(present):
+                yield from self._greet(self._conversation(seq), action, len(present), _ROOT_IS_GONE)
+            raise _has_left(root)
         if place is not None:
             passed_on = self._local.broadcast(flat, place)
             if not self._is_speaker(present):
@@ -82,7 +91,7 @@ class Collectives:
             talk = self._conversation(seq)
             source = self._group.machine_of(root)
             heard = yield from self._greet(talk, action, len(present))
-            if source not in heard or self._group.has_left(root, seq):
+            if source not in heard or heard[source].detail == _ROOT_IS_GONE:
                 raise _has_left(root)
             if (yield talk.hear(source, "whole", flat)) is ABSENT:
                 raise self._lost_on(source)
@@ -90,7 +99,7 @@ class Collectives:
             yield talk.told()
         passed_on = self._local.broadcast(flat, present[0])
         yield FREE
-        yield _Guarded(self._group, passed_on)
+        yield _Guarded(self._group, passed_on, seq, present[0])
         return _put_back(flat, tensor)
 
     def barrier(self, seq: int) -> Steps:
@@ -100,7 +109,7 @@ class Collectives:
             yield from self._greet(self._conversation(seq), Action.of("barrier"), len(present))
         passed_on = self._local.barrier()
         yield FREE
-        yield _Guarded(self._group, passed_on)
+        yield _Guarded(self._group, passed_on, seq, present[0])
 
     def all_gather(self, seq: int, tensor: torch.Tensor) -> Steps:
         """The parts of a machine travel as one."""
@@ -145,7 +154,7 @@ class Collectives:
         passed_on = self._local.all_gather(outside)
         if is_last:
             yield FREE
-        yield _Guarded(self._group, passed_on)
+        yield _Guarded(self._group, passed_on, seq, present[0])
         others = [entry for blob in passed_on.wait() for entry in _unpack(blob)]
         return sorted(inside + others, key=lambda entry: entry[0].rank)
 
@@ -164,6 +173,7 @@ class Collectives:
         own = flat
         if out is None and (outside or sources):
             own = flat.clone()  # on its way, or needed for those who are gone, when the result is written
+        self._group.remote.note_exchange(seq, outside)
         self._send_to(seq, outside, destinations, own, is_staged=own is not flat)
         coming = {
             rank: (
@@ -174,6 +184,7 @@ class Collectives:
         }
         if out is not None:
             yield _All(self.take_sending(span_of(mixed)))
+        self._expected[seq] = [step for pair in coming.values() for step in pair]
         inside = None
         if not isinstance(self._local, SoloGroup):
             inside = self._local.exchange(tensor, self._inside(weights), out=out)
@@ -231,7 +242,7 @@ class Collectives:
             mix_into(flat, flat, own, sources)
         passed_on = self._local.broadcast(flat, present[0])
         yield FREE
-        yield _Guarded(self._group, passed_on)
+        yield _Guarded(self._group, passed_on, seq, present[0])
         return _put_back(flat, given)
 
     def _named_by(self, seq: int, weights: Weights) -> Steps:
@@ -283,9 +294,19 @@ class Collectives:
     def _is_speaker(self, present: Sequence[int]) -> bool:
         return self._mates[present[0]] == self._mesh.rank
 
+    def close_talks(self, seq: int) -> None:
+        """An operation is over: what it has asked for, and nobody sent, is forgotten."""
+        for talk in self._talks.pop(seq, ()):
+            talk.close()
+        for step in self._expected.pop(seq, ()):
+            step.forget()
+
     def _conversation(self, seq: int) -> Conversation:
-        others = [machine for machine in range(self._group.num_machines) if machine != self._group.machine]
-        return Conversation(self._mesh, self._group, seq, self._group.machine, others)
+        machine = self._group.machine
+        others = [other for other in range(self._group.num_machines) if other != machine]
+        talk = Conversation(self._mesh, self._group, seq, machine, others)
+        self._talks.setdefault(seq, []).append(talk)
+        return talk
 
     def _greet(self, talk: Conversation, action: Action, num_workers: int, detail: Any = None) -> Steps:
         heard = yield from talk.greet(action, num_workers, detail)
@@ -293,11 +314,7 @@ class Collectives:
         return heard
 
     def _lost_on(self, machine: int) -> PeerLost:
-        for rank in self._group.ranks_on(machine):
-            loss = self._group.loss(rank)
-            if loss is not None:
-                return loss.error()
-        return Loss(self._group.ranks_on(machine)[0], "it left in the middle of an operation").error()
+        return gone_from(self._group, machine).error()
 
 
 class _Inside(Step):
@@ -315,19 +332,42 @@ class _Inside(Step):
 
 
 class _Guarded(_Inside):
-    """What the speaker passes on inside the machine; it may wait for a lost peer of another machine."""
+    """What the speaker passes on inside the machine: it may be lost, or fail, before it does."""
 
-    def __init__(self, group: TorchGroup, handle: Handle[Any]) -> None:
+    def __init__(self, group: TorchGroup, handle: Handle[Any], seq: int, speaker: int) -> None:
         super().__init__(handle)
         self._group = group
+        self._seq = seq
+        self._speaker = speaker
 
     def is_done(self) -> bool:
-        return super().is_done() or (not self._group.should_survive and bool(self._group.mesh.lost))
+        return super().is_done() or self._error() is not None
 
     def result(self) -> Sequence[int]:
         if not super().is_done():
-            raise next(iter(self._group.mesh.lost.values())).error()
-        return super().result()
+            error = self._error()
+            assert error is not None
+            raise error
+        try:
+            present = super().result()
+        except UsageError:
+            if self._speaker in self._group.local.members:
+                raise
+            present = ()
+        if self._speaker not in present:
+            # it was lost on the way: whether the others have what it said nobody knows
+            raise self._group.mate_error(self._speaker)
+        return present
+
+    def _error(self) -> PeerLost | None:
+        loss = self._group.first_loss()
+        if loss is not None:
+            return loss.error()
+        return (
+            self._group.mate_error(self._speaker)
+            if self._group.has_failed(self._speaker, self._seq)
+            else None
+        )
 
 
 class _FromRank(Step):
@@ -340,12 +380,27 @@ class _FromRank(Step):
         self._seq = seq
         self._rank = rank
         self._received = group.mesh.receive(rank, (seq, topic, rank), into)
+        self._ask_at_s: float | None = None
+        self._asked: MeshHandle[Reply] | None = None
 
     def is_done(self) -> bool:
-        return self._received.is_done() or self._group.is_gone(self._rank, self._seq)
+        if self._received.is_done() or self._group.is_gone(self._rank, self._seq):
+            return True
+        return self._is_refused()
+
+    def forget(self) -> None:
+        """Nobody waits for it any more."""
+        if not self._received.is_done():
+            self._group.mesh.forget(self._received)
 
     def result(self) -> torch.Tensor | None:
         if not self._received.is_done():
+            if not self._group.is_gone(self._rank, self._seq):
+                raise UsageError(
+                    f"rank {self._group.rank} wants to receive from rank {self._rank}, which does not send "
+                    "to it.",
+                    next_step="let sources and destinations agree; a Topology's weights do.",
+                )
             return None
         try:
             return self._received.result()
@@ -354,6 +409,22 @@ class _FromRank(Step):
 
     def awaited(self) -> int | None:
         return self._rank
+
+    def _is_refused(self) -> bool:
+        """Ask, when it has been long, whether anything will come."""
+        now_s = time.monotonic()
+        if self._ask_at_s is None:
+            self._ask_at_s = now_s + _ASK_AFTER_S
+        if self._asked is None:
+            if now_s > self._ask_at_s:
+                self._asked = self._group.remote.ask_whether_sent(self._seq, self._rank)
+            return False
+        if not self._asked.is_done():
+            return False
+        answer = None if self._asked.error is not None else self._asked.result().payload
+        if answer is None:
+            self._asked, self._ask_at_s = None, now_s + _ASK_AFTER_S
+        return answer is False
 
 
 class _All(Step):

@@ -28,12 +28,18 @@ _FOREVER = datetime.timedelta(days=365)  # who is lost is noticed by the mesh
 
 
 class DeviceOperations:
-    """Of one worker; `watch` gives the error of a lost peer, or None."""
+    """Of one worker.
+
+    torch.distributed cannot go on without a member: `watch(seq)` gives the error of one that is lost, or has
+    left before an operation. `gather(seq)` lets all come together before it is brought up, and names the
+    lost.
+    """
 
     def __init__(
         self, rank: int, size: int, num_mates: int, backend: str | None, rendezvous: Rendezvous | None
     ) -> None:
-        self.watch: Callable[[], PeerLost | None] = lambda: None
+        self.watch: Callable[[int], PeerLost | None] = lambda seq: None
+        self.gather: Callable[[int], Steps]
         self._rank = rank
         self._size = size
         self._num_mates = num_mates
@@ -52,43 +58,46 @@ class DeviceOperations:
         """Whether a tensor goes this way."""
         return tensor.device.type != "cpu" or self._backend == "gloo"
 
-    def all_reduce(self, tensor: torch.Tensor, op: Reduction) -> Steps:
+    def all_reduce(self, seq: int, tensor: torch.Tensor, op: Reduction) -> Steps:
         """In place."""
-        self._bring_up(tensor)
-        yield FREE
+        yield from self._prepare(seq, tensor)
         flat = tensor.detach().contiguous()
-        yield self._work(dist.all_reduce(flat, _OPS[op], async_op=True))
+        reducing = dist.all_reduce(flat, _OPS[op], async_op=True)
+        yield FREE
+        yield self._work(seq, reducing)
         if op == "mean":
             flat.div_(self._size)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(flat)
         return tensor
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Steps:
+    def broadcast(self, seq: int, tensor: torch.Tensor, root: int) -> Steps:
         """In place."""
-        self._bring_up(tensor)
-        yield FREE
+        yield from self._prepare(seq, tensor)
         flat = tensor.detach().contiguous()
-        yield self._work(dist.broadcast(flat, root, async_op=True))
+        sending = dist.broadcast(flat, root, async_op=True)
+        yield FREE
+        yield self._work(seq, sending)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(flat)
         return tensor
 
-    def all_gather(self, tensor: torch.Tensor) -> Steps:
+    def all_gather(self, seq: int, tensor: torch.Tensor) -> Steps:
         """Rows may differ in number: all are filled up to the longest, and cut again."""
-        self._bring_up(tensor)
-        yield FREE
+        yield from self._prepare(seq, tensor)
         own = tensor.detach().contiguous()
         own = own.view(1) if own.ndim == 0 else own
         rows = torch.zeros(self._size, dtype=torch.int64, device=tensor.device)
         rows[self._rank] = own.shape[0]
-        yield self._work(dist.all_reduce(rows, async_op=True))
+        yield self._work(seq, dist.all_reduce(rows, async_op=True))
         counts = rows.tolist()
         longest = max(counts)
         padded = own.new_zeros((longest, *own.shape[1:]))
         padded[: own.shape[0]] = own
         parts = [torch.empty_like(padded) for _ in counts]
-        yield self._work(dist.all_gather(parts, padded, async_op=True))
+        gathering = dist.all_gather(parts, padded, async_op=True)
+        yield FREE  # the lane is kept until the last is issued: all ranks must do so in the same order
+        yield self._work(seq, gathering)
         return [part[:count].clone() for part, count in zip(parts, counts, strict=True)]
 
     def close(self) -> None:
@@ -104,6 +113,14 @@ class DeviceOperations:
             if abort is not None:
                 abort()
         self._is_own = self._is_up = False
+
+    def _prepare(self, seq: int, tensor: torch.Tensor) -> Steps:
+        gone = self.watch(seq)
+        if gone is not None:
+            raise gone
+        if not self._is_up:
+            yield from self.gather(seq)
+            self._bring_up(tensor)
 
     def _bring_up(self, tensor: torch.Tensor) -> None:
         if self._is_up:
@@ -133,8 +150,8 @@ class DeviceOperations:
         )
         self._is_up = self._is_own = True
 
-    def _work(self, work: Any) -> Step:
-        return _Work(work, self.watch)
+    def _work(self, seq: int, work: Any) -> Step:
+        return _Work(work, lambda: self.watch(seq))
 
 
 class _Work(Step):

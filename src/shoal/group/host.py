@@ -112,6 +112,7 @@ class HostGroup(Group):
         self.rank = placement.rank
         self.size = placement.size
         self.patience = settings.patience
+        self._name = settings.name_of
         self._per_machine = settings.workers_per_machine or self.size
         self.machine = self.machine_of(self.rank)
         self.num_machines = -(-self.size // self._per_machine)
@@ -549,7 +550,8 @@ class HostGroup(Group):
                 factor = self._control.factor(rank, task.seq, self.rank)
                 if math.isnan(factor):
                     raise UsageError(
-                        f"rank {self.rank} wants to receive from rank {rank}, which does not send to it.",
+                        f"rank {self._name(self.rank)} wants to receive from rank {self._name(rank)}, which "
+                        "does not send to it.",
                         next_step="let sources and destinations agree; a Topology's weights do.",
                     )
             sources.append((views[rank], weight * factor))

@@ -135,6 +135,11 @@ class Lane:
         """Whether all operations have issued their last step inside the machine."""
         return all(operation.is_free for operation in self._open)
 
+    @property
+    def first_seq(self) -> int:
+        """The number of the first operation under way."""
+        return self._open[0].seq
+
     def add(self, operation: Operation) -> None:
         """The next one."""
         self._open.append(operation)

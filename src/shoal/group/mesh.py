@@ -200,6 +200,13 @@ class Mesh:
             await self._is_idle.wait()
         self._vigil.tell(Ending("left", after))
 
+    def fail(self) -> None:
+        """Tell all that this worker takes part in nothing more, without having left; it can still ask."""
+        self._cross(self._fail())
+
+    async def _fail(self) -> None:
+        self._vigil.tell(Ending("failed"))
+
     def close(self) -> None:
         """End, in order when `leave` was called; otherwise the others find this worker failed. Idempotent."""
         self._end(self._close())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from shoal.group.torch_group import TorchGroup
 
 _READ, _WRITE, _LOCK, _UNLOCK = "group.read", "group.write", "group.lock", "group.unlock"
+_SENDS = "group.sends"
+_REMEMBERED = 64
 _LOOK_S = 2e-4
 _SLOWEST_LOOK_S = 5e-3
 _MAX_SPARES = 2
@@ -61,6 +64,8 @@ class _Published:
         self.tensor = tensor
         self.version = version
         self.lock = threading.Lock()
+        self.is_torn = False
+        """A change of it was broken off."""
         self.spares: list[torch.Tensor] = []
         """Memory for copies that has been used before, and whose pages are there."""
 
@@ -73,11 +78,21 @@ class Remote:
         self._group: TorchGroup | None = None
         self._published: dict[str, _Published] = {}
         self._slots: dict[str, Slots] = {}
+        self._names: dict[str, str] = {}
+        """Under which key the slots of an open window are."""
+        self._num_windows = 0
         self._held: dict[str, int] = {}
         """Who holds which of this worker's locks, of those that ask here."""
         self._holding: dict[tuple[str, int], None] = {}
         """Locks of workers of other machines that this one holds."""
         self._guard = threading.Lock()
+        self._given_up: dict[tuple[str, int], None] = {}
+        """Those that wait no more for one of this worker's locks."""
+        self._is_over = False
+        self._exchanges: deque[tuple[int, Collection[int]]] = deque(maxlen=_REMEMBERED)
+        """The destinations of this worker's last exchanges, by number."""
+        mesh.add_listener(self._free_locks)
+        mesh.handle(_SENDS, self._serve_sends, payload_type=int)
         mesh.handle(_READ, self._serve_read, payload_type=_Reading)
         mesh.handle(_WRITE, self._serve_write, payload_type=_Writing)
         mesh.handle(_LOCK, self._serve_lock, payload_type=_Locking)
@@ -93,8 +108,13 @@ class Remote:
         assert self._group is not None, "not attached yet"
         return self._group
 
+    def leave(self) -> None:
+        """Whoever waits for something of this worker waits in vain."""
+        self._is_over = True
+
     def close(self) -> None:
         """Nothing is to be had any more."""
+        self._is_over = True
         self._published.clear()
         self._slots.clear()
 
@@ -133,8 +153,9 @@ class Remote:
         if known is None:
             raise UsageError(f"Nothing is published as {name!r}.", next_step="publish it first.")
         with known.lock, self.group.local.changing(name, version):
+            known.is_torn = True
             yield
-            known.version = version
+            known.version, known.is_torn = version, False
 
     def read(self, name: str, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
         """Straight into its place."""
@@ -146,10 +167,11 @@ class Remote:
         def allocate(head: Head) -> Sequence[memoryview]:
             if not head.sizes:
                 return []
-            if list(head.sizes) != [memory.nbytes]:
+            dtype = head.payload[1]
+            if list(head.sizes) != [memory.nbytes] or dtype != dtype_name(into.dtype):
                 raise TensorError(
-                    f"{head.total_bytes} bytes, published as {name!r} by rank {peer}, do not fit into "
-                    f"{memory.nbytes}."
+                    f"{head.total_bytes} bytes of {dtype}, published as {name!r} by rank {peer}, do not fit "
+                    f"into {memory.nbytes} of {dtype_name(into.dtype)}."
                 )
             return [memory]
 
@@ -162,8 +184,12 @@ class Remote:
         asked: _Reading = head.payload
         if asked.version == 0 and asked.name not in self._published:
             return Reply(None)
-        await _until(lambda: self._try_take(asked))
-        found = self._published[asked.name]
+        await _until(lambda: self._is_over or self._try_take(asked))
+        found = self._published.get(asked.name)
+        if self._is_over or found is None:
+            if found is not None and found.lock.locked():
+                found.lock.release()
+            return Reply(None)
         try:
             copy = _spare_like(found.spares, found.tensor)
             copy.copy_(found.tensor)
@@ -183,7 +209,7 @@ class Remote:
         found = self._published.get(asked.name)
         if found is None or not found.lock.acquire(blocking=False):
             return False
-        if found.version >= asked.version:
+        if found.version >= asked.version and not found.is_torn:
             return True
         found.lock.release()
         return False
@@ -195,27 +221,30 @@ class Remote:
     ) -> Window:
         """Slots for other machines' sources here, for mates in shared memory; all have theirs on return."""
         group = self.group
-        if name in self._slots:
+        if name in self._names:
             raise UsageError(f"The window {name!r} is open.", next_step="close it, or take another name.")
         sources = [rank for rank in range(group.size) if rank != group.rank] if sources is None else sources
         group.barrier().wait()  # the lane is clear, and nobody has the window of that name any more
         inside = [place for rank in sources if (place := group.place_of(rank)) is not None]
         local = group.local.window(name, num_elements, dtype, sources=inside)
         outside = [rank for rank in sources if group.place_of(rank) is None]
-        slots = self._slots[name] = Slots(outside, num_elements, dtype)
+        self._num_windows += 1  # alike on all ranks: a late write is not taken for one to a later window
+        key = f"{name} {self._num_windows}"
+        slots = self._slots[key] = Slots(outside, num_elements, dtype)
+        self._names[name] = key
         group.barrier().wait()
-        return TorchWindow(self, name, local, slots, num_elements, dtype)
+        return TorchWindow(self, name, local, slots, sorted(sources))
 
     def close_window(self, name: str, local: Window) -> None:
         """Collective."""
         self.group.barrier().wait()
-        self._slots.pop(name, None)
+        self._slots.pop(self._names.pop(name, ""), None)
         local.close()
 
     def write(self, window: str, to: int, number: int, write: Write) -> Handle[None]:
         """A put, an accumulate or a send to another machine."""
         memory = view_of(flat_bytes(write.tensor.detach().contiguous()))
-        writing = _Writing(window, number, write.kind, write.weight, write.mass, write.note)
+        writing = _Writing(self._names[window], number, write.kind, write.weight, write.mass, write.note)
         call = self._mesh.call(to, _WRITE, writing, [memory])
         return RemoteHandle(self.group, call, f"{write.kind} {window}", lambda reply: None, when_gone=None)
 
@@ -229,7 +258,7 @@ class Remote:
         source = self._mesh.rank_of(head)
         slots.check(source, buffers)
         write = Write(asked.kind, slots.tensor_in(buffers), asked.weight, asked.mass, asked.note)
-        await _until(lambda: slots.try_write(source, asked.number, write))
+        await _until(lambda: self._is_over or slots.try_write(source, asked.number, write))
         self.group.wake()
 
     # --- locks ---
@@ -260,7 +289,11 @@ class Remote:
                 f"rank {self.group.rank} waits for mutex {name!r} of rank {owner}, which it holds itself.",
                 next_step="end the first `with` block before the second begins.",
             )
-        self._ask(owner, _LOCK, name)
+        try:
+            self._ask(owner, _LOCK, name)
+        except BaseException:
+            self._mesh.call(owner, _UNLOCK, _Locking(name))  # it may be given later
+            raise
         self._holding[name, owner] = None
         try:
             yield
@@ -271,22 +304,29 @@ class Remote:
 
     def _ask(self, owner: int, method: str, name: str) -> None:
         call = self._mesh.call(owner, method, _Locking(name))
-        RemoteHandle(self.group, call, f"mutex {name!r} of rank {owner}", lambda reply: None).wait()
+        answer = RemoteHandle(
+            self.group, call, f"mutex {name!r} of rank {owner}", lambda reply: reply.payload
+        )
+        if answer.wait() is False:
+            raise PeerLost(f"rank {owner}, whose mutex {name!r} is asked for, has left.", peer=owner)
 
-    async def _serve_lock(self, head: Head, buffers: Sequence[memoryview]) -> None:
+    async def _serve_lock(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         asked: _Locking = head.payload
-        asker = self._mesh.rank_of(head)
-        await _until(lambda: self._try_lock(asked.name, asker))
+        key = asked.name, self._mesh.rank_of(head)
+        await _until(lambda: self._is_over or key in self._given_up or self._try_lock(*key))
+        self._given_up.pop(key, None)
+        return Reply(self._held.get(asked.name) == key[1])
 
     def _serve_unlock(self, head: Head, buffers: Sequence[memoryview]) -> None:
         asked: _Locking = head.payload
-        self._unlock(asked.name, self._mesh.rank_of(head))
+        asker = self._mesh.rank_of(head)
+        if self._held.get(asked.name) == asker:
+            self._unlock(asked.name, asker)
+        else:
+            self._given_up[asked.name, asker] = None
 
     def _try_lock(self, name: str, asker: int) -> bool:
-        """Take one of this worker's own locks for somebody; who holds it and is gone has it no more."""
-        holder = self._held.get(name)
-        if holder is not None and holder != self._mesh.rank and holder in self._mesh.lost:
-            self._unlock(name, holder)
+        """Take one of this worker's own locks for somebody."""
         with self._guard:
             if name in self._held:
                 return False
@@ -295,6 +335,12 @@ class Remote:
                 return False
             self._held[name] = asker
             return True
+
+    def _free_locks(self) -> None:
+        """Who is gone holds nothing any more."""
+        for name, holder in tuple(self._held.items()):
+            if holder in self._mesh.lost or holder in self._mesh.left:
+                self._unlock(name, holder)
 
     def _unlock(self, name: str, holder: int) -> None:
         with self._guard:
@@ -306,7 +352,23 @@ class Remote:
                 local.unlock(name, local.rank)
         self.group.wake()
 
+    # --- exchanges ---
+
+    def note_exchange(self, seq: int, destinations: Collection[int]) -> None:
+        """Whom this worker sends to in an exchange."""
+        self._exchanges.append((seq, destinations))
+
+    def ask_whether_sent(self, seq: int, rank: int) -> MeshHandle[Reply]:
+        """Whether a rank sends to this one in an exchange: True, False, or None where it cannot say."""
+        return self._mesh.call(rank, _SENDS, seq)
+
+    def _serve_sends(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
+        asker = self._mesh.rank_of(head)
+        found = [destinations for seq, destinations in tuple(self._exchanges) if seq == head.payload]
+        return Reply(asker in found[0] if found else None)
+
     def _place_of(self, rank: int) -> int | None:
+        self.group.check_usable()
         if not 0 <= rank < self.group.size:
             raise UsageError(f"There is no rank {rank} among {self.group.size}.", next_step="name a member.")
         return self.group.place_of(rank)

@@ -107,12 +107,12 @@ class TorchWindow(Window):
         name: str,
         local: Window,
         slots: Slots,
-        num_elements: int,
-        dtype: torch.dtype,
+        sources: Sequence[int],
     ) -> None:
         self.name = name
-        self.num_elements = num_elements
-        self.dtype = dtype
+        self.num_elements = local.num_elements
+        self.dtype = local.dtype
+        self._sources = sources
         self._remote = remote
         self._group = remote.group
         self._local = local
@@ -211,9 +211,7 @@ class TorchWindow(Window):
     def _is_deserted(self) -> bool:
         """Whether nobody is left who could write."""
         members = self._group.members
-        mates = self._group.ranks_on(self._group.machine)
-        may_write = [*self._slots.by_source, *(rank for rank in mates if rank != self._group.rank)]
-        return not any(rank in members for rank in may_write)
+        return not any(rank in members for rank in self._sources)
 
     def _check(self, to: int) -> int | None:
         """The place of a rank of this machine; None for others."""

@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from shoal.core import Deadline, PeerLost, Placement, ShoalError, UsageError
+from shoal.group.addresses import interface_of
 from shoal.group.base import Group, Handle, Loss, Reduction, Snapshot, Window
 from shoal.group.collectives import Collectives, on_host
 from shoal.group.device_operations import DeviceOperations
@@ -35,7 +36,8 @@ from shoal.group.waiting import LocalWait, SoloWait, Waiter
 from shoal.topology import Weights
 
 _LEAVING_S = 10.0
-_DEPARTURES = "departures"
+_DEPARTURES = "shoal: departures"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def open_torch_group(
@@ -45,13 +47,23 @@ def open_torch_group(
     names: dict[str, list[int]] = {}
     for seat in seats:
         names.setdefault(seat.machine, []).append(seat.rank)
-    mates = names[seats[placement.rank].machine]
+    here = seats[placement.rank]
+    mates = names[here.machine]
+    if any(seat.host_id != here.host_id for seat in seats):
+        _show_torch(here.address)
     mesh = Mesh.open(placement.rank, seats, mates, settings, rendezvous)
     try:
         return assemble(list(names.values()), mesh, settings, rendezvous)
     except BaseException:
         mesh.abandon()
         raise
+
+
+def _show_torch(address: str) -> None:
+    """Let gloo use the interface that the mesh uses: it would take what this machine's name stands for."""
+    interface = interface_of(address)
+    if interface is not None:
+        os.environ.setdefault(_GLOO_INTERFACE, interface)
 
 
 def assemble(
@@ -81,7 +93,11 @@ def assemble(
         waiter = LocalWait(local)
     size = sum(map(len, machines))
     devices = DeviceOperations(rank, size, len(mates), settings.backend, rendezvous)
-    group = TorchGroup(machines, local, mesh, remote, waiter, devices, settings)
+    try:
+        group = TorchGroup(machines, local, mesh, remote, waiter, devices, settings)
+    except BaseException:
+        local.abandon()
+        raise
     try:
         group.barrier().wait()  # from now on everybody answers
         group.know_mates()
@@ -126,15 +142,18 @@ class TorchGroup(Group):
         self._lost: dict[int, Loss] = {}
         self._waited_s = [0.0] * self.size
         self._own_departures: torch.Tensor | None = None
-        self._departures: list[Any] = []
-        """For each mate: by rank, one more than the last operation in which that rank takes part."""
+        self._departures: dict[int, Any] = {}
+        """For each mate's place: by rank, one more than the last operation in which that rank takes part; and
+        behind them the number of an operation that the mate could not finish, and one more than the rank
+        that was to blame."""
         if not isinstance(local, SoloGroup):
-            self._own_departures = local.empty(self.size, torch.int64)
+            self._own_departures = local.empty(self.size + 2, torch.int64)
             local.publish(_DEPARTURES, self._own_departures, 0)
         self._collectives = Collectives(self)
         self._remote = remote
         remote.attach(self)
-        devices.watch = self._first_loss
+        devices.watch = self._error_of_absence
+        devices.gather = self._collectives.barrier
         mesh.add_listener(waiter.wake)
 
     # --- who is there ---
@@ -182,6 +201,11 @@ class TorchGroup(Group):
         return self._mesh
 
     @property
+    def remote(self) -> Remote:
+        """One-sided operations with other machines."""
+        return self._remote
+
+    @property
     def local(self) -> Group:
         """The group inside this machine."""
         return self._local
@@ -207,15 +231,32 @@ class TorchGroup(Group):
         """Whether a rank of another machine left in order before an operation."""
         if self._mesh.left.get(rank, seq) < seq:
             return True
-        return any(0 < table[rank] <= seq for table in self._departures)
+        return any(0 < table[rank] <= seq for table in self._departures.values())
 
     def know_mates(self) -> None:
         """From now on mates tell each other who of other machines has left."""
         if isinstance(self._local, SoloGroup):
             return
-        others = [place for place in range(len(self._mates)) if self._mates[place] != self.rank]
-        found = [self._local.fetch(_DEPARTURES, place).wait() for place in others]
-        self._departures = [snapshot.tensor.numpy() for snapshot in found if snapshot is not None]
+        for place, rank in enumerate(self._mates):
+            found = self._local.fetch(_DEPARTURES, place).wait() if rank != self.rank else None
+            if found is not None:
+                self._departures[place] = found.tensor.numpy()
+
+    def first_loss(self) -> Loss | None:
+        """Of anybody, where a loss ends every operation."""
+        return None if self.should_survive else next(iter(self.lost.values()), None)
+
+    def has_failed(self, place: int, seq: int) -> bool:
+        """Whether a mate says that it could not finish an operation."""
+        return place in self._departures and int(self._departures[place][self.size]) == seq
+
+    def mate_error(self, place: int) -> PeerLost:
+        """What a mate's loss or failure means to those that it spoke for."""
+        rank = self._mates[place]
+        blamed = int(self._departures[place][self.size + 1]) - 1 if place in self._departures else -1
+        if blamed >= 0:
+            return (self.lost.get(blamed) or Loss(blamed, "it failed")).error()
+        return (self.lost.get(rank) or Loss(rank, "it failed in the middle of an operation")).error()
 
     def tell_mates(self) -> None:
         """What this worker has heard; those it passes results on to shall know as much when they come."""
@@ -255,7 +296,7 @@ class TorchGroup(Group):
         """Inside each machine, then between machines, of which each reduces one share."""
         check_reduction(tensor, op)
         if self._devices.takes(tensor):
-            return self._issue("all_reduce", self._devices.all_reduce(tensor, op), tensor)
+            return self._issue("all_reduce", self._devices.all_reduce(self._issued + 1, tensor, op), tensor)
         return self._issue("all_reduce", self._collectives.all_reduce(self._issued + 1, tensor, op), tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
@@ -265,13 +306,13 @@ class TorchGroup(Group):
                 f"There is no rank {root} among {self.size}.", next_step="broadcast from a member."
             )
         if self._devices.takes(tensor):
-            return self._issue("broadcast", self._devices.broadcast(tensor, root), tensor)
+            return self._issue("broadcast", self._devices.broadcast(self._issued + 1, tensor, root), tensor)
         return self._issue("broadcast", self._collectives.broadcast(self._issued + 1, tensor, root), tensor)
 
     def all_gather(self, tensor: torch.Tensor) -> Handle[list[torch.Tensor]]:
         """Everybody's tensor; all dimensions but the first are equal."""
         if self._devices.takes(tensor):
-            return self._issue("all_gather", self._devices.all_gather(tensor), tensor)
+            return self._issue("all_gather", self._devices.all_gather(self._issued + 1, tensor), tensor)
         return self._issue("all_gather", self._collectives.all_gather(self._issued + 1, tensor), tensor)
 
     def barrier(self) -> Handle[None]:
@@ -365,10 +406,10 @@ class TorchGroup(Group):
 
     def progress(self) -> None:
         """Go on with what is under way."""
+        self._local.progress()
         if self._lane.is_idle:
             return
-        self._check_usable()
-        self._local.progress()
+        self._check_forked()
         try:
             self._lane.advance()
         except BaseException as error:
@@ -377,29 +418,34 @@ class TorchGroup(Group):
 
     def leave(self) -> None:
         """After what is under way; what cannot be finished within seconds is left undone."""
-        if self._has_left or self._breakage is not None or os.getpid() != self._pid:
+        if self._has_left or self._has_failed() or os.getpid() != self._pid:
             return
-        with contextlib.suppress(ShoalError):
-            self._wait(lambda: self._lane.is_idle, Deadline.after(_LEAVING_S), "leave")
+        self._finish()
+        if self._has_failed():
+            return
+        last = self._issued if self._lane.is_idle else self._lane.first_seq - 1
         self._has_left = True
         self._lane.drop()
-        self._mesh.leave(self._issued)
+        self._remote.leave()
+        self._mesh.leave(last)
         self._local.leave()
 
     def close(self) -> None:
         """Leave; tensors of the group stay usable in this process."""
-        if not self._is_open:
-            return
+        if not self._is_open or os.getpid() != self._pid:
+            return  # in a forked child all of it is the parent's
         self.leave()
         self._is_open = False
-        self._devices.close()
-        self._remote.close()
-        self._mesh.close()
-        self._local.close()
+        with contextlib.ExitStack() as stack:
+            # the last comes first, whatever fails
+            stack.callback(self._local.abandon if self._breakage is not None else self._local.close)
+            stack.callback(self._mesh.close)
+            stack.callback(self._remote.close)
+            stack.callback(self._devices.close)
 
     def abandon(self) -> None:
         """Give everything back; the others find this worker lost, unless it has left."""
-        if not self._is_open:
+        if not self._is_open or os.getpid() != self._pid:
             return
         self._is_open = False
         self._lane.drop()
@@ -423,12 +469,38 @@ class TorchGroup(Group):
         """Let a wait look again; from any thread."""
         self._waiter.wake()
 
-    def _first_loss(self) -> PeerLost | None:
-        """Of anybody, where everybody is needed."""
-        return None if self.should_survive else next((loss.error() for loss in self.lost.values()), None)
+    def _error_of_absence(self, seq: int) -> PeerLost | None:
+        """Of somebody who is lost, or has left before an operation."""
+        for loss in self.lost.values():
+            return loss.error()
+        inside = self._local.members
+        for rank in range(self.size):
+            place = self.place_of(rank)
+            if (place is None and self.has_left(rank, seq)) or (place is not None and place not in inside):
+                return PeerLost(
+                    f"rank {rank} has left the group, and torch.distributed cannot go on without it.",
+                    peer=rank,
+                    next_step="let all workers take the same number of steps.",
+                )
+        return None
+
+    def _guarded(self, seq: int, steps: Steps) -> Steps:
+        """An operation that fails leaves this worker out of step, and its mates shall not wait for it."""
+        try:
+            return (yield from steps)
+        except Exception as error:
+            self._breakage = self._breakage or error
+            if self._own_departures is not None:
+                blamed = error.peer if isinstance(error, PeerLost) else None
+                self._own_departures[self.size + 1] = blamed + 1 if isinstance(blamed, int) else 0
+                self._own_departures[self.size] = seq
+            self._mesh.fail()
+            raise
+        finally:
+            self._collectives.close_talks(seq)
 
     def _issue(self, what: str, steps: Steps, *tensors: torch.Tensor) -> Handle[Any]:
-        self._check_usable()
+        self.check_usable()
         if self._has_left:
             raise UsageError(
                 f"rank {self.rank} has left the group and takes part in nothing more.",
@@ -436,14 +508,14 @@ class TorchGroup(Group):
             )
         self._issued += 1
         spans = [span_of(tensor) for tensor in tensors if tensor.numel()]
-        operation = Operation(self._issued, what, steps, spans)
+        operation = Operation(self._issued, what, self._guarded(self._issued, steps), spans)
         self._lane.add(operation)
         self.progress()
         return _OperationHandle(self, operation)
 
     def _clear_lane(self, what: str) -> None:
         """Before a step inside the machine that is no operation of the lane."""
-        self._check_usable()
+        self.check_usable()
         self._wait(lambda: self._lane.is_clear, None, what)
 
     def _wait(self, is_done: Callable[[], bool], deadline: Deadline | None, what: str) -> None:
@@ -473,17 +545,29 @@ class TorchGroup(Group):
     def _describe_awaited(self, rank: int | None) -> str:
         return "" if rank is None else self._mesh.describe(rank)
 
-    def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise UsageError(
-                "The group belongs to the process that opened it, and this one was forked from it.",
-                next_step="let the workers of a DataLoader load data and nothing else.",
-            )
+    def _finish(self) -> None:
+        """Go on with what is under way for some seconds."""
+        with contextlib.suppress(ShoalError):
+            self._wait(lambda: self._lane.is_idle, Deadline.after(_LEAVING_S), "leave")
+
+    def _has_failed(self) -> bool:
+        return self._breakage is not None
+
+    def check_usable(self) -> None:
+        """UsageError in a forked child, and when this worker is out of step."""
+        self._check_forked()
         if self._breakage is not None:
             raise UsageError(
                 f"rank {self.rank} is out of step with the others since an operation was broken off: "
                 f"{type(self._breakage).__name__}.",
                 next_step="end this worker; what comes after an interrupted operation cannot be right.",
+            )
+
+    def _check_forked(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsageError(
+                "The group belongs to the process that opened it, and this one was forked from it.",
+                next_step="let the workers of a DataLoader load data and nothing else.",
             )
 
 

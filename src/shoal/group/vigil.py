@@ -151,7 +151,7 @@ class Vigil:
         elif ending.kind == "failed":
             self.lose(rank, "it failed")
         else:
-            self.lose(rank, f"it has gone on without this worker, which was {ending.reason}")
+            self.lose(rank, f"it has gone on without this worker ({ending.reason})")
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()

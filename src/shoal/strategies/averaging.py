@@ -16,13 +16,16 @@ PACK_BYTES = 64 * 2**20
 
 def start_mean(group: Group, tensor: torch.Tensor) -> Handle[torch.Tensor]:
     """In place, over the members that are there. Others' bits may differ: each sums in its own order."""
-    return group.exchange(tensor, Weights.uniform([rank for rank in group.members if rank != group.rank]))
+    others = [rank for rank in group.members if rank != group.rank]
+    return group.exchange(tensor, Weights.uniform(others, others))
 
 
 def start_copy(group: Group, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
     """In place, from `root`; who finds it gone keeps what it has, so that its loss ends nothing."""
-    mine = Weights(1.0) if group.rank == root else Weights(0.0, {root: 1.0})
-    return group.exchange(tensor, mine)
+    if group.rank != root:
+        return group.exchange(tensor, Weights(0.0, {root: 1.0}, {}))
+    others = [rank for rank in group.members if rank != root]
+    return group.exchange(tensor, Weights(1.0, {}, dict.fromkeys(others, 1.0)))
 
 
 def packed(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Bucket, list[torch.Tensor]]]:

@@ -82,7 +82,7 @@ class LocalSGD(ExchangeStrategy):
         super()._stopped()
 
     def _exchange(self, live: torch.Tensor, spare: torch.Tensor) -> Handle[torch.Tensor]:
-        return self.group.exchange(live, Weights.uniform(self._others), out=spare)
+        return self.group.exchange(live, Weights.uniform(self._others, self._others), out=spare)
 
     def _finish_round(self) -> None:
         if self._fragment is None:

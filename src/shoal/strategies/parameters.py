@@ -79,7 +79,7 @@ class ParameterStrategy(SurvivingStrategy):
     def _average_all(self) -> None:
         """An exchange over the full graph: it outlives a lost peer."""
         self._twins.adopt()
-        weights = Weights.uniform(self._others)
+        weights = Weights.uniform(self._others, self._others)
         self._finish([self.group.exchange(live, weights, out=spare) for live, spare in self._twins.pairs])
 
     def _finish(self, handles: Sequence[Handle[torch.Tensor]], *, should_keep: bool = False) -> None:

@@ -28,4 +28,5 @@ class SynchronousModelAverage(ExchangeStrategy):
         others = self._others
         share = self.options.alpha / (len(others) + 1)
         own = 1 - self.options.alpha + share
-        return self.group.exchange(live, Weights(own, dict.fromkeys(others, share)), out=spare)
+        weights = Weights(own, dict.fromkeys(others, share), dict.fromkeys(others, 1.0))
+        return self.group.exchange(live, weights, out=spare)
