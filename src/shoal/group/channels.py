@@ -109,17 +109,20 @@ class Channels:
         return None
 
     def _look(self, peer: int, index: int) -> Snapshot | None:
-        for _ in range(_LOOKS):
-            record = self._record(peer, index)
-            is_told = record[_NUMBER] <= self._control.get(peer, PUBLISHED)
-            if is_told and record == self._record(peer, index):
+        for look in range(_LOOKS):
+            # while a peer that publishes is held up, the one before is there
+            is_newest = look % 2 == 0
+            record = self._record(peer, index, is_newest=is_newest)
+            is_told = 0 < record[_NUMBER] <= self._control.get(peer, PUBLISHED)
+            if is_told and record == self._record(peer, index, is_newest=is_newest):
                 return _SharedSnapshot(self._control, self._bells, self._arena, peer, index, record)
             self._bells.hear()
         return None
 
-    def _record(self, peer: int, index: int) -> list[int]:
+    def _record(self, peer: int, index: int, *, is_newest: bool = True) -> list[int]:
         words = self._control.channel(peer, index)
-        start = _RECORDS + words[_CURRENT] * _RECORD_WORDS
+        turn = words[_CURRENT] if is_newest else 1 - words[_CURRENT]
+        start = _RECORDS + turn * _RECORD_WORDS
         return words[start : start + _RECORD_WORDS]
 
 

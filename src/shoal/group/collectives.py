@@ -149,13 +149,14 @@ class Collectives:
             for machine, theirs in blobs.items():
                 if (yield talk.hear(machine, "whole", theirs)) is ABSENT:
                     raise self._lost_on(machine)
-            outside = torch.cat([outside, *blobs.values()])
+            # never nothing, so that its mates know that it has spoken
+            outside = torch.cat([torch.zeros(_ALIGNED, dtype=torch.uint8), *blobs.values()])
             yield talk.told()
         passed_on = self._local.all_gather(outside)
         if is_last:
             yield FREE
         yield _Guarded(self._group, passed_on, seq, present[0])
-        others = [entry for blob in passed_on.wait() for entry in _unpack(blob)]
+        others = [entry for blob in passed_on.wait() for entry in _unpack(blob[_ALIGNED:])]
         return sorted(inside + others, key=lambda entry: entry[0].rank)
 
     def exchange(self, seq: int, tensor: torch.Tensor, weights: Weights, out: torch.Tensor | None) -> Steps:
