@@ -147,7 +147,8 @@ def run(
     """Run a program in several workers, on this machine or on others, with torchrun's variables set.
 
     Lines come with their worker's rank before them. When a worker fails, its traceback is shown and the
-    others are ended; under neighbor and pair they go on without it, and finishing is exit code 0. Other
+    others are ended; under neighbor, pair, window, push-sum, local-sgd and diloco they go on without it, and
+    finishing is exit code 0. Other
     hosts are reached by ssh, with a key; they need the same Python, Shoal and program at the same paths.
     """
     from shoal.launch import (

@@ -247,21 +247,22 @@ class Group(abc.ABC):
     def fetch(self, name: str, peer: int) -> Handle[Snapshot | None]:
         """The newest that `peer` has published; None when it has published nothing, or is gone."""
 
+    @abc.abstractmethod
     def changing(self, name: str, version: int) -> contextlib.AbstractContextManager[None]:
         """Inside, this worker may write what it has published, which is then of that version.
 
         Nobody can `read` it meanwhile. For what is published once and then changed in place; who fetches it
         instead gets snapshots that are not intact.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def read(self, name: str, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
         """Copy what `peer` has published, in one piece, once it is of this version or newer; its version.
 
         None when the peer is gone; with `version` 0 also when it has published nothing.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def window(
         self,
         name: str,
@@ -274,14 +275,13 @@ class Group(abc.ABC):
 
         Collective, blocking; each may name other sources. A name can be used again after `Window.close`.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def mutex(self, name: str, owner: int) -> contextlib.AbstractContextManager[None]:
         """One holder at a time of this name at this rank, in the whole group; freed when the holder is lost.
 
         PeerLost when the owner is.
         """
-        raise NotImplementedError
 
     @abc.abstractmethod
     def progress(self) -> None:
