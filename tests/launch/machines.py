@@ -94,6 +94,11 @@ class Machine:
     def plug_in(self):
         _ip("link", "set", self.link, "up")
 
+    @property
+    def sent_bytes(self):
+        """All that has left it by its cable, ssh and the heads of packets included."""
+        return int(Path(f"/sys/class/net/{self.link}/statistics/rx_bytes").read_text())
+
     def start_sshd(self):
         """The server, with the host key of this machine; it stays until the machine is taken down."""
         config = self.folder / f"sshd-{self.name}"

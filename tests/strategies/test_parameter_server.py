@@ -372,6 +372,7 @@ def test_a_closure_is_refused():
     [
         {"mode": "bounded", "pull_every": 2},
         {"mode": "sync", "delay_compensation": 0.1},
+        {"delay_compensation": 0.1, "pull_every": 2},
         {"mode": "other"},
         {"num_aggregate": 0},
     ],

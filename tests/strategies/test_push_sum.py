@@ -1,11 +1,14 @@
 """`push-sum`: the total that stays, the limit on a directed graph, and that nobody waits."""
 
 import contextlib
+import json
+import os
 
 import pytest
 import torch
 from torch import nn
 
+from shoal.core.run_options import VARIABLE, RunOptions
 from shoal.group.wrapper import GroupWrapper
 from shoal.strategies.push_sum import PushSum
 from shoal.topology import from_matrix
@@ -158,6 +161,19 @@ def saved(group, _):
     assert again.weight == 1
 
 
+def ended(group, folder):
+    """Leave, while much is under way."""
+    os.environ.update(RunOptions(checkpoint=folder).to_environment())
+    try:
+        model = Point()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with PushSum(group, topology="star", min_weight=0).attach(model, optimizer):
+            for _ in range(3):
+                step(model, optimizer, torch.zeros(4))
+    finally:
+        del os.environ[VARIABLE]
+
+
 def everything(group, _):
     for check in (conserved, lockstep, limits, dtypes, averaged, saved):
         check(group, None)
@@ -167,6 +183,12 @@ def everything(group, _):
 def test_rounds(workers):
     workers.run(everything, 3)
     workers.run(conserved, 2)
+
+
+def test_the_mass_is_whole_again_after_the_end(workers, tmp_path):
+    workers.run(ended, 3, str(tmp_path))
+    parts = sorted(tmp_path.glob("step-00000003/workers/*.json"))
+    assert [json.loads(part.read_text())["strategy"]["weight"] for part in parts] == [1.0] * 3
 
 
 def lost(group, _):

@@ -190,6 +190,30 @@ def test_another_number_of_workers_sees_the_rest_of_the_epoch_once(workers, tmp_
     assert [parameter.flatten().tolist() for parameter in model.parameters()] == second[0]["start"]
 
 
+def resumes_rate(group, folder):
+    """Of an optimizer that keeps no state but its settings."""
+    rates = []
+    for should_start_equal in (True, False):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        strategy = GradientAllReduce(group)
+        strategy.load(folder)
+        with strategy.attach(model, optimizer, stays=True, should_start_equal=should_start_equal):
+            rates.append([optimizer.param_groups[0]["lr"], model.weight.tolist()])
+    return rates
+
+
+def test_a_rate_that_was_changed_goes_on_with_more_workers(workers, tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    strategy = GradientAllReduce(SoloGroup())
+    with strategy.attach(model, optimizer):
+        optimizer.param_groups[0]["lr"] = 0.25
+        strategy.save(tmp_path)
+    for rates in workers.run(resumes_rate, 2, str(tmp_path)):
+        assert rates == [[0.25, model.weight.tolist()]] * 2
+
+
 def alone(seed=0, **options):
     return Run(SoloGroup(), seed=seed, **options)
 

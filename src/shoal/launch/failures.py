@@ -1,6 +1,8 @@
 """What follows from the end of a worker.
 
-- A worker that fails takes the run with it, unless all that live on have told that they survive a loss.
+- A worker that fails takes the run with it, unless all that live on have told that they survive a loss. A
+  parameter server takes it along whatever they told, and is itself no worker that lives on or has finished.
+- Where workers fail one after the other until none is left, the first of them is the cause.
 - A failure that only says that a peer is lost is not the cause: that one is looked for, for a moment.
 - The traceback of the cause is shown whole; failures that follow from it are a line each.
 """
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.launch.endings import Death, Ending, describe, first_cause, is_echo, name_ranks, summarise
+from shoal.launch.endings import Death, Ending, describe, first_cause, is_echo, name_ranks, shorten, summarise
 from shoal.launch.output import Output
 from shoal.launch.worker import Worker
 
@@ -20,13 +22,14 @@ SETTLE_S = 2.0
 class Failures:
     """Of one run."""
 
-    def __init__(self, workers: Sequence[Worker], output: Output) -> None:
+    def __init__(self, workers: Sequence[Worker], output: Output, num_servers: int = 0) -> None:
         self.deaths: list[Death] = []
         """All workers that failed of themselves."""
         self.traceback: list[bytes] = []
         """Of the cause."""
         self._fatal: list[Death] = []
         self._workers = workers
+        self._num_servers = num_servers
         self._output = output
         self._settle_until_s = 0.0
         self._shown_errors: dict[str, None] = {}
@@ -69,6 +72,8 @@ class Failures:
             is_settling = is_uncertain or now_s < self._settle_until_s
             if is_settling and any(worker.is_alive for worker in self._workers):
                 return None
+        if cause.rank >= self._num_servers and all(worker.code for worker in self._trainers()):
+            cause = first_cause(self.deaths)
         self.traceback = self._show(self._workers[cause.rank], cause)
         self._output.say(describe(cause))
         return cause
@@ -89,11 +94,15 @@ class Failures:
                 self._output.say(line)
 
     def _can_do_without(self, worker: Worker) -> bool:
-        others = [other for other in self._workers if other is not worker]
-        living = [other for other in others if other.is_alive]
-        if living:
-            return all(other.survives_loss for other in living)
+        others = [other for other in self._trainers() if other is not worker]
+        if any(other.is_alive for other in others):
+            living = [other for other in self._workers if other.is_alive]
+            return worker.rank >= self._num_servers and all(other.survives_loss for other in living)
         return any(other.code == 0 and other.survives_loss for other in others)
+
+    def _trainers(self) -> Sequence[Worker]:
+        """Without the parameter servers, whose ranks are the first."""
+        return self._workers[self._num_servers :]
 
     def _show(self, worker: Worker, death: Death) -> list[bytes]:
         """Its traceback, which is shown unless one like it has been."""
@@ -112,6 +121,7 @@ class Failures:
         if death.is_consequence:
             worker.tracebacks.release()
         self._show(worker, death)
-        num_living = sum(other.is_alive for other in self._workers)
+        why = f" ({shorten(death.error)})" if death.is_consequence else ""
+        num_living = sum(other.is_alive for other in self._trainers())
         follows = f"the other {num_living} go on without it" if num_living > 1 else "the last one goes on"
-        self._output.say(f"{death}; {follows if num_living else 'the others had finished'}")
+        self._output.say(f"{death}{why}; {follows if num_living else 'the others had finished'}")

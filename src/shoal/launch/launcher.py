@@ -47,7 +47,7 @@ class Launcher:
         self._clock = clock
         self._crew = LocalCrew(settings, output, clock) if crew is None else crew
         self._workers = self._crew.workers
-        self._failures = Failures(self._workers, output)
+        self._failures = Failures(self._workers, output, settings.options.num_servers)
         self._stops = Stops(self._workers, SILENCE_S * settings.options.patience, output.say)
         self._ending: Ending | None = None
         self._signals_left: list[int] = []

@@ -30,8 +30,7 @@ class Placing:
         """Actors and where they are, those of a node one after the other; Refusal."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        num_gpus = self._choose_gpus()
-        group = self._reserve({"CPU": self._request.num_cpus, **({"GPU": num_gpus} if num_gpus else {})})
+        group, num_gpus = self._reserve()
         remote = self._ray.remote(AgentActor)
         actors = [
             remote.options(
@@ -55,17 +54,19 @@ class Placing:
         pairs = sorted(zip(actors, places, strict=True), key=lambda pair: order[pair[1].node])
         return [actor for actor, _ in pairs], [place for _, place in pairs]
 
-    def _reserve(self, bundle: dict[str, float]) -> Any:
-        """A placement group for as many workers as there is room for."""
+    def _reserve(self) -> tuple[Any, float]:
+        """A placement group for as many workers as there is room for, and the GPUs that each has there."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
         request = self._request
         patience_s = SHRINK_S
         for num_workers in range(request.num_workers, request.min_workers - 1, -1):
+            num_gpus = self._choose_gpus(num_workers)
+            bundle = {"CPU": request.num_cpus, **({"GPU": num_gpus} if num_gpus else {})}
             group = placement_group([bundle] * num_workers, strategy="PACK")
             limit_s = request.start_timeout_s if num_workers == request.min_workers else patience_s
             if self._wait_for(group, limit_s, _describe(num_workers, bundle)):
-                return group
+                return group, num_gpus
             remove_placement_group(group)
             patience_s = 1.0
         raise Refusal(
@@ -86,10 +87,10 @@ class Placing:
                 self._say(f"waiting for room for {workers} on the Ray cluster; {self._room()}")
         return True
 
-    def _choose_gpus(self) -> float:
+    def _choose_gpus(self, num_workers: int) -> float:
         if self._request.num_gpus is not None:
             return self._request.num_gpus
-        return 1.0 if sum(self._totals("GPU")) >= self._request.num_workers else 0.0
+        return 1.0 if sum(self._totals("GPU")) >= num_workers else 0.0
 
     def _totals(self, resource: str) -> Iterator[float]:
         """Of each node."""

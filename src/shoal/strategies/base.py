@@ -30,6 +30,7 @@ from shoal.strategies.keeping import Keeper
 from shoal.strategies.monitors import Monitors
 from shoal.strategies.optimizers import start_optimizers
 from shoal.strategies.options import CommonOptions, read_options
+from shoal.strategies.resuming import Resumed
 from shoal.strategies.schedule import rate_factor
 from shoal.strategies.start import require_equal, require_same_count, take_values
 from shoal.strategies.tenants import apply_survival, move_in, move_out
@@ -304,8 +305,9 @@ class Strategy(Checkpointed):
 
     def _start(self, attachment: Attachment, *, should_start_equal: bool) -> None:
         require_equal(self.group, attachment.named_tensors)
-        if self._take_up():
-            should_start_equal = False
+        resumed = self._take_up()
+        if resumed is not None:
+            should_start_equal = not resumed.is_exact
         if self.is_lockstep:
             require_same_count(self.group, self.name, self.steps, self.rounds)
         if should_start_equal:
@@ -316,6 +318,7 @@ class Strategy(Checkpointed):
             attachment.named_tensors,
             should_take_state=should_start_equal,
             must_be_equal=self.shares_gradients,
+            has_loaded=resumed is not None,
         )
 
     def _monitor(self, *, is_skipped: bool) -> None:
@@ -335,15 +338,15 @@ class Strategy(Checkpointed):
         if self.options.should_broadcast_buffers:
             self._share_buffers()
 
-    def _take_up(self) -> bool:
-        """Whether this worker has its own part of a checkpoint, and rank 0's values are not to be taken."""
+    def _take_up(self) -> Resumed | None:
+        """A checkpoint, if there is one; rank 0's values are to be taken unless it is exact."""
         resumed = self._keeper.resume(self.attachment, self.name)
         if resumed is None:
-            return False
+            return None
         if resumed.strategy != self.name:
             self.steps, self.rounds = resumed.step, resumed.step // self.options.local_steps
         elif resumed.is_exact:
             self.load_state_dict(resumed.state)
         else:
             self._load_common_state(resumed.state)
-        return resumed.is_exact
+        return resumed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ from shoal.data import ShardedLoader
 from shoal.group import Group
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.checkpoints import NUM_KEPT
-from shoal.strategies.ending import save_at_end
+from shoal.strategies.ending import save_at_end, save_first_at_end
 from shoal.strategies.keeping import Keeper, keep
 from shoal.strategies.replicas import common_model, own_model
 from shoal.strategies.resuming import extra_state, random_states
@@ -95,6 +96,14 @@ class Checkpointed(abc.ABC):
         """
         self.load_state_dict(state)
 
+    def _state_at_end(self) -> dict[str, Any]:
+        """The `state_dict` that is kept where workers leave one by one, and nothing can come to rest."""
+        return self.state_dict()
+
+    def _completed(self, contents: Contents) -> Contents:
+        """At the end, on the one worker that writes the common part; others may be gone, or not yet there."""
+        return contents
+
     def _save_at_end(self, *, should_leave: bool) -> None:
         """At a clean end, where the run keeps checkpoints by itself. Workers that leave do so one by one.
 
@@ -107,7 +116,10 @@ class Checkpointed(abc.ABC):
 
         def save_last(staging: Path) -> Path | None:
             optimizer = attachment.optimizer.state_dict()
-            contents = self._contents(None, own_model(attachment.model), optimizer)
+            model, state = own_model(attachment.model), self._state_at_end()
+            contents = replace(self._contents(None, model, optimizer, state), complete=self._completed)
+            if not self._keeper.is_common:
+                return save_first_at_end(self.group, staging, contents)
             return save_at_end(self.group, staging, contents, attachment if self.has_own_replica else None)
 
         self._keeper.end(self.steps, save_last)
@@ -117,8 +129,10 @@ class Checkpointed(abc.ABC):
         loaders: Sequence[ShardedLoader[Any]] | None,
         model: Mapping[str, torch.Tensor],
         optimizer: Mapping[str, Any],
+        state: Mapping[str, Any] | None = None,
     ) -> Contents:
-        attachment, state, places = self.attachment, self.state_dict(), keep(self.group, loaders).states()
+        attachment, places = self.attachment, keep(self.group, loaders).states()
+        state = self.state_dict() if state is None else state
         named = attachment.named_tensors
         unnamed = {name: tensor for name, tensor in named.items() if name not in model}
         own: dict[str, Any] = {"strategy": state, "random": random_states(), "loaders": places}

@@ -35,7 +35,8 @@ NUM_KEPT = 2
 _NAME = re.compile(r"step-(\d{8,})")
 _STAGING = re.compile(r"\.(step|end)-.*")
 _MANIFEST = "manifest.json"
-_REPLACED = "-replaced"
+_REPLACED = re.compile(r"\.(step-\d{8,})-.*-replaced")
+"""Out of the way of one of the same step; counts until that one has its name."""
 _UNREADABLE = -1
 _MAX_JSON_BYTES = 256 << 20
 _LEFTOVER_S = 3600.0  # what somebody began to write so long ago will not be finished
@@ -161,7 +162,7 @@ def seal(staging: Path, manifest: Manifest, num_kept: int = NUM_KEPT) -> Path:
     _write_json(staging, _MANIFEST, msgspec.structs.replace(manifest, number=number))
     path = folder / name
     if path.exists():
-        path.rename(folder / f".{name}-{secrets.token_hex(4)}{_REPLACED}")
+        path.rename(folder / f".{name}-{secrets.token_hex(4)}-replaced")
     staging.rename(path)
     sync_folder(folder)
     _prune(folder, num_kept)
@@ -174,19 +175,20 @@ def discard(staging: Path) -> None:
 
 
 def _prune(folder: Path, num_kept: int) -> None:
-    for _, path in _found(folder)[:-num_kept]:
-        discard(path)
+    found = [path for _, path in _found(folder)]
     for path in sorted(folder.iterdir()):
-        if _STAGING.fullmatch(path.name) is not None and path.is_dir():
+        if _STAGING.fullmatch(path.name) is not None and path.is_dir() and path not in found:
             age_s = SYSTEM_CLOCK.wall_s() - path.stat().st_mtime
-            if path.name.endswith(_REPLACED) or age_s > _LEFTOVER_S:
+            if _REPLACED.fullmatch(path.name) is not None or age_s > _LEFTOVER_S:
                 discard(path)
+    for path in found[:-num_kept]:
+        discard(path)
 
 
 def _found(folder: Path) -> list[tuple[int, Path]]:
     """Checkpoints with their numbers, whole or not, those that are certainly not before all others."""
     try:
-        paths = sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+        paths = sorted(path for path in folder.iterdir() if _is_name(path))
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -201,6 +203,13 @@ def _found(folder: Path) -> list[tuple[int, Path]]:
             number = open_checkpoint(path).manifest.number
         numbers.append(number)
     return sorted(zip(numbers, paths, strict=True))
+
+
+def _is_name(path: Path) -> bool:
+    replaced = _REPLACED.fullmatch(path.name)
+    if replaced is None:
+        return _NAME.fullmatch(path.name) is not None
+    return not path.with_name(replaced[1]).exists()
 
 
 def _write_tensors(staging: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, FileNote]:

@@ -1,10 +1,14 @@
 """The checkpoint at the end of a run, whose workers end one by one and wait for nobody.
 
-Each leaves its own part beside the checkpoints, and who finds itself the last makes one of all of them.
+Each leaves its own part beside the checkpoints, and who finds itself the last makes one of all of them. Where
+not all see the same folder, the first worker makes one of what it has.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +41,31 @@ def save_at_end(
     With an attachment, models differ, and their mean is written. A part that a lost worker would have left is
     not waited for. CheckpointError when it cannot be written.
     """
-    try:
+    with _told(staging.parent):
         return _save(group, staging, contents, attachment)
+
+
+def save_first_at_end(group: Group, staging: Path, contents: Contents) -> Path | None:
+    """The checkpoint, on the first worker that is not lost: what is common, and no worker's own part.
+
+    The others' loaders count as being where its own are. CheckpointError when it cannot be written.
+    """
+    if group.rank != next(rank for rank in range(group.size) if rank not in group.lost):
+        return None
+    with _told(staging.parent):
+        staging.mkdir(parents=True, exist_ok=True)
+        files = _write_common(staging, group, contents, dict.fromkeys(range(group.size), _places(contents)))
+        return checkpoints.seal(staging, Manifest(contents.step, group.size, contents.strategy, files))
+
+
+@contextlib.contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ShoalError, msgspec.MsgspecError) as error:
         what = error.what if isinstance(error, ShoalError) else str(error)
         raise CheckpointError(
-            f"No checkpoint of the end could be saved in {staging.parent}: {what}.",
+            f"No checkpoint of the end could be saved in {folder}: {what}.",
             next_step="make room, or give another folder.",
         ) from error
 
@@ -50,9 +73,8 @@ def save_at_end(
 def _save(group: Group, staging: Path, contents: Contents, attachment: Attachment | None) -> Path | None:
     (staging / "workers").mkdir(parents=True, exist_ok=True)
     notes = checkpoints.write_state(staging, f"workers/rank-{group.rank}", contents.own)
-    places = [None if state is None else places_of(state) for state in contents.loaders]
     with written(_said(staging, group.rank)) as path:
-        path.write_bytes(msgspec.json.encode(_Part(contents.step, places, notes)))
+        path.write_bytes(msgspec.json.encode(_Part(contents.step, _places(contents), notes)))
     ranks = [rank for rank in range(group.size) if rank not in group.lost]
     if not all(_said(staging, rank).exists() for rank in ranks):
         return None
@@ -69,15 +91,30 @@ def _save(group: Group, staging: Path, contents: Contents, attachment: Attachmen
     # who has done more steps than others cannot go on in step with them: then only what is common counts
     are_even = min(steps) == max(steps)
     files = {name: note for part in parts.values() for name, note in part.notes.items() if are_even}
-    model = contents.model if attachment is None else _mean(staging, list(parts), attachment)
-    loaders = merged(group, contents.loaders, {rank: part.places for rank, part in parts.items()})
-    files |= checkpoints.write_model(staging, model)
-    files |= checkpoints.write_state(staging, "optimizer", contents.optimizer)
-    files |= checkpoints.write_state(staging, "strategy", {**contents.common, "loaders": loaders})
+    if attachment is not None:
+        contents = replace(contents, model=_mean(staging, list(parts), attachment))
+    files |= _write_common(staging, group, contents, {rank: part.places for rank, part in parts.items()})
     for rank in parts:
         _said(staging, rank).unlink()
     (staging / "last").rmdir()
     return checkpoints.seal(staging, Manifest(max(steps), group.size, contents.strategy, files))
+
+
+def _write_common(
+    staging: Path, group: Group, contents: Contents, places: Mapping[int, Sequence[Any]]
+) -> dict[str, FileNote]:
+    if contents.complete is not None:
+        contents = contents.complete(contents)
+    loaders = merged(group, contents.loaders, places)
+    return {
+        **checkpoints.write_model(staging, contents.model),
+        **checkpoints.write_state(staging, "optimizer", contents.optimizer),
+        **checkpoints.write_state(staging, "strategy", {**contents.common, "loaders": loaders}),
+    }
+
+
+def _places(contents: Contents) -> list[Any]:
+    return [None if state is None else places_of(state) for state in contents.loaders]
 
 
 def _said(staging: Path, rank: int) -> Path:

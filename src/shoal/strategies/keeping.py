@@ -6,6 +6,7 @@ every so many steps and at a clean end. A second strategy of the group has `FOLD
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,7 @@ class Keeper:
         self._folder: Path | None = None
         self._every: int | None = None
         self._is_known = False
+        self._is_common = True
         self._token = ""
         self._random: Mapping[str, Any] | None = None
         self._saved_step: int | None = None
@@ -47,6 +49,11 @@ class Keeper:
     def folder(self) -> Path | None:
         """Where this run keeps its checkpoints, if it does so by itself; known once it is attached."""
         return self._folder
+
+    @property
+    def is_common(self) -> bool:
+        """Whether all workers see the same folder there."""
+        return self._is_common
 
     def ask(self, folder: Path, loaders: Sequence[ShardedLoader[Any]] | None) -> None:
         """Take up what is there when the strategy is attached next."""
@@ -120,7 +127,44 @@ class Keeper:
         folder = Path(options.checkpoint)
         self._folder = folder if number == 1 else folder / f"strategy-{number}"
         self._every = options.checkpoint_every
-        self._token = crew(self._group).share(secrets.token_hex(4))[0]
+        self._token, self._is_common = _meet(crew(self._group), self._folder)
+
+
+def _meet(group: Group, folder: Path) -> tuple[str, bool]:
+    """A word for what all write there together, and whether all can. Collective."""
+    first, token = group.members[0], secrets.token_hex(4)
+    is_made = group.rank == first and _make(folder / f".end-{token}")
+    token, is_made = group.share([token, is_made])[0]
+    sign = folder / f".end-{token}"
+    if not is_made:  # the first to save says why
+        return token, True
+    sees = group.share(_sees(sign))
+    if group.rank == first:
+        with contextlib.suppress(OSError):
+            sign.rmdir()
+        blind = [str(rank) for rank, sees_it in zip(group.members, sees, strict=True) if not sees_it]
+        if blind:
+            log.warning(
+                "ranks that do not see %s as rank %d does: %s. Checkpoints there are without their own "
+                "parts, and that of a clean end is what rank %d has then.",
+                folder, first, ", ".join(blind), first,
+            )  # fmt: skip
+    return token, all(sees)
+
+
+def _sees(folder: Path) -> bool:
+    try:
+        return folder.exists()
+    except OSError:
+        return False
+
+
+def _make(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True)
+    except OSError:
+        return False
+    return True
 
 
 def keep(group: Group, loaders: Sequence[ShardedLoader[Any]] | None) -> KeptLoaders:

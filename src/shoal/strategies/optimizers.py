@@ -1,4 +1,4 @@
-"""Optimizers at the start: built alike on all members, and with rank 0's state where that has any.
+"""Optimizers at the start: built alike on all members, or with what rank 0 has, where that is further on.
 
 So a checkpoint that only rank 0 has loaded is everybody's. State goes by the order of the parameters in the
 optimizer, which is compared by name; schedulers are no part of it.
@@ -39,9 +39,11 @@ def start_optimizers(
     *,
     should_take_state: bool,
     must_be_equal: bool,
+    has_loaded: bool = False,
 ) -> None:
-    """Compare settings, or take settings and state of rank 0 where that has state. Collective.
+    """Compare settings, or take settings and state of rank 0 where that has state or `has_loaded` some.
 
+    Collective. What is loaded may be settings alone, such as a rate that a scheduler has changed.
     Settings that differ are an error, on all members, where they `must_be_equal`, and a warning elsewhere.
     """
     accounts = [msgspec.convert(account, Account) for account in group.share(_account(optimizer, named))]
@@ -53,7 +55,7 @@ def start_optimizers(
                 f"rank {ranks[0]}.",
                 next_step="give it the same parameters, in the same groups and order, on all workers.",
             )
-    if should_take_state and accounts[0].has_state:
+    if should_take_state and (has_loaded or accounts[0].has_state):
         state = take_state(group, optimizer.state_dict)
         if group.rank:
             optimizer.load_state_dict(state)

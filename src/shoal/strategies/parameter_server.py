@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -22,14 +23,15 @@ from shoal.group import Group
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.base import Strategy
 from shoal.strategies.options import CommonOptions
-from shoal.strategies.replicas import common_model
+from shoal.strategies.replicas import own_model
+from shoal.strategies.saving import Contents
 from shoal.strategies.schedule import rate_factor
 from shoal.strategies.server import Server
 from shoal.strategies.server_channel import Channel, Kind, open_channel
 from shoal.strategies.server_link import Link
 from shoal.strategies.server_options import ParameterServerOptions
 from shoal.strategies.server_settings import OptimizerNumbers
-from shoal.strategies.server_start import give_servers_state, take_first_worker
+from shoal.strategies.server_start import give_servers_state, take_first_worker, whole_state
 from shoal.strategies.server_sync import SyncServer
 from shoal.strategies.server_update import Updater
 
@@ -59,6 +61,7 @@ class ParameterServer(Strategy):
         self._channel: Channel | None = None
         self._sums: list[torch.Tensor | None] = []
         self._hidden: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+        self._is_void = False
         self._stats: dict[str, Any] = {}
 
     @property
@@ -136,6 +139,12 @@ class ParameterServer(Strategy):
         self._stats = server.summary()
         return do_all_stay
 
+    def settle(self) -> None:
+        """As for all strategies; with backup workers also wait until all have called it, and pull."""
+        super().settle()
+        if self.options.mode == "sync" and self.options.num_aggregate is not None:
+            self._rest()
+
     # --- a worker ---
 
     def _start(self, attachment: Attachment, *, should_start_equal: bool) -> None:
@@ -170,6 +179,12 @@ class ParameterServer(Strategy):
                 "parameter-server cannot step with a closure: the servers have gradients, and no data.",
                 next_step="use an optimizer that steps by gradients (SGD, Adam), or another strategy.",
             )
+        # a GradScaler leaves it to fused optimizers to divide by the scale, and to do nothing with an inf
+        found_inf = getattr(self.attachment.optimizer, "found_inf", None)
+        self._is_void = found_inf is not None and bool(found_inf)
+        if self._is_void:
+            self._hide()
+            return
         gradients = self._summed()
         if not self.is_round:
             return
@@ -177,14 +192,13 @@ class ParameterServer(Strategy):
         assert self._channel is not None
         self._link.push(gradients, self._channel.numbers.read(rate_factor(self.options, self.steps)))
         if self._is_pulling:
-            parameters = _optimized(self.attachment)
-            self._hidden = [(parameter, parameter.grad) for parameter in parameters]
-            for parameter in parameters:
-                parameter.grad = None
+            self._hide()
 
     def _after_step(self) -> None:
         self._restore()
-        if self.is_round:
+        if self._is_void:
+            self._skipped_step()
+        elif self.is_round:
             assert self._link is not None
             self._link.finish_push()
             self._sums = [None] * len(self._sums)
@@ -204,15 +218,27 @@ class ParameterServer(Strategy):
 
     def _summed(self) -> Sequence[torch.Tensor | None]:
         """The gradients since the last push."""
-        parameters = _optimized(self.attachment)
+        gradients = [parameter.grad for parameter in _optimized(self.attachment)]
+        scale = getattr(self.attachment.optimizer, "grad_scale", None)
+        if scale is not None:
+            gradients = [
+                None if gradient is None else gradient * (1 / float(scale)) for gradient in gradients
+            ]
         if self.options.local_steps == 1:
-            return [parameter.grad for parameter in parameters]
-        for index, parameter in enumerate(parameters):
-            gradient, known = parameter.grad, self._sums[index]
+            return gradients
+        for index, gradient in enumerate(gradients):
+            known = self._sums[index]
             if gradient is not None:
-                gradient = gradient.to_dense() if gradient.is_sparse else gradient.detach()
-                self._sums[index] = gradient.clone() if known is None else known.add_(gradient)
+                dense = gradient.to_dense() if gradient.is_sparse else gradient.detach()
+                self._sums[index] = dense.clone() if known is None else known.add_(dense)
         return self._sums
+
+    def _hide(self) -> None:
+        """The worker's own optimizer has nothing to do in this step."""
+        parameters = _optimized(self.attachment)
+        self._hidden = [(parameter, parameter.grad) for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
 
     def _restore(self) -> None:
         """What was hidden from the optimizer."""
@@ -222,15 +248,17 @@ class ParameterServer(Strategy):
 
     def _average_all(self) -> None:
         """There is one model: everybody takes it as it is now."""
-        assert self._link is not None
-        self._link.pull()
+        self._rest()
+
+    def _rest(self) -> None:
+        """Before workers wait for each other: no server waits then for one that does."""
+        if self._link is not None:
+            self._link.rest()
 
     # --- checkpoints ---
 
-    def _common_model(self) -> dict[str, torch.Tensor]:
-        if self._link is not None:
-            self._link.pull()
-        return common_model(self.group, self.attachment.model, are_equal=True)
+    def _before_saving(self) -> None:
+        self._rest()
 
     def _common_optimizer(self) -> dict[str, Any]:
         """What the servers' optimizers keep."""
@@ -240,6 +268,18 @@ class ParameterServer(Strategy):
         state = give_servers_state(self._channel.group, self._channel.num_servers, self.attachment.optimizer)
         self._link.wait_for_all()
         return state
+
+    def _save_at_end(self, *, should_leave: bool) -> None:
+        if self._link is not None and self._keeper.folder is not None:
+            # what the last worker finds on the servers is all that was pushed
+            self._link.wait_for_all()
+        super()._save_at_end(should_leave=should_leave)
+
+    def _completed(self, contents: Contents) -> Contents:
+        if self._link is None:
+            return contents
+        optimizer = whole_state(self.attachment.optimizer, self._link.take_states())
+        return replace(contents, model=own_model(self.attachment.model), optimizer=optimizer)
 
     # --- the end ---
 
@@ -276,6 +316,12 @@ def _check(options: ParameterServerOptions) -> None:
         raise UsageError(
             f"pull_every {options.pull_every} is for async: {options.mode} bounds how old gradients are.",
             next_step="leave pull_every at 1; local_steps makes rounds rarer in all modes.",
+        )
+    if options.delay_compensation and options.pull_every > 1:
+        raise UsageError(
+            f"pull_every {options.pull_every} does not go with delay_compensation: the servers know what a "
+            "worker has pulled, and not where it has gone from there.",
+            next_step="leave one of them as it is by default.",
         )
     if options.mode == "sync" and options.delay_compensation:
         raise UsageError(

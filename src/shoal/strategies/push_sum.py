@@ -163,6 +163,10 @@ class PushSum(OneSidedStrategy):
         means = mean_over(self.group, [parameters[name].detach() * factor for name in names])
         return {**common, **dict(zip(names, means, strict=True))}
 
+    def _state_at_end(self) -> dict[str, Any]:
+        """What is under way then is nobody's: all begin anew with a weight of 1, as after a loss."""
+        return {**self.state_dict(), "weight": 1.0}
+
     def _load_common_state(self, state: Mapping[str, Any]) -> None:
         self.load_state_dict({**state, "weight": 1.0})
 

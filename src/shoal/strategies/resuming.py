@@ -95,6 +95,9 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 def _own(group: Group, found: Checkpoint | None, path: Path, strategy: str) -> Checkpoint | None:
     """The checkpoint, if this worker's own part is in it and whole."""
     name = f"workers/rank-{group.rank}"
+    if found is None and not path.exists():
+        log.warning("rank %d does not see %s, and begins with what rank 0 gives it", group.rank, path)
+        return None
     try:
         checkpoint = found or checkpoints.open_checkpoint(path)
         manifest = checkpoint.manifest

@@ -36,6 +36,8 @@ class Contents:
     common: Mapping[str, Any]
     own: Mapping[str, Any]
     loaders: Sequence[Mapping[str, Any] | None]
+    complete: Callable[[Contents], Contents] | None = None
+    """At the end: adds what only the worker that writes the common part has to ask for."""
 
 
 def save(group: Group, folder: Path, contents: Contents, num_kept: int) -> Path:

@@ -19,6 +19,7 @@ from shoal.core import Deadline
 from shoal.group import Handle
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.server_channel import Channel, Kind, Order, Reply
+from shoal.strategies.server_handing import hand_state
 from shoal.strategies.server_start import give_servers_state
 from shoal.strategies.server_update import Updater
 from shoal.strategies.staleness import Staleness
@@ -51,6 +52,11 @@ class Visitor:
     """Rounds by which it led the slowest when it was let go on."""
     is_done: bool = False
     stays: bool = False
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether it waits for the other workers, and sends nothing until they have come, too."""
+        return self.order is not None and self.order.kind in (Kind.REST, Kind.GIVE)
 
 
 class Server:
@@ -118,7 +124,8 @@ class Server:
     def _skip(self, visitor: Visitor, order: Order) -> None:
         """A step without gradients."""
         visitor.reply.num_handled += 1
-        self._release(visitor, visitor.clock + 1)
+        if self._release(visitor, visitor.clock + 1):
+            self._lay_out(visitor)
         self._finish_round(visitor)
 
     def _miss(self, visitor: Visitor) -> None:
@@ -136,8 +143,8 @@ class Server:
     def _advance(self, visitor: Visitor) -> bool:
         if visitor.order is None:
             return self._take_order(visitor)
-        if visitor.order.kind == Kind.GIVE:
-            return self._give()
+        if visitor.is_resting:
+            return self._meet(visitor.order.kind)
         return self._advance_push(visitor)
 
     def _take_order(self, visitor: Visitor) -> bool:
@@ -162,17 +169,25 @@ class Server:
             visitor.reply.summary = self.summary()
             self._tell(visitor)
             self._miss(visitor)
+        elif order.kind == Kind.HAND:
+            state = self._attachment.optimizer.state_dict()["state"]
+            flats = [self._channel.flats[chunk.number] for chunk in self._share]
+            hand_state(self._channel.states, visitor.rank, [state, flats])
+            visitor.reply.num_handled += 1
+            self._tell(visitor)
         else:
             visitor.order = order
         return True
 
-    def _give(self) -> bool:
-        """A collective, once all that are left have asked for it."""
+    def _meet(self, kind: Kind) -> bool:
+        """What is done with all workers that are left, once they have asked for it."""
         visitors = self._open()
-        if any(visitor.order is None or visitor.order.kind != Kind.GIVE for visitor in visitors):
+        if any(visitor.order is None or visitor.order.kind != kind for visitor in visitors):
             return False
-        give_servers_state(self._channel.group, self._channel.num_servers, self._attachment.optimizer)
+        if kind == Kind.GIVE:
+            give_servers_state(self._channel.group, self._channel.num_servers, self._attachment.optimizer)
         for visitor in visitors:
+            self._lay_out(visitor)
             visitor.order = None
             visitor.reply.num_handled += 1
             self._tell(visitor)
@@ -255,8 +270,7 @@ class Server:
     def _release_all(self) -> None:
         for visitor in self._open():
             if visitor.reply.released < visitor.clock and self._release(visitor, visitor.clock):
-                for position in range(len(self._share)):
-                    self._updater.lay_out(position, visitor.rank)
+                self._lay_out(visitor)
                 self._tell(visitor)
 
     def _release(self, visitor: Visitor, clock: int) -> bool:
@@ -268,6 +282,11 @@ class Server:
         visitor.lead = lead
         visitor.reply.released = clock
         return True
+
+    def _lay_out(self, visitor: Visitor) -> None:
+        """All chunks, for a worker that reads them next."""
+        for position in range(len(self._share)):
+            self._updater.lay_out(position, visitor.rank)
 
     def _open(self) -> list[Visitor]:
         return [visitor for visitor in self._visitors if not visitor.is_done]

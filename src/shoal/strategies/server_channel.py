@@ -19,6 +19,7 @@ import torch
 
 from shoal.core.errors import UsageError
 from shoal.group import Group, Handle, Window
+from shoal.strategies.server_handing import PIECE_BYTES
 from shoal.strategies.server_options import ParameterServerOptions
 from shoal.strategies.server_settings import OptimizerNumbers
 from shoal.strategies.shares import MAX_CHUNKS, Chunk, plan_chunks
@@ -43,9 +44,13 @@ class Kind(enum.IntEnum):
     PUSH = 0
     SKIP = 1
     """A step without gradients: nothing follows, and it counts."""
-    GIVE = 2
+    REST = 2
+    """Until all workers have asked: then everything that they have pushed is applied."""
+    GIVE = 3
     """Once all workers have asked: a collective in which the servers give their optimizers' state."""
-    BYE = 3
+    HAND = 4
+    """The server gives its optimizer's state to this worker alone."""
+    BYE = 5
 
 
 @dataclass(slots=True)
@@ -114,6 +119,8 @@ class Channel:
     orders: Window
     replies: Window
     gradients: list[Window]
+    states: Window
+    """For what a server hands over; see `server_handing`."""
     flats: list[torch.Tensor]
     """Of each chunk, memory of the group: a server's are published, a worker's are its parameters."""
     thens: list[list[torch.Tensor]]
@@ -163,7 +170,7 @@ class Channel:
 
     def close(self) -> None:
         """Give everything back; collective."""
-        for window in (self.orders, self.replies, *self.gradients):
+        for window in (self.orders, self.replies, *self.gradients, self.states):
             window.close()
         memory = [*self.flats, *(flat for flats in self.thens for flat in flats)]
         for flat in memory:
@@ -191,7 +198,8 @@ def open_channel(
     is_server = group.rank < num_servers
     writers = workers if is_server else ()
     orders = group.window(f"{_NAME} orders", len(numbers.names) + max(widths), torch.float64, sources=writers)
-    replies = group.window(f"{_NAME} replies", 1, sources=() if is_server else range(num_servers))
+    readers = () if is_server else range(num_servers)
+    replies = group.window(f"{_NAME} replies", 1, sources=readers)
     gradients = [
         group.window(
             f"{_NAME} gradients {chunk.number}",
@@ -201,6 +209,7 @@ def open_channel(
         )
         for chunk, packing in zip(chunks, packings, strict=True)
     ]
+    states = group.window(f"{_NAME} states", PIECE_BYTES, torch.uint8, sources=readers)
     flats = [group.empty(chunk.num_elements, chunk.dtype) for chunk in chunks]
     thens = (
         [[group.empty(chunk.num_elements, chunk.dtype) for chunk in chunks] for _ in workers]
@@ -217,6 +226,7 @@ def open_channel(
         orders,
         replies,
         gradients,
+        states,
         flats,
         thens,
         shares,

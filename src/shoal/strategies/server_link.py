@@ -7,6 +7,7 @@ pushed from where it lies, so that a push is one copy, too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,9 +15,10 @@ from torch import nn
 from shoal.core import Deadline, PeerLost
 from shoal.group import Handle
 from shoal.strategies.server_channel import Channel, Kind, Order, Reply
+from shoal.strategies.server_handing import Incoming
 from shoal.strategies.shares import Chunk
 from shoal.tensors import TensorSpec, describe
-from shoal.tensors.codecs import Codec, ErrorFeedback, codec_from_name
+from shoal.tensors.codecs import ErrorFeedback, codec_from_name
 from shoal.tensors.memory import copy_into
 from shoal.tensors.packing import densify
 
@@ -48,7 +50,7 @@ class Link:
         self._replies = [Reply() for _ in range(channel.num_servers)]
         self._due = [0] * len(channel.chunks)
         """How much its server must have handled before a chunk is read."""
-        self._feedback: Codec = ErrorFeedback(codec_from_name(channel.options.compression))
+        self._feedback = ErrorFeedback(codec_from_name(channel.options.compression))
         self.clock = 0
         self.num_pushes = self.num_pulls = 0
         self.pushed_bytes = [0] * channel.num_servers
@@ -113,10 +115,7 @@ class Link:
                 raise self._lost(chunk.server)
             self._versions[chunk.number] = version
             self.pulled_bytes[chunk.server] += chunk.num_elements * chunk.dtype.itemsize
-        for members, tensors in zip(self._members, self._tensors, strict=True):
-            for parameter, tensor in zip(members, tensors, strict=True):
-                if parameter.data_ptr() != tensor.data_ptr():
-                    parameter.data = tensor
+        self._adopt()
         self.num_pulls += 1
 
     def skip(self) -> None:
@@ -125,6 +124,34 @@ class Link:
         self.ask(Kind.SKIP)
         self.wait_for_all()
         self.pull()
+
+    def rest(self) -> None:
+        """Wait until all workers do so and all that was pushed is applied; then pull."""
+        self.ask(Kind.REST)
+        self.wait_for_all()
+        self.pull()
+
+    def take_states(self) -> list[Any]:
+        """What each server's optimizer keeps, and its parameters of that moment; nobody else takes part."""
+        self.ask(Kind.HAND)
+        window = self._channel.states
+        incoming = [Incoming() for _ in range(self._channel.num_servers)]
+        while not all(state.is_whole for state in incoming):
+            filled = window.wait(Deadline.after(_LOOK_S))
+            for server in filled:
+                with window.slot(server) as slot:
+                    if slot.num_writes:
+                        incoming[server].take(slot)
+                        slot.clear()
+            if not filled:
+                self._require_servers()
+        self.wait_for_all()
+        states = [state.state() for state in incoming]
+        for share, (_, flats) in zip(self._channel.shares, states, strict=True):
+            for chunk, flat in zip(share, flats, strict=True):
+                self._channel.flats[chunk.number].copy_(flat)
+        self._adopt()
+        return [state for state, _ in states]
 
     def ask(self, kind: Kind, *, stays: bool = False) -> None:
         """Send an order that no gradients follow."""
@@ -152,6 +179,13 @@ class Link:
                 parameter.data = parameter.detach().clone()
         self._tensors, self._buffers = [], {}
 
+    def _adopt(self) -> None:
+        """The parameters are what was read, also where somebody has put others into their place."""
+        for members, tensors in zip(self._members, self._tensors, strict=True):
+            for parameter, tensor in zip(members, tensors, strict=True):
+                if parameter.data_ptr() != tensor.data_ptr():
+                    parameter.data = tensor
+
     def _is_due(self, chunk: Chunk) -> bool:
         reply = self._replies[chunk.server]
         if self._channel.options.mode == "bounded" and reply.released < self.clock:
@@ -173,10 +207,13 @@ class Link:
                     self._replies[server] = Reply.of(slot.note)
                     slot.clear()
         if not filled:
-            members = self._channel.group.members
-            for server in range(self._channel.num_servers):
-                if server not in members:
-                    raise self._lost(server)
+            self._require_servers()
+
+    def _require_servers(self) -> None:
+        members = self._channel.group.members
+        for server in range(self._channel.num_servers):
+            if server not in members:
+                raise self._lost(server)
 
     def _lost(self, server: int) -> PeerLost:
         loss = self._channel.group.lost.get(server)
@@ -207,10 +244,21 @@ class Link:
         return flat
 
     def _encode(self, chunk: Chunk, gradients: Gradients) -> torch.Tensor | None:
-        """The bytes that travel; None for what holds an inf or a nan, which is not pushed."""
+        """The bytes that travel; None for what holds an inf or a nan, which is not pushed.
+
+        What was kept of parameters without a gradient waits until they have one: nothing of them is applied.
+        """
         packing = self._channel.packings[chunk.number]
         assert packing is not None
-        encoded = self._feedback.encode(self._flat(chunk, gradients), str(chunk.number))
+        slot, residuals = str(chunk.number), self._feedback.residuals
+        picked = chunk.layout.pick(gradients)
+        absent = [span for span, gradient in zip(chunk.spans, picked, strict=True) if gradient is None]
+        kept = residuals[slot].clone() if absent and slot in residuals else None
+        for span in absent if kept is not None else ():
+            residuals[slot][span] = 0
+        encoded = self._feedback.encode(self._flat(chunk, gradients), slot)
+        for span in absent if slot in residuals else ():
+            residuals[slot][span] = 0 if kept is None else kept[span]
         if encoded.meta != packing.meta:
             return None
         parts = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in encoded.buffers]

@@ -1,7 +1,6 @@
 """The numbers of an optimizer's groups (lr, momentum, betas): a worker's schedule, obeyed on the servers.
 
-They travel as one list of numbers. What is no number (nesterov, foreach) stays as the server's program has
-made it.
+They travel as one list of numbers. What is no number (nesterov, foreach) stays as it was at attach.
 """
 
 from __future__ import annotations

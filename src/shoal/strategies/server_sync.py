@@ -33,7 +33,8 @@ class SyncServer(Server):
 
     @property
     def _num_wanted(self) -> int:
-        return min(self._wanted, len(self._open()))
+        """Without those that rest: they wait for the others, and would be waited for in vain."""
+        return min(self._wanted, sum(not visitor.is_resting for visitor in self._open()))
 
     @property
     def _is_updating(self) -> bool:
@@ -58,7 +59,7 @@ class SyncServer(Server):
     def _skip(self, visitor: Visitor, order: Order) -> None:
         """It is one of those that are waited for, and adds nothing."""
         if min(order.versions) == min(self.versions) and not self._is_updating:
-            visitor.order = order
+            visitor.order, visitor.is_dropped = order, False
             self._chosen.append(visitor)
         else:
             super()._skip(visitor, order)
@@ -68,7 +69,8 @@ class SyncServer(Server):
         return (self._is_updating and self._update()) or has_moved
 
     def _advance_push(self, visitor: Visitor) -> bool:
-        return visitor.is_dropped and super()._advance_push(visitor)
+        is_push = visitor.order is not None and visitor.order.kind == Kind.PUSH
+        return is_push and visitor.is_dropped and super()._advance_push(visitor)
 
     def _update(self) -> bool:
         """Average and apply one chunk, if all of it is there."""
@@ -121,8 +123,9 @@ class SyncServer(Server):
         if visitor in self._late:
             self._late.remove(visitor)
         besides = ""
-        if self._num_wanted < self._wanted:
-            besides = f", with {self._num_wanted} instead of {self._wanted} gradients for an update"
+        num_left = len(self._open())
+        if num_left < self._wanted:
+            besides = f", with {num_left} instead of {self._wanted} gradients for an update"
         self._say_lost(visitor, besides)
         self._release_all()
 

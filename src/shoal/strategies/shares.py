@@ -42,6 +42,13 @@ class Chunk:
         """Whether it is one whole parameter, without gaps."""
         return len(self.layout.slots) == 1
 
+    @property
+    def spans(self) -> list[slice]:
+        """Where each parameter lies among the elements."""
+        starts = [slot.offset_bytes // self.dtype.itemsize for slot in self.layout.slots]
+        sizes = [size_bytes(slot.spec) // self.dtype.itemsize for slot in self.layout.slots]
+        return [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Flat memory of the chunk as tensors of its parameters' shapes and strides."""
         dtype = DTYPES[self.layout.dtype]

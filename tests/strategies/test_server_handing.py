@@ -1,0 +1,53 @@
+import threading
+
+import pytest
+import torch
+
+from group.hosts import open_hosts
+from shoal.core import CheckpointError
+from shoal.strategies.server_handing import PIECE_BYTES, Incoming, hand_state
+
+STATES = [
+    {},
+    {
+        0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(PIECE_BYTES // 4 + 5), "none": torch.empty(0)},
+        1: {"half": torch.randn(7).bfloat16(), "is_on": True, "flags": torch.tensor([True, False])},
+        2: [torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), PIECE_BYTES],
+    },
+    [torch.arange(PIECE_BYTES, dtype=torch.uint8)],
+]
+
+
+def handed(state):
+    with open_hosts(2) as groups:
+        windows = [None, None]
+
+        def serve():
+            windows[0] = groups[0].window("states", PIECE_BYTES, torch.uint8, sources=())
+            hand_state(windows[0], 1, state)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        window = groups[1].window("states", PIECE_BYTES, torch.uint8, sources=[0])
+        incoming = Incoming()
+        while not incoming.is_whole:
+            for source in window.wait():
+                with window.slot(source) as slot:
+                    incoming.take(slot)
+                    slot.clear()
+        thread.join(20)
+        assert not window.filled()
+        return incoming.state()
+
+
+@pytest.mark.parametrize("state", STATES, ids=["nothing", "several pieces", "a little more than one"])
+def test_a_state_arrives_as_it_was(state):
+    got = handed(state)
+    torch.testing.assert_close(got, state, rtol=0, atol=0)
+    if len(state) == 3:
+        assert got[2][0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_what_cannot_travel_is_told():
+    with pytest.raises(CheckpointError, match="type object"):
+        handed({0: object()})
