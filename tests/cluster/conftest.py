@@ -1,24 +1,21 @@
 """Machines for training runs, and runs whose lines come with the time at which they were read."""
 
 import contextlib
-import os
-import signal
 import threading
 import time
 
 import pytest
 
 from launch.machines import two_machines
-from launch.programs import is_running
 
 LIMIT_S = 60
 
 
 class Run:
-    """Of `shoal run` with its head in a machine; what it prints is kept, and is to be seen while it runs."""
+    """Of `shoal run`; what it prints is kept, and is to be seen while it runs."""
 
-    def __init__(self, machine, *words):
-        self.process = machine.start(*machine.shoal_words(*words))
+    def __init__(self, process):
+        self.process = process
         self._lines = {"out": [], "err": []}
         self._has_more = threading.Condition()
         streams = {"out": self.process.stdout, "err": self.process.stderr}
@@ -96,21 +93,8 @@ def run_on():
     with contextlib.ExitStack() as stack:
 
         def run_on(machine, *words):
-            run = Run(machine, *words)
+            run = Run(machine.start(*machine.shoal_words(*words)))
             stack.callback(run.close)
             return run
 
         yield run_on
-
-
-def kill_all(pids):
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def wait_until_ended(pids, limit_s=10.0):
-    end_s = time.monotonic() + limit_s
-    while any(map(is_running, pids)) and time.monotonic() < end_s:
-        time.sleep(0.01)
-    assert not any(map(is_running, pids))

@@ -1,29 +1,54 @@
 """A Ray cluster of two nodes on this machine, as a process: it prints the address, then does what it reads.
 
 `kill` kills the second node as if its power had failed, `add` adds it anew, the end of its input ends it all.
+Its argument is how many CPUs each node has. `Cluster` is what starts it and speaks with it.
 """
 
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
-NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
+
+class Cluster:
+    """Two nodes, in a process of their own."""
+
+    def __init__(self, log, num_cpus=1):
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(num_cpus)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        self.address = self._process.stdout.readline().strip()
+
+    def ask(self, words):
+        self._process.stdin.write(f"{words}\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == "done\n"
+
+    def close(self):
+        with self._process:
+            self._process.stdin.close()
+            self._process.wait(40)
 
 
-def main() -> None:
+def main(num_cpus) -> None:
+    node = {"num_cpus": int(num_cpus), "object_store_memory": 80 << 20}
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
-    second = cluster.add_node(**NODE)
+    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    second = cluster.add_node(**node)
     cluster.wait_for_nodes()
     print(cluster.address, file=answers)
     for line in sys.stdin:
         if line == "add\n":
-            second = cluster.add_node(**NODE)
+            second = cluster.add_node(**node)
         else:
             for pid in tree_of(second.all_processes["raylet"][0].process.pid):
                 with contextlib.suppress(ProcessLookupError):
@@ -46,4 +71,4 @@ def tree_of(pid):
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

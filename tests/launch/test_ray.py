@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch.programs import Done, Recorder, is_running, read_pid
+from launch.ray_cluster import Cluster
 from shoal.core.errors import ShoalError, UsageError
 from shoal.core.run_options import RunOptions
 from shoal.launch import Elastic, LaunchSettings
@@ -21,28 +21,6 @@ def on_ray(test):
     has_ray = importlib.util.find_spec("ray") is not None
     test = pytest.mark.skipif(not has_ray, reason="Ray is not installed")(test)
     return pytest.mark.timeout(180)(pytest.mark.slow(test))
-
-
-class Cluster:
-    def __init__(self, log):
-        self._process = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("ray_cluster.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
-        self.address = self._process.stdout.readline().strip()
-
-    def ask(self, words):
-        self._process.stdin.write(f"{words}\n")
-        self._process.stdin.flush()
-        assert self._process.stdout.readline() == "done\n"
-
-    def close(self):
-        with self._process:
-            self._process.stdin.close()
-            self._process.wait(40)
 
 
 @pytest.fixture(scope="module")

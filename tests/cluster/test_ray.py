@@ -1,0 +1,116 @@
+"""Training on a Ray cluster of two nodes loses a worker, a server or a node, and resumes with fewer workers."""
+
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cluster.conftest import Run
+from cluster.enduring import STEPS_AFTER
+from cluster.test_resuming import KILLED_AT, SAVED_AT, SAVING, loss_of, told
+from launch.programs import is_running
+from launch.ray_cluster import Cluster
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
+]
+ENDURING, RESUMING = (Path(__file__).with_name(name) for name in ("enduring.py", "resuming.py"))
+NAMING_S = 10
+
+
+@pytest.fixture(scope="module")
+def ray(tmp_path_factory):
+    with (tmp_path_factory.mktemp("ray") / "cluster.log").open("w") as log:
+        cluster = Cluster(log, num_cpus=2)
+        yield cluster
+        cluster.close()
+
+
+@pytest.fixture
+def train(ray):
+    """Starts `shoal run --engine ray`; ended with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def train(strategy, *words):
+            words = ["--engine", "ray", "--address", ray.address, "--strategy", strategy, *words]
+            process = subprocess.Popen(
+                [sys.executable, "-m", "shoal", "run", *map(str, words)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            run = Run(process)
+            stack.callback(run.close)
+            return run
+
+        yield train
+
+
+def finished(run):
+    return sorted(line for line in run.out if "without" in line)
+
+
+def test_a_killed_worker_is_done_without(train):
+    run = train("neighbor", "-np", 4, ENDURING, 1)
+    pids = run.pids(4)
+    began_s = time.monotonic()
+    os.kill(pids[2], signal.SIGKILL)
+    assert run.finish() == 0, run.err
+    assert run.named_s("rank 2 was killed by signal 9 (SIGKILL)", began_s) < NAMING_S
+    assert finished(run) == [f"[{rank}] {STEPS_AFTER} steps without [2]" for rank in (0, 1, 3)]
+
+
+def test_a_killed_server_ends_the_run_and_is_named(train):
+    run = train("parameter-server", "-np", 3, "--num-servers", 1, ENDURING, 1)
+    pids = run.pids(4)
+    began_s = time.monotonic()
+    os.kill(pids[0], signal.SIGKILL)
+    assert run.finish() != 0
+    assert run.named_s("rank 0 was killed by signal 9 (SIGKILL)", began_s) < NAMING_S
+    assert time.monotonic() - began_s < NAMING_S
+    assert not any(map(is_running, pids.values()))
+
+
+def test_a_node_that_dies_is_done_without(ray, train):
+    run = train("neighbor", "-np", 4, ENDURING, 2)
+    pids = run.pids(4)
+    began_s = time.monotonic()
+    ray.ask("kill")
+    code = run.finish()
+    ray.ask("add")
+    assert code == 0, run.err
+    lost = [rank for rank in range(4) if f"[{rank}] {STEPS_AFTER} steps" not in "\n".join(run.out)]
+    assert lost in ([0, 1], [2, 3])
+    assert finished(run) == [
+        f"[{rank}] {STEPS_AFTER} steps without {lost}" for rank in pids if rank not in lost
+    ]
+    assert run.named_s(f"rank {lost[0]}", began_s) < NAMING_S
+
+
+def test_a_run_that_loses_a_node_reaches_the_same_loss_on_the_other(ray, train, tmp_path):
+    def start(name, *words, stop=0):
+        words = ["--checkpoint", tmp_path / name, *SAVING, *words]
+        return train("all-reduce", "-np", 4, *words, RESUMING, stop)
+
+    whole = start("whole")
+    assert whole.finish() == 0, whole.err
+    run = start("checkpoint", "--max-restarts", 1, "--min-np", 2, stop=KILLED_AT)
+    run.pids(4)
+    began_s = time.monotonic()
+    ray.ask("kill")
+    code = run.finish()
+    ray.ask("add")
+    assert code == 0, run.err
+    assert run.named_s("is lost with rank", began_s) < NAMING_S
+    assert "restart 1 of 1 with 2 workers" in run.err
+    assert told(run, "begins")[4:] == [f"begins at {SAVED_AT}"] * 2
+    assert loss_of(tmp_path / "checkpoint") == pytest.approx(loss_of(tmp_path / "whole"), abs=1e-5)
