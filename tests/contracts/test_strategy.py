@@ -51,8 +51,17 @@ def test_a_worker_out_of_data_leaves(workers, name):
         assert others[0] == pytest.approx(others[1])
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("what", ["rounds", "limits", "loops"])
+@pytest.mark.parametrize(
+    ("what", "size"),
+    [
+        ("rounds", 4),
+        ("loops", 2),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("rounds", 2), ("limits", 2), ("limits", 4), ("loops", 4))
+        ),
+    ],
+)
 def test_on_several_machines(workers, what, size):
     """Of two workers each, or of one."""
     workers.run(getattr(checks, what), size, list(EVERY), kind="torch", timeout_s=60)

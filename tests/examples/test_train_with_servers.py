@@ -35,6 +35,7 @@ def test_alone_it_trains_without_servers(monkeypatch, capsys):
     assert "server 0" not in printed
 
 
+@pytest.mark.slow
 def test_two_workers_and_a_server():
     printed = run("-np", "2", "--num-servers", "1", EXAMPLE, "--epochs", "4")
     assert accuracy_in(printed) > 70
