@@ -93,7 +93,6 @@ class Training:
         named_s = self.run.named_s(who, self.began_s)
         assert f"rank {self.victims[0]}" in self.run.err
         assert named_s < NAMING_S
-        print(f"named after {named_s:.2f} s, ended after {time.monotonic() - self.began_s:.2f} s")
         unheard = self.victims if self.is_unplugged else []
         assert not any(is_running(pid) for rank, pid in self.pids.items() if rank not in unheard)
 

@@ -71,7 +71,6 @@ def test_fewer_workers_reach_the_same_loss(train, tmp_path, strategy):
     assert "saved by 4 workers" in fewer.err
     assert told(fewer, "begins") == [f"begins at {SAVED_AT}"] * 2
     wanted, reached = loss_of(tmp_path / "whole"), loss_of(tmp_path / "checkpoint")
-    print(f"{strategy}: {wanted:.4f} whole, {reached:.4f} resumed")
     assert wanted < 0.1
     assert reached == pytest.approx(wanted, abs=TOLERANCES[strategy])
 

@@ -35,7 +35,6 @@ def train(run_on, two):
 def test_the_other_keeps_its_pace_in_async(train):
     alike, _ = train(slow_step_s=STEP_S)
     uneven, _ = train()
-    print(f"{alike['elapsed_s']:.2f} s beside an equal one, {uneven['elapsed_s']:.2f} s beside a slow one")
     assert alike["elapsed_s"] / uneven["elapsed_s"] >= 0.9
 
 

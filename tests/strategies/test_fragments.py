@@ -53,3 +53,32 @@ def test_a_state_of_other_parameters_is_refused():
     other = Fragment(0, named(3, 4), private_memory, has_momentum=False)
     with pytest.raises(UsageError, match="other parameters"):
         other.load_state_dict(state)
+
+
+class Mean(SoloGroup):
+    """Where everything is so much on average."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def all_reduce(self, tensor, op="mean"):
+        return super().all_reduce(tensor.fill_(self.value), op)
+
+
+def outer_step(fragment, value):
+    with Mean(value) as group:
+        fragment.send(group, None)
+        fragment.step(OuterRule(lr=0.7, momentum=0.9))
+
+
+def test_copies_that_differ_come_together_again():
+    parameters = [named(4), named(4)]
+    fragments = [Fragment(0, each, private_memory, has_momentum=True) for each in parameters]
+    for fragment, value in zip(fragments, (2.0, 3.0), strict=True):
+        outer_step(fragment, value)
+    assert not torch.allclose(parameters[0]["p0"], parameters[1]["p0"])
+    for _ in range(60):
+        for fragment in fragments:
+            outer_step(fragment, 5.0)
+    assert torch.allclose(parameters[0]["p0"], parameters[1]["p0"], atol=1e-3)

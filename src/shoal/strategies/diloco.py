@@ -27,7 +27,8 @@ class DiLoCo(SurvivingStrategy):
 
     Fragment f of F is sent after step `local_steps · (f + 1) / F` of each period, and its outer step is taken
     `overlap_steps` later. The user's optimizer keeps its state throughout. Buffers are averaged once a
-    period. Goes on without lost peers.
+    period. Goes on without lost peers; with a codec and several machines not if one is lost in the middle of
+    a mean. So without a codec parameters go from each worker to each one of other machines.
     """
 
     name = "diloco"

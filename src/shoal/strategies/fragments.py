@@ -1,7 +1,10 @@
 """Parts of a model with a second, common copy: what was learned since is averaged, and the copy steps by it.
 
-The copy and its momentum are equal on all members, to the bit. When a fragment is sent, and which steps come
-in between, is left to the strategies.
+The copy and its momentum are equal on all members, to the bit; over several machines nearly so, and when
+somebody is lost in the middle of an average, some have counted it and others have not. Copies that differ
+come together again by themselves: what travels without a codec is the parameters, and not their difference
+from a copy that may be another one. When a fragment is sent, and which steps come in between, is left to the
+strategies.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from torch import nn
 
 from shoal.core.errors import UsageError
 from shoal.group import Group, Handle
+from shoal.strategies.averaging import start_mean
 from shoal.strategies.coded import start_coded_mean
 from shoal.tensors import DTYPES, Bucket, BucketLayout
 from shoal.tensors.codecs import Codec
@@ -65,12 +69,12 @@ class _Part:
     memory: torch.Tensor
     """What travels, in real numbers."""
     difference: Bucket
-    """The same memory: the copy less the parameters, and then its mean."""
+    """The same memory: in the end the mean of the copy less the parameters."""
 
 
 @dataclass(eq=False)
 class Fragment:
-    """Some parameters, their common copy, and the difference of the two, which travels.
+    """Some parameters, their common copy, and what travels to have the mean difference of the two.
 
     `allocate` gives the memory for that. The copy begins as what the parameters are.
     """
@@ -83,6 +87,7 @@ class Fragment:
     """The step after which the outer step is taken; None: nothing is under way."""
     _parts: list[_Part] = field(default_factory=list)
     _handles: list[Handle[torch.Tensor]] = field(default_factory=list)
+    _has_sent_parameters: bool = False
 
     def __post_init__(self) -> None:
         names, parameters = list(self.named), list(self.named.values())
@@ -98,22 +103,32 @@ class Fragment:
 
     def send(self, group: Group, codec: Codec | None) -> None:
         """Start the mean of what the members have learned since the copy was made. Collective."""
+        self._has_sent_parameters = codec is None
         for part in self._parts:
             with torch.no_grad():
                 places = zip(part.difference.views, part.copy.views, part.parameters, strict=True)
                 for difference, copy, parameter in places:
-                    torch.sub(copy, parameter, out=difference)
-            if codec is None:
-                self._handles.append(group.all_reduce(part.memory))
-            else:
+                    if codec is None:
+                        difference.copy_(parameter)
+                    else:
+                        torch.sub(copy, parameter, out=difference)
+            if codec is not None:
                 slot = f"{self.number}.{part.copy.layout.dtype}"
                 self._handles.append(start_coded_mean(group, part.memory, codec, slot))
+            elif group.num_machines > 1 and group.should_survive:
+                # an all-reduce between machines ends with whoever speaks for one of them
+                self._handles.append(start_mean(group, part.memory))
+            else:
+                self._handles.append(group.all_reduce(part.memory))
 
     def arrive(self) -> None:
-        """Wait for the mean; nothing but what travels has changed until then."""
-        for handle in self._handles:
+        """Wait for the mean difference; nothing but what travels has changed until then."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
             handle.wait()
-        self._handles.clear()
+        if handles and self._has_sent_parameters:
+            for part in self._parts:
+                torch.sub(part.copy.flat, part.difference.flat, out=part.difference.flat)
 
     def step(self, rule: OuterRule) -> None:
         """Wait for the mean, and take the outer step."""
