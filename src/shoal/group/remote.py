@@ -250,6 +250,8 @@ class Remote:
 
     async def _serve_write(self, head: Head, buffers: Sequence[memoryview]) -> None:
         asked: _Writing = head.payload
+        if self._is_over:
+            return  # it has left: writes to one who is gone do nothing
         slots = self._slots.get(asked.window)
         if slots is None:
             raise UsageError(
