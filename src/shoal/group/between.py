@@ -32,10 +32,6 @@ Talk = Generator[Waitable, Any, Any]
 class Roll(Protocol):
     """Who takes part in an operation, as far as this worker knows."""
 
-    @property
-    def should_survive(self) -> bool:
-        """Whether operations go on without lost peers."""
-
     def ranks_on(self, machine: int) -> Sequence[int]:
         """A machine's ranks."""
 
@@ -169,7 +165,7 @@ class Conversation:
 
     def told(self) -> Step:
         """Wait until all that was said has arrived."""
-        return _Told(self._under_way)
+        return Arrived(self._under_way)
 
     def reduce(self, flat: torch.Tensor, machines: Sequence[int], op: Reduction) -> Talk:
         """In place, over the machines' tensors, of which each machine reduces its share; equal bits."""
@@ -306,13 +302,14 @@ def gone_from(roll: Roll, machine: int) -> Loss:
     return roll.first_loss() or next(iter(losses), left)
 
 
-class _Told(Step):
-    """Everything has arrived, or nobody is there to take it."""
+class Arrived(Step):
+    """All that was sent has arrived, or nobody is there to take it."""
 
     def __init__(self, handles: Sequence[MeshHandle[None]]) -> None:
         self._handles = handles
 
     def is_done(self) -> bool:
+        """Whether nothing is on its way any more."""
         return all(handle.is_done() for handle in self._handles)
 
     def result(self) -> None:

@@ -11,13 +11,13 @@ import torch
 
 from shoal.core import PeerLost, UsageError
 from shoal.group.base import Handle, Reduction
-from shoal.group.between import ABSENT, Action, Conversation, Words, gone_from
+from shoal.group.between import ABSENT, Action, Arrived, Conversation, Words, gone_from
 from shoal.group.engine import Span, is_overlapping
 from shoal.group.kernels import mix_into
 from shoal.group.lane import FREE, Step, Steps
 from shoal.group.mesh import MeshHandle
 from shoal.group.solo import SoloGroup
-from shoal.group.staging import span_of
+from shoal.group.staging import put_back, span_of
 from shoal.topology import Weights
 from shoal.transport import Reply
 
@@ -59,7 +59,7 @@ class Collectives:
         passed_on = self._local.broadcast(flat, present[0])
         yield FREE
         yield _Guarded(self._group, passed_on, seq, present[0])
-        return _put_back(flat, tensor)
+        return put_back(flat, tensor)
 
     def broadcast(self, seq: int, tensor: torch.Tensor, root: int) -> Steps:
         """To one worker of each other machine, which passes it on."""
@@ -86,7 +86,7 @@ class Collectives:
                     if machine != self._group.machine:
                         yield talk.hear(machine, "got")
                 yield talk.told()
-            return _put_back(flat, tensor)
+            return put_back(flat, tensor)
         if self._is_speaker(present):
             talk = self._conversation(seq)
             source = self._group.machine_of(root)
@@ -100,7 +100,7 @@ class Collectives:
         passed_on = self._local.broadcast(flat, present[0])
         yield FREE
         yield _Guarded(self._group, passed_on, seq, present[0])
-        return _put_back(flat, tensor)
+        return put_back(flat, tensor)
 
     def barrier(self, seq: int) -> Steps:
         """All have come inside, then everywhere, then all inside know it."""
@@ -184,7 +184,7 @@ class Collectives:
             for rank in sorted(sources)
         }
         if out is not None:
-            yield _All(self.take_sending(span_of(mixed)))
+            yield Arrived(self.take_sending(span_of(mixed)))
         self._expected[seq] = [step for pair in coming.values() for step in pair]
         inside = None
         if not isinstance(self._local, SoloGroup):
@@ -206,7 +206,7 @@ class Collectives:
             if kept:
                 parts.append((own, kept))
             mix_into(mixed, mixed, 1.0, parts)
-        return _put_back(mixed, given)
+        return put_back(mixed, given)
 
     def exchange_machines(
         self, seq: int, tensor: torch.Tensor, weights: Weights, out: torch.Tensor | None
@@ -214,7 +214,7 @@ class Collectives:
         """The mean of each machine travels, once."""
         given = tensor if out is None else out
         if out is not None:
-            yield _All(self.take_sending(span_of(out)))
+            yield Arrived(self.take_sending(span_of(out)))
             self._local.settle(out)
             out.detach().copy_(tensor.detach())
         flat = _flat(given)
@@ -244,7 +244,7 @@ class Collectives:
         passed_on = self._local.broadcast(flat, present[0])
         yield FREE
         yield _Guarded(self._group, passed_on, seq, present[0])
-        return _put_back(flat, given)
+        return put_back(flat, given)
 
     def _named_by(self, seq: int, weights: Weights) -> Steps:
         """The ranks that want to receive from this one, where nobody has said so beforehand: factors of 1."""
@@ -428,19 +428,6 @@ class _FromRank(Step):
         return answer is False
 
 
-class _All(Step):
-    """Several things that are on their way; who is not there any more needs them no more."""
-
-    def __init__(self, handles: Sequence[MeshHandle[None]]) -> None:
-        self._handles = handles
-
-    def is_done(self) -> bool:
-        return all(handle.is_done() for handle in self._handles)
-
-    def result(self) -> None:
-        """Nothing."""
-
-
 class _Part(msgspec.Struct, frozen=True, array_like=True):
     """One rank's tensor in a gathering."""
 
@@ -488,12 +475,6 @@ def on_host(tensor: torch.Tensor, out: torch.Tensor | None, run: Callable[[torch
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """One dimension, the tensor's own memory where it can be."""
     return tensor.detach().reshape(-1)
-
-
-def _put_back(flat: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    if flat.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(flat.view(tensor.shape))
-    return tensor
 
 
 def _has_left(root: int) -> UsageError:

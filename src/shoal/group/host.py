@@ -17,7 +17,7 @@ import torch
 
 from shoal.core import Deadline, DeadlineExceeded, Placement, ShoalError, UsageError
 from shoal.group.arena import Arena, MemoryFull, Place, Segment, open_files
-from shoal.group.base import Group, Handle, Loss, Reduction, Snapshot, T, Window
+from shoal.group.base import Group, Handle, Loss, Reduction, Snapshot, T
 from shoal.group.channels import Channels
 from shoal.group.control import (
     ARRIVED,
@@ -42,6 +42,7 @@ from shoal.group.one_sided import OneSided
 from shoal.group.settings import GroupSettings
 from shoal.group.staging import STAGE_BYTES, Staging, TasksHandle, regions, span_of
 from shoal.group.watch import Watch
+from shoal.group.writing import WritingWindow
 from shoal.tensors.memory import copy_into
 from shoal.topology import Weights
 
@@ -379,7 +380,7 @@ class HostGroup(Group):
         dtype: torch.dtype = torch.float32,
         *,
         sources: Collection[int] | None = None,
-    ) -> Window:
+    ) -> WritingWindow:
         """Slots lie in shared memory, and each source writes its own."""
         layout = layout_of(self, name, num_elements, dtype, sources)
         memory = self.empty(-(-layout.size_bytes // self.size) or 1, torch.uint8)

@@ -14,10 +14,10 @@ import torch
 
 from shoal.core import Deadline, DeadlineExceeded, UsageError
 from shoal.group.arena import Segment
-from shoal.group.base import Group, Handle, Slot, Window
+from shoal.group.base import Group, Handle, Slot
 from shoal.group.control import DTYPES, code_of
 from shoal.group.one_sided import OneSided
-from shoal.group.writing import MAX_NOTE_BYTES, Write, check_write, write_first, write_more
+from shoal.group.writing import MAX_NOTE_BYTES, Write, WritingWindow, check_write, write_first, write_more
 
 _NUM, _TORN, _MASS, _NOTE_BYTES, _NOTE = range(5)
 _WHOLE, _BEING_WRITTEN, _BEING_ADDED_TO = range(3)
@@ -89,7 +89,7 @@ class _Cell:
         words[_TORN] = _WHOLE
 
 
-class HostWindow(Window):
+class HostWindow(WritingWindow):
     """`HostGroup.window` makes one."""
 
     def __init__(
@@ -107,22 +107,6 @@ class HostWindow(Window):
             if side.rank in (owner, source)
         }
         self._is_open = True
-
-    def put(
-        self, to: int, tensor: torch.Tensor, *, weight: float = 1.0, mass: float = 0.0, note: bytes = b""
-    ) -> Handle[None]:
-        """At once, unless its owner holds the slot."""
-        return self._write(to, Write("put", tensor, weight, mass, note))
-
-    def accumulate(
-        self, to: int, tensor: torch.Tensor, *, weight: float = 1.0, mass: float = 0.0, note: bytes = b""
-    ) -> Handle[None]:
-        """At once, unless its owner holds the slot."""
-        return self._write(to, Write("accumulate", tensor, weight, mass, note))
-
-    def send(self, to: int, tensor: torch.Tensor, *, note: bytes = b"") -> Handle[None]:
-        """At once, if the slot is empty."""
-        return self._write(to, Write("send", tensor, note=note))
 
     @contextlib.contextmanager
     def slot(self, source: int) -> Iterator[Slot]:
@@ -173,7 +157,8 @@ class HostWindow(Window):
             self._cells.clear()
             self._free()
 
-    def _write(self, to: int, write: Write) -> Handle[None]:
+    def write(self, to: int, write: Write) -> Handle[None]:
+        """At once, unless its owner holds the slot, or it is full for a send."""
         cell = self._cell(to, self._side.rank)
         check_write(write, self.name, self.num_elements, self.dtype)
 

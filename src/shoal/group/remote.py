@@ -20,7 +20,7 @@ from shoal.core import Deadline, PeerLost, TensorError, UsageError
 from shoal.group.base import Handle, Snapshot, T, Window
 from shoal.group.host import HostGroup
 from shoal.group.mailbox import flat_bytes, view_of
-from shoal.group.mesh import Mesh, MeshHandle
+from shoal.group.mesh import MeshHandle
 from shoal.group.remote_window import Slots, TorchWindow
 from shoal.group.writing import Write
 from shoal.tensors.dtypes import DTYPES, dtype_name
@@ -71,11 +71,11 @@ class _Published:
 
 
 class Remote:
-    """The one-sided half of a `TorchGroup`; made before the mesh is opened, attached to the group later."""
+    """The one-sided half of a `TorchGroup`."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        self._group: TorchGroup | None = None
+    def __init__(self, group: TorchGroup) -> None:
+        self.group = group
+        self._mesh = mesh = group.mesh
         self._published: dict[str, _Published] = {}
         self._slots: dict[str, Slots] = {}
         self._names: dict[str, str] = {}
@@ -97,16 +97,6 @@ class Remote:
         mesh.handle(_WRITE, self._serve_write, payload_type=_Writing)
         mesh.handle(_LOCK, self._serve_lock, payload_type=_Locking)
         mesh.handle(_UNLOCK, self._serve_unlock, payload_type=_Locking)
-
-    def attach(self, group: TorchGroup) -> None:
-        """Serve this group from now on."""
-        self._group = group
-
-    @property
-    def group(self) -> TorchGroup:
-        """The group that is served."""
-        assert self._group is not None, "not attached yet"
-        return self._group
 
     def leave(self) -> None:
         """Whoever waits for something of this worker waits in vain."""
@@ -184,11 +174,15 @@ class Remote:
         asked: _Reading = head.payload
         if asked.version == 0 and asked.name not in self._published:
             return Reply(None)
-        await _until(lambda: self._is_over or self._try_take(asked))
-        found = self._published.get(asked.name)
-        if self._is_over or found is None:
-            if found is not None and found.lock.locked():
-                found.lock.release()
+        found: _Published | None = None
+
+        def look() -> bool:
+            nonlocal found
+            found = None if self._is_over else self._try_take(asked)
+            return self._is_over or found is not None
+
+        await _until(look)
+        if found is None:
             return Reply(None)
         try:
             copy = _spare_like(found.spares, found.tensor)
@@ -204,15 +198,15 @@ class Remote:
         content = view_of(flat_bytes(copy))
         return Reply([version, dtype_name(copy.dtype)], [content], on_sent=give_back)
 
-    def _try_take(self, asked: _Reading) -> bool:
+    def _try_take(self, asked: _Reading) -> _Published | None:
         """Hold what is asked for, if it is there, new enough, and not being written."""
         found = self._published.get(asked.name)
         if found is None or not found.lock.acquire(blocking=False):
-            return False
+            return None
         if found.version >= asked.version and not found.is_torn:
-            return True
+            return found
         found.lock.release()
-        return False
+        return None
 
     # --- windows ---
 

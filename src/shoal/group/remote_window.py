@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from shoal.core import Deadline, DeadlineExceeded, TensorError, UsageError
-from shoal.group.base import Done, Handle, Slot, Window
-from shoal.group.writing import Write, check_write, write_first, write_more
+from shoal.group.base import Done, Handle, Slot
+from shoal.group.writing import Write, WritingWindow, check_write, write_first, write_more
 from shoal.tensors.memory import tensor_over
 
 if TYPE_CHECKING:
@@ -98,14 +98,14 @@ class Slots:
         return True
 
 
-class TorchWindow(Window):
+class TorchWindow(WritingWindow):
     """One worker's side."""
 
     def __init__(
         self,
         remote: Remote,
         name: str,
-        local: Window,
+        local: WritingWindow,
         slots: Slots,
         sources: Sequence[int],
     ) -> None:
@@ -119,31 +119,6 @@ class TorchWindow(Window):
         self._slots = slots
         self._num_written: dict[int, int] = {}
         self._is_open = True
-
-    def put(
-        self, to: int, tensor: torch.Tensor, *, weight: float = 1.0, mass: float = 0.0, note: bytes = b""
-    ) -> Handle[None]:
-        """Overwrite."""
-        place = self._check(to)
-        if place is not None:
-            return self._local.put(place, tensor, weight=weight, mass=mass, note=note)
-        return self._write(to, Write("put", tensor, weight, mass, note))
-
-    def accumulate(
-        self, to: int, tensor: torch.Tensor, *, weight: float = 1.0, mass: float = 0.0, note: bytes = b""
-    ) -> Handle[None]:
-        """Add."""
-        place = self._check(to)
-        if place is not None:
-            return self._local.accumulate(place, tensor, weight=weight, mass=mass, note=note)
-        return self._write(to, Write("accumulate", tensor, weight, mass, note))
-
-    def send(self, to: int, tensor: torch.Tensor, *, note: bytes = b"") -> Handle[None]:
-        """Put, once there is room."""
-        place = self._check(to)
-        if place is not None:
-            return self._local.send(place, tensor, note=note)
-        return self._write(to, Write("send", tensor, note=note))
 
     @contextlib.contextmanager
     def slot(self, source: int) -> Iterator[Slot]:
@@ -200,7 +175,11 @@ class TorchWindow(Window):
         self._is_open = False
         self._remote.close_window(self.name, self._local)
 
-    def _write(self, to: int, write: Write) -> Handle[None]:
+    def write(self, to: int, write: Write) -> Handle[None]:
+        """In shared memory for mates, by a call for others."""
+        place = self._check(to)
+        if place is not None:
+            return self._local.write(place, write)
         check_write(write, self.name, self.num_elements, self.dtype)
         if self._group.is_gone(to, self._group.next_seq):
             return Done(None)

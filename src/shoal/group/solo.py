@@ -9,10 +9,10 @@ from types import MappingProxyType
 import torch
 
 from shoal.core import Deadline, DeadlineExceeded, TensorError, UsageError
-from shoal.group.base import Done, Group, Handle, Loss, Reduction, Snapshot, Window
+from shoal.group.base import Done, Group, Handle, Loss, Reduction, Snapshot
 from shoal.group.kernels import check_reduction
 from shoal.group.solo_window import SoloWindow
-from shoal.group.writing import copy_out
+from shoal.group.writing import WritingWindow, copy_out
 from shoal.topology import Weights
 
 _NOBODY: Mapping[int, Loss] = MappingProxyType({})
@@ -150,7 +150,7 @@ class SoloGroup(Group):
         dtype: torch.dtype = torch.float32,
         *,
         sources: Collection[int] | None = None,
-    ) -> Window:
+    ) -> WritingWindow:
         """With a slot for oneself, if that is asked for."""
         self._check_member()
         return SoloWindow(name, num_elements, dtype, has_slot=sources is not None and 0 in sources)

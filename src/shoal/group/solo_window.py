@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from shoal.core import Deadline, DeadlineExceeded, UsageError
-from shoal.group.base import Done, Handle, Slot, Window
-from shoal.group.writing import Write, check_write, write_first, write_more
+from shoal.group.base import Done, Handle, Slot
+from shoal.group.writing import Write, WritingWindow, check_write, write_first, write_more
 
 
-class SoloWindow(Window):
+class SoloWindow(WritingWindow):
     """`SoloGroup.window` makes one; it has a slot only when rank 0 is named as a source."""
 
     def __init__(self, name: str, num_elements: int, dtype: torch.dtype, *, has_slot: bool) -> None:
@@ -23,22 +23,6 @@ class SoloWindow(Window):
         self._is_held = False
         self._waiting: list[_Waiting] = []
         self._is_open = True
-
-    def put(
-        self, to: int, tensor: torch.Tensor, *, weight: float = 1.0, mass: float = 0.0, note: bytes = b""
-    ) -> Handle[None]:
-        """At once, outside of a `slot` block."""
-        return self._write(to, Write("put", tensor, weight, mass, note))
-
-    def accumulate(
-        self, to: int, tensor: torch.Tensor, *, weight: float = 1.0, mass: float = 0.0, note: bytes = b""
-    ) -> Handle[None]:
-        """At once, outside of a `slot` block."""
-        return self._write(to, Write("accumulate", tensor, weight, mass, note))
-
-    def send(self, to: int, tensor: torch.Tensor, *, note: bytes = b"") -> Handle[None]:
-        """At once, if the slot is empty; there is nobody else to empty it, so waiting is an error."""
-        return self._write(to, Write("send", tensor, note=note))
 
     @contextlib.contextmanager
     def slot(self, source: int) -> Iterator[Slot]:
@@ -86,7 +70,8 @@ class SoloWindow(Window):
             )
         return self._slot
 
-    def _write(self, to: int, write: Write) -> Handle[None]:
+    def write(self, to: int, write: Write) -> Handle[None]:
+        """At once, outside of a `slot` block; nobody else could empty a slot for a send."""
         self._own_slot(to)
         check_write(write, self.name, self.num_elements, self.dtype)
         self._waiting.append(_Waiting(self, write))

@@ -49,7 +49,7 @@ class Staging:
             if address is not None:
                 address(task)
             tasks.append(self._engine.issue(task))
-        return TasksHandle(self._engine, tasks, lambda: _put_back(flat, tensor))
+        return TasksHandle(self._engine, tasks, lambda: put_back(flat, tensor))
 
     def reduce_in_shares(self, tensor: torch.Tensor, words: list[int], op: Reduction) -> Handle[torch.Tensor]:
         """Each worker reduces its share in the staging memory, then all copy all shares out.
@@ -69,7 +69,7 @@ class Staging:
             second.follows = first
             second.after = first.seq
             tasks += [first, self._engine.issue(second)]
-        return TasksHandle(self._engine, tasks, lambda: _put_back(flat, tensor))
+        return TasksHandle(self._engine, tasks, lambda: put_back(flat, tensor))
 
     def gather_step(self, kind: int, flats: dict[int, torch.Tensor], part: slice) -> Task:
         """One piece of everybody's tensor, of whatever length."""
@@ -170,7 +170,8 @@ def _pieces(flat: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     return [(start, flat[start : start + step]) for start in range(0, max(flat.numel(), 1), step)]
 
 
-def _put_back(flat: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def put_back(flat: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, with what was reckoned in a flat copy of it, where it was one."""
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))
     return tensor

@@ -23,7 +23,7 @@ from shoal.group.addresses import interface_of
 from shoal.group.base import Group, Handle, Loss, Reduction, Snapshot, Window
 from shoal.group.collectives import Collectives, on_host
 from shoal.group.device_operations import DeviceOperations
-from shoal.group.host import open_host_group
+from shoal.group.host import HostGroup, open_host_group
 from shoal.group.kernels import check_reduction
 from shoal.group.lane import Lane, Operation, Steps
 from shoal.group.mesh import Mesh
@@ -73,10 +73,9 @@ def assemble(
     rendezvous: Rendezvous | None = None,
 ) -> TorchGroup:
     """Join the workers of one's own machine to a mesh that is connected; `machines` are ranks. Collective."""
-    remote = Remote(mesh)
     rank = mesh.rank
     index, mates = next((index, list(ranks)) for index, ranks in enumerate(machines) if rank in ranks)
-    local: Group
+    local: HostGroup | SoloGroup
     waiter: Waiter
     if len(mates) == 1:
         local = SoloGroup(settings.patience)
@@ -94,7 +93,7 @@ def assemble(
     size = sum(map(len, machines))
     devices = DeviceOperations(rank, size, len(mates), settings.backend, rendezvous)
     try:
-        group = TorchGroup(machines, local, mesh, remote, waiter, devices, settings)
+        group = TorchGroup(machines, local, mesh, waiter, devices, settings)
     except BaseException:
         local.abandon()
         raise
@@ -113,9 +112,8 @@ class TorchGroup(Group):
     def __init__(
         self,
         machines: Sequence[Sequence[int]],
-        local: Group,
+        local: HostGroup | SoloGroup,
         mesh: Mesh,
-        remote: Remote,
         waiter: Waiter,
         devices: DeviceOperations,
         settings: GroupSettings,
@@ -150,8 +148,7 @@ class TorchGroup(Group):
             self._own_departures = local.empty(self.size + 2, torch.int64)
             local.publish(_DEPARTURES, self._own_departures, 0)
         self._collectives = Collectives(self)
-        self._remote = remote
-        remote.attach(self)
+        self._remote = Remote(self)
         devices.watch = self._error_of_absence
         devices.gather = self._collectives.barrier
         mesh.add_listener(waiter.wake)
@@ -206,7 +203,7 @@ class TorchGroup(Group):
         return self._remote
 
     @property
-    def local(self) -> Group:
+    def local(self) -> HostGroup | SoloGroup:
         """The group inside this machine."""
         return self._local
 
@@ -359,10 +356,10 @@ class TorchGroup(Group):
         if tensor.device.type != "cpu" or not tensor.numel():
             return
         span = span_of(tensor)
-        self._wait(lambda: not self._lane.uses(span), None, "settle")
+        self.wait(lambda: not self._lane.uses(span), None, "settle")
         waiting = self._collectives.take_sending(span)
         if waiting:
-            self._wait(lambda: all(handle.is_done() for handle in waiting), None, "settle")
+            self.wait(lambda: all(handle.is_done() for handle in waiting), None, "settle")
         self._local.settle(tensor)
 
     # --- one-sided ---
@@ -456,10 +453,6 @@ class TorchGroup(Group):
 
     # --- for the rooms' other files ---
 
-    def wait(self, is_done: Callable[[], bool], deadline: Deadline | None, what: str) -> None:
-        """Until something is so, making progress all the while."""
-        self._wait(is_done, deadline, what)
-
     @property
     def next_seq(self) -> int:
         """The number of the next operation."""
@@ -516,10 +509,10 @@ class TorchGroup(Group):
     def _clear_lane(self, what: str) -> None:
         """Before a step inside the machine that is no operation of the lane."""
         self.check_usable()
-        self._wait(lambda: self._lane.is_clear, None, what)
+        self.wait(lambda: self._lane.is_clear, None, what)
 
-    def _wait(self, is_done: Callable[[], bool], deadline: Deadline | None, what: str) -> None:
-        """Until something is so; PeerLost and DeadlineExceeded end it."""
+    def wait(self, is_done: Callable[[], bool], deadline: Deadline | None, what: str) -> None:
+        """Until something is so, making progress all the while; PeerLost and DeadlineExceeded end it."""
 
         def look() -> bool:
             self.progress()
@@ -548,7 +541,7 @@ class TorchGroup(Group):
     def _finish(self) -> None:
         """Go on with what is under way for some seconds."""
         with contextlib.suppress(ShoalError):
-            self._wait(lambda: self._lane.is_idle, Deadline.after(_LEAVING_S), "leave")
+            self.wait(lambda: self._lane.is_idle, Deadline.after(_LEAVING_S), "leave")
 
     def _has_failed(self) -> bool:
         return self._breakage is not None

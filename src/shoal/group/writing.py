@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from shoal.core import LimitExceeded, TensorError, UsageError
-from shoal.group.base import Snapshot
+from shoal.group.base import Handle, Snapshot, Window
 from shoal.tensors.memory import copy_into
 
 MAX_NOTE_BYTES = 4064
@@ -23,6 +24,30 @@ class Write:
     weight: float = 1.0
     mass: float = 0.0
     note: bytes = b""
+
+
+class WritingWindow(Window):
+    """A window whose three kinds of writes go one way."""
+
+    @abc.abstractmethod
+    def write(self, to: int, write: Write) -> Handle[None]:
+        """Do so."""
+
+    def put(
+        self, to: int, tensor: torch.Tensor, *, weight: float = 1.0, mass: float = 0.0, note: bytes = b""
+    ) -> Handle[None]:
+        """Overwrite."""
+        return self.write(to, Write("put", tensor, weight, mass, note))
+
+    def accumulate(
+        self, to: int, tensor: torch.Tensor, *, weight: float = 1.0, mass: float = 0.0, note: bytes = b""
+    ) -> Handle[None]:
+        """Add."""
+        return self.write(to, Write("accumulate", tensor, weight, mass, note))
+
+    def send(self, to: int, tensor: torch.Tensor, *, note: bytes = b"") -> Handle[None]:
+        """Put, once there is room."""
+        return self.write(to, Write("send", tensor, note=note))
 
 
 def check_write(write: Write, name: str, num_elements: int, dtype: torch.dtype) -> None:
