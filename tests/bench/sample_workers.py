@@ -5,11 +5,9 @@ import select
 import signal
 import time
 
-from shoal.bench.crew import serve
 
-
-def work(arguments, parent):
-    rank, word = arguments["seat"]["rank"], arguments["arguments"].get("word")
+def work(place, arguments, stack):
+    rank, word = place.rank, arguments.get("word")
 
     def fail(who):
         if rank == who:
@@ -25,13 +23,17 @@ def work(arguments, parent):
         raise ConnectionError(f"rank {who} is lost")
 
     answers = {"pid": os.getpid, "describe": lambda: [rank, word], "fail": fail, "lose": lose}
-    serve(parent, answers)
     if word == "fail at the end" and rank == 1:
-        raise ZeroDivisionError("at the end")
+        stack.callback(fail_at_the_end)
+    return answers
+
+
+def fail_at_the_end():
+    raise ZeroDivisionError("at the end")
 
 
 def stand_by(arguments, parent):
     """A helper: it takes no orders."""
-    seat = arguments["seat"]
-    parent.tell(rank=seat["rank"], size=seat["size"], word=arguments["arguments"].get("word"))
+    place = arguments["place"]
+    parent.tell(rank=place["rank"], size=place["size"], word=arguments["arguments"].get("word"))
     parent.wait_for_end()

@@ -9,7 +9,7 @@ from shoal.bench.collectives import MIB, CollectivesConfig
 from shoal.bench.dht_config import DhtConfig, config_of
 from shoal.bench.training import TrainingConfig
 from shoal.bench.transport import SHORT, TransportConfig
-from shoal.cli import bench as module
+from shoal.cli import bench_common as module
 from shoal.cli.program import run
 from shoal.core import PeerLost
 from shoal.report import DEFAULT_FOLDER, Report, Row, load

@@ -8,15 +8,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
-
 from shoal.bench.blocks import taking_turns
-from shoal.bench.children import Parent
 from shoal.bench.collective_calls import SHOAL, Call, Stage, difference
 from shoal.bench.collectives import FOREIGN, GLOO, GROUP, MIB
-from shoal.bench.crew import serve
+from shoal.bench.crew import Answers, Place
 from shoal.bench.gloo_calls import GLOO_CALLS
-from shoal.bench.seat import Seat
+from shoal.bench.seat import seat_of
 from shoal.group.base import Group
 
 _ELEMENT_BYTES = 4
@@ -24,12 +21,13 @@ _MAX_WARMED_BYTES = MIB
 """Up to this a call finds in the caches what the one before has left there."""
 
 
-def work(arguments: dict[str, Any], parent: Parent) -> None:
+def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
     """Measure what is ordered."""
-    seat = msgspec.convert(arguments["seat"], Seat)
+    seat = seat_of(place)
     seat.take()
-    with seat.gloo(), seat.open_group("collectives") as group:
-        serve(parent, {"measure": Stopwatch(group).measure})
+    stack.enter_context(seat.gloo())
+    group = stack.enter_context(seat.open_group("collectives"))
+    return {"measure": Stopwatch(group).measure}
 
 
 class Stopwatch:

@@ -1,17 +1,20 @@
 """Workers of a benchmark that take part in one group: started together, and told what to do in lock-step.
 
-A worker is a function `module:name` that answers its orders with `serve`; its place is a `seat.Seat`.
+A worker is a function `module:name`, called with its place, its arguments and a stack for what it opens; it
+returns what it does for each order. `Crew` starts workers as children of this process; `ranks.RankCrew` is
+made of processes that a launcher has started.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import secrets
 import selectors
 import tempfile
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -20,13 +23,30 @@ from shoal.core import BenchmarkError
 from shoal.launch.settings import TUNING
 
 T = TypeVar("T")
+Answers = Mapping[str, Callable[..., Any]]
+"""By order: what a worker does, called with the order's details."""
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a worker is in its crew; `seat.seat_of` makes of it what opens groups."""
+
+    rank: int
+    """-1 for a helper, which is beside the workers."""
+    size: int
+    key: str
+    """Of this crew."""
+    folder: str = ""
+    """For files that the crew shares; it goes with the crew. Empty where a launcher has started the
+    workers."""
+    machines: tuple[int, ...] = ()
+    """The machine of each rank, where a launcher has started them."""
 
 
 class CrewSettings(msgspec.Struct, frozen=True):
     """Who the workers are."""
 
     function: str
-    """`module:name`, called as any child's, with `seat` and `arguments` among its arguments."""
+    """`module:name`, called with a Place, `arguments` and an ExitStack; returns Answers."""
     size: int
     arguments: dict[str, Any] = {}
     answer_s: float = 180.0
@@ -37,10 +57,31 @@ class Helper(msgspec.Struct, frozen=True):
     """A process beside the workers, which takes no orders and ends when they do: a parameter server."""
 
     function: str
-    """As `CrewSettings.function`."""
+    """`module:name`, called as any child's, with `place` and `arguments` among its arguments."""
     name: str
     """What errors call it."""
     arguments: dict[str, Any] = {}
+
+
+class Workers(Protocol):
+    """A crew, as scenarios see it."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether workers are there that have followed all orders so far."""
+
+    def ask(self, order: str, *, among: int | None = None, **details: Any) -> list[Any]:
+        """The answers of the first `among` workers, or of all, by rank."""
+
+    def hire(self, helper: Helper) -> None:
+        """Start a process beside the workers."""
+
+
+class OpenCrew(Protocol):
+    """How a scenario gets its crew: `Crew` itself, or what `ranks` puts in its place."""
+
+    def __call__(self, settings: CrewSettings) -> contextlib.AbstractContextManager[Workers]:
+        """The crew, for as long as a block lasts."""
 
 
 class Crew:
@@ -54,7 +95,7 @@ class Crew:
         self._settings = settings
         self._children: list[Child] = []
         self._helpers: list[Child] = []
-        self._seat: dict[str, Any] = {}
+        self._place: dict[str, Any] = {}
         self._stack = contextlib.ExitStack()
 
     @property
@@ -73,13 +114,14 @@ class Crew:
         else:
             self._abandon()
 
-    def ask(self, order: str, **details: Any) -> list[Any]:
-        """Everybody's answer, by rank; BenchmarkError names the rank that failed, and ends all of them."""
+    def ask(self, order: str, *, among: int | None = None, **details: Any) -> list[Any]:
+        """The answers by rank; BenchmarkError names the rank that failed, and ends all of them."""
         if not self._children:
             self._start()
-        for worker in self._children:
+        asked = self._children[:among]
+        for worker in asked:
             worker.order(order=order, details=details)
-        return self._gather(lambda worker: worker.expect()["answer"], f"'{order}'")
+        return self._gather(lambda worker: worker.expect()["answer"], f"'{order}'", len(asked))
 
     def hire(self, helper: Helper) -> None:
         """Start a process for as long as the workers are there; it is killed with them when one fails.
@@ -88,7 +130,7 @@ class Crew:
         """
         if not self._children:
             self._start()
-        arguments = {"seat": {"rank": -1, **self._seat}, "arguments": helper.arguments}
+        arguments = {"place": {"rank": -1, **self._place}, "arguments": helper.arguments}
         hired = child(helper.function, arguments, name=helper.name, variables=TUNING)
         self._helpers.append(self._stack.enter_context(hired))
 
@@ -96,11 +138,18 @@ class Crew:
         settings = self._settings
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-crew-"))
         key = f"bench-{secrets.token_hex(8)}"
-        self._seat = {"size": settings.size, "key": key, "folder": folder}
+        self._place = {"size": settings.size, "key": key, "folder": folder}
         for rank in range(settings.size):
-            arguments = {"seat": {"rank": rank, **self._seat}, "arguments": settings.arguments}
+            arguments = {
+                "function": settings.function,
+                "place": {"rank": rank, **self._place},
+                "arguments": settings.arguments,
+            }
             worker = child(
-                settings.function, arguments, name=f"rank {rank} of {settings.size}", variables=TUNING
+                "shoal.bench.crew:run_worker",
+                arguments,
+                name=f"rank {rank} of {settings.size}",
+                variables=TUNING,
             )
             self._children.append(self._stack.enter_context(worker))
 
@@ -108,7 +157,7 @@ class Crew:
         """All at once: they may have to say goodbye to each other."""
         for worker in (*self._children, *self._helpers):
             worker.end()
-        self._gather(lambda worker: worker.receive(), "the end")
+        self._gather(lambda worker: worker.receive(), "the end", len(self._children))
         for helper in self._helpers:
             self._see_off(helper)
         self._children, self._helpers = [], []
@@ -131,16 +180,16 @@ class Crew:
         self._children, self._helpers = [], []
         self._stack.close()
 
-    def _gather(self, take: Callable[[Child], T], what: str) -> list[T]:
+    def _gather(self, take: Callable[[Child], T], what: str, num_asked: int) -> list[T]:
         answers: dict[int, T] = {}
         failures: dict[int, BenchmarkError] = {}
         with selectors.DefaultSelector() as selector:
-            for rank, worker in enumerate(self._children):
+            for rank, worker in enumerate(self._children[:num_asked]):
                 selector.register(worker, selectors.EVENT_READ, rank)
             while selector.get_map() and not failures:
                 ready = selector.select(self._settings.answer_s)
                 if not ready:
-                    stuck = [rank for rank in range(len(self._children)) if rank not in answers]
+                    stuck = [rank for rank in range(num_asked) if rank not in answers]
                     failures[stuck[0]] = self._stuck(stuck, what)
                 for key, _ in ready:
                     rank = key.data
@@ -151,7 +200,7 @@ class Crew:
                         failures[rank] = error
             if failures:
                 raise self._failure(failures, selector)
-        return [answers[rank] for rank in range(len(self._children))]
+        return [answers[rank] for rank in range(num_asked)]
 
     def _failure(
         self, failures: dict[int, BenchmarkError], selector: selectors.BaseSelector
@@ -181,7 +230,14 @@ def one_line(error: BenchmarkError) -> str:
     return " ".join(error.what.split())
 
 
-def serve(parent: Parent, answers: Mapping[str, Callable[..., Any]]) -> None:
+def run_worker(arguments: dict[str, Any], parent: Parent) -> None:
+    """What the process of a worker does."""
+    with contextlib.ExitStack() as stack:
+        place = msgspec.convert(arguments["place"], Place)
+        serve(parent, open_worker(arguments["function"], place, arguments["arguments"], stack))
+
+
+def serve(parent: Parent, answers: Answers) -> None:
     """Answer orders until there are no more; what an answer raises is told before anything is closed."""
     while (order := parent.receive()) is not None:
         try:
@@ -190,3 +246,12 @@ def serve(parent: Parent, answers: Mapping[str, Callable[..., Any]]) -> None:
             parent.fail(error)
             raise
         parent.tell(answer=answer)
+
+
+def open_worker(
+    function: str, place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack
+) -> Answers:
+    """Make this process the worker that `function` says."""
+    module, _, name = function.partition(":")
+    answers: Answers = getattr(importlib.import_module(module), name)(place, arguments, stack)
+    return answers

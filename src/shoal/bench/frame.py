@@ -19,10 +19,12 @@ import msgspec
 from shoal.bench.children import Parent, child, end_with_parent
 from shoal.bench.environment import Watch, describe_code, describe_machine
 from shoal.core import BenchmarkError, UsageError
-from shoal.report import Report, Row
+from shoal.report import Curve, Report, Row
 
 Tell = Callable[[str], None]
 RowKey = dict[str, str | int | float | bool]
+Receive = Callable[[dict[str, Any]], None]
+"""Takes what a start tells: `progress`, `row` or `curve`."""
 
 
 class Measured(msgspec.Struct, kw_only=True):
@@ -36,10 +38,25 @@ class Measured(msgspec.Struct, kw_only=True):
     error: str | None = None
 
 
-class Scenario(Protocol):
-    """One thing that a benchmark measures."""
+class MeasuredCurve(msgspec.Struct, kw_only=True):
+    """How something went in one start: values, and where they were taken along each axis, as 'step'."""
 
-    def run(self, tell: Tell) -> Iterator[Measured]:
+    key: RowKey
+    metric: str
+    unit: str
+    direction: Literal["higher", "lower"]
+    points: dict[str, list[float]]
+    """`value`, and the axes: of one length."""
+
+
+class Scenario(Protocol):
+    """One thing that a benchmark measures.
+
+    One whose workers a launcher may have started opens them by its attribute `open_crew`, an `OpenCrew`,
+    which is `crew.Crew` unless one has.
+    """
+
+    def run(self, tell: Tell) -> Iterator[Measured | MeasuredCurve]:
         """Measure once, in this process and its children; `tell` says what is being done."""
 
 
@@ -77,6 +94,20 @@ class Version(msgspec.Struct, frozen=True):
     source: Path | None = None
 
 
+class Starter(Protocol):
+    """How one start of a scenario is run; BenchmarkError when it broke off."""
+
+    def __call__(self, arguments: dict[str, Any], version: Version, receive: Receive) -> None:
+        """Run it to its end, and pass on all that it tells."""
+
+
+def in_child(arguments: dict[str, Any], version: Version, receive: Receive) -> None:
+    """A start in a process of its own, on this machine."""
+    with child("shoal.bench.frame:run_start", arguments, source=version.source) as process:
+        while (message := process.receive()) is not None:
+            receive(message)
+
+
 def run_benchmark(
     benchmark: str,
     config: Mapping[str, Any],
@@ -84,6 +115,7 @@ def run_benchmark(
     *,
     tell: Tell,
     versions: Sequence[Version] = (Version(),),
+    starter: Starter = in_child,
 ) -> list[Report]:
     """Start the scenario as often as asked, for each version, and return a report for each.
 
@@ -102,7 +134,7 @@ def run_benchmark(
             label = f"start {number} of {total}" + (f" ({version.name})" if len(versions) > 1 else "")
             arguments = {"benchmark": benchmark, "config": dict(config), "seed": settings.seed + start}
             tell_at = functools.partial(_tell_at, tell, label)
-            _measure_start(collected[version.name], start, arguments, version, tell_at)
+            collected[version.name].measure(start, functools.partial(starter, arguments, version), tell_at)
     environment = {**machine, "before": before, "after": watch.look()}
     return [
         Report(
@@ -114,6 +146,7 @@ def run_benchmark(
             code=describe_code(version.source),
             environment=environment,
             rows=collected[version.name].rows(),
+            curves=collected[version.name].curves(),
         )
         for version in versions
     ]
@@ -123,9 +156,15 @@ def run_start(arguments: dict[str, Any], parent: Parent) -> None:
     """What the process of one start does: measure, and tell the parent every row."""
     end_with_parent()
     scenario = make_scenario(arguments["benchmark"], arguments["config"], arguments["seed"])
-    for measured in scenario.run(lambda text: parent.tell(progress=text)):
-        parent.tell(row=msgspec.to_builtins(measured))
+    tell_rows(scenario, lambda message: parent.tell(**message))
     parent.leave()
+
+
+def tell_rows(scenario: Scenario, tell: Receive) -> None:
+    """Run a scenario, and tell all that it says as messages."""
+    for measured in scenario.run(lambda text: tell({"progress": text})):
+        kind = "row" if isinstance(measured, Measured) else "curve"
+        tell({kind: msgspec.to_builtins(measured)})
 
 
 def make_scenario(benchmark: str, config: Mapping[str, Any], seed: int) -> Scenario:
@@ -139,21 +178,6 @@ def _tell_at(tell: Tell, label: str, text: str) -> None:
     tell(f"{label}: {text}")
 
 
-def _measure_start(
-    collected: _Collected, start: int, arguments: dict[str, Any], version: Version, tell: Tell
-) -> None:
-    try:
-        with child("shoal.bench.frame:run_start", arguments, source=version.source) as process:
-            while (message := process.receive()) is not None:
-                if "progress" in message:
-                    tell(message["progress"])
-                else:
-                    collected.add(start, msgspec.convert(message["row"], Measured))
-    except BenchmarkError as error:
-        tell(f"failed: {error.what}")
-        collected.fail(start, error)
-
-
 class _Collected:
     """Rows of one version as they come in, in the order of their first appearance."""
 
@@ -161,6 +185,35 @@ class _Collected:
         self._rows: dict[str, Measured] = {}
         self._starts: dict[str, list[list[float]]] = {}
         self._failures: dict[str, list[Measured]] = {}
+        self._curves: dict[str, Curve] = {}
+
+    def measure(self, start: int, run: Callable[[Receive], None], tell: Tell) -> None:
+        """Take what a start tells; one that breaks off is a row too."""
+
+        def receive(message: dict[str, Any]) -> None:
+            if "progress" in message:
+                tell(message["progress"])
+            elif "curve" in message:
+                self._add_curve(msgspec.convert(message["curve"], MeasuredCurve))
+            else:
+                self.add(start, msgspec.convert(message["row"], Measured))
+
+        try:
+            run(receive)
+        except BenchmarkError as error:
+            tell(f"failed: {error.what}")
+            self.fail(start, error)
+
+    def _add_curve(self, curve: MeasuredCurve) -> None:
+        name = f"{sorted(curve.key.items())} {curve.metric}"
+        if name not in self._curves:
+            fields = {name: getattr(curve, name) for name in ("key", "metric", "unit", "direction")}
+            self._curves[name] = Curve(**fields, starts=[])
+        self._curves[name].starts.append(curve.points)
+
+    def curves(self) -> list[Curve]:
+        """Each with all its starts."""
+        return list(self._curves.values())
 
     def add(self, start: int, measured: Measured) -> None:
         name = f"{sorted(measured.key.items())} {measured.metric}"

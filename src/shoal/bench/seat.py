@@ -1,38 +1,65 @@
-"""A worker of a crew: its place, and the groups that it opens."""
+"""A worker of a crew: the device that it computes on, and the groups that it opens."""
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal
 
-import msgspec
 import torch
 from torch import distributed
 
+from shoal.bench.crew import Place
+from shoal.core import Deadline, UsageError
 from shoal.core.placement import Placement
+from shoal.core.run_options import RunOptions
 from shoal.group.base import Group
 from shoal.group.host import open_host_group
+from shoal.group.opening import open_group
+from shoal.group.rendezvous import Rendezvous
+from shoal.group.rendezvous import Seat as SeatThere
 from shoal.group.servers import WithServers
 from shoal.group.settings import GroupSettings
 from shoal.group.solo import SoloGroup
 
+stores: Any = distributed  # whose stubs leave the stores out
 USUAL_SWITCH_INTERVAL_S = 0.005
 _TIMEOUT_S = 120.0
 
+Backend = Literal["gloo", "nccl"]
 
-class Seat(msgspec.Struct, frozen=True):
-    """One worker's place among `size` on this machine."""
 
-    rank: int
-    """-1 for a helper, which is beside them."""
-    size: int
-    key: str
-    """Of this crew."""
-    folder: str
-    """For files that the crew shares; it goes with the crew."""
+class Seat(abc.ABC):
+    """One worker's place among `size`."""
+
+    def __init__(self, place: Place) -> None:
+        self.rank = place.rank
+        self.size = place.size
+        self._key = place.key
+
+    @property
+    @abc.abstractmethod
+    def local_rank(self) -> int:
+        """Among the workers of this machine."""
+
+    @abc.abstractmethod
+    def open_group(
+        self,
+        name: str,
+        *,
+        among: int | None = None,
+        workers_per_machine: int | None = None,
+        backend: Backend | None = None,
+    ) -> Group:
+        """The group of the crew's first `among` workers, or of all; each name is used once. Collective."""
+
+    @abc.abstractmethod
+    def gloo(self) -> contextlib.AbstractContextManager[None]:
+        """torch.distributed over gloo, for as long as the block lasts."""
 
     def take(self) -> None:
         """Make this process what a user's worker is: one thread that computes, and Python's own pace."""
@@ -40,13 +67,74 @@ class Seat(msgspec.Struct, frozen=True):
         torch.set_num_threads(1)
         torch.set_flush_denormal(True)  # momentum that fades away would slow down one model before another
 
-    def open_group(self, name: str, workers_per_machine: int | None = None) -> Group:
-        """The group of this crew that has this name."""
-        placement = Placement(self.rank, self.size, self.rank, self.size, "bench")
-        settings = GroupSettings(
-            f"{self.key}-{name}", timeout_s=_TIMEOUT_S, workers_per_machine=workers_per_machine
+    def device(self, kind: str) -> torch.device:
+        """The worker's own of this kind, 'cpu' or 'cuda': GPUs go by the rank on this machine."""
+        if kind == "cpu":
+            return torch.device("cpu")
+        if not torch.cuda.is_available() or self.local_rank >= torch.cuda.device_count():
+            raise UsageError(
+                f"Worker {self.rank} is the {self.local_rank + 1}. of its machine, which has "
+                f"{torch.cuda.device_count()} GPUs that torch can use.",
+                next_step="take fewer workers a machine, or --device cpu.",
+            )
+        device = torch.device("cuda", self.local_rank)
+        torch.cuda.set_device(device)
+        return device
+
+    def open_with_servers(self, name: str, num_servers: int) -> Group:
+        """As `open_group`, with servers beside the workers."""
+        raise UsageError(
+            "Parameter servers are started beside workers of this machine alone.",
+            next_step="leave parameter-server out, or start servers and workers by hand: --ps-hosts, "
+            "--worker-hosts, --job-name and --task-index.",
         )
-        return open_host_group(placement, settings)
+
+    def open_as_server(self, name: str, num_servers: int, server: int) -> Group:
+        """What `open_with_servers` opens on the workers, on one of the servers."""
+        return self.open_with_servers(name, num_servers)
+
+
+class HostSeat(Seat):
+    """A child of the benchmark's own process, as all others of its crew."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self._folder = Path(place.folder)
+
+    @property
+    def local_rank(self) -> int:
+        """All are on one machine."""
+        return self.rank
+
+    def open_group(
+        self,
+        name: str,
+        *,
+        among: int | None = None,
+        workers_per_machine: int | None = None,
+        backend: Backend | None = None,
+    ) -> Group:
+        """In shared memory."""
+        size = among or self.size
+        settings = GroupSettings(
+            f"{self._key}-{name}",
+            timeout_s=_TIMEOUT_S,
+            workers_per_machine=workers_per_machine,
+            backend=backend,
+        )
+        placement = Placement(self.rank, size, self.rank, size, "bench")
+        if backend is not None:
+            return self._open_over_torch(name, placement, settings)
+        return SoloGroup() if size == 1 else open_host_group(placement, settings)
+
+    def _open_over_torch(self, name: str, placement: Placement, settings: GroupSettings) -> Group:
+        from shoal.group.torch_group import open_torch_group
+
+        file = str(self._folder / f"meeting-{name}-{placement.size}")
+        meeting = Rendezvous(stores.FileStore(file, placement.size), placement.rank, placement.size)
+        here = SeatThere.here(placement, workers_per_machine=settings.workers_per_machine)
+        seats = meeting.meet(here, Deadline.after(_TIMEOUT_S))
+        return open_torch_group(placement, settings, seats, meeting)
 
     def open_with_servers(self, name: str, num_servers: int) -> Group:
         """As `open_group`, with servers beside the workers."""
@@ -58,18 +146,82 @@ class Seat(msgspec.Struct, frozen=True):
 
     def _beside_servers(self, name: str, num_servers: int, rank: int, own: Group) -> Group:
         size = num_servers + self.size
-        settings = GroupSettings(f"{self.key}-{name}-servers", timeout_s=_TIMEOUT_S)
+        settings = GroupSettings(f"{self._key}-{name}-servers", timeout_s=_TIMEOUT_S)
         everybody = open_host_group(Placement(rank, size, rank, size, "bench"), settings)
         return WithServers(own, everybody, num_servers)
 
     @contextlib.contextmanager
     def gloo(self) -> Iterator[None]:
-        """torch.distributed over gloo, through loopback, for as long as the block lasts."""
+        """Through loopback."""
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        meeting = (Path(self.folder) / "gloo").as_uri()
+        meeting = (self._folder / "gloo").as_uri()
         distributed.init_process_group("gloo", meeting, rank=self.rank, world_size=self.size)
         try:
             yield
         finally:
             distributed.destroy_process_group()
+
+
+class LaunchedSeat(Seat):
+    """A process that a launcher has started, perhaps on another machine than its mates."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self._machines = place.machines
+
+    @property
+    def local_rank(self) -> int:
+        """By the machines that the ranks are on."""
+        return self._mates(self.size).index(self.rank)
+
+    def open_group(
+        self,
+        name: str,
+        *,
+        among: int | None = None,
+        workers_per_machine: int | None = None,
+        backend: Backend | None = None,
+    ) -> Group:
+        """As `shoal.init()` opens it."""
+        settings = GroupSettings(
+            f"{self._key} {name}",
+            timeout_s=_TIMEOUT_S,
+            workers_per_machine=workers_per_machine,
+            backend=backend,
+            network_interface=RunOptions.from_environment().network_interface,
+        )
+        return open_group(self._placement(among or self.size), settings, f"{self._key} {name}")
+
+    @contextlib.contextmanager
+    def gloo(self) -> Iterator[None]:
+        """Over the launcher's store."""
+        meeting = Rendezvous.open(self._placement(self.size), Deadline.after(_TIMEOUT_S), f"{self._key} gloo")
+        distributed.init_process_group("gloo", store=meeting.store, rank=self.rank, world_size=self.size)
+        try:
+            yield
+        finally:
+            distributed.destroy_process_group()
+
+    def _placement(self, size: int) -> Placement:
+        mates = self._mates(size)
+        placed = Placement.from_environment()
+        return Placement(
+            self.rank,
+            size,
+            mates.index(self.rank),
+            len(mates),
+            placed.source,
+            placed.rendezvous,
+            self._machines[self.rank],
+        )
+
+    def _mates(self, size: int) -> list[int]:
+        """Those of the first `size` ranks that are on this machine."""
+        here = self._machines[self.rank]
+        return [rank for rank in range(size) if self._machines[rank] == here]
+
+
+def seat_of(place: Place) -> Seat:
+    """Where this worker sits."""
+    return HostSeat(place) if place.folder else LaunchedSeat(place)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from shoal.bench.crew import Crew, CrewSettings, Helper, one_line
+from shoal.bench.crew import Crew, CrewSettings, Helper, OpenCrew, Workers, one_line
 from shoal.bench.frame import Measured, RowKey, Tell
 from shoal.core import BenchmarkError, UsageError
 from shoal.strategies.names import resolve
@@ -126,6 +126,7 @@ class TrainingScenario:
         self._lanes = {name: Lane() for name in self._config.strategies}
         self._iterations: dict[str, int | None] = {}
         self._sleep_s = 0.0
+        self.open_crew: OpenCrew = Crew
 
     def run(self, tell: Tell) -> Iterator[Measured]:
         """All strategies in turn, pair by pair; one that fails is a row, and the rest go on."""
@@ -133,7 +134,7 @@ class TrainingScenario:
         settings = CrewSettings(
             "shoal.bench.training_worker:work", config.num_workers, msgspec.to_builtins(config)
         )
-        with Crew(settings) as crew:
+        with self.open_crew(settings) as crew:
             for number in range(config.num_pairs):
                 self._prepare(crew, tell)
                 tell(f"pair {number + 1} of {config.num_pairs}")
@@ -148,7 +149,7 @@ class TrainingScenario:
         """The strategies that have not failed."""
         return [name for name, lane in self._lanes.items() if lane.error is None]
 
-    def _prepare(self, crew: Crew, tell: Tell) -> None:
+    def _prepare(self, crew: Workers, tell: Tell) -> None:
         """Attach and warm up everything, in a crew that has not been started or has lost somebody."""
         while not crew.is_running and self._standing():
             self._attach(crew, NONE, tell)
@@ -159,7 +160,7 @@ class TrainingScenario:
                     self._give_up(name, error, tell)
                     break
 
-    def _attach(self, crew: Crew, name: str, tell: Tell) -> None:
+    def _attach(self, crew: Workers, name: str, tell: Tell) -> None:
         tell(f"{name}: attaching and warming up")
         for server in range(self._config.num_servers if needs_servers(name) else 0):
             role = msgspec.to_builtins(ServerRole(name, server, self._config))
@@ -180,7 +181,7 @@ class TrainingScenario:
             local_steps = self._config.options.get(name, {}).get("local_steps") or 1
             self._iterations[name] = -(-wanted // local_steps) * local_steps
 
-    def _measure_pair(self, crew: Crew, name: str, number: int, tell: Tell) -> None:
+    def _measure_pair(self, crew: Workers, name: str, number: int, tell: Tell) -> None:
         order = (name, NONE) if number % 2 == 0 else (NONE, name)
         try:
             measured = {who: self._block(crew, who, self._iterations[who]) for who in order}
@@ -194,7 +195,7 @@ class TrainingScenario:
         self._lanes[name].blocks.append(measured[name])
         self._lanes[name].ceilings.append(measured[NONE])
 
-    def _block(self, crew: Crew, name: str, iterations: int | None) -> Blocks:
+    def _block(self, crew: Workers, name: str, iterations: int | None) -> Blocks:
         answers = crew.ask(
             "block",
             strategy=name,

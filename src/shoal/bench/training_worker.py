@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import SGD
 
 from shoal.bench.children import Parent
-from shoal.bench.crew import serve
-from shoal.bench.seat import Seat
+from shoal.bench.crew import Answers, Place
+from shoal.bench.seat import Seat, seat_of
 from shoal.bench.training import NONE, ServerRole, TrainingConfig, needs_servers
 from shoal.group.base import Group
 from shoal.models import MODELS
@@ -24,18 +24,17 @@ from shoal.strategies import make_strategy
 _NUM_BATCHES = 4
 
 
-def work(arguments: dict[str, Any], parent: Parent) -> None:
+def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
     """Train what is ordered."""
-    seat = msgspec.convert(arguments["seat"], Seat)
+    seat = seat_of(place)
     seat.take()
-    with contextlib.ExitStack() as stack:
-        school = School(seat, msgspec.convert(arguments["arguments"], TrainingConfig), stack)
-        serve(parent, {"attach": school.attach, "block": school.block})
+    school = School(seat, msgspec.convert(arguments, TrainingConfig), stack)
+    return {"attach": school.attach, "block": school.block}
 
 
 def serve_parameters(arguments: dict[str, Any], parent: Parent) -> None:
     """Be a parameter server of one strategy until the workers are done."""
-    seat = msgspec.convert(arguments["seat"], Seat)
+    seat = seat_of(msgspec.convert(arguments["place"], Place))
     seat.take()
     role = msgspec.convert(arguments["arguments"], ServerRole)
     config = role.config
@@ -91,7 +90,7 @@ class School:
         if needs_servers(strategy):
             opened = self._seat.open_with_servers(strategy, self._config.num_servers)
         else:
-            opened = self._seat.open_group(strategy, self._config.workers_per_machine)
+            opened = self._seat.open_group(strategy, workers_per_machine=self._config.workers_per_machine)
         trainee.group = self._stack.enter_context(opened)
         made = make_strategy(trainee.group, strategy, **self._config.options.get(strategy, {}))
         self._stack.enter_context(made.attach(trainee.model, trainee.optimizer))

@@ -1,65 +1,44 @@
 """`shoal bench`: run a benchmark, save its report, print its figures.
 
-Long because every benchmark has its command here; what they do is the room `bench`'s.
+Commands with many flags have files of their own; what they do is the room `bench`'s.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
 
-from shoal.bench.against import source_of
-from shoal.bench.frame import RunSettings, Version, run_benchmark
-from shoal.bench.progress import show_progress
 from shoal.cli import dht_flags as flags
 from shoal.cli import experts_flags
-from shoal.core import UsageError
-from shoal.report import DEFAULT_FOLDER, Report, compare, default_path, save
-from shoal.report.storage import write_atomically
-from shoal.report.tables import emit, result_line, show
-from shoal.report.views import Items, diff_items, report_items
-from shoal.strategies.names import resolve
+from shoal.cli.bench_common import (
+    NUM_STARTS,
+    Against,
+    JsonFile,
+    OneStart,
+    Outputs,
+    Quickly,
+    Repeats,
+    ReportFile,
+    Seed,
+    Short,
+    Starts,
+    listed,
+    numbers,
+    run_and_tell,
+    run_settings,
+)
+from shoal.cli.bench_training import training
+from shoal.report.tables import emit
 
 app = typer.Typer(
     help="Measure; every benchmark saves a report.", no_args_is_help=True, rich_markup_mode=None
 )
 
-NUM_STARTS = 5
-Starts = Annotated[
-    int | None,
-    typer.Option(help="Independent process starts; 5 or more to compare.", show_default=str(NUM_STARTS)),
-]
-Repeats = Annotated[
-    int | None, typer.Option(min=1, help="Measured blocks of each kind in a start.", show_default=False)
-]
-Seed = Annotated[int, typer.Option(help="Of the first start; each further one adds 1.")]
-ReportFile = Annotated[
-    Path | None,
-    typer.Option("--report", metavar="FILE", help=f"Where to save; by default under {DEFAULT_FOLDER}/."),
-]
-JsonFile = Annotated[
-    Path | None,
-    typer.Option("--json", metavar="FILE", help="Write the report's JSON there too; - is stdout."),
-]
-Against = Annotated[
-    str | None,
-    typer.Option(metavar="REF", help="A git revision or checkout to take turns with and compare to."),
-]
-
-
-Short = Annotated[bool, typer.Option("--short", help="Quickly, and one start unless told otherwise.")]
-OneStart = Annotated[int, typer.Option(help="Independent process starts; 5 or more to compare.")]
-Quickly = Annotated[bool, typer.Option("--short", help="Quickly: a first look, not figures to keep.")]
 CallKind = Literal["datagram", "stream"]
-Model = Literal["mlp", "resnet18", "small-mlp", "small-cnn"]
 SIZES = "4KB,64KB,1MB,25MB,100MB"
-STRATEGIES = "all-reduce,neighbor,pair,sma,ddp"
 
 
 @app.command()
@@ -225,167 +204,4 @@ def collectives(
     run_and_tell("collectives", config, settings, summarize_collectives, outputs, against)
 
 
-@app.command()
-def training(
-    context: typer.Context,
-    model: Annotated[Model, typer.Option(help="What is trained, on synthetic data.")] = "mlp",
-    strategies: Annotated[
-        str | None,
-        typer.Option(metavar="NAME,...", help="Beside 'none' and 'ddp'.", show_default=STRATEGIES),
-    ] = None,
-    no_ddp: Annotated[bool, typer.Option("--no-ddp", help="Leave torch's own DDP out.")] = False,
-    num_workers: Annotated[int, typer.Option("--np", "-np", min=1, help="Workers, one thread each.")] = 2,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Of the strategies that have it; may be given often."),
-    ] = None,
-    workers_per_machine: Annotated[
-        int | None, typer.Option(min=1, help="Split this machine into several, for 'hierarchical'.")
-    ] = None,
-    num_servers: Annotated[
-        int, typer.Option(min=1, help="Processes beside the workers, for 'parameter-server'.")
-    ] = 1,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Of each worker.", show_default="64 or 32, by model")
-    ] = None,
-    pairs: Annotated[
-        int | None, typer.Option(min=1, help="Blocks of each strategy beside 'none'.", show_default="10")
-    ] = None,
-    block_seconds: Annotated[
-        float | None, typer.Option(min=0.01, help="Length of a block.", show_default="1")
-    ] = None,
-    iterations: Annotated[
-        int | None,
-        typer.Option(min=1, help="In a block, where workers wait for each other.", show_default="by length"),
-    ] = None,
-    slow_rank: Annotated[
-        int | None, typer.Option(min=0, help="This worker sleeps in every iteration.")
-    ] = None,
-    slow_factor: Annotated[
-        float, typer.Option(min=1, help="How many times as long its iterations take.")
-    ] = 10.0,
-    starts: OneStart = 1,
-    seed: Seed = 0,
-    short: Quickly = False,
-    against: Against = None,
-    report: ReportFile = None,
-    json_file: JsonFile = None,
-) -> None:
-    """Training under each strategy, beside workers that share nothing: what sharing costs."""
-    from shoal.bench.training import DEFAULT_STRATEGIES, TrainingConfig, options_of
-    from shoal.bench.training_summary import summarize_training, training_items
-    from shoal.models import MODELS
-
-    named = tuple(listed(strategies)) if strategies is not None else DEFAULT_STRATEGIES
-    if strategies is None and workers_per_machine is not None:
-        named = (*named, "hierarchical")
-    chosen = contenders(named, with_ddp=not no_ddp)
-    config = TrainingConfig(
-        model=model,
-        batch_size=batch_size or MODELS[model].batch_size,
-        strategies=chosen,
-        options=options_of(chosen, assignments(option or [])),
-        num_workers=num_workers,
-        workers_per_machine=workers_per_machine,
-        num_servers=num_servers,
-        num_pairs=pairs or (3 if short else 10),
-        block_s=block_seconds or (0.3 if short else 1.0),
-        iterations=iterations,
-        slow_rank=slow_rank,
-        slow_factor=slow_factor,
-        seed=seed,
-    )
-    settings = run_settings(context, starts, seed)
-    outputs = Outputs(report, json_file, training_items)
-    run_and_tell("training", config, settings, summarize_training, outputs, against)
-
-
-def listed(text: str) -> list[str]:
-    """What stands between commas."""
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def contenders(named: tuple[str, ...], *, with_ddp: bool) -> tuple[str, ...]:
-    """What is measured beside 'none': each that was named once, and the baseline in the same run."""
-    chosen = [name for name in dict.fromkeys(named) if name != "none"]
-    is_ddp = [resolve(name)[0] == "ddp" for name in chosen]
-    if not with_ddp:
-        chosen = [name for name, is_one in zip(chosen, is_ddp, strict=True) if not is_one]
-    if not chosen:
-        raise UsageError(
-            "There is no strategy to measure beside 'none'.",
-            next_step="name one, for example --strategies all-reduce.",
-        )
-    return tuple(chosen) if any(is_ddp) or not with_ddp else (*chosen, "ddp")
-
-
-def numbers(option: str, text: str) -> list[int]:
-    """Whole numbers between commas."""
-    try:
-        return [int(part) for part in listed(text)]
-    except ValueError:
-        raise UsageError(f"{option} {text} is no list of numbers.", next_step=f"say {option} 2,4.") from None
-
-
-def assignments(texts: list[str]) -> dict[str, str]:
-    """`name=value` each; hyphens in names are underscores."""
-    given = {}
-    for text in texts:
-        name, is_there, value = text.partition("=")
-        if not is_there or not name:
-            raise UsageError(f"--option {text} sets nothing.", next_step="say --option NAME=VALUE.")
-        given[name.strip().replace("-", "_")] = value
-    return given
-
-
-def run_settings(context: typer.Context, starts: int, seed: int) -> RunSettings:
-    """With the command line as it was typed, for the report."""
-    return RunSettings(starts, seed, ("shoal", *(context.obj or ())))
-
-
-class Outputs(msgspec.Struct, frozen=True):
-    """Where the results of a benchmark go beside the terminal."""
-
-    report: Path | None
-    json_file: Path | None
-    items: Callable[[Report], Items] = report_items
-    """What is printed of a report."""
-
-
-def run_and_tell(
-    benchmark: str,
-    config: Any,
-    settings: RunSettings,
-    summarize: Callable[[Report], dict[str, Any]],
-    outputs: Outputs,
-    against: str | None = None,
-) -> None:
-    """What all benchmarks do: measure, save, print; exit code 1 when a scenario failed."""
-    to_stdout = str(outputs.json_file) == "-"
-    out = sys.stderr if to_stdout else sys.stdout
-    with contextlib.ExitStack() as stack:
-        versions = [Version()]
-        if against is not None:
-            versions.insert(0, Version(against, stack.enter_context(source_of(against))))
-        tell = stack.enter_context(show_progress(f"bench {benchmark}"))
-        reports = run_benchmark(
-            benchmark, msgspec.to_builtins(config), settings, tell=tell, versions=versions
-        )
-    reports = [msgspec.structs.replace(report, result=summarize(report)) for report in reports]
-    latest = reports[-1]
-    # saved before anything is printed or compared: whatever fails there, the samples stay
-    path = save(latest, outputs.report or default_path(DEFAULT_FOLDER, benchmark, latest.created))
-    if against is not None:
-        base_path = save(reports[0], default_path(DEFAULT_FOLDER, f"{benchmark}-base", latest.created))
-    show(outputs.items(latest), out)
-    if against is not None:
-        emit(f"Report of {against}: {base_path}", out)
-        show(diff_items(compare(*reports)), out)
-    emit(f"Report: {path}", out)
-    if to_stdout:
-        emit(path.read_text(encoding="utf-8").rstrip(), sys.stdout)
-    elif outputs.json_file is not None:
-        emit(f"JSON: {write_atomically(outputs.json_file, path.read_bytes())}", out)
-    emit(result_line({**latest.result, "report": str(path)}), out)
-    if latest.failed:
-        raise typer.Exit(1)
+app.command()(training)

@@ -2,13 +2,14 @@
 
 from shoal.report.diff import Diff, RowDiff, compare
 from shoal.report.judge import Judgement, Verdict
-from shoal.report.schema import Code, Report, Row
+from shoal.report.schema import Code, Curve, Report, Row
 from shoal.report.statistics import Summary, noise_floor, percentile, percentiles, summarize
 from shoal.report.storage import DEFAULT_FOLDER, default_path, load, save
 
 __all__ = [
     "DEFAULT_FOLDER",
     "Code",
+    "Curve",
     "Diff",
     "Judgement",
     "Report",

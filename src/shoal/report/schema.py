@@ -90,7 +90,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     @property
     def label(self) -> str:
         """The key as one line, in the order in which the benchmark wrote it."""
-        return " ".join(f"{name}={text(value)}" for name, value in self.key.items())
+        return label_of(self.key)
 
     @property
     def name(self) -> str:
@@ -107,6 +107,33 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     def samples(self) -> list[float]:
         """All samples, pooled over starts."""
         return [sample for start in self.starts for sample in start]
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True):
+    """How one figure went along something: shown, and not compared. Raises ReportError when points miss."""
+
+    key: dict[str, Scalar]
+    metric: str
+    unit: str
+    direction: Direction
+    starts: list[dict[str, list[float]]]
+    """For each independent start `value`, and the axes along which it was taken, as `step`, `s` (seconds) and
+    `bytes`: lists of one length, in the order of measurement."""
+
+    def __post_init__(self) -> None:
+        for points in self.starts:
+            if "value" not in points or len({len(values): True for values in points.values()}) != 1:
+                raise ReportError(
+                    f"the curve '{self.label} {self.metric}' lacks values or has axes of other lengths",
+                    next_step="give `value` and each axis the same number of points",
+                )
+            if not all(math.isfinite(number) for values in points.values() for number in values):
+                raise ReportError(f"the curve '{self.label} {self.metric}' holds a number that is not finite")
+
+    @property
+    def label(self) -> str:
+        """The key as one line."""
+        return label_of(self.key)
 
 
 class Code(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,6 +167,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """`machine`, `cores`, `device`, `versions`, `topology`; `before` and `after`, each with `load_average`
     (of the last minute, or all three) and `cpu_steal_percent`."""
     rows: list[Row] = msgspec.field(default_factory=list)
+    curves: list[Curve] = msgspec.field(default_factory=list)
     result: dict[str, Any] = msgspec.field(default_factory=dict)
     """What the benchmark printed on its RESULT line."""
 
@@ -160,6 +188,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     def failed(self) -> list[Row]:
         """The rows that hold an error instead of samples."""
         return [row for row in self.rows if row.error is not None]
+
+
+def label_of(key: dict[str, Scalar]) -> str:
+    """A key as one line, in its own order."""
+    return " ".join(f"{name}={text(value)}" for name, value in key.items())
 
 
 def text(value: object) -> str:

@@ -1,0 +1,125 @@
+"""What all commands of `shoal bench` share: their common flags, and how one is run, saved and printed."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from shoal.bench.against import source_of
+from shoal.bench.frame import RunSettings, Version, run_benchmark
+from shoal.bench.progress import show_progress
+from shoal.core import UsageError
+from shoal.report import DEFAULT_FOLDER, Report, compare, default_path, save
+from shoal.report.storage import write_atomically
+from shoal.report.tables import emit, result_line, show
+from shoal.report.views import Items, diff_items, report_items
+
+NUM_STARTS = 5
+Starts = Annotated[
+    int | None,
+    typer.Option(help="Independent process starts; 5 or more to compare.", show_default=str(NUM_STARTS)),
+]
+Repeats = Annotated[
+    int | None, typer.Option(min=1, help="Measured blocks of each kind in a start.", show_default=False)
+]
+Seed = Annotated[int, typer.Option(help="Of the first start; each further one adds 1.")]
+ReportFile = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="FILE", help=f"Where to save; by default under {DEFAULT_FOLDER}/."),
+]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write the report's JSON there too; - is stdout."),
+]
+Against = Annotated[
+    str | None,
+    typer.Option(metavar="REF", help="A git revision or checkout to take turns with and compare to."),
+]
+
+
+Short = Annotated[bool, typer.Option("--short", help="Quickly, and one start unless told otherwise.")]
+OneStart = Annotated[int, typer.Option(help="Independent process starts; 5 or more to compare.")]
+Quickly = Annotated[bool, typer.Option("--short", help="Quickly: a first look, not figures to keep.")]
+
+
+def listed(text: str) -> list[str]:
+    """What stands between commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """Whole numbers between commas."""
+    try:
+        return [int(part) for part in listed(text)]
+    except ValueError:
+        raise UsageError(f"{option} {text} is no list of numbers.", next_step=f"say {option} 2,4.") from None
+
+
+def assignments(texts: list[str]) -> dict[str, str]:
+    """`name=value` each; hyphens in names are underscores."""
+    given = {}
+    for text in texts:
+        name, is_there, value = text.partition("=")
+        if not is_there or not name:
+            raise UsageError(f"--option {text} sets nothing.", next_step="say --option NAME=VALUE.")
+        given[name.strip().replace("-", "_")] = value
+    return given
+
+
+def run_settings(context: typer.Context, starts: int, seed: int) -> RunSettings:
+    """With the command line as it was typed, for the report."""
+    return RunSettings(starts, seed, ("shoal", *(context.obj or ())))
+
+
+class Outputs(msgspec.Struct, frozen=True):
+    """Where the results of a benchmark go beside the terminal."""
+
+    report: Path | None
+    json_file: Path | None
+    items: Callable[[Report], Items] = report_items
+    """What is printed of a report."""
+
+
+def run_and_tell(
+    benchmark: str,
+    config: Any,
+    settings: RunSettings,
+    summarize: Callable[[Report], dict[str, Any]],
+    outputs: Outputs,
+    against: str | None = None,
+) -> None:
+    """What all benchmarks do: measure, save, print; exit code 1 when a scenario failed."""
+    to_stdout = str(outputs.json_file) == "-"
+    out = sys.stderr if to_stdout else sys.stdout
+    with contextlib.ExitStack() as stack:
+        versions = [Version()]
+        if against is not None:
+            versions.insert(0, Version(against, stack.enter_context(source_of(against))))
+        tell = stack.enter_context(show_progress(f"bench {benchmark}"))
+        reports = run_benchmark(
+            benchmark, msgspec.to_builtins(config), settings, tell=tell, versions=versions
+        )
+    reports = [msgspec.structs.replace(report, result=summarize(report)) for report in reports]
+    latest = reports[-1]
+    # saved before anything is printed or compared: whatever fails there, the samples stay
+    path = save(latest, outputs.report or default_path(DEFAULT_FOLDER, benchmark, latest.created))
+    if against is not None:
+        base_path = save(reports[0], default_path(DEFAULT_FOLDER, f"{benchmark}-base", latest.created))
+    show(outputs.items(latest), out)
+    if against is not None:
+        emit(f"Report of {against}: {base_path}", out)
+        show(diff_items(compare(*reports)), out)
+    emit(f"Report: {path}", out)
+    if to_stdout:
+        emit(path.read_text(encoding="utf-8").rstrip(), sys.stdout)
+    elif outputs.json_file is not None:
+        emit(f"JSON: {write_atomically(outputs.json_file, path.read_bytes())}", out)
+    emit(result_line({**latest.result, "report": str(path)}), out)
+    if latest.failed:
+        raise typer.Exit(1)
