@@ -77,9 +77,12 @@ class RunSettings(msgspec.Struct, frozen=True):
 
 
 SCENARIOS: dict[str, str] = {
+    "accuracy": "shoal.bench.accuracy:AccuracyScenario",
     "collectives": "shoal.bench.collectives:CollectivesScenario",
+    "ddp": "shoal.bench.ddp:DdpScenario",
     "dht": "shoal.bench.dht:DhtScenario",
     "experts": "shoal.bench.experts:ExpertsScenario",
+    "scaling": "shoal.bench.scaling:ScalingScenario",
     "training": "shoal.bench.training:TrainingScenario",
     "transport": "shoal.bench.transport:TransportScenario",
     "virtual": "shoal.bench.virtual:VirtualScenario",

@@ -21,7 +21,7 @@ import msgspec
 
 from shoal.bench.crew import Answers, CrewSettings, Helper, Place, Workers, open_worker
 from shoal.bench.frame import Receive, Version, make_scenario, tell_rows
-from shoal.core import BenchmarkError, Placement
+from shoal.core import BenchmarkError
 from shoal.launch import LaunchSettings, command_of, launch
 from shoal.launch.channel import Engine
 from shoal.launch.output import Listener, Stream
@@ -34,12 +34,6 @@ VARIABLE = "SHOAL_BENCH"
 _MARK = b"\x1eSHOAL-BENCH "
 """Before what rank 0 tells the head, among all that it prints."""
 _CLOSE, _END = "close", "end"
-
-
-def launched_size() -> int | None:
-    """How many processes a launcher has started of this one's kind; None when it is alone."""
-    size = Placement.from_environment().size
-    return size if size > 1 else None
 
 
 class RankCrew:
@@ -182,10 +176,9 @@ def joined() -> Iterator[Ranks]:
 class OnHosts:
     """Starts of a scenario on other machines: how `run_benchmark` runs it there."""
 
-    def __init__(self, engine: Engine, settings: LaunchSettings, start_timeout_s: float) -> None:
+    def __init__(self, engine: Engine, settings: LaunchSettings) -> None:
         self._engine = engine
         self._settings = settings
-        self._start_timeout_s = start_timeout_s
 
     def __call__(self, arguments: dict[str, Any], version: Version, receive: Receive) -> None:
         """Run the ranks to their end, and pass on what the first one tells."""
@@ -200,12 +193,12 @@ class OnHosts:
         variables = {**self._settings.variables, **told}
         settings = dataclasses.replace(self._settings, variables=variables)
         output = Listener(take, lambda text: receive({"progress": text}))
-        outcome = launch(settings, output, self._engine, self._start_timeout_s)
+        outcome = launch(settings, output, self._engine)
         if outcome.exit_code:
             raise BenchmarkError(f"The workers ended with {outcome.exit_code}: {outcome.reason}.")
 
 
-def on_hosts_command() -> tuple[str, ...]:
+def hosts_command() -> tuple[str, ...]:
     """What is started on every host."""
     return command_of(["shoal.bench.ranks"], is_module=True)
 

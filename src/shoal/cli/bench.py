@@ -13,6 +13,7 @@ import typer
 
 from shoal.cli import dht_flags as flags
 from shoal.cli import experts_flags
+from shoal.cli.bench_accuracy import accuracy
 from shoal.cli.bench_common import (
     NUM_STARTS,
     Against,
@@ -30,6 +31,8 @@ from shoal.cli.bench_common import (
     run_and_tell,
     run_settings,
 )
+from shoal.cli.bench_ddp import ddp
+from shoal.cli.bench_scaling import scaling
 from shoal.cli.bench_training import training
 from shoal.report.tables import emit
 
@@ -205,3 +208,6 @@ def collectives(
 
 
 app.command()(training)
+app.command()(ddp)
+app.command()(scaling)
+app.command()(accuracy)

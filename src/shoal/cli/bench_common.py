@@ -6,19 +6,23 @@ import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
 from shoal.bench.against import source_of
-from shoal.bench.frame import RunSettings, Version, run_benchmark
+from shoal.bench.frame import RunSettings, Starter, Version, in_child, run_benchmark
 from shoal.bench.progress import show_progress
+from shoal.cli.bench_hosts import launched_size
 from shoal.core import UsageError
 from shoal.report import DEFAULT_FOLDER, Report, compare, default_path, save
 from shoal.report.storage import write_atomically
 from shoal.report.tables import emit, result_line, show
 from shoal.report.views import Items, diff_items, report_items
+
+if TYPE_CHECKING:
+    from shoal.bench.ranks import Ranks
 
 NUM_STARTS = 5
 Starts = Annotated[
@@ -84,6 +88,12 @@ class Outputs(msgspec.Struct, frozen=True):
     json_file: Path | None
     items: Callable[[Report], Items] = report_items
     """What is printed of a report."""
+    encode: Callable[[Report], bytes] | None = None
+    """What --json holds, where it is not the report."""
+
+
+RANKED = ("accuracy", "ddp", "scaling", "training")
+"""Benchmarks whose workers a launcher may have started."""
 
 
 def run_and_tell(
@@ -93,17 +103,34 @@ def run_and_tell(
     summarize: Callable[[Report], dict[str, Any]],
     outputs: Outputs,
     against: str | None = None,
+    where: Starter | None = None,
 ) -> None:
-    """What all benchmarks do: measure, save, print; exit code 1 when a scenario failed."""
+    """What all benchmarks do: measure, save, print; exit code 1 when a scenario failed.
+
+    `where` runs a start elsewhere than in a child of this process. A benchmark of RANKED that a launcher has
+    started in several processes takes part as one of them, and the first alone saves and prints.
+    """
     to_stdout = str(outputs.json_file) == "-"
     out = sys.stderr if to_stdout else sys.stdout
     with contextlib.ExitStack() as stack:
+        starter = in_child if where is None else where
+        if benchmark in RANKED and launched_size() is not None:
+            ranks = _join(stack, settings, against)
+            if not ranks.is_first:
+                ranks.follow()
+                return
+            starter = ranks.start
         versions = [Version()]
         if against is not None:
             versions.insert(0, Version(against, stack.enter_context(source_of(against))))
         tell = stack.enter_context(show_progress(f"bench {benchmark}"))
         reports = run_benchmark(
-            benchmark, msgspec.to_builtins(config), settings, tell=tell, versions=versions
+            benchmark,
+            msgspec.to_builtins(config),
+            settings,
+            tell=tell,
+            versions=versions,
+            starter=starter,
         )
     reports = [msgspec.structs.replace(report, result=summarize(report)) for report in reports]
     latest = reports[-1]
@@ -116,10 +143,24 @@ def run_and_tell(
         emit(f"Report of {against}: {base_path}", out)
         show(diff_items(compare(*reports)), out)
     emit(f"Report: {path}", out)
-    if to_stdout:
-        emit(path.read_text(encoding="utf-8").rstrip(), sys.stdout)
-    elif outputs.json_file is not None:
-        emit(f"JSON: {write_atomically(outputs.json_file, path.read_bytes())}", out)
+    if outputs.json_file is not None:
+        encoded = path.read_bytes() if outputs.encode is None else outputs.encode(latest)
+        if to_stdout:
+            emit(encoded.decode().rstrip(), sys.stdout)
+        else:
+            emit(f"JSON: {write_atomically(outputs.json_file, encoded)}", out)
     emit(result_line({**latest.result, "report": str(path)}), out)
     if latest.failed:
         raise typer.Exit(1)
+
+
+def _join(stack: contextlib.ExitStack, settings: RunSettings, against: str | None) -> Ranks:
+    """Take part as one of the processes that a launcher has started."""
+    from shoal.bench.ranks import joined
+
+    if settings.num_starts > 1 or against is not None:
+        raise UsageError(
+            "Processes that a launcher has started are one start, of one version.",
+            next_step="leave --starts and --against out, or let `shoal bench` start the workers: -np, -H.",
+        )
+    return stack.enter_context(joined())

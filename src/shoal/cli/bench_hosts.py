@@ -1,0 +1,87 @@
+"""Where the workers of a benchmark run: flags for other hosts, and what a launcher has started already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shoal.core import Placement, UsageError
+from shoal.core.run_options import RunOptions
+
+if TYPE_CHECKING:
+    from shoal.bench.ranks import OnHosts
+
+Hosts = Annotated[
+    str | None,
+    typer.Option("-H", "--hosts", metavar="HOST:N,…", help="Machines for the workers, reached by ssh."),
+]
+Hostfile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="The same as lines: host slots=N, or host:N.")
+]
+SshPort = Annotated[
+    int | None, typer.Option("-p", "--ssh-port", metavar="PORT", help="Of sshd on the other hosts.")
+]
+SshUser = Annotated[str | None, typer.Option(metavar="NAME", help="On the other hosts.")]
+SshOption = Annotated[
+    list[str] | None, typer.Option(metavar="NAME=VALUE", help="As after ssh -o; may be given often.")
+]
+RemotePython = Annotated[str | None, typer.Option(metavar="PATH", help="The interpreter on the other hosts.")]
+RemoteCwd = Annotated[str | None, typer.Option(metavar="DIR", help="The folder on the other hosts.")]
+NetworkInterface = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Through which machines talk, as eth0.")
+]
+
+
+def launched_size() -> int | None:
+    """How many processes a launcher has started of this one's kind; None when it is alone."""
+    size = Placement.from_environment().size
+    return size if size > 1 else None
+
+
+def workers_of(num_workers: int | None, flags: Mapping[str, Any], default: int) -> int:
+    """As many as was asked for, as a launcher has started, as the hosts have slots, or else the default."""
+    launched = launched_size()
+    if launched is not None and num_workers not in (None, launched):
+        raise UsageError(
+            f"--np {num_workers} is not the {launched} processes that the launcher has started.",
+            next_step="leave --np out.",
+        )
+    if num_workers is not None or launched is not None:
+        return num_workers or launched or default
+    hosts = _hosts(flags)
+    return default if hosts is None else hosts.num_slots
+
+
+def where_of(flags: Mapping[str, Any], num_workers: int) -> OnHosts | None:
+    """How to start the workers on the hosts that were named; None where they run here."""
+    hosts = _hosts(flags)
+    if hosts is None or not hosts.is_elsewhere:
+        return None
+    from shoal.bench.ranks import OnHosts, hosts_command
+    from shoal.launch import LaunchSettings
+
+    if launched_size() is not None:
+        raise UsageError("A launcher has started this, and -H starts it again.", next_step="leave -H out.")
+    hosts.check(num_workers, 0)
+    options = RunOptions(network_interface=flags.get("network_interface"))
+    return OnHosts(hosts, LaunchSettings(hosts_command(), num_workers, options))
+
+
+def _hosts(flags: Mapping[str, Any]) -> Any:
+    from shoal.launch.hosts import open_hosts
+    from shoal.launch.ssh import SshSettings
+
+    named = flags.get("hosts"), flags.get("hostfile")
+    if named == (None, None):
+        return None
+    ssh = SshSettings(
+        flags.get("ssh_port"),
+        flags.get("ssh_user"),
+        tuple(flags.get("ssh_option") or ()),
+        flags.get("remote_python"),
+        flags.get("remote_cwd"),
+    )
+    return open_hosts(*named, ssh)
