@@ -5,6 +5,7 @@ import signal
 import time
 
 from shoal.bench.children import end_with_parent
+from shoal.bench.crew import CrewSettings
 from shoal.bench.frame import Measured
 
 
@@ -53,3 +54,18 @@ def busy(arguments, parent):
     end_with_parent()
     parent.tell(pid=os.getpid())
     time.sleep(60)
+
+
+class Crewed:
+    """Asks one worker of a crew for its rank."""
+
+    def __init__(self, config, seed):
+        self.seed = seed
+
+    def run(self, tell):
+        tell("asking")
+        with self.open_crew(CrewSettings("bench.sample_workers:work", 1)) as crew:
+            ((rank, _),) = crew.ask("describe")
+        yield Measured(
+            key={"rank": rank}, metric="seed", unit="", direction="lower", samples=[float(self.seed)]
+        )

@@ -1,0 +1,93 @@
+"""Benchmarks whose workers a launcher has started."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from launch.machines import two_machines
+from shoal.bench.crew import CrewSettings
+from shoal.bench.ranks import RankCrew, Ranks
+from shoal.core import BenchmarkError
+from shoal.group import SoloGroup
+
+LIMIT_S = 150
+SHORT = ["--model", "small-mlp", "--short", "--strategies", "neighbor", "--no-ddp"]
+
+
+def crew(size=1, **arguments):
+    return RankCrew(SoloGroup(), CrewSettings("bench.sample_workers:work", size, arguments))
+
+
+def test_the_first_rank_works_too_and_answers_its_own_orders():
+    workers = crew(word="ahoy")
+    assert not workers.is_running
+    assert workers.ask("describe") == [[0, "ahoy"]]
+    assert workers.is_running
+    workers.close()
+    assert not workers.is_running
+
+
+def test_whoever_fails_is_named_and_the_next_order_begins_anew():
+    workers = crew()
+    with pytest.raises(BenchmarkError, match="rank 0 of 1 failed: ZeroDivisionError: nothing is left"):
+        workers.ask("fail", who=0)
+    assert not workers.is_running
+    assert workers.ask("describe") == [[0, None]]
+
+
+def test_ranks_that_are_not_asked_answer_nothing():
+    workers = crew()
+    workers.ask("describe")
+    assert workers._worker.follow({"order": "fail", "among": 0, "details": {"who": 0}}) == {"answer": None}
+
+
+def test_other_numbers_of_workers_than_the_launcher_started_are_refused():
+    with pytest.raises(BenchmarkError, match="3 workers are to be measured, and the launcher has started 1"):
+        crew(size=3).ask("describe")
+
+
+def test_a_start_tells_what_the_scenario_says():
+    told = []
+    Ranks(SoloGroup()).start(
+        {"benchmark": "bench.sample_scenarios:Crewed", "config": {}, "seed": 7}, None, told.append
+    )
+    assert told[0] == {"progress": "asking"}
+    assert told[1]["row"]["samples"] == [7.0]
+
+
+def result_of(done):
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT: ")]
+    assert len(lines) == 1, done.stdout
+    return json.loads(lines[0].removeprefix("RESULT: "))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
+def test_under_torchrun_every_process_is_a_rank_and_one_reports(tmp_path):
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*words, "-m", "shoal", "bench", "training", *SHORT],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+    )
+    assert result_of(done)["fraction_of_ceiling"]["neighbor"] > 0
+    assert len(list((tmp_path / "shoal-reports").iterdir())) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
+def test_on_hosts_the_workers_of_several_machines_are_measured_together(tmp_path):
+    with two_machines(tmp_path) as (a, b):
+        hosts = f"{a.address}:1,{b.address}:1"
+        done = a.run(
+            *(sys.executable, "-m", "shoal", "bench", "training", *SHORT, "-H", hosts, *a.ssh_words),
+            timeout=LIMIT_S,
+            cwd=tmp_path,
+        )
+        assert result_of(done)["fraction_of_ceiling"]["neighbor"] > 0

@@ -1,0 +1,48 @@
+import pytest
+
+from shoal.cli.bench_hosts import launched_size, where_of, workers_of
+from shoal.core import UsageError
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+
+
+def test_alone_the_flag_counts_then_the_slots_of_the_hosts_then_the_default():
+    assert launched_size() is None
+    assert workers_of(5, {"hosts": "10.9.9.9:4"}, 2) == 5
+    assert workers_of(None, {"hosts": "10.9.9.9:4,10.9.9.8:3"}, 2) == 7
+    assert workers_of(None, {}, 2) == 2
+
+
+@pytest.mark.usefixtures("launched")
+def test_a_launcher_has_decided_how_many_there_are():
+    assert launched_size() == 3
+    assert workers_of(None, {}, 2) == 3
+    assert workers_of(3, {}, 2) == 3
+    with pytest.raises(UsageError, match="--np 4 is not the 3 processes"):
+        workers_of(4, {}, 2)
+
+
+def test_this_machine_alone_needs_no_ssh():
+    assert where_of({}, 2) is None
+    assert where_of({"hosts": "localhost:2"}, 2) is None
+
+
+def test_hosts_with_too_few_slots_are_refused_before_anything_starts():
+    with pytest.raises(UsageError, match="4 workers need more than the 2 slots"):
+        where_of({"hosts": "10.9.9.9:2"}, 4)
+
+
+@pytest.mark.usefixtures("launched")
+def test_ranks_do_not_start_other_ranks():
+    with pytest.raises(UsageError, match="leave -H out"):
+        where_of({"hosts": "10.9.9.9:4"}, 3)
