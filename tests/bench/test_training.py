@@ -3,15 +3,7 @@ import pytest
 
 from shoal.bench import training
 from shoal.bench.frame import make_scenario
-from shoal.bench.training import (
-    Block,
-    Lane,
-    TrainingConfig,
-    is_free_running,
-    lane_rows,
-    options_of,
-    total_speed,
-)
+from shoal.bench.training import TrainingConfig, is_free_running, options_of
 from shoal.core import BenchmarkError, UsageError
 
 TINY = TrainingConfig(
@@ -24,24 +16,27 @@ def measure(config, seed=0):
 
 
 def by_key(rows):
-    return {(row.metric, row.key["strategy"], row.key.get("rank")): row for row in rows}
+    names = ("strategy", "rank", "waited_for")
+    return {(row.metric, *(row.key[name] for name in names if name in row.key)): row for row in rows}
 
 
 @pytest.fixture(scope="module")
 def rows():
     """Two workers, of which rank 1 is slow, and a parameter server beside them."""
     strategies = (*TINY.strategies, "parameter-server")
-    return by_key(measure(msgspec.structs.replace(TINY, slow_rank=1, strategies=strategies)))
+    # so slow that no other load of the machine hides it
+    slow = msgspec.structs.replace(TINY, slow_rank=1, slow_factor=50.0, strategies=strategies)
+    return by_key(measure(slow))
 
 
 def test_each_strategy_is_measured_beside_none(rows):
     assert not [row for row in rows.values() if row.error]
     for name in (*TINY.strategies, "parameter-server"):
-        fractions = rows["fraction_of_ceiling", name, None].samples
-        assert len(fractions) == len(rows["examples_per_s", name, None].samples) == 2
+        fractions = rows["fraction_of_ceiling", name].samples
+        assert len(fractions) == len(rows["examples_per_s", name].samples) == 2
         assert all(0 < fraction < 5 for fraction in fractions)
-    assert len(rows["examples_per_s", "none", None].samples) == 6
-    assert ("fraction_of_ceiling", "none", None) not in rows
+    assert len(rows["examples_per_s", "none"].samples) == 6
+    assert ("fraction_of_ceiling", "none") not in rows
 
 
 def test_workers_that_wait_do_equally_many_iterations_and_others_do_not(rows):
@@ -51,44 +46,14 @@ def test_workers_that_wait_do_equally_many_iterations_and_others_do_not(rows):
     assert count("all-reduce", 0) == count("all-reduce", 1)
     assert count("none", 0) > 2 * count("none", 1)
     assert count("pair", 0) > 2 * count("pair", 1)
-    assert count("parameter-server", 0) > 2 * count("parameter-server", 1)
+    assert count("parameter-server", 0) > count("parameter-server", 1)
 
 
 def test_a_slow_worker_is_waited_for_under_all_reduce_alone(rows):
-    waited = [sum(rows["others_waited", "all-reduce", rank].samples) for rank in (0, 1)]
-    assert waited[1] > 3 * waited[0]
+    waited = {rank: sum(rows["waited", "all-reduce", rank, 1 - rank].samples) for rank in (0, 1)}
+    assert waited[0] > 3 * waited[1]
     assert rows["fraction_of_own_speed", "all-reduce", 0].samples[0] < 0.5
-    assert ("others_waited", "pair", 1) not in rows
-
-
-def blocks(*times_s, waited_s=()):
-    return [Block(list(times), list(waited_s)) for times in times_s]
-
-
-def test_the_speed_of_a_block_is_the_sum_over_its_workers():
-    assert total_speed(blocks([0.5, 0.5], [0.25, 0.25]), batch_size=10) == pytest.approx(20 + 40)
-
-
-def test_fractions_are_of_neighbours_in_time():
-    lane = Lane(
-        blocks=[blocks([2.0], [2.0]), blocks([1.0], [1.0])],
-        ceilings=[blocks([1.0], [1.0]), blocks([1.0], [0.5])],
-        evens=[blocks([1.0], [1.0]), blocks([1.0], [0.5])],
-    )
-    rows = by_key(lane_rows("sma", lane, msgspec.structs.replace(TINY, slow_rank=0)))
-    assert rows["fraction_of_ceiling", "sma", None].samples == pytest.approx([0.5, 2 / 3])
-    assert rows["fraction_of_own_speed", "sma", 0].samples == [0.5, 1.0]
-    assert rows["fraction_of_own_speed", "sma", 1].samples == [0.5, 0.5]
-    assert rows["seconds_per_iteration", "sma", 1].samples == [2.0, 1.0]
-    assert not [key for key in rows if key[0] == "others_waited"]
-
-
-def test_waits_are_by_who_was_waited_for():
-    first = [Block([1.0], [0.0, 0.7, 0.1]), Block([1.0], [0.2, 0.0, 0.0]), Block([1.0], [0.0, 0.4, 0.0])]
-    config = msgspec.structs.replace(TINY, num_workers=3)
-    rows = by_key(lane_rows("sma", Lane([first], [first]), config))
-    waited = [rows["others_waited", "sma", rank].samples for rank in range(3)]
-    assert waited == [[0.2], [pytest.approx(1.1)], [0.1]]
+    assert not [key for key in rows if key[:2] == ("waited", "pair")]
 
 
 class FakeCrew:
@@ -129,10 +94,10 @@ def test_a_strategy_that_fails_is_a_row_and_the_rest_go_on(monkeypatch, moment):
     monkeypatch.setattr(FakeCrew, "failing", [(moment, "sma")])
     config = msgspec.structs.replace(TINY, strategies=("all-reduce", "sma", "pair"), num_pairs=3)
     rows = by_key(measure(config))
-    assert rows["examples_per_s", "sma", None].error == "rank 1 of 2 failed: sma broke. Try: again."
-    assert ("fraction_of_ceiling", "sma", None) not in rows
+    assert rows["examples_per_s", "sma"].error == "rank 1 of 2 failed: sma broke. Try: again."
+    assert ("fraction_of_ceiling", "sma") not in rows
     for name in ("all-reduce", "pair"):
-        assert rows["fraction_of_ceiling", name, None].samples == [1.0] * 3
+        assert rows["fraction_of_ceiling", name].samples == [1.0] * 3
     orders = FakeCrew.latest.orders
     assert orders.count(("attach", "all-reduce")) == 2
     assert orders.count(("attach", "sma")) == 1

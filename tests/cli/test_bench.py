@@ -7,7 +7,6 @@ import pytest
 from shoal.bench import collectives
 from shoal.bench.collectives import MIB, CollectivesConfig
 from shoal.bench.dht_config import DhtConfig, config_of
-from shoal.bench.training import TrainingConfig
 from shoal.bench.transport import SHORT, TransportConfig
 from shoal.cli import bench_common as module
 from shoal.cli.program import run
@@ -19,7 +18,6 @@ NAME = "transport-20260102T030405Z.json"
 CONFIGS = {
     "transport": TransportConfig,
     "collectives": CollectivesConfig,
-    "training": TrainingConfig,
     "dht": DhtConfig,
 }
 
@@ -46,7 +44,7 @@ class Bench:
     def __init__(self):
         self.reports = [small_report()]
 
-    def __call__(self, benchmark, config, settings, *, tell, versions):
+    def __call__(self, benchmark, config, settings, *, tell, versions, starter):
         self.benchmark, self.settings, self.versions = benchmark, settings, versions
         self.config = msgspec.convert(config, CONFIGS[benchmark])
         tell("measuring")
@@ -241,72 +239,6 @@ def test_collectives_take_lists(call, bench):
 )
 def test_collectives_that_there_are_not_are_bad_usage(call, bench, option, value):
     code, out, complaint = call(option, value, verb="collectives")
-    assert (code, out) == (2, "")
-    assert complaint.startswith("shoal: ")
-    assert not hasattr(bench, "settings")
-
-
-def test_training_by_default_is_of_the_mlp_in_ten_pairs(call, bench):
-    code, out, _ = call(verb="training")
-    assert code == 0
-    config = bench.config
-    assert (config.model, config.batch_size, config.num_workers, config.num_pairs) == ("mlp", 64, 2, 10)
-    assert config.strategies == ("all-reduce", "neighbor", "pair", "sma", "ddp")
-    assert config.options["neighbor"]["topology"] == "exponential-2"
-    assert bench.settings.num_starts == 1
-    assert last_line(out)["fraction_of_ceiling"] == {}
-
-
-def test_training_options_reach_the_benchmark(call, bench):
-    arguments = ("--model", "resnet18", "--strategies", "none,neighbor,pair", "--option", "topology=ring")
-    call(*arguments, "-np", 3, "--slow-rank", 2, "--block-seconds", 0.5, "--pairs", 4, verb="training")
-    config = bench.config
-    assert (config.model, config.batch_size, config.num_workers) == ("resnet18", 32, 3)
-    assert config.strategies == ("neighbor", "pair", "ddp")
-    assert config.options["neighbor"]["topology"] == "ring"
-    assert (config.slow_rank, config.slow_factor) == (2, 10.0)
-    assert (config.block_s, config.num_pairs) == (0.5, 4)
-
-
-def test_training_with_parameter_servers(call, bench):
-    call("--strategies", "parameter-server", "--num-servers", 2, "--option", "mode=sync", verb="training")
-    assert bench.config.num_servers == 2
-    assert bench.config.options["parameter-server"]["mode"] == "sync"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "measured"),
-    [
-        (("--strategies", "none,sma"), ("sma", "ddp")),
-        (("--strategies", "distributed-data-parallel,sma"), ("distributed-data-parallel", "sma")),
-        (("--strategies", "sma,ddp", "--no-ddp"), ("sma",)),
-        (("--no-ddp",), ("all-reduce", "neighbor", "pair", "sma")),
-    ],
-)
-def test_ddp_is_in_the_same_run_unless_it_is_switched_off(call, bench, arguments, measured):
-    assert call(*arguments, verb="training")[0] == 0
-    assert bench.config.strategies == measured
-
-
-def test_several_machines_bring_the_hierarchical_strategy_along(call, bench):
-    call("--workers-per-machine", 1, "--short", verb="training")
-    assert bench.config.strategies[-1] == "hierarchical"
-    assert bench.config.workers_per_machine == 1
-    assert bench.config.num_pairs < 10
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("--strategies", "magic"),
-        ("--strategies", "none"),
-        ("--option", "topology"),
-        ("--option", "x=1"),
-        ("--slow-rank", "2"),
-    ],
-)
-def test_training_that_there_is_not_is_bad_usage(call, bench, option, value):
-    code, out, complaint = call(option, value, verb="training")
     assert (code, out) == (2, "")
     assert complaint.startswith("shoal: ")
     assert not hasattr(bench, "settings")

@@ -14,7 +14,7 @@ def experts(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     measured = []
 
-    def stand_in(benchmark, config, settings, *, tell, versions):
+    def stand_in(benchmark, config, settings, *, tell, versions, starter):
         assert benchmark == "experts"
         measured.append((msgspec.convert(config, ExpertsConfig), settings))
         rows = [Row(key={}, metric="completed", unit="", direction="higher", error="not measured")]

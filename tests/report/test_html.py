@@ -6,9 +6,10 @@ from html.parser import HTMLParser
 
 import pytest
 
+from report import samples
 from shoal.core.errors import ReportError, UsageError
-from shoal.report import Report, Row, compare
-from shoal.report.charts import group_data, group_reports, thin
+from shoal.report import Curve, Report, Row, compare
+from shoal.report.charts import group_reports, overview_data, spread_data, thin
 from shoal.report.html import write_diff, write_reports
 
 EVIL = "</script><script>alert('x')</script><img src=http://evil>"
@@ -41,6 +42,9 @@ class Page(HTMLParser):
     @property
     def data(self):
         return json.loads(self.scripts[0])
+
+    def plots(self, kind):
+        return [plot for plot in self.data["plots"] if plot["kind"] == kind]
 
 
 def row(seconds=1e-4, key=None, num_starts=6, **fields):
@@ -75,7 +79,8 @@ def real_plotly():
 
 def test_one_page_holds_everything_and_asks_for_nothing(tmp_path, real_plotly):
     page = Page(write_reports([report(row())], tmp_path / "r.html", ["r.json"]))
-    assert not [tag for tag, attributes in page.tags if {"src", "href"} & attributes.keys() or tag == "link"]
+    assert not [tag for tag, attributes in page.tags if "src" in attributes or tag == "link"]
+    assert all(attributes["href"].startswith("#") for _, attributes in page.tags if "href" in attributes)
     assert len(page.scripts) == 3
     assert len(page.scripts[1]) > 1_000_000
     policy = next(a["content"] for t, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
@@ -85,7 +90,25 @@ def test_one_page_holds_everything_and_asks_for_nothing(tmp_path, real_plotly):
 
 def test_nothing_from_a_report_becomes_markup(tmp_path):
     failed = row(key={"scenario": "bulk"}, num_starts=0, error=EVIL)
-    alone = report(row(), failed, row(key={EVIL: EVIL}, metric=EVIL, unit=EVIL))
+    alone = report(
+        row(),
+        failed,
+        row(key={EVIL: EVIL}, metric=EVIL, unit=EVIL),
+        row(key={"strategy": EVIL, "num_workers": 1}, metric=EVIL + "2", unit="1/s"),
+        row(key={"strategy": EVIL, "num_workers": 2}, metric=EVIL + "2", unit="1/s"),
+        row(key={"strategy": EVIL, "rank": EVIL, "waited_for": 1}, metric="waited"),
+        curves=[
+            Curve(
+                key={"contender": EVIL, "split": EVIL + str(number)},
+                metric=EVIL,
+                unit=EVIL,
+                direction="higher",
+                starts=[{"value": [1.0], EVIL: [0.0], "step": [0.0]}],
+            )
+            for number in range(2)
+        ],
+        result={"headline": [EVIL], EVIL: EVIL},
+    )
     pages = [
         write_reports([alone], tmp_path / "one.html", [EVIL]),
         write_reports([alone, report(row())], tmp_path / "two.html", [EVIL, "b"]),
@@ -102,11 +125,10 @@ def test_nothing_from_a_report_becomes_markup(tmp_path):
 
 
 def test_failed_rows_are_seen_in_table_and_notice(tmp_path):
-    page = Page(
-        write_reports([report(row(num_starts=0, error="PeerLost: 7"))], tmp_path / "r.html", ["r.json"])
-    )
+    failed = row(key={"scenario": "bulk"}, num_starts=0, error="PeerLost: 7")
+    page = Page(write_reports([report(row(), failed)], tmp_path / "r.html", ["r.json"]))
     assert page.text.count("PeerLost: 7") == 2
-    assert page.data["groups"][0]["rows"][0]["failed"] == ["PeerLost: 7"]
+    assert page.plots("overview")[0]["rows"][1]["failed"] == ["PeerLost: 7"]
 
 
 def test_figures_config_environment_and_command_are_in_the_page(tmp_path):
@@ -131,7 +153,7 @@ def test_several_reports_line_up_by_row_and_mark_what_differs(tmp_path):
     first = report(row(), row(key={"only": "a"}), config={"bucket": 25})
     second = report(row(2e-4), row(key={"only": "b"}), config={"bucket": 1})
     path = write_reports([first, second], tmp_path / "r.html", ["a", "b"])
-    rows = Page(path).data["groups"][0]["rows"]
+    rows = Page(path).plots("overview")[0]["rows"]
     assert [[entry is not None for entry in line["series"]] for line in rows] == [
         [True, True],
         [True, False],
@@ -153,11 +175,43 @@ def test_a_comparison_shows_verdicts_intervals_and_lone_rows(tmp_path):
         "lost",
     ):
         assert words in page.text
-    worse, failed, unsure = page.data["forest"]
+    worse, failed, unsure = page.plots("forest")[0]["rows"]
     assert worse["low"] < worse["change"] < worse["high"] < 0
     assert failed["change"] is None
     assert unsure["low"] is None
     assert unsure["verdict"] == "too-few-starts"
+
+
+def test_several_benchmarks_are_chapters_with_contents_and_headlines_first(tmp_path):
+    reports = [samples.accuracy(), samples.training(), samples.latencies()]
+    page = Page(write_reports(reports, tmp_path / "r.html", ["a", "b", "c"]))
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    links = [attributes["href"][1:] for tag, attributes in page.tags if tag == "a"]
+    assert set(links) <= set(ids)
+    assert len(links) > 10
+    assert len(ids) == len(set(ids))
+    assert page.text.index("was the fastest") < page.text.index("At a glance")
+
+
+def test_every_plot_of_the_data_has_one_place_in_the_page(tmp_path):
+    path = write_reports([samples.accuracy(), samples.scaling()], tmp_path / "r.html", ["a", "b"])
+    page = Page(path)
+    places = [int(attributes["data-plot"]) for _, attributes in page.tags if "data-plot" in attributes]
+    assert sorted(places) == list(range(len(page.data["plots"])))
+
+
+def test_a_comparison_draws_both_sides_of_curves_and_percentiles(tmp_path):
+    diff = compare(samples.accuracy(), samples.accuracy(1, 1.3))
+    page = Page(write_diff(diff, tmp_path / "d.html", ["a", "b"]))
+    (step, *_) = page.plots("lines")[0]["views"]
+    assert sorted((line["series"], line["report"]) for line in step["lines"]) == [
+        (series, side) for series in range(4) for side in range(2)
+    ]
+    times = Page(
+        write_diff(compare(samples.latencies(), samples.latencies(1, 1.1)), tmp_path / "t.html", ["a", "b"])
+    )
+    baseline, test = times.plots("bars")[0]["rows"][0]["reports"]
+    assert all(new > old for old, new in zip(baseline, test, strict=True))
 
 
 def test_units_are_never_mixed_in_one_chart():
@@ -172,7 +226,7 @@ def test_units_are_never_mixed_in_one_chart():
 @pytest.mark.parametrize(("seconds", "is_log"), [(1e-3, False), (1.0, True), (0.0, False)])
 def test_far_apart_rows_get_a_logarithmic_axis_where_there_is_one(seconds, is_log):
     (group,) = group_reports([report(row(1e-3), row(seconds, key={"a": 1}))])
-    assert group_data(group)["isLog"] is is_log
+    assert overview_data(group)["isLog"] is is_log
 
 
 def test_thinning_keeps_order_ends_and_extremes():
@@ -190,7 +244,7 @@ def test_huge_reports_stay_small_enough_to_draw():
     (group,) = group_reports(
         [report(Row(key={}, metric="m", unit="s", direction="lower", starts=[[1.0] * 20_000] * 20))]
     )
-    starts = group_data(group)["rows"][0]["spread"]["reports"][0]["starts"]
+    starts = spread_data(group.rows[0])["reports"][0]["starts"]
     assert sum(map(len, starts)) <= 4000
 
 

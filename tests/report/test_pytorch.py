@@ -2,8 +2,8 @@ import msgspec
 import pytest
 
 from shoal.core.errors import NotComparable, ReportError
-from shoal.report import compare, load
-from shoal.report.pytorch import diff_lines
+from shoal.report import Report, Row, compare, load
+from shoal.report.pytorch import diff_lines, to_document
 from shoal.report.views import unpaired_lines
 
 
@@ -105,3 +105,75 @@ def test_a_damaged_file_names_the_place(read):
     content["benchmark_results"][0]["result"][1]["measurements"][2] = "slow"
     with pytest.raises(ReportError, match=r"result\[1\]\.measurements\[2\]"):
         read(content)
+
+
+def swept(*, strategy="ddp", failed=()):
+    def row(model, label, num_ranks, starts):
+        key = {"model": model, "batch_size": 32, "image_size": 32, "label": label, "num_ranks": num_ranks}
+        named = {"error": "lost"} if label in failed else {"starts": starts}
+        return Row(key=key, metric="sec_per_iter", unit="s", direction="lower", **named)
+
+    rows = [
+        row(model, label, num_ranks, [[0.1] * num_ranks, [0.2] * num_ranks])
+        for model in ("resnet18", "vgg16")
+        for label, num_ranks in (("no ddp", 1), ("1M/1G", 1), ("1M/2G", 2))
+    ]
+    skew = Row(
+        key={"model": "resnet18"}, metric="slowest_over_fastest", unit="", direction="lower", starts=[[1]]
+    )
+    config = {
+        "strategy": strategy,
+        "cuda_version": None,
+        "distributed_backend": "gloo",
+        "bucket_size": 25,
+        "batch_size": 32,
+    }
+    environment = {"versions": {"torch": "2.6.0"}}
+    return Report(benchmark="ddp", created="", config=config, environment=environment, rows=[*rows, skew])
+
+
+def test_a_sweep_is_written_in_pytorchs_schema_with_starts_pooled():
+    assert to_document(swept())["benchmark_results"][1]["model"] == "vgg16"
+    written = to_document(swept())
+    written["benchmark_results"].pop()
+    assert written == {
+        "pytorch_version": "2.6.0",
+        "cuda_version": None,
+        "distributed_backend": "gloo",
+        "bucket_size": 25,
+        "benchmark_results": [
+            {
+                "model": "resnet18",
+                "batch_size": 32,
+                "result": [
+                    {"ranks": [0], "measurements": [0.1, 0.2]},
+                    {"ranks": [0], "measurements": [0.1, 0.2]},
+                    {"ranks": [0, 1], "measurements": [0.1, 0.1, 0.2, 0.2]},
+                ],
+            }
+        ],
+    }
+
+
+def test_what_was_written_is_read_and_compared(read):
+    report = read(to_document(swept()))
+    assert diff_lines(compare(report, report))[-3:] == [
+        "   1 GPUs:  p75:    0.175s     182/s     -0.0%  p95:    0.195s     164/s     -0.0%",
+        "   2 GPUs:  p75:    0.200s     160/s     -0.0%  p95:    0.200s     160/s     -0.0%",
+        "",
+    ]
+
+
+def test_a_failed_stage_is_left_out_and_the_baseline_keeps_its_place():
+    failed = to_document(swept(failed=("no ddp", "1M/1G")))["benchmark_results"][0]["result"]
+    assert failed == [
+        {"ranks": [0], "measurements": []},
+        {"ranks": [0, 1], "measurements": [0.1, 0.1, 0.2, 0.2]},
+    ]
+
+
+def test_another_strategy_is_compared_as_configuration(read):
+    ddp, other = read(to_document(swept())), read(to_document(swept(strategy="all-reduce")))
+    assert "strategy:                               -  vs            all-reduce" in diff_lines(
+        compare(ddp, other)
+    )

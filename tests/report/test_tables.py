@@ -2,7 +2,7 @@ import io
 
 import pytest
 
-from shoal.report import Report, Row, compare
+from shoal.report import Curve, Report, Row, compare
 from shoal.report.tables import Column, Table, emit, show, wrap
 from shoal.report.views import diff_items, report_items
 
@@ -83,6 +83,22 @@ def test_a_comparison_shows_failures_differences_warnings_and_lone_rows():
         "1 row, negative is worse: 1 failed in test",
     ):
         assert words in text
+
+
+def test_curves_are_their_ends_and_their_best_under_the_headline():
+    starts = [
+        {"value": [0.1, 0.9, 0.8], "step": [0, 10, 20]},
+        {"value": [0.1, 0.7, 0.8], "step": [0, 10, 20]},
+    ]
+    curve = Curve(key={"contender": "pair"}, metric="accuracy", unit="", direction="higher", starts=starts)
+    empty = Curve(key={"contender": "sma"}, metric="accuracy", unit="", direction="higher", starts=[])
+    text = shown(report_items(report(curves=[curve, empty], result={"headline": ["pair was fastest."]})))
+    assert "pair was fastest." in text
+    assert text.splitlines()[-4:-1] == [
+        "--------------  ------  ------  -----  -----  -----  -------",
+        "contender=pair       2       3  0.100  0.800  0.800  step 10",
+        "contender=sma        0       -      -      -      -        -",
+    ]
 
 
 def test_what_rows_share_is_said_once():

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import msgspec
 
 from shoal.bench.crew import Crew, CrewSettings, Helper, OpenCrew, Workers, one_line
-from shoal.bench.frame import Measured, RowKey, Tell
+from shoal.bench.frame import Measured, Tell
+from shoal.bench.training_rows import METRICS, Blocks, Lane, lane_rows
 from shoal.core import BenchmarkError, UsageError
 from shoal.strategies.names import resolve
 from shoal.strategies.options import OPTIONS, WAITS_FOR_ALL, read_options
@@ -23,24 +24,17 @@ NONE = "none"
 ASYNCHRONOUS = ("pair", "parameter-server", "push-sum", "window")
 """Strategies under which nobody waits: with a slow worker the others do more iterations."""
 DEFAULT_STRATEGIES = ("all-reduce", "neighbor", "pair", "sma", "ddp")
-FRACTION, SPEED, ITERATION = "fraction_of_ceiling", "examples_per_s", "seconds_per_iteration"
-OWN_FRACTION, WAITED = "fraction_of_own_speed", "others_waited"
-METRICS: dict[str, tuple[str, Literal["higher", "lower"]]] = {
-    FRACTION: ("", "higher"),
-    SPEED: ("1/s", "higher"),
-    ITERATION: ("s", "lower"),
-    OWN_FRACTION: ("", "higher"),
-    WAITED: ("s", "lower"),
-}
-"""Ratios of neighbouring blocks; the speed of all workers together in a block; a worker's iterations; ratios
-of a worker's own speed; how long all others together waited for a worker in a block."""
-_WARM_ITERATIONS = 3
+DEFAULT_WARMUP = 3
+_ANSWER_S = 900.0  # a block of a slow worker with a large model on a CPU
 
 
 class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is trained, and for how long."""
 
     model: str = "mlp"
+    image_size: int | None = None
+    """The side of the images; None is the model's own."""
+    device: Literal["cpu", "cuda"] = "cpu"
     batch_size: int = 64
     """Of each worker."""
     strategies: tuple[str, ...] = DEFAULT_STRATEGIES
@@ -52,6 +46,8 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Processes beside the workers, for `parameter-server`."""
     num_pairs: int = 10
     """Blocks of each strategy, each with one of `none` beside it."""
+    num_warmup: int = DEFAULT_WARMUP
+    """Iterations before anything is measured."""
     block_s: float = 1.0
     iterations: int | None = None
     """In a block of a strategy whose workers wait for each other; by default as many as `block_s` holds."""
@@ -59,6 +55,8 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """This worker sleeps in every iteration, also under `none`."""
     slow_factor: float = 10.0
     """How many times as long its iterations take."""
+    kungfu: str | None = None
+    """What KungFu calls the strategy, where it was asked for by that name."""
     learning_rate: float = 0.01
     momentum: float = 0.9
     seed: int = 0
@@ -66,14 +64,15 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     def __post_init__(self) -> None:
         if self.num_servers < 1:
             raise UsageError("parameter-server needs a server.", next_step="give --num-servers 1 or more.")
-        if self.num_workers < 1 or self.num_pairs < 1 or self.batch_size < 1:
+        if min(self.num_workers, self.num_pairs, self.batch_size, self.num_warmup) < 1:
             raise UsageError(
-                "Without workers, pairs or examples nothing is measured.", next_step="give 1 or more."
+                "Without workers, warm-up, pairs or examples nothing is measured.",
+                next_step="give 1 or more of each.",
             )
         if self.slow_rank is not None and not 0 <= self.slow_rank < self.num_workers:
             raise UsageError(
                 f"There is no rank {self.slow_rank} among {self.num_workers} workers.",
-                next_step=f"give --slow-rank 0 to {self.num_workers - 1}.",
+                next_step=f"give --slow-worker RANK:FACTOR with a rank from 0 to {self.num_workers - 1}.",
             )
 
 
@@ -83,39 +82,6 @@ class ServerRole(msgspec.Struct, frozen=True):
     strategy: str
     server: int
     config: TrainingConfig
-
-
-class Block(msgspec.Struct, frozen=True):
-    """What one worker did in one block."""
-
-    times_s: list[float]
-    """Of each iteration."""
-    waited_s: list[float] = []
-    """For each rank, by this worker."""
-
-    @property
-    def seconds(self) -> float:
-        """From the first iteration's beginning to the last one's end."""
-        return sum(self.times_s)
-
-    def examples_per_s(self, batch_size: int) -> float:
-        """Of this worker."""
-        return batch_size * len(self.times_s) / self.seconds
-
-
-Blocks = list[Block]
-"""One for each rank."""
-
-
-class Lane(msgspec.Struct):
-    """All that was measured of one strategy, or why it could not be."""
-
-    blocks: list[Blocks] = []
-    ceilings: list[Blocks] = []
-    """The neighbours in time of `blocks`, under `none`."""
-    evens: list[Blocks] = []
-    """Where somebody is slow: the same strategy beside `blocks`, with nobody slow."""
-    error: str | None = None
 
 
 class TrainingScenario:
@@ -132,7 +98,7 @@ class TrainingScenario:
         """All strategies in turn, pair by pair; one that fails is a row, and the rest go on."""
         config = self._config
         settings = CrewSettings(
-            "shoal.bench.training_worker:work", config.num_workers, msgspec.to_builtins(config)
+            "shoal.bench.training_worker:work", config.num_workers, msgspec.to_builtins(config), _ANSWER_S
         )
         with self.open_crew(settings) as crew:
             for number in range(config.num_pairs):
@@ -142,7 +108,6 @@ class TrainingScenario:
                     self._prepare(crew, tell)
                     if self._lanes[name].error is None:
                         self._measure_pair(crew, name, number, tell)
-            # the metrics in the order in which a reader asks for them
             yield from sorted(self._rows(), key=lambda row: list(METRICS).index(row.metric))
 
     def _standing(self) -> list[str]:
@@ -166,7 +131,7 @@ class TrainingScenario:
             role = msgspec.to_builtins(ServerRole(name, server, self._config))
             crew.hire(Helper("shoal.bench.training_worker:serve_parameters", f"server {server}", role))
         crew.ask("attach", strategy=name)
-        blocks = self._block(crew, name, _WARM_ITERATIONS)
+        blocks = self._block(crew, name, self._config.num_warmup)
         times_s = [statistics.median(block.times_s) for block in blocks]
         if name == NONE and self._config.slow_rank is not None:
             self._sleep_s = 0.0
@@ -213,10 +178,7 @@ class TrainingScenario:
         ceilings = [blocks for lane in self._lanes.values() for blocks in lane.ceilings]
         lanes = {NONE: Lane(ceilings)} if ceilings else {}
         for name, lane in (lanes | self._lanes).items():
-            if lane.error is None:
-                yield from lane_rows(name, lane, self._config)
-            else:
-                yield _measured(SPEED, {"strategy": name}, error=lane.error)
+            yield from lane_rows(name, lane, self._config.batch_size)
 
 
 def needs_servers(strategy: str) -> bool:
@@ -232,37 +194,6 @@ def is_free_running(strategy: str, options: Mapping[str, Mapping[str, Any]]) -> 
     has_rounds = any(own.get(name) for name in (*WAITS_FOR_ALL, "force_barrier"))
     has_rounds = has_rounds or own.get("mode", "async") != "async"
     return resolve(strategy)[0] in ASYNCHRONOUS and not has_rounds
-
-
-def lane_rows(name: str, lane: Lane, config: TrainingConfig) -> Iterator[Measured]:
-    """The figures of one strategy, or of the ceiling, which has nothing beside it."""
-    batch_size, ranks = config.batch_size, range(config.num_workers)
-    key: RowKey = {"strategy": name}
-    speeds = [total_speed(blocks, batch_size) for blocks in lane.blocks]
-    beside = [total_speed(blocks, batch_size) for blocks in lane.ceilings]
-    if beside:
-        yield _measured(FRACTION, key, [ours / theirs for ours, theirs in zip(speeds, beside, strict=True)])
-    yield _measured(SPEED, key, speeds)
-    waits = [waited_for(blocks) for blocks in lane.blocks]
-    for rank in ranks:
-        own = [blocks[rank] for blocks in lane.blocks]
-        by_rank = {**key, "rank": rank}
-        yield _measured(ITERATION, by_rank, [time_s for block in own for time_s in block.times_s])
-        if lane.evens:
-            pairs = zip(own, (blocks[rank] for blocks in lane.evens), strict=True)
-            fractions = [ours.examples_per_s(1) / theirs.examples_per_s(1) for ours, theirs in pairs]
-            yield _measured(OWN_FRACTION, by_rank, fractions)
-        if any(map(any, waits)):
-            yield _measured(WAITED, by_rank, [waited[rank] for waited in waits])
-
-
-def waited_for(blocks: Blocks) -> list[float]:
-    """For each rank the seconds that the others waited for it, all together."""
-    waited_s = [0.0] * len(blocks)
-    for waiting, block in enumerate(blocks):
-        for rank, seconds in enumerate(block.waited_s):
-            waited_s[rank] += seconds if rank != waiting else 0.0
-    return waited_s
 
 
 def options_of(strategies: Sequence[str], given: Mapping[str, str]) -> dict[str, dict[str, Any]]:
@@ -285,17 +216,3 @@ def options_of(strategies: Sequence[str], given: Mapping[str, str]) -> dict[str,
                 next_step="`shoal run --help` names those of each strategy.",
             )
     return options
-
-
-def total_speed(blocks: Blocks, batch_size: int) -> float:
-    """Examples a second of all workers together."""
-    return sum(block.examples_per_s(batch_size) for block in blocks)
-
-
-def _measured(
-    metric: str, key: RowKey, samples: list[float] | None = None, error: str | None = None
-) -> Measured:
-    unit, direction = METRICS[metric]
-    return Measured(
-        key=key, metric=metric, unit=unit, direction=direction, samples=samples or [], error=error
-    )

@@ -1,41 +1,56 @@
-"""What the samples of `shoal bench training` say: fractions of the ceiling, and who was slow."""
+"""What the samples of `shoal bench training` say: fractions of the ceiling, and who was slow.
+
+How it is printed is left to `training_tables`.
+"""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 from typing import Any
 
 from shoal.bench.blocks import median_interval, slowest_by_times, slowest_by_waits
-from shoal.bench.training import FRACTION, ITERATION, OWN_FRACTION, SPEED, WAITED, is_free_running
+from shoal.bench.training import NONE, is_free_running
+from shoal.bench.training_rows import (
+    FRACTION,
+    ITERATION,
+    OWN_FRACTION,
+    OWN_SPEED,
+    SPEED,
+    WAITED,
+    mean_and_error,
+)
 from shoal.report import Report, Row
 from shoal.report.statistics import PERCENTILES, percentiles
-from shoal.report.tables import Column, Table
-from shoal.report.units import digits, scale_for
-from shoal.report.views import Items
+from shoal.report.units import digits
+
+Waits = dict[int, dict[int, float]]
+"""Seconds, by who waited and for whom."""
 
 
 def summarize_training(report: Report) -> dict[str, Any]:
-    """The RESULT line: medians over all blocks, by strategy."""
-    fractions, by_rank = _by_strategy(report, FRACTION), _by_rank(report, OWN_FRACTION)
-    times_s = {name: _pooled(rows) for name, rows in _by_rank(report, ITERATION).items()}
+    """The RESULT line: medians over all blocks, by strategy, and the documents' mean and 1.96 deviations."""
+    speeds, fractions = by_strategy(report, SPEED), by_strategy(report, FRACTION)
+    own_speeds, own_fractions = by_rank(report, OWN_SPEED), by_rank(report, OWN_FRACTION)
+    times_s = {name: pooled(rows) for name, rows in by_rank(report, ITERATION).items()}
     result: dict[str, Any] = {
-        "examples_per_s": {
-            name: round(statistics.median(row.samples), 1)
-            for name, row in _by_strategy(report, SPEED).items()
+        "headline": headline(report),
+        "examples_per_s": {name: round(_median(row), 1) for name, row in speeds.items()},
+        "examples_per_s_mean": {name: _rounded(row) for name, row in speeds.items()},
+        "examples_per_s_per_worker": {
+            name: [_rounded(rows[rank]) for rank in sorted(rows)] for name, rows in own_speeds.items()
         },
-        "fraction_of_ceiling": {
-            name: round(statistics.median(row.samples), 4) for name, row in fractions.items()
-        },
-        "fraction_interval": {name: _interval(row) for name, row in fractions.items()},
+        "fraction_of_ceiling": {name: round(_median(row), 4) for name, row in fractions.items()},
+        "fraction_interval": {name: interval_of(row) for name, row in fractions.items()},
         "seconds_per_iteration": {
             name: {f"p{q}": round(value, 6) for q, value in zip(PERCENTILES, percentiles(times), strict=True)}
             for name, times in times_s.items()
         },
     }
-    if by_rank:
+    if own_fractions:
         result["fraction_by_rank"] = {
-            name: [round(statistics.median(rows[rank].samples), 4) for rank in sorted(rows)]
-            for name, rows in by_rank.items()
+            name: [round(_median(rows[rank]), 4) for rank in sorted(rows)]
+            for name, rows in own_fractions.items()
         }
     slow, evidence = slow_worker(report)
     if slow is not None or report.config.get("slow_rank") is not None:
@@ -44,18 +59,45 @@ def summarize_training(report: Report) -> dict[str, Any]:
     return {**result, "failed": failed} if failed else result
 
 
+def headline(report: Report) -> list[str]:
+    """What a person wants to know first: who was fastest, and who keeps its speed beside a slow worker."""
+    fractions, speeds = by_strategy(report, FRACTION), by_strategy(report, SPEED)
+    sentences = []
+    if fractions:
+        best = max(fractions, key=lambda name: _median(fractions[name]))
+        first = f"Fastest of {len(fractions)}: {best}" if len(fractions) > 1 else best
+        sentences.append(
+            f"{first}, {digits(_median(speeds[best]))} examples/s, "
+            f"{_median(fractions[best]):.2f} of what workers reach that share nothing."
+        )
+    slow = report.config.get("slow_rank")
+    kept = {
+        name: statistics.median(_median(row) for rank, row in rows.items() if rank != slow)
+        for name, rows in by_rank(report, OWN_FRACTION).items()
+        if name != NONE and len(rows) > 1
+    }
+    if kept:
+        order = sorted(kept, key=lambda name: kept[name], reverse=True)
+        sentences.append(
+            f"While rank {slow} is {report.config.get('slow_factor', 10):g} times as slow, the others keep "
+            f"of their own speed: {', '.join(f'{kept[name]:.2f} under {name}' for name in order)}."
+        )
+    return sentences
+
+
 def slow_worker(report: Report) -> tuple[int | None, dict[str, str]]:
     """The rank that most strategies show to be the slow one, and what each of them shows; None for nobody."""
     votes: dict[int, int] = {}
     evidence: dict[str, str] = {}
-    waits = _by_rank(report, WAITED)
-    for name, rows in _by_rank(report, ITERATION).items():
+    waits = waits_of(report)
+    for name, rows in by_rank(report, ITERATION).items():
         rank, says = None, ""
         if name in waits:
-            waited_s = {rank: sum(row.samples) for rank, row in waits[name].items()}
-            rank = slowest_by_waits(
-                dict.fromkeys(rows, 0.0) | waited_s, sum(next(iter(rows.values())).samples)
-            )
+            waited_s = dict.fromkeys(rows, 0.0)
+            for waited in waits[name].values():
+                for other, seconds in waited.items():
+                    waited_s[other] += seconds
+            rank = slowest_by_waits(waited_s, sum(next(iter(rows.values())).samples))
             if rank is not None:
                 says = f"rank {rank} is the slow one: others waited {digits(waited_s[rank])} s for it"
         if rank is None and is_free_running(name, report.config.get("options", {})):
@@ -69,63 +111,46 @@ def slow_worker(report: Report) -> tuple[int | None, dict[str, str]]:
     return (max(votes, key=lambda rank: votes[rank]) if votes else None), evidence
 
 
-def training_items(report: Report) -> Items:
-    """One table with a line for each strategy, and a sentence for each that shows who was slow."""
-    config = report.config
-    num_workers = config.get("num_workers")
-    workers = f"{num_workers} worker{'' if num_workers == 1 else 's'}, batch {config.get('batch_size')} each"
-    items: Items = [(f"training  {report.created}  code {report.code}".rstrip(), "bold"), ""]
-    speeds, fractions = _by_strategy(report, SPEED), _by_strategy(report, FRACTION)
-    own, times = _by_rank(report, OWN_FRACTION), _by_rank(report, ITERATION)
-    heads = ("examples/s", "of ceiling", "95 % interval", "iteration", "p95")
-    ranks = sorted({rank: True for rows in own.values() for rank in rows})
-    columns = (*map(Column, heads), *(Column(f"rank {rank}") for rank in ranks))
-    table = Table(f"{config.get('model')}, {workers}", (Column("strategy", "left"), *columns))
-    errors = {str(row.key.get("strategy", "start")): row.error for row in report.failed}
-    quantiles = {name: percentiles(_pooled(rows), (50, 95)) for name, rows in times.items()}
-    scale = scale_for("s", max((p50 for p50, _ in quantiles.values()), default=0.0))
-    for name in dict.fromkeys((*speeds, *errors)):
-        if name in errors:
-            table.notes[len(table.rows)] = (f"failed: {errors[name]}", "red")
-        if name not in speeds:
-            table.rows.append((name, *("-" for _ in columns)))
-            continue
-        cells = [digits(statistics.median(speeds[name].samples)), "-", "-"]
-        cells += [scale.format(value) for value in quantiles[name]]
-        if name in fractions:
-            interval = _interval(fractions[name])
-            cells[1] = f"{statistics.median(fractions[name].samples):.3f}"
-            cells[2] = f"{interval[0]:.3f}–{interval[1]:.3f}" if interval else "too few pairs"
-        for rank in ranks:
-            row = own.get(name, {}).get(rank)
-            cells.append("-" if row is None else f"{statistics.median(row.samples):.3f}")
-        table.rows.append((name, *cells))
-    items += [table, "of ceiling: of the speed under 'none', where nothing is shared, right before or after."]
-    if ranks:
-        items.append("rank 0, 1, ...: that worker's speed as a fraction of its own when nobody is slow.")
-    items.append("")
-    _, evidence = slow_worker(report)
-    if evidence:
-        items += [*(f"{name}: {says}" for name, says in evidence.items()), ""]
-    return items
+def waits_of(report: Report) -> dict[str, Waits]:
+    """By strategy: how long each worker waited for each other one, in all blocks."""
+    waits: dict[str, Waits] = {}
+    for row in _rows(report, WAITED):
+        who, whom = int(row.key["rank"]), int(row.key["waited_for"])
+        waits.setdefault(str(row.key["strategy"]), {}).setdefault(who, {})[whom] = sum(row.samples)
+    return waits
 
 
-def _interval(row: Row) -> list[float] | None:
+def interval_of(row: Row) -> list[float] | None:
+    """Where the median of a row lies, at 95 %."""
     interval = median_interval(row.samples)
     return None if interval is None else [round(end, 4) for end in interval]
 
 
-def _by_strategy(report: Report, metric: str) -> dict[str, Row]:
-    return {str(row.key["strategy"]): row for row in report.rows if row.metric == metric and row.starts}
+def by_strategy(report: Report, metric: str) -> dict[str, Row]:
+    """Rows of a metric that are of all workers together."""
+    return {str(row.key["strategy"]): row for row in _rows(report, metric)}
 
 
-def _by_rank(report: Report, metric: str) -> dict[str, dict[int, Row]]:
+def by_rank(report: Report, metric: str) -> dict[str, dict[int, Row]]:
+    """Rows of a metric that are of one worker, by strategy."""
     rows: dict[str, dict[int, Row]] = {}
-    for row in report.rows:
-        if row.metric == metric and row.starts:
-            rows.setdefault(str(row.key["strategy"]), {})[int(row.key["rank"])] = row
+    for row in _rows(report, metric):
+        rows.setdefault(str(row.key["strategy"]), {})[int(row.key["rank"])] = row
     return rows
 
 
-def _pooled(rows: dict[int, Row]) -> list[float]:
+def pooled(rows: dict[int, Row]) -> list[float]:
+    """The samples of all workers."""
     return [sample for row in rows.values() for sample in row.samples]
+
+
+def _rows(report: Report, metric: str) -> Iterable[Row]:
+    return (row for row in report.rows if row.metric == metric and row.starts)
+
+
+def _median(row: Row) -> float:
+    return statistics.median(row.samples)
+
+
+def _rounded(row: Row) -> list[float]:
+    return [round(value, 1) for value in mean_and_error(row.samples)]

@@ -18,7 +18,7 @@ from shoal.bench.crew import Answers, Place
 from shoal.bench.seat import Seat, seat_of
 from shoal.bench.training import NONE, ServerRole, TrainingConfig, needs_servers
 from shoal.group.base import Group
-from shoal.models import MODELS
+from shoal.models import model_named
 from shoal.strategies import make_strategy
 
 _NUM_BATCHES = 4
@@ -39,7 +39,7 @@ def serve_parameters(arguments: dict[str, Any], parent: Parent) -> None:
     role = msgspec.convert(arguments["arguments"], ServerRole)
     config = role.config
     with seat.open_as_server(role.strategy, config.num_servers, role.server) as group:
-        trainee = Trainee(config, 0)
+        trainee = Trainee(config, 0, torch.device("cpu"))
         made = make_strategy(group, role.strategy, **config.options.get(role.strategy, {}))
         with contextlib.suppress(SystemExit):
             made.attach(trainee.model, trainee.optimizer)
@@ -48,23 +48,28 @@ def serve_parameters(arguments: dict[str, Any], parent: Parent) -> None:
 class Trainee:
     """One model with its optimizer and its batches; `step` is the user's own loop."""
 
-    def __init__(self, config: TrainingConfig, rank: int) -> None:
-        entry = MODELS[config.model]
+    def __init__(self, config: TrainingConfig, rank: int, device: torch.device) -> None:
+        entry = model_named(config.model).at(config.image_size)
         torch.manual_seed(config.seed)
-        self.model = entry.build()
+        self._device = device
+        self.model = entry.build().to(device)
         self.optimizer = SGD(self.model.parameters(), lr=config.learning_rate, momentum=config.momentum)
         seeds = range(rank * _NUM_BATCHES, (rank + 1) * _NUM_BATCHES)
         batches = [entry.random_batch(config.seed + seed, config.batch_size) for seed in seeds]
-        self._batches: Iterator[tuple[torch.Tensor, torch.Tensor]] = itertools.cycle(batches)
+        self._batches: Iterator[tuple[torch.Tensor, torch.Tensor]] = itertools.cycle(
+            [(x.to(device), y.to(device)) for x, y in batches]
+        )
         self._loss = nn.CrossEntropyLoss()
         self.group: Group | None = None
 
     def step(self) -> None:
-        """One iteration."""
+        """One iteration, until the device has done it."""
         x, y = next(self._batches)
         self.optimizer.zero_grad()
         self._loss(self.model(x), y).backward()
         self.optimizer.step()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     @property
     def waited_s(self) -> list[float]:
@@ -79,18 +84,24 @@ class School:
         self._seat = seat
         self._config = config
         self._stack = stack
+        self._device = seat.device(config.device)
         self._trainees: dict[str, Trainee] = {}
 
     def attach(self, strategy: str) -> None:
         """Make a model, and attach the strategy to it; `none` attaches nothing."""
-        trainee = self._trainees[strategy] = Trainee(self._config, self._seat.rank)
+        trainee = self._trainees[strategy] = Trainee(self._config, self._seat.rank, self._device)
         if strategy == NONE:
             return
         # a group for each strategy: who waits for whom is counted apart, and each may leave its own
         if needs_servers(strategy):
             opened = self._seat.open_with_servers(strategy, self._config.num_servers)
         else:
-            opened = self._seat.open_group(strategy, workers_per_machine=self._config.workers_per_machine)
+            is_on_gpus = self._device.type == "cuda" and self._seat.size > 1
+            opened = self._seat.open_group(
+                strategy,
+                workers_per_machine=self._config.workers_per_machine,
+                backend="nccl" if is_on_gpus else None,
+            )
         trainee.group = self._stack.enter_context(opened)
         made = make_strategy(trainee.group, strategy, **self._config.options.get(strategy, {}))
         self._stack.enter_context(made.attach(trainee.model, trainee.optimizer))

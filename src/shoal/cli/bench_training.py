@@ -1,11 +1,18 @@
-"""`shoal bench training`: its flags."""
+"""`shoal bench training`: its flags made into what is measured, or into a process that is started by hand."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import datetime
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 import typer
 
+from shoal.cli import bench_hosts as there
+from shoal.cli import training_flags as flags
 from shoal.cli.bench_common import (
     Against,
     JsonFile,
@@ -20,50 +27,51 @@ from shoal.cli.bench_common import (
     run_settings,
 )
 from shoal.core import UsageError
+from shoal.report import DEFAULT_FOLDER, default_path
+from shoal.report.tables import emit, result_line
 from shoal.strategies.names import resolve
 
-Model = Literal["mlp", "resnet18", "small-mlp", "small-cnn"]
-STRATEGIES = "all-reduce,neighbor,pair,sma,ddp"
+if TYPE_CHECKING:
+    from shoal.bench.training import TrainingConfig
+    from shoal.bench.training_roles import Role
+
+_CPU_SIDE = 32
+"""Of images on a CPU, unless it is said otherwise: an iteration of 224×224 ones takes many seconds there."""
+_DRIVER_ANSWER_S = 30.0
 
 
 def training(
     context: typer.Context,
-    model: Annotated[Model, typer.Option(help="What is trained, on synthetic data.")] = "mlp",
-    strategies: Annotated[
-        str | None,
-        typer.Option(metavar="NAME,...", help="Beside 'none' and 'ddp'.", show_default=STRATEGIES),
-    ] = None,
-    no_ddp: Annotated[bool, typer.Option("--no-ddp", help="Leave torch's own DDP out.")] = False,
-    num_workers: Annotated[int, typer.Option("--np", "-np", min=1, help="Workers, one thread each.")] = 2,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Of the strategies that have it; may be given often."),
-    ] = None,
-    workers_per_machine: Annotated[
-        int | None, typer.Option(min=1, help="Split this machine into several, for 'hierarchical'.")
-    ] = None,
-    num_servers: Annotated[
-        int, typer.Option(min=1, help="Processes beside the workers, for 'parameter-server'.")
-    ] = 1,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Of each worker.", show_default="64 or 32, by model")
-    ] = None,
-    pairs: Annotated[
-        int | None, typer.Option(min=1, help="Blocks of each strategy beside 'none'.", show_default="10")
-    ] = None,
-    block_seconds: Annotated[
-        float | None, typer.Option(min=0.01, help="Length of a block.", show_default="1")
-    ] = None,
-    iterations: Annotated[
-        int | None,
-        typer.Option(min=1, help="In a block, where workers wait for each other.", show_default="by length"),
-    ] = None,
-    slow_rank: Annotated[
-        int | None, typer.Option(min=0, help="This worker sleeps in every iteration.")
-    ] = None,
-    slow_factor: Annotated[
-        float, typer.Option(min=1, help="How many times as long its iterations take.")
-    ] = 10.0,
+    model: flags.Model = "mlp",
+    image_size: flags.ImageSize = None,
+    strategies: flags.Strategies = None,
+    kungfu: flags.KungFu = None,
+    no_ddp: flags.NoDdp = False,
+    num_workers: flags.NumWorkers = None,
+    option: flags.StrategyOption = None,
+    workers_per_machine: flags.WorkersPerMachine = None,
+    num_servers: flags.NumServers = 1,
+    batch_size: flags.BatchSize = None,
+    device: flags.Device = None,
+    no_cuda: flags.NoCuda = False,
+    fuse: flags.Fuse = False,
+    num_warmup: flags.NumWarmup = None,
+    pairs: flags.Pairs = None,
+    block_seconds: flags.BlockSeconds = None,
+    iterations: flags.Iterations = None,
+    slow_worker: flags.SlowWorker = None,
+    ps_hosts: flags.PsHosts = None,
+    worker_hosts: flags.WorkerHosts = None,
+    job_name: flags.JobName = None,
+    task_index: flags.TaskIndex = 0,
+    hosts: there.Hosts = None,
+    hostfile: there.Hostfile = None,
+    ssh_port: there.SshPort = None,
+    ssh_user: there.SshUser = None,
+    ssh_option: there.SshOption = None,
+    remote_python: there.RemotePython = None,
+    remote_cwd: there.RemoteCwd = None,
+    network_interface: there.NetworkInterface = None,
     starts: OneStart = 1,
     seed: Seed = 0,
     short: Quickly = False,
@@ -71,33 +79,24 @@ def training(
     report: ReportFile = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Training under each strategy, beside workers that share nothing: what sharing costs."""
-    from shoal.bench.training import DEFAULT_STRATEGIES, TrainingConfig, options_of
-    from shoal.bench.training_summary import summarize_training, training_items
-    from shoal.models import MODELS
+    """Training under each strategy, beside workers that share nothing: what sharing costs.
 
-    named = tuple(listed(strategies)) if strategies is not None else DEFAULT_STRATEGIES
-    if strategies is None and workers_per_machine is not None:
-        named = (*named, "hierarchical")
-    chosen = contenders(named, with_ddp=not no_ddp)
-    config = TrainingConfig(
-        model=model,
-        batch_size=batch_size or MODELS[model].batch_size,
-        strategies=chosen,
-        options=options_of(chosen, assignments(option or [])),
-        num_workers=num_workers,
-        workers_per_machine=workers_per_machine,
-        num_servers=num_servers,
-        num_pairs=pairs or (3 if short else 10),
-        block_s=block_seconds or (0.3 if short else 1.0),
-        iterations=iterations,
-        slow_rank=slow_rank,
-        slow_factor=slow_factor,
-        seed=seed,
-    )
+    With --job-name this process is one parameter server or worker of those that are started by hand.
+    """
+    from shoal.bench.training_roles import role_of
+    from shoal.bench.training_summary import summarize_training
+    from shoal.bench.training_tables import training_items
+
+    role = role_of(ps_hosts, worker_hosts, job_name, task_index)
+    if role is not None:
+        _take_role(context, role)
+        return
+    size = there.workers_of(num_workers, context.params, default=2)
+    config = _config(context.params, size)
     settings = run_settings(context, starts, seed)
     outputs = Outputs(report, json_file, training_items)
-    run_and_tell("training", config, settings, summarize_training, outputs, against)
+    where = there.where_of(context.params, size)
+    run_and_tell("training", config, settings, summarize_training, outputs, against, where)
 
 
 def contenders(named: tuple[str, ...], *, with_ddp: bool) -> tuple[str, ...]:
@@ -112,3 +111,168 @@ def contenders(named: tuple[str, ...], *, with_ddp: bool) -> tuple[str, ...]:
             next_step="name one, for example --strategies all-reduce.",
         )
     return tuple(chosen) if any(is_ddp) or not with_ddp else (*chosen, "ddp")
+
+
+def _config(given: dict[str, Any], num_workers: int) -> TrainingConfig:
+    from shoal.bench.training import options_of
+    from shoal.bench.training_kungfu import optimizer_named
+
+    is_short = given["short"]
+    is_elsewhere = there.launched_size() is not None or not (given["hosts"] is given["hostfile"] is None)
+    device = _device(given, None if is_elsewhere else num_workers)
+    chosen = _chosen(given, device)
+    return msgspec.structs.replace(
+        _common(given, device),
+        strategies=chosen,
+        options=options_of(chosen, assignments(given["option"] or [])),
+        num_workers=num_workers,
+        workers_per_machine=given["workers_per_machine"],
+        num_servers=given["num_servers"],
+        num_pairs=given["pairs"] or (3 if is_short else 10),
+        block_s=given["block_seconds"] or (0.3 if is_short else 1.0),
+        iterations=given["iterations"],
+        kungfu=None if given["kungfu"] is None else optimizer_named(given["kungfu"]),
+        **_slow(given),
+    )
+
+
+def _common(
+    given: dict[str, Any], device: Literal["cpu", "cuda"], usual_batch_size: int | None = None
+) -> TrainingConfig:
+    """What workers train, whoever starts them."""
+    from shoal.bench.training import DEFAULT_WARMUP, TrainingConfig
+    from shoal.models import model_named
+
+    entry = model_named(given["model"])
+    side = given["image_size"]
+    if side is None:
+        side = entry.image_side if device == "cuda" else min(entry.image_side, _CPU_SIDE)
+    entry = entry.at(side)
+    return TrainingConfig(
+        model=entry.name,
+        image_size=side,
+        device=device,
+        batch_size=given["batch_size"] or usual_batch_size or entry.batch_size,
+        num_warmup=given["num_warmup"] or DEFAULT_WARMUP,
+        seed=given["seed"],
+    )
+
+
+def _chosen(given: dict[str, Any], device: str) -> tuple[str, ...]:
+    from shoal.bench.training import ASYNCHRONOUS, DEFAULT_STRATEGIES
+    from shoal.bench.training_kungfu import strategy_of
+
+    if given["kungfu"] is not None:
+        if given["strategies"] is not None:
+            raise UsageError(
+                "--kungfu and --strategies both say what is measured.", next_step="leave one of them out."
+            )
+        return (strategy_of(given["kungfu"]),)
+    named: tuple[str, ...] = DEFAULT_STRATEGIES
+    if given["strategies"] is not None:
+        named = tuple(listed(given["strategies"]))
+    elif device == "cuda":
+        named = tuple(name for name in named if name not in ASYNCHRONOUS)
+    if given["strategies"] is None and given["workers_per_machine"] is not None:
+        named = (*named, "hierarchical")
+    return contenders(named, with_ddp=not given["no_ddp"])
+
+
+def _device(given: dict[str, Any], num_workers_here: int | None) -> Literal["cpu", "cuda"]:
+    """The one that was asked for, or GPUs where they suffice and all that was named runs on them."""
+    from shoal.bench.experts_config import default_device
+    from shoal.bench.machine import gpus
+    from shoal.bench.training import ASYNCHRONOUS
+    from shoal.bench.training_kungfu import strategy_of
+
+    asked: Literal["cpu", "cuda"] | None = given["device"]
+    if given["no_cuda"]:
+        if asked == "cuda":
+            raise UsageError("--no-cuda and --device cuda contradict.", next_step="leave one of them out.")
+        return "cpu"
+    if asked is not None:
+        return asked
+    named = listed(given["strategies"] or "") if given["kungfu"] is None else [strategy_of(given["kungfu"])]
+    if default_device() == "cpu" or any(resolve(name)[0] in ASYNCHRONOUS for name in named if name != "none"):
+        return "cpu"
+    has_enough = num_workers_here is None or num_workers_here <= len(gpus(_DRIVER_ANSWER_S).found)
+    return "cuda" if has_enough else "cpu"
+
+
+def _slow(given: dict[str, Any]) -> dict[str, Any]:
+    if given["slow_worker"] is None:
+        return {}
+    rank, factor = flags.slow_worker(given["slow_worker"])
+    return {"slow_rank": rank, "slow_factor": factor}
+
+
+def _take_role(context: typer.Context, role: Role) -> None:
+    """Be a parameter server until all workers have left, or a worker with a report of its own."""
+    from shoal.bench.training import options_of
+    from shoal.bench.training_by_hand import WorkerByHand, serve
+    from shoal.bench.training_roles import (
+        DEFAULT_BATCH_SIZE,
+        STRATEGY,
+        config_of,
+        summarize_worker,
+        worker_items,
+    )
+
+    given = context.params
+    _check_role(given)
+    config = config_of(
+        role,
+        _common(given, given["device"] or "cpu", DEFAULT_BATCH_SIZE),
+        num_iterations=given["pairs"],
+        num_warmup=given["num_warmup"],
+    )
+    options = options_of((STRATEGY,), assignments(given["option"] or []))
+    config = msgspec.structs.replace(config, options=options, **_slow(given))
+    say = partial(_say, sys.stderr if str(given["json_file"]) == "-" else sys.stdout)
+    if role.is_server:
+        counted = serve(role, config, say)
+        say(f"All workers have left: {counted['num_applied']} gradients of {counted['num_pushes']} applied.")
+        say(result_line({"strategy": STRATEGY, "job_name": role.job, "task_index": role.index, **counted}))
+        return
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    # workers that share a folder end at the same time: each has a name of its own
+    report: Path = given["report"] or default_path(DEFAULT_FOLDER, f"training-worker-{role.index}", now)
+    run_and_tell(
+        "training",
+        config,
+        run_settings(context, 1, given["seed"]),
+        summarize_worker,
+        Outputs(report, given["json_file"], worker_items),
+        where=WorkerByHand(role, say),
+    )
+
+
+def _check_role(given: dict[str, Any]) -> None:
+    """UsageError for what is of no meaning to a process that is started by hand."""
+    if there.launched_size() is not None:
+        raise UsageError(
+            "A launcher has started this process, which is to be started by hand.",
+            next_step="start it without one, or leave --job-name out.",
+        )
+    named = given["strategies"]
+    if given["kungfu"] is not None or (named is not None and resolve(named)[0] != "parameter-server"):
+        raise UsageError(
+            "Servers and workers that are started by hand train with parameter-server.",
+            next_step="leave --strategies and --kungfu out.",
+        )
+    for flag, value in (
+        ("--np", given["num_workers"]),
+        ("-H", given["hosts"]),
+        ("--hostfile", given["hostfile"]),
+        ("--against", given["against"]),
+    ):
+        if value is not None:
+            raise UsageError(
+                f"{flag} starts workers, and --job-name is for those that are started by hand.",
+                next_step="leave one of them out.",
+            )
+
+
+def _say(stream: Any, text: str) -> None:
+    emit(text, stream)
+    stream.flush()

@@ -1,10 +1,12 @@
-"""ResNet-18 (He et al., Deep Residual Learning for Image Recognition, 2015, section 4.1, table 1).
+"""Residual networks (He et al., Deep Residual Learning for Image Recognition, 2015, section 4.1, table 1)
+and ResNeXt (Xie et al., Aggregated Residual Transformations, 2017, section 3.3).
 
-Parameters are named as in torchvision, so that its weights can be loaded. Leaves out all deeper variants.
+Parameters are named, counted and drawn as in torchvision, so that its weights can be loaded.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
@@ -16,21 +18,33 @@ Stem = Literal["small", "large"]
 """
 
 
-class ResidualBlock(nn.Module):
+@dataclass(frozen=True, slots=True)
+class ResNetShape:
+    """What tells one network of the family from another."""
+
+    num_blocks: tuple[int, int, int, int]
+    """Of each stage."""
+    is_deep: bool = False
+    """Whether blocks are bottlenecks of three convolutions instead of two full ones."""
+    num_groups: int = 1
+    """Of a bottleneck's 3×3 convolution; more than one makes a ResNeXt."""
+    group_width: int = 64
+    """Channels of each such group in the first stage."""
+
+
+class BasicBlock(nn.Module):
     """Two 3×3 convolutions beside a shortcut, which is projected where the shape changes."""
 
-    def __init__(self, num_inputs: int, num_outputs: int, stride: int) -> None:
+    expansion = 1
+
+    def __init__(self, shape: ResNetShape, num_inputs: int, width: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(num_inputs, num_outputs, 3, stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(num_outputs)
+        self.conv1 = nn.Conv2d(num_inputs, width, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(num_outputs, num_outputs, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(num_outputs)
-        self.downsample: nn.Module | None = None
-        if stride != 1 or num_inputs != num_outputs:
-            self.downsample = nn.Sequential(
-                nn.Conv2d(num_inputs, num_outputs, 1, stride, bias=False), nn.BatchNorm2d(num_outputs)
-            )
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.downsample = _projection(num_inputs, width, stride)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The block's output."""
@@ -40,10 +54,37 @@ class ResidualBlock(nn.Module):
         return cast(torch.Tensor, self.relu(x + shortcut))
 
 
-class ResNet18(nn.Module):
-    """Four stages of two blocks, from 64 to 512 channels; 11.2 million parameters with ten classes."""
+class Bottleneck(nn.Module):
+    """A 3×3 convolution between two of 1×1 that narrow and widen, beside a shortcut; the 3×3 one strides."""
 
-    def __init__(self, num_classes: int = 10, stem: Stem = "small") -> None:
+    expansion = 4
+
+    def __init__(self, shape: ResNetShape, num_inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        num_outputs = width * self.expansion
+        inner = width * shape.group_width // 64 * shape.num_groups
+        self.conv1 = nn.Conv2d(num_inputs, inner, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(inner)
+        self.conv2 = nn.Conv2d(inner, inner, 3, stride, padding=1, groups=shape.num_groups, bias=False)
+        self.bn2 = nn.BatchNorm2d(inner)
+        self.conv3 = nn.Conv2d(inner, num_outputs, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(num_outputs)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = _projection(num_inputs, num_outputs, stride)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The block's output."""
+        shortcut = x if self.downsample is None else self.downsample(x)
+        x = self.relu(self.bn1(self.conv1(x)))
+        x = self.relu(self.bn2(self.conv2(x)))
+        x = self.bn3(self.conv3(x))
+        return cast(torch.Tensor, self.relu(x + shortcut))
+
+
+class ResNet(nn.Module):
+    """A stem, four stages of residual blocks that halve the image and double the channels, and one layer."""
+
+    def __init__(self, shape: ResNetShape, num_classes: int = 1000, stem: Stem = "large") -> None:
         super().__init__()
         is_large = stem == "large"
         side, stride, padding = (7, 2, 3) if is_large else (3, 1, 1)
@@ -51,12 +92,13 @@ class ResNet18(nn.Module):
         self.bn1 = nn.BatchNorm2d(64)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1) if is_large else nn.Identity()
-        self.layer1 = _stage(64, 64, stride=1)
-        self.layer2 = _stage(64, 128, stride=2)
-        self.layer3 = _stage(128, 256, stride=2)
-        self.layer4 = _stage(256, 512, stride=2)
+        expansion = (Bottleneck if shape.is_deep else BasicBlock).expansion
+        self.layer1 = _stage(shape, 0, 64)
+        self.layer2 = _stage(shape, 1, 64 * expansion)
+        self.layer3 = _stage(shape, 2, 128 * expansion)
+        self.layer4 = _stage(shape, 3, 256 * expansion)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(512, num_classes)
+        self.fc = nn.Linear(512 * expansion, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -68,12 +110,52 @@ class ResNet18(nn.Module):
         return cast(torch.Tensor, self.fc(torch.flatten(self.avgpool(x), 1)))
 
 
-def resnet18(num_classes: int = 10, stem: Stem = "small") -> ResNet18:
-    """A ResNet-18, with weights that were drawn and not learned."""
-    return ResNet18(num_classes, stem)
+def resnet18(num_classes: int = 10, stem: Stem = "small") -> ResNet:
+    """11.2 million parameters with ten classes, 11.7 million with a thousand."""
+    return ResNet(ResNetShape((2, 2, 2, 2)), num_classes, stem)
 
 
-def _stage(num_inputs: int, num_outputs: int, stride: int) -> nn.Sequential:
+def resnet34(num_classes: int = 1000, stem: Stem = "large") -> ResNet:
+    """21.8 million parameters."""
+    return ResNet(ResNetShape((3, 4, 6, 3)), num_classes, stem)
+
+
+def resnet50(num_classes: int = 1000, stem: Stem = "large") -> ResNet:
+    """25.6 million parameters."""
+    return ResNet(ResNetShape((3, 4, 6, 3), is_deep=True), num_classes, stem)
+
+
+def resnet101(num_classes: int = 1000, stem: Stem = "large") -> ResNet:
+    """44.5 million parameters."""
+    return ResNet(ResNetShape((3, 4, 23, 3), is_deep=True), num_classes, stem)
+
+
+def resnet152(num_classes: int = 1000, stem: Stem = "large") -> ResNet:
+    """60.2 million parameters."""
+    return ResNet(ResNetShape((3, 8, 36, 3), is_deep=True), num_classes, stem)
+
+
+def resnext50_32x4d(num_classes: int = 1000, stem: Stem = "large") -> ResNet:
+    """25.0 million parameters."""
+    return ResNet(ResNetShape((3, 4, 6, 3), is_deep=True, num_groups=32, group_width=4), num_classes, stem)
+
+
+def resnext101_32x8d(num_classes: int = 1000, stem: Stem = "large") -> ResNet:
+    """88.8 million parameters."""
+    return ResNet(ResNetShape((3, 4, 23, 3), is_deep=True, num_groups=32, group_width=8), num_classes, stem)
+
+
+def _projection(num_inputs: int, num_outputs: int, stride: int) -> nn.Module | None:
+    if stride == 1 and num_inputs == num_outputs:
+        return None
     return nn.Sequential(
-        ResidualBlock(num_inputs, num_outputs, stride), ResidualBlock(num_outputs, num_outputs, stride=1)
+        nn.Conv2d(num_inputs, num_outputs, 1, stride, bias=False), nn.BatchNorm2d(num_outputs)
     )
+
+
+def _stage(shape: ResNetShape, index: int, num_inputs: int) -> nn.Sequential:
+    block = Bottleneck if shape.is_deep else BasicBlock
+    width = 64 << index
+    first = block(shape, num_inputs, width, stride=1 if index == 0 else 2)
+    num_more = shape.num_blocks[index] - 1
+    return nn.Sequential(first, *(block(shape, width * block.expansion, width, 1) for _ in range(num_more)))

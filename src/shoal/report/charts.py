@@ -7,9 +7,9 @@ from typing import Any
 
 from shoal.report.diff import Diff
 from shoal.report.schema import Report, Row
-from shoal.report.statistics import percentile, percentiles, start_medians
+from shoal.report.statistics import PERCENTILES, percentile, percentiles, start_medians
 from shoal.report.units import scale_for
-from shoal.report.views import group_title, shared_key, short_label, verdict_text
+from shoal.report.views import shared_key, short_label, verdict_text
 
 MAX_POINTS = 4000
 """Of one distribution plot; more are thinned evenly in time, which keeps drift within a start visible."""
@@ -30,9 +30,38 @@ class Group:
         return [next(row for row in line if row is not None) for line in self.rows]
 
     @property
-    def title(self) -> str:
-        """As in the text tables."""
-        return group_title((self.metric, self.unit, self.direction), shared_key(self.present))
+    def is_mixed(self) -> bool:
+        """Whether the rows are of several metrics, which share a table and no axis."""
+        return len({(row.metric, row.unit): True for row in self.present}) > 1
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether any row was measured more than once."""
+        return any(row is not None and len(row.samples) > 1 for line in self.rows for row in line)
+
+    @property
+    def is_of_facts(self) -> bool:
+        """Whether every start gave a single figure, which has no distribution."""
+        return all(
+            len(start) == 1 for line in self.rows for row in line if row is not None for start in row.starts
+        )
+
+    def label(self, index: int) -> str:
+        """What tells a line from the others."""
+        row = self.present[index]
+        if self.is_mixed:
+            return " · ".join(part for part in (row.metric, row.label) if part)
+        return short_label(row, shared_key(self.present))
+
+
+def gathered(groups: Sequence[Group]) -> list[Group]:
+    """Groups of a single line in one table, after the others: a metric of one figure needs no chapter."""
+    lone = [group for group in groups if len(group.rows) == 1]
+    if len(lone) < 2:
+        return list(groups)
+    mixed = Group(("", "", "", ""))
+    mixed.rows = [group.rows[0] for group in lone]
+    return [*(group for group in groups if len(group.rows) > 1), mixed]
 
 
 def group_reports(reports: Sequence[Report]) -> list[Group]:
@@ -50,28 +79,24 @@ def group_reports(reports: Sequence[Report]) -> list[Group]:
     return list(groups.values())
 
 
-def group_data(group: Group) -> dict[str, Any]:
-    """One overview (a line for each row) and one distribution for each row."""
+def overview_data(group: Group) -> dict[str, Any]:
+    """One line for each row, of all reports."""
     medians = [
         percentile(row.samples, 50) for line in group.rows for row in line if row is not None and row.starts
     ]
     positive = [median for median in medians if median > 0]
     is_log = len(positive) == len(medians) > 0 and max(medians) > LOG_RATIO * min(medians)
     scale = scale_for(group.unit, percentile(medians, 50) if medians else 1.0)
-    shared = shared_key(group.present)
-    rows = []
-    for line in group.rows:
-        first = next(row for row in line if row is not None)
-        rows.append(
-            {
-                "label": short_label(first, shared),
-                "series": [
-                    _series(row, scale.factor) if row is not None and row.starts else None for row in line
-                ],
-                "failed": [row.error if row is not None else None for row in line],
-                "spread": _spread(line),
-            }
-        )
+    rows = [
+        {
+            "label": group.label(index),
+            "series": [
+                _series(row, scale.factor) if row is not None and row.starts else None for row in line
+            ],
+            "failed": [row.error if row is not None else None for row in line],
+        }
+        for index, line in enumerate(group.rows)
+    ]
     return {"unit": scale.unit, "isLog": is_log, "rows": rows}
 
 
@@ -80,7 +105,21 @@ def _series(row: Row, factor: float) -> dict[str, Any]:
     return {"quantiles": values, "starts": len(row.starts), "samples": len(row.samples)}
 
 
-def _spread(line: list[Row | None]) -> dict[str, Any]:
+def bars_data(line: Sequence[Row | None]) -> dict[str, Any]:
+    """Percentiles of one row in every report, to stand beside each other."""
+    present = [row for row in line if row is not None and row.starts]
+    scale = scale_for(present[0].unit, percentile(present[0].samples, 50)) if present else scale_for("", 1.0)
+    reports = [
+        [value / scale.factor for value in percentiles(row.samples)]
+        if row is not None and row.starts
+        else None
+        for row in line
+    ]
+    return {"unit": scale.unit, "names": [f"p{q}" for q in PERCENTILES], "reports": reports}
+
+
+def spread_data(line: Sequence[Row | None]) -> dict[str, Any]:
+    """All samples of one row by process start, in every report."""
     rows = [row if row is not None and row.starts else None for row in line]
     present = [row for row in rows if row is not None]
     if not present:

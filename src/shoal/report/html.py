@@ -5,22 +5,26 @@ The page's policy forbids any request. Plots are drawn by plotly.js, which the e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from importlib import import_module, resources
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from shoal.core.errors import ReportError, UsageError
-from shoal.report import sections
-from shoal.report.charts import Group, forest_data, group_data, group_reports
+from shoal.report.chapters import Section, chapter, environments, folded, how_it_ran
+from shoal.report.charts import forest_data
+from shoal.report.context import facts, headlines, notices, reports_table
 from shoal.report.diff import Diff
+from shoal.report.figures import Figures, Shown
 from shoal.report.schema import Report
+from shoal.report.sections import verdict_counts, verdicts_table
 from shoal.report.storage import write_atomically
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+SCRIPTS = ("drawing.js", "rows.js", "lines.js", "page.js")
 HOW_TO_READ = (
     "Percentiles interpolate linearly and are numeric: p95 of a rate is its high end. Spread is the standard "
     "deviation of all samples. The noise floor is how far equal measurements lie apart: nine of ten pairs of "
@@ -35,92 +39,129 @@ HOW_TO_JUDGE = (
 
 
 def write_reports(reports: Sequence[Report], path: Path | str, sources: Sequence[str]) -> Path:
-    """Write a page of one report, or of several side by side; `sources` are their file names."""
+    """Write a page of one report, or of several; `sources` are their file names.
+
+    Reports of one benchmark stand side by side, those of several benchmarks one chapter after another.
+    """
     if not reports:
         raise UsageError("no reports to show", next_step="shoal report FILE -o out.html")
-    labels = [""] if len(reports) == 1 else [_letter(number) for number in range(len(reports))]
-    benchmarks = list({report.benchmark: True for report in reports})
-    body = [
-        sections.notices(reports, labels),
-        *_groups(reports, labels),
-        f'<p class="how">{escape(HOW_TO_READ)}</p>',
-        *_context(reports, labels),
+    shown = [
+        Shown(report, label, number, source)
+        for number, (report, label, source) in enumerate(zip(reports, _labels(reports), sources, strict=True))
     ]
-    head = sections.reports_table(reports, labels, sources)
-    return _write(path, ", ".join(benchmarks), head, body, _data(reports, labels))
+    chapters: dict[str, list[Shown]] = {}
+    for item in shown:
+        chapters.setdefault(item.report.benchmark, []).append(item)
+    figures = Figures()
+    parts = [
+        Part(name if len(chapters) > 1 else "", [*chapter(_named(items), figures), how_it_ran(_named(items))])
+        for name, items in chapters.items()
+    ]
+    if len(parts) > 1:
+        parts.append(Part("", [environments(shown)]))
+    else:
+        parts[0].sections.append(environments(shown))
+    about = facts(shown[0])
+    if len(shown) > 1:
+        about = folded("Reports on this page", reports_table(shown), is_open=len(chapters) == 1)
+    head = [headlines(shown), about, contents(parts), notices(shown)]
+    return _write(path, ", ".join(chapters), head, [body(parts), _how(HOW_TO_READ)], figures)
 
 
 def write_diff(diff: Diff, path: Path | str, sources: Sequence[str]) -> Path:
     """Write a page of a comparison; `sources` are the file names of baseline and test."""
-    reports, labels = (diff.baseline, diff.test), ("baseline", "test")
-    body = [
-        f'<p class="counts">{sections.verdict_counts(diff)}</p>',
-        sections.notices(reports, labels, diff.warnings),
-        "<section><h2>Change of the median</h2>",
-        '<div class="plot" id="forest"></div>',
-        sections.verdicts_table(diff),
-        f'<p class="how">{escape(HOW_TO_JUDGE)}</p></section>',
-        *_groups(reports, labels),
-        f'<p class="how">{escape(HOW_TO_READ)}</p>',
-        *_context(reports, labels),
+    shown = [
+        Shown(diff.baseline, "baseline", 0, sources[0]),
+        Shown(diff.test, "test", 1, sources[1]),
     ]
-    data = _data(reports, labels) | {"forest": forest_data(diff)}
-    head = sections.reports_table(reports, labels, sources)
-    return _write(path, f"{diff.baseline.benchmark}: baseline and test", head, body, data)
-
-
-def _letter(number: int) -> str:
-    return chr(ord("A") + number) if number < 26 else f"R{number + 1}"
-
-
-def _data(reports: Sequence[Report], labels: Sequence[str]) -> dict[str, Any]:
-    return {"labels": list(labels), "groups": [group_data(group) for group in group_reports(reports)]}
-
-
-def _groups(reports: Sequence[Report], labels: Sequence[str]) -> list[str]:
-    groups = group_reports(reports)
-    has_benchmarks = len({group.benchmark: True for group in groups}) > 1
-    return [_group(group, number, labels, has_benchmarks) for number, group in enumerate(groups)]
-
-
-def _group(group: Group, number: int, labels: Sequence[str], has_benchmarks: bool) -> str:
-    metric = f"{group.benchmark} · {group.metric}" if has_benchmarks else group.metric
-    unit = f"{group.unit}, " if group.unit else ""
-    where = group.title.partition("better)")[2].strip()
-    options = "".join(
-        f'<option value="{index}">{escape(row.label or row.metric)}</option>'
-        for index, row in enumerate(group.present)
-    )
-    figures = ""
-    if any(row is not None and row.starts for line in group.rows for row in line):
-        figures = (
-            f'<div class="plot" id="overview-{number}"></div>'
-            f"<details open><summary>Samples by process start</summary>"
-            f'<label>Row <select id="pick-{number}">{options}</select></label>'
-            f'<div class="plot" id="spread-{number}"></div></details>'
-        )
-    return (
-        f"<section><h2>{escape(metric)} <small>{escape(unit)}{escape(group.direction)} is better"
-        f"{' · ' + escape(where) if where else ''}</small></h2>"
-        f"{sections.statistics_table(group, labels)}{figures}</section>"
-    )
-
-
-def _context(reports: Sequence[Report], labels: Sequence[str]) -> list[str]:
-    environments = [report.environment for report in reports]
-    configs = [report.config | ({"seeds": report.seeds} if report.seeds else {}) for report in reports]
-    parts = [
-        ("Environment", sections.settings_table("environment", environments, labels)),
-        ("Configuration", sections.settings_table("config", configs, labels)),
-        ("Command", sections.commands(reports, labels)),
-        ("Result", sections.settings_table("result", [report.result for report in reports], labels)),
+    figures = Figures()
+    forest = figures.place("forest", rows=forest_data(diff))
+    changes = Section("Change of the median", forest + verdicts_table(diff) + _how(HOW_TO_JUDGE))
+    sections = [changes, *chapter(shown, figures, is_diff=True), how_it_ran(shown), environments(shown)]
+    parts = [Part("", sections)]
+    head = [
+        f'<p class="counts">{verdict_counts(diff)}</p>',
+        reports_table(shown),
+        contents(parts),
+        notices(shown, diff.warnings),
     ]
-    return [f"<section><h2>{name}</h2>{content}</section>" for name, content in parts if content]
+    title = f"{diff.baseline.benchmark}: baseline and test"
+    return _write(path, title, head, [body(parts), _how(HOW_TO_READ)], figures)
 
 
-def _write(path: Path | str, title: str, head: str, body: Sequence[str], data: dict[str, Any]) -> Path:
+def _labels(reports: Sequence[Report]) -> list[str]:
+    """A letter for each of several; the benchmark's name where that tells them apart."""
+    if len(reports) == 1:
+        return [""]
+    names = [report.benchmark for report in reports]
+    letters = [chr(ord("A") + number) if number < 26 else f"R{number + 1}" for number in range(len(names))]
+    if names.count(names[0]) == len(names):
+        return letters
+    return [
+        name if names.count(name) == 1 else f"{name} {letter}"
+        for name, letter in zip(names, letters, strict=True)
+    ]
+
+
+def _named(items: list[Shown]) -> list[Shown]:
+    """A report alone in its chapter needs no name there."""
+    return items if len(items) > 1 else [replace(items[0], label="", number=0)]
+
+
+def _how(words: str) -> str:
+    return f'<p class="how">{escape(words)}</p>'
+
+
+@dataclass(frozen=True)
+class Part:
+    """Sections, under the name of their benchmark where a page has several."""
+
+    name: str
+    sections: list[Section]
+
+
+def _filled(parts: Sequence[Part]) -> Iterator[tuple[int, Part, list[tuple[str, Section]]]]:
+    """The parts with their sections that say something, each with its place on the page."""
+    for number, part in enumerate(parts):
+        found = [(f"p{number}-{index}", section) for index, section in enumerate(part.sections)]
+        yield number, part, [(place, section) for place, section in found if section.content]
+
+
+def contents(parts: Sequence[Part]) -> str:
+    """Where everything is on the page; '' for a short one."""
+    lines = []
+    count = 0
+    for number, part, found in _filled(parts):
+        links = [f'<a href="#{place}">{escape(section.name)}</a>' for place, section in found]
+        count += len(links)
+        if part.name:
+            links.insert(0, f'<a href="#p{number}"><b>{escape(part.name)}</b></a>')
+        if links:
+            lines.append(f"<li>{' '.join(links)}</li>")
+    return f'<nav aria-label="Contents"><ul>{"".join(lines)}</ul></nav>' if count > 3 else ""
+
+
+def body(parts: Sequence[Part]) -> str:
+    """All sections, in order."""
+    written = []
+    for number, part, found in _filled(parts):
+        level = 3 if part.name else 2
+        if part.name:
+            written.append(f'<h2 class="chapter" id="p{number}">{escape(part.name)}</h2>')
+        for place, section in found:
+            about = f" <small>{escape(section.about)}</small>" if section.about else ""
+            written.append(
+                f'<section id="{place}"><h{level}>{escape(section.name)}{about}</h{level}>'
+                f"{section.content}</section>"
+            )
+    return "\n".join(written)
+
+
+def _write(
+    path: Path | str, title: str, head: Sequence[str], content: Sequence[str], figures: Figures
+) -> Path:
+    data = {"plots": figures.plots, "sets": figures.sets}
     encoded = msgspec.json.encode(data).decode().replace("<", "\\u003c")
-    content = "\n".join(body)
     page = f"""<!doctype html>
 <html lang="en">
 <head>
@@ -136,20 +177,28 @@ def _write(path: Path | str, title: str, head: str, body: Sequence[str], data: d
 <header>
 <div class="bar"><span class="brand">Shoal</span><button id="theme" type="button">theme</button></div>
 <h1>{escape(title)}</h1>
-{head}
+{_joined(head)}
 </header>
 <main>
 <noscript><p class="notices">The plots need JavaScript; the tables do not.</p></noscript>
-{content}
+{_joined(content)}
 </main>
 <script type="application/json" id="shoal-data">{encoded}</script>
 <script>{_plotly()}</script>
 <script>
-{_asset("page.js")}</script>
+"use strict";
+{{
+{_joined([_asset(name) for name in SCRIPTS])}
+}}
+</script>
 </body>
 </html>
 """
     return write_atomically(path, page.encode())
+
+
+def _joined(parts: Sequence[str]) -> str:
+    return "\n".join(part for part in parts if part)
 
 
 def _asset(name: str) -> str:

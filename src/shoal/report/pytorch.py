@@ -1,4 +1,4 @@
-"""The JSON of PyTorch's DDP benchmark: read as a report, and two of them compared in its own layout.
+"""The JSON of PyTorch's DDP benchmark: read as a report, written, and two of them compared in its own layout.
 
 Runs pair by model, batch size and number of ranks, so that a model missing from one file misaligns nothing.
 """
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 BENCHMARK = "pytorch-ddp"
 RESULTS = "benchmark_results"
 SHOWN = (75, 95)
+SECONDS = "sec_per_iter"
+ALONE = "no ddp"
+"""Its label of the run without DDP, which is the first of each model."""
 
 
 class _Run(msgspec.Struct):
@@ -71,7 +74,37 @@ def from_document(document: dict[str, Any], source: str) -> Report:
 def _row(key: dict[str, Scalar], run: _Run) -> Row:
     starts = [run.measurements] if run.measurements else []
     error = None if starts else "no measurements"
-    return Row(key=key, metric="sec_per_iter", unit="s", direction="lower", starts=starts, error=error)
+    return Row(key=key, metric=SECONDS, unit="s", direction="lower", starts=starts, error=error)
+
+
+def to_document(report: Report) -> dict[str, Any]:
+    """What that benchmark would have written of a run of `shoal bench ddp`: samples of all starts pooled.
+
+    A stage that failed is left out; the run without DDP stays, without measurements. A strategy in DDP's
+    place is one entry more, which is compared as configuration.
+    """
+    config = report.config
+    results: dict[tuple[Scalar, Scalar], list[_Run]] = {}
+    for row in report.rows:
+        if row.metric != SECONDS:
+            continue
+        runs = results.setdefault((row.key["model"], row.key["batch_size"]), [_Run([0], [])])
+        if row.key["label"] == ALONE:
+            runs[0].measurements += row.samples
+        elif row.error is None:
+            runs.append(_Run(list(range(int(row.key["num_ranks"]))), row.samples))
+    document = {
+        "pytorch_version": report.environment.get("versions", {}).get("torch", ""),
+        "cuda_version": config.get("cuda_version"),
+        "distributed_backend": config["distributed_backend"],
+        "bucket_size": config["bucket_size"],
+        RESULTS: [
+            msgspec.to_builtins(_Result(str(model), int(batch_size), runs))
+            for (model, batch_size), runs in results.items()
+        ],
+    }
+    is_ddp = config["strategy"] == "ddp"
+    return document if is_ddp else {**document, "strategy": config["strategy"]}
 
 
 def diff_lines(diff: Diff) -> list[str]:

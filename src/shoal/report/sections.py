@@ -1,16 +1,18 @@
-"""The tables of the HTML page, as text in which every value from a report is escaped."""
+"""The tables of figures of the HTML page, as text in which every value from a report is escaped.
+
+What was run, where and how it ended is `context`'s.
+"""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Any
 
 from shoal.report.charts import Group
-from shoal.report.diff import Diff, RowDiff, busy
+from shoal.report.diff import Diff, RowDiff
+from shoal.report.figures import NUM_COLOURS, Shown
 from shoal.report.judge import LABELS, Verdict
-from shoal.report.schema import Report, Row, Scalar, flatten, text
+from shoal.report.schema import Row, Scalar, text
 from shoal.report.statistics import PERCENTILES, summarize
 from shoal.report.units import percent, scale_for
 from shoal.report.views import interval_text, shared_key, verdict_text
@@ -38,10 +40,11 @@ def pill(label: str, tone: str) -> str:
 
 def swatch(number: int, label: str) -> str:
     """A report's colour and name."""
-    return f'<span class="swatch s{number % 8}">{escape(label)}</span>'
+    return f'<span class="swatch s{number % NUM_COLOURS}">{escape(label)}</span>'
 
 
-def _table(head: Iterable[str], body: Iterable[str], kind: str = "") -> str:
+def html_table(head: Iterable[str], body: Iterable[str], kind: str = "") -> str:
+    """A table that scrolls by itself where it is wider than the page."""
     rows = "\n".join(body)
     return (
         f'<div class="scroll"><table class="{kind}"><thead><tr>{"".join(head)}</tr></thead>\n'
@@ -56,7 +59,8 @@ def _key_columns(rows: Sequence[Row]) -> list[str]:
     return list(names)
 
 
-def _key_cells(row: Row, names: Sequence[str], span: int = 1) -> str:
+def key_cells(row: Row, names: Sequence[str], span: int = 1) -> str:
+    """The entries of a row's key under `key_heads`."""
     rows = f' rowspan="{span}"' if span > 1 else ""
     cells = []
     for name in names:
@@ -69,7 +73,8 @@ def _key_cells(row: Row, names: Sequence[str], span: int = 1) -> str:
     return "".join(cells)
 
 
-def _key_heads(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
+def key_heads(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
+    """Headings of those entries, numbers to the right."""
     heads = []
     for name in names:
         values = [row.key.get(name) for row in rows]
@@ -78,24 +83,30 @@ def _key_heads(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
     return heads
 
 
-def statistics_table(group: Group, labels: Sequence[str]) -> str:
+def statistics_table(group: Group, shown: Sequence[Shown]) -> str:
     """Every row of a group with its figures, one line for each report that has it."""
     names = _key_columns(group.present)
+    has_metrics = group.is_mixed
     figures = ("starts", "samples", *(f"p{q}" for q in PERCENTILES), "mean", "spread", "noise floor")
     head = [
-        *_key_heads(group.present, names),
-        *(["<th>report</th>"] if len(labels) > 1 else []),
+        *key_heads(group.present, names),
+        *(["<th>metric</th>"] if has_metrics else []),
+        *(["<th>report</th>"] if len(shown) > 1 else []),
         *(f'<th class="number">{name}</th>' for name in figures),
     ]
     body = []
     for line in group.rows:
         present = [(number, row) for number, row in enumerate(line) if row is not None]
         for position, (number, row) in enumerate(present):
-            key = _key_cells(row, names, len(present)) if position == 0 else ""
-            report = f"<td>{swatch(number, labels[number])}</td>" if len(labels) > 1 else ""
+            key = key_cells(row, names, len(present)) if position == 0 else ""
+            if has_metrics and position == 0:
+                arrow = "↑" if row.direction == "higher" else "↓"
+                key += f'<td rowspan="{len(present)}">{escape(row.metric)} {arrow}</td>'
+            item = shown[number]
+            report = f"<td>{swatch(item.number, item.label)}</td>" if len(shown) > 1 else ""
             kind = ' class="first"' if position == 0 else ""
             body.append(f"<tr{kind}>{key}{report}{_figures(row, len(figures))}</tr>")
-    return _table(head, body, "statistics")
+    return html_table(head, body, "statistics")
 
 
 def _figures(row: Row, count: int) -> str:
@@ -115,7 +126,7 @@ def verdicts_table(diff: Diff) -> str:
     names = _key_columns(rows)
     has_metrics = len({row.metric: True for row in rows}) > 1 or not names
     head = [
-        *_key_heads(rows, names),
+        *key_heads(rows, names),
         *(["<th>metric</th>"] if has_metrics else []),
         *(f'<th class="number">p{q}</th>' for q in PERCENTILES),
         '<th class="number">median change</th>',
@@ -125,7 +136,7 @@ def verdicts_table(diff: Diff) -> str:
     body = []
     for row in diff.rows:
         metric = f"<td>{escape(row.baseline.metric)}</td>" if has_metrics else ""
-        body.append(f'<tr class="first">{_key_cells(row.baseline, names)}{metric}{_verdict_cells(row)}</tr>')
+        body.append(f'<tr class="first">{key_cells(row.baseline, names)}{metric}{_verdict_cells(row)}</tr>')
     for side, only in (("baseline", diff.only_baseline), ("test", diff.only_test)):
         for lone in only:
             error = f": failed, {escape(lone.error)}" if lone.error is not None else ""
@@ -133,7 +144,7 @@ def verdicts_table(diff: Diff) -> str:
                 f'<tr class="first"><td colspan="{len(head)}">{pill(f"only in {side}", "unsure")} '
                 f"{escape(lone.label)} {escape(lone.metric)}{error}</td></tr>"
             )
-    return _table(head, body, "verdicts")
+    return html_table(head, body, "verdicts")
 
 
 def _verdict_cells(row: RowDiff) -> str:
@@ -165,90 +176,3 @@ def verdict_counts(diff: Diff) -> str:
     ]
     lone = len(diff.only_baseline) + len(diff.only_test)
     return " ".join([*counts, *([pill(f"{lone} in one report only", "unsure")] if lone else [])])
-
-
-def notices(reports: Sequence[Report], labels: Sequence[str], warnings: Sequence[str] | None = None) -> str:
-    """What a reader must know before the figures: warnings, and rows that failed."""
-    items = list(warnings or [])
-    for label, report in zip(labels, reports, strict=True):
-        prefix = f"{label}: " if len(reports) > 1 else ""
-        if warnings is None:
-            items += [prefix + reason for reason in busy(report)]
-        items += [f"{prefix}{row.label} {row.metric} failed: {row.error}" for row in report.failed]
-    if not items:
-        return ""
-    return '<ul class="notices">' + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
-
-
-def reports_table(reports: Sequence[Report], labels: Sequence[str], sources: Sequence[str]) -> str:
-    """Which reports the page shows."""
-    head = [
-        f"<th>{name}</th>"
-        for name in (
-            *(["report"] if len(reports) > 1 else []),
-            "file",
-            "benchmark",
-            "created",
-            "code",
-            "machine",
-        )
-    ]
-    body = []
-    for number, (report, label, source) in enumerate(zip(reports, labels, sources, strict=True)):
-        name = f"<td>{swatch(number, label)}</td>" if len(reports) > 1 else ""
-        code = str(report.code) if report.code.version else "–"
-        cells = (source, report.benchmark, report.created or "–", code, _machine(report.environment))
-        body.append(f"<tr>{name}{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
-    return _table(head, body, "reports")
-
-
-def _machine(environment: dict[str, Any]) -> str:
-    machine, cores, device = (environment.get(name) for name in ("machine", "cores", "device"))
-    parts = [
-        text(machine) if machine else "",
-        f"{cores} cores" if cores else "",
-        text(device) if device else "",
-    ]
-    return ", ".join(part for part in parts if part) or "–"
-
-
-def settings_table(name: str, values: Sequence[dict[str, Any]], labels: Sequence[str]) -> str:
-    """Configurations or environments side by side; lines that differ are marked."""
-    sides = [flatten(value) for value in values]
-    names = sorted({entry: True for side in sides for entry in side})
-    if not names:
-        return ""
-    heads = [f"<th>{name}</th>"]
-    heads += [
-        f"<th>{swatch(number, label)}</th>" if len(labels) > 1 else "<th></th>"
-        for number, label in enumerate(labels)
-    ]
-    body = []
-    for entry in names:
-        shown = [text(side[entry]) if entry in side else "–" for side in sides]
-        kind = ' class="differs"' if any(value != shown[0] for value in shown) else ""
-        cells = "".join(
-            f"<td>{_value(side.get(entry), value)}</td>" for side, value in zip(sides, shown, strict=True)
-        )
-        body.append(f'<tr{kind}><th scope="row">{escape(entry)}</th>{cells}</tr>')
-    return _table(heads, body, "settings")
-
-
-def _value(value: Any, shown: str) -> str:
-    """A list of dictionaries as a table of its own, anything else as it is written."""
-    if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
-        return escape(shown)
-    names = list({name: True for item in value for name in item})
-    heads = [f"<th>{escape(str(name))}</th>" for name in names]
-    lines = ("".join(f"<td>{escape(text(item.get(name)))}</td>" for name in names) for item in value)
-    return _table(heads, [f"<tr>{line}</tr>" for line in lines])
-
-
-def commands(reports: Sequence[Report], labels: Sequence[str]) -> str:
-    """The command line of each report."""
-    blocks = []
-    for number, (report, label) in enumerate(zip(reports, labels, strict=True)):
-        if report.command:
-            name = swatch(number, label) if len(reports) > 1 else ""
-            blocks.append(f"{name}<pre>{escape(shlex.join(report.command))}</pre>")
-    return "".join(blocks)

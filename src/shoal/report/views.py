@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeVar
 
+from shoal.report.curves import averaged, axes_of
 from shoal.report.diff import Diff, RowDiff
 from shoal.report.judge import LABELS, Verdict
-from shoal.report.schema import Report, Row, Scalar, text
+from shoal.report.schema import Curve, Report, Row, Scalar, text
 from shoal.report.statistics import PERCENTILES, summarize
 from shoal.report.tables import Column, Line, Table
-from shoal.report.units import percent, scale_for
+from shoal.report.units import digits, percent, scale_for
 
 Group = tuple[str, str, str]
 Items = list[Table | Line | str]
+Figure = TypeVar("Figure", Row, Curve)
 
 STYLES = {
     Verdict.BETTER: "green",
@@ -25,15 +28,15 @@ STYLES = {
 }
 
 
-def groups(rows: Iterable[Row]) -> dict[Group, list[Row]]:
-    """Rows by metric, unit and direction: what one chart or table can show together."""
-    grouped: dict[Group, list[Row]] = {}
+def groups(rows: Iterable[Figure]) -> dict[Group, list[Figure]]:
+    """Rows or curves by metric, unit and direction: what one chart or table can show together."""
+    grouped: dict[Group, list[Figure]] = {}
     for row in rows:
         grouped.setdefault((row.metric, row.unit, row.direction), []).append(row)
     return grouped
 
 
-def shared_key(rows: Iterable[Row]) -> dict[str, Scalar]:
+def shared_key(rows: Iterable[Row | Curve]) -> dict[str, Scalar]:
     """The entries of the keys that all rows have in common; none where there is only one row."""
     keys = [row.key for row in rows]
     if len(keys) < 2:
@@ -41,7 +44,7 @@ def shared_key(rows: Iterable[Row]) -> dict[str, Scalar]:
     return {name: value for name, value in keys[0].items() if all(key.get(name) == value for key in keys)}
 
 
-def short_label(row: Row, shared: dict[str, Scalar]) -> str:
+def short_label(row: Row | Curve, shared: dict[str, Scalar]) -> str:
     """The row's key without the shared entries; the metric where nothing else is left."""
     parts = [f"{name}={text(value)}" for name, value in row.key.items() if name not in shared]
     return " ".join(parts) or row.metric
@@ -54,10 +57,16 @@ def group_title(group: Group, shared: dict[str, Scalar]) -> str:
     return f"{metric} ({unit + ', ' if unit else ''}{direction} is better)" + (f"  {where}" if where else "")
 
 
+def headline(report: Report) -> list[str]:
+    """What the benchmark found, in its own short sentences; empty where it wrote none."""
+    found = report.result.get("headline", [])
+    return [text(sentence) for sentence in (found if isinstance(found, list | tuple) else [found])]
+
+
 def report_items(report: Report) -> Items:
-    """The statistics of one report."""
+    """The headline, the statistics and the curves of one report."""
     code = f"  code {report.code}" if report.code.version else ""
-    items: Items = [(f"{report.benchmark}  {report.created}{code}".rstrip(), "bold"), ""]
+    items: Items = [(f"{report.benchmark}  {report.created}{code}".rstrip(), "bold"), *headline(report), ""]
     for group, rows in groups(report.rows).items():
         shared = shared_key(rows)
         columns = (
@@ -78,7 +87,39 @@ def report_items(report: Report) -> Items:
                 cells = [str(summary.num_starts), *map(scale.format, values), noise]
             table.rows.append((short_label(row, shared), *cells))
         items.append(table)
+    return items + curve_items(report.curves)
+
+
+def curve_items(curves: Iterable[Curve]) -> Items:
+    """Where each curve began, where it ended, and its best point; of several starts, their mean."""
+    items: Items = []
+    for group, found in groups(curves).items():
+        shared = shared_key(found)
+        columns = (Column("curve", "left", wraps=True), Column("starts"), Column("points"))
+        table = Table(
+            group_title(group, shared), (*columns, *map(Column, ("first", "last", "best", "best at")))
+        )
+        for curve in found:
+            axis = next(iter(axes_of([curve])), "")
+            line = averaged(curve, axis)
+            cells = [str(len(curve.starts)), *["-"] * 5]
+            if line is not None:
+                is_better = max if curve.direction == "higher" else min
+                best = is_better(range(len(line.mean)), key=lambda index: line.mean[index])
+                scale = scale_for(curve.unit, line.mean[-1])
+                values = (line.mean[0], line.mean[-1], line.mean[best])
+                where = _where(axis, line.x[best], line.x[-1])
+                cells = [str(line.num_starts), str(len(line.x)), *map(scale.format, values), where]
+            table.rows.append((short_label(curve, shared), *cells))
+        items.append(table)
     return items
+
+
+def _where(axis: str, x: float, end: float) -> str:
+    """'step 40', '1.20 s', '3.00 MB'; in the scale of the curve's end."""
+    if axis in {"s", "bytes"}:
+        return scale_for("s" if axis == "s" else "B", end).format(x)
+    return f"{axis} {x:,.0f}" if x.is_integer() else f"{axis} {digits(x)}"
 
 
 def diff_items(diff: Diff) -> Items:

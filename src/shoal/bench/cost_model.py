@@ -1,0 +1,232 @@
+"""How long an iteration takes under each way of sharing: a model of compute, links, messages and overlap.
+
+Nothing is measured here, and nothing is fitted: `calibration` finds the numbers that a model cannot know,
+`published` and `predict` say where they come from. `docs/scaling.md` has the formulas in words.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Literal
+
+import msgspec
+
+from shoal.core import UsageError
+from shoal.topology import make_topology
+
+FORWARD_SHARE = 1 / 3
+"""Of the time of forward and backward: backward computes two products where forward computes one."""
+Line = Literal["machine", "worker", "machine-pair", "worker-pair"]
+"""What has a line between machines for itself: all that a machine sends, all that a worker sends, what one
+worker sends to one machine, or to one worker. Messages that share a line go one after another."""
+_MOST_TURNS = 24
+"""Of a schedule that repeats later, so many turns stand for all."""
+
+
+class Link(msgspec.Struct, frozen=True):
+    """What lies between two workers: a message takes the latency, and its bytes the bandwidth."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, size_bytes: float) -> float:
+        """Of one message."""
+        return self.latency_s + size_bytes / self.bytes_per_s
+
+
+class Network(msgspec.Struct, frozen=True, kw_only=True):
+    """Machines of equally many workers, and the two classes of links."""
+
+    inside: Link
+    """Between workers of one machine."""
+    between: Link
+    """Between machines: the line of each to all others."""
+    workers_per_machine: int
+    line_of: Line = "machine"
+
+    def num_machines(self, num_workers: int) -> int:
+        """That so many workers fill, the last one perhaps in part."""
+        return -(-num_workers // self.workers_per_machine)
+
+    def mates(self, num_workers: int) -> int:
+        """Workers of a full machine."""
+        return min(num_workers, self.workers_per_machine)
+
+
+class Method(msgspec.Struct, frozen=True, kw_only=True):
+    """A way of sharing, as far as its cost goes."""
+
+    kind: Literal["none", "all-reduce", "neighbor", "hierarchical"]
+    leaves: Literal["after-forward", "as-layers-finish", "after-step"] = "after-step"
+    """When what is shared may leave: parameters after forward (adapt-while-combine), what belongs to a layer
+    when backward is through with it, or all of it after the step."""
+    bucket_bytes: float = 25 * 2**20
+    """The smallest portion that leaves at once, where portions leave as layers finish."""
+    topology: str = "one-peer-exponential"
+    """Of workers for `neighbor`, of machines for `hierarchical`."""
+    speaks: Literal["machine", "worker"] = "machine"
+    """Whether one speaks to other machines for all of its machine, or each for itself."""
+
+
+class Work(msgspec.Struct, frozen=True):
+    """What a worker does in one iteration, and what it has to share."""
+
+    compute_s: float
+    """Forward, backward and step together."""
+    size_bytes: float
+    """Of the parameters, as many as of the gradients."""
+
+    @property
+    def forward_s(self) -> float:
+        """Until the loss is known."""
+        return self.compute_s * FORWARD_SHARE
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """What no formula knows, in each iteration: to be measured."""
+
+    overhead_s: float = 0.0
+    """Copies, mixing, meetings: what cannot be hidden behind compute."""
+    straggler_s: float = 0.0
+    """For every doubling of the workers: the slowest of more is later."""
+
+
+def iteration_s(
+    work: Work, method: Method, network: Network, num_workers: int, terms: Terms | None = None
+) -> float:
+    """The time from one step to the next, a mean over the turns of a schedule."""
+    if num_workers < 2 or method.kind == "none":
+        return work.compute_s
+    terms = terms or Terms()
+    if method.kind == "all-reduce":
+        ends_s = [_all_reduced_s(work, method, network, num_workers)]
+    else:
+        ends_s = [
+            _combined_s(work, method, seconds) for seconds in _turns_s(work, method, network, num_workers)
+        ]
+    extra_s = terms.overhead_s + terms.straggler_s * math.log2(num_workers)
+    return sum(ends_s) / len(ends_s) + extra_s
+
+
+def ring_s(size_bytes: float, num_members: int, link: Link) -> float:
+    """An all-reduce in a ring: 2(n − 1) steps of a share each, at the pace of the slowest link."""
+    if num_members < 2:
+        return 0.0
+    return 2 * (num_members - 1) * link.seconds(size_bytes / num_members)
+
+
+def _all_reduced_s(work: Work, method: Method, network: Network, num_workers: int) -> float:
+    """Buckets follow each other over the links without a pause; what is late is late once."""
+    if method.leaves == "after-step":
+        return work.compute_s + sum(_all_reduce_parts_s(work.size_bytes, method, network, num_workers))
+    num_buckets = max(1, round(work.size_bytes / method.bucket_bytes))
+    backward_s = work.compute_s - work.forward_s
+    latency_s, wire_s = _all_reduce_parts_s(work.size_bytes / num_buckets, method, network, num_workers)
+    free_s = 0.0
+    for number in range(1, num_buckets + 1):
+        free_s = max(free_s, work.forward_s + backward_s * number / num_buckets) + wire_s
+    return free_s + latency_s
+
+
+def _all_reduce_parts_s(
+    size_bytes: float, method: Method, network: Network, num_workers: int
+) -> tuple[float, float]:
+    """Of one bucket: how long its steps are on their way, and how long its bytes keep the links."""
+    mates, num_machines = network.mates(num_workers), network.num_machines(num_workers)
+    if num_machines == 1:
+        rings = [(mates, network.inside)]
+    elif method.speaks == "worker":
+        rings = [(num_workers, network.between)]
+    else:
+        rings = [(mates, network.inside), (num_machines, network.between)]
+    latency_s = sum(ring_s(0, members, link) for members, link in rings)
+    return latency_s, sum(ring_s(size_bytes, members, link) for members, link in rings) - latency_s
+
+
+def _combined_s(work: Work, method: Method, seconds: float) -> float:
+    """When an exchange that takes so long is over, or the compute that hides it."""
+    if method.leaves == "after-step":
+        return work.compute_s + seconds
+    if method.leaves == "after-forward":
+        return max(work.compute_s, work.forward_s + seconds)
+    backward_s = work.compute_s - work.forward_s
+    first = min(1.0, method.bucket_bytes / work.size_bytes)
+    return max(work.compute_s + first * seconds, work.forward_s + first * backward_s + seconds)
+
+
+def _turns_s(work: Work, method: Method, network: Network, num_workers: int) -> list[float]:
+    """How long the exchange of each turn takes."""
+    mates = network.mates(num_workers)
+    if method.kind == "neighbor":
+        return [_messages_s(turn, work, network) for turn in traffic_of(method.topology, num_workers, mates)]
+    num_machines = network.num_machines(num_workers)
+    if method.speaks == "worker":
+        spoken = _all_to_all(traffic_of(method.topology, num_machines, 1), mates)
+        return [_messages_s(turn, work, network) for turn in spoken]
+    mean_s = ring_s(work.size_bytes, mates, network.inside)
+    if num_machines == 1:
+        return [mean_s]
+    told_s = network.inside.seconds(work.size_bytes) if mates > 1 else 0.0
+    turns = traffic_of(method.topology, num_machines, 1)
+    between = [network.between.seconds(turn.crossing * work.size_bytes) for turn in turns]
+    return [mean_s + seconds + told_s for seconds in between]
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """How many messages the workers of the first machine send in one turn."""
+
+    inside: int
+    """The most that one of them sends inside."""
+    crossing: int
+    """To other machines, all together."""
+    by_worker: int
+    """To other machines, the most that one sends."""
+    to_machine: int
+    """To one other machine, the most that one sends."""
+
+
+@lru_cache(maxsize=256)
+def traffic_of(topology: str, num_workers: int, workers_per_machine: int) -> tuple[Turn, ...]:
+    """The turns of a topology; UsageError where there is none of that size."""
+    if num_workers % workers_per_machine:
+        raise UsageError(
+            f"{num_workers} workers do not fill machines of {workers_per_machine}.",
+            next_step="ask for whole machines.",
+        )
+    plan = make_topology(topology, num_workers, workers_per_machine)
+    turns = []
+    for number in range(min(plan.period, _MOST_TURNS)):
+        sends = [plan.destinations(rank, number) for rank in range(workers_per_machine)]
+        machines = [[peer // workers_per_machine for peer in peers] for peers in sends]
+        inside = [peers.count(0) for peers in machines]
+        crossing = [[machine for machine in peers if machine] for peers in machines]
+        to_machine = [peers.count(machine) for peers in crossing for machine in peers]
+        counts = [len(peers) for peers in crossing]
+        turns.append(Turn(max(inside), sum(counts), max(counts), max(to_machine, default=0)))
+    return tuple(turns)
+
+
+def _all_to_all(turns: tuple[Turn, ...], mates: int) -> list[Turn]:
+    """Turns of machines in which each worker speaks to all of its own machine and of the neighbours."""
+    return [
+        Turn(mates - 1, mates * mates * turn.crossing, mates * turn.crossing, mates * turn.to_machine)
+        for turn in turns
+    ]
+
+
+def _messages_s(turn: Turn, work: Work, network: Network) -> float:
+    """Inside and outside at once."""
+    is_apart = network.line_of == "worker-pair"
+    num_inside = min(turn.inside, 1) if is_apart else turn.inside
+    inside_s = network.inside.seconds(num_inside * work.size_bytes) if num_inside else 0.0
+    if not turn.crossing:
+        return inside_s
+    one_after_another = {
+        "machine": turn.crossing,
+        "worker": turn.by_worker,
+        "machine-pair": turn.to_machine,
+        "worker-pair": 1,
+    }
+    outside_s = network.between.seconds(one_after_another[network.line_of] * work.size_bytes)
+    return max(inside_s, outside_s)

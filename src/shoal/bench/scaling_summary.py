@@ -1,0 +1,237 @@
+"""What the samples of `shoal bench scaling` say: BlueFog's lines, and how near each strategy is to linear."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from shoal.bench.scaling import CORES, EFFICIENCY, FRACTION, NONE, SPEED, WORKER_SPEED, device_word
+from shoal.report import Report, Row
+from shoal.report.tables import Column, Table
+from shoal.report.units import digits
+from shoal.report.views import Items
+
+_DEVIATIONS = 1.96
+"""Of a normal distribution 95 % lie within so many on both sides."""
+_SHORT_S = 0.05
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """The mean of one figure, and how far most samples are from it."""
+
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Outcome:
+        """With the population's deviation, as BlueFog and Horovod have it."""
+        return cls(statistics.fmean(samples), _DEVIATIONS * statistics.pstdev(samples))
+
+    def __str__(self) -> str:
+        return f"{self.mean:.1f} +-{self.error:.1f}"
+
+
+class Figures:
+    """The rows of a report by strategy, batch size and number of workers."""
+
+    def __init__(self, report: Report) -> None:
+        self._rows: dict[tuple[str, str, int, int, int | None], Row] = {}
+        self.errors: dict[tuple[str, int, int], str] = {}
+        self.cores: dict[int, float] = {}
+        """For each worker, by the number of workers."""
+        for row in report.rows:
+            if row.metric == CORES:
+                self.cores[int(row.key["num_workers"])] = row.samples[0]
+            elif "strategy" in row.key:
+                self._add(row)
+
+    def _add(self, row: Row) -> None:
+        key = str(row.key["strategy"]), int(row.key["batch_size"]), int(row.key["num_workers"])
+        if row.error is not None:
+            self.errors[key] = row.error
+        else:
+            rank = int(row.key["rank"]) if "rank" in row.key else None
+            self._rows[(row.metric, *key, rank)] = row
+
+    def samples(
+        self, metric: str, strategy: str, batch_size: int, num_workers: int, rank: int | None = None
+    ) -> list[float] | None:
+        """All samples of one figure; None where it was not measured."""
+        row = self._rows.get((metric, strategy, batch_size, num_workers, rank))
+        return None if row is None else row.samples
+
+    def mean(self, metric: str, strategy: str, batch_size: int, num_workers: int) -> float | None:
+        """Of one figure."""
+        samples = self.samples(metric, strategy, batch_size, num_workers)
+        return None if samples is None else statistics.fmean(samples)
+
+    @property
+    def points(self) -> list[tuple[str, int, int]]:
+        """Strategy, batch size and number of workers, as measured or failed; by number within a strategy."""
+        measured = [key[1:4] for key in self._rows if key[0] == SPEED]
+        points = dict.fromkeys((*measured, *self.errors))
+        names = list(dict.fromkeys(point[0] for point in points))
+        return sorted(points, key=lambda point: (names.index(point[0]), point[2]))
+
+
+def summarize_scaling(report: Report) -> dict[str, Any]:
+    """The RESULT line: means by batch size, strategy and number of workers."""
+    figures = Figures(report)
+    result: dict[str, Any] = {"headline": headline(report)}
+    for metric, places in ((SPEED, 1), (EFFICIENCY, 4), (FRACTION, 4)):
+        found: dict[str, dict[str, dict[str, float]]] = {}
+        for strategy, batch_size, num_workers in figures.points:
+            mean = figures.mean(metric, strategy, batch_size, num_workers)
+            if mean is not None:
+                by_strategy = found.setdefault(str(batch_size), {})
+                by_strategy.setdefault(strategy, {})[str(num_workers)] = round(mean, places)
+        result[metric] = found
+    if report.config.get("should_predict"):
+        from shoal.bench.scaling_forecast import predicted_result
+
+        result["forecast"] = predicted_result(report)
+    failed = len(report.failed)
+    return {**result, "failed": failed} if failed else result
+
+
+def headline(report: Report) -> list[str]:
+    """For each batch size, who was the fastest among the most workers."""
+    figures = Figures(report)
+    lines = []
+    for batch_size in dict.fromkeys(point[1] for point in figures.points):
+        measured = [
+            (num_workers, speed, strategy)
+            for strategy, batch, num_workers in figures.points
+            if batch == batch_size
+            and strategy != NONE
+            and (speed := figures.mean(SPEED, strategy, batch, num_workers)) is not None
+        ]
+        if not measured:
+            continue
+        num_workers, speed, strategy = max(measured)
+        efficiency = figures.mean(EFFICIENCY, strategy, batch_size, num_workers) or 0.0
+        fraction = figures.mean(FRACTION, strategy, batch_size, num_workers) or 0.0
+        lines.append(
+            f"Fastest with {_workers(num_workers)} at batch {batch_size}: {strategy}, {digits(speed)} "
+            f"images/s, {efficiency:.0%} of linear, {fraction:.0%} of the same workers sharing nothing."
+        )
+    return lines
+
+
+def scaling_items(report: Report) -> Items:
+    """A table for each batch size; BlueFog's lines, where one strategy was measured with one number."""
+    config, figures = report.config, Figures(report)
+    items: Items = [(f"scaling  {report.created}  code {report.code}".rstrip(), "bold"), _what(config), ""]
+    measured = [point for point in figures.points if point[0] != NONE]
+    if len(measured) == 1 and measured[0] not in figures.errors:
+        items += [*_document_lines(figures, measured[0], config), ""]
+    for batch_size in dict.fromkeys(point[1] for point in figures.points):
+        items.append(_table(figures, batch_size))
+    items += _notes(figures, config)
+    items += [(line, "red") for line in _failures(report)]
+    if config.get("should_predict"):
+        from shoal.bench.scaling_forecast import predicted_items
+
+        items += predicted_items(report)
+    return items
+
+
+def _what(config: dict[str, Any]) -> str:
+    side = config.get("image_size")
+    parts = [f"{config.get('model')}, images of {side}x{side}, {config.get('num_classes')} classes"]
+    parts.append(f"on {config.get('device')}")
+    if config.get("workers_per_machine"):
+        parts.append(f"machines of {config['workers_per_machine']}")
+    if config.get("profile"):
+        parts.append(f"links between {config.get('between')} as '{config['profile']}'")
+    return "; ".join(parts)
+
+
+def _document_lines(figures: Figures, point: tuple[str, int, int], config: dict[str, Any]) -> list[str]:
+    strategy, batch_size, num_workers = point
+    word = device_word(str(config.get("device")))
+    lines = [
+        f"Model: {config.get('model')}",
+        f"Batch size: {batch_size}",
+        f"Number of {word}s: {num_workers}",
+    ]
+    by_rank = [
+        figures.samples(WORKER_SPEED, strategy, batch_size, num_workers, rank) or []
+        for rank in range(num_workers)
+    ]
+    lines += [f"Iter #{number}: {speed:.1f} img/sec per {word}" for number, speed in enumerate(by_rank[0])]
+    lines += [f"[{rank}] Img/sec per {word}: {Outcome.of(own)}" for rank, own in enumerate(by_rank)]
+    totals = Outcome.of(figures.samples(SPEED, strategy, batch_size, num_workers) or [math.nan])
+    return [*lines, f"Total img/sec on {num_workers} {word}(s): {totals}"]
+
+
+def _table(figures: Figures, batch_size: int) -> Table:
+    own_speed = figures.mean(SPEED, NONE, batch_size, 1)
+    heads = ("workers", "images/s", "+-", "per worker", "linear", "of linear", "of ceiling")
+    table = Table(
+        f"batch {batch_size} of each worker: images/s, mean +- 1.96 sigma",
+        (Column("strategy", "left"), *map(Column, heads)),
+    )
+    for strategy, batch, num_workers in figures.points:
+        if batch != batch_size:
+            continue
+        linear = "-" if own_speed is None else digits(num_workers * own_speed)
+        samples = figures.samples(SPEED, strategy, batch, num_workers)
+        if samples is None:
+            table.rows.append((strategy, str(num_workers), "failed", "-", "-", linear, "-", "-"))
+            continue
+        total = Outcome.of(samples)
+        ratios = [figures.mean(metric, strategy, batch, num_workers) for metric in (EFFICIENCY, FRACTION)]
+        cells = (digits(total.mean), digits(total.error), digits(total.mean / num_workers), linear)
+        shares = ("-" if ratio is None else f"{ratio:.1%}" for ratio in ratios)
+        table.rows.append((strategy, str(num_workers), *cells, *shares))
+    return table
+
+
+def _notes(figures: Figures, config: dict[str, Any]) -> list[str]:
+    notes = [
+        "linear: as many times the speed of one worker alone.",
+        "of ceiling: of the speed of as many workers that share nothing ('none'), right before or after.",
+    ]
+    for num_workers, cores in figures.cores.items():
+        if cores < 1:
+            num_cores = round(cores * num_workers)
+            sharing = f"{num_workers} workers share {num_cores} core{'' if num_cores == 1 else 's'}"
+            notes.append(f"{sharing}: linear is out of reach here, and the ceiling is what there is.")
+    num_batches = int(config.get("num_batches_per_iter", 1))
+    for batch_size in dict.fromkeys(point[1] for point in figures.points):
+        own_speed = figures.mean(SPEED, NONE, batch_size, 1) or math.inf
+        iteration_s = num_batches * batch_size / own_speed
+        if 0 < iteration_s < _SHORT_S:
+            notes.append(
+                f"At batch {batch_size} an iteration takes one worker {iteration_s * 1e3:.1f} ms, which is "
+                "short: workers do not begin at the same instant. Give more --num-batches-per-iter."
+            )
+    if config.get("trace_folder"):
+        notes.append(f"What torch's profiler saw of rank 0 is in {config['trace_folder']}.")
+    return [*notes, ""]
+
+
+def _failures(report: Report) -> list[str]:
+    """One line for each error, with all points that it ended."""
+    where: dict[tuple[str, str], list[str]] = {}
+    for row in report.failed:
+        strategy = str(row.key.get("strategy", "start"))
+        place = ""
+        if "num_workers" in row.key:
+            place = f"{row.key['num_workers']} workers at batch {row.key['batch_size']}"
+        first_line = (row.error or "").partition("\n")[0]
+        where.setdefault((strategy, first_line), []).append(place)
+    lines = [
+        f"{strategy} failed{' with ' if any(places) else ''}{', '.join(dict.fromkeys(places))}: {error}"
+        for (strategy, error), places in where.items()
+    ]
+    return [*lines, ""] if lines else []
+
+
+def _workers(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"

@@ -1,0 +1,93 @@
+"""What a parameter server or worker does that was started by hand; who it is, `training_roles` says."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import torch
+
+from shoal.bench.frame import Receive, RowKey, Version
+from shoal.bench.training import TrainingConfig
+from shoal.bench.training_roles import STRATEGY, Role
+from shoal.bench.training_rows import ITERATION, OWN_SPEED, measured
+from shoal.bench.training_worker import Trainee
+from shoal.group import Group, init
+from shoal.strategies import ParameterServer
+
+Say = Callable[[str], None]
+
+
+class WorkerByHand:
+    """One start of a worker in this very process: how `run_benchmark` runs it."""
+
+    def __init__(self, role: Role, say: Say) -> None:
+        self._role = role
+        self._say = say
+
+    def __call__(self, arguments: dict[str, Any], version: Version, receive: Receive) -> None:
+        """Meet the others, train, and tell this worker's rows."""
+        config = msgspec.convert(arguments["config"], TrainingConfig)
+        times_s = train(self._role, msgspec.structs.replace(config, seed=arguments["seed"]), self._say)
+        key: RowKey = {"strategy": STRATEGY, "rank": self._role.index}
+        speeds = [config.batch_size / time_s for time_s in times_s]
+        for row in (measured(OWN_SPEED, key, speeds), measured(ITERATION, key, times_s)):
+            receive({"row": msgspec.to_builtins(row)})
+
+
+def train(role: Role, config: TrainingConfig, say: Say) -> list[float]:
+    """So many iterations as `config` asks of each worker, after its warm-up; the seconds of each."""
+    say(f"Model: {config.model}")
+    say(f"Batch size: {config.batch_size}")
+    say(f"Worker {role.index} of {role.num_workers}, servers: {role.num_servers}, met at {role.meeting}")
+    with _taking(role) as group:
+        trainee = Trainee(config, role.index, torch.device(config.device))
+        with _strategy(group, config).attach(trainee.model, trainee.optimizer):
+            say("Running warmup...")
+            warm_s = statistics.median(_timed(trainee, 0.0) for _ in range(config.num_warmup))
+            sleep_s = warm_s * (config.slow_factor - 1) if role.index == config.slow_rank else 0.0
+            say("Running benchmark...")
+            times_s: list[float] = []
+            for number in range(config.iterations or 0):
+                times_s.append(_timed(trainee, sleep_s))
+                say(f"Iter #{number}: {config.batch_size / times_s[-1]:.1f} img/sec per worker")
+    return times_s
+
+
+def serve(role: Role, config: TrainingConfig, say: Say) -> dict[str, Any]:
+    """Hold parameters until the last worker has left; what the server has counted."""
+    with _taking(role) as group:
+        trainee = Trainee(config, 0, torch.device("cpu"))
+        strategy = _strategy(group, config)
+        say(
+            f"Server {role.index} of {role.num_servers}, for {role.num_workers} workers, met at "
+            f"{role.meeting}; it ends after them."
+        )
+        with contextlib.suppress(SystemExit):
+            strategy.attach(trainee.model, trainee.optimizer)
+        return strategy.stats
+
+
+@contextlib.contextmanager
+def _taking(role: Role) -> Iterator[Group]:
+    """The group of all roles, with this process in its own."""
+    os.environ.update(role.variables)
+    with init(num_servers=role.num_servers) as group:
+        yield group
+
+
+def _strategy(group: Group, config: TrainingConfig) -> ParameterServer:
+    return ParameterServer(group, **config.options.get(STRATEGY, {}))
+
+
+def _timed(trainee: Trainee, sleep_s: float) -> float:
+    began_s = time.perf_counter()
+    if sleep_s:
+        time.sleep(sleep_s)
+    trainee.step()
+    return time.perf_counter() - began_s

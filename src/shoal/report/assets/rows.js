@@ -1,0 +1,122 @@
+/* Plots of rows: all on one axis, one of them closer, and the changes of a comparison. */
+const drawOverview = (element, group) => {
+  const width = element.clientWidth, count = group.labels.length, marks = 13 * count;
+  const labels = group.rows.map((row) => {
+    const failed = row.failed.some((error) => error !== null);
+    return { text: row.label + (failed ? "  failed" : ""), colour: failed ? colour("--bad") : "" };
+  });
+  const lines = stack(labels, width, marks);
+  const traces = [];
+  group.labels.forEach((label, report) => {
+    const shade = series(group.colours[report]);
+    const shown = group.rows.map((row, index) => ({ row, index, item: row.series[report] })).filter(({ item }) => item);
+    const at = ({ index }) => lines.places[index].centre + 13 * (report - (count - 1) / 2);
+    const base = { mode: "lines", hoverinfo: "skip" };
+    traces.push(Object.assign(segments(shown.map((entry) => [entry.item.quantiles[0], entry.item.quantiles[4], at(entry)])),
+      base, { opacity: 0.55, line: { color: shade, width: 1.25 } }));
+    traces.push(Object.assign(segments(shown.map((entry) => [entry.item.quantiles[1], entry.item.quantiles[3], at(entry)])),
+      base, { opacity: 0.4, line: { color: shade, width: 7 } }));
+    traces.push({
+      mode: "markers", x: shown.map(({ item }) => item.quantiles[2]), y: shown.map(at),
+      marker: { color: shade, size: 8, line: { color: colour("--paper"), width: 1.5 } },
+      text: shown.map(({ row, item }) => {
+        const q = item.quantiles.map(number);
+        return `${count > 1 ? `<b>${escape(label)}</b>  ` : ""}${escape(row.label)}<br>p50 <b>${q[2]}</b> ${escape(group.unit)}` +
+          `<br>p25 to p75: ${q[1]} to ${q[3]}<br>p5 to p95: ${q[0]} to ${q[4]}` +
+          `<br>${item.starts} starts, ${item.samples.toLocaleString("en")} samples`;
+      }),
+      hovertemplate: "%{text}<extra></extra>",
+    });
+  });
+  const ends = group.rows.flatMap((row) => row.series.flatMap((item) => (item ? [item.quantiles[0], item.quantiles[4]] : [])));
+  const scale = group.isLog ? decades(ends.filter((end) => end > 0), width) : {};
+  Plotly.react(element, traces, layout(width, lines.height + 48, {
+    xaxis: axis(Object.assign({ title: titled([`${group.unit}${group.isLog ? " (logarithmic)" : ""}`.trim(), "dot p50, bar p25 to p75, line p5 to p95"].filter(Boolean).join("  ·  ")), zeroline: false }, scale)),
+    yaxis: lines.axis, annotations: lines.annotations,
+  }), config);
+};
+
+const drawSpread = (element, plot) => {
+  const spread = plot.rows[choiceOf(plot)], several = plot.labels.length > 1;
+  const width = element.clientWidth, traces = [], shapes = [], annotations = [];
+  const ticks = { values: [], text: [] };
+  let offset = 0;
+  spread.reports.forEach((item, report) => {
+    if (!item) return;
+    const shade = series(plot.colours[report]);
+    const x = [], y = [], names = [];
+    item.starts.forEach((samples, start) => {
+      samples.forEach((sample, index) => {
+        x.push(offset + start + 1 + (samples.length > 1 ? index / (samples.length - 1) - 0.5 : 0) * 0.76);
+        y.push(sample);
+        names.push(start + 1);
+      });
+      ticks.values.push(offset + start + 1);
+      ticks.text.push(String(start + 1));
+    });
+    const total = item.starts.length;
+    traces.push({
+      mode: "markers", x, y, customdata: names, marker: { color: shade, size: 3.5, opacity: 0.4 },
+      hovertemplate: `start %{customdata}: %{y:.4~g} ${escape(spread.unit)}<extra></extra>`,
+    });
+    item.medians.forEach((median, start) => shapes.push({
+      type: "line", x0: offset + start + 0.6, x1: offset + start + 1.4, y0: median, y1: median,
+      line: { color: shade, width: 2.5 },
+    }));
+    shapes.push({
+      type: "line", x0: offset + 0.5, x1: offset + total + 0.5, y0: item.median, y1: item.median,
+      line: { color: colour("--muted"), width: 1, dash: "dot" },
+    });
+    if (several) annotations.push({
+      xref: "x", x: offset + 0.6, xanchor: "left", yref: "paper", y: 1, yanchor: "bottom", showarrow: false,
+      text: `<b>${escape(plot.labels[report])}</b>`, font: { color: shade, size: 12 },
+    });
+    offset += total + 1;
+  });
+  const every = Math.max(1, Math.ceil(ticks.values.length * 22 / Math.max(width - 60, 1)));
+  const kept = (_, index) => index % every === 0;
+  Plotly.react(element, traces, layout(width, 300, {
+    margin: { l: 6, r: 12, t: several ? 26 : 10, b: 40 },
+    xaxis: axis({
+      title: titled(width < 560 ? "process start" : "process start; its samples from left to right in time, its median as a line"), range: [0.3, Math.max(offset - 0.3, 1.7)],
+      tickvals: ticks.values.filter(kept), ticktext: ticks.text.filter(kept), showgrid: false, zeroline: false,
+    }),
+    yaxis: axis({ title: titled(spread.unit), zeroline: false }), shapes, annotations,
+  }), config);
+};
+
+const drawForest = (element, { rows }) => {
+  const width = element.clientWidth;
+  const lines = stack(rows.map((row) => ({ text: row.label, colour: row.change === null ? colour(tones[row.verdict]) : "" })), width, 14);
+  const traces = [];
+  const judged = rows.map((row, index) => ({ row, index })).filter(({ row }) => row.change !== null);
+  for (const { row, index } of judged) {
+    const shade = colour(tones[row.verdict]), at = lines.places[index].centre;
+    if (row.low !== null) traces.push({ mode: "lines", x: [row.low, row.high], y: [at, at], line: { color: shade, width: 2.5 }, hoverinfo: "skip" });
+    traces.push({
+      mode: "markers", x: [row.change], y: [at],
+      marker: { size: 9, color: row.low === null ? colour("--paper") : shade, line: { color: shade, width: 2 } },
+      text: [`${escape(row.label)}<br><b>${percent(row.change)}</b><br>${escape(row.text)}`], hovertemplate: "%{text}<extra></extra>",
+    });
+  }
+  const ends = judged.flatMap(({ row }) => [row.low ?? row.change, row.high ?? row.change].map(Math.abs));
+  const reach = Math.max(2, ...ends) * 1.08;
+  Plotly.react(element, traces, layout(width, lines.height + 48, {
+    xaxis: axis({ title: titled("median change; left is worse"), range: [-reach, reach], ticksuffix: "%", zeroline: true, zerolinecolor: colour("--muted"), zerolinewidth: 1.5 }),
+    yaxis: lines.axis, annotations: lines.annotations,
+  }), config);
+};
+
+/* The same percentiles of several reports, beside one another. */
+const drawBars = (element, plot) => {
+  const row = plot.rows[choiceOf(plot)], width = element.clientWidth;
+  const traces = row.reports.map((values, report) => values && {
+    type: "bar", name: plot.labels[report], x: row.names, y: values, marker: { color: series(plot.colours[report]) },
+    text: values.map(number), textposition: "outside", cliponaxis: false, textfont: { size: 10.5, color: colour("--muted") },
+    hovertemplate: `<b>${escape(plot.labels[report])}</b> %{x}: %{text} ${escape(row.unit)}<extra></extra>`,
+  }).filter(Boolean);
+  Plotly.react(element, traces, layout(width, 290, {
+    margin: { l: 6, r: 12, t: 22, b: 30 }, barmode: "group", bargap: 0.28, bargroupgap: 0.06,
+    xaxis: axis({ type: "category", showgrid: false }), yaxis: axis({ title: titled(row.unit), rangemode: "tozero", zeroline: false }),
+  }), config);
+};

@@ -1,0 +1,118 @@
+"""Iterations by hand, and the model beside what shaped groups reckon on a clock that a test moves."""
+
+import pytest
+from msgspec.structs import replace
+
+from group.pretender import ManualSleeper, Pretender, ones
+from shoal.bench.cost_model import Link, Method, Network, Terms, Turn, Work, iteration_s, traffic_of
+from shoal.bench.profile_links import shaped_network
+from shoal.core import UsageError
+from shoal.group.shaped import Shaped
+from shoal.topology import Weights
+from shoal.transport import Profile
+
+FREE = Link(0.0, 1e18)
+SLOW = Link(0.01, 1e6)
+WORK = Work(compute_s=3.0, size_bytes=1e6)  # forward 1 s, backward 2 s, a message 1.01 s
+REDUCED = Method(kind="all-reduce", leaves="as-layers-finish", speaks="worker")
+NEIGHBOR = Method(kind="neighbor", leaves="after-forward")
+
+
+def cluster(mates, **options):
+    return Network(inside=FREE, between=SLOW, workers_per_machine=mates, **options)
+
+
+def test_alone_and_without_sharing_there_is_compute_only():
+    assert iteration_s(WORK, REDUCED, cluster(1), 1, Terms(9, 9)) == 3
+    assert iteration_s(WORK, Method(kind="none"), cluster(1), 64, Terms(9, 9)) == 3
+
+
+def test_a_ring_takes_two_rounds_of_shares_after_backward_has_filled_the_bucket():
+    # 2·3 steps of 10 ms and a quarter of a megabyte
+    assert iteration_s(WORK, REDUCED, cluster(1), 4) == pytest.approx(3 + 6 * (0.01 + 0.25))
+
+
+def test_buckets_hide_behind_backward_all_but_the_last():
+    quarters = replace(REDUCED, bucket_bytes=0.25e6)
+    # 0.375 s on the wire for each quarter, one ready every 0.5 s
+    assert iteration_s(WORK, quarters, cluster(1), 4) == pytest.approx(3 + 0.375 + 0.06)
+    slow = replace(cluster(1), between=Link(0.01, 0.25e6))
+    # the first is ready after 1.5 s, then the wire is never free: 4 times 1.5 s
+    assert iteration_s(WORK, quarters, slow, 4) == pytest.approx(1.5 + 6 + 0.06)
+
+
+def test_one_who_speaks_for_a_machine_shortens_the_ring():
+    spoken = replace(REDUCED, speaks="machine")
+    assert iteration_s(WORK, spoken, cluster(4), 8) == pytest.approx(3 + 2 * (0.01 + 0.5))
+    assert iteration_s(WORK, REDUCED, cluster(4), 8) == pytest.approx(3 + 14 * (0.01 + 0.125))
+    assert iteration_s(WORK, REDUCED, cluster(8), 8) == pytest.approx(3), "a single machine has no slow link"
+
+
+def test_an_exchange_hides_behind_what_comes_after_it_leaves():
+    for leaves, wanted_s in (
+        ("after-forward", 3.0),
+        ("after-step", 4.01),
+        ("as-layers-finish", 3 + 1.01 * 0.1),  # the last tenth leaves when backward is over
+    ):
+        method = replace(NEIGHBOR, leaves=leaves, bucket_bytes=0.1e6)
+        assert iteration_s(WORK, method, cluster(1), 2) == pytest.approx(wanted_s)
+    slow = replace(cluster(1), between=Link(0.0, 0.25e6))
+    assert iteration_s(WORK, NEIGHBOR, slow, 2) == pytest.approx(1 + 4), "what is longer than backward shows"
+
+
+def test_workers_of_a_machine_share_its_line():
+    method = replace(NEIGHBOR, leaves="after-step", topology="one-peer-exponential")
+    # distances 1, 2 and 4: one, two and all four of a machine's workers send outside
+    alone_s = iteration_s(WORK, method, cluster(4, line_of="worker"), 8)
+    assert alone_s == pytest.approx(3 + 1.01)
+    assert iteration_s(WORK, method, cluster(4), 8) == pytest.approx(3 + 0.01 + (1 + 2 + 4) / 3)
+    inner_outer = replace(method, topology="inner-outer-exponential")
+    assert iteration_s(WORK, inner_outer, cluster(4), 8) == pytest.approx(3 + 1.01)
+
+
+def test_machines_average_inside_send_one_message_and_tell_all():
+    network = replace(cluster(4), inside=Link(0.0, 10e6))
+    method = Method(kind="hierarchical", leaves="after-step")
+    wanted_s = 3 + 6 * 0.025 + 1.01 + 0.1
+    assert iteration_s(WORK, method, network, 8) == pytest.approx(wanted_s)
+    assert iteration_s(WORK, method, network, 64) == pytest.approx(wanted_s), "more machines send no more"
+    assert iteration_s(WORK, method, network, 4) == pytest.approx(3 + 6 * 0.025)
+
+
+def test_stragglers_come_with_each_doubling():
+    times_s = [iteration_s(WORK, NEIGHBOR, cluster(1), size, Terms(0.5, 0.25)) for size in (2, 4, 1024)]
+    assert times_s == pytest.approx([3.75, 4.0, 6.0])
+
+
+def test_traffic_is_counted_from_the_topology():
+    assert traffic_of("one-peer-exponential", 4, 2) == (Turn(1, 1, 1, 1), Turn(0, 2, 1, 1))
+    assert traffic_of("full", 6, 2) == (Turn(1, 8, 4, 2),)
+    with pytest.raises(UsageError, match="do not fill machines of 4"):
+        traffic_of("ring", 6, 4)
+
+
+SHAPE = "[ways.default]\ndelay_ms = 10\nmbit_s = 8"
+
+
+@pytest.mark.parametrize("between", ["workers", "machines"])
+@pytest.mark.parametrize(
+    ("method", "issue"),
+    [
+        (REDUCED, lambda group: group.all_reduce(ones())),
+        (
+            replace(NEIGHBOR, leaves="after-step", topology="exponential-2"),
+            lambda group: group.exchange(ones(), Weights.uniform([2, 3], [1, 2])),
+        ),
+        (
+            Method(kind="hierarchical", speaks="worker"),
+            lambda group: group.exchange_machines(ones(), Weights.uniform([1])),
+        ),
+    ],
+)
+def test_the_model_agrees_with_shaped_groups(between, method, issue):
+    sleeper = ManualSleeper()
+    group = Shaped(Pretender(4, per_machine=2), Profile.parse(SHAPE), between=between, sleeper=sleeper)
+    issue(group).wait()
+    network = shaped_network(Profile.parse(SHAPE), FREE, between, 4, 2)
+    predicted_s = iteration_s(Work(0.0, ones().nbytes), method, network, 4)
+    assert predicted_s == pytest.approx(sleeper.clock.now_s(), rel=0.01)

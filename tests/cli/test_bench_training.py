@@ -1,0 +1,186 @@
+import json
+
+import pytest
+
+from shoal.bench import experts_config, machine, training_by_hand
+from shoal.bench.machine import Gpu, Gpus
+from shoal.cli import bench_training as module
+from shoal.cli.program import run
+from shoal.report import Report
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path):
+    """What `run_and_tell` is asked for, by name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(experts_config, "default_device", lambda: "cpu")
+    seen = {}
+
+    def stand_in(benchmark, config, settings, summarize, outputs, against=None, where=None):
+        seen.update(benchmark=benchmark, config=config, settings=settings, outputs=outputs, where=where)
+        seen["result"] = summarize
+
+    monkeypatch.setattr(module, "run_and_tell", stand_in)
+    return seen
+
+
+@pytest.fixture
+def call(asked, capsys):
+    """Run `shoal bench training`, and give its exit code, stdout and stderr."""
+
+    def call(*arguments):
+        code = run(["bench", "training", *map(str, arguments)])
+        return (code, *capsys.readouterr())
+
+    return call
+
+
+def test_by_default_it_is_of_the_mlp_in_ten_pairs(call, asked):
+    assert call()[0] == 0
+    config = asked["config"]
+    assert (config.model, config.batch_size, config.num_workers, config.num_pairs) == ("mlp", 64, 2, 10)
+    assert config.strategies == ("all-reduce", "neighbor", "pair", "sma", "ddp")
+    assert config.options["neighbor"]["topology"] == "exponential-2"
+    assert (config.device, config.slow_rank, config.kungfu) == ("cpu", None, None)
+    assert asked["settings"].num_starts == 1
+    report = Report(benchmark="training", created="", config={})
+    assert asked["result"](report)["fraction_of_ceiling"] == {}
+
+
+def test_options_reach_the_benchmark(call, asked):
+    call("--model", "resnet18", "--strategies", "none,neighbor,pair", "--option", "topology=ring", "-np", 3)
+    config = asked["config"]
+    assert (config.model, config.image_size, config.batch_size, config.num_workers) == ("resnet18", 32, 32, 3)
+    assert config.strategies == ("neighbor", "pair", "ddp")
+    assert config.options["neighbor"]["topology"] == "ring"
+
+
+def test_a_slow_worker_has_a_rank_and_a_factor(call, asked):
+    call("--slow-worker", "2:4.5", "-np", 3, "--block-seconds", 0.5)
+    assert (asked["config"].slow_rank, asked["config"].slow_factor) == (2, 4.5)
+    assert asked["config"].block_s == 0.5
+
+
+def test_parameter_servers_are_beside_the_workers(call, asked):
+    call("--strategies", "parameter-server", "--num-servers", 2, "--option", "mode=sync")
+    assert asked["config"].num_servers == 2
+    assert asked["config"].options["parameter-server"]["mode"] == "sync"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "measured"),
+    [
+        (("--strategies", "none,sma"), ("sma", "ddp")),
+        (("--strategies", "distributed-data-parallel,sma"), ("distributed-data-parallel", "sma")),
+        (("--strategies", "sma,ddp", "--no-ddp"), ("sma",)),
+        (("--no-ddp",), ("all-reduce", "neighbor", "pair", "sma")),
+    ],
+)
+def test_ddp_is_in_the_same_run_unless_it_is_switched_off(call, asked, arguments, measured):
+    assert call(*arguments)[0] == 0
+    assert asked["config"].strategies == measured
+
+
+def test_several_machines_bring_the_hierarchical_strategy_along(call, asked):
+    call("--workers-per-machine", 1, "--short")
+    assert asked["config"].strategies[-1] == "hierarchical"
+    assert asked["config"].workers_per_machine == 1
+    assert asked["config"].num_pairs < 10
+
+
+@pytest.mark.parametrize(
+    ("flag", "strategy"),
+    [
+        ("--kungfu=sync-sgd", "all-reduce"),
+        ("--kf-optimizer=async-sgd", "pair"),
+        ("--kf_optimizer=Sync_SGD_NCCL", "all-reduce"),
+    ],
+)
+def test_a_command_of_kungfus_document_measures_that_strategy_alone(call, asked, flag, strategy):
+    sizes = ("--num-warmup-batches", 10, "--num-batches-per-iter", 5, "--num-iters", 7)
+    assert call(flag, "--model=ResNet50", "--batch-size=64", "--fuse", "--no-cuda", *sizes)[0] == 0
+    config = asked["config"]
+    assert config.strategies == (strategy,)
+    assert config.kungfu == flag.partition("=")[2].lower().replace("_", "-")
+    assert (config.model, config.image_size, config.batch_size) == ("resnet50", 32, 64)
+    assert (config.num_warmup, config.iterations, config.num_pairs) == (10, 5, 7)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch, asked):
+    monkeypatch.setattr(experts_config, "default_device", lambda: "cuda")
+    monkeypatch.setattr(machine, "gpus", lambda _: Gpus((Gpu("A"), Gpu("B"))))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "device"),
+    [
+        ((), "cuda"),
+        (("-np", 3), "cpu"),
+        (("--no-cuda",), "cpu"),
+        (("--strategies", "all-reduce,pair"), "cpu"),
+        (("--kungfu", "async-sgd"), "cpu"),
+        (("--device", "cuda", "--strategies", "pair", "-np", 3), "cuda"),
+    ],
+)
+@pytest.mark.usefixtures("two_gpus")
+def test_gpus_are_taken_where_they_suffice_and_what_was_named_runs_there(call, asked, arguments, device):
+    call(*arguments, "--model", "resnet50")
+    assert asked["config"].device == device
+    assert asked["config"].image_size == (224 if device == "cuda" else 32)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_on_gpus_the_default_leaves_out_what_cannot_run_there(call, asked):
+    call()
+    assert asked["config"].strategies == ("all-reduce", "neighbor", "sma", "ddp")
+
+
+ROLE = ("--ps_hosts", "127.0.0.1:2222", "--worker_hosts", "127.0.0.1:1,127.0.0.1:2")
+
+
+def test_a_worker_that_is_started_by_hand_has_a_report_of_its_own(call, asked):
+    assert call(*ROLE, "--job_name", "worker", "--task_index", 1, "--num-iters", 30)[0] == 0
+    config = asked["config"]
+    assert (config.strategies, config.iterations, config.batch_size) == (("parameter-server",), 30, 64)
+    assert asked["outputs"].report.name.startswith("training-worker-1-")
+    assert isinstance(asked["where"], training_by_hand.WorkerByHand)
+
+
+def test_a_server_that_is_started_by_hand_tells_what_it_has_counted(call, asked, monkeypatch):
+    monkeypatch.setattr(
+        training_by_hand, "serve", lambda role, config, say: {"num_applied": 3, "num_pushes": 4}
+    )
+    code, out, _ = call(*ROLE, "--job_name", "ps")
+    assert (code, asked) == (0, {})
+    *_, told, result = out.splitlines()
+    assert told == "All workers have left: 3 gradients of 4 applied."
+    assert json.loads(result.removeprefix("RESULT: "))["task_index"] == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--strategies", "magic"),
+        ("--strategies", "none"),
+        ("--option", "topology"),
+        ("--option", "x=1"),
+        ("--model", "resnet51"),
+        ("--model", "vgg16", "--image-size", "8"),
+        ("--slow-worker", "2:10"),
+        ("--slow-worker", "1"),
+        ("--slow-worker", "1:0.5"),
+        ("--kungfu", "sync"),
+        ("--kungfu", "sma", "--strategies", "sma"),
+        ("--device", "cuda", "--no-cuda"),
+        ("--job-name", "ps"),
+        (*ROLE, "--job-name", "worker", "--task-index", "2"),
+        (*ROLE, "--job-name", "worker", "-np", "2"),
+        (*ROLE, "--job-name", "worker", "--strategies", "pair"),
+    ],
+)
+def test_what_there_is_not_is_bad_usage(call, asked, arguments):
+    code, out, complaint = call(*arguments)
+    assert (code, out) == (2, "")
+    assert complaint.startswith("shoal: ")
+    assert not asked
