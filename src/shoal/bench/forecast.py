@@ -221,7 +221,9 @@ def _calibrations(forecast: Forecast) -> list[str]:
         if lane.error is not None:
             continue
         if not fitted.num_sizes:
-            lines[lane.strategy] = f"{lane.strategy}: nothing calibrated, for it was measured with no mates."
+            lines[lane.strategy] = (
+                f"{lane.strategy}: nothing calibrated, for several workers were not measured."
+            )
             continue
         terms = fitted.terms
         plural = "size" if fitted.num_sizes == 1 else "sizes"
