@@ -1,6 +1,6 @@
 import pytest
 
-from shoal.cli.bench_hosts import launched_size, where_of, workers_of
+from shoal.cli.bench_hosts import launched_size, mates_of, where_of, workers_of
 from shoal.core import UsageError
 
 
@@ -46,3 +46,12 @@ def test_hosts_with_too_few_slots_are_refused_before_anything_starts():
 def test_ranks_do_not_start_other_ranks():
     with pytest.raises(UsageError, match="leave -H out"):
         where_of({"hosts": "10.9.9.9:4"}, 3)
+
+
+def test_a_machine_has_as_many_workers_as_its_slots_or_its_launcher_say(monkeypatch):
+    assert mates_of({}) is None
+    assert mates_of({"hosts": "localhost:4"}) is None
+    assert mates_of({"hosts": "10.9.9.9:4,10.9.9.8:4"}) == 4
+    for name, value in {"RANK": 1, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    assert mates_of({}) == 2

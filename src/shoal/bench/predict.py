@@ -89,8 +89,9 @@ class Scene:
     def _mates(self, num_workers: int) -> int:
         """Workers that the strategies take for those of one machine."""
         config = self._config
-        if config.workers_per_machine is not None:
-            return min(num_workers, config.workers_per_machine)
+        on_machine = config.workers_per_machine or config.workers_on_machine
+        if on_machine is not None:
+            return min(num_workers, on_machine)
         return num_workers if self._is_each_apart else min(num_workers, max(config.num_workers))
 
     @property

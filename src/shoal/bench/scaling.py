@@ -43,6 +43,9 @@ class ScalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     crew_size: int = 0
     """Workers that there are, of whom the first take part; by default as many as ever take part."""
     workers_per_machine: int | None = None
+    """To split one machine into several."""
+    workers_on_machine: int | None = None
+    """Of each of several real machines."""
     strategies: tuple[str, ...] = ("neighbor", "hierarchical", "all-reduce")
     options: dict[str, dict[str, Any]] = {}
     """Of each strategy, where others than the document's and its own were asked for."""

@@ -55,6 +55,15 @@ def workers_of(num_workers: int | None, flags: Mapping[str, Any], default: int) 
     return default if hosts is None else hosts.num_slots
 
 
+def mates_of(flags: Mapping[str, Any]) -> int | None:
+    """How many workers a machine has where there are several; None on this one alone."""
+    if launched_size() is not None:
+        placed = Placement.from_environment()
+        return placed.local_size if placed.local_size < placed.size else None
+    hosts = _hosts(flags)
+    return None if hosts is None or not hosts.is_elsewhere else int(hosts.slots_of_first)
+
+
 def where_of(flags: Mapping[str, Any], num_workers: int) -> OnHosts | None:
     """How to start the workers on the hosts that were named; None where they run here."""
     hosts = _hosts(flags)

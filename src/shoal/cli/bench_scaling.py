@@ -33,6 +33,7 @@ from shoal.cli.bench_hosts import (
     SshPort,
     SshUser,
     launched_size,
+    mates_of,
     where_of,
     workers_of,
 )
@@ -163,6 +164,7 @@ def scaling(
         num_workers=counts,
         crew_size=size,
         workers_per_machine=workers_per_machine,
+        workers_on_machine=mates_of(context.params),
         strategies=chosen,
         options=given_options(chosen, assignments(option or [])),
         is_dynamic=not disable_dynamic_topology,
