@@ -130,7 +130,7 @@ def visited(number, **told):
 
 def notes(*peers, silent=(), num_unasked=0, size=None):
     seen = Crawl(list(peers), list(silent), num_unasked, size or len(peers), 1)
-    return list(module._notes(seen, [Address("10.0.0.7", 1001)]))
+    return list(module.peers_notes(seen, [Address("10.0.0.7", 1001)]))
 
 
 def test_what_is_unusual_is_told():
@@ -154,7 +154,7 @@ def test_what_is_unusual_is_told():
 
 def test_the_nearest_of_many_are_shown():
     seen = Crawl([visited(number) for number in range(150, 0, -1)], [], 0, 150, 1)
-    table = module._table(seen)
+    table = module.peers_table(seen)
     assert len(table.rows) == 100
     assert table.rows[0][0] == "01010101"
     assert "The nearest 100 are shown; --json FILE has all." in notes(*seen.peers)

@@ -3,9 +3,9 @@ import asyncio
 import pytest
 
 from shoal.core import Address, UsageError
-from shoal.experts import metrics as module
 from shoal.experts.metrics import MetricsServer, metrics_text
 from shoal.experts.status_line import ExpertMoment, Moment
+from shoal.transport import pages
 
 ANYWHERE = Address("127.0.0.1", 0)
 
@@ -122,8 +122,8 @@ def test_what_cannot_be_gathered_is_an_error_of_this_request_only(run, caplog):
 
 
 def test_who_says_nothing_is_let_go_and_only_a_few_are_heard_at_once(run, monkeypatch):
-    monkeypatch.setattr(module, "_REQUEST_S", 0.05)
-    monkeypatch.setattr(module, "_MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(pages, "_REQUEST_S", 0.05)
+    monkeypatch.setattr(pages, "_MAX_CONNECTIONS", 1)
 
     async def check():
         async with MetricsServer(ANYWHERE, lambda: "fine") as server:

@@ -62,13 +62,15 @@ def status(
     with Swarm(visitor) as swarm, show_progress(f"status --join {join[0]}") as tell:
         seen = swarm.run(crawl(visitor, starts, limit=limit, tell=tell))
     out = text_stream(json_file)
-    show([_table(seen), *(line for note in _notes(seen, starts) for line in wrap(note, WIDTH))], out)
-    result = _result(seen)
-    write_json({"shoal": __version__, **_document(seen), "result": result}, json_file)
+    notes = [line for note in peers_notes(seen, starts) for line in wrap(note, WIDTH)]
+    show([peers_table(seen), *notes], out)
+    result = peers_result(seen)
+    write_json({"shoal": __version__, **peers_document(seen), "result": result}, json_file)
     emit(result_line(result), out)
 
 
-def _table(seen: Crawl) -> Table:
+def peers_table(seen: Crawl) -> Table:
+    """The nearest first."""
     from shoal.bench.facts import duration
 
     numbers = map(Column, ("records", "size", "knows", "round trip", "up"))
@@ -94,7 +96,7 @@ def _table(seen: Crawl) -> Table:
     return table
 
 
-def _notes(seen: Crawl, starts: list[Address]) -> Iterator[str]:
+def peers_notes(seen: Crawl, starts: list[Address]) -> Iterator[str]:
     """What to know beside the rows, most important last."""
     num_peers, counts = len(seen.peers), _totals(seen)
     yield (
@@ -127,7 +129,8 @@ def _notes(seen: Crawl, starts: list[Address]) -> Iterator[str]:
         )
 
 
-def _document(seen: Crawl) -> dict[str, object]:
+def peers_document(seen: Crawl) -> dict[str, object]:
+    """All peers, for machines."""
     return {
         "peers": [
             {
@@ -150,7 +153,8 @@ def _document(seen: Crawl) -> dict[str, object]:
     }
 
 
-def _result(seen: Crawl) -> dict[str, object]:
+def peers_result(seen: Crawl) -> dict[str, object]:
+    """The numbers of the swarm."""
     p50, p95 = percentiles((1e3 * each.round_trip_s for each in seen.peers), (50, 95))
     return {
         "num_peers": len(seen.peers),

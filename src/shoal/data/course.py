@@ -46,6 +46,8 @@ class Course:
         self.part = part
         self.epoch = 0
         """Of the iteration that begins next."""
+        self.num_examples = 0
+        """That this worker's loop has got of all its epochs, as far as batches tell."""
         self._num_items = num_items
         self._generators = generators
         self._current: Iteration | None = None

@@ -28,6 +28,13 @@ class KeptLoaders:
         if state is not None:
             _load(course, state)
 
+    @property
+    def num_examples(self) -> int | None:
+        """That the loops over them have got; None when no loader is there, or has been."""
+        if not self._courses:
+            return None
+        return sum(course.num_examples for known in self._courses if (course := known()) is not None)
+
     def states(self) -> list[dict[str, Any] | None]:
         """Of each; None for one that is no more."""
         courses = [known() for known in self._courses]

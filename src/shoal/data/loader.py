@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -115,13 +115,28 @@ class ShardedLoader(DataLoader[T_co]):
             batches = self.course.own(batches, iteration)
         has_examples = not isinstance(self.dataset, IterableDataset) and self.batch_size is not None
         num_items = cast(int, self.batch_size) if has_examples else 1
+        is_batched = self.batch_sampler is not None
         try:
             for batch in batches:
                 iteration = iteration or self.course.current
                 assert iteration is not None, "a batch of an iteration that has not begun"
                 iteration.num_taken += num_items
+                self.course.num_examples += _num_examples(batch) if is_batched else 1
                 yield batch
         finally:
             iteration = iteration or self.course.current
             if iteration is not None:
                 iteration.is_over = True
+
+
+def _num_examples(batch: Any) -> int:
+    """By the first dimension of the first tensor; 1 for what holds none."""
+    while True:
+        if isinstance(batch, torch.Tensor):
+            return batch.shape[0] if batch.ndim else 1
+        if isinstance(batch, Mapping):
+            batch = next(iter(batch.values()), None)
+        elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+            batch = batch[0] if batch else None
+        else:
+            return 1

@@ -156,6 +156,8 @@ class Group(abc.ABC):
     rank: int
     size: int
     """Members at the start; `members` are those that still take part."""
+    run: str = ""
+    """The name of the run that `shoal.init()` has opened it for; empty otherwise."""
     machine: int
     """Index of this worker's machine."""
     num_machines: int

@@ -21,6 +21,8 @@ from typing import Literal, NoReturn
 import msgspec
 
 from shoal.core import Deadline, Placement
+from shoal.core.board import name_of_run
+from shoal.core.processes import started
 from shoal.core.run_options import RUN_ID_VARIABLE, RunOptions
 from shoal.group.base import Group
 from shoal.group.host import HostGroup, open_host_group
@@ -30,7 +32,6 @@ from shoal.group.settings import GroupSettings
 from shoal.group.solo import SoloGroup
 from shoal.group.timeline import Timeline
 from shoal.group.traced import Traced
-from shoal.group.watch import stat_fields
 
 _JOB_VARIABLES = (
     RUN_ID_VARIABLE,
@@ -75,6 +76,7 @@ def init(
     servers = options.num_servers if num_servers is None else num_servers
     check_servers(servers, placement.size)
     group = _open_with_servers(placement, settings, servers) if servers else open_group(placement, settings)
+    group.run = name_of_run(settings.key)
     if placement.size > 1:
         _exits.listen()
     if options.timeline is not None:
@@ -210,11 +212,5 @@ def _key(placement: Placement, options: RunOptions, environ: Mapping[str, str]) 
     job = [f"{name}={environ[name]}" for name in _JOB_VARIABLES if environ.get(name)]
     if not environ.get("MASTER_PORT") and not environ.get(_NAMES.get(placement.source, "")):
         # the launcher's process tells runs apart that were started alike
-        job.append(f"{os.getppid()} {_started(os.getppid())}")
+        job.append(f"{os.getppid()} {started(os.getppid())}")
     return " ".join([placement.source, *job])
-
-
-def _started(pid: int) -> str:
-    """When a process began, so that a number that is used again names another run."""
-    fields = stat_fields(pid)
-    return fields[19] if len(fields) > 19 else ""

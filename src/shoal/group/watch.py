@@ -16,10 +16,10 @@ import select
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from shoal.core import LoopThread
 from shoal.core.fork import close_in_children, keep_in_children
+from shoal.core.processes import stat_fields
 from shoal.group.base import Loss
 from shoal.group.control import ARRIVED, BEAT, FAILED, LEFT, NOT_YET, VERDICT, Bells, Control
 from shoal.group.settings import GroupSettings
@@ -180,13 +180,6 @@ class Watch:
         except PermissionError:
             pass
         return True
-
-
-def stat_fields(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat behind the name; empty where there is none."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return []
 
 
 def _cpu_s(pid: int) -> float:

@@ -15,7 +15,9 @@ from functools import partial
 from pathlib import Path
 
 from shoal.core import SYSTEM_CLOCK, Clock
+from shoal.core.board import name_of_run
 from shoal.core.errors import ProtocolError, ShoalError
+from shoal.core.run_options import RUN_ID_VARIABLE
 from shoal.launch.channel import Interest
 from shoal.launch.crew import groups_of
 from shoal.launch.guard import Guard
@@ -34,6 +36,7 @@ from shoal.launch.messages import (
     Part,
     Pause,
     Post,
+    Seen,
     Signal,
     Started,
     Stopped,
@@ -41,6 +44,7 @@ from shoal.launch.messages import (
     Wrote,
     encode,
 )
+from shoal.launch.notes import seen_here
 from shoal.launch.process import Pipe, Process
 from shoal.launch.settings import complete
 from shoal.launch.signals import SignalInbox
@@ -85,6 +89,7 @@ class Agent:
         self._heard_s = self._beat_s = clock.now_s()
         self._patience = 1.0
         self._timeline: str | None = None
+        self._run_id = ""
 
     def run(self) -> None:
         """Until the head has closed the way, or has gone."""
@@ -111,6 +116,8 @@ class Agent:
         if now_s - self._beat_s >= BEAT_S:
             self._beat_s = now_s
             self._send(Beat())
+            if seen := seen_here(self._run_id, self._charges):
+                self._send(Seen(seen))
         if now_s - self._heard_s > HEAD_SILENCE_S * self._patience and not self._is_paused:
             self._is_ending = True
 
@@ -178,6 +185,7 @@ class Agent:
 
     def _start(self, job: Job) -> None:
         self._patience, self._timeline = job.patience, job.timeline
+        self._run_id = name_of_run(job.variables.get(RUN_ID_VARIABLE, ""))
         if not Path(job.cwd).is_dir():
             self._send(
                 Failed(

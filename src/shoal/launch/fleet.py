@@ -30,6 +30,7 @@ from shoal.launch.messages import (
     Part,
     Pause,
     Post,
+    Seen,
     Signal,
     Started,
     Stopped,
@@ -37,6 +38,7 @@ from shoal.launch.messages import (
     Up,
     Wrote,
 )
+from shoal.launch.notes import Copies
 from shoal.launch.output import LogFiles, Output
 from shoal.launch.settings import LaunchSettings, name_run, variables_of_all, variables_of_one
 from shoal.launch.timeline import Parts
@@ -92,6 +94,7 @@ class Fleet(Crew):
         self._links = [_Link(present) for present in chosen]
         self._silence_s = SILENCE_S * settings.options.patience
         self._parts = Parts(settings)
+        self._notes = Copies(clock)
         self._is_held = False
         self._beat_s = 0.0
 
@@ -146,6 +149,7 @@ class Fleet(Crew):
                 worker.signal_group(signal.SIGKILL)
             worker.finish_output(now_s)
         self._parts.close()
+        self._notes.close()
 
     def _job(self, present: Present, shared: Mapping[str, str], posts: list[Post]) -> Job:
         station = present.station
@@ -185,6 +189,8 @@ class Fleet(Crew):
     def _take(self, message: Up, now_s: float) -> None:
         if isinstance(message, Part) and self._settings.options.timeline is not None:
             self._parts.take(message.rank, message.data)
+        if isinstance(message, Seen):
+            self._notes.take(message.sightings, {worker.rank: worker.host for worker in self.workers})
         if not isinstance(message, Started | Wrote | Told | Stopped | Ended):
             return
         worker = self.workers[message.rank]

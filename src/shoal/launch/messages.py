@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from shoal.core.board import Sighting
 from shoal.core.errors import ProtocolError
 from shoal.launch.output import Stream
 
@@ -97,6 +98,12 @@ class Beat(Message, frozen=True):
     """Up and down: still here."""
 
 
+class Seen(Message, frozen=True):
+    """Up, with a beat: how far workers there are, all that have noted it."""
+
+    sightings: list[Sighting]
+
+
 class Started(Message, frozen=True):
     """Up."""
 
@@ -148,7 +155,7 @@ class Ended(Message, frozen=True):
     code: int
 
 
-Up = Hello | Beat | Started | Failed | Wrote | Part | Told | Stopped | Ended
+Up = Hello | Beat | Seen | Started | Failed | Wrote | Part | Told | Stopped | Ended
 Down = Job | Signal | Hold | Pause | Beat
 
 

@@ -23,6 +23,7 @@ from shoal.core.status import tell_launcher
 from shoal.data import ShardedLoader
 from shoal.group import Group
 from shoal.strategies.attachment import Attachment
+from shoal.strategies.beats import Beats
 from shoal.strategies.buffers import average_buffers, copy_buffers
 from shoal.strategies.checkpointed import Checkpointed
 from shoal.strategies.consensus import consensus_distance
@@ -68,6 +69,7 @@ class Strategy(Checkpointed):
         self._num_accumulating = 0
         self._memory: list[torch.Tensor] = []
         self._keeper = Keeper(group, self.save)
+        self._beats = Beats(group, self.name)
 
     @property
     def attachment(self) -> Attachment:
@@ -167,6 +169,14 @@ class Strategy(Checkpointed):
         self.settle()
         return consensus_distance(self.group, self.attachment.parameters)
 
+    def log(self, **values: Any) -> None:
+        """Numbers that `shoal top` should show of this worker: `strategy.log(loss=loss)`.
+
+        A tensor of one element is read about once a second and not before, so that no step waits for its
+        device. Does nothing in a group that `shoal.init()` has not opened.
+        """
+        self._beats.log(values)
+
     def load(self, folder: Path | str, *, loaders: Sequence[ShardedLoader[Any]] | None = None) -> None:
         """Go on from the newest whole checkpoint in `folder`; before `attach`, which then takes it up.
 
@@ -255,6 +265,7 @@ class Strategy(Checkpointed):
             self._after_step()
         self._count_step()
         self._keeper.stepped(self.steps)
+        self._beats.stepped(self.steps)
 
     def step_skipped(self) -> None:
         """Instead of both."""
@@ -263,6 +274,7 @@ class Strategy(Checkpointed):
             self._skipped_step()
         self._count_step()
         self._keeper.stepped(self.steps)
+        self._beats.stepped(self.steps)
 
     def ending(self, *, should_leave: bool) -> None:
         """The loop is over and nothing has failed; called before `detached`."""
@@ -272,6 +284,7 @@ class Strategy(Checkpointed):
         """The last: the hooks are gone."""
         memory, self._memory = self._memory, []
         self._attachment = None
+        self._beats.closed()
         is_last = move_out(self.group, survives_loss=self.survives_loss)
         if not is_last:
             apply_survival(self.group)
@@ -299,6 +312,7 @@ class Strategy(Checkpointed):
             apply_survival(self.group)
             attachment.listen()
             self._keeper.opened()
+            self._beats.opened(self.steps)
         except BaseException:
             attachment.close(is_failed=True)
             raise

@@ -132,7 +132,12 @@ class ParameterServer(Strategy):
         everybody.should_survive = True
         kind = SyncServer if self.options.mode == "sync" else Server
         server = kind(channel, attachment, updater)
-        do_all_stay = server.run()
+        server.beat = lambda: self._beats.stepped(server.num_applied)
+        self._beats.opened(0)
+        try:
+            do_all_stay = server.run()
+        finally:
+            self._beats.closed()
         updater.close()
         if do_all_stay:
             channel.close()

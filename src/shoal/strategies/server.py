@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,8 @@ class Server:
         self._visitors = [Visitor(rank) for rank in channel.workers]
         self._turn = 0
         self._token = torch.zeros(1)
+        self.beat: Callable[[], None] = _nothing
+        """Called often, whether there is anything to do or not."""
         self.staleness = Staleness()
         self.leads = Staleness()
         self.num_pushes = self.num_applied = self.num_dropped = self.num_skipped = self.pushed_bytes = 0
@@ -88,6 +90,7 @@ class Server:
         while self._open():
             if not self._move():
                 self._rest()
+            self.beat()
         lost = self._channel.group.lost
         for rank, told in self._told.items():
             if rank not in lost:
@@ -335,3 +338,7 @@ class Server:
             "staleness": self.staleness.summary(),
             "leads": self.leads.summary(),
         }
+
+
+def _nothing() -> None:
+    pass

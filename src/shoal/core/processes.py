@@ -1,0 +1,43 @@
+"""Other processes of this machine, by number: when they began, and whether they run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Literal
+
+State = Literal["running", "stopped", "gone"]
+_HAS_PROC = Path("/proc/self/stat").exists()
+
+
+def stat_fields(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the name; empty where there is none."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
+
+
+def started(pid: int) -> str:
+    """When a process began, so that a number that is used again names another one; empty where unknown."""
+    fields = stat_fields(pid)
+    return fields[19] if len(fields) > 19 else ""
+
+
+def state_of(pid: int, began: str) -> State:
+    """Of the process with this number that began then, as `started` said."""
+    fields = stat_fields(pid)
+    if fields:
+        is_same = not began or (len(fields) > 19 and fields[19] == began)
+        if not is_same or fields[0] in ("Z", "X", "x"):
+            return "gone"
+        return "stopped" if fields[0] in ("T", "t") else "running"
+    if _HAS_PROC:
+        return "gone"
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return "gone"
+    except OSError:
+        pass
+    return "running"

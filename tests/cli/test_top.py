@@ -1,0 +1,106 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from core.boards import note
+from shoal.cli.program import run
+from shoal.core import SYSTEM_CLOCK
+from shoal.core.board import pin
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def put(run_name="job", **fields):
+    wall_s = SYSTEM_CLOCK.wall_s()
+    pin(run_name).write(note(run=run_name, noted_s=wall_s, began_s=wall_s, **fields))
+
+
+def test_without_a_terminal_it_is_printed_once(capsys):
+    put(step=7, size=1)
+    assert run(["top"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "train.py · all-reduce"
+    assert out[1] == "run job on here"
+    assert json.loads(out[-1].removeprefix("RESULT: "))["step"] == 7
+
+
+def test_json_is_for_programs(capsys):
+    put(step=7, size=1)
+    assert run(["top", "jo", "--json", "-"]) == 0
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert document["jobs"][0]["workers"][0]["step"] == document["result"]["step"] == 7
+    assert captured.err.startswith("train.py")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"), [([], "No job is"), (["x"], "No job whose name begins with x is")]
+)
+def test_nothing_to_see_is_a_failure_that_says_where_it_looked(capsys, tmp_path, arguments, what):
+    assert run(["top", *arguments]) == 1
+    said = capsys.readouterr().err
+    assert f"{what} running here." in said
+    assert str(tmp_path / "shoal") in said
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--listen", "127.0.0.1:0"],
+        ["--web", "--once"],
+        ["x", "--join", "127.0.0.1:1"],
+        ["--web", "--listen", "x"],
+    ],
+)
+def test_what_does_not_fit_together_is_refused(capsys, arguments):
+    assert run(["top", *arguments]) == 2
+
+
+@pytest.mark.slow
+def test_the_workers_of_a_run_are_seen_until_they_leave(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text("""
+import sys, torch, shoal
+from shoal.strategies import make_strategy
+group = shoal.init()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+strategy = make_strategy(group, "all-reduce")
+with strategy.attach(model, optimizer):
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    group.barrier().wait()
+    if group.rank == 0:
+        print("ready", flush=True)
+    sys.stdin.readline() if group.rank == 0 else None
+    group.barrier().wait()
+""")
+    shoal = [sys.executable, "-m", "shoal"]
+    with subprocess.Popen(
+        [*shoal, "run", "-np", "2", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as job:
+        assert "ready" in job.stdout.readline()
+        seen = subprocess.run([*shoal, "top", "--json", "-"], capture_output=True, text=True, check=True)
+        job.stdin.write("\n")
+        job.stdin.close()
+        job.stdout.read()
+    assert job.returncode == 0
+    (found,) = json.loads(seen.stdout)["jobs"]
+    assert [one["rank"] for one in found["workers"]] == [0, 1]
+    assert found["strategy"] == "all-reduce"
+    assert list((tmp_path / "shoal").iterdir()) == []
+
+
+def test_it_starts_without_torch():
+    code = (
+        "import sys; from shoal.cli.program import run; from shoal.cli import top_web, top_peers\n"
+        "assert run(['top', '--once']) == 1; assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

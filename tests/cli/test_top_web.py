@@ -1,0 +1,70 @@
+import json
+import urllib.request
+
+import pytest
+
+from cli.test_top_jobs import shot, sighting
+from core.boards import NOW_S
+from shoal.cli.top_web import Stage, serve
+from shoal.core import Address, ManualClock, PeerUnreachable
+
+
+def view_of(stage):
+    return json.loads(stage.site().pages["/view.json"].make())
+
+
+def test_the_page_gets_the_newest_and_the_course_of_its_numbers():
+    clock = ManualClock(wall_s=NOW_S)
+    stage = Stage(clock)
+    assert view_of(stage) == {"age_s": 0.0, "error": "", "views": []}
+    stage.put(shot(sighting(examples_per_s=10.0)))
+    clock.advance(1)
+    stage.put(shot(sighting(examples_per_s=20.0, values={"loss": 0.5})))
+    clock.advance(2)
+    told = view_of(stage)
+    assert told["age_s"] == 2.0
+    (view,) = told["views"]
+    assert view["series"] == {"examples/s": [[3.0, 10.0], [2.0, 20.0]], "loss": [[2.0, 0.5]]}
+    assert [name for name, _ in view["columns"]][:2] == ["worker", "step"]
+    assert len(view["rows"]) == len(view["states"]) == len(view["shares"]) == 1
+    stage.fail("Nobody answers.")
+    assert view_of(stage)["error"] == "Nobody answers."
+    assert len(view_of(stage)["views"]) == 1
+    stage.put(shot())
+    assert view_of(stage) == {"age_s": 0.0, "error": "", "views": []}
+
+
+class Looks:
+    """What is seen, one look after the other; then it is interrupted."""
+
+    def __init__(self, *shots):
+        self._shots = list(shots)
+        self.read = {}
+        self.address = None
+
+    def look(self):
+        if not self._shots:
+            for path in ("/", "/status.json", "/metrics", "/view.json"):
+                with urllib.request.urlopen(f"http://{self.address}{path}", timeout=10) as answer:
+                    self.read[path] = answer.headers, answer.read().decode()
+            raise KeyboardInterrupt
+        found = self._shots.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def tell(self, address):
+        self.address = address
+
+
+def test_it_is_served_until_it_is_ended():
+    looks = Looks(PeerUnreachable("Nobody answers."), shot(sighting(step=7)))
+    with pytest.raises(KeyboardInterrupt):
+        serve(looks, Address("127.0.0.1", 0), 0.0, ManualClock(), looks.tell)
+    headers, page = looks.read["/"]
+    assert "connect-src 'self'" in headers["Content-Security-Policy"]
+    assert page.startswith("<!doctype html>")
+    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert json.loads(looks.read["/status.json"][1])["jobs"][0]["workers"][0]["step"] == 7
+    assert "shoal_worker_steps_total{" in looks.read["/metrics"][1]
+    assert json.loads(looks.read["/view.json"][1])["error"] == ""

@@ -1,0 +1,100 @@
+import os
+import select
+import sys
+import time
+
+import pytest
+
+from core.boards import NOW_S, note
+from launch.stations import FakeChannel
+from shoal.core import ManualClock, board
+from shoal.core.board import Sighting, look, pin
+from shoal.launch import LaunchSettings
+from shoal.launch.channel import AGENT, PipeChannel, Station
+from shoal.launch.fleet import Fleet, RemoteWorker
+from shoal.launch.gathering import Present
+from shoal.launch.messages import Decoder, Hello, Job, Post, Seen, Up, encode
+from shoal.launch.notes import Copies, seen_here
+
+CLOCK = ManualClock(wall_s=NOW_S)
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def test_an_agent_sees_its_own_ranks_of_the_run():
+    for one in (note(0), note(1), note(0, "other"), note(2, keeper=board.own_keeper())):
+        pin(".".join(map(str, one.who))).write(one)
+    assert [one.note.rank for one in seen_here("job", [1, 2])] == [1]
+    assert seen_here("", [0]) == []
+
+
+def test_the_head_pins_up_what_agents_tell_by_its_own_clock_and_names():
+    copies = Copies(CLOCK)
+    there = note(1, pid=1, started="?", host="vm-17", noted_s=5_000.0, began_s=4_000.0, step=7)
+    copies.take([Sighting(there, "stopped", 2.0)], {1: "gpu-1"})
+    (seen,) = look(CLOCK)
+    assert (seen.note.host, seen.note.step, seen.state, seen.age_s) == ("gpu-1", 7, "stopped", 2.0)
+    assert seen.note.began_s == NOW_S - 1002
+    copies.take([Sighting(there, "running", 0.0)], {1: "gpu-1"})
+    assert [one.state for one in look(CLOCK)] == ["running"]
+    copies.close()
+    assert look(CLOCK) == []
+
+
+def test_notes_travel_from_the_agent_to_the_head_of_the_run():
+    sent = Seen([Sighting(note(0, values={"loss": 0.5}, waited_s={1: 2.0}), "running", 0.25)])
+    (came,) = Decoder(Up).feed(encode(sent))
+    assert came == sent
+    channel = FakeChannel("gpu-0", [came])
+    present = Present(Station(channel, 1, "gpu-0"), Hello("1", "vm"), 1)
+    fleet = Fleet(LaunchSettings(("true",), 1), [present], Output(), CLOCK)
+    fleet.workers.append(RemoteWorker(0, present, Output(), Logs()))
+    fleet.look(0.0)
+    assert [(one.note.host, one.note.values) for one in look(CLOCK)] == [("gpu-0", {"loss": 0.5})]
+    fleet.close(0.0)
+    assert look(CLOCK) == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="workers are started on POSIX only")
+def test_an_agent_tells_how_far_its_workers_are():
+    body = """
+import os, sys
+from shoal.core.board import Note, pin
+run, pid = os.environ["TORCHELASTIC_RUN_ID"], os.getpid()
+pin("a").write(Note(run=run, rank=0, size=1, pid=pid, host="vm", noted_s=0.0, step=7))
+sys.stdin.read()
+"""
+    variables = {"LOCAL_WORLD_SIZE": "1", "SHOAL_RUN": "{}", "TORCHELASTIC_RUN_ID": "job"}
+    channel, came, end_s = PipeChannel("here", [sys.executable, *AGENT]), [], time.monotonic() + 20
+    try:
+        channel.send(
+            Job([sys.executable, "-c", f"{body}\nimport time; time.sleep(60)"], "/", variables, [Post(0, {})])
+        )
+        while not (seen := [one for one in came if isinstance(one, Seen)]):
+            assert time.monotonic() < end_s, came
+            poll, actions = select.poll(), {}
+            for descriptor, event, action in channel.interests():
+                poll.register(descriptor, event)
+                actions[descriptor] = action
+            for descriptor, _ in poll.poll(100):
+                actions[descriptor]()
+            came += channel.take()
+    finally:
+        channel.close()
+    (sighting,) = seen[0].sightings
+    assert (sighting.note.run, sighting.note.step, sighting.state) == ("job", 7, "running")
+
+
+class Output:
+    is_full = False
+
+    def __getattr__(self, name):
+        return lambda *args, **named: None
+
+
+class Logs:
+    def __getattr__(self, name):
+        return lambda *args, **named: None

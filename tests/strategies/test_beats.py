@@ -1,0 +1,141 @@
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from shoal.core import ManualClock, UsageError, board
+from shoal.data import shard
+from shoal.group import Metered
+from shoal.group.solo import SoloGroup
+from shoal.strategies import beats as module
+from shoal.strategies import make_strategy
+from shoal.strategies.beats import Beats, run_of, traffic_of
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "shoal"
+
+
+class Pair(SoloGroup):
+    """Says that it is one of two, and what it has waited."""
+
+    def __init__(self):
+        super().__init__()
+        self.run, self.size, self.waits = "job", 2, [0.0, 0.0]
+
+    @property
+    def waited_s(self):
+        return self.waits
+
+
+def noted(clock):
+    (sighting,) = board.look(clock)
+    return sighting.note
+
+
+def test_it_notes_once_a_second_what_has_happened_since(folder):
+    clock, group = ManualClock(), Pair()
+    beats = Beats(group, "neighbor", clock)
+    beats.opened(10)
+    assert (noted(clock).step, noted(clock).steps_per_s, noted(clock).strategy) == (10, None, "neighbor")
+    clock.advance(0.5)
+    beats.stepped(11)
+    assert noted(clock).step == 10
+    clock.advance(1.5)
+    group.waits = [0.5, 1.0]
+    beats.log({"loss": torch.tensor(0.25, requires_grad=True) * 1, "name": "no number"})
+    beats.stepped(14)
+    note = noted(clock)
+    assert (note.step, note.steps_per_s, note.values) == (14, 2.0, {"loss": 0.25})
+    assert (note.waited_s, note.wait_share, note.waits_for) == ({0: 0.5, 1: 1.0}, 0.75, 1)
+    assert (note.run, note.rank, note.size, note.role) == ("job", 0, 2, "worker")
+    beats.closed()
+    assert board.look(clock) == []
+    beats.stepped(15)
+    beats.log({"loss": 1.0})
+
+
+def test_only_groups_of_a_run_note_anything_and_only_if_wanted(folder, monkeypatch):
+    Beats(SoloGroup(), "pair").opened(0)
+    monkeypatch.setenv("SHOAL_TOP", "0")
+    off = Beats(Pair(), "pair")
+    off.opened(0)
+    assert not off.is_open
+    assert not folder.exists()
+
+
+def test_two_strategies_of_a_process_are_told_apart(folder):
+    clock, group = ManualClock(), Pair()
+    first, second = Beats(group, "pair", clock), Beats(Metered(group), "sma", clock)
+    first.opened(0)
+    second.opened(0)
+    first.closed()
+    first.opened(0)
+    assert [(one.note.number, one.note.strategy) for one in board.look(clock)] == [(0, "pair"), (1, "sma")]
+    assert run_of(Metered(group)) == "job"
+
+
+def test_nothing_that_fails_here_reaches_the_training(folder, monkeypatch):
+    clock, group = ManualClock(), Pair()
+    beats = Beats(group, "pair", clock)
+    beats.opened(0)
+    group.waits = None
+    clock.advance(2)
+    beats.stepped(1)
+    monkeypatch.setattr(module.board, "pin", lambda name: 1 / 0)
+    Beats(group, "pair", clock).opened(0)
+    with pytest.raises(UsageError, match=r"loss has 3 elements"):
+        beats.log({"loss": torch.zeros(3)})
+
+
+def test_bytes_are_those_that_a_meter_counts_or_that_went_between_machines():
+    class Wire:
+        class traffic:  # noqa: N801
+            sent_bytes, received_bytes = {1: 100, 2: 20}, {1: 7}
+
+    group = SoloGroup()
+    assert traffic_of(group) == (None, None)
+    group.mesh = Wire
+    assert traffic_of(group) == (120, 7)
+    metered = Metered(group)
+    metered.all_reduce(torch.zeros(4)).wait()
+    assert traffic_of(metered) == (0, 0)
+
+
+def test_an_attached_strategy_notes_its_steps_and_examples(folder, monkeypatch):
+    monkeypatch.setattr(board, "NOTE_S", 0.0)
+    group = SoloGroup()
+    group.run = "job"
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = make_strategy(group, "all-reduce")
+    loader = shard(DataLoader(TensorDataset(torch.ones(10, 2)), batch_size=4), group)
+    with strategy.attach(model, optimizer):
+        for (x,) in loader:
+            loss = model(x).mean()
+            strategy.log(loss=loss)
+            loss.backward()
+            optimizer.step()
+        (sighting,) = board.look()
+    assert (sighting.note.step, sighting.note.num_examples, sighting.note.strategy) == (3, 10, "all-reduce")
+    assert sighting.note.values == {"loss": pytest.approx(loss.item())}
+    assert sighting.state == "running"
+    assert board.look() == []
+
+
+@pytest.mark.parametrize(
+    ("batch", "count"),
+    [
+        (torch.zeros(3, 2), 3),
+        ([torch.zeros(5), torch.zeros(1)], 5),
+        ({"x": (torch.zeros(2, 2), 1)}, 2),
+        (torch.tensor(1.0), 1),
+        ([], 1),
+        ("text", 1),
+    ],
+)
+def test_examples_are_counted_by_the_first_tensor(batch, count):
+    from shoal.data.loader import _num_examples
+
+    assert _num_examples(batch) == count
