@@ -40,7 +40,8 @@ def test_whoever_fails_is_named_and_the_next_order_begins_anew():
 def test_ranks_that_are_not_asked_answer_nothing():
     workers = crew()
     workers.ask("describe")
-    assert workers._worker.follow({"order": "fail", "among": 0, "details": {"who": 0}}) == {"answer": None}
+    message = {"kind": "ask", "among": 0, "details": {"order": "fail", "details": {"who": 0}}}
+    assert workers._worker.follow(message) == {"answer": None}
 
 
 def test_other_numbers_of_workers_than_the_launcher_started_are_refused():

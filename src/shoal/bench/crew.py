@@ -231,10 +231,11 @@ def one_line(error: BenchmarkError) -> str:
 
 
 def run_worker(arguments: dict[str, Any], parent: Parent) -> None:
-    """What the process of a worker does."""
+    """What the process of a worker does; all is closed in the end, so that the interpreter need not be."""
     with contextlib.ExitStack() as stack:
         place = msgspec.convert(arguments["place"], Place)
         serve(parent, open_worker(arguments["function"], place, arguments["arguments"], stack))
+    parent.leave()
 
 
 def serve(parent: Parent, answers: Answers) -> None:

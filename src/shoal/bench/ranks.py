@@ -33,7 +33,8 @@ VARIABLE = "SHOAL_BENCH"
 """What `OnHosts` tells the ranks that it starts: the arguments of one start, as JSON."""
 _MARK = b"\x1eSHOAL-BENCH "
 """Before what rank 0 tells the head, among all that it prints."""
-_CLOSE, _END = "close", "end"
+_OPEN, _ASK, _CLOSE, _END = "open", "ask", "close", "end"
+"""What rank 0 tells the others, of which only _ASK holds an order of the scenario."""
 
 
 class RankCrew:
@@ -49,7 +50,7 @@ class RankCrew:
         """The answers by rank; BenchmarkError names the first rank that failed, and all begin anew."""
         if not self.is_running:
             self._start()
-        return self._order(order=order, among=among or self._control.size, details=details)
+        return self._tell(_ASK, {"order": order, "details": details}, among)
 
     def hire(self, helper: Helper) -> None:
         """Nothing: whoever needs it says that it is not there."""
@@ -57,7 +58,7 @@ class RankCrew:
     def close(self) -> None:
         """Let the workers close what they have opened."""
         if self.is_running:
-            self._order(order=_CLOSE, among=self._control.size, details={})
+            self._tell(_CLOSE, {})
             self.is_running = False
 
     def _start(self) -> None:
@@ -72,12 +73,14 @@ class RankCrew:
             "key": f"bench-{secrets.token_hex(8)}",
             "arguments": settings.arguments,
         }
-        self._order(order=None, among=control.size, details=details)
+        self._tell(_OPEN, details)
         self.is_running = True
 
-    def _order(self, **order: Any) -> list[Any]:
-        self._control.share(order)
-        outcomes = self._control.share(self._worker.follow(order))
+    def _tell(self, kind: str, details: dict[str, Any], among: int | None = None) -> list[Any]:
+        among = among or self._control.size
+        message = {"kind": kind, "among": among, "details": details}
+        self._control.share(message)
+        outcomes = self._control.share(self._worker.follow(message))
         for rank, outcome in enumerate(outcomes):
             if "failure" in outcome:
                 self.is_running = False
@@ -85,7 +88,7 @@ class RankCrew:
                     f"rank {rank} of {self._control.size} failed: {outcome['failure']}",
                     cause=outcome["trace"],
                 )
-        return [outcome["answer"] for outcome in outcomes[: order["among"]]]
+        return [outcome["answer"] for outcome in outcomes[:among]]
 
 
 class RankWorker:
@@ -96,12 +99,12 @@ class RankWorker:
         self._stack = contextlib.ExitStack()
         self._answers: Answers = {}
 
-    def follow(self, order: dict[str, Any]) -> dict[str, Any]:
+    def follow(self, message: dict[str, Any]) -> dict[str, Any]:
         """Do what is ordered; what was opened is abandoned after a failure, so that nobody waits for it."""
-        if self._control.rank >= order["among"]:
+        if self._control.rank >= message["among"]:
             return {"answer": None}
         try:
-            return {"answer": self._do(order["order"], order["details"])}
+            return {"answer": self._do(message["kind"], message["details"])}
         except Exception as error:  # noqa: BLE001 - whatever it is, rank 0 reports it
             text, trace = f"{type(error).__name__}: {error}", traceback.format_exc(limit=-3)
             with contextlib.suppress(Exception):
@@ -109,17 +112,15 @@ class RankWorker:
             self._stack = contextlib.ExitStack()
             return {"failure": text, "trace": trace}
 
-    def _do(self, order: str | None, details: dict[str, Any]) -> Any:
-        if order is None:
+    def _do(self, kind: str, details: dict[str, Any]) -> Any:
+        if kind == _ASK:
+            return self._answers[details["order"]](**details["details"])
+        self._stack.close()
+        if kind == _OPEN:
             self._open(**details)
-        elif order == _CLOSE:
-            self._stack.close()
-        else:
-            return self._answers[order](**details)
         return None
 
     def _open(self, function: str, key: str, arguments: dict[str, Any]) -> None:
-        self._stack.close()
         control = self._control
         machines = tuple(control.machine_of(rank) for rank in range(control.size))
         place = Place(control.rank, control.size, key, machines=machines)
@@ -140,8 +141,8 @@ class Ranks:
     def follow(self) -> None:
         """What all but the first do, until there are no more orders."""
         worker = RankWorker(self._control)
-        while (order := self._control.share(None)[0])["order"] != _END:
-            self._control.share(worker.follow(order))
+        while (message := self._control.share(None)[0])["kind"] != _END:
+            self._control.share(worker.follow(message))
 
     def start(self, arguments: dict[str, Any], version: Version, receive: Receive) -> None:
         """One start of a scenario, by the first: how `run_benchmark` runs it here."""
@@ -151,7 +152,7 @@ class Ranks:
 
     def end(self) -> None:
         """Let the others end."""
-        self._control.share({"order": _END})
+        self._control.share({"kind": _END})
 
     @contextlib.contextmanager
     def _open_crew(self, settings: CrewSettings) -> Iterator[Workers]:

@@ -1,0 +1,199 @@
+"""A worker of `shoal bench accuracy`: it trains one contender at a time, and evaluates when it is told to."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import SGD
+
+from shoal.bench.accuracy import AccuracyConfig, Look, Run, ServerRole
+from shoal.bench.children import Parent
+from shoal.bench.crew import Answers, Place
+from shoal.bench.seat import Seat, seat_of
+from shoal.data import digits, mnist
+from shoal.data.seeds import mix
+from shoal.data.splits import divide
+from shoal.group.metered import Metered
+from shoal.models import mlp, small_cnn, small_mlp
+from shoal.strategies import make_strategy
+from shoal.strategies.base import Strategy
+from shoal.strategies.replicas import common_model
+
+Examples = tuple[torch.Tensor, torch.Tensor]
+"""Images and labels."""
+_MNIST_WIDTHS = (784, 64, 10)
+_EVALUATED_AT_ONCE = 2000
+_WARM_STEPS = 5
+
+
+def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
+    """Train what is ordered."""
+    seat = seat_of(place)
+    seat.take()
+    school = School(seat, msgspec.convert(arguments, AccuracyConfig))
+    stack.push(school.close)
+    return {"ready": school.warm_up, "begin": school.begin, "train": school.train, "finish": school.finish}
+
+
+def serve_parameters(arguments: dict[str, Any], parent: Parent) -> None:
+    """Be a parameter server of one run until the workers are done with it."""
+    seat = seat_of(msgspec.convert(arguments["place"], Place))
+    seat.take()
+    role = msgspec.convert(arguments["arguments"], ServerRole)
+    config, contender = role.config, role.run.contender
+    with seat.open_as_server(_group_name(role.run), config.num_servers, role.server) as group:
+        model, optimizer = beginner(config)
+        strategy = make_strategy(group, contender.strategy, **contender.options)
+        with contextlib.suppress(SystemExit):
+            strategy.attach(model, optimizer)
+
+
+class Pupil:
+    """One model with its optimizer and its batches; `step` is the user's own loop."""
+
+    def __init__(self, config: AccuracyConfig, part: Examples, rank: int) -> None:
+        self.model, self.optimizer = beginner(config)
+        self._batches = batches_of(part, config.batch_size, mix(config.seed, rank))
+        self._loss = nn.CrossEntropyLoss()
+
+    def step(self) -> None:
+        """One iteration."""
+        x, y = next(self._batches)
+        self.optimizer.zero_grad()
+        self._loss(self.model(x), y).backward()
+        self.optimizer.step()
+
+
+class School:
+    """What one worker has of the data, and the pupil under way, with what it is attached to."""
+
+    def __init__(self, seat: Seat, config: AccuracyConfig) -> None:
+        self._seat = seat
+        self._config = config
+        self._parts = parts_of(config, seat.rank)
+        self._test = examples_of(config, train=False)
+        self._probe, _ = beginner(config)
+        self._attached: tuple[Pupil, Strategy, Metered] | None = None
+        self._stack = contextlib.ExitStack()
+
+    def warm_up(self) -> None:
+        """What a process does for the first time takes longer."""
+        pupil = Pupil(self._config, next(iter(self._parts.values())), self._seat.rank)
+        for _ in range(_WARM_STEPS):
+            pupil.step()
+        evaluate(self._probe, self._test)
+
+    def begin(self, run: dict[str, Any]) -> Look:
+        """Attach the contender to a model that has learned nothing; collective, as all that follows."""
+        chosen = msgspec.convert(run, Run)
+        if chosen.needs_servers:
+            group = self._seat.open_with_servers(_group_name(chosen), self._config.num_servers)
+        else:
+            machines = self._config.workers_per_machine
+            group = self._seat.open_group(_group_name(chosen), workers_per_machine=machines)
+        metered = Metered(self._stack.enter_context(group))
+        pupil = Pupil(self._config, self._parts[chosen.split], self._seat.rank)
+        contender = chosen.contender
+        strategy = make_strategy(metered, contender.strategy, **contender.options)
+        self._stack.enter_context(strategy.attach(pupil.model, pupil.optimizer))
+        self._attached = pupil, strategy, metered
+        metered.reset()
+        return self._look(seconds=0.0)
+
+    def train(self, num_steps: int) -> Look:
+        """So many steps, and an evaluation."""
+        assert self._attached is not None, "trained before it has begun"
+        pupil, _, _ = self._attached
+        began_s = time.perf_counter()
+        for _ in range(num_steps):
+            pupil.step()
+        return self._look(time.perf_counter() - began_s)
+
+    def finish(self) -> None:
+        """Detach, and leave the group."""
+        self._attached = None
+        self._stack.close()
+
+    def close(self, *failure: Any) -> None:
+        """As `finish`; after a failure without a word to the others."""
+        self._stack.__exit__(*failure)
+
+    def _look(self, seconds: float) -> Look:
+        assert self._attached is not None
+        pupil, strategy, metered = self._attached
+        traffics = metered.totals()
+        moved = {name: (traffic.sent_bytes, traffic.received_bytes) for name, traffic in traffics.items()}
+        distance = strategy.consensus_distance()
+        mean = common_model(metered, pupil.model, are_equal=False)
+        accuracy, _ = evaluate(pupil.model, self._test)
+        mean_accuracy, mean_loss = 0.0, None
+        if self._seat.rank == 0:
+            self._probe.load_state_dict(mean)
+            mean_accuracy, mean_loss = evaluate(self._probe, self._test)
+        metered.reset()
+        return Look(seconds, moved, accuracy, distance, mean_accuracy, mean_loss)
+
+
+def beginner(config: AccuracyConfig) -> tuple[nn.Module, SGD]:
+    """A model that has learned nothing, equal for equal seeds, and its optimizer."""
+    torch.manual_seed(config.seed)
+    if config.model == "small-cnn":
+        model = small_cnn()
+    else:
+        model = small_mlp() if config.task == "digits" else mlp(_MNIST_WIDTHS)
+    return model, SGD(model.parameters(), lr=config.learning_rate, momentum=config.momentum)
+
+
+def examples_of(config: AccuracyConfig, *, train: bool) -> Examples:
+    """Of the task."""
+    return digits(train=train) if config.task == "digits" else mnist(train=train, folder=config.data_dir)
+
+
+def parts_of(config: AccuracyConfig, rank: int) -> dict[str, Examples]:
+    """What one worker trains on, by split; the rest of the examples is not kept."""
+    x, y = examples_of(config, train=True)
+    parts = {}
+    for split in config.splits:
+        own = torch.from_numpy(divide(y.numpy(), config.num_workers, split, config.seed)[rank])
+        parts[split] = x[own], y[own]
+    return parts
+
+
+def batches_of(part: Examples, batch_size: int, seed: int) -> Iterator[Examples]:
+    """Without end: epoch after epoch in an order of its own, whole batches alone.
+
+    Who has fewer examples than a batch takes all of them each time.
+    """
+    x, y = part
+    size = min(batch_size, len(x))
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(len(x), generator=generator)
+        for start in range(0, len(x) - size + 1, size):
+            chosen = order[start : start + size]
+            yield x[chosen], y[chosen]
+
+
+def evaluate(model: nn.Module, examples: Examples) -> tuple[float, float]:
+    """Accuracy and mean loss."""
+    num_right, loss = 0, 0.0
+    model.eval()
+    with torch.no_grad():
+        for start in range(0, len(examples[0]), _EVALUATED_AT_ONCE):
+            x, y = (tensor[start : start + _EVALUATED_AT_ONCE] for tensor in examples)
+            logits = model(x)
+            num_right += int((logits.argmax(1) == y).sum())
+            loss += float(functional.cross_entropy(logits, y, reduction="sum"))
+    model.train()
+    return num_right / len(examples[0]), loss / len(examples[0])
+
+
+def _group_name(run: Run) -> str:
+    return f"accuracy-{run.number}"

@@ -1,0 +1,92 @@
+import itertools
+
+import msgspec
+import pytest
+import torch
+
+from shoal.bench.accuracy import NUM_TESTS, AccuracyConfig, Run
+from shoal.bench.accuracy_contenders import Contender
+from shoal.bench.accuracy_worker import School, batches_of, beginner, evaluate, examples_of, parts_of
+from shoal.bench.crew import Place
+from shoal.bench.seat import HostSeat
+
+ALONE = Contender("all-reduce", "all-reduce")
+CONFIG = AccuracyConfig(contenders=(ALONE,), num_workers=1, splits=("iid", "dirichlet:0.1"), steps=40)
+
+
+@pytest.fixture
+def school(tmp_path):
+    return School(HostSeat(Place(0, 1, "key", str(tmp_path))), CONFIG)
+
+
+def test_a_worker_learns_and_its_time_and_accuracy_are_told(school):
+    before = school.begin(msgspec.to_builtins(Run(1, ALONE, "iid")))
+    after = school.train(num_steps=80)
+    assert before.seconds == 0.0
+    assert before.accuracy < 0.5 < 0.8 < after.accuracy
+    assert after.seconds > 0
+    assert after.mean_loss < before.mean_loss
+    # alone it is the mean of all
+    assert after.mean_accuracy == after.accuracy
+    assert after.consensus_distance == 0.0
+    school.finish()
+
+
+def test_each_run_begins_with_what_the_first_began_with(school):
+    school.warm_up()
+    looks = []
+    for number in (1, 2):
+        school.begin(msgspec.to_builtins(Run(number, ALONE, "dirichlet:0.1")))
+        looks.append(school.train(num_steps=10))
+        school.finish()
+    assert looks[0].mean_loss == looks[1].mean_loss
+
+
+def test_batches_are_whole_and_of_one_epoch_after_another():
+    part = torch.arange(10.0), torch.arange(10)
+    taken = [y.tolist() for _, y in itertools.islice(batches_of(part, 4, seed=1), 4)]
+    assert [len(batch) for batch in taken] == [4] * 4
+    assert len(dict.fromkeys(taken[0] + taken[1], True)) == 8
+    again = [y.tolist() for _, y in itertools.islice(batches_of(part, 4, seed=1), 4)]
+    assert taken == again
+    assert taken != [y.tolist() for _, y in itertools.islice(batches_of(part, 4, seed=2), 4)]
+
+
+def test_who_has_less_than_a_batch_takes_all_it_has():
+    part = torch.arange(3.0), torch.arange(3)
+    assert all(sorted(y.tolist()) == [0, 1, 2] for _, y in itertools.islice(batches_of(part, 4, seed=1), 3))
+
+
+def test_so_many_examples_are_for_tests():
+    assert len(examples_of(CONFIG, train=False)[0]) == NUM_TESTS["digits"]
+
+
+def test_workers_have_parts_of_their_own():
+    config = msgspec.structs.replace(CONFIG, num_workers=8)
+    parts = [parts_of(config, rank) for rank in (0, 1)]
+    assert len(parts[0]["iid"][0]) == len(parts[1]["dirichlet:0.1"][1]) == 179
+    assert not torch.equal(parts[0]["iid"][1], parts[1]["iid"][1])
+
+
+@pytest.mark.parametrize("model", ["small-mlp", "small-cnn"])
+@pytest.mark.parametrize(("task", "side"), [("digits", 8), ("mnist", 28)])
+def test_models_fit_the_task_and_are_equal_for_equal_seeds(task, side, model):
+    config = msgspec.structs.replace(CONFIG, task=task, model=model)
+    (one, _), (same, _) = beginner(config), beginner(config)
+    other, _ = beginner(msgspec.structs.replace(config, seed=1))
+    assert one(torch.zeros(2, 1, side, side)).shape == (2, 10)
+    first, again, differing = (next(net.parameters()) for net in (one, same, other))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, differing)
+
+
+def test_an_evaluation_counts_all_examples_and_leaves_the_model_training():
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(1, 2, bias=False))
+    with torch.no_grad():
+        model[1].weight.copy_(torch.tensor([[0.0], [1.0]]))
+    x = torch.tensor([1.0, -1.0] * 1500 + [1.0]).reshape(-1, 1)
+    accuracy, loss = evaluate(model, (x, torch.ones(3001, dtype=torch.long)))
+    assert accuracy == pytest.approx(1501 / 3001)
+    right, wrong = (torch.nn.functional.softplus(torch.tensor(sign)).item() for sign in (-1.0, 1.0))
+    assert loss == pytest.approx((1501 * right + 1500 * wrong) / 3001, rel=1e-4)
+    assert model.training
