@@ -1,5 +1,7 @@
 """Torch's own DDP around a model that stays what it is."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from shoal.core import UsageError
 from shoal.group.solo import SoloGroup
+from shoal.strategies import ddp
 from shoal.strategies.ddp import TorchDDP
 from strategies import loops
 
@@ -77,3 +80,14 @@ def test_what_torch_cannot_do_is_refused():
         TorchDDP(SoloGroup(), monitor=True)
     with pytest.raises(UsageError, match="no local steps"):
         TorchDDP(SoloGroup(), is_uneven=True, local_steps=2)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "backend"), [(["a", "b"], "nccl"), (["a", "a"], "gloo"), (["a", ""], "gloo")]
+)
+def test_nccl_where_each_worker_has_a_gpu_of_its_own(monkeypatch, gpus, backend):
+    group = SimpleNamespace(size=2, share=lambda own: gpus)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a"))
+    assert ddp._backend(group, torch.device("cuda", 0)) == backend

@@ -1,8 +1,8 @@
 """`ddp`: torch's own DistributedDataParallel, the baseline, attached to an unchanged loop.
 
 The user's model stays what it is: while attached, its `forward` goes through a DDP around it. Gradients are
-shared over torch.distributed (gloo), which this brings up where the user has not; the group is used for the
-start alone.
+shared over torch.distributed, which this brings up where the user has not: NCCL where each worker has a GPU
+of its own, gloo otherwise. The group is used for the start alone.
 """
 
 from __future__ import annotations
@@ -75,19 +75,12 @@ class TorchDDP(Strategy):
             yield
 
     def _started(self, attachment: Attachment) -> None:
-        _open_process_group(self.group, self._exit)
+        open_process_group(self.group, attachment.device, self._exit)
         if not self.shares_gradients:
             return
         model = attachment.model
         # parameters and buffers are what they should be: equal, or each worker's own of a checkpoint
-        settings: dict[str, Any] = {_BUFFERS: self.options.should_broadcast_buffers, "init_sync": False}
-        self._module = DistributedDataParallel(
-            _Shell(model),
-            bucket_cap_mb=self.options.bucket_mib,
-            find_unused_parameters=self.options.find_unused_parameters,
-            gradient_as_bucket_view=self.options.gradient_as_bucket_view,
-            **settings,
-        )
+        self._module = wrap(_Shell(model), self.options, should_start_equal=False)
         self._exit.enter_context(_routed(model, self._module))
         if self.options.is_uneven:
             joining = Join([self._module], divide_by_initial_world_size=False)
@@ -169,8 +162,24 @@ def _routed(model: nn.Module, module: DistributedDataParallel) -> Iterator[None]
             del model.forward
 
 
-def _open_process_group(group: Group, stack: contextlib.ExitStack) -> None:
+def wrap(model: nn.Module, options: DDPOptions, *, should_start_equal: bool) -> DistributedDataParallel:
+    """Torch's wrapper around a model, in the process group that is open."""
+    settings: dict[str, Any] = {
+        _BUFFERS: options.should_broadcast_buffers,
+        "init_sync": should_start_equal,
+    }
+    return DistributedDataParallel(
+        model,
+        bucket_cap_mb=options.bucket_mib,
+        find_unused_parameters=options.find_unused_parameters,
+        gradient_as_bucket_view=options.gradient_as_bucket_view,
+        **settings,
+    )
+
+
+def open_process_group(group: Group, device: torch.device, stack: contextlib.ExitStack) -> None:
     """Use torch.distributed as the user has set it up, or set it up until the stack closes. Collective."""
+    backend = _backend(group, device)  # which may bring it up: the group may be one of torch.distributed's
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (group.rank, group.size):
             raise UsageError(
@@ -179,10 +188,22 @@ def _open_process_group(group: Group, stack: contextlib.ExitStack) -> None:
                 next_step="let the group and torch.distributed have the same ranks.",
             )
         return
-    with _store(group) as store:
-        dist.init_process_group("gloo", store=store, world_size=group.size, rank=group.rank)
+    with contextlib.ExitStack() as until_met:
+        # gloo connects at once, NCCL with the first operation
+        store = (stack if backend == "nccl" else until_met).enter_context(_store(group))
+        dist.init_process_group(backend, store=store, world_size=group.size, rank=group.rank)
         stack.callback(dist.destroy_process_group)
         group.barrier().wait()
+
+
+def _backend(group: Group, device: torch.device) -> str:
+    """NCCL refuses workers that share a GPU. Collective."""
+    is_gpu = device.type == "cuda" and dist.is_nccl_available()
+    if is_gpu:
+        torch.cuda.set_device(device)
+    own = str(torch.cuda.get_device_properties(device).uuid) if is_gpu else ""
+    gpus = group.share(own)
+    return "nccl" if all(gpus) and len({*gpus}) == group.size else "gloo"
 
 
 @contextlib.contextmanager

@@ -1,0 +1,142 @@
+"""A worker of `shoal bench ddp`: trains one model at a time, alone or in a group that it opens for that."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from shoal.bench.crew import Answers, Place
+from shoal.bench.ddp import NUM_CLASSES, DdpConfig
+from shoal.bench.environment import describe_machine
+from shoal.bench.seat import Backend, Seat, seat_of
+from shoal.group.addresses import host_id
+from shoal.group.base import Group
+from shoal.group.solo import SoloGroup
+from shoal.models import ModelEntry, model_named
+from shoal.strategies import make_strategy
+from shoal.strategies.ddp import open_process_group, wrap
+from shoal.strategies.options import DDPOptions
+
+_WARM_ITERATIONS = 2
+
+
+def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
+    """Measure what is ordered."""
+    seat = seat_of(place)
+    seat.take()
+    bench = Bench(seat, place, msgspec.convert(arguments, DdpConfig))
+    return {
+        "place": bench.place,
+        "machine": bench.machine,
+        "warm_up": bench.warm_up,
+        "measure": bench.measure,
+    }
+
+
+class Trainee:
+    """One model with its optimizer and its only batch; `model` may get something wrapped around it."""
+
+    def __init__(self, entry: ModelEntry, batch_size: int, seed: int, device: torch.device) -> None:
+        torch.manual_seed(seed)
+        self.model: nn.Module = entry.build().to(device)
+        # the document's settings
+        self.optimizer = SGD(self.model.parameters(), lr=0.001, momentum=0.9, weight_decay=1e-4)
+        self._x = entry.random_batch(seed, batch_size)[0].to(device)
+        self._y = torch.ones(batch_size, dtype=torch.long, device=device)
+        self._loss = nn.CrossEntropyLoss()
+        self.device = device
+
+    def step_s(self) -> float:
+        """The seconds of one iteration: forward, loss, backward and the optimizer's step, all done."""
+        self.optimizer.zero_grad()
+        self._synchronize()
+        began_s = time.perf_counter()
+        self._loss(self.model(self._x), self._y).backward()
+        self.optimizer.step()
+        self._synchronize()
+        return time.perf_counter() - began_s
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class Bench:
+    """What one worker does."""
+
+    def __init__(self, seat: Seat, place: Place, config: DdpConfig) -> None:
+        self._seat = seat
+        self._place = place
+        self._config = config
+
+    def place(self) -> dict[str, Any]:
+        """The machine that this worker counts as being on, and the one that it is on."""
+        machines, per_machine = self._place.machines, self._config.workers_per_machine
+        machine = machines[self._seat.rank] if machines else 0
+        part = self._seat.local_rank // per_machine if per_machine else 0
+        return {"machine": [machine, part], "host_id": host_id()}
+
+    def machine(self) -> dict[str, Any] | None:
+        """All about the machine, by the first worker of each."""
+        return describe_machine() if self._seat.local_rank == 0 else None
+
+    def warm_up(self, model: str) -> None:
+        """Iterate alone, for nobody to see."""
+        trainee = self._trainee(model)
+        for _ in range(_WARM_ITERATIONS):
+            trainee.step_s()
+
+    def measure(self, model: str, num_ranks: int, group_name: str | None) -> list[float]:
+        """The seconds of each iteration, in a group of so many ranks, or with nothing around the model."""
+        config = self._config
+        with contextlib.ExitStack() as stack:
+            group: Group = SoloGroup()
+            if group_name is not None:
+                group = stack.enter_context(self._open_group(group_name, num_ranks))
+            trainee = self._trainee(model)
+            if group_name is not None:
+                self._share(group, trainee, stack)
+            for _ in range(config.num_warmup):
+                trainee.step_s()
+            group.barrier().wait()
+            times_s = [trainee.step_s() for _ in range(config.num_iters)]
+            group.barrier().wait()  # nobody takes apart what another still needs
+            return times_s
+
+    def _trainee(self, model: str) -> Trainee:
+        config = self._config
+        entry = model_named(model).at(image_side=config.image_size, num_classes=NUM_CLASSES)
+        device = self._seat.device(config.device)
+        return Trainee(entry, config.batch_size, config.seed + self._seat.rank, device)
+
+    def _open_group(self, name: str, num_ranks: int) -> Group:
+        config = self._config
+        backend: Backend | None = None
+        # torch's wrapper opens gloo on the CPU and NCCL on GPUs by itself
+        if config.distributed_backend != "shoal" and not (config.is_ddp and self._is_usual):
+            backend = config.distributed_backend
+        return self._seat.open_group(
+            name, among=num_ranks, workers_per_machine=config.workers_per_machine, backend=backend
+        )
+
+    @property
+    def _is_usual(self) -> bool:
+        """Whether the backend is the device's own."""
+        return self._config.distributed_backend == ("gloo" if self._config.device == "cpu" else "nccl")
+
+    def _share(self, group: Group, trainee: Trainee, stack: contextlib.ExitStack) -> None:
+        """Torch's wrapper is taken as it is, for a lone worker too: as a strategy it has hooks of ours."""
+        config = self._config
+        if config.is_ddp:
+            open_process_group(group, trainee.device, stack)
+            options = msgspec.convert(config.options, DDPOptions)
+            trainee.model = wrap(trainee.model, options, should_start_equal=True)
+        else:
+            strategy = make_strategy(group, config.strategy, **config.options)
+            stack.enter_context(strategy.attach(trainee.model, trainee.optimizer, stays=True))

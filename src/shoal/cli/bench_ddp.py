@@ -1,0 +1,192 @@
+"""`shoal bench ddp`: its flags, which are those of PyTorch's DDP benchmark and ours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from shoal.cli.bench_common import (
+    Against,
+    OneStart,
+    Outputs,
+    ReportFile,
+    Seed,
+    assignments,
+    listed,
+    run_and_tell,
+    run_settings,
+)
+from shoal.cli.bench_hosts import (
+    Hostfile,
+    Hosts,
+    NetworkInterface,
+    RemoteCwd,
+    RemotePython,
+    SshOption,
+    SshPort,
+    SshUser,
+    launched_size,
+    where_of,
+    workers_of,
+)
+from shoal.core import UsageError
+
+if TYPE_CHECKING:
+    from shoal.bench.ddp import DdpConfig
+
+DEFAULT_WORKERS = 2
+_DRIVER_ANSWER_S = 30.0
+_VARIABLES = {
+    "rank": "RANK",
+    "world_size": "WORLD_SIZE",
+    "master_addr": "MASTER_ADDR",
+    "master_port": "MASTER_PORT",
+}
+
+
+def ddp(
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="What is trained.",
+            show_default="the document's four on GPUs, resnet18 else",
+        ),
+    ] = None,
+    strategy: Annotated[
+        str, typer.Option(metavar="NAME", help="In the place of torch's DDP: any of `shoal run --help`.")
+    ] = "ddp",
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Of the strategy; may be given often.")
+    ] = None,
+    num_workers: Annotated[
+        int | None,
+        typer.Option("--np", "-np", min=1, help="Workers at most.", show_default="the GPUs, or 2 on the CPU"),
+    ] = None,
+    workers_per_machine: Annotated[
+        int | None, typer.Option(min=1, help="Count one machine as several of so many workers.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Of each worker.")] = 32,
+    image_size: Annotated[
+        int | None, typer.Option(min=1, help="The side of the images.", show_default="224, or 32 on the CPU")
+    ] = None,
+    num_warmup: Annotated[int, typer.Option(min=0, help="Iterations before those that count.")] = 5,
+    num_iters: Annotated[int, typer.Option(min=1, help="Measured iterations of each rank.")] = 10,
+    bucket_size: Annotated[int, typer.Option(min=1, help="Of gradients, in MB.")] = 25,
+    distributed_backend: Annotated[
+        Literal["nccl", "gloo"] | None,
+        typer.Option(help="Of the measured groups.", show_default="nccl on GPUs, gloo for ddp else"),
+    ] = None,
+    device: Annotated[
+        Literal["cpu", "cuda"] | None,
+        typer.Option(help="What workers compute on.", show_default="cuda where there is one"),
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Processes, of which this is one: started by hand, one a rank.")
+    ] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Of this process.", show_default="RANK")] = None,
+    master_addr: Annotated[str | None, typer.Option(metavar="HOST", help="Where rank 0 runs.")] = None,
+    master_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, metavar="PORT", help="Where they meet there.")
+    ] = None,
+    hosts: Hosts = None,
+    hostfile: Hostfile = None,
+    ssh_port: SshPort = None,
+    ssh_user: SshUser = None,
+    ssh_option: SshOption = None,
+    remote_python: RemotePython = None,
+    remote_cwd: RemoteCwd = None,
+    network_interface: NetworkInterface = None,
+    starts: OneStart = 1,
+    seed: Seed = 0,
+    against: Against = None,
+    report: ReportFile = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write PyTorch's own JSON of the run; - is stdout."),
+    ] = None,
+) -> None:
+    """The sweep of PyTorch's DDP benchmark: no wrapper, then 1, 2, 4, ... workers, then whole machines."""
+    from shoal.bench.ddp_summary import ddp_items, encode_ddp, summarize_ddp
+
+    take_part(context.params)
+    config = config_of(context.params)
+    settings = run_settings(context, starts, seed)
+    outputs = Outputs(report, json_file, ddp_items, encode_ddp)
+    where = where_of(context.params, config.num_workers)
+    run_and_tell("ddp", config, settings, summarize_ddp, outputs, against, where)
+
+
+def take_part(flags: Mapping[str, Any]) -> None:
+    """Place this process as the flags say, in the variables that a launcher would have set."""
+    if flags["world_size"] is None:
+        alone = [name for name in ("rank", "master_addr", "master_port") if flags[name] is not None]
+        if alone:
+            raise UsageError(
+                f"--{alone[0].replace('_', '-')} says nothing without --world-size.",
+                next_step="give both, or neither: workers are started by themselves then.",
+            )
+        return
+    told = {name: str(flags[flag]) for flag, name in _VARIABLES.items() if flags[flag] is not None}
+    missing = [flag for flag, name in _VARIABLES.items() if name not in told and name not in os.environ]
+    if missing and flags["world_size"] > 1:
+        names = " and ".join(f"--{flag.replace('_', '-')}" for flag in missing)
+        raise UsageError(
+            f"One process of {flags['world_size']} cannot find the others without {names}.",
+            next_step="start one for each rank: shoal bench ddp --world-size 2 --rank 0 --master-addr HOST "
+            "--master-port 29500.",
+        )
+    os.environ.update({"RANK": "0", **told} if flags["world_size"] == 1 else told)
+
+
+def config_of(flags: Mapping[str, Any]) -> DdpConfig:
+    """What the flags say, and the document's defaults on this device."""
+    from shoal.bench.ddp import DOCUMENT_MODELS, Backend, DdpConfig, options_of
+    from shoal.bench.experts_config import default_device
+    from shoal.bench.machine import gpus, torch_build
+    from shoal.models import model_named
+    from shoal.strategies.names import resolve
+
+    is_gpu = (flags["device"] or default_device()) == "cuda"
+    build = torch_build()
+    if is_gpu and not build.startswith("CUDA"):
+        raise UsageError(
+            "There is no GPU for --device cuda.",
+            cause="torch is a build without CUDA.",
+            next_step="use --device cpu, or see what `shoal doctor` says.",
+        )
+    num_here = len(gpus(_DRIVER_ANSWER_S).found) if is_gpu else 0
+    size = workers_of(flags["num_workers"], flags, flags["world_size"] or num_here or DEFAULT_WORKERS)
+    is_here = launched_size() is None and flags["hosts"] is None and flags["hostfile"] is None
+    if is_gpu and is_here and size > num_here:
+        raise UsageError(
+            f"{size} workers want a GPU each, and this machine has {num_here}.",
+            next_step="take fewer workers, or --device cpu.",
+        )
+    models = listed(flags["model"]) if flags["model"] else DOCUMENT_MODELS if is_gpu else ("resnet18",)
+    image_size = flags["image_size"] or (224 if is_gpu else 32)
+    named = tuple(dict.fromkeys(model_named(name).at(image_side=image_size).name for name in models))
+    is_ddp = resolve(flags["strategy"])[0] == "ddp"
+    usual: Backend = "nccl" if is_gpu else "gloo" if is_ddp else "shoal"
+    given = assignments(flags["option"] or [])
+    return DdpConfig(
+        models=named,
+        batch_size=flags["batch_size"],
+        image_size=image_size,
+        num_warmup=flags["num_warmup"],
+        num_iters=flags["num_iters"],
+        bucket_size=flags["bucket_size"],
+        distributed_backend=flags["distributed_backend"] or usual,
+        strategy=resolve(flags["strategy"])[0] if is_ddp else flags["strategy"],
+        options=options_of(flags["strategy"], given, flags["bucket_size"]),
+        num_workers=size,
+        workers_per_machine=flags["workers_per_machine"],
+        device="cuda" if is_gpu else "cpu",
+        cuda_version=build.removeprefix("CUDA ") if build.startswith("CUDA ") else None,
+        seed=flags["seed"],
+    )
