@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 class Account(msgspec.Struct, array_like=True):
     """What one member says of its optimizer."""
 
+    rank: int
     names: bytes
     """A digest of the parameters' names, group by group."""
     settings: list[dict[str, Any]]
@@ -46,32 +47,33 @@ def start_optimizers(
     Collective. What is loaded may be settings alone, such as a rate that a scheduler has changed.
     Settings that differ are an error, on all members, where they `must_be_equal`, and a warning elsewhere.
     """
-    accounts = [msgspec.convert(account, Account) for account in group.share(_account(optimizer, named))]
-    ranks = group.members
-    for rank, account in zip(ranks, accounts, strict=True):
-        if account.names != accounts[0].names:
+    own = _account(group.rank, optimizer, named)
+    accounts = [msgspec.convert(account, Account) for account in group.share(own)]
+    first = accounts[0]
+    for account in accounts:
+        if account.names != first.names:
             raise UsageError(
-                f"the optimizer of rank {rank} has other parameters, or others first, than that of "
-                f"rank {ranks[0]}.",
+                f"the optimizer of rank {account.rank} has other parameters, or others first, than that of "
+                f"rank {first.rank}.",
                 next_step="give it the same parameters, in the same groups and order, on all workers.",
             )
-    if should_take_state and (has_loaded or accounts[0].has_state):
+    if should_take_state and (has_loaded or first.has_state):
         state = take_state(group, optimizer.state_dict)
         if group.rank:
             optimizer.load_state_dict(state)
         return
-    difference = _difference(ranks, accounts)
+    difference = _difference(accounts)
     if difference and must_be_equal:
         raise UsageError(
             f"{difference}: the replicas would drift apart.",
             cause="the optimizer is built in another way there, or a checkpoint was loaded there alone.",
             next_step="build it alike on all workers; a checkpoint is loaded on all, or on rank 0.",
         )
-    if difference and group.rank == ranks[0]:
+    if difference and group.rank == first.rank:
         log.warning("%s", difference)
 
 
-def _account(optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> Account:
+def _account(rank: int, optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> Account:
     names = {id(tensor): name for name, tensor in named.items()}
     groups = [[names[id(tensor)] for tensor in group["params"]] for group in optimizer.param_groups]
     settings = [
@@ -79,7 +81,7 @@ def _account(optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> Account
         for group in optimizer.param_groups
     ]
     digest = hashlib.sha256(msgspec.msgpack.encode(groups)).digest()
-    return Account(digest, settings, any(optimizer.state.values()))
+    return Account(rank, digest, settings, any(optimizer.state.values()))
 
 
 def _plain(value: Any) -> Any:
@@ -90,17 +92,17 @@ def _plain(value: Any) -> Any:
     return scalar(value) if is_scalar(value) else type(value).__name__
 
 
-def _difference(ranks: Sequence[int], accounts: Sequence[Account]) -> str | None:
+def _difference(accounts: Sequence[Account]) -> str | None:
     first = accounts[0]
-    for rank, account in zip(ranks, accounts, strict=True):
+    for account in accounts:
         if account.has_state and not first.has_state:
-            return f"the optimizer of rank {rank} has state, that of rank {ranks[0]} has none"
+            return f"the optimizer of rank {account.rank} has state, that of rank {first.rank} has none"
         for number, (mine, theirs) in enumerate(zip(first.settings, account.settings, strict=True)):
             for name in (*mine, *theirs):
                 if mine.get(name) != theirs.get(name):
                     where = f" in group {number}" if len(first.settings) > 1 else ""
                     return (
-                        f"the optimizer of rank {rank} has {name} {theirs.get(name)}{where}, "
-                        f"that of rank {ranks[0]} {mine.get(name)}"
+                        f"the optimizer of rank {account.rank} has {name} {theirs.get(name)}{where}, "
+                        f"that of rank {first.rank} {mine.get(name)}"
                     )
     return None
