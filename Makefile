@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEMO := shoal-reports/demo
 
 .PHONY: setup demo test test-slow check format bench clean
 
@@ -16,11 +17,14 @@ $(READY): pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/shoal doctor
-	$(BIN)/shoal run -np 2 --strategy all-reduce examples/train_digits.py --epochs 5
-	$(BIN)/shoal run -np 2 --strategy neighbor examples/train_digits.py --epochs 5
+	$(BIN)/shoal bench accuracy --task digits --np 4 --strategies all-reduce,neighbor,pair,local-sgd \
+		--splits iid --seeds 1 --report $(DEMO)/1-training.json
 	$(BIN)/python examples/train_with_experts.py
-	$(BIN)/shoal bench transport --short --report shoal-reports/demo.json
-	$(BIN)/shoal report shoal-reports/demo.json -o demo-report.html
+	$(BIN)/shoal bench experts --preset minimalistic --hidden-dim 256 --report $(DEMO)/2-experts.json
+	$(BIN)/shoal bench dht --num-peers 64 --num-experts 256 --report $(DEMO)/3-dht.json
+	$(BIN)/shoal bench transport --short --report $(DEMO)/4-transport.json
+	$(BIN)/shoal report $(DEMO)/*.json -o report.html
+	@echo "Open report.html in a browser: $(CURDIR)/report.html"
 
 test: setup
 	$(BIN)/python tools/halves.py -m "not slow"
