@@ -91,6 +91,44 @@ def test_a_lost_peer_ends_a_collective_on_all_others_by_name(lost):
         assert all(f"rank {lost} is lost" in str(error) for error in with_errors)
 
 
+def until_lost(group, ranks):
+    """Wait until streams have ended with these, while the group itself does nothing."""
+    deadline = Deadline.after(10)
+    while not group.mesh.lost.keys() >= ranks:
+        deadline.check("ranks to be lost")
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+@pytest.mark.parametrize("should_survive", [False, True])
+def test_a_machine_whose_workers_are_all_lost_has_not_left(is_begun, should_survive):
+    """Whether they are lost before an operation or while nobody looks at it."""
+    with open_cluster([[0], [1, 2]]) as groups:
+        groups[0].should_survive = should_survive
+        handle = groups[0].barrier() if is_begun else None
+        for group in groups[1:]:
+            group.abandon()
+        until_lost(groups[0], {1, 2})
+        ended = waiting_for(handle or groups[0].barrier())
+        assert ended is None if should_survive else ended.peer in (1, 2)
+
+
+def test_a_loss_counts_whenever_it_is_noticed(monkeypatch):
+    """Also after the look at who is lost, when only one more machine is waited for."""
+    look_again = Conversation.look_again
+
+    with open_cluster([[0], [1], [2]]) as groups:
+        groups[1].barrier()
+
+        def lose_and_look(talk, machine):
+            if machine == 2:
+                groups[2].abandon()
+                until_lost(groups[0], {2})
+            return look_again(talk, machine)
+
+        monkeypatch.setattr(Conversation, "look_again", lose_and_look)
+        assert waiting_for(groups[0].barrier()).peer == 2
+
+
 def test_an_exchange_outlives_a_lost_peer():
     def mix(group):
         others = [rank for rank in range(4) if rank != group.rank]

@@ -287,9 +287,13 @@ class _Heard(Step):
         if self._received.is_done():
             with contextlib.suppress(PeerLost):
                 came = self._received.result()
-        elif self._loss is not None:
-            raise self._loss.error()
-        return ABSENT if came is None else came
+        if came is not None:
+            return came
+        # one who may be lost since `is_done` has looked; where all are, that has ended the receive as well
+        loss = self._talk.loss_that_ends_it() or self._loss
+        if loss is not None:
+            raise loss.error()
+        return ABSENT
 
     def awaited(self) -> int | None:
         return self._talk.missing(self._machine)
