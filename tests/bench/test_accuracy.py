@@ -1,6 +1,7 @@
 import msgspec
 import pytest
 
+from bench.sample_crews import FakeCrew
 from shoal.bench.accuracy import (
     AccuracyConfig,
     AccuracyScenario,
@@ -93,25 +94,8 @@ def test_bytes_that_the_group_does_not_see_are_not_told(course):
     assert all("bytes" not in curve.points for curve in by_name(told, MeasuredCurve).values())
 
 
-class FakeCrew:
+class LearningCrew(FakeCrew):
     """Two workers that learn by the number; `failing` orders of the contenders that it names break it."""
-
-    failing = ()
-
-    def __init__(self, settings):
-        self.is_running = False
-        self.orders = []
-        self.hired = []
-        FakeCrew.latest = self
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def hire(self, helper):
-        self.hired.append(helper)
 
     def ask(self, order, run=None, num_steps=0):
         self.is_running = True
@@ -131,7 +115,7 @@ class FakeCrew:
 
 def told_by(config):
     scenario = AccuracyScenario(msgspec.to_builtins(config), 3)
-    scenario.open_crew = FakeCrew
+    scenario.open_crew = LearningCrew
     return list(scenario.run(lambda _: None))
 
 
@@ -140,13 +124,13 @@ def test_every_contender_is_trained_on_every_split():
     rows = by_name(told, Measured)
     assert len([key for key in rows if key[0] == "final_accuracy"]) == 6
     once = ["begin", ("train", 2), ("train", 2), ("train", 1), "finish"]
-    assert FakeCrew.latest.orders == ["ready", *once * 6]
-    assert not FakeCrew.latest.hired
+    assert LearningCrew.latest.orders == ["ready", *once * 6]
+    assert not LearningCrew.latest.hired
 
 
 @pytest.mark.parametrize("moment", ["begin", "train", "finish"])
 def test_one_that_fails_is_a_row_and_the_rest_go_on(monkeypatch, moment):
-    monkeypatch.setattr(FakeCrew, "failing", [(moment, "pair")])
+    monkeypatch.setattr(LearningCrew, "failing", [(moment, "pair")])
     rows = by_name(told_by(CONFIG), Measured)
     assert rows["final_accuracy", "pair", "iid"].error == "rank 1 of 2 failed: pair broke. Try: again."
     assert [key[1] for key in rows if key[0] == "worst_final_accuracy"] == ["all-reduce", "ddp"]
@@ -157,14 +141,14 @@ def test_one_that_diverges_is_a_row_and_the_crew_goes_on():
     rows = by_name(told_by(msgspec.structs.replace(CONFIG, contenders=contenders)), Measured)
     assert "after 2 steps: it diverged" in rows["final_accuracy", "sma", "iid"].error
     assert rows["final_accuracy", "pair", "iid"].samples
-    assert FakeCrew.latest.orders[:4] == ["ready", "begin", ("train", 2), "finish"]
+    assert LearningCrew.latest.orders[:4] == ["ready", "begin", ("train", 2), "finish"]
 
 
 def test_parameter_servers_are_hired_before_the_workers_look_for_them():
     contender = Contender("ps", "ps")
     told_by(msgspec.structs.replace(CONFIG, contenders=(contender,), num_servers=2))
-    assert [helper.name for helper in FakeCrew.latest.hired] == ["server 0", "server 1"]
-    role = FakeCrew.latest.hired[1].arguments
+    assert [helper.name for helper in LearningCrew.latest.hired] == ["server 0", "server 1"]
+    role = LearningCrew.latest.hired[1].arguments
     assert role["server"] == 1
     assert role["config"]["seed"] == 3
 

@@ -3,8 +3,9 @@ import contextlib
 import msgspec
 import pytest
 
+from shoal.bench.contenders import NONE
 from shoal.bench.frame import make_scenario
-from shoal.bench.scaling import NONE, Lane, Point, ScalingConfig, core_rows, rows_of
+from shoal.bench.scaling import Lane, Point, ScalingConfig, core_rows, rows_of
 from shoal.core import BenchmarkError, UsageError
 
 TINY = ScalingConfig(

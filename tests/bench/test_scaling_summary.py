@@ -1,7 +1,5 @@
-import pytest
-
 from shoal.bench.scaling import Lane, Point, core_rows, rows_of
-from shoal.bench.scaling_summary import Outcome, scaling_items, summarize_scaling
+from shoal.bench.scaling_summary import scaling_items, summarize_scaling
 from shoal.report import Report, Row
 from shoal.report.tables import Table
 
@@ -91,10 +89,6 @@ def test_iterations_that_are_too_short_are_told():
     assert "Give more --num-batches-per-iter" not in text_of(scaling_items(report(sweep())))
     short = rows_of(Point("none", 1, 1), {}, [[1000.0]])
     assert "takes one worker 1.0 ms" in text_of(scaling_items(report(short)))
-
-
-def test_deviations_are_the_population_s():
-    assert Outcome.of([1.0, 3.0]).error == pytest.approx(1.96)
 
 
 def test_a_start_that_broke_off_is_told():

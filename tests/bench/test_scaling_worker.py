@@ -1,11 +1,13 @@
 import contextlib
 import json
+import sys
 
 import msgspec
 import pytest
 
+from shoal.bench.contenders import NONE
 from shoal.bench.crew import Place
-from shoal.bench.scaling import NONE, Point, ScalingConfig
+from shoal.bench.scaling import Point, ScalingConfig
 from shoal.bench.scaling_worker import Bench
 from shoal.bench.seat import seat_of
 
@@ -33,7 +35,7 @@ def bench(tmp_path):
 
 def count_steps(bench, strategy):
     steps = []
-    bench._trainees[strategy].optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    bench._opened[strategy].trainee.optimizer.register_step_post_hook(lambda *_: steps.append(1))
     return steps
 
 
@@ -47,16 +49,16 @@ def test_a_worker_warms_up_once_and_then_iterates(bench):
     assert bench.iterate("neighbor") > 0
     assert len(steps) == 5
     bench.close("neighbor")
-    assert not bench._trainees
+    assert not bench._opened
 
 
 def test_none_stays_until_the_batch_is_another(bench):
     bench.open(1, point(NONE))
-    first = bench._trainees[NONE]
+    first = bench._opened[NONE]
     bench.open(2, point(NONE))
-    assert bench._trainees[NONE] is first
+    assert bench._opened[NONE] is first
     bench.open(3, point(NONE, batch_size=8))
-    assert bench._trainees[NONE].batch_size == 8
+    assert bench._opened[NONE].batch_size == 8
 
 
 def test_what_cannot_be_is_told_and_not_raised(bench):
@@ -64,6 +66,12 @@ def test_what_cannot_be_is_told_and_not_raised(bench):
     bench._config = msgspec.structs.replace(CONFIG, options=options)
     assert "takes no parameter" in bench.open(1, point("neighbor"))
     bench.close("neighbor")
+
+
+@pytest.mark.parametrize("name", ["horovod", "hvd"])
+def test_a_lone_worker_does_not_train_under_the_name_of_what_is_not_installed(bench, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "horovod", None)
+    assert bench.open(1, point(name)).startswith("Horovod is not there: ")
 
 
 @pytest.mark.slow

@@ -1,9 +1,10 @@
 import msgspec
 import pytest
 
+from bench.sample_crews import FakeCrew
 from shoal.bench import training
 from shoal.bench.frame import make_scenario
-from shoal.bench.training import TrainingConfig, is_free_running, options_of
+from shoal.bench.training import TrainingConfig
 from shoal.core import BenchmarkError, UsageError
 
 TINY = TrainingConfig(
@@ -56,25 +57,8 @@ def test_a_slow_worker_is_waited_for_under_all_reduce_alone(rows):
     assert not [key for key in rows if key[:2] == ("waited", "pair")]
 
 
-class FakeCrew:
+class TrainingCrew(FakeCrew):
     """Workers that take 10 ms an iteration; what they are told to fails, once or always."""
-
-    failing = ()
-
-    def __init__(self, settings):
-        self.is_running = False
-        self.orders = []
-        self.hired = []
-        FakeCrew.latest = self
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def hire(self, helper):
-        self.hired.append(helper)
 
     def ask(self, order, strategy, iterations=0, seconds=0.0, sleep_s=0.0):
         self.is_running = True
@@ -90,64 +74,40 @@ class FakeCrew:
 
 @pytest.mark.parametrize("moment", ["attach", "block"])
 def test_a_strategy_that_fails_is_a_row_and_the_rest_go_on(monkeypatch, moment):
-    monkeypatch.setattr(training, "Crew", FakeCrew)
-    monkeypatch.setattr(FakeCrew, "failing", [(moment, "sma")])
+    monkeypatch.setattr(training, "Crew", TrainingCrew)
+    monkeypatch.setattr(TrainingCrew, "failing", [(moment, "sma")])
     config = msgspec.structs.replace(TINY, strategies=("all-reduce", "sma", "pair"), num_pairs=3)
     rows = by_key(measure(config))
     assert rows["examples_per_s", "sma"].error == "rank 1 of 2 failed: sma broke. Try: again."
     assert ("fraction_of_ceiling", "sma") not in rows
     for name in ("all-reduce", "pair"):
         assert rows["fraction_of_ceiling", name].samples == [1.0] * 3
-    orders = FakeCrew.latest.orders
+    orders = TrainingCrew.latest.orders
     assert orders.count(("attach", "all-reduce")) == 2
     assert orders.count(("attach", "sma")) == 1
 
 
 def test_when_all_fail_nothing_is_started_again(monkeypatch):
-    monkeypatch.setattr(training, "Crew", FakeCrew)
-    monkeypatch.setattr(FakeCrew, "failing", [("attach", "sma")])
+    monkeypatch.setattr(training, "Crew", TrainingCrew)
+    monkeypatch.setattr(TrainingCrew, "failing", [("attach", "sma")])
     rows = measure(msgspec.structs.replace(TINY, strategies=("sma",)))
     assert [row.error is not None for row in rows] == [True]
-    assert [order for order in FakeCrew.latest.orders if order[0] == "attach"] == [
+    assert [order for order in TrainingCrew.latest.orders if order[0] == "attach"] == [
         ("attach", "none"),
         ("attach", "sma"),
     ]
 
 
 def test_neighbouring_blocks_take_turns(monkeypatch):
-    monkeypatch.setattr(training, "Crew", FakeCrew)
+    monkeypatch.setattr(training, "Crew", TrainingCrew)
     measure(msgspec.structs.replace(TINY, strategies=("sma",), num_pairs=2))
-    warm, measured = FakeCrew.latest.orders[:4], FakeCrew.latest.orders[4:]
+    warm, measured = TrainingCrew.latest.orders[:4], TrainingCrew.latest.orders[4:]
     assert [order for order, _ in warm] == ["attach", "block"] * 2
     assert [strategy for _, strategy in measured] == ["sma", "none", "none", "sma"]
 
 
-def test_options_go_to_the_strategies_that_have_them():
-    options = options_of(("neighbor", "allreduce", "sma"), {"local_steps": "2", "alpha": "0.5"})
-    assert [options[name]["local_steps"] for name in options] == [2, 2, 2]
-    assert options["neighbor"]["topology"] == "exponential-2"
-    assert options["allreduce"]["topology"] == "full"
-    assert options["sma"]["alpha"] == 0.5
-    assert "alpha" not in options["neighbor"]
-    with pytest.raises(UsageError, match="None of neighbor, pair has an option 'alpha'"):
-        options_of(("neighbor", "pair"), {"alpha": "0.5"})
-
-
-def test_pair_is_free_running_unless_it_is_told_to_meet():
-    assert is_free_running("none", {})
-    assert is_free_running("async_sgd", {})
-    assert not is_free_running("neighbor", {})
-    assert not is_free_running("pair", {"pair": {"global_average_every": 10}})
-
-
-@pytest.mark.parametrize(("mode", "is_free"), [("async", True), ("bounded", False), ("sync", False)])
-def test_workers_of_a_server_wait_for_each_other_unless_it_is_asynchronous(mode, is_free):
-    assert is_free_running("parameter-server", {"parameter-server": {"mode": mode}}) == is_free
-    assert not is_free_running("window", {"window": {"force_barrier": True}})
-
-
 def test_a_block_holds_whole_rounds(monkeypatch):
-    monkeypatch.setattr(training, "Crew", FakeCrew)
+    monkeypatch.setattr(training, "Crew", TrainingCrew)
     options = {"local-sgd": {"local_steps": 8}}
     config = msgspec.structs.replace(TINY, strategies=("local-sgd",), options=options, block_s=0.1)
     rows = by_key(measure(config))
@@ -155,9 +115,9 @@ def test_a_block_holds_whole_rounds(monkeypatch):
 
 
 def test_servers_are_hired_for_the_strategy_that_needs_them(monkeypatch):
-    monkeypatch.setattr(training, "Crew", FakeCrew)
+    monkeypatch.setattr(training, "Crew", TrainingCrew)
     measure(msgspec.structs.replace(TINY, strategies=("sma", "parameter-server"), num_servers=2))
-    hired = FakeCrew.latest.hired
+    hired = TrainingCrew.latest.hired
     assert [helper.name for helper in hired] == ["server 0", "server 1"]
     assert [helper.arguments["strategy"] for helper in hired] == ["parameter-server"] * 2
 

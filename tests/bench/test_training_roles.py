@@ -10,7 +10,7 @@ import pytest
 
 from shoal.bench.training import TrainingConfig
 from shoal.bench.training_roles import Role, config_of, role_of, summarize_worker, worker_items
-from shoal.bench.training_rows import measured
+from shoal.bench.training_rows import row
 from shoal.core import Address, Placement, UsageError
 from shoal.report import Report, Row
 
@@ -63,7 +63,7 @@ def test_the_figures_of_one_worker():
         ("examples_per_s_per_worker", [10.0, 14.0]),
         ("seconds_per_iteration", [0.1, 0.2]),
     ):
-        told = msgspec.to_builtins(measured(metric, key))
+        told = msgspec.to_builtins(row(metric, key))
         rows.append(
             Row(**{name: told[name] for name in ("key", "metric", "unit", "direction")}, starts=[samples])
         )

@@ -1,6 +1,6 @@
 import pytest
 
-from shoal.bench.training_rows import Block, Lane, lane_rows, mean_and_error, total_speed
+from shoal.bench.training_rows import Block, Lane, lane_rows, total_speed
 
 
 def by_key(rows):
@@ -48,8 +48,3 @@ def test_waits_are_by_who_waited_and_for_whom():
 def test_what_failed_is_a_row_with_its_error():
     (row,) = lane_rows("sma", Lane(error="it broke"), batch_size=4)
     assert (row.metric, row.key, row.error) == ("examples_per_s", {"strategy": "sma"}, "it broke")
-
-
-def test_the_documents_error_is_of_population_deviations():
-    assert mean_and_error([1.0, 3.0]) == pytest.approx((2.0, 1.96))
-    assert mean_and_error([5.0]) == (5.0, 0.0)

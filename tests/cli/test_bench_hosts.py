@@ -1,6 +1,8 @@
 import pytest
+import typer
+from typer.testing import CliRunner
 
-from shoal.cli.bench_hosts import launched_size, mates_of, where_of, workers_of
+from shoal.cli.bench_hosts import is_on_hosts, launched_size, mates_of, where_of, with_hosts, workers_of
 from shoal.core import UsageError
 
 
@@ -55,3 +57,22 @@ def test_a_machine_has_as_many_workers_as_its_slots_or_its_launcher_say(monkeypa
     for name, value in {"RANK": 1, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     assert mates_of({}) == 2
+
+
+def test_flags_for_hosts_are_in_the_context_and_no_arguments():
+    app = typer.Typer()
+    seen = {}
+
+    @app.command()
+    @with_hosts(before="seed")
+    def measure(context: typer.Context, size: int = 2, seed: int = 0) -> None:
+        """Measure."""
+        seen.update(context.params, arguments=(size, seed), is_elsewhere=is_on_hosts(context.params))
+
+    runner = CliRunner()
+    assert runner.invoke(app, ["-H", "far:2", "--size", "3", "--ssh-option", "A=b"]).exit_code == 0
+    assert (seen["arguments"], seen["hosts"], seen["ssh_option"]) == ((3, 0), "far:2", ["A=b"])
+    assert seen["is_elsewhere"]
+    assert [name for name in seen if name in ("size", "hosts", "seed")] == ["hosts", "size", "seed"]
+    assert runner.invoke(app, []).exit_code == 0
+    assert not seen["is_elsewhere"]

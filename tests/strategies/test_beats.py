@@ -8,7 +8,7 @@ from shoal.group import Metered
 from shoal.group.solo import SoloGroup
 from shoal.strategies import beats as module
 from shoal.strategies import make_strategy
-from shoal.strategies.beats import Beats, run_of, traffic_of
+from shoal.strategies.beats import Beats, run_of
 
 
 @pytest.fixture
@@ -18,15 +18,19 @@ def folder(tmp_path, monkeypatch):
 
 
 class Pair(SoloGroup):
-    """Says that it is one of two, and what it has waited."""
+    """Says that it is one of two, what it has waited, and what it has moved."""
 
     def __init__(self):
         super().__init__()
-        self.run, self.size, self.waits = "job", 2, [0.0, 0.0]
+        self.run, self.size, self.waits, self.traffic = "job", 2, [0.0, 0.0], (0, 0)
 
     @property
     def waited_s(self):
         return self.waits
+
+    @property
+    def traffic_bytes(self):
+        return self.traffic
 
 
 def noted(clock):
@@ -43,12 +47,13 @@ def test_it_notes_once_a_second_what_has_happened_since(folder):
     beats.stepped(11)
     assert noted(clock).step == 10
     clock.advance(1.5)
-    group.waits = [0.5, 1.0]
+    group.waits, group.traffic = [0.5, 1.0], (120, 7)
     beats.log({"loss": torch.tensor(0.25, requires_grad=True) * 1, "name": "no number"})
     beats.stepped(14)
     note = noted(clock)
     assert (note.step, note.steps_per_s, note.values) == (14, 2.0, {"loss": 0.25})
     assert (note.waited_s, note.wait_share, note.waits_for) == ({0: 0.5, 1: 1.0}, 0.75, 1)
+    assert (note.sent_bytes, note.received_bytes) == (120, 7)
     assert (note.run, note.rank, note.size, note.role) == ("job", 0, 2, "worker")
     beats.closed()
     assert board.look(clock) == []
@@ -87,20 +92,6 @@ def test_nothing_that_fails_here_reaches_the_training(folder, monkeypatch):
     Beats(group, "pair", clock).opened(0)
     with pytest.raises(UsageError, match=r"loss has 3 elements"):
         beats.log({"loss": torch.zeros(3)})
-
-
-def test_bytes_are_those_that_a_meter_counts_or_that_went_between_machines():
-    class Wire:
-        class traffic:  # noqa: N801
-            sent_bytes, received_bytes = {1: 100, 2: 20}, {1: 7}
-
-    group = SoloGroup()
-    assert traffic_of(group) == (None, None)
-    group.mesh = Wire
-    assert traffic_of(group) == (120, 7)
-    metered = Metered(group)
-    metered.all_reduce(torch.zeros(4)).wait()
-    assert traffic_of(metered) == (0, 0)
 
 
 def test_an_attached_strategy_notes_its_steps_and_examples(folder, monkeypatch):

@@ -11,25 +11,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
 from shoal.bench.accuracy_contenders import Contender
+from shoal.bench.contenders import needs_servers, sends_by_itself
 from shoal.bench.crew import Crew, CrewSettings, Helper, OpenCrew, Workers, one_line
 from shoal.bench.frame import Measured, MeasuredCurve, RowKey, Tell
+from shoal.bench.metrics import Direction, Metrics, measured
 from shoal.core import BenchmarkError, UsageError
 from shoal.data.splits import IID, check_split
-from shoal.strategies.names import resolve
 
 Task = Literal["digits", "mnist"]
 Model = Literal["small-mlp", "small-cnn"]
-Direction = Literal["higher", "lower"]
 ACCURACY, WORST, DISTANCE, LOSS = "accuracy", "worst_accuracy", "consensus_distance", "loss"
 FINAL, WORST_FINAL, TO_TARGET = "final_accuracy", "worst_final_accuracy", "seconds_to_target"
 BYTES, SPEED = "bytes_sent", "examples_per_s"
 CURVES: dict[str, Direction] = {ACCURACY: "higher", WORST: "higher", DISTANCE: "lower", LOSS: "lower"}
-METRICS: dict[str, tuple[str, Direction]] = {
+METRICS: Metrics = {
     FINAL: ("", "higher"),
     WORST_FINAL: ("", "higher"),
     TO_TARGET: ("s", "lower"),
@@ -38,10 +39,9 @@ METRICS: dict[str, tuple[str, Direction]] = {
     DISTANCE: ("", "lower"),
 }
 """At the end of a run; of all workers together. `seconds_to_target` is left out where it was not reached."""
+_measured = partial(measured, METRICS)
 NUM_TESTS = {"digits": 360, "mnist": 10_000}
 """Examples that accuracy is taken on."""
-UNCOUNTED = ("ddp", "horovod")
-"""Strategies that move their bytes past the group, which so cannot count them."""
 
 
 class AccuracyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -102,12 +102,12 @@ class Run(msgspec.Struct, frozen=True):
     @property
     def needs_servers(self) -> bool:
         """Whether there are processes beside the workers."""
-        return resolve(self.contender.strategy)[0] == "parameter-server"
+        return needs_servers(self.contender.strategy)
 
     @property
     def has_counted_bytes(self) -> bool:
         """Whether all that it sends goes through the group."""
-        return resolve(self.contender.strategy)[0] not in UNCOUNTED
+        return not sends_by_itself(self.contender.strategy)
 
 
 class ServerRole(msgspec.Struct, frozen=True):
@@ -252,12 +252,3 @@ def bytes_moved(moved: list[dict[str, tuple[int, int]]]) -> int:
 def where_reached(values: list[float], target: float) -> int | None:
     """The first evaluation at which the target was reached; None for never."""
     return next((index for index, value in enumerate(values) if value >= target), None)
-
-
-def _measured(
-    metric: str, key: RowKey, samples: list[float] | None = None, error: str | None = None
-) -> Measured:
-    unit, direction = METRICS[metric]
-    return Measured(
-        key=key, metric=metric, unit=unit, direction=direction, samples=samples or [], error=error
-    )

@@ -12,9 +12,8 @@ from typing import Any
 
 import msgspec
 
+from shoal.bench.contenders import all_options, shares_of
 from shoal.core import UsageError
-from shoal.strategies.names import resolve
-from shoal.strategies.options import OPTIONS, read_options
 from shoal.topology import make_topology
 
 ORDERS = {"atc": "adapt-then-combine", "awc": "adapt-while-combine"}
@@ -106,26 +105,16 @@ def strategy_contenders(texts: Sequence[str], common: Mapping[str, Any]) -> tupl
     `common` options go to all that know them, and yield to a strategy's own; UsageError for one that nobody
     knows.
     """
-    contenders: dict[str, Contender] = {}
-    unknown = dict(common)
-    for text in texts:
-        name, *words = text.split()
-        label = " ".join((name, *words))
-        strategy, implied = resolve(name)
-        known = OPTIONS[strategy].__struct_fields__
-        given = {option: value for option, value in common.items() if option in known}
-        unknown = {option: value for option, value in unknown.items() if option not in known}
-        contenders[label] = _contender(label, name, implied | given | _own_options(label, words))
-    if unknown:
-        raise UsageError(
-            f"None of {', '.join(contenders)} has an option {next(iter(unknown))!r}.",
-            next_step="`shoal run --help` names those of each strategy.",
-        )
-    if not contenders:
+    labels = {" ".join(text.split()): text.split() for text in texts}
+    if not labels:
         raise UsageError(
             "There is no strategy to train with.", next_step="name one: --strategies all-reduce."
         )
-    return tuple(contenders.values())
+    shares = shares_of([name for name, *_ in labels.values()], common)
+    return tuple(
+        _contender(label, name, shares[name] | _own_options(label, words))
+        for label, (name, *words) in labels.items()
+    )
 
 
 def _own_options(label: str, words: Sequence[str]) -> dict[str, str]:
@@ -144,5 +133,4 @@ def _contender(
     name: str, strategy: str, options: Mapping[str, Any], base: str = "", trick: str = ""
 ) -> Contender:
     """With all options that the strategy has, checked."""
-    kind = OPTIONS[resolve(strategy)[0]]
-    return Contender(name, strategy, msgspec.to_builtins(read_options(kind, options, strategy)), base, trick)
+    return Contender(name, strategy, all_options(strategy, options), base, trick)

@@ -17,17 +17,15 @@ from shoal.bench.accuracy import AccuracyConfig, Look, Run, ServerRole
 from shoal.bench.children import Parent
 from shoal.bench.crew import Answers, Place
 from shoal.bench.seat import Seat, seat_of
+from shoal.bench.trainee import Batch, Trainee, make_contender
 from shoal.data import digits, mnist
 from shoal.data.seeds import mix
 from shoal.data.splits import divide
 from shoal.group.metered import Metered
 from shoal.models import mlp, small_cnn, small_mlp
-from shoal.strategies import make_strategy
 from shoal.strategies.base import Strategy
 from shoal.strategies.replicas import common_model
 
-Examples = tuple[torch.Tensor, torch.Tensor]
-"""Images and labels."""
 _MNIST_WIDTHS = (784, 64, 10)
 _EVALUATED_AT_ONCE = 2000
 _WARM_STEPS = 5
@@ -50,25 +48,15 @@ def serve_parameters(arguments: dict[str, Any], parent: Parent) -> None:
     config, contender = role.config, role.run.contender
     with seat.open_as_server(_group_name(role.run), config.num_servers, role.server) as group:
         model, optimizer = beginner(config)
-        strategy = make_strategy(group, contender.strategy, **contender.options)
+        strategy = make_contender(group, contender.strategy, contender.options)
         with contextlib.suppress(SystemExit):
             strategy.attach(model, optimizer)
 
 
-class Pupil:
-    """One model with its optimizer and its batches; `step` is the user's own loop."""
-
-    def __init__(self, config: AccuracyConfig, part: Examples, rank: int) -> None:
-        self.model, self.optimizer = beginner(config)
-        self._batches = batches_of(part, config.batch_size, mix(config.seed, rank))
-        self._loss = nn.CrossEntropyLoss()
-
-    def step(self) -> None:
-        """One iteration."""
-        x, y = next(self._batches)
-        self.optimizer.zero_grad()
-        self._loss(self.model(x), y).backward()
-        self.optimizer.step()
+def pupil_of(config: AccuracyConfig, part: Batch, rank: int) -> Trainee:
+    """What one worker trains."""
+    batches = batches_of(part, config.batch_size, mix(config.seed, rank))
+    return Trainee(*beginner(config), batches)
 
 
 class School:
@@ -80,12 +68,12 @@ class School:
         self._parts = parts_of(config, seat.rank)
         self._test = examples_of(config, train=False)
         self._probe, _ = beginner(config)
-        self._attached: tuple[Pupil, Strategy, Metered] | None = None
+        self._attached: tuple[Trainee, Strategy, Metered] | None = None
         self._stack = contextlib.ExitStack()
 
     def warm_up(self) -> None:
         """What a process does for the first time takes longer."""
-        pupil = Pupil(self._config, next(iter(self._parts.values())), self._seat.rank)
+        pupil = pupil_of(self._config, next(iter(self._parts.values())), self._seat.rank)
         for _ in range(_WARM_STEPS):
             pupil.step()
         evaluate(self._probe, self._test)
@@ -99,9 +87,9 @@ class School:
             machines = self._config.workers_per_machine
             group = self._seat.open_group(_group_name(chosen), workers_per_machine=machines)
         metered = Metered(self._stack.enter_context(group))
-        pupil = Pupil(self._config, self._parts[chosen.split], self._seat.rank)
+        pupil = pupil_of(self._config, self._parts[chosen.split], self._seat.rank)
         contender = chosen.contender
-        strategy = make_strategy(metered, contender.strategy, **contender.options)
+        strategy = make_contender(metered, contender.strategy, contender.options)
         self._stack.enter_context(strategy.attach(pupil.model, pupil.optimizer))
         self._attached = pupil, strategy, metered
         metered.reset()
@@ -151,12 +139,12 @@ def beginner(config: AccuracyConfig) -> tuple[nn.Module, SGD]:
     return model, SGD(model.parameters(), lr=config.learning_rate, momentum=config.momentum)
 
 
-def examples_of(config: AccuracyConfig, *, train: bool) -> Examples:
+def examples_of(config: AccuracyConfig, *, train: bool) -> Batch:
     """Of the task."""
     return digits(train=train) if config.task == "digits" else mnist(train=train, folder=config.data_dir)
 
 
-def parts_of(config: AccuracyConfig, rank: int) -> dict[str, Examples]:
+def parts_of(config: AccuracyConfig, rank: int) -> dict[str, Batch]:
     """What one worker trains on, by split; the rest of the examples is not kept."""
     x, y = examples_of(config, train=True)
     parts = {}
@@ -166,7 +154,7 @@ def parts_of(config: AccuracyConfig, rank: int) -> dict[str, Examples]:
     return parts
 
 
-def batches_of(part: Examples, batch_size: int, seed: int) -> Iterator[Examples]:
+def batches_of(part: Batch, batch_size: int, seed: int) -> Iterator[Batch]:
     """Without end: epoch after epoch in an order of its own, whole batches alone.
 
     Who has fewer examples than a batch takes all of them each time.
@@ -181,7 +169,7 @@ def batches_of(part: Examples, batch_size: int, seed: int) -> Iterator[Examples]
             yield x[chosen], y[chosen]
 
 
-def evaluate(model: nn.Module, examples: Examples) -> tuple[float, float]:
+def evaluate(model: nn.Module, examples: Batch) -> tuple[float, float]:
     """Accuracy and mean loss."""
     num_right, loss = 0, 0.0
     model.eval()

@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
+from shoal.bench.contenders import all_options, has_option, is_ddp, needs_servers
 from shoal.bench.crew import Crew, CrewSettings, OpenCrew, Workers, one_line
 from shoal.bench.frame import Measured, Tell
+from shoal.bench.metrics import Metrics, measured
 from shoal.core import BenchmarkError, UsageError
 from shoal.report.pytorch import ALONE, SECONDS
-from shoal.strategies.names import resolve
-from shoal.strategies.options import OPTIONS, read_options
 
 SKEW, ALIKE = "slowest_over_fastest", "like_machine_0"
-METRICS: dict[str, tuple[str, Literal["higher", "lower"]]] = {
+METRICS: Metrics = {
     SECONDS: ("s", "lower"),
     SKEW: ("", "lower"),
     ALIKE: ("", "higher"),
 }
 """Iterations of all ranks, one rank after another; in each iteration the slowest rank's time by the fastest
 one's; whether a machine is built as the first one, 1 or 0."""
+_measured = partial(measured, METRICS)
 DOCUMENT_MODELS = ("resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d")
 NUM_CLASSES = 1000
 COMPARED = ("processor", "cores", "device", "topology", "versions")
@@ -78,7 +80,7 @@ class DdpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
                 f"{self.num_workers} workers do not fill machines of {self.workers_per_machine}.",
                 next_step="let --np be a multiple of --workers-per-machine.",
             )
-        if resolve(self.strategy)[0] == "parameter-server":
+        if needs_servers(self.strategy):
             raise UsageError(
                 "parameter-server needs servers beside the workers, and this sweep has none.",
                 next_step="shoal bench training --strategies parameter-server.",
@@ -92,7 +94,7 @@ class DdpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     @property
     def is_ddp(self) -> bool:
         """Whether torch's own wrapper is measured, and no strategy of Shoal's in its place."""
-        return resolve(self.strategy)[0] == "ddp"
+        return is_ddp(self.strategy)
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -109,22 +111,19 @@ class Stage(msgspec.Struct, frozen=True):
 
 def options_of(strategy: str, given: Mapping[str, str], bucket_size: int) -> dict[str, Any]:
     """All options of a strategy, its buckets of this size. UsageError for one that it doesn't have."""
-    name, implied = resolve(strategy)
-    foreign = [option for option in given if name == "ddp" and option not in OF_THE_WRAPPER]
+    foreign = [option for option in given if is_ddp(strategy) and option not in OF_THE_WRAPPER]
     if foreign:
         raise UsageError(
             f"Torch's wrapper, which is measured as it is, has no option {foreign[0]!r}.",
             next_step=f"one of {', '.join(OF_THE_WRAPPER)}; or take another strategy, as all-reduce.",
         )
     sized = {"bucket_mib": bucket_size} if has_buckets(strategy) else {}
-    read = read_options(OPTIONS[name], {**sized, **implied, **given}, strategy)
-    options: dict[str, Any] = msgspec.to_builtins(read)
-    return options
+    return all_options(strategy, {**sized, **given})
 
 
 def has_buckets(strategy: str) -> bool:
     """Whether a strategy shares gradients in buckets."""
-    return "bucket_mib" in OPTIONS[resolve(strategy)[0]].__struct_fields__
+    return has_option(strategy, "bucket_mib")
 
 
 def sweep(machines: Sequence[int]) -> list[Stage]:
@@ -227,12 +226,3 @@ def numbered(names: Sequence[Any]) -> list[int]:
     """Numbers in the place of names, in the order of their first appearance."""
     seen: dict[str, int] = {}
     return [seen.setdefault(str(name), len(seen)) for name in names]
-
-
-def _measured(
-    metric: str, key: Mapping[str, Any], samples: list[float] | None = None, error: str | None = None
-) -> Measured:
-    unit, direction = METRICS[metric]
-    return Measured(
-        key=dict(key), metric=metric, unit=unit, direction=direction, samples=samples or [], error=error
-    )

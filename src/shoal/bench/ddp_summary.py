@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from shoal.bench.ddp import ALIKE, SKEW, has_buckets
+from shoal.bench.document_figures import workers_text
 from shoal.report import Report, Row
 from shoal.report.pytorch import ALONE, SECONDS, to_document
 from shoal.report.statistics import PERCENTILES, percentiles
@@ -53,7 +54,7 @@ def summarize_ddp(report: Report) -> dict[str, Any]:
 def _headline(model: str, stages: dict[str, Any], report: Report) -> str:
     label, last = list(stages.items())[-1]
     seconds = last["sec_per_iter"]["p50"]
-    workers = f"{last['num_ranks']} worker{'' if last['num_ranks'] == 1 else 's'}"
+    workers = workers_text(last["num_ranks"])
     text = f"{model} takes {seconds:.3f} s an iteration on {workers} ({label})"
     if ALONE in stages and label != ALONE:
         share = 100 * stages[ALONE]["sec_per_iter"]["p50"] / seconds

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import time
+import itertools
 from typing import Any
 
 import msgspec
 import torch
-from torch import nn
 from torch.optim import SGD
 
 from shoal.bench.crew import Answers, Place
 from shoal.bench.ddp import NUM_CLASSES, DdpConfig
 from shoal.bench.environment import describe_machine
 from shoal.bench.seat import Backend, Seat, seat_of
+from shoal.bench.trainee import Trainee, make_contender, new_model
 from shoal.group.addresses import host_id
 from shoal.group.base import Group
 from shoal.group.solo import SoloGroup
-from shoal.models import ModelEntry, model_named
-from shoal.strategies import make_strategy
+from shoal.models import model_named
 from shoal.strategies.ddp import open_process_group, wrap
 from shoal.strategies.options import DDPOptions
 
@@ -37,34 +36,6 @@ def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -
         "warm_up": bench.warm_up,
         "measure": bench.measure,
     }
-
-
-class Trainee:
-    """One model with its optimizer and its only batch; `model` may get something wrapped around it."""
-
-    def __init__(self, entry: ModelEntry, batch_size: int, seed: int, device: torch.device) -> None:
-        torch.manual_seed(seed)
-        self.model: nn.Module = entry.build().to(device)
-        # the document's settings
-        self.optimizer = SGD(self.model.parameters(), lr=0.001, momentum=0.9, weight_decay=1e-4)
-        self._x = entry.random_batch(seed, batch_size)[0].to(device)
-        self._y = torch.ones(batch_size, dtype=torch.long, device=device)
-        self._loss = nn.CrossEntropyLoss()
-        self.device = device
-
-    def step_s(self) -> float:
-        """The seconds of one iteration: forward, loss, backward and the optimizer's step, all done."""
-        self.optimizer.zero_grad()
-        self._synchronize()
-        began_s = time.perf_counter()
-        self._loss(self.model(self._x), self._y).backward()
-        self.optimizer.step()
-        self._synchronize()
-        return time.perf_counter() - began_s
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 class Bench:
@@ -90,7 +61,7 @@ class Bench:
         """Iterate alone, for nobody to see."""
         trainee = self._trainee(model)
         for _ in range(_WARM_ITERATIONS):
-            trainee.step_s()
+            iteration_s(trainee)
 
     def measure(self, model: str, num_ranks: int, group_name: str | None) -> list[float]:
         """The seconds of each iteration, in a group of so many ranks, or with nothing around the model."""
@@ -103,9 +74,9 @@ class Bench:
             if group_name is not None:
                 self._share(group, trainee, stack)
             for _ in range(config.num_warmup):
-                trainee.step_s()
+                iteration_s(trainee)
             group.barrier().wait()
-            times_s = [trainee.step_s() for _ in range(config.num_iters)]
+            times_s = [iteration_s(trainee) for _ in range(config.num_iters)]
             group.barrier().wait()  # nobody takes apart what another still needs
             return times_s
 
@@ -113,7 +84,12 @@ class Bench:
         config = self._config
         entry = model_named(model).at(image_side=config.image_size, num_classes=NUM_CLASSES)
         device = self._seat.device(config.device)
-        return Trainee(entry, config.batch_size, config.seed + self._seat.rank, device)
+        seed = config.seed + self._seat.rank
+        network = new_model(entry, seed, device)
+        # the document's settings, and its labels
+        optimizer = SGD(network.parameters(), lr=0.001, momentum=0.9, weight_decay=1e-4)
+        x, y = (tensor.to(device) for tensor in entry.random_batch(seed, config.batch_size))
+        return Trainee(network, optimizer, itertools.repeat((x, torch.ones_like(y))), device)
 
     def _open_group(self, name: str, num_ranks: int) -> Group:
         config = self._config
@@ -138,5 +114,11 @@ class Bench:
             options = msgspec.convert(config.options, DDPOptions)
             trainee.model = wrap(trainee.model, options, should_start_equal=True)
         else:
-            strategy = make_strategy(group, config.strategy, **config.options)
+            strategy = make_contender(group, config.strategy, config.options)
             stack.enter_context(strategy.attach(trainee.model, trainee.optimizer, stays=True))
+
+
+def iteration_s(trainee: Trainee) -> float:
+    """The seconds of one iteration: forward, loss, backward and the optimizer's step, all done."""
+    trainee.optimizer.zero_grad()
+    return trainee.seconds_of(trainee.learn)

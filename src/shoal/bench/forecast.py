@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from shoal.bench.cost_model import Link, Network, Terms
-from shoal.bench.scaling import EFFICIENCY, SPEED, UNITS
+from shoal.bench.scaling import EFFICIENCY, METRICS, SPEED
 from shoal.report import Curve
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits
@@ -118,12 +118,13 @@ def forecast_curves(forecast: Forecast) -> list[Curve]:
             EFFICIENCY: [point.efficiency for point in lane.points],
         }
         for metric, along in values.items():
+            unit, direction = METRICS[metric]
             curves.append(
                 Curve(
                     key={"strategy": lane.strategy, "batch_size": lane.batch_size},
                     metric=metric,
-                    unit=UNITS.get(metric, ""),
-                    direction="higher",
+                    unit=unit,
+                    direction=direction,
                     starts=[{"num_workers": sizes, "value": along}],
                 )
             )

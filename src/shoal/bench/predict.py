@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shoal.bench.calibration import fit
+from shoal.bench.contenders import NONE
 from shoal.bench.cost_model import Link, Method, Network, Terms, Work, iteration_s
 from shoal.bench.forecast import (
     Check,
@@ -26,7 +27,7 @@ from shoal.bench.forecast import (
     forecast_result,
 )
 from shoal.bench.profile_links import shaped_network
-from shoal.bench.scaling import EFFICIENCY, NONE, SPEED, ScalingConfig
+from shoal.bench.scaling import EFFICIENCY, SPEED, ScalingConfig
 from shoal.bench.scaling_options import options_for
 from shoal.core import ReportError, UsageError
 from shoal.report import Report

@@ -10,23 +10,29 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from shoal.bench.contenders import NONE, needs_servers, sends_by_itself
 from shoal.bench.crew import Crew, CrewSettings, OpenCrew, Workers, one_line
+from shoal.bench.document_figures import device_word, workers_text
 from shoal.bench.frame import Measured, MeasuredCurve, RowKey, Tell
+from shoal.bench.metrics import Metrics, measured
 from shoal.core import BenchmarkError, UsageError
-from shoal.strategies.names import resolve
 
-NONE = "none"
 SPEED, WORKER_SPEED = "images_per_s", "images_per_s_per_worker"
 EFFICIENCY, FRACTION, CORES = "scaling_efficiency", "fraction_of_ceiling", "cores_per_worker"
-UNITS = {SPEED: "images/s", WORKER_SPEED: "images/s"}
-"""Of the metrics that have one; more is better of all of them."""
-_OWN_CHANNELS = ("ddp", "horovod")
-"""Strategies that send past their group, so that nothing of it can be shaped."""
+METRICS: Metrics = {
+    SPEED: ("images/s", "higher"),
+    WORKER_SPEED: ("images/s", "higher"),
+    EFFICIENCY: ("", "higher"),
+    FRACTION: ("", "higher"),
+    CORES: ("", "higher"),
+}
+_measured = partial(measured, METRICS)
 _ANSWER_S = 3600.0  # ten batches of a large model take one core many minutes
 
 
@@ -77,7 +83,7 @@ class ScalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 f"{max(self.num_workers)} workers are to be measured, and there are {self.crew_size}.",
                 next_step=f"give --np numbers up to {self.crew_size}.",
             )
-        if any(resolve(name)[0] == "parameter-server" for name in self.strategies):
+        if any(map(needs_servers, self.strategies)):
             raise UsageError(
                 "parameter-server needs servers beside its workers, and here are workers alone.",
                 next_step="measure it by `shoal bench training --strategies parameter-server`.",
@@ -105,8 +111,7 @@ class Point(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, strategy=strategy)
 
     def __str__(self) -> str:
-        plural = "worker" if self.num_workers == 1 else "workers"
-        return f"{self.strategy}, {self.num_workers} {plural}, batch {self.batch_size}"
+        return f"{self.strategy}, {workers_text(self.num_workers)}, batch {self.batch_size}"
 
 
 Speeds = list[float]
@@ -199,7 +204,7 @@ class ScalingScenario:
         return lane
 
     def _refusal(self, point: Point) -> str | None:
-        if self._config.profile is not None and resolve(point.strategy)[0] in _OWN_CHANNELS:
+        if self._config.profile is not None and sends_by_itself(point.strategy):
             return f"{point.strategy} sends by itself, so that no profile can slow it down."
         return None
 
@@ -265,23 +270,7 @@ def core_rows(machines: Sequence[Sequence[Any]], num_workers: Sequence[int]) -> 
         yield _measured(CORES, {"num_workers": count}, [sum(cores.values()) / count])
 
 
-def device_word(device: str) -> str:
-    """As BlueFog and Horovod count workers."""
-    return "GPU" if device == "cuda" else "CPU"
-
-
 def _speed_rows(point: Point, speeds: Sequence[Speeds], own_speed: float) -> Iterator[Measured]:
     totals = [sum(each) for each in speeds]
     yield _measured(SPEED, point.key, totals)
     yield _measured(EFFICIENCY, point.key, [total / (point.num_workers * own_speed) for total in totals])
-
-
-def _measured(metric: str, key: RowKey, samples: Sequence[float] = (), error: str | None = None) -> Measured:
-    return Measured(
-        key=key,
-        metric=metric,
-        unit=UNITS.get(metric, ""),
-        direction="higher",
-        samples=list(samples),
-        error=error,
-    )

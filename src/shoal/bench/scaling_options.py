@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from shoal.core import UsageError
+from shoal.bench.contenders import all_options, shares_of
 from shoal.strategies.names import resolve
-from shoal.strategies.options import OPTIONS, read_options
 
 if TYPE_CHECKING:
     from shoal.bench.scaling import ScalingConfig
@@ -20,20 +17,11 @@ _SMALLEST_INNER_OUTER = 3
 
 def given_options(strategies: Sequence[str], given: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """For each strategy those of the given options that it has; UsageError for one that none of them has."""
-    unknown = list(given)
     options = {}
-    for strategy in strategies:
-        kind = OPTIONS[resolve(strategy)[0]]
-        own = {name: text for name, text in given.items() if name in kind.__struct_fields__}
-        unknown = [name for name in unknown if name not in own]
-        read = msgspec.to_builtins(read_options(kind, own, strategy))
+    for strategy, own in shares_of(strategies, given).items():
+        read = all_options(strategy, own)
         if own:
             options[strategy] = {name: read[name] for name in own}
-    if unknown:
-        raise UsageError(
-            f"None of {', '.join(strategies)} has an option {unknown[0]!r}.",
-            next_step="`shoal run --help` names those of each strategy.",
-        )
     return options
 
 

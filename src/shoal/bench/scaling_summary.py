@@ -4,35 +4,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
-from shoal.bench.scaling import CORES, EFFICIENCY, FRACTION, NONE, SPEED, WORKER_SPEED, device_word
+from shoal.bench.contenders import NONE
+from shoal.bench.document_figures import Spread, device_word, workers_text
+from shoal.bench.scaling import CORES, EFFICIENCY, FRACTION, SPEED, WORKER_SPEED
 from shoal.report import Report, Row
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits
 from shoal.report.views import Items
 
-_DEVIATIONS = 1.96
-"""Of a normal distribution 95 % lie within so many on both sides."""
 _SHORT_S = 0.05
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """The mean of one figure, and how far most samples are from it."""
-
-    mean: float
-    error: float
-
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> Outcome:
-        """With the population's deviation, as BlueFog and Horovod have it."""
-        return cls(statistics.fmean(samples), _DEVIATIONS * statistics.pstdev(samples))
-
-    def __str__(self) -> str:
-        return f"{self.mean:.1f} +-{self.error:.1f}"
 
 
 class Figures:
@@ -116,7 +98,7 @@ def headline(report: Report) -> list[str]:
         efficiency = figures.mean(EFFICIENCY, strategy, batch_size, num_workers) or 0.0
         fraction = figures.mean(FRACTION, strategy, batch_size, num_workers) or 0.0
         lines.append(
-            f"Fastest with {_workers(num_workers)} at batch {batch_size}: {strategy}, {digits(speed)} "
+            f"Fastest with {workers_text(num_workers)} at batch {batch_size}: {strategy}, {digits(speed)} "
             f"images/s, {efficiency:.0%} of linear, {fraction:.0%} of the same workers sharing nothing."
         )
     return lines
@@ -164,8 +146,8 @@ def _document_lines(figures: Figures, point: tuple[str, int, int], config: dict[
         for rank in range(num_workers)
     ]
     lines += [f"Iter #{number}: {speed:.1f} img/sec per {word}" for number, speed in enumerate(by_rank[0])]
-    lines += [f"[{rank}] Img/sec per {word}: {Outcome.of(own)}" for rank, own in enumerate(by_rank)]
-    totals = Outcome.of(figures.samples(SPEED, strategy, batch_size, num_workers) or [math.nan])
+    lines += [f"[{rank}] Img/sec per {word}: {Spread.of(own)}" for rank, own in enumerate(by_rank)]
+    totals = Spread.of(figures.samples(SPEED, strategy, batch_size, num_workers) or [math.nan])
     return [*lines, f"Total img/sec on {num_workers} {word}(s): {totals}"]
 
 
@@ -184,7 +166,7 @@ def _table(figures: Figures, batch_size: int) -> Table:
         if samples is None:
             table.rows.append((strategy, str(num_workers), "failed", "-", "-", linear, "-", "-"))
             continue
-        total = Outcome.of(samples)
+        total = Spread.of(samples)
         ratios = [figures.mean(metric, strategy, batch, num_workers) for metric in (EFFICIENCY, FRACTION)]
         cells = (digits(total.mean), digits(total.error), digits(total.mean / num_workers), linear)
         shares = ("-" if ratio is None else f"{ratio:.1%}" for ratio in ratios)
@@ -223,7 +205,7 @@ def _failures(report: Report) -> list[str]:
         strategy = str(row.key.get("strategy", "start"))
         place = ""
         if "num_workers" in row.key:
-            place = f"{row.key['num_workers']} workers at batch {row.key['batch_size']}"
+            place = f"{workers_text(row.key['num_workers'])} at batch {row.key['batch_size']}"
         first_line = (row.error or "").partition("\n")[0]
         where.setdefault((strategy, first_line), []).append(place)
     lines = [
@@ -231,7 +213,3 @@ def _failures(report: Report) -> list[str]:
         for (strategy, error), places in where.items()
     ]
     return [*lines, ""] if lines else []
-
-
-def _workers(count: int) -> str:
-    return "1 worker" if count == 1 else f"{count} workers"

@@ -8,21 +8,17 @@ the samples say is `training_summary`'s, what a worker does `training_worker`'s.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
 
+from shoal.bench.contenders import NONE, is_free_running, needs_servers
 from shoal.bench.crew import Crew, CrewSettings, Helper, OpenCrew, Workers, one_line
 from shoal.bench.frame import Measured, Tell
 from shoal.bench.training_rows import METRICS, Blocks, Lane, lane_rows
 from shoal.core import BenchmarkError, UsageError
-from shoal.strategies.names import resolve
-from shoal.strategies.options import OPTIONS, WAITS_FOR_ALL, read_options
 
-NONE = "none"
-ASYNCHRONOUS = ("pair", "parameter-server", "push-sum", "window")
-"""Strategies under which nobody waits: with a slow worker the others do more iterations."""
 DEFAULT_STRATEGIES = ("all-reduce", "neighbor", "pair", "sma", "ddp")
 DEFAULT_WARMUP = 3
 _ANSWER_S = 900.0  # a block of a slow worker with a large model on a CPU
@@ -179,40 +175,3 @@ class TrainingScenario:
         lanes = {NONE: Lane(ceilings)} if ceilings else {}
         for name, lane in (lanes | self._lanes).items():
             yield from lane_rows(name, lane, self._config.batch_size)
-
-
-def needs_servers(strategy: str) -> bool:
-    """Whether there are processes beside the workers."""
-    return strategy != NONE and resolve(strategy)[0] == "parameter-server"
-
-
-def is_free_running(strategy: str, options: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether no worker waits for another, so that each has its own pace."""
-    if strategy == NONE:
-        return True
-    own = options.get(strategy, {})
-    has_rounds = any(own.get(name) for name in (*WAITS_FOR_ALL, "force_barrier"))
-    has_rounds = has_rounds or own.get("mode", "async") != "async"
-    return resolve(strategy)[0] in ASYNCHRONOUS and not has_rounds
-
-
-def options_of(strategies: Sequence[str], given: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """The options of each strategy: those given that it knows, what its name implies, and its defaults.
-
-    UsageError for an option that none of them knows.
-    """
-    known: dict[str, str] = {}
-    options = {}
-    for strategy in strategies:
-        name, implied = resolve(strategy)
-        kind = OPTIONS[name]
-        own = {option: text for option, text in given.items() if option in kind.__struct_fields__}
-        known |= own
-        options[strategy] = msgspec.to_builtins(read_options(kind, implied | own, strategy))
-    for option in given:
-        if option not in known:
-            raise UsageError(
-                f"None of {', '.join(strategies)} has an option {option!r}.",
-                next_step="`shoal run --help` names those of each strategy.",
-            )
-    return options

@@ -13,10 +13,11 @@ import msgspec
 import torch
 
 from shoal.bench.frame import Receive, RowKey, Version
+from shoal.bench.trainee import CPU, Trainee
 from shoal.bench.training import TrainingConfig
 from shoal.bench.training_roles import STRATEGY, Role
-from shoal.bench.training_rows import ITERATION, OWN_SPEED, measured
-from shoal.bench.training_worker import Trainee
+from shoal.bench.training_rows import ITERATION, OWN_SPEED, row
+from shoal.bench.training_worker import trainee_of
 from shoal.group import Group, init
 from shoal.strategies import ParameterServer
 
@@ -36,8 +37,8 @@ class WorkerByHand:
         times_s = train(self._role, msgspec.structs.replace(config, seed=arguments["seed"]), self._say)
         key: RowKey = {"strategy": STRATEGY, "rank": self._role.index}
         speeds = [config.batch_size / time_s for time_s in times_s]
-        for row in (measured(OWN_SPEED, key, speeds), measured(ITERATION, key, times_s)):
-            receive({"row": msgspec.to_builtins(row)})
+        for told in (row(OWN_SPEED, key, speeds), row(ITERATION, key, times_s)):
+            receive({"row": msgspec.to_builtins(told)})
 
 
 def train(role: Role, config: TrainingConfig, say: Say) -> list[float]:
@@ -46,7 +47,7 @@ def train(role: Role, config: TrainingConfig, say: Say) -> list[float]:
     say(f"Batch size: {config.batch_size}")
     say(f"Worker {role.index} of {role.num_workers}, servers: {role.num_servers}, met at {role.meeting}")
     with _taking(role) as group:
-        trainee = Trainee(config, role.index, torch.device(config.device))
+        trainee = trainee_of(config, role.index, torch.device(config.device))
         with _strategy(group, config).attach(trainee.model, trainee.optimizer):
             say("Running warmup...")
             warm_s = statistics.median(_timed(trainee, 0.0) for _ in range(config.num_warmup))
@@ -62,7 +63,7 @@ def train(role: Role, config: TrainingConfig, say: Say) -> list[float]:
 def serve(role: Role, config: TrainingConfig, say: Say) -> dict[str, Any]:
     """Hold parameters until the last worker has left; what the server has counted."""
     with _taking(role) as group:
-        trainee = Trainee(config, 0, torch.device("cpu"))
+        trainee = trainee_of(config, 0, CPU)
         strategy = _strategy(group, config)
         say(
             f"Server {role.index} of {role.num_servers}, for {role.num_workers} workers, met at "
@@ -90,4 +91,5 @@ def _timed(trainee: Trainee, sleep_s: float) -> float:
     if sleep_s:
         time.sleep(sleep_s)
     trainee.step()
+    trainee.synchronize()
     return time.perf_counter() - began_s

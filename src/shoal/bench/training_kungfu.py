@@ -6,7 +6,9 @@ from typing import Any
 
 import msgspec
 
-from shoal.bench.training_rows import OWN_SPEED, mean_and_error
+from shoal.bench.contenders import NONE
+from shoal.bench.document_figures import Spread
+from shoal.bench.training_rows import OWN_SPEED
 from shoal.core import UsageError
 from shoal.report import Report
 from shoal.strategies.names import resolve
@@ -57,10 +59,10 @@ def figure_lines(report: Report) -> list[str]:
         if row.metric != OWN_SPEED or row.key.get("rank") != 0 or not row.starts:
             continue
         strategy = str(row.key["strategy"])
-        if strategy != "none":
-            value, error = mean_and_error(row.samples)
+        if strategy != NONE:
+            speed = Spread.of(row.samples)
             facts = msgspec.json.encode(_facts(strategy, report.config)).decode()
-            lines.append(f"{_PREFIX} {value:f} +-{error:f} {facts}")
+            lines.append(f"{_PREFIX} {speed.mean:f} +-{speed.error:f} {facts}")
     return lines
 
 

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from shoal.bench.document_figures import Spread
 from shoal.bench.training import TrainingConfig
-from shoal.bench.training_rows import ITERATION, OWN_SPEED, mean_and_error
+from shoal.bench.training_rows import ITERATION, OWN_SPEED
 from shoal.core import Address, UsageError
 from shoal.report import Report
 from shoal.report.views import Items
@@ -81,7 +82,7 @@ def _addresses(flag: str, text: str) -> list[Address]:
 def summarize_worker(report: Report) -> dict[str, Any]:
     """The RESULT of one worker."""
     samples = {row.metric: row.samples for row in report.rows}
-    mean, error = mean_and_error(samples[OWN_SPEED])
+    speed = Spread.of(samples[OWN_SPEED])
     config = msgspec.convert(report.config, TrainingConfig)
     return {
         "strategy": STRATEGY,
@@ -91,15 +92,15 @@ def summarize_worker(report: Report) -> dict[str, Any]:
         "batch_size": config.batch_size,
         "rank": report.rows[0].key["rank"],
         "num_iterations": len(samples[ITERATION]),
-        "examples_per_s": round(mean, 1),
-        "error": round(error, 1),
+        "examples_per_s": round(speed.mean, 1),
+        "error": round(speed.error, 1),
     }
 
 
 def worker_items(report: Report) -> Items:
     """What is printed of one worker's report, in the document's words."""
-    mean, error = mean_and_error(next(row.samples for row in report.rows if row.metric == OWN_SPEED))
-    return [f"Img/sec per worker: {mean:.1f} +-{error:.1f}"]
+    speed = Spread.of(next(row.samples for row in report.rows if row.metric == OWN_SPEED))
+    return [f"Img/sec per worker: {speed}"]
 
 
 def config_of(

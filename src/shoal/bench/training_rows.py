@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Iterator
+from functools import partial
 
 import msgspec
 
 from shoal.bench.frame import Measured, RowKey
+from shoal.bench.metrics import Metrics, measured
 
 FRACTION, SPEED, OWN_SPEED = "fraction_of_ceiling", "examples_per_s", "examples_per_s_per_worker"
 ITERATION, OWN_FRACTION, WAITED = "seconds_per_iteration", "fraction_of_own_speed", "waited"
-METRICS: dict[str, tuple[str, Literal["higher", "lower"]]] = {
+METRICS: Metrics = {
     FRACTION: ("", "higher"),
     SPEED: ("1/s", "higher"),
     OWN_SPEED: ("1/s", "higher"),
@@ -23,7 +23,7 @@ METRICS: dict[str, tuple[str, Literal["higher", "lower"]]] = {
 """In the order in which a reader asks for them: ratios of neighbouring blocks; the speed of all workers
 together in a block, and of each; a worker's iterations; ratios of a worker's own speed; how long a worker
 waited for another in a block."""
-SIGMAS = 1.96
+row = partial(measured, METRICS)
 
 
 class Block(msgspec.Struct, frozen=True):
@@ -63,45 +63,30 @@ def lane_rows(name: str, lane: Lane, batch_size: int) -> Iterator[Measured]:
     """The figures of one strategy, or of the ceiling, which has nothing beside it."""
     key: RowKey = {"strategy": name}
     if lane.error is not None:
-        yield measured(SPEED, key, error=lane.error)
+        yield row(SPEED, key, error=lane.error)
         return
     speeds = [total_speed(blocks, batch_size) for blocks in lane.blocks]
     beside = [total_speed(blocks, batch_size) for blocks in lane.ceilings]
     if beside:
-        yield measured(FRACTION, key, [ours / theirs for ours, theirs in zip(speeds, beside, strict=True)])
-    yield measured(SPEED, key, speeds)
+        yield row(FRACTION, key, [ours / theirs for ours, theirs in zip(speeds, beside, strict=True)])
+    yield row(SPEED, key, speeds)
     num_workers = len(lane.blocks[0])
     has_waits = any(any(block.waited_s) for blocks in lane.blocks for block in blocks)
     for rank in range(num_workers):
         own = [blocks[rank] for blocks in lane.blocks]
         by_rank: RowKey = {**key, "rank": rank}
-        yield measured(OWN_SPEED, by_rank, [block.examples_per_s(batch_size) for block in own])
-        yield measured(ITERATION, by_rank, [time_s for block in own for time_s in block.times_s])
+        yield row(OWN_SPEED, by_rank, [block.examples_per_s(batch_size) for block in own])
+        yield row(ITERATION, by_rank, [time_s for block in own for time_s in block.times_s])
         if lane.evens:
             pairs = zip(own, (blocks[rank] for blocks in lane.evens), strict=True)
             fractions = [ours.examples_per_s(1) / theirs.examples_per_s(1) for ours, theirs in pairs]
-            yield measured(OWN_FRACTION, by_rank, fractions)
+            yield row(OWN_FRACTION, by_rank, fractions)
         for other in range(num_workers) if has_waits else ():
             if other != rank:
                 waits_s = [block.waited_s[other] for block in own]
-                yield measured(WAITED, {**by_rank, "waited_for": other}, waits_s)
+                yield row(WAITED, {**by_rank, "waited_for": other}, waits_s)
 
 
 def total_speed(blocks: Blocks, batch_size: int) -> float:
     """Examples a second of all workers together."""
     return sum(block.examples_per_s(batch_size) for block in blocks)
-
-
-def mean_and_error(samples: Sequence[float]) -> tuple[float, float]:
-    """The mean, and 1.96 population deviations, as the documents print them."""
-    return statistics.fmean(samples), SIGMAS * statistics.pstdev(samples)
-
-
-def measured(
-    metric: str, key: RowKey, samples: list[float] | None = None, error: str | None = None
-) -> Measured:
-    """A row of one of METRICS."""
-    unit, direction = METRICS[metric]
-    return Measured(
-        key=key, metric=metric, unit=unit, direction=direction, samples=samples or [], error=error
-    )

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from shoal.bench.blocks import median_interval, slowest_by_times, slowest_by_waits
-from shoal.bench.training import NONE, is_free_running
+from shoal.bench.contenders import NONE, is_free_running
+from shoal.bench.document_figures import Spread
 from shoal.bench.training_rows import (
     FRACTION,
     ITERATION,
@@ -18,7 +19,6 @@ from shoal.bench.training_rows import (
     OWN_SPEED,
     SPEED,
     WAITED,
-    mean_and_error,
 )
 from shoal.report import Report, Row
 from shoal.report.statistics import PERCENTILES, percentiles
@@ -153,4 +153,5 @@ def _median(row: Row) -> float:
 
 
 def _rounded(row: Row) -> list[float]:
-    return [round(value, 1) for value in mean_and_error(row.samples)]
+    speed = Spread.of(row.samples)
+    return [round(speed.mean, 1), round(speed.error, 1)]

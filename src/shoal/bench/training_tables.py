@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 
-from shoal.bench.training import is_free_running
+from shoal.bench.contenders import is_free_running
+from shoal.bench.document_figures import Spread, workers_text
 from shoal.bench.training_kungfu import becomes_text, figure_lines
-from shoal.bench.training_rows import FRACTION, ITERATION, OWN_FRACTION, OWN_SPEED, SPEED, mean_and_error
+from shoal.bench.training_rows import FRACTION, ITERATION, OWN_FRACTION, OWN_SPEED, SPEED
 from shoal.bench.training_summary import (
     Waits,
     by_rank,
@@ -53,9 +54,9 @@ def training_items(report: Report) -> Items:
 def title_of(report: Report) -> str:
     """What was trained, by how many, on what."""
     config = report.config
-    side, num_workers = config.get("image_size"), config.get("num_workers")
+    side = config.get("image_size")
     images = f" of {side}×{side} images" if side else ""
-    workers = f"{num_workers} worker{'' if num_workers == 1 else 's'}"
+    workers = workers_text(config.get("num_workers"))
     where = " on GPUs" if config.get("device") == "cuda" else ""
     return f"{config.get('model')}{images}, {workers}{where}, batch {config.get('batch_size')} each"
 
@@ -151,5 +152,5 @@ def _ranks(by_name: dict[str, dict[int, Row]] | dict[str, dict[int, None]]) -> l
 
 
 def _plus_minus(row: Row) -> str:
-    mean, error = mean_and_error(row.samples)
-    return f"{mean:,.1f} ± {error:,.1f}"
+    speed = Spread.of(row.samples)
+    return f"{speed.mean:,.1f} ± {speed.error:,.1f}"

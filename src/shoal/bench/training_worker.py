@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import torch
-from torch import nn
-from torch.optim import SGD
 
 from shoal.bench.children import Parent
+from shoal.bench.contenders import NONE, needs_servers
 from shoal.bench.crew import Answers, Place
 from shoal.bench.seat import Seat, seat_of
-from shoal.bench.training import NONE, ServerRole, TrainingConfig, needs_servers
+from shoal.bench.trainee import CPU, Recipe, Trainee, make_contender, usual_backend
+from shoal.bench.training import ServerRole, TrainingConfig
 from shoal.group.base import Group
 from shoal.models import model_named
-from shoal.strategies import make_strategy
-
-_NUM_BATCHES = 4
 
 
 def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
@@ -39,42 +34,22 @@ def serve_parameters(arguments: dict[str, Any], parent: Parent) -> None:
     role = msgspec.convert(arguments["arguments"], ServerRole)
     config = role.config
     with seat.open_as_server(role.strategy, config.num_servers, role.server) as group:
-        trainee = Trainee(config, 0, torch.device("cpu"))
-        made = make_strategy(group, role.strategy, **config.options.get(role.strategy, {}))
+        trainee = trainee_of(config, 0, CPU)
+        made = make_contender(group, role.strategy, config.options.get(role.strategy, {}))
         with contextlib.suppress(SystemExit):
             made.attach(trainee.model, trainee.optimizer)
 
 
-class Trainee:
-    """One model with its optimizer and its batches; `step` is the user's own loop."""
-
-    def __init__(self, config: TrainingConfig, rank: int, device: torch.device) -> None:
-        entry = model_named(config.model).at(config.image_size)
-        torch.manual_seed(config.seed)
-        self._device = device
-        self.model = entry.build().to(device)
-        self.optimizer = SGD(self.model.parameters(), lr=config.learning_rate, momentum=config.momentum)
-        seeds = range(rank * _NUM_BATCHES, (rank + 1) * _NUM_BATCHES)
-        batches = [entry.random_batch(config.seed + seed, config.batch_size) for seed in seeds]
-        self._batches: Iterator[tuple[torch.Tensor, torch.Tensor]] = itertools.cycle(
-            [(x.to(device), y.to(device)) for x, y in batches]
-        )
-        self._loss = nn.CrossEntropyLoss()
-        self.group: Group | None = None
-
-    def step(self) -> None:
-        """One iteration, until the device has done it."""
-        x, y = next(self._batches)
-        self.optimizer.zero_grad()
-        self._loss(self.model(x), y).backward()
-        self.optimizer.step()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-    @property
-    def waited_s(self) -> list[float]:
-        """Seconds that this worker has waited for each rank."""
-        return list(self.group.waited_s) if self.group is not None else []
+def trainee_of(config: TrainingConfig, rank: int, device: torch.device) -> Trainee:
+    """What one worker trains."""
+    recipe = Recipe(
+        entry=model_named(config.model).at(config.image_size),
+        batch_size=config.batch_size,
+        learning_rate=config.learning_rate,
+        momentum=config.momentum,
+        seed=config.seed,
+    )
+    return recipe.trainee(rank, device)
 
 
 class School:
@@ -86,24 +61,24 @@ class School:
         self._stack = stack
         self._device = seat.device(config.device)
         self._trainees: dict[str, Trainee] = {}
+        self._groups: dict[str, Group] = {}
 
     def attach(self, strategy: str) -> None:
         """Make a model, and attach the strategy to it; `none` attaches nothing."""
-        trainee = self._trainees[strategy] = Trainee(self._config, self._seat.rank, self._device)
+        trainee = self._trainees[strategy] = trainee_of(self._config, self._seat.rank, self._device)
         if strategy == NONE:
             return
         # a group for each strategy: who waits for whom is counted apart, and each may leave its own
         if needs_servers(strategy):
             opened = self._seat.open_with_servers(strategy, self._config.num_servers)
         else:
-            is_on_gpus = self._device.type == "cuda" and self._seat.size > 1
             opened = self._seat.open_group(
                 strategy,
                 workers_per_machine=self._config.workers_per_machine,
-                backend="nccl" if is_on_gpus else None,
+                backend=usual_backend(self._device, self._seat.size),
             )
-        trainee.group = self._stack.enter_context(opened)
-        made = make_strategy(trainee.group, strategy, **self._config.options.get(strategy, {}))
+        group = self._groups[strategy] = self._stack.enter_context(opened)
+        made = make_contender(group, strategy, self._config.options.get(strategy, {}))
         self._stack.enter_context(made.attach(trainee.model, trainee.optimizer))
 
     def block(
@@ -112,15 +87,21 @@ class School:
         """Iterate so often, or else for so long; the time of each iteration, and the waits of the block."""
         trainee = self._trainees[strategy]
         sleep_s = sleep_s if self._seat.rank == self._config.slow_rank else 0.0
-        waited_s = trainee.waited_s
+        waited_s = self._waited_s(strategy)
         times_s: list[float] = []
         began_s = last_s = time.perf_counter()
         while len(times_s) < iterations if iterations is not None else last_s - began_s < seconds:
             if sleep_s:
                 time.sleep(sleep_s)
             trainee.step()
+            trainee.synchronize()
             now_s = time.perf_counter()
             times_s.append(now_s - last_s)
             last_s = now_s
-        waits_s = [after - before for before, after in zip(waited_s, trainee.waited_s, strict=True)]
+        waits_s = [after - before for before, after in zip(waited_s, self._waited_s(strategy), strict=True)]
         return {"times_s": times_s, "waited_s": waits_s}
+
+    def _waited_s(self, strategy: str) -> list[float]:
+        """Seconds that this worker has waited for each rank."""
+        group = self._groups.get(strategy)
+        return [] if group is None else list(group.waited_s)

@@ -19,18 +19,8 @@ from shoal.cli.bench_common import (
     run_and_tell,
     run_settings,
 )
-from shoal.cli.bench_hosts import (
-    Hostfile,
-    Hosts,
-    NetworkInterface,
-    RemoteCwd,
-    RemotePython,
-    SshOption,
-    SshPort,
-    SshUser,
-    where_of,
-    workers_of,
-)
+from shoal.cli.bench_hosts import where_of, with_hosts, workers_of
+from shoal.cli.bench_trained import NumServers, WorkersPerMachine
 from shoal.core import UsageError
 
 Task = Literal["digits", "mnist"]
@@ -42,6 +32,7 @@ NUM_EVALUATIONS = 10
 SPLITS = "iid,dirichlet:0.1"
 
 
+@with_hosts(before="seed")
 def accuracy(
     context: typer.Context,
     task: Annotated[Task, typer.Option(help="What is learned.")] = "digits",
@@ -91,23 +82,11 @@ def accuracy(
     ] = "both",
     global_average_every: Annotated[int, typer.Option(min=1, help="Steps, for the trick 'average'.")] = 16,
     target_accuracy: Annotated[float, typer.Option(help="Seconds and bytes are counted to it.")] = 0.95,
-    workers_per_machine: Annotated[
-        int | None, typer.Option(min=1, help="Split this machine into several, for 'hierarchical'.")
-    ] = None,
-    num_servers: Annotated[
-        int, typer.Option(min=1, help="Processes beside the workers, for 'parameter-server'.")
-    ] = 1,
+    workers_per_machine: WorkersPerMachine = None,
+    num_servers: NumServers = 1,
     data_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Has the files of MNIST.", show_default=False)
     ] = None,
-    hosts: Hosts = None,
-    hostfile: Hostfile = None,
-    ssh_port: SshPort = None,
-    ssh_user: SshUser = None,
-    ssh_option: SshOption = None,
-    remote_python: RemotePython = None,
-    remote_cwd: RemoteCwd = None,
-    network_interface: NetworkInterface = None,
     seed: Seed = 0,
     short: Quickly = False,
     against: Against = None,
@@ -141,7 +120,7 @@ def accuracy(
         )
         contenders = trick_contenders(tricks)
     else:
-        common = assignments(option or [])
+        common = assignments(option)
         common |= {} if topology is None else {"topology": topology}
         common |= {} if order == "both" else {"order": order}
         contenders = strategy_contenders(listed(strategies), common)

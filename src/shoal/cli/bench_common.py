@@ -65,10 +65,10 @@ def numbers(option: str, text: str) -> list[int]:
         raise UsageError(f"{option} {text} is no list of numbers.", next_step=f"say {option} 2,4.") from None
 
 
-def assignments(texts: list[str]) -> dict[str, str]:
+def assignments(texts: list[str] | None) -> dict[str, str]:
     """`name=value` each; hyphens in names are underscores."""
     given = {}
-    for text in texts:
+    for text in texts or ():
         name, is_there, value = text.partition("=")
         if not is_there or not name:
             raise UsageError(f"--option {text} sets nothing.", next_step="say --option NAME=VALUE.")

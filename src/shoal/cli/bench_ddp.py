@@ -20,26 +20,15 @@ from shoal.cli.bench_common import (
     run_and_tell,
     run_settings,
 )
-from shoal.cli.bench_hosts import (
-    Hostfile,
-    Hosts,
-    NetworkInterface,
-    RemoteCwd,
-    RemotePython,
-    SshOption,
-    SshPort,
-    SshUser,
-    launched_size,
-    where_of,
-    workers_of,
-)
+from shoal.cli.bench_hosts import is_on_hosts, launched_size, where_of, with_hosts, workers_of
+from shoal.cli.bench_trained import CPU_SIDE, Device, device_of, num_gpus
 from shoal.core import UsageError
 
 if TYPE_CHECKING:
     from shoal.bench.ddp import DdpConfig
 
 DEFAULT_WORKERS = 2
-_DRIVER_ANSWER_S = 30.0
+_GPU_SIDE = 224
 _VARIABLES = {
     "rank": "RANK",
     "world_size": "WORLD_SIZE",
@@ -48,6 +37,7 @@ _VARIABLES = {
 }
 
 
+@with_hosts(before="starts")
 def ddp(
     context: typer.Context,
     model: Annotated[
@@ -82,10 +72,7 @@ def ddp(
         Literal["nccl", "gloo"] | None,
         typer.Option(help="Of the measured groups.", show_default="nccl on GPUs, gloo for ddp else"),
     ] = None,
-    device: Annotated[
-        Literal["cpu", "cuda"] | None,
-        typer.Option(help="What workers compute on.", show_default="cuda where there is one"),
-    ] = None,
+    device: Device = None,
     world_size: Annotated[
         int | None, typer.Option(min=1, help="Processes, of which this is one: started by hand, one a rank.")
     ] = None,
@@ -94,14 +81,6 @@ def ddp(
     master_port: Annotated[
         int | None, typer.Option(min=1, max=65535, metavar="PORT", help="Where they meet there.")
     ] = None,
-    hosts: Hosts = None,
-    hostfile: Hostfile = None,
-    ssh_port: SshPort = None,
-    ssh_user: SshUser = None,
-    ssh_option: SshOption = None,
-    remote_python: RemotePython = None,
-    remote_cwd: RemoteCwd = None,
-    network_interface: NetworkInterface = None,
     starts: OneStart = 1,
     seed: Seed = 0,
     against: Against = None,
@@ -146,34 +125,27 @@ def take_part(flags: Mapping[str, Any]) -> None:
 
 def config_of(flags: Mapping[str, Any]) -> DdpConfig:
     """What the flags say, and the document's defaults on this device."""
+    from shoal.bench.contenders import is_ddp
     from shoal.bench.ddp import DOCUMENT_MODELS, Backend, DdpConfig, options_of
-    from shoal.bench.experts_config import default_device
-    from shoal.bench.machine import gpus, torch_build
+    from shoal.bench.machine import torch_build
     from shoal.models import model_named
-    from shoal.strategies.names import resolve
 
-    is_gpu = (flags["device"] or default_device()) == "cuda"
+    device = device_of(flags["device"], is_here=not is_on_hosts(flags))
+    is_gpu = device == "cuda"
     build = torch_build()
-    if is_gpu and not build.startswith("CUDA"):
-        raise UsageError(
-            "There is no GPU for --device cuda.",
-            cause="torch is a build without CUDA.",
-            next_step="use --device cpu, or see what `shoal doctor` says.",
-        )
-    num_here = len(gpus(_DRIVER_ANSWER_S).found) if is_gpu else 0
+    num_here = num_gpus() if is_gpu else 0
     size = workers_of(flags["num_workers"], flags, flags["world_size"] or num_here or DEFAULT_WORKERS)
-    is_here = launched_size() is None and flags["hosts"] is None and flags["hostfile"] is None
-    if is_gpu and is_here and size > num_here:
+    is_elsewhere = launched_size() is not None or is_on_hosts(flags)
+    if is_gpu and not is_elsewhere and size > num_here:
         raise UsageError(
             f"{size} workers want a GPU each, and this machine has {num_here}.",
             next_step="take fewer workers, or --device cpu.",
         )
     models = listed(flags["model"]) if flags["model"] else DOCUMENT_MODELS if is_gpu else ("resnet18",)
-    image_size = flags["image_size"] or (224 if is_gpu else 32)
+    image_size = flags["image_size"] or (_GPU_SIDE if is_gpu else CPU_SIDE)
     named = tuple(dict.fromkeys(model_named(name).at(image_side=image_size).name for name in models))
-    is_ddp = resolve(flags["strategy"])[0] == "ddp"
-    usual: Backend = "nccl" if is_gpu else "gloo" if is_ddp else "shoal"
-    given = assignments(flags["option"] or [])
+    strategy = "ddp" if is_ddp(flags["strategy"]) else flags["strategy"]
+    usual: Backend = "nccl" if is_gpu else "gloo" if strategy == "ddp" else "shoal"
     return DdpConfig(
         models=named,
         batch_size=flags["batch_size"],
@@ -182,11 +154,11 @@ def config_of(flags: Mapping[str, Any]) -> DdpConfig:
         num_iters=flags["num_iters"],
         bucket_size=flags["bucket_size"],
         distributed_backend=flags["distributed_backend"] or usual,
-        strategy=resolve(flags["strategy"])[0] if is_ddp else flags["strategy"],
-        options=options_of(flags["strategy"], given, flags["bucket_size"]),
+        strategy=strategy,
+        options=options_of(strategy, assignments(flags["option"]), flags["bucket_size"]),
         num_workers=size,
         workers_per_machine=flags["workers_per_machine"],
-        device="cuda" if is_gpu else "cpu",
+        device=device,
         cuda_version=build.removeprefix("CUDA ") if build.startswith("CUDA ") else None,
         seed=flags["seed"],
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,11 +36,55 @@ NetworkInterface = Annotated[
     str | None, typer.Option(metavar="NAME", help="Through which machines talk, as eth0.")
 ]
 
+FLAGS: dict[str, Any] = {
+    "hosts": Hosts,
+    "hostfile": Hostfile,
+    "ssh_port": SshPort,
+    "ssh_user": SshUser,
+    "ssh_option": SshOption,
+    "remote_python": RemotePython,
+    "remote_cwd": RemoteCwd,
+    "network_interface": NetworkInterface,
+}
+Command = Callable[..., None]
+_KIND = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def with_hosts(*, before: str) -> Callable[[Command], Command]:
+    """Give a command the flags for hosts, in front of its own parameter `before`.
+
+    They are in the context's `params`, as `where_of` and the others take them, and not arguments.
+    """
+
+    def extend(command: Command) -> Command:
+        @functools.wraps(command)
+        def extended(**named: Any) -> None:
+            command(**{name: value for name, value in named.items() if name not in FLAGS})
+
+        own = inspect.signature(command, eval_str=True).parameters
+        flags = [
+            inspect.Parameter(name, _KIND, default=None, annotation=kind) for name, kind in FLAGS.items()
+        ]
+        place = list(own).index(before)
+        parameters = [*own.values()]
+        parameters[place:place] = flags
+        # typer takes types from the annotations, and all else from the signature
+        extended.__annotations__ = {each.name: each.annotation for each in parameters}
+        extended.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return extended
+
+    return extend
+
 
 def launched_size() -> int | None:
     """How many processes a launcher has started of this one's kind; None when it is alone."""
     size = Placement.from_environment().size
     return size if size > 1 else None
+
+
+def is_on_hosts(flags: Mapping[str, Any]) -> bool:
+    """Whether hosts were named."""
+    return not (flags["hosts"] is flags["hostfile"] is None)
 
 
 def workers_of(num_workers: int | None, flags: Mapping[str, Any], default: int) -> int:

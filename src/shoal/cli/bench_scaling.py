@@ -23,30 +23,19 @@ from shoal.cli.bench_common import (
     run_and_tell,
     run_settings,
 )
-from shoal.cli.bench_hosts import (
-    Hostfile,
-    Hosts,
-    NetworkInterface,
-    RemoteCwd,
-    RemotePython,
-    SshOption,
-    SshPort,
-    SshUser,
-    launched_size,
-    mates_of,
-    where_of,
-    workers_of,
-)
+from shoal.cli.bench_hosts import is_on_hosts, launched_size, mates_of, where_of, with_hosts, workers_of
+from shoal.cli.bench_trained import Device, NoCuda, StrategyOption, device_of, entry_of
 from shoal.core import UsageError
 from shoal.core.placement import num_cores
 from shoal.report import DEFAULT_FOLDER
 from shoal.report.tables import emit, result_line, show
 
 STRATEGIES = "neighbor,hierarchical,all-reduce"
-_CPU_MODEL, _CPU_IMAGE_SIZE = "resnet18", 32
-"""On a CPU one step of the document's model with its images takes minutes."""
+MODELS = {"cpu": "resnet18", "cuda": "resnet50"}
+"""On a CPU one step of the document's model takes minutes."""
 
 
+@with_hosts(before="starts")
 def scaling(
     context: typer.Context,
     strategies: Annotated[
@@ -98,14 +87,9 @@ def scaling(
         bool,
         typer.Option("--disable-dynamic-topology", help="All neighbours in every round, not one in turn."),
     ] = False,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Of the strategies that have it; may be given often."),
-    ] = None,
-    device: Annotated[
-        Literal["cpu", "cuda"] | None, typer.Option(help="Where.", show_default="cuda where there is one")
-    ] = None,
-    no_cuda: Annotated[bool, typer.Option("--no-cuda", help="The same as --device cpu.")] = False,
+    option: StrategyOption = None,
+    device: Device = None,
+    no_cuda: NoCuda = False,
     profile: Annotated[
         str | None,
         typer.Option(help="Make links as slow as those of a network: a preset's name or a TOML file."),
@@ -127,14 +111,6 @@ def scaling(
             "--predict-published", help="Check the cost model by BlueFog's published figures, and no more."
         ),
     ] = False,
-    hosts: Hosts = None,
-    hostfile: Hostfile = None,
-    ssh_port: SshPort = None,
-    ssh_user: SshUser = None,
-    ssh_option: SshOption = None,
-    remote_python: RemotePython = None,
-    remote_cwd: RemoteCwd = None,
-    network_interface: NetworkInterface = None,
     starts: OneStart = 1,
     seed: Seed = 0,
     short: Quickly = False,
@@ -156,17 +132,20 @@ def scaling(
         from shoal.transport import Profile
 
         Profile.load(profile)  # complains before anything is started
-    is_on_hosts = hosts is not None or hostfile is not None
-    device = _device(device, no_cuda=no_cuda, is_here=not is_on_hosts)
+    is_elsewhere = is_on_hosts(context.params)
+    device = device_of(device, no_cuda=no_cuda, is_here=not is_elsewhere)
+    entry = entry_of(model or MODELS[device], image_size, device, num_classes)
     config = ScalingConfig(
-        **_model(model, image_size, num_classes, device),
+        model=entry.name,
+        image_size=entry.image_side,
+        num_classes=entry.num_classes,
         batch_sizes=tuple(dict.fromkeys(numbers("--batch-size", batch_size))),
         num_workers=counts,
         crew_size=size,
         workers_per_machine=workers_per_machine,
         workers_on_machine=mates_of(context.params),
         strategies=chosen,
-        options=given_options(chosen, assignments(option or [])),
+        options=given_options(chosen, assignments(option)),
         is_dynamic=not disable_dynamic_topology,
         is_adapt_then_combine=atc_style,
         num_warmup_batches=(1 if short else 10) if num_warmup_batches is None else num_warmup_batches,
@@ -174,7 +153,7 @@ def scaling(
         num_iters=num_iters or (3 if short else 10),
         device=device,
         profile=profile,
-        between=between or ("machines" if workers_per_machine or is_on_hosts else "workers"),
+        between=between or ("machines" if workers_per_machine or is_elsewhere else "workers"),
         trace_folder=str(Path(DEFAULT_FOLDER).absolute()) if profiler else None,
         should_predict=predict,
         seed=seed,
@@ -187,22 +166,13 @@ def scaling(
 
 def contenders(strategies: str | None, dist_optimizer: str | None) -> tuple[str, ...]:
     """What is measured beside 'none'; UsageError where that is nothing, or nothing that there is."""
-    from shoal.strategies.names import resolve
+    from shoal.bench.contenders import beside_none
 
     if strategies is not None and dist_optimizer is not None:
         raise UsageError(
             "--dist-optimizer names one strategy, and --strategies several.", next_step="give one of both."
         )
-    named = listed(dist_optimizer or strategies or STRATEGIES)
-    chosen = tuple(name for name in dict.fromkeys(named) if name != "none")
-    if not chosen:
-        raise UsageError(
-            "There is no strategy to measure beside 'none'.",
-            next_step="name one, for example --strategies all-reduce.",
-        )
-    for name in chosen:
-        resolve(name)
-    return chosen
+    return beside_none(listed(dist_optimizer or strategies or STRATEGIES))
 
 
 def worker_counts(
@@ -230,33 +200,6 @@ def doubling(last: int) -> tuple[int, ...]:
     while counts[-1] * 2 < last:
         counts.append(counts[-1] * 2)
     return tuple(dict.fromkeys((*counts, last)))
-
-
-def _device(device: Literal["cpu", "cuda"] | None, *, no_cuda: bool, is_here: bool) -> Literal["cpu", "cuda"]:
-    from shoal.bench.experts_config import default_device
-
-    if no_cuda and device == "cuda":
-        raise UsageError("--no-cuda forbids --device cuda.", next_step="leave one of both out.")
-    if no_cuda or device == "cpu":
-        return "cpu"
-    has_gpu = default_device() == "cuda"
-    if device == "cuda" and is_here and not has_gpu:
-        raise UsageError(
-            "There is no GPU for --device cuda.",
-            cause="torch is a build without CUDA, or the driver tells of no GPU.",
-            next_step="use --device cpu, or see what `shoal doctor` says.",
-        )
-    return "cuda" if has_gpu or device == "cuda" else "cpu"
-
-
-def _model(name: str | None, image_size: int | None, num_classes: int | None, device: str) -> dict[str, Any]:
-    from shoal.models.registry import model_named
-
-    is_cpu = device == "cpu"
-    entry = model_named(name or (_CPU_MODEL if is_cpu else "resnet50"))
-    side = image_size or (min(_CPU_IMAGE_SIZE, entry.image_side) if is_cpu else entry.image_side)
-    entry = entry.at(side, num_classes)
-    return {"model": entry.name, "image_size": entry.image_side, "num_classes": entry.num_classes}
 
 
 def _tell_published() -> None:

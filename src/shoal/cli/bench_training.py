@@ -6,7 +6,7 @@ import datetime
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import typer
@@ -26,6 +26,16 @@ from shoal.cli.bench_common import (
     run_and_tell,
     run_settings,
 )
+from shoal.cli.bench_trained import (
+    DeviceKind,
+    NoCuda,
+    NumServers,
+    StrategyOption,
+    WorkersPerMachine,
+    device_of,
+    entry_of,
+    num_gpus,
+)
 from shoal.core import UsageError
 from shoal.report import DEFAULT_FOLDER, default_path
 from shoal.report.tables import emit, result_line
@@ -35,11 +45,8 @@ if TYPE_CHECKING:
     from shoal.bench.training import TrainingConfig
     from shoal.bench.training_roles import Role
 
-_CPU_SIDE = 32
-"""Of images on a CPU, unless it is said otherwise: an iteration of 224×224 ones takes many seconds there."""
-_DRIVER_ANSWER_S = 30.0
 
-
+@there.with_hosts(before="starts")
 def training(
     context: typer.Context,
     model: flags.Model = "mlp",
@@ -48,12 +55,12 @@ def training(
     kungfu: flags.KungFu = None,
     no_ddp: flags.NoDdp = False,
     num_workers: flags.NumWorkers = None,
-    option: flags.StrategyOption = None,
-    workers_per_machine: flags.WorkersPerMachine = None,
-    num_servers: flags.NumServers = 1,
+    option: StrategyOption = None,
+    workers_per_machine: WorkersPerMachine = None,
+    num_servers: NumServers = 1,
     batch_size: flags.BatchSize = None,
     device: flags.Device = None,
-    no_cuda: flags.NoCuda = False,
+    no_cuda: NoCuda = False,
     fuse: flags.Fuse = False,
     num_warmup: flags.NumWarmup = None,
     pairs: flags.Pairs = None,
@@ -64,14 +71,6 @@ def training(
     worker_hosts: flags.WorkerHosts = None,
     job_name: flags.JobName = None,
     task_index: flags.TaskIndex = 0,
-    hosts: there.Hosts = None,
-    hostfile: there.Hostfile = None,
-    ssh_port: there.SshPort = None,
-    ssh_user: there.SshUser = None,
-    ssh_option: there.SshOption = None,
-    remote_python: there.RemotePython = None,
-    remote_cwd: there.RemoteCwd = None,
-    network_interface: there.NetworkInterface = None,
     starts: OneStart = 1,
     seed: Seed = 0,
     short: Quickly = False,
@@ -101,30 +100,24 @@ def training(
 
 def contenders(named: tuple[str, ...], *, with_ddp: bool) -> tuple[str, ...]:
     """What is measured beside 'none': each that was named once, and the baseline in the same run."""
-    chosen = [name for name in dict.fromkeys(named) if name != "none"]
-    is_ddp = [resolve(name)[0] == "ddp" for name in chosen]
-    if not with_ddp:
-        chosen = [name for name, is_one in zip(chosen, is_ddp, strict=True) if not is_one]
-    if not chosen:
-        raise UsageError(
-            "There is no strategy to measure beside 'none'.",
-            next_step="name one, for example --strategies all-reduce.",
-        )
-    return tuple(chosen) if any(is_ddp) or not with_ddp else (*chosen, "ddp")
+    from shoal.bench.contenders import beside_none, is_ddp
+
+    chosen = beside_none(named if with_ddp else [name for name in named if not is_ddp(name)])
+    return chosen if any(map(is_ddp, chosen)) or not with_ddp else (*chosen, "ddp")
 
 
 def _config(given: dict[str, Any], num_workers: int) -> TrainingConfig:
-    from shoal.bench.training import options_of
+    from shoal.bench.contenders import options_of
     from shoal.bench.training_kungfu import optimizer_named
 
     is_short = given["short"]
-    is_elsewhere = there.launched_size() is not None or not (given["hosts"] is given["hostfile"] is None)
+    is_elsewhere = there.launched_size() is not None or there.is_on_hosts(given)
     device = _device(given, None if is_elsewhere else num_workers)
     chosen = _chosen(given, device)
     return msgspec.structs.replace(
         _common(given, device),
         strategies=chosen,
-        options=options_of(chosen, assignments(given["option"] or [])),
+        options=options_of(chosen, assignments(given["option"])),
         num_workers=num_workers,
         workers_per_machine=given["workers_per_machine"],
         num_servers=given["num_servers"],
@@ -136,21 +129,14 @@ def _config(given: dict[str, Any], num_workers: int) -> TrainingConfig:
     )
 
 
-def _common(
-    given: dict[str, Any], device: Literal["cpu", "cuda"], usual_batch_size: int | None = None
-) -> TrainingConfig:
+def _common(given: dict[str, Any], device: DeviceKind, usual_batch_size: int | None = None) -> TrainingConfig:
     """What workers train, whoever starts them."""
     from shoal.bench.training import DEFAULT_WARMUP, TrainingConfig
-    from shoal.models import model_named
 
-    entry = model_named(given["model"])
-    side = given["image_size"]
-    if side is None:
-        side = entry.image_side if device == "cuda" else min(entry.image_side, _CPU_SIDE)
-    entry = entry.at(side)
+    entry = entry_of(given["model"], given["image_size"], device)
     return TrainingConfig(
         model=entry.name,
-        image_size=side,
+        image_size=entry.image_side,
         device=device,
         batch_size=given["batch_size"] or usual_batch_size or entry.batch_size,
         num_warmup=given["num_warmup"] or DEFAULT_WARMUP,
@@ -159,7 +145,8 @@ def _common(
 
 
 def _chosen(given: dict[str, Any], device: str) -> tuple[str, ...]:
-    from shoal.bench.training import ASYNCHRONOUS, DEFAULT_STRATEGIES
+    from shoal.bench.contenders import is_asynchronous
+    from shoal.bench.training import DEFAULT_STRATEGIES
     from shoal.bench.training_kungfu import strategy_of
 
     if given["kungfu"] is not None:
@@ -172,31 +159,25 @@ def _chosen(given: dict[str, Any], device: str) -> tuple[str, ...]:
     if given["strategies"] is not None:
         named = tuple(listed(given["strategies"]))
     elif device == "cuda":
-        named = tuple(name for name in named if name not in ASYNCHRONOUS)
+        named = tuple(name for name in named if not is_asynchronous(name))
     if given["strategies"] is None and given["workers_per_machine"] is not None:
         named = (*named, "hierarchical")
     return contenders(named, with_ddp=not given["no_ddp"])
 
 
-def _device(given: dict[str, Any], num_workers_here: int | None) -> Literal["cpu", "cuda"]:
+def _device(given: dict[str, Any], num_workers_here: int | None) -> DeviceKind:
     """The one that was asked for, or GPUs where they suffice and all that was named runs on them."""
-    from shoal.bench.experts_config import default_device
-    from shoal.bench.machine import gpus
-    from shoal.bench.training import ASYNCHRONOUS
+    from shoal.bench.contenders import is_asynchronous
     from shoal.bench.training_kungfu import strategy_of
 
-    asked: Literal["cpu", "cuda"] | None = given["device"]
-    if given["no_cuda"]:
-        if asked == "cuda":
-            raise UsageError("--no-cuda and --device cuda contradict.", next_step="leave one of them out.")
-        return "cpu"
-    if asked is not None:
-        return asked
+    is_here = not there.is_on_hosts(given)
+    device = device_of(given["device"], no_cuda=given["no_cuda"], is_here=is_here)
+    if device == "cpu" or given["device"] is not None:
+        return device
     named = listed(given["strategies"] or "") if given["kungfu"] is None else [strategy_of(given["kungfu"])]
-    if default_device() == "cpu" or any(resolve(name)[0] in ASYNCHRONOUS for name in named if name != "none"):
+    if any(map(is_asynchronous, named)):
         return "cpu"
-    has_enough = num_workers_here is None or num_workers_here <= len(gpus(_DRIVER_ANSWER_S).found)
-    return "cuda" if has_enough else "cpu"
+    return "cuda" if num_workers_here is None or num_workers_here <= num_gpus() else "cpu"
 
 
 def _slow(given: dict[str, Any]) -> dict[str, Any]:
@@ -208,7 +189,7 @@ def _slow(given: dict[str, Any]) -> dict[str, Any]:
 
 def _take_role(context: typer.Context, role: Role) -> None:
     """Be a parameter server until all workers have left, or a worker with a report of its own."""
-    from shoal.bench.training import options_of
+    from shoal.bench.contenders import options_of
     from shoal.bench.training_by_hand import WorkerByHand, serve
     from shoal.bench.training_roles import (
         DEFAULT_BATCH_SIZE,
@@ -226,7 +207,7 @@ def _take_role(context: typer.Context, role: Role) -> None:
         num_iterations=given["pairs"],
         num_warmup=given["num_warmup"],
     )
-    options = options_of((STRATEGY,), assignments(given["option"] or []))
+    options = options_of((STRATEGY,), assignments(given["option"]))
     config = msgspec.structs.replace(config, options=options, **_slow(given))
     say = partial(_say, sys.stderr if str(given["json_file"]) == "-" else sys.stdout)
     if role.is_server:

@@ -42,14 +42,6 @@ NumWorkers = Annotated[
         show_default="2, or as many as a launcher started",
     ),
 ]
-StrategyOption = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME=VALUE", help="Of the strategies that have it; may be given often."),
-]
-WorkersPerMachine = Annotated[
-    int | None, typer.Option(min=1, help="Split this machine into several, for 'hierarchical'.")
-]
-NumServers = Annotated[int, typer.Option(min=1, help="Processes beside the workers, for 'parameter-server'.")]
 BatchSize = Annotated[
     int | None, typer.Option(min=1, help="Of each worker.", show_default="64 or 32, by model")
 ]
@@ -60,7 +52,6 @@ Device = Annotated[
         show_default="cuda with a GPU for each worker and strategies that run there",
     ),
 ]
-NoCuda = Annotated[bool, typer.Option("--no-cuda", help="The same as --device cpu.")]
 Fuse = Annotated[
     bool, typer.Option("--fuse", help="Accepted: what is sent is always one flat buffer, or few.")
 ]

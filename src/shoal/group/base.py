@@ -185,6 +185,14 @@ class Group(abc.ABC):
     def waited_s(self) -> Sequence[float]:
         """Seconds that this worker has waited for each rank, the last to arrive each time."""
 
+    @property
+    @abc.abstractmethod
+    def traffic_bytes(self) -> tuple[int, int]:
+        """Sent and received by this worker since the group was opened.
+
+        Inside a machine they are what `Metered`'s formulas say, between machines what went over the streams.
+        """
+
     @abc.abstractmethod
     def machine_of(self, rank: int) -> int:
         """Index of a rank's machine."""

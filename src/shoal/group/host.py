@@ -127,6 +127,7 @@ class HostGroup(Group):
         self._locks = Locks(self._arena.lock_file)
         self._side = OneSided(self.rank, self.size, self._engine, self._control, self._bells, self._locks)
         self._copies = Copies(self._side, self._channels)
+        self._tally = self._side.tally
         self._read_at: dict[Span, int] = {}
         """Memory that others read, and the last operation in which they do."""
         self._is_open = True
@@ -146,6 +147,11 @@ class HostGroup(Group):
     def waited_s(self) -> Sequence[float]:
         """Seconds that this worker has waited for each rank."""
         return self._engine.waited_s
+
+    @property
+    def traffic_bytes(self) -> tuple[int, int]:
+        """As many as a network without shared memory would have carried."""
+        return self._tally.sent_bytes, self._tally.received_bytes
 
     @property
     def should_survive(self) -> bool:
@@ -204,6 +210,7 @@ class HostGroup(Group):
         """In place; of the group's own memory each worker reduces one share, for all."""
         given, tensor = tensor, tensor.detach()
         check_reduction(tensor, op)
+        self._tally.all_reduce(tensor.nbytes)
         words = [_ALL_REDUCE, code_of(tensor.dtype), tensor.numel(), OPS.index(op)]
         place = None if self.should_survive else self._own_place(tensor)
         if place is None:
@@ -233,6 +240,7 @@ class HostGroup(Group):
             raise UsageError(
                 f"There is no rank {root} among {self.size}.", next_step="broadcast from a member."
             )
+        self._tally.broadcast(tensor.nbytes, root)
         words = [_BROADCAST, code_of(tensor.dtype), tensor.numel(), root]
         sources = () if self.rank == root else (root,)
         place = self._own_place(tensor)
@@ -275,6 +283,8 @@ class HostGroup(Group):
         sizes.must_match = 4
         self._meet(sizes)
         results = {rank: tensor.new_empty((rows, *rest)) for rank, (rows, _) in told.items()}
+        row_bytes = width * tensor.element_size()
+        self._tally.all_gather(tensor.nbytes, sum(row_bytes * told[rank][0] for rank in told) - tensor.nbytes)
         copy_into(results[self.rank], tensor.reshape(rows, *rest))
         flats = {rank: result.view(-1) for rank, result in results.items()}
         piece = STAGE_BYTES // tensor.element_size()
@@ -309,6 +319,7 @@ class HostGroup(Group):
                 f"A weighted average of {tensor.dtype} is none.", next_step="use floating point."
             )
         words = [_EXCHANGE, code_of(tensor.dtype), tensor.numel()]
+        self._tally.exchange(tensor.nbytes, weights)
         if out is None:
 
             def mix(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
@@ -363,7 +374,9 @@ class HostGroup(Group):
 
     def fetch(self, name: str, peer: int) -> Handle[Snapshot | None]:
         """Of the peer's memory itself: nothing is copied."""
-        return self._channels.fetch(name, peer)
+        fetched = self._channels.fetch(name, peer)
+        self._tally.fetch(fetched, peer)
+        return fetched
 
     def changing(self, name: str, version: int) -> contextlib.AbstractContextManager[None]:
         """Waits until those that copy it now have done so."""
@@ -371,7 +384,7 @@ class HostGroup(Group):
 
     def read(self, name: str, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
         """From the peer's memory, in this worker's own thread."""
-        return self._copies.read(name, peer, into, version)
+        return self._tally.read(self._copies.read(name, peer, into, version), peer, into)
 
     def window(
         self,
@@ -382,7 +395,8 @@ class HostGroup(Group):
         sources: Collection[int] | None = None,
     ) -> WritingWindow:
         """Slots lie in shared memory, and each source writes its own."""
-        layout = layout_of(self, name, num_elements, dtype, sources)
+        with self._tally.paused():
+            layout = layout_of(self, name, num_elements, dtype, sources)
         memory = self.empty(-(-layout.size_bytes // self.size) or 1, torch.uint8)
         segment = self._arena.find(memory)
         assert segment is not None

@@ -161,6 +161,7 @@ class HostWindow(WritingWindow):
         """At once, unless its owner holds the slot, or it is full for a send."""
         cell = self._cell(to, self._side.rank)
         check_write(write, self.name, self.num_elements, self.dtype)
+        self._side.tally.write(write.tensor.nbytes, to)
 
         def attempt() -> list[None] | None:
             if self._side.is_gone(to):

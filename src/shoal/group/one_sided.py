@@ -10,6 +10,7 @@ from shoal.group.control import NOT_YET, Bells, Control
 from shoal.group.engine import Engine
 from shoal.group.errands import Errands
 from shoal.group.locks import Locks, place_of
+from shoal.group.tally import HostTally
 
 
 class OneSided:
@@ -24,6 +25,7 @@ class OneSided:
         self.bells = bells
         self.locks = locks
         self.errands = Errands(engine)
+        self.tally = HostTally(rank, size, engine.members, control)
         self._control = control
 
     def is_gone(self, rank: int) -> bool:

@@ -22,6 +22,13 @@ class WithServers(GroupWrapper):
         self.num_servers = num_servers
         self.role: Literal["worker", "server"] = "server" if everybody.rank < num_servers else "worker"
 
+    @property
+    def traffic_bytes(self) -> tuple[int, int]:
+        """In both."""
+        sent, received = self.inner.traffic_bytes
+        sent_to_all, received_from_all = self._all.traffic_bytes
+        return sent + sent_to_all, received + received_from_all
+
     def progress(self) -> None:
         """Of both."""
         self.inner.progress()

@@ -47,6 +47,11 @@ class SoloGroup(Group):
         """No time at all."""
         return (0.0,)
 
+    @property
+    def traffic_bytes(self) -> tuple[int, int]:
+        """None: there is nobody to send to."""
+        return 0, 0
+
     def machine_of(self, rank: int) -> int:
         """The only one."""
         _check_rank(rank)

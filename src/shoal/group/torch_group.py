@@ -32,6 +32,7 @@ from shoal.group.rendezvous import Rendezvous, Seat
 from shoal.group.settings import GroupSettings
 from shoal.group.solo import SoloGroup
 from shoal.group.staging import span_of
+from shoal.group.tally import Tally
 from shoal.group.waiting import LocalWait, SoloWait, Waiter
 from shoal.topology import Weights
 
@@ -139,6 +140,8 @@ class TorchGroup(Group):
         self._breakage: BaseException | None = None
         self._lost: dict[int, Loss] = {}
         self._waited_s = [0.0] * self.size
+        self._tally = Tally(rank, self.size)
+        """Of what goes through torch.distributed."""
         self._own_departures: torch.Tensor | None = None
         self._departures: dict[int, Any] = {}
         """For each mate's place: by rank, one more than the last operation in which that rank takes part; and
@@ -182,6 +185,20 @@ class TorchGroup(Group):
         for place, seconds in enumerate(self._local.waited_s):
             waited[self._mates[place]] += seconds
         return waited
+
+    @property
+    def traffic_bytes(self) -> tuple[int, int]:
+        """What went over the streams to other machines, with its heads; the rest by `Metered`'s formulas.
+
+        The rest is what this worker gave and got inside its machine, where a collective begins and ends, and
+        what torch.distributed was asked to move.
+        """
+        sent, received = self._local.traffic_bytes
+        traffic = self._mesh.traffic
+        # copied at once: another thread counts on
+        sent += self._tally.sent_bytes + sum(tuple(traffic.sent_bytes.values()))
+        received += self._tally.received_bytes + sum(tuple(traffic.received_bytes.values()))
+        return sent, received
 
     @property
     def should_survive(self) -> bool:
@@ -293,6 +310,7 @@ class TorchGroup(Group):
         """Inside each machine, then between machines, of which each reduces one share."""
         check_reduction(tensor, op)
         if self._devices.takes(tensor):
+            self._tally.all_reduce(tensor.nbytes)
             return self._issue("all_reduce", self._devices.all_reduce(self._issued + 1, tensor, op), tensor)
         return self._issue("all_reduce", self._collectives.all_reduce(self._issued + 1, tensor, op), tensor)
 
@@ -303,12 +321,15 @@ class TorchGroup(Group):
                 f"There is no rank {root} among {self.size}.", next_step="broadcast from a member."
             )
         if self._devices.takes(tensor):
+            self._tally.broadcast(tensor.nbytes, root)
             return self._issue("broadcast", self._devices.broadcast(self._issued + 1, tensor, root), tensor)
         return self._issue("broadcast", self._collectives.broadcast(self._issued + 1, tensor, root), tensor)
 
     def all_gather(self, tensor: torch.Tensor) -> Handle[list[torch.Tensor]]:
         """Everybody's tensor; all dimensions but the first are equal."""
         if self._devices.takes(tensor):
+            # the others' sizes come later; most often all give alike
+            self._tally.all_gather(tensor.nbytes, tensor.nbytes * (self.size - 1))
             return self._issue("all_gather", self._devices.all_gather(self._issued + 1, tensor), tensor)
         return self._issue("all_gather", self._collectives.all_gather(self._issued + 1, tensor), tensor)
 

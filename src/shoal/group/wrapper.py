@@ -71,6 +71,11 @@ class GroupWrapper(Group):
         """As the inner group's."""
         return self.inner.waited_s
 
+    @property
+    def traffic_bytes(self) -> tuple[int, int]:
+        """As the inner group's."""
+        return self.inner.traffic_bytes
+
     def machine_of(self, rank: int) -> int:
         """As the inner group's."""
         return self.inner.machine_of(rank)

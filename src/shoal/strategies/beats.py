@@ -22,7 +22,6 @@ from shoal.core import SYSTEM_CLOCK, Clock, UsageError, board
 from shoal.core.processes import started
 from shoal.data.kept import kept_loaders
 from shoal.group import Group
-from shoal.group.metered import Metered
 from shoal.strategies.tenants import innermost
 
 _MAX_AWAITED = 8
@@ -104,6 +103,7 @@ class Beats:
             _numbers[known] = self._number + 1
         place = group.rank if everybody is None else everybody.rank
         size = group.size if everybody is None else everybody.size - group.num_servers
+        sent, received = group.traffic_bytes
         return board.Note(
             run=run,
             rank=place if group.role == "server" else group.rank,
@@ -120,6 +120,8 @@ class Beats:
             strategy=self._strategy,
             step=step,
             num_examples=self._num_examples,
+            sent_bytes=sent,
+            received_bytes=received,
         )
 
     def _write(self, step: int, now_s: float) -> None:
@@ -137,7 +139,7 @@ class Beats:
         self._waited_s = waited_s
         most = max(range(len(gained)), key=gained.__getitem__, default=None)
         num_examples = self._num_examples
-        sent, received = traffic_of(self._group)
+        sent, received = self._group.traffic_bytes
         fields = {name: getattr(before, name) for name in before.__struct_fields__}
         fields |= {
             "noted_s": self._clock.wall_s(),
@@ -164,24 +166,6 @@ def run_of(group: Group) -> str:
         if not isinstance(inner, Group):
             return ""
         group = inner
-
-
-def traffic_of(group: Group) -> tuple[int | None, int | None]:
-    """Bytes sent and received: as a `Metered` counts them, or those that went between machines."""
-    outer: Any = group
-    while isinstance(outer, Group):
-        if isinstance(outer, Metered):
-            totals = outer.totals().values()
-            return sum(one.sent_bytes for one in totals), sum(one.received_bytes for one in totals)
-        outer = getattr(outer, "inner", None)
-    meshes = [getattr(innermost(each), "mesh", None) for each in (group, group.everybody) if each is not None]
-    traffics = [mesh.traffic for mesh in meshes if mesh is not None]
-    if not traffics:
-        return None, None
-    # copied at once: another thread counts on
-    sent = sum(sum(tuple(traffic.sent_bytes.values())) for traffic in traffics)
-    received = sum(sum(tuple(traffic.received_bytes.values())) for traffic in traffics)
-    return sent, received
 
 
 def _rate(now: int | None, before: int | None, passed_s: float) -> float | None:

@@ -1,0 +1,101 @@
+"""Strategies as benchmarks measure them: which are of which kind, and what options they are measured with.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from shoal.core import UsageError
+from shoal.strategies.names import resolve
+from shoal.strategies.options import OPTIONS, WAITS_FOR_ALL, read_options
+
+NONE = "none"
+"""Nothing is attached, and nothing shared: the ceiling."""
+ASYNCHRONOUS = ("pair", "parameter-server", "push-sum", "window")
+"""Strategies under which nobody waits: with a slow worker the others do more iterations."""
+_OWN_CHANNELS = ("ddp", "horovod")
+
+
+def beside_none(named: Iterable[str]) -> tuple[str, ...]:
+    """What is measured beside 'none': each that was named once. UsageError where that is nothing."""
+    chosen = tuple(name for name in dict.fromkeys(named) if name != NONE)
+    if not chosen:
+        raise UsageError(
+            "There is no strategy to measure beside 'none'.",
+            next_step="name one, for example --strategies all-reduce.",
+        )
+    for name in chosen:
+        resolve(name)
+    return chosen
+
+
+def is_ddp(strategy: str) -> bool:
+    """Whether it is torch's own wrapper."""
+    return _is_one_of(("ddp",), strategy)
+
+
+def needs_servers(strategy: str) -> bool:
+    """Whether there are processes beside the workers."""
+    return _is_one_of(("parameter-server",), strategy)
+
+
+def sends_by_itself(strategy: str) -> bool:
+    """Whether what it sends passes its group by, which so can neither count nor slow it."""
+    return _is_one_of(_OWN_CHANNELS, strategy)
+
+
+def is_asynchronous(strategy: str) -> bool:
+    """Whether workers meet under none but special options."""
+    return _is_one_of(ASYNCHRONOUS, strategy)
+
+
+def is_free_running(strategy: str, options: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether no worker waits for another, so that each has its own pace; `options` are by strategy."""
+    if strategy == NONE:
+        return True
+    own = options.get(strategy, {})
+    has_rounds = any(own.get(name) for name in (*WAITS_FOR_ALL, "force_barrier"))
+    has_rounds = has_rounds or own.get("mode", "async") != "async"
+    return is_asynchronous(strategy) and not has_rounds
+
+
+def has_option(strategy: str, option: str) -> bool:
+    """Whether the strategy can be told so."""
+    return option in OPTIONS[resolve(strategy)[0]].__struct_fields__
+
+
+def all_options(strategy: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those given, what the strategy's name implies, and its defaults. UsageError for one it hasn't."""
+    name, implied = resolve(strategy)
+    read = read_options(OPTIONS[name], {**implied, **given}, strategy)
+    options: dict[str, Any] = msgspec.to_builtins(read)
+    return options
+
+
+def shares_of(strategies: Sequence[str], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """For each strategy those of the given options that it has; UsageError for one that none of them has."""
+    shares = {
+        strategy: {option: value for option, value in given.items() if has_option(strategy, option)}
+        for strategy in strategies
+    }
+    for option in given:
+        if not any(option in share for share in shares.values()):
+            raise UsageError(
+                f"None of {', '.join(shares)} has an option {option!r}.",
+                next_step="`shoal run --help` names those of each strategy.",
+            )
+    return shares
+
+
+def options_of(strategies: Sequence[str], given: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """All options of each strategy, with those given that it has; UsageError for one that none has."""
+    return {strategy: all_options(strategy, own) for strategy, own in shares_of(strategies, given).items()}
+
+
+def _is_one_of(names: tuple[str, ...], strategy: str) -> bool:
+    return strategy != NONE and resolve(strategy)[0] in names

@@ -1,0 +1,36 @@
+"""How the documents print figures: a mean with 1.96 deviations, and workers by what they compute on."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+import msgspec
+
+_DEVIATIONS = 1.96
+"""Of a normal distribution 95 % lie within so many on both sides."""
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """The mean of one figure, and how far most samples are from it."""
+
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Spread:
+        """With the population's deviation, as BlueFog, Horovod and KungFu have it."""
+        return cls(statistics.fmean(samples), _DEVIATIONS * statistics.pstdev(samples))
+
+    def __str__(self) -> str:
+        return f"{self.mean:.1f} +-{self.error:.1f}"
+
+
+def device_word(device: str) -> str:
+    """As BlueFog and Horovod count workers."""
+    return "GPU" if device == "cuda" else "CPU"
+
+
+def workers_text(count: object) -> str:
+    """As '1 worker' and '2 workers'."""
+    return f"{count} worker{'' if count == 1 else 's'}"

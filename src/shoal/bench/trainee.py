@@ -1,0 +1,117 @@
+"""What a worker of a benchmark trains: a model, its optimizer and its batches on one device.
+
+Which strategy the model is under, and what is measured, is left to the workers of each benchmark.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from shoal.bench.seat import Backend
+from shoal.core import UsageError
+from shoal.group.base import Group
+from shoal.models import ModelEntry
+from shoal.strategies import Strategy, make_strategy
+from shoal.strategies.names import resolve
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""Inputs and labels."""
+CPU = torch.device("cpu")
+_NUM_BATCHES = 4
+_PACKAGES = {"horovod": "horovod.torch"}
+"""That strategies stand on, and Shoal does not depend on."""
+
+
+class Trainee:
+    """`step` is the user's own loop; `model` may get something wrapped around it."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, batches: Iterator[Batch], device: torch.device = CPU
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.device = device
+        self._batches = batches
+        self._loss = nn.CrossEntropyLoss()
+
+    def step(self) -> None:
+        """One iteration."""
+        self.optimizer.zero_grad()
+        self.learn()
+
+    def learn(self) -> None:
+        """Forward, loss, backward and the optimizer's step; gradients are added to what is there."""
+        x, y = next(self._batches)
+        self._loss(self.model(x), y).backward()
+        self.optimizer.step()
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that it was told to."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seconds_of(self, action: Callable[[], None], count: int = 1) -> float:
+        """How long so many calls take, with all that the device has to do for them."""
+        self.synchronize()
+        began_s = time.perf_counter()
+        for _ in range(count):
+            action()
+        self.synchronize()
+        return time.perf_counter() - began_s
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """What is trained on synthetic batches, and by which SGD."""
+
+    entry: ModelEntry
+    batch_size: int
+    learning_rate: float
+    momentum: float = 0.0
+    seed: int = 0
+
+    def trainee(self, rank: int, device: torch.device) -> Trainee:
+        """Models are equal on all ranks, and a rank's few batches are its own."""
+        model = new_model(self.entry, self.seed, device)
+        optimizer = SGD(model.parameters(), lr=self.learning_rate, momentum=self.momentum)
+        seeds = range(rank * _NUM_BATCHES, (rank + 1) * _NUM_BATCHES)
+        batches = [self.entry.random_batch(self.seed + seed, self.batch_size) for seed in seeds]
+        on_device = [(x.to(device), y.to(device)) for x, y in batches]
+        return Trainee(model, optimizer, itertools.cycle(on_device), device)
+
+
+def new_model(entry: ModelEntry, seed: int, device: torch.device) -> nn.Module:
+    """One that has learned nothing; equal for equal seeds."""
+    torch.manual_seed(seed)
+    return entry.build().to(device)
+
+
+def make_contender(group: Group, strategy: str, options: Mapping[str, Any]) -> Strategy:
+    """The strategy; UsageError for one that stands on a package which is not there.
+
+    A lone worker's strategy does not ask for it, and would be plain training, measured under that name.
+    """
+    package = _PACKAGES.get(resolve(strategy)[0])
+    if package is not None and group.size == 1:
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            name = package.partition(".")[0]
+            raise UsageError(
+                f"{name.capitalize()} is not there: {error}.",
+                next_step=f"install {name}, or leave the strategy {strategy} out.",
+            ) from None
+    return make_strategy(group, strategy, **options)
+
+
+def usual_backend(device: torch.device, num_workers: int) -> Backend | None:
+    """Of a group whose models are on such devices; None is the group's own memory and streams."""
+    return "nccl" if device.type == "cuda" and num_workers > 1 else None
