@@ -5,6 +5,8 @@ import select
 import signal
 import time
 
+from shoal.bench.crew import Crew, CrewSettings
+
 
 def work(place, arguments, stack):
     rank, word = place.rank, arguments.get("word")
@@ -37,3 +39,10 @@ def stand_by(arguments, parent):
     place = arguments["place"]
     parent.tell(rank=place["rank"], size=place["size"], word=arguments["arguments"].get("word"))
     parent.wait_for_end()
+
+
+def lead(arguments, parent):
+    """Has workers that do something long."""
+    with Crew(CrewSettings("bench.sample_workers:work", 2)) as workers:
+        parent.tell(pids=workers.ask("pid"))
+        workers.ask("fail", who=None)

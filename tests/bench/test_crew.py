@@ -1,7 +1,9 @@
 import os
+import select
 
 import pytest
 
+from shoal.bench.children import child
 from shoal.bench.crew import Crew, CrewSettings, Helper
 from shoal.core import BenchmarkError
 
@@ -79,9 +81,9 @@ def test_workers_end_with_the_block_that_an_error_leaves():
 def test_a_helper_takes_no_orders_and_ends_with_the_workers():
     with crew() as workers:
         workers.hire(Helper("bench.sample_workers:stand_by", "the helper", {"word": "ahoy"}))
-        assert workers.ask("describe") == [[0, None], [1, None]]
         (helper,) = workers._helpers
         assert helper.expect() == {"rank": -1, "size": 2, "word": "ahoy"}
+        assert workers.ask("describe") == [[0, None], [1, None]]
     assert helper.exit_code == 0
 
 
@@ -92,3 +94,23 @@ def test_a_helper_is_killed_when_a_worker_fails():
         with pytest.raises(BenchmarkError, match=r"rank 1 of 2 failed"):
             workers.ask("fail", who=1)
         assert helper.exit_code is not None
+
+
+def test_a_helper_that_fails_is_named_and_nobody_waits_for_it():
+    with crew() as workers:
+        workers.hire(Helper("bench.sample_workers:not_there", "the helper"))
+        with pytest.raises(BenchmarkError, match=r"the helper failed: AttributeError"):
+            workers.ask("fail", who=None)
+        assert not workers.is_running
+
+
+def test_workers_end_with_the_process_that_gives_the_orders():
+    with child("bench.sample_workers:lead", {}, name="the leader") as leader:
+        pids = leader.expect()["pids"]
+        leader.kill()
+        with pytest.raises(BenchmarkError, match="signal 9"):
+            leader.receive()
+        watched = [os.pidfd_open(pid) for pid in pids if is_alive(pid)]
+        for descriptor in watched:
+            assert select.select([descriptor], [], [], 20)[0]
+            os.close(descriptor)

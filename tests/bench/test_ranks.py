@@ -8,9 +8,10 @@ import pytest
 
 from launch.machines import two_machines
 from shoal.bench.crew import CrewSettings
-from shoal.bench.ranks import RankCrew, Ranks
-from shoal.core import BenchmarkError
+from shoal.bench.ranks import RankCrew, Ranks, Told, in_lines
+from shoal.core import BenchmarkError, PeerLost
 from shoal.group import SoloGroup
+from shoal.launch.lines import MAX_LINE_BYTES, Lines
 
 LIMIT_S = 150
 SHORT = ["--model", "small-mlp", "--short", "--strategies", "neighbor", "--no-ddp"]
@@ -56,6 +57,59 @@ def test_a_start_tells_what_the_scenario_says():
     )
     assert told[0] == {"progress": "asking"}
     assert told[1]["row"]["samples"] == [7.0]
+
+
+class Losing(SoloGroup):
+    """A group whose other rank is lost, or has failed because of this one."""
+
+    def __init__(self, answers=None):
+        super().__init__()
+        self._answers = answers
+
+    def share(self, value):
+        if self._answers is None:
+            raise PeerLost("rank 1 is lost: it was killed.", peer=1)
+        return [value, self._answers] if "kind" not in value else [value]
+
+
+def test_a_rank_that_is_lost_is_a_failure_of_the_benchmark_and_of_all_later_orders():
+    workers = RankCrew(Losing(), CrewSettings("bench.sample_workers:work", 1))
+    for _ in range(2):
+        with pytest.raises(BenchmarkError, match="rank 1 is lost: it was killed"):
+            workers.ask("describe")
+    Ranks(Losing()).end()
+
+
+def test_who_failed_first_is_named_and_not_who_missed_it():
+    failed = {"failure": "ValueError: no", "trace": "", "is_consequence": False}
+    workers = RankCrew(Losing({"answer": None}), CrewSettings("bench.sample_workers:work", 1))
+    workers.ask("describe")
+    workers._control = Losing(failed)
+    workers._worker.follow = lambda _: {"failure": "PeerLost: rank 1", "trace": "", "is_consequence": True}
+    with pytest.raises(BenchmarkError, match="rank 1 of 1 failed: ValueError: no"):
+        workers.ask("describe")
+
+
+def heard(data):
+    """What the head hears of what rank 0 has printed, which the launcher cuts into lines."""
+    messages, lines = [], Lines()
+    told = Told(messages.append)
+    others = [line for line in lines.shown(lines.feed(data)) if not told.take(line)]
+    return messages, others, told.is_whole
+
+
+def test_messages_of_any_size_come_whole_among_what_a_rank_prints():
+    large = {"row": {"samples": [0.1] * MAX_LINE_BYTES, "name": "ä\x1b[2K\n"}}
+    data = b"50 %" + in_lines(large) + b"noise\n" + in_lines({"progress": "on"}) + in_lines({"count": 2})
+    messages, others, is_whole = heard(data)
+    assert messages == [large, {"progress": "on"}]
+    assert others == [b"50 %", b"noise"]
+    assert is_whole
+
+
+def test_what_did_not_come_is_missed():
+    assert not heard(in_lines({"progress": "on"}))[2]
+    assert not heard(in_lines({"count": 1}))[2]
 
 
 def result_of(done):

@@ -1,4 +1,5 @@
 from report import samples
+from shoal.report import Row
 from shoal.report.figures import Shown
 from shoal.report.glance import best_cells, glance_tables
 
@@ -54,3 +55,14 @@ def test_metrics_of_the_same_keys_share_a_table_without_the_ranks():
 
 def test_one_metric_alone_has_no_table():
     assert glance_tables([Shown(samples.latencies())]) == ""
+
+
+def test_what_is_called_none_competes_unless_it_is_who_competes():
+    def row(codec, value):
+        return Row(
+            key={"compression": codec}, metric="speed", unit="1/s", direction="higher", starts=[[value]]
+        )
+
+    rows = [row("none", 300.0), row("fp16", 200.0)]
+    best = best_cells([(0, each) for each in rows])
+    assert best == {(0, rows[0].identity): "best"}

@@ -25,6 +25,7 @@ from shoal.core import BenchmarkError
 from shoal.core.loop import own_the_process
 
 _ENDING_S = 10.0
+_INTERRUPTED_S = 3.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -161,11 +162,20 @@ def child(
         running.end()
         process.wait(_ENDING_S)
     finally:
-        if process.poll() is None:
-            process.kill()
+        _end(process)
         process.stdout.close()
         running.end()
         process.wait()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Let it take down what it has started; a moment later it is killed."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_INTERRUPTED_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 def end_with_parent() -> None:

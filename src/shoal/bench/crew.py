@@ -14,15 +14,16 @@ import selectors
 import tempfile
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar, cast
 
 import msgspec
 
-from shoal.bench.children import Child, Parent, child
+from shoal.bench.children import Child, Parent, child, end_with_parent
 from shoal.core import BenchmarkError
 from shoal.launch.settings import TUNING
 
 T = TypeVar("T")
+_BESIDE = -1  # the rank of a helper
 Answers = Mapping[str, Callable[..., Any]]
 """By order: what a worker does, called with the order's details."""
 
@@ -126,12 +127,16 @@ class Crew:
     def hire(self, helper: Helper) -> None:
         """Start a process for as long as the workers are there; it is killed with them when one fails.
 
-        Its failure is not seen here: the workers that miss it fail.
+        Its failure is one of the order that is under way then, or of the next.
         """
         if not self._children:
             self._start()
-        arguments = {"place": {"rank": -1, **self._place}, "arguments": helper.arguments}
-        hired = child(helper.function, arguments, name=helper.name, variables=TUNING)
+        arguments = {
+            "function": helper.function,
+            "place": {"rank": -1, **self._place},
+            "arguments": helper.arguments,
+        }
+        hired = child("shoal.bench.crew:run_helper", arguments, name=helper.name, variables=TUNING)
         self._helpers.append(self._stack.enter_context(hired))
 
     def _start(self) -> None:
@@ -186,7 +191,9 @@ class Crew:
         with selectors.DefaultSelector() as selector:
             for rank, worker in enumerate(self._children[:num_asked]):
                 selector.register(worker, selectors.EVENT_READ, rank)
-            while selector.get_map() and not failures:
+            for helper in self._helpers:
+                selector.register(helper, selectors.EVENT_READ, _BESIDE)
+            while len(answers) < num_asked and not failures:
                 ready = selector.select(self._settings.answer_s)
                 if not ready:
                     stuck = [rank for rank in range(num_asked) if rank not in answers]
@@ -195,7 +202,10 @@ class Crew:
                     rank = key.data
                     selector.unregister(key.fileobj)
                     try:
-                        answers[rank] = take(self._children[rank])
+                        if rank == _BESIDE:
+                            cast(Child, key.fileobj).receive()
+                        else:
+                            answers[rank] = take(self._children[rank])
                     except BenchmarkError as error:
                         failures[rank] = error
             if failures:
@@ -205,13 +215,13 @@ class Crew:
     def _failure(
         self, failures: dict[int, BenchmarkError], selector: selectors.BaseSelector
     ) -> BenchmarkError:
-        """The first failure; but who missed a worker that was killed is not the one to name."""
+        """The first failure; but who missed a process that has gone is not the one to name."""
         for key, _ in selector.select(0):
             try:
-                self._children[key.data].receive()
+                cast(Child, key.fileobj).receive()
             except BenchmarkError as error:
                 failures[key.data] = error
-        killed = [rank for rank in failures if (self._children[rank].exit_code or 0) < 0]
+        killed = [rank for rank in failures if rank == _BESIDE or (self._children[rank].exit_code or 0) < 0]
         self._abandon()
         return failures[killed[0] if killed else next(iter(failures))]
 
@@ -232,10 +242,17 @@ def one_line(error: BenchmarkError) -> str:
 
 def run_worker(arguments: dict[str, Any], parent: Parent) -> None:
     """What the process of a worker does; all is closed in the end, so that the interpreter need not be."""
+    end_with_parent()
     with contextlib.ExitStack() as stack:
         place = msgspec.convert(arguments["place"], Place)
         serve(parent, open_worker(arguments["function"], place, arguments["arguments"], stack))
     parent.leave()
+
+
+def run_helper(arguments: dict[str, Any], parent: Parent) -> None:
+    """What the process of a helper does."""
+    end_with_parent()
+    _named(arguments["function"])(arguments, parent)
 
 
 def serve(parent: Parent, answers: Answers) -> None:
@@ -253,6 +270,11 @@ def open_worker(
     function: str, place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack
 ) -> Answers:
     """Make this process the worker that `function` says."""
-    module, _, name = function.partition(":")
-    answers: Answers = getattr(importlib.import_module(module), name)(place, arguments, stack)
+    answers: Answers = _named(function)(place, arguments, stack)
     return answers
+
+
+def _named(function: str) -> Callable[..., Any]:
+    module, _, name = function.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found

@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import os
 import secrets
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -21,9 +22,10 @@ import msgspec
 
 from shoal.bench.crew import Answers, CrewSettings, Helper, Place, Workers, open_worker
 from shoal.bench.frame import Receive, Version, make_scenario, tell_rows
-from shoal.core import BenchmarkError
+from shoal.core import BenchmarkError, PeerLost
 from shoal.launch import LaunchSettings, command_of, launch
 from shoal.launch.channel import Engine
+from shoal.launch.endings import is_consequence
 from shoal.launch.output import Listener, Stream
 
 if TYPE_CHECKING:
@@ -32,7 +34,11 @@ if TYPE_CHECKING:
 VARIABLE = "SHOAL_BENCH"
 """What `OnHosts` tells the ranks that it starts: the arguments of one start, as JSON."""
 _MARK = b"\x1eSHOAL-BENCH "
-"""Before what rank 0 tells the head, among all that it prints."""
+"""Before each line in which rank 0 tells the head something, among all that it prints."""
+_PIECE_BYTES = 1 << 15
+"""Of a message on one line: a launcher cuts longer lines."""
+_PATIENCE = 12.0
+_INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _OPEN, _ASK, _CLOSE, _END = "open", "ask", "close", "end"
 """What rank 0 tells the others, of which only _ASK holds an order of the scenario."""
 
@@ -44,10 +50,14 @@ class RankCrew:
         self._control = control
         self._settings = settings
         self._worker = RankWorker(control)
+        self._loss: PeerLost | None = None
         self.is_running = False
 
     def ask(self, order: str, *, among: int | None = None, **details: Any) -> list[Any]:
-        """The answers by rank; BenchmarkError names the first rank that failed, and all begin anew."""
+        """The answers by rank; BenchmarkError names the rank that failed, and all begin anew.
+
+        Once a rank is lost every order fails.
+        """
         if not self.is_running:
             self._start()
         return self._tell(_ASK, {"order": order, "details": details}, among)
@@ -79,15 +89,25 @@ class RankCrew:
     def _tell(self, kind: str, details: dict[str, Any], among: int | None = None) -> list[Any]:
         among = among or self._control.size
         message = {"kind": kind, "among": among, "details": details}
-        self._control.share(message)
-        outcomes = self._control.share(self._worker.follow(message))
-        for rank, outcome in enumerate(outcomes):
-            if "failure" in outcome:
-                self.is_running = False
-                raise BenchmarkError(
-                    f"rank {rank} of {self._control.size} failed: {outcome['failure']}",
-                    cause=outcome["trace"],
-                )
+        try:
+            if self._loss is not None:
+                raise self._loss
+            self._control.share(message)
+            outcome = self._worker.follow(message)
+            with _waiting_quietly():
+                outcomes = self._control.share(outcome)
+        except PeerLost as error:
+            self._loss, self.is_running = error, False
+            raise BenchmarkError(error.what, cause=error.cause, next_step=error.next_step) from error
+        failed = [rank for rank, outcome in enumerate(outcomes) if "failure" in outcome]
+        if failed:
+            self.is_running = False
+            # who has missed another is not the one to name
+            rank = min(failed, key=lambda rank: outcomes[rank]["is_consequence"])
+            raise BenchmarkError(
+                f"rank {rank} of {self._control.size} failed: {outcomes[rank]['failure']}",
+                cause=outcomes[rank]["trace"],
+            )
         return [outcome["answer"] for outcome in outcomes[:among]]
 
 
@@ -110,7 +130,7 @@ class RankWorker:
             with contextlib.suppress(Exception):
                 self._stack.__exit__(type(error), error, error.__traceback__)
             self._stack = contextlib.ExitStack()
-            return {"failure": text, "trace": trace}
+            return {"failure": text, "trace": trace, "is_consequence": is_consequence(text)}
 
     def _do(self, kind: str, details: dict[str, Any]) -> Any:
         if kind == _ASK:
@@ -141,8 +161,15 @@ class Ranks:
     def follow(self) -> None:
         """What all but the first do, until there are no more orders."""
         worker = RankWorker(self._control)
-        while (message := self._control.share(None)[0])["kind"] != _END:
-            self._control.share(worker.follow(message))
+        while (message := self._next())["kind"] != _END:
+            outcome = worker.follow(message)
+            with _waiting_quietly():
+                self._control.share(outcome)
+
+    def _next(self) -> dict[str, Any]:
+        with _waiting_quietly():
+            message: dict[str, Any] = self._control.share(None)[0]
+            return message
 
     def start(self, arguments: dict[str, Any], version: Version, receive: Receive) -> None:
         """One start of a scenario, by the first: how `run_benchmark` runs it here."""
@@ -151,8 +178,9 @@ class Ranks:
         tell_rows(scenario, receive)
 
     def end(self) -> None:
-        """Let the others end."""
-        self._control.share({"kind": _END})
+        """Let the others end, those who are still there."""
+        with contextlib.suppress(PeerLost):
+            self._control.share({"kind": _END})
 
     @contextlib.contextmanager
     def _open_crew(self, settings: CrewSettings) -> Iterator[Workers]:
@@ -166,12 +194,57 @@ def joined() -> Iterator[Ranks]:
     """Join the other ranks; the first lets them go at the end."""
     from shoal.group import init
 
-    logging.getLogger("shoal.group").setLevel(logging.ERROR)  # that ranks wait for orders is no news
-    with init() as control:
+    # whoever computes for long in one native call is silent, and these ranks only wait for orders
+    with init(patience=_PATIENCE) as control:
         ranks = Ranks(control)
         yield ranks
         if ranks.is_first:
             ranks.end()
+
+
+@contextlib.contextmanager
+def _waiting_quietly() -> Iterator[None]:
+    """That ranks wait for orders, and for those who follow them, is no news."""
+    log = logging.getLogger("shoal.group")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+def in_lines(message: dict[str, Any]) -> bytes:
+    """A message as lines that a launcher does not cut, each after an end of whatever was printed before."""
+    encoded = msgspec.json.encode(message)
+    pieces = [encoded[at : at + _PIECE_BYTES] for at in range(0, len(encoded), _PIECE_BYTES)]
+    left = range(len(pieces) - 1, -1, -1)
+    return b"".join(b"\n%s%d %s\n" % (_MARK, more, piece) for more, piece in zip(left, pieces, strict=True))
+
+
+class Told:
+    """Messages put together from the lines of a rank; the last of all says how many there were."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._begun = b""
+        self._count = 0
+        self.is_whole = False
+
+    def take(self, line: bytes) -> bool:
+        """Whether the line is part of a message."""
+        if not line.startswith(_MARK):
+            return not line
+        more, _, piece = line.removeprefix(_MARK).partition(b" ")
+        self._begun += piece
+        if more == b"0":
+            message, self._begun = msgspec.json.decode(self._begun), b""
+            if "count" in message:
+                self.is_whole = message["count"] == self._count
+            else:
+                self._count += 1
+                self._receive(message)
+        return True
 
 
 class OnHosts:
@@ -183,11 +256,10 @@ class OnHosts:
 
     def __call__(self, arguments: dict[str, Any], version: Version, receive: Receive) -> None:
         """Run the ranks to their end, and pass on what the first one tells."""
+        heard = Told(receive)
 
         def take(rank: int, stream: Stream, line: bytes) -> None:
-            if line.startswith(_MARK):
-                receive(msgspec.json.decode(line.removeprefix(_MARK)))
-            else:
+            if rank or stream != "stdout" or not heard.take(line):
                 sys.stderr.write(f"[{rank}] {line.decode(errors='backslashreplace')}\n")
 
         told = {VARIABLE: msgspec.json.encode(arguments).decode()}
@@ -195,8 +267,12 @@ class OnHosts:
         settings = dataclasses.replace(self._settings, variables=variables)
         output = Listener(take, lambda text: receive({"progress": text}))
         outcome = launch(settings, output, self._engine)
+        if outcome.exit_code in _INTERRUPTED and outcome.cause is None:
+            raise KeyboardInterrupt
         if outcome.exit_code:
             raise BenchmarkError(f"The workers ended with {outcome.exit_code}: {outcome.reason}.")
+        if not heard.is_whole:
+            raise BenchmarkError("Rank 0 ended before it had told everything, or not all of it came.")
 
 
 def hosts_command() -> tuple[str, ...]:
@@ -212,11 +288,21 @@ def main() -> None:
             ranks.follow()
             return
 
+        count = 0
+
         def tell(message: dict[str, Any]) -> None:
-            sys.stdout.buffer.write(_MARK + msgspec.json.encode(message) + b"\n")
-            sys.stdout.buffer.flush()
+            nonlocal count
+            count += 1
+            _write(message)
 
         ranks.start(arguments, Version(), tell)
+        _write({"count": count})
+
+
+def _write(message: dict[str, Any]) -> None:
+    sys.stdout.flush()
+    sys.stdout.buffer.write(in_lines(message))
+    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def best_cells(rows: Sequence[tuple[int, Row]]) -> Best:
             contests.setdefault((index, row.metric, setting), []).append((index, row))
     best: Best = {}
     for found in contests.values():
-        rivals = [entry for entry in found if CEILING not in entry[1].key.values()]
+        rivals = [entry for entry in found if not _is_ceiling(entry[1])]
         if len(rivals) < 2:
             continue
         medians = [percentile(row.samples, 50) for _, row in rivals]
@@ -96,6 +96,11 @@ def best_cells(rows: Sequence[tuple[int, Row]]) -> Best:
             elif abs(median - winner) <= abs(winner) * (noise_floor(row) or 0.0) / 100:
                 best[index, row.identity] = "near"
     return best
+
+
+def _is_ceiling(row: Row) -> bool:
+    """Whether it is of workers that share nothing, and so outside of the contest."""
+    return any(row.key.get(name) == CEILING for name in CONTENDERS)
 
 
 def _contender(row: Row, rows: Sequence[tuple[int, Row]]) -> tuple[str, ...] | None:

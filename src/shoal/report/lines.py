@@ -200,7 +200,7 @@ def _over_workers(rows: list[Row]) -> Line:
 
 def _add_ideal(chart: Chart) -> None:
     """What the fewest workers did, multiplied: for rates only. The fastest there sets it."""
-    lines = chart.lines[0]
+    lines = [line for line in chart.lines[0] if line["x"][0] > 0]
     if not chart.unit.endswith("/s") or chart.direction != "higher" or not lines:
         return
     origin = min(lines, key=lambda line: (line["x"][0], -line["y"][0]))
