@@ -46,6 +46,7 @@ with strategy.attach(model, optimizer):
             loss = loss_fn(output, y)
             loss.backward()
             optimizer.step()
+            strategy.log(loss=loss)
             num_seen += len(y)
             num_right += int((output.argmax(1) == y).sum())
             total_loss += loss.item() * len(y)
