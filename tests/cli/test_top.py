@@ -104,3 +104,8 @@ def test_it_starts_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_address_is_no_run(capsys):
+    assert run(["top", "--web", "127.0.0.1:8470"]) == 2
+    assert "--web --listen 127.0.0.1:8470" in " ".join(capsys.readouterr().err.split())

@@ -1,3 +1,6 @@
+import math
+
+import msgspec
 import pytest
 
 from core.boards import NOW_S, gone, note
@@ -121,3 +124,42 @@ def test_a_run_is_named_by_its_beginning(tmp_path, monkeypatch):
 )
 def test_ages_are_for_people(seconds, shown):
     assert _age(seconds) == shown
+
+
+def test_a_job_that_hangs_has_no_speed_anywhere():
+    known = {"steps_per_s": 10.0, "examples_per_s": 1000.0, "wait_share": 0.9, "size": 3}
+    found = shot(
+        sighting(0, waits_for=1, age_s=60.0, **known),
+        sighting(1, waits_for=0, age_s=60.0, **known),
+        sighting(2, waits_for=0, state="stopped", age_s=1.0, **known),
+    )
+    assert (found.result["examples_per_s"], found.result["steps_per_s"]) == (0, 0)
+    assert found.views[0].series == {"examples/s": 0}
+    assert dict(found.terminal.figures)["examples/s"] == "0"
+    assert [row[2:] for row in found.terminal.table.rows] == [
+        ("0", "0", "1 min 0 s"),
+        ("0", "0", "1 min 0 s"),
+        ("0", "0", "stopped, 1.0 s"),
+    ]
+    assert found.views[0].shares == (None, None, None)
+    assert [one["examples_per_s"] for one in found.document["jobs"][0]["workers"]] == [0, 0, 0]
+    assert 'worker_examples_per_second{run="job",role="worker",rank="0"' in found.metrics
+    assert " 1000\n" not in found.metrics
+    assert found.terminal.notes == (
+        f"Process {found.document['jobs'][0]['workers'][2]['pid']} of worker 2 on here is stopped (SIGSTOP).",
+        "No step for 1 min 0 s or longer: worker 0, worker 1.",
+    )
+
+
+def test_a_loss_that_is_no_number_is_shown_as_such_and_as_null_in_json():
+    found = shot(
+        sighting(0, values={"loss": math.nan, "norm": math.inf}),
+        sighting(1, values={"loss": 1.0, "norm": 1.0}),
+    )
+    assert dict(found.terminal.figures)["loss"] == "nan"
+    assert [row[2:4] for row in found.terminal.table.rows] == [("nan", "inf"), ("1.000", "1.000")]
+    document = msgspec.json.decode(msgspec.json.encode({**found.document, "result": found.result}))
+    assert document["result"]["loss"] is None
+    assert [one["values"]["loss"] for one in document["jobs"][0]["workers"]] == [None, 1.0]
+    assert 'name="loss"} NaN\n' in found.metrics
+    assert 'name="norm"} +Inf\n' in found.metrics

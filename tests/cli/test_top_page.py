@@ -138,7 +138,7 @@ def test_a_job_is_drawn_without_errors_or_requests_to_others(scheme, width, pape
         True
     ] * 5
     assert found["rows"] == ["running", "running", "stopped", "gone"]
-    assert len(found["bars"]) == 4
+    assert len(found["bars"]) == 2
     assert all("gradient" in bar for bar in found["bars"])
     assert found["plots"] == 2
     assert any("SIGSTOP" in note for note in found["notes"])

@@ -68,3 +68,19 @@ def test_it_is_served_until_it_is_ended():
     assert json.loads(looks.read["/status.json"][1])["jobs"][0]["workers"][0]["step"] == 7
     assert "shoal_worker_steps_total{" in looks.read["/metrics"][1]
     assert json.loads(looks.read["/view.json"][1])["error"] == ""
+
+
+def test_while_looks_fail_programs_are_told():
+    clock = ManualClock(wall_s=NOW_S)
+    stage = Stage(clock)
+    pages = stage.site().pages
+    stage.put(shot(sighting(step=7)))
+    assert "shoal_top_up 1\n" in pages["/metrics"].make()
+    assert "shoal_worker_steps_total{" in pages["/metrics"].make()
+    clock.advance(2.5)
+    stage.fail("Nobody answers.")
+    told, status = pages["/metrics"].make(), json.loads(pages["/status.json"].make())
+    assert "shoal_top_up 0\n" in told
+    assert "shoal_top_last_look_seconds 2.5\n" in told
+    assert "shoal_worker" not in told
+    assert (status["error"], status["looked_s_ago"], len(status["jobs"])) == ("Nobody answers.", 2.5, 1)

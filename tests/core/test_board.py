@@ -1,10 +1,13 @@
+import math
 import os
+import shutil
 import stat
+from pathlib import Path
 
 import pytest
 
 from core.boards import NOW_S, gone, note
-from shoal.core import ManualClock, board
+from shoal.core import ManualClock, board, board_folders
 from shoal.core.board import Keeper, look, name_of_run, own_keeper, pin
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="folders have owners on POSIX only")
@@ -14,8 +17,8 @@ CLOCK = ManualClock(wall_s=NOW_S + 0.5)
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(board, "_MEMORY", tmp_path / "none")
-    monkeypatch.setattr(board.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setattr(board_folders, "_MEMORY", tmp_path / "none")
+    monkeypatch.setattr(board_folders.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
     return tmp_path / "shoal"
 
 
@@ -88,16 +91,17 @@ def test_a_folder_that_somebody_has_linked_is_not_used(folder, tmp_path):
 
 def test_a_disk_that_is_full_or_files_that_are_none_of_ours_are_lived_with(folder):
     full = pin("full")
-    folder.chmod(0o700)
     folder.rename(folder.with_name("away"))
+    folder.write_text("in the way")
     full.write(note())
     full.remove()
     assert look(CLOCK) == []
+    folder.unlink()
     put(note())
-    (folder / "broken.json").write_text("{")
-    (folder / "huge.json").write_text("[" * (1 << 17))
+    (folder / "broken.note").write_text("{")
+    (folder / "huge.note").write_text("[" * (1 << 17))
     (folder / "other.txt").write_text("other")
-    torn = folder / ".torn.json"
+    torn = folder / ".torn.note"
     torn.write_text("{")
     os.utime(torn, (NOW_S - 3600, NOW_S - 3600))
     assert seen() == [("job", 0, "running")]
@@ -114,3 +118,67 @@ def test_names_of_runs_are_short_words():
     odd = name_of_run("torchrun MASTER_ADDR=x MASTER_PORT=1")
     assert odd.isalnum()
     assert odd != name_of_run("torchrun MASTER_ADDR=x MASTER_PORT=2")
+
+
+def test_a_loss_that_is_no_number_is_seen_as_it_is(folder):
+    put(note(values={"loss": math.nan, "most": math.inf, "least": -math.inf}, waited_s={3: 1.5}))
+    (seen,) = look(CLOCK)
+    assert math.isnan(seen.note.values["loss"])
+    assert (seen.note.values["most"], seen.note.values["least"]) == (math.inf, -math.inf)
+    assert seen.note.waited_s == {3: 1.5}
+
+
+def test_a_board_that_was_removed_is_made_anew_by_the_next_note(folder):
+    pinned = put(note(step=1))
+    shutil.rmtree(folder)
+    assert look(CLOCK) == []
+    pinned.write(note(step=2))
+    assert [one.note.step for one in look(CLOCK)] == [2]
+    pinned.remove()
+    assert list(folder.iterdir()) == []
+
+
+def test_a_note_of_which_only_half_went_out_takes_no_ones_place(folder, monkeypatch):
+    pinned, write = put(note(step=1)), os.write
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda descriptor, data: write(descriptor, data[: len(data) // 2]))
+        pinned.write(note(step=2))
+    assert [one.note.step for one in look(CLOCK)] == [1]
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_processes_of_another_namespace_are_seen_by_their_age_and_left_alone(folder, monkeypatch):
+    put(gone(0, namespace="another"))
+    put(note(0, "copied", pid=1, namespace="another", keeper=Keeper(os.getpid(), "1"), state="stopped"))
+    assert seen() == [("copied", 0, "stopped"), ("job", 0, "running")]
+    put(gone(1, namespace=board.namespace()))
+    assert ("job", 1, "gone") in seen()
+    assert len(list(folder.iterdir())) == 3
+    assert look(ManualClock(wall_s=NOW_S + 2 * 3600)) == []
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_that_goes_while_it_is_read_has_nothing(folder, monkeypatch):
+    monkeypatch.setattr(board, "is_own", lambda folder: True)
+    assert not Path(folder).exists()
+    assert look(CLOCK) == []
+
+
+@pytest.mark.parametrize(
+    ("state", "age_s", "steps_per_s", "rate", "share"),
+    [
+        ("running", 2.9, 10.0, 100.0, 0.5),
+        ("running", 3.1, 10.0, 0.0, None),
+        ("running", 25.0, 0.1, 100.0, 0.5),  # a step takes ten seconds
+        ("running", 31.0, 0.1, 0.0, None),
+        ("stopped", 0.5, 10.0, 0.0, None),
+        ("gone", 0.5, 10.0, None, None),
+    ],
+)
+def test_the_rates_of_a_worker_that_has_long_noted_nothing_are_not_those_of_now(
+    state, age_s, steps_per_s, rate, share
+):
+    told = note(steps_per_s=steps_per_s, examples_per_s=100.0, wait_share=0.5, waits_for=1, step=7)
+    now = board.Sighting(told, state, age_s).now()
+    assert (now.note.examples_per_s, now.note.wait_share, now.note.step) == (rate, share, 7)
+    assert board.Sighting(note(), state, 60.0).now().note.examples_per_s is None

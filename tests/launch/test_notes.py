@@ -9,11 +9,12 @@ from core.boards import NOW_S, note
 from launch.stations import FakeChannel
 from shoal.core import ManualClock, board
 from shoal.core.board import Sighting, look, pin
-from shoal.launch import LaunchSettings
+from shoal.launch import LaunchSettings, agent
+from shoal.launch.agent import Agent
 from shoal.launch.channel import AGENT, PipeChannel, Station
 from shoal.launch.fleet import Fleet, RemoteWorker
 from shoal.launch.gathering import Present
-from shoal.launch.messages import Decoder, Hello, Job, Post, Seen, Up, encode
+from shoal.launch.messages import MAGIC, Decoder, Hello, Job, Post, Seen, Up, encode
 from shoal.launch.notes import Copies, seen_here
 
 CLOCK = ManualClock(wall_s=NOW_S)
@@ -33,18 +34,53 @@ def test_an_agent_sees_its_own_ranks_of_the_run():
 
 def test_the_head_pins_up_what_agents_tell_by_its_own_clock_and_names():
     copies = Copies(CLOCK)
-    there = note(1, pid=1, started="?", host="vm-17", noted_s=5_000.0, began_s=4_000.0, step=7)
+    there = note(1, pid=1, started="?", host="vm-17", noted_s=5_000.0, began_s=4_000.0, step=7, namespace="b")
     copies.take([Sighting(there, "stopped", 2.0)], {1: "gpu-1"})
     (seen,) = look(CLOCK)
     assert (seen.note.host, seen.note.step, seen.state, seen.age_s) == ("gpu-1", 7, "stopped", 2.0)
     assert seen.note.began_s == NOW_S - 1002
+    assert seen.note.namespace != "b"
     copies.take([Sighting(there, "running", 0.0)], {1: "gpu-1"})
     assert [one.state for one in look(CLOCK)] == ["running"]
     copies.close()
     assert look(CLOCK) == []
 
 
-def test_notes_travel_from_the_agent_to_the_head_of_the_run():
+def test_who_is_told_of_no_more_is_taken_down():
+    copies, other = Copies(CLOCK), Copies(CLOCK)
+    first, second = (Sighting(note(rank, pid=1, started="?"), "running", 0.0) for rank in (0, 1))
+    copies.take([first, second], {})
+    other.take([Sighting(note(2, pid=1, started="?"), "running", 0.0)], {})
+    copies.take([second], {})
+    assert [one.note.rank for one in look(CLOCK)] == [1, 2]
+    copies.take([], {})
+    assert [one.note.rank for one in look(CLOCK)] == [2]
+
+
+def test_nothing_that_fails_here_ends_an_agent_or_the_head(monkeypatch):
+    monkeypatch.setattr(board, "look", lambda: 1 / 0)
+    assert seen_here("job", [0]) == []
+    monkeypatch.setattr(board, "pin", lambda name: 1 / 0)
+    Copies(CLOCK).take([Sighting(note(), "running", 0.0)], {})
+
+
+@pytest.mark.skipif(os.name != "posix", reason="agents run on POSIX only")
+def test_an_agent_tells_once_that_there_is_nothing_left(monkeypatch):
+    pipes, found = [*os.pipe(), *os.pipe()], [[], [Sighting(note(), "running", 0.0)], [], []]
+    monkeypatch.setattr(agent, "seen_here", lambda run, ranks: found.pop(0))
+    try:
+        one = Agent(pipes[0], pipes[3])
+        for _ in range(4):
+            one._tell_seen()
+        came = Decoder(Up).feed(os.read(pipes[2], 1 << 16).removeprefix(MAGIC))
+    finally:
+        for descriptor in pipes:
+            os.close(descriptor)
+    assert [len(message.sightings) for message in came] == [1, 0]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_notes_travel_from_the_agent_to_the_head_of_the_run(is_lost):
     sent = Seen([Sighting(note(0, values={"loss": 0.5}, waited_s={1: 2.0}), "running", 0.25)])
     (came,) = Decoder(Up).feed(encode(sent))
     assert came == sent
@@ -54,7 +90,12 @@ def test_notes_travel_from_the_agent_to_the_head_of_the_run():
     fleet.workers.append(RemoteWorker(0, present, Output(), Logs()))
     fleet.look(0.0)
     assert [(one.note.host, one.note.values) for one in look(CLOCK)] == [("gpu-0", {"loss": 0.5})]
-    fleet.close(0.0)
+    if is_lost:
+        fleet._links[0].workers = fleet.workers
+        channel.close()
+        fleet.look(0.0)
+    else:
+        fleet.close(0.0)
     assert look(CLOCK) == []
 
 

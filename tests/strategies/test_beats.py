@@ -130,3 +130,69 @@ def test_examples_are_counted_by_the_first_tensor(batch, count):
     from shoal.data.loader import _num_examples
 
     assert _num_examples(batch) == count
+
+
+def opened(group=None):
+    clock, group = ManualClock(), group or Pair()
+    beats = Beats(group, "pair", clock)
+    beats.opened(0)
+    return clock, group, beats
+
+
+def test_an_odd_value_is_left_out_and_the_rest_is_noted(folder):
+    clock, _, beats = opened()
+    beats.log({"loss": 1.0, "huge": 10**400, "unreal": torch.empty((), device="meta"), "\udcff": 2.0})
+    clock.advance(1)
+    beats.stepped(5)
+    assert noted(clock).values == {"loss": 1.0, "?": 2.0}
+    assert noted(clock).steps_per_s == 5.0
+
+
+def test_after_a_note_that_failed_rates_count_from_the_one_before(folder):
+    clock, group, beats = opened()
+    group.waits = None
+    clock.advance(1)
+    beats.stepped(10)
+    assert noted(clock).step == 0
+    group.waits = [0.0, 1.0]
+    clock.advance(0.5)
+    beats.stepped(15)
+    assert noted(clock).step == 0
+    clock.advance(0.5)
+    beats.stepped(20)
+    assert (noted(clock).steps_per_s, noted(clock).wait_share) == (10.0, 0.5)
+    clock.advance(1)
+    beats.stepped(22)
+    assert (noted(clock).steps_per_s, noted(clock).wait_share) == (2.0, 0.0)
+
+
+def test_a_tensor_is_noted_as_it_was_logged_and_keeps_no_other_alive(folder):
+    clock, _, beats = opened()
+    losses = torch.full((1000,), 5.0)
+    beats.log({"loss": losses[0]})
+    losses.zero_()
+    assert beats._values["loss"].untyped_storage().nbytes() == 4
+    clock.advance(1)
+    beats.stepped(1)
+    assert noted(clock).values == {"loss": 5.0}
+
+
+def test_only_so_many_values_are_noted(folder):
+    clock, _, beats = opened()
+    beats.log({f"{'long' * 100}{number}": 0.0 for number in range(5)})
+    beats.log({f"v{number}": float(number) for number in range(3000)})
+    beats.log({"v0": 7.0})
+    clock.advance(1)
+    beats.stepped(1)
+    assert len(noted(clock).values) == 32
+    assert noted(clock).values["v0"] == 7.0
+
+
+def test_several_elements_are_refused_whether_or_not_anything_is_noted():
+    with pytest.raises(UsageError, match=r"losses has 2 elements"):
+        Beats(SoloGroup(), "pair").log({"losses": torch.zeros(2)})
+
+
+def test_a_look_that_fails_keeps_the_first_worker_from_nothing(folder, monkeypatch):
+    monkeypatch.setattr(module.board, "look", lambda clock: 1 / 0)
+    assert opened()[2].is_open

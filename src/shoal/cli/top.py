@@ -21,7 +21,8 @@ from shoal.cli.output import JsonFile, say, text_stream, write_json
 from shoal.cli.top_jobs import JobSource
 from shoal.cli.top_view import Shot, Source, View
 from shoal.core import SYSTEM_CLOCK
-from shoal.core.board import VARIABLE, folders
+from shoal.core.board import VARIABLE
+from shoal.core.board_folders import folders_to_read
 from shoal.core.errors import ShoalError, UsageError
 from shoal.core.ids import Address
 from shoal.report.tables import Line, Table, emit, result_line, show, wrap
@@ -69,9 +70,14 @@ def top(
 
     Every strategy that is attached in a group of `shoal.init()` notes this once a second on the machine it
     runs on; `shoal run` brings it together from all hosts on the machine where it was started.
-    SHOAL_TOP=0 turns that off. `strategy.log(loss=loss)` adds the loss, and a group inside `shoal.Metered`
-    all its bytes; without it they are those between machines.
+    SHOAL_TOP=0 turns that off. `strategy.log(loss=loss)` adds the loss. Bytes between machines are those that
+    were sent; inside a machine, those that a network would have carried, by shoal.Metered's formulas.
     """
+    if run is not None and ":" in run:
+        raise UsageError(
+            f"{run} is an address, and no name of a run.",
+            next_step=f"shoal top --web --listen {run} serves there, shoal top --join {run} shows a swarm.",
+        )
     if listen is not None and not web:
         raise UsageError("--listen says where --web serves.", next_step="add --web.")
     if web and (once or json_file is not None):
@@ -121,10 +127,11 @@ def _look(source: Source, run: str | None) -> Shot:
     shot = source.look()
     if shot.is_empty:
         named = "" if run is None else f" whose name begins with {run}"
+        where = " or ".join(map(str, folders_to_read())) or "no folder"
         raise ShoalError(
             f"No job{named} is running here.",
             cause="none has a strategy attached yet in a group of shoal.init(), another user started it, or "
-            f"{VARIABLE}=0 is set; jobs are noted in {' or '.join(map(str, folders()))}.",
+            f"{VARIABLE}=0 is set; jobs are noted in {where}.",
             next_step="shoal run -np 2 train.py in another terminal, or look on the machine where it runs; "
             "shoal top --join HOST:PORT shows the peers of a swarm.",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ def jobs_of(sightings: Iterable[Sighting], wall_s: float) -> list[Job]:
     """The newest first."""
     by_run: dict[str, list[Sighting]] = {}
     for sighting in sightings:
-        by_run.setdefault(sighting.note.run, []).append(sighting)
+        by_run.setdefault(sighting.note.run, []).append(sighting.now())
     jobs = [
         Job(
             run,
@@ -295,7 +296,9 @@ def _rate(value: float | None) -> str:
 
 
 def _number(value: float | None) -> str:
-    return _NOTHING if value is None else digits(value, 4)
+    if value is None:
+        return _NOTHING
+    return digits(value, 4) if math.isfinite(value) else str(value)
 
 
 def _size(size_bytes: int | None) -> str:

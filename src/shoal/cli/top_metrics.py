@@ -34,6 +34,14 @@ class Lines:
         return "".join(f"{line}\n" for line in self._lines)
 
 
+def look_metrics(age_s: float, *, is_failing: bool) -> str:
+    """Of `shoal top` itself."""
+    lines = Lines()
+    lines.add("top_up", "gauge", "0 while shoal top cannot look.", [({}, not is_failing)])
+    lines.add("top_last_look_seconds", "gauge", "Since its last look that succeeded.", [({}, age_s)])
+    return lines.text()
+
+
 def job_metrics(workers: Sequence[Sighting]) -> str:
     """Of the workers of all jobs."""
     lines = Lines()

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.cli.top_metrics import CONTENT_TYPE
+from shoal.cli.top_metrics import CONTENT_TYPE, look_metrics
 from shoal.cli.top_view import Shot, Source, View
 from shoal.core import Address, Clock, LoopThread, ShoalError, UsageError
 from shoal.transport.pages import Page, PageServer, Site
@@ -96,10 +96,17 @@ class Stage:
         }
 
     def _status(self) -> str:
-        return _json({"error": self._error} if self._shot is None else self._shot.document)
+        known = {} if self._shot is None else self._shot.document
+        return _json({**known, "error": self._error, "looked_s_ago": round(self._age_s, 3)})
 
     def _metrics(self) -> str:
-        return "" if self._shot is None else self._shot.metrics
+        """While looks fail, that alone: numbers of before would be taken for those of now."""
+        of_shot = "" if self._shot is None or self._error else self._shot.metrics
+        return look_metrics(self._age_s, is_failing=bool(self._error)) + of_shot
+
+    @property
+    def _age_s(self) -> float:
+        return self._clock.now_s() - self._looked_s
 
 
 def serve(source: Source, listen: Address | None, interval_s: float, clock: Clock, tell: Tell) -> None:

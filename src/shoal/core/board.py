@@ -1,8 +1,8 @@
 """Where workers pin up how far they are, for `shoal top` to read: one small file each, of this user alone.
 
-The board is `$XDG_RUNTIME_DIR/shoal`, or a folder in shared memory or among the temporary files. Nothing here
-stops training: a board that cannot be used is done without, silently. `SHOAL_TOP=0` turns it off. What is
-noted when is `strategies.beats`' to say, how it is shown the command line's.
+Where the board is `board_folders` says. Nothing here stops training: a board that cannot be used is done
+without, silently. `SHOAL_TOP=0` turns it off. What is noted when is `strategies.beats`' to say, how it is
+shown the command line's.
 """
 
 from __future__ import annotations
@@ -11,25 +11,27 @@ import contextlib
 import hashlib
 import os
 import re
-import stat
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
+from shoal.core.board_folders import folders_to_read, is_own, make_folder
 from shoal.core.clock import SYSTEM_CLOCK, Clock
-from shoal.core.processes import State, started, state_of
+from shoal.core.processes import State, namespace, started, state_of
 
 VARIABLE = "SHOAL_TOP"
 NOTE_S = 1.0
 """From one note of a worker to the next, at least."""
+STALE_S = 3 * NOTE_S
+"""A note that is older, and older than three steps take, says nothing of how fast its worker is now."""
 _MAX_BYTES = 1 << 16
-_ENDING = ".json"
-_MEMORY = Path("/dev/shm")
+_ENDING = ".note"
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _ABANDONED_S = 60.0
 """A file that is so old and not whole yet belongs to a worker that was killed while it wrote."""
+_FORGOTTEN_S = 3600.0
+"""A note of a process that cannot be looked up from here counts for so long."""
 _PLAIN = re.compile(r"[\w.-]{1,40}", re.ASCII)
 
 
@@ -59,6 +61,8 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
     """Its rank as the launcher counts, servers first."""
     started: str = ""
     """When the process began, as `processes.started` says it."""
+    namespace: str = ""
+    """Whose numbers pid and keeper are, as `processes.namespace` says it."""
     began_s: float = 0.0
     """By the wall clock, when the strategy was attached."""
     program: str = ""
@@ -98,36 +102,53 @@ class Sighting(msgspec.Struct, frozen=True):
     age_s: float
     """Since it was noted."""
 
+    @property
+    def is_fresh(self) -> bool:
+        """Whether its rates and shares are those of now; steps may take longer than notes."""
+        step_s = 1 / self.note.steps_per_s if self.note.steps_per_s else 0.0
+        return self.state == "running" and self.age_s <= max(STALE_S, 3 * step_s)
+
+    def now(self) -> Sighting:
+        """With the rates of now: none of a worker that has long noted nothing, is stopped or gone."""
+        if self.is_fresh:
+            return self
+        note, is_gone = self.note, self.state == "gone"
+        stalled = msgspec.structs.replace(
+            note,
+            steps_per_s=None if is_gone or note.steps_per_s is None else 0.0,
+            examples_per_s=None if is_gone or note.examples_per_s is None else 0.0,
+            wait_share=None,
+            waits_for=None,
+        )
+        return Sighting(stalled, self.state, self.age_s)
+
 
 class Pin:
-    """One worker's file on the board; without a board it does nothing."""
+    """One worker's file on the board; while there is no board it does nothing."""
 
     def __init__(self, name: str, folder: Path | None) -> None:
-        self._path = None if folder is None else folder / f"{name}{_ENDING}"
+        self._name = f"{name}{_ENDING}"
+        self._folder = folder
 
     def write(self, note: Note) -> None:
-        """In one piece, in the place of what was there."""
-        if self._path is None:
-            return
-        temporary = self._path.with_name(f".{self._path.name}")
+        """In one piece, in the place of what was there; a board that has been removed is made anew."""
+        # MessagePack, for JSON has no word for a loss that is no number
+        data = msgspec.msgpack.encode(note)
         with contextlib.suppress(OSError):
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NOFOLLOW, 0o600)
-            try:
-                os.write(descriptor, msgspec.json.encode(note))
-            finally:
-                os.close(descriptor)
-            temporary.replace(self._path)
+            if self._folder is None or not is_own(self._folder):
+                self._folder = make_folder()
+            if self._folder is not None:
+                _replace(self._folder / self._name, data)
 
     def remove(self) -> None:
         """Take it down; idempotent."""
-        if self._path is not None:
-            with contextlib.suppress(OSError):
-                self._path.unlink(missing_ok=True)
+        if self._folder is not None:
+            _unlink(self._folder / self._name)
 
 
 def pin(name: str) -> Pin:
     """A place on this user's board, which is made where there is none."""
-    return Pin(_short(name), _make_folder())
+    return Pin(_short(name), make_folder())
 
 
 def is_wanted(environ: Mapping[str, str] | None = None) -> bool:
@@ -148,16 +169,20 @@ def own_keeper() -> Keeper:
 def look(clock: Clock = SYSTEM_CLOCK) -> list[Sighting]:
     """Every note of this user's on this machine, in order; those of runs that are over are taken down.
 
-    A worker that is gone is seen for as long as another one of its run is there.
+    A worker that is gone is seen for as long as another one of its run is there. Processes whose numbers mean
+    nothing here, as those of another container, are taken for running until their notes are old.
     """
-    now_s = clock.wall_s()
+    now_s, here = clock.wall_s(), namespace()
     found: dict[tuple[str, str, int, int], tuple[Sighting, Path]] = {}
     for path, note in _notes(now_s):
-        if note.keeper is not None and state_of(note.keeper.pid, note.keeper.started) == "gone":
+        age_s = max(0.0, now_s - note.noted_s)
+        is_known = not note.namespace or not here or note.namespace == here
+        if _is_over(note, age_s, is_known=is_known):
             _unlink(path)
             continue
-        state = state_of(note.pid, note.started) if note.keeper is None else note.state
-        sighting = Sighting(note, state, max(0.0, now_s - note.noted_s))
+        is_own_number = is_known and note.keeper is None
+        state = state_of(note.pid, note.started) if is_own_number else note.state
+        sighting = Sighting(note, state, age_s)
         known = found.get(note.who)
         if known is None or _rank(sighting) < _rank(known[0]):
             found[note.who] = sighting, path
@@ -171,46 +196,42 @@ def look(clock: Clock = SYSTEM_CLOCK) -> list[Sighting]:
     )
 
 
-def folders() -> list[Path]:
-    """Where boards may be, the preferred one first."""
-    user = os.getuid() if hasattr(os, "getuid") else 0
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    own = [Path(runtime) / "shoal"] if runtime and Path(runtime).is_dir() else []
-    # on a disk a file that takes another one's place is written out at once: ten times as slow
-    shared = [_MEMORY] if _MEMORY.is_dir() else []
-    return [*own, *(folder / f"shoal-{user}" for folder in (*shared, Path(tempfile.gettempdir())))]
+def _is_over(note: Note, age_s: float, *, is_known: bool) -> bool:
+    """Whether it counts no more, whatever others of its run do."""
+    if not is_known:
+        return age_s > _FORGOTTEN_S
+    return note.keeper is not None and state_of(note.keeper.pid, note.keeper.started) == "gone"
 
 
-def _make_folder() -> Path | None:
-    for folder in folders():
-        with contextlib.suppress(OSError):
-            folder.mkdir(mode=0o700, exist_ok=True)
-            if _is_own(folder):
-                return folder
-    return None
-
-
-def _is_own(folder: Path) -> bool:
-    """Whether nobody else can have put anything there."""
+def _replace(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".{path.name}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NOFOLLOW, 0o600)
     try:
-        found = folder.lstat()
-    except OSError:
-        return False
-    is_private = os.name != "posix" or (found.st_uid == os.getuid() and not found.st_mode & 0o077)
-    return stat.S_ISDIR(found.st_mode) and is_private
+        num_written = os.write(descriptor, data)
+    finally:
+        os.close(descriptor)
+    if num_written == len(data):
+        temporary.replace(path)
+    else:  # the disk is full
+        _unlink(temporary)
 
 
 def _notes(now_s: float) -> Iterable[tuple[Path, Note]]:
-    for folder in folders():
-        if not _is_own(folder):
-            continue
-        for path in sorted(folder.iterdir()):
+    for folder in folders_to_read():
+        for path in _files(folder):
             if path.name.startswith(".") and path.name.endswith(_ENDING):
                 _drop_if_abandoned(path, now_s)
             elif path.name.endswith(_ENDING):
                 with contextlib.suppress(OSError, msgspec.MsgspecError):
                     if path.stat().st_size <= _MAX_BYTES:
-                        yield path, msgspec.json.decode(path.read_bytes(), type=Note)
+                        yield path, msgspec.msgpack.decode(path.read_bytes(), type=Note)
+
+
+def _files(folder: Path) -> list[Path]:
+    """None of a folder that is not this user's, or goes meanwhile."""
+    with contextlib.suppress(OSError):
+        return sorted(folder.iterdir()) if is_own(folder) else []
+    return []
 
 
 def _drop_if_abandoned(path: Path, now_s: float) -> None:
@@ -221,7 +242,7 @@ def _drop_if_abandoned(path: Path, now_s: float) -> None:
 
 def _unlink(path: Path) -> None:
     with contextlib.suppress(OSError):
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def _rank(sighting: Sighting) -> tuple[bool, bool, float]:

@@ -1,4 +1,4 @@
-"""Other processes of this machine, by number: when they began, and whether they run."""
+"""Other processes of this machine, by number: when they began, whether they run, whose numbers these are."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Literal
 
 State = Literal["running", "stopped", "gone"]
 _HAS_PROC = Path("/proc/self/stat").exists()
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_NAMESPACE = Path("/proc/self/ns/pid")
 
 
 def stat_fields(pid: int) -> list[str]:
     """The fields of /proc/PID/stat behind the name; empty where there is none."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    with contextlib.suppress(OSError):
+        # a name is any bytes
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode("ascii", "replace").split()
     return []
 
 
@@ -22,6 +25,13 @@ def started(pid: int) -> str:
     """When a process began, so that a number that is used again names another one; empty where unknown."""
     fields = stat_fields(pid)
     return fields[19] if len(fields) > 19 else ""
+
+
+def namespace() -> str:
+    """Within which a number names a process: containers count for themselves; empty where unknown."""
+    with contextlib.suppress(OSError):
+        return f"{_BOOT.read_text().strip()}/{_NAMESPACE.stat().st_ino}"
+    return ""
 
 
 def state_of(pid: int, began: str) -> State:

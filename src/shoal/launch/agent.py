@@ -90,6 +90,7 @@ class Agent:
         self._patience = 1.0
         self._timeline: str | None = None
         self._run_id = ""
+        self._has_seen = False
 
     def run(self) -> None:
         """Until the head has closed the way, or has gone."""
@@ -116,10 +117,16 @@ class Agent:
         if now_s - self._beat_s >= BEAT_S:
             self._beat_s = now_s
             self._send(Beat())
-            if seen := seen_here(self._run_id, self._charges):
-                self._send(Seen(seen))
+            self._tell_seen()
         if now_s - self._heard_s > HEAD_SILENCE_S * self._patience and not self._is_paused:
             self._is_ending = True
+
+    def _tell_seen(self) -> None:
+        """Once there was something, also that there is nothing left: the head keeps what it was told last."""
+        seen = seen_here(self._run_id, self._charges)
+        if seen or self._has_seen:
+            self._send(Seen(seen))
+        self._has_seen = bool(seen)
 
     def _wait(self) -> None:
         wanted: list[Interest] = [(self._inbox.descriptor, select.POLLIN, _wake)]

@@ -71,6 +71,7 @@ class RemoteWorker(Worker):
 @dataclass
 class _Link:
     present: Present
+    notes: Copies
     workers: list[RemoteWorker] = field(default_factory=list)
     heard_s: float = 0.0
     is_lost: bool = False
@@ -91,10 +92,9 @@ class Fleet(Crew):
         self._settings = settings
         self._output = output
         self._clock = clock
-        self._links = [_Link(present) for present in chosen]
+        self._links = [_Link(present, Copies(clock)) for present in chosen]
         self._silence_s = SILENCE_S * settings.options.patience
         self._parts = Parts(settings)
-        self._notes = Copies(clock)
         self._is_held = False
         self._beat_s = 0.0
 
@@ -149,7 +149,8 @@ class Fleet(Crew):
                 worker.signal_group(signal.SIGKILL)
             worker.finish_output(now_s)
         self._parts.close()
-        self._notes.close()
+        for link in self._links:
+            link.notes.close()
 
     def _job(self, present: Present, shared: Mapping[str, str], posts: list[Post]) -> Job:
         station = present.station
@@ -175,7 +176,7 @@ class Fleet(Crew):
                 link.heard_s = now_s
                 if isinstance(message, Failed):
                     raise _refused(link.present.host, message)
-                self._take(message, now_s)
+                self._take(link, message, now_s)
         except ProtocolError as error:
             self._lose(link, now_s, error.what)
             return
@@ -186,11 +187,11 @@ class Fleet(Crew):
         elif now_s - link.heard_s > self._silence_s:
             self._lose(link, now_s, f"nothing has come from there for {now_s - link.heard_s:.1f} s")
 
-    def _take(self, message: Up, now_s: float) -> None:
+    def _take(self, link: _Link, message: Up, now_s: float) -> None:
         if isinstance(message, Part) and self._settings.options.timeline is not None:
             self._parts.take(message.rank, message.data)
         if isinstance(message, Seen):
-            self._notes.take(message.sightings, {worker.rank: worker.host for worker in self.workers})
+            link.notes.take(message.sightings, {worker.rank: worker.host for worker in self.workers})
         if not isinstance(message, Started | Wrote | Told | Stopped | Ended):
             return
         worker = self.workers[message.rank]
@@ -211,6 +212,7 @@ class Fleet(Crew):
 
     def _lose(self, link: _Link, now_s: float, why: str) -> None:
         link.is_lost = True
+        link.notes.close()
         alive = [worker for worker in link.workers if worker.is_alive]
         if alive:
             ranks = name_ranks([worker.rank for worker in alive])

@@ -172,8 +172,9 @@ class Strategy(Checkpointed):
     def log(self, **values: Any) -> None:
         """Numbers that `shoal top` should show of this worker: `strategy.log(loss=loss)`.
 
-        A tensor of one element is read about once a second and not before, so that no step waits for its
-        device. Does nothing in a group that `shoal.init()` has not opened.
+        Of a tensor of one element a copy is kept, which is read about once a second and not before, so that
+        no step waits for its device. Does nothing in a group that `shoal.init()` has not opened. UsageError
+        for a tensor of several elements.
         """
         self._beats.log(values)
 

@@ -19,12 +19,14 @@ from weakref import WeakKeyDictionary
 import torch
 
 from shoal.core import SYSTEM_CLOCK, Clock, UsageError, board
-from shoal.core.processes import started
+from shoal.core.processes import namespace, started
 from shoal.data.kept import kept_loaders
 from shoal.group import Group
 from shoal.strategies.tenants import innermost
 
 _MAX_AWAITED = 8
+_MAX_VALUES = 32
+_MAX_NAME = 60
 _SHORTEST_WAIT_S = 1e-3
 _numbers: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
 """How many strategies of a group have been seen."""
@@ -42,6 +44,7 @@ class Beats:
         self._note: board.Note | None = None
         self._number: int | None = None
         self._noted_s = 0.0
+        self._due_s = 0.0
         self._waited_s: Sequence[float] = ()
 
     @property
@@ -57,17 +60,20 @@ class Beats:
         with contextlib.suppress(Exception):
             self._note = self._first(run, step)
             if self._note.place == 0:
-                board.look(self._clock)  # what killed workers have left there goes
-            self._pin = board.pin(".".join(map(str, (*self._note.who, os.getpid()))))
-            self._noted_s = self._clock.now_s()
+                with contextlib.suppress(Exception):
+                    board.look(self._clock)  # what killed workers have left there goes
             self._waited_s = list(self._group.waited_s)
+            self._noted_s = self._clock.now_s()
+            self._due_s = self._noted_s + board.NOTE_S
+            self._pin = board.pin(".".join(map(str, (*self._note.who, os.getpid()))))
             self._pin.write(self._note)
 
     def stepped(self, step: int) -> None:
         """After each step."""
         if self._pin is not None:
             now_s = self._clock.now_s()
-            if now_s - self._noted_s >= board.NOTE_S:
+            if now_s >= self._due_s:
+                self._due_s = now_s + board.NOTE_S
                 self._write(step, now_s)
 
     def closed(self) -> None:
@@ -79,16 +85,21 @@ class Beats:
 
     def log(self, values: dict[str, Any]) -> None:
         """Keep what is to be noted next; tensors are read then, and not before."""
-        if self._pin is None:
-            return
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise UsageError(
                     f"{name} has {value.numel()} elements; a number is logged.",
                     next_step=f"log its mean: strategy.log({name}={name}.mean()).",
                 )
-            # its graph is not kept alive
-            self._values[name] = value.detach() if isinstance(value, torch.Tensor) else value
+            if self._pin is not None:
+                self._keep(_plain(name), value)
+
+    def _keep(self, name: str, value: Any) -> None:
+        if name not in self._values and len(self._values) >= _MAX_VALUES:
+            return
+        with contextlib.suppress(Exception):
+            # a copy: the tensor may be changed in place later, or a view that keeps a large one alive
+            self._values[name] = value.detach().clone() if isinstance(value, torch.Tensor) else float(value)
 
     @property
     def _num_examples(self) -> int | None:
@@ -115,6 +126,7 @@ class Beats:
             number=self._number,
             place=place,
             started=started(pid),
+            namespace=namespace(),
             began_s=self._clock.wall_s(),
             program=_program(),
             strategy=self._strategy,
@@ -125,18 +137,17 @@ class Beats:
         )
 
     def _write(self, step: int, now_s: float) -> None:
-        passed_s, self._noted_s = now_s - self._noted_s, now_s
         # a full disk, a device that fails, a value that is no number: nothing of it may end the training
         with contextlib.suppress(Exception):
             assert self._note is not None
             assert self._pin is not None
-            self._note = self._next(self._note, step, passed_s)
+            waited_s = list(self._group.waited_s)
+            self._note = self._next(self._note, step, now_s - self._noted_s, waited_s)
+            self._noted_s, self._waited_s = now_s, waited_s
             self._pin.write(self._note)
 
-    def _next(self, before: board.Note, step: int, passed_s: float) -> board.Note:
-        waited_s = list(self._group.waited_s)
+    def _next(self, before: board.Note, step: int, passed_s: float, waited_s: Sequence[float]) -> board.Note:
         gained = [now_s - then_s for now_s, then_s in zip(waited_s, self._waited_s, strict=False)]
-        self._waited_s = waited_s
         most = max(range(len(gained)), key=gained.__getitem__, default=None)
         num_examples = self._num_examples
         sent, received = self._group.traffic_bytes
@@ -178,7 +189,7 @@ def _numbers_of(values: dict[str, Any]) -> dict[str, float]:
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and value.is_cuda and torch.cuda.is_current_stream_capturing():
             continue
-        with contextlib.suppress(TypeError, ValueError):
+        with contextlib.suppress(Exception):
             found[name] = float(value)
     return found
 
@@ -190,4 +201,9 @@ def _longest(waited_s: Sequence[float]) -> dict[int, float]:
 
 def _program() -> str:
     name = Path(sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c") else "python").name
-    return name[:60]
+    return _plain(name)
+
+
+def _plain(name: str) -> str:
+    """Short, and text that can be encoded."""
+    return name[:_MAX_NAME].encode(errors="replace").decode()

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 _MAX_REQUEST_BYTES = 8192
 _MAX_CONNECTIONS = 32
 _REQUEST_S = 5.0
+_ANSWER_S = 60.0
+"""For whoever reads slowly."""
 _LOCAL = "localhost"
 
 
@@ -102,14 +104,15 @@ class _Connection(asyncio.Protocol):
         self._received = b""
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._is_answered = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        if len(self._others) >= _MAX_CONNECTIONS:
+        if len(self._others) >= _MAX_CONNECTIONS and not self._makes_room():
             self.end()
             return
         self._others[self] = None
-        self._timer = asyncio.get_running_loop().call_later(_REQUEST_S, self.end)
+        self._limit(_REQUEST_S)
 
     def data_received(self, data: bytes) -> None:
         transport = self._transport
@@ -117,11 +120,10 @@ class _Connection(asyncio.Protocol):
             return
         self._received += data
         if b"\r\n\r\n" in self._received or b"\n\n" in self._received:
-            transport.write(self._answer(self._received))
-            transport.close()  # once it is sent
+            self._send(transport, self._answer(self._received))
         elif len(self._received) > _MAX_REQUEST_BYTES:
-            transport.write(_response("431 Request Header Fields Too Large", "The request is too large.\n"))
-            transport.close()
+            told = _response("431 Request Header Fields Too Large", "The request is too large.\n")
+            self._send(transport, told)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._others.pop(self, None)
@@ -132,6 +134,26 @@ class _Connection(asyncio.Protocol):
         """At once, whatever is under way."""
         if self._transport is not None:
             self._transport.abort()
+
+    def _makes_room(self) -> bool:
+        """Whether somebody had to go: of those that have not asked yet, the first who came."""
+        for other in self._others:
+            if not other._is_answered:
+                del self._others[other]
+                other.end()
+                return True
+        return False
+
+    def _send(self, transport: asyncio.Transport, answer: bytes) -> None:
+        self._is_answered = True
+        self._limit(_ANSWER_S)
+        transport.write(answer)
+        transport.close()  # once it is sent
+
+    def _limit(self, limit_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(limit_s, self.end)
 
     def _answer(self, request: bytes) -> bytes:
         site, (first, *lines) = self._site, request.decode("latin-1").splitlines()
