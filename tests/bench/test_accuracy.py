@@ -119,6 +119,14 @@ def told_by(config):
     return list(scenario.run(lambda _: None))
 
 
+def test_an_order_of_many_steps_has_as_long_as_other_benchmarks_give():
+    opened = []
+    scenario = AccuracyScenario(msgspec.to_builtins(CONFIG), 3)
+    scenario.open_crew = lambda settings: opened.append(settings) or LearningCrew(settings)
+    assert list(scenario.run(lambda _: None))
+    assert opened[0].answer_s >= 1800
+
+
 def test_every_contender_is_trained_on_every_split():
     told = told_by(msgspec.structs.replace(CONFIG, splits=("iid", "dirichlet:0.1")))
     rows = by_name(told, Measured)

@@ -7,7 +7,7 @@ import pytest
 from torch import distributed
 
 from shoal.bench.crew import Place
-from shoal.bench.ddp import DdpConfig, DdpScenario, Stage, numbered, options_of, skew, sweep
+from shoal.bench.ddp import DdpConfig, DdpScenario, Stage, bucket_size_of, numbered, options_of, skew, sweep
 from shoal.bench.ddp_summary import ddp_items, encode_ddp
 from shoal.bench.ddp_worker import Bench, iteration_s
 from shoal.bench.frame import RunSettings, run_benchmark
@@ -47,8 +47,8 @@ def test_machines_are_numbered_as_they_appear():
 
 def test_the_bucket_size_is_an_option_of_strategies_that_have_buckets():
     assert options_of("ddp", {}, 1)["bucket_mib"] == 1
-    assert options_of("all-reduce", {"bucket_mib": "3"}, 1)["bucket_mib"] == 3
-    assert "bucket_mib" not in options_of("neighbor", {"topology": "ring"}, 1)
+    assert options_of("all-reduce", {}, bucket_size_of("all-reduce", None))["bucket_mib"] == 25
+    assert "bucket_mib" not in options_of("neighbor", {"topology": "ring"}, bucket_size_of("neighbor", None))
     assert options_of("ddp", {"gradient_as_bucket_view": "true"}, 1)["gradient_as_bucket_view"] is True
     for strategy, option in (("ddp", "local_steps"), ("all-reduce", "topology")):
         with pytest.raises(UsageError, match=option):

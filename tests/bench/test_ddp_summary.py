@@ -23,7 +23,8 @@ def row(metric, label, num_ranks, starts=(), error=None, **key):
     return Row(key=key, metric=metric, unit="s", direction="lower", starts=starts, error=error)
 
 
-def make(rows, topology="CPU NODE", **changed):
+def make(rows, topology="CPU NODE", cuda=None, **changed):
+    versions = {"torch": "2.6.0"} if cuda is None else {"torch": "2.6.0+cu124", "cuda": cuda}
     config = DdpConfig(options=options_of("ddp", {}, 25), num_iters=2, **changed)
     return Report(
         benchmark="ddp",
@@ -32,7 +33,8 @@ def make(rows, topology="CPU NODE", **changed):
         seeds=[0],
         code=Code(version="0.1.0"),
         environment={
-            "versions": {"torch": "2.6.0"},
+            "machine": "worker-0",
+            "versions": versions,
             "processor": "a CPU",
             "device": "NVIDIA H200",
             "cores": 2,
@@ -88,6 +90,7 @@ def test_the_header_says_what_was_measured_with(report):
         "* Image size: 32x32",
         "* Iterations: 5 to warm up, 2 measured",
         "* Device: a CPU",
+        "* Machine: worker-0",
         "--- lscpu ---",
         "CPU NODE",
     ):
@@ -97,12 +100,21 @@ def test_the_header_says_what_was_measured_with(report):
 
 def test_a_topology_of_gpus_is_named_and_loses_its_tabs_and_escapes(report):
     changed = make(
-        report.rows, TOPOLOGY, device="cuda", distributed_backend="nccl", strategy="neighbor", num_workers=4
+        report.rows,
+        TOPOLOGY,
+        cuda="12.4",
+        device="cuda",
+        distributed_backend="nccl",
+        strategy="neighbor",
+        bucket_size=None,
+        num_workers=4,
     )
     lines = list(header_lines(changed))
     at = lines.index("--- nvidia-smi topo -m ---")
     assert lines[at + 2 : at + 4] == ["        GPU0    GPU1", "GPU0     X      NV18"]
     assert "* Device: NVIDIA H200" in lines
+    assert "* CUDA version: 12.4" in lines
+    assert msgspec.json.decode(encode_ddp(changed))["cuda_version"] == "12.4"
     assert not any("bucket" in line or line.startswith("On the CPU") for line in lines)
 
 
@@ -144,7 +156,7 @@ def test_another_machine_is_a_warning(report):
     )
     lines = text(make([other, *report.rows]))
     assert "Warning: b differs from the first machine: cores." in lines
-    assert "* Machines: 2; of the first one:" in lines
+    assert "* Machine: worker-0, and 1 more" in lines
 
 
 def test_the_result_has_every_stage_and_a_headline(report):
@@ -153,7 +165,10 @@ def test_the_result_has_every_stage_and_a_headline(report):
     assert result["models"]["resnet18"]["no ddp"]["examples_per_s_per_worker"] == 329.7
     assert result["slowest_over_fastest"] == {"resnet18 1M/2G": 1.15}
     [headline] = result["headline"]
-    assert headline.startswith("resnet18 takes 0.112 s an iteration on 2 workers (1M/2G): 87 % of the speed")
+    assert headline.startswith(
+        "resnet18 takes 0.112 s an iteration on 2 workers (1M/2G): each worker at 87 %"
+    )
+    assert headline.endswith("at 87 % of the speed of one without ddp.")
 
 
 def test_pytorchs_file_is_one_line_of_json(report):

@@ -1,6 +1,6 @@
 import pytest
 
-from shoal.bench.document_figures import Spread, device_word, workers_text
+from shoal.bench.document_figures import Spread, iteration_text, workers_text
 
 
 def test_deviations_are_the_population_s():
@@ -10,5 +10,5 @@ def test_deviations_are_the_population_s():
 
 
 def test_words_for_workers():
-    assert (device_word("cuda"), device_word("cpu")) == ("GPU", "CPU")
+    assert iteration_text(3, 12.34) == "Iter #3: 12.3 img/sec per GPU"
     assert (workers_text(1), workers_text(2)) == ("1 worker", "2 workers")

@@ -32,6 +32,12 @@ def test_what_is_not_installed_is_said(monkeypatch):
     assert (versions["torch"], versions["uvloop"]) == ("2.9", "not installed")
 
 
+@pytest.mark.parametrize(("build", "version"), [("CUDA 12.4", "12.4"), ("CPU", None), ("ROCm 6.1", None)])
+def test_the_version_of_cuda_is_that_of_torchs_build(monkeypatch, build, version):
+    monkeypatch.setattr(environment, "torch_build", lambda: build)
+    assert describe_machine()["versions"].get("cuda") == version
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="runs a shell script")
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(

@@ -43,6 +43,17 @@ def test_what_fails_is_a_row_that_says_so_and_the_rest_stays():
     assert "signal 9" in errors["scenario=start start=4"]
 
 
+def test_another_machine_that_measured_is_the_one_of_the_report():
+    def elsewhere(arguments, version, receive):
+        receive({"machine": {"machine": "far", "versions": {"torch": "9"}, "before": {"load_average": 7}}})
+        receive({"machine": {"after": {}}})
+
+    (report,), _ = measure({}, 1, starter=elsewhere)
+    environment = report.environment
+    assert (environment["machine"], environment["versions"]) == ("far", {"torch": "9"})
+    assert (environment["before"], environment["after"]) == ({"load_average": 7}, {})
+
+
 def test_two_versions_take_turns(request):
     source = request.config.rootpath / "src"
     reports, told = measure({}, 2, versions=[Version("old", source), Version("new")])

@@ -74,15 +74,28 @@ def test_a_table_shows_how_far_from_linear_each_is():
     assert "Iter #0" not in text
 
 
+def test_in_a_sweep_every_point_has_the_documents_last_lines_after_the_table():
+    text = text_of(scaling_items(report(sweep())))
+    lines = "[{}] Img/sec per GPU: 85.0 +-9.8\n"
+    at = text.index("neighbor, 4 workers, batch 32:\n" + "".join(map(lines.format, range(4))))
+    assert at > text.index("of ceiling: ")
+    assert "Total img/sec on 4 GPU(s): 340.0 +-39.2\n" in text[at:]
+    assert "neighbor, 1 worker, batch 32:\n[0] Img/sec per GPU: 99.0 +-0.0\nTotal img/sec on 1 GPU(s)" in text
+    assert "horovod, 4 workers, batch 32:" not in text
+    assert text.count("On the CPU: ") == 1
+    assert "On the CPU: " not in text_of(scaling_items(report(sweep(), device="cuda")))
+
+
 def test_one_strategy_with_one_number_has_the_lines_of_the_document():
     rows = rows_of(Point("none", 64, 2), {"neighbor_allreduce": lane([10.0, 20.0], [20.0, 20.0])}, [[30.0]])
     text = text_of(scaling_items(report(rows, device="cuda")))
     assert (
-        "Model: resnet18\nBatch size: 64\nNumber of GPUs: 2\n"
+        "Model: resnet18\nBatch size: 64\nNumber of GPUs: 2\nRunning warmup...\nRunning benchmark...\n"
         "Iter #0: 10.0 img/sec per GPU\nIter #1: 20.0 img/sec per GPU\n"
         "[0] Img/sec per GPU: 15.0 +-9.8\n[1] Img/sec per GPU: 20.0 +-0.0\n"
         "Total img/sec on 2 GPU(s): 35.0 +-9.8\n"
     ) in text
+    assert text.count("Total img/sec") == 1
 
 
 def test_iterations_that_are_too_short_are_told():

@@ -8,10 +8,13 @@ import sys
 import msgspec
 import pytest
 
+from shoal.bench import training_by_hand
+from shoal.bench.frame import RunSettings, run_benchmark
 from shoal.bench.training import TrainingConfig
 from shoal.bench.training_roles import Role, config_of, role_of, summarize_worker, worker_items
 from shoal.bench.training_rows import row
-from shoal.core import Address, Placement, UsageError
+from shoal.core import Address, PeerLost, Placement, UsageError
+from shoal.core.run_options import RunOptions
 from shoal.report import Report, Row
 
 HOSTS = ("ps0:2222,ps1:2222", "w0:1,w1:1,w2:1")
@@ -28,6 +31,8 @@ def test_servers_come_first_and_all_meet_at_the_first_one(job, index, rank):
     assert (placed.rank, placed.size) == (rank, 5)
     assert placed.rendezvous == Address("ps0", 2222)
     assert (role.num_servers, role.num_workers) == (2, 3)
+    through = msgspec.structs.replace(role, network_interface="eth1")
+    assert RunOptions.from_environment(through.variables).network_interface == "eth1"
 
 
 @pytest.mark.parametrize(
@@ -72,6 +77,40 @@ def test_the_figures_of_one_worker():
     assert worker_items(report) == ["Img/sec per worker: 12.0 +-3.9"]
     result = summarize_worker(report)
     assert (result["rank"], result["num_iterations"], result["examples_per_s"]) == (1, 2, 12.0)
+
+
+def test_what_was_measured_before_a_server_was_lost_is_kept(monkeypatch):
+    def train(role, config, say):
+        yield 0.5
+        yield 0.25
+        raise PeerLost("server 0 is lost.", peer=0, cause="it was killed.")
+
+    monkeypatch.setattr(training_by_hand, "train", train)
+    role = Role("worker", 1, 1, 2, Address("ps0", 1))
+    config = msgspec.to_builtins(TrainingConfig(batch_size=4))
+    said = []
+    starter = training_by_hand.WorkerByHand(role, said.append)
+    [report] = run_benchmark("training", config, RunSettings(1), tell=said.append, starter=starter)
+    assert report.rows[0].starts == [[8.0, 16.0]]
+    assert [row.error for row in report.failed] == ["server 0 is lost. it was killed."]
+    assert worker_items(report)[-1] == ("failed: server 0 is lost. it was killed.", "red")
+    result = summarize_worker(report)
+    assert (result["num_iterations"], result["examples_per_s"], result["failed"]) == (2, 12.0, 1)
+    assert any("server 0 is lost" in line for line in said)
+
+
+def test_a_worker_that_met_nobody_has_no_figures(monkeypatch):
+    def train(role, config, say):
+        raise PeerLost("server 0 is lost.", peer=0)
+        yield
+
+    monkeypatch.setattr(training_by_hand, "train", train)
+    role = Role("worker", 0, 1, 1, Address("ps0", 1))
+    starter = training_by_hand.WorkerByHand(role, lambda _: None)
+    config = msgspec.to_builtins(TrainingConfig())
+    [report] = run_benchmark("training", config, RunSettings(1), tell=lambda _: None, starter=starter)
+    assert summarize_worker(report)["num_iterations"] == 0
+    assert worker_items(report) == [("failed: server 0 is lost.", "red")]
 
 
 @pytest.mark.slow

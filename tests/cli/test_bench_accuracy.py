@@ -33,11 +33,12 @@ def test_without_flags_it_is_the_experiment_with_tricks(call):
 def test_strategies_take_the_place_of_tricks(call):
     names = "all-reduce,neighbor order=adapt-while-combine,pair"
     flags = ["--np", 4, "--splits", "iid", "--seeds", 1, "--option", "local-steps=2", "--topology", "ring"]
-    _, _, config, settings = call("--strategies", names, *flags)
+    _, _, config, settings = call("--strategies", names, *flags, "--global-average-every", 5)
     assert [contender.name for contender in config.contenders] == names.split(",")
     assert [contender.options["local_steps"] for contender in config.contenders] == [2, 2, 2]
     assert config.contenders[1].options["topology"] == "ring"
     assert config.contenders[1].options["order"] == "adapt-while-combine"
+    assert config.contenders[1].options["global_average_every"] == 5
     assert config.tricks == []
     assert settings.num_starts == 1
 
@@ -83,6 +84,8 @@ def test_a_short_run_has_fewer_steps_and_one_seed(call):
         (["--option", "topology=ring"], "--option is for --strategies"),
         (["--topology", "foo"], "no topology 'foo'"),
         (["--splits", "foo"], "no split 'foo'"),
+        (["--data-dir", "."], "digits needs none"),
+        (["--num-servers", "2"], "parameter-server, which is not measured"),
         (["--splits", ","], "Without a split"),
         (["--strategies", "foo"], "no strategy 'foo'"),
         (["--target-accuracy", "95"], "no share"),

@@ -64,7 +64,6 @@ def test_defaults_on_gpus_are_the_documents(configured, four_gpus):
     config = configured("--device", "cuda")
     assert config.models == ("resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d")
     assert (config.image_size, config.num_workers, config.distributed_backend) == (224, 4, "nccl")
-    assert config.cuda_version == "12.4"
 
 
 def test_more_workers_than_gpus_are_refused_before_anything_starts(configured, four_gpus, capsys):
@@ -79,6 +78,8 @@ def test_models_in_other_spellings_and_strategies_by_other_names(configured):
     assert config.models == ("resnet50", "mobilenet_v2")
     assert (config.strategy, config.distributed_backend) == ("sync-sgd", "shoal")
     assert config.options["bucket_mib"] == 1.0
+    assert config.bucket_size == 1
+    assert configured("--strategy", "neighbor").bucket_size is None
 
 
 def test_json_on_stdout_is_pytorchs_alone(configured, capsys):
@@ -96,6 +97,8 @@ def test_json_on_stdout_is_pytorchs_alone(configured, capsys):
         (["--world-size", "2"], "without --rank and --master-addr and --master-port"),
         (["--rank", "1"], "--rank says nothing without --world-size"),
         (["--model", "nope"], "There is no model 'nope'"),
+        (["--option", "bucket_mib=1"], "say --bucket-size 1"),
+        (["--strategy", "neighbor", "--bucket-size", "1"], "in buckets"),
         (["--device", "cuda"], "There is no GPU"),
     ],
 )

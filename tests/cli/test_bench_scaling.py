@@ -70,6 +70,15 @@ def test_a_launcher_s_processes_are_measured_by_doubling(call, monkeypatch):
     assert (config.num_workers, config.crew_size) == ((2, 3), 6)
 
 
+def test_a_profile_is_of_the_links_that_there_are(call):
+    of_workers = ["--no-cuda", "--profile", "wan", "--np", 4]
+    assert call(*of_workers)[2].between == "workers"
+    assert call(*of_workers, "-H", "localhost:4")[2].between == "workers"
+    assert call(*of_workers, "-H", "far:4")[2].between == "workers"
+    assert call(*of_workers, "-H", "far:2,away:2")[2].between == "machines"
+    assert call(*of_workers, "--workers-per-machine", 2)[2].between == "machines"
+
+
 @pytest.mark.parametrize(("last", "counts"), [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (8, (1, 2, 4, 8))])
 def test_numbers_double_up_to_the_last(last, counts):
     assert module.doubling(last) == counts
@@ -100,6 +109,10 @@ def test_a_gpu_is_taken_where_there_is_one(call, monkeypatch):
         (["--option", "topologie=ring"], "topologie"),
         (["--no-cuda", "--device", "cuda"], "--no-cuda"),
         (["--strategies", "parameter-server"], "bench training"),
+        (["--np", "2", "--profile", "wan", "--between", "machines"], "split it: --workers-per-machine K"),
+        (["--np", "2", "--profile", "wan", "--workers-per-machine", "2"], "or --between workers"),
+        (["--np", "2", "--profile", "wan", "-H", "localhost:2", "--between", "machines"], "on one machine"),
+        (["--between", "workers"], "there is none"),
     ],
 )
 def test_what_cannot_be_measured_is_bad_usage(call, arguments, says):

@@ -147,6 +147,45 @@ def test_a_worker_that_is_started_by_hand_has_a_report_of_its_own(call, asked):
     assert isinstance(asked["where"], training_by_hand.WorkerByHand)
 
 
+def test_what_a_worker_by_hand_is_told_is_heard(call, asked, monkeypatch):
+    roles = []
+    monkeypatch.setattr(training_by_hand, "WorkerByHand", lambda role, say: roles.append(role))
+    flags = ("--iterations", 7, "--network-interface", "eth1", "--device", "cpu", "--no-cuda", "--fuse")
+    assert call(*ROLE, "--job_name", "worker", *flags)[0] == 0
+    assert asked["config"].iterations == 7
+    assert roles[0].network_interface == "eth1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("-np", "2"), "--np means nothing"),
+        (("-H", "a:2"), "-H means nothing"),
+        (("--ssh-user", "me"), "--ssh-user means nothing"),
+        (("--num-servers", "1"), "--num-servers means nothing"),
+        (("--starts", "1"), "--starts means nothing"),
+        (("--short",), "--short means nothing"),
+        (("--workers-per-machine", "1"), "--workers-per-machine means nothing"),
+        (("--block-seconds", "1"), "--block-seconds means nothing"),
+        (("--num-batches-per-iter", "10"), "--num-batches-per-iter means nothing"),
+        (("--no-ddp",), "--no-ddp means nothing"),
+        (("--device", "cuda"), "on the CPU"),
+        (("--device", "cuda", "--no-cuda"), "on the CPU"),
+        (("--num-iters", "3", "--iterations", "3"), "--num-iters and --iterations are the same"),
+    ],
+)
+def test_flags_that_mean_nothing_by_hand_are_refused(call, asked, flags, says):
+    code, _, complaint = call(*ROLE, "--job-name", "worker", *flags)
+    assert (code, asked) == (2, {})
+    assert says in complaint
+
+
+def test_a_server_by_hand_has_no_report(call, asked):
+    code, _, complaint = call(*ROLE, "--job-name", "ps", "--report", "x.json")
+    assert (code, asked) == (2, {})
+    assert "A server measures nothing that --report could hold" in complaint
+
+
 def test_a_server_that_is_started_by_hand_tells_what_it_has_counted(call, asked, monkeypatch):
     monkeypatch.setattr(
         training_by_hand, "serve", lambda role, config, say: {"num_applied": 3, "num_pushes": 4}
@@ -173,9 +212,10 @@ def test_a_server_that_is_started_by_hand_tells_what_it_has_counted(call, asked,
         ("--kungfu", "sync"),
         ("--kungfu", "sma", "--strategies", "sma"),
         ("--device", "cuda", "--no-cuda"),
+        ("--num-servers", "2"),
+        ("--iterations", "2", "--num-batches-per-iter", "2"),
         ("--job-name", "ps"),
         (*ROLE, "--job-name", "worker", "--task-index", "2"),
-        (*ROLE, "--job-name", "worker", "-np", "2"),
         (*ROLE, "--job-name", "worker", "--strategies", "pair"),
     ],
 )

@@ -123,7 +123,6 @@ def swept(*, strategy="ddp", failed=()):
     )
     config = {
         "strategy": strategy,
-        "cuda_version": None,
         "distributed_backend": "gloo",
         "bucket_size": 25,
         "batch_size": 32,

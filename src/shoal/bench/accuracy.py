@@ -42,6 +42,7 @@ METRICS: Metrics = {
 _measured = partial(measured, METRICS)
 NUM_TESTS = {"digits": 360, "mnist": 10_000}
 """Examples that accuracy is taken on."""
+_ANSWER_S = 3600.0  # many steps of many workers on few cores, and an evaluation by each
 
 
 class AccuracyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -202,7 +203,7 @@ class AccuracyScenario:
         """One run after another; one that fails is a row, and the rest go on."""
         config = self._config
         settings = CrewSettings(
-            "shoal.bench.accuracy_worker:work", config.num_workers, msgspec.to_builtins(config)
+            "shoal.bench.accuracy_worker:work", config.num_workers, msgspec.to_builtins(config), _ANSWER_S
         )
         pairs = [(split, contender) for split in config.splits for contender in config.contenders]
         with self.open_crew(settings) as crew:

@@ -28,6 +28,9 @@ TRICKS = {
 _PARTS, _WARM_PARTS, _SLOW_PARTS, _FAST_PARTS = 90, 5, 30, 25
 """BlueFog's 90 epochs: warm-up in the first 5, decay every 30, or every 25."""
 
+AVERAGE_EVERY = 16
+"""Steps. No divisor of the usual numbers of them: a run does not end with an average by chance."""
+
 
 class Contender(msgspec.Struct, frozen=True):
     """One way of training."""
@@ -47,8 +50,7 @@ class TrickSettings(msgspec.Struct, frozen=True):
     num_workers: int
     topology: str = "one-peer-exponential"
     orders: tuple[str, ...] = tuple(ORDERS.values())
-    global_average_every: int = 16
-    """No divisor of the usual numbers of steps: a run does not end with an average by chance."""
+    global_average_every: int = AVERAGE_EVERY
     workers_per_machine: int | None = None
 
     def __post_init__(self) -> None:

@@ -30,6 +30,7 @@ METRICS: Metrics = {
 one's; whether a machine is built as the first one, 1 or 0."""
 _measured = partial(measured, METRICS)
 DOCUMENT_MODELS = ("resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d")
+DOCUMENT_BUCKET_SIZE = 25
 NUM_CLASSES = 1000
 COMPARED = ("processor", "cores", "device", "topology", "versions")
 """What is looked at to tell whether two machines are alike."""
@@ -56,8 +57,8 @@ class DdpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """The side of the images."""
     num_warmup: int = 5
     num_iters: int = 10
-    bucket_size: int = 25
-    """Of gradients, in MiB."""
+    bucket_size: int | None = 25
+    """Of gradients, in MiB; None for a strategy that has none."""
     distributed_backend: Backend = "gloo"
     strategy: str = "ddp"
     options: dict[str, Any] = {}
@@ -65,8 +66,6 @@ class DdpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     workers_per_machine: int | None = None
     """Counts one machine as several; None takes machines as they are."""
     device: Literal["cpu", "cuda"] = "cpu"
-    cuda_version: str | None = None
-    """That torch is built for."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -109,15 +108,32 @@ class Stage(msgspec.Struct, frozen=True):
         return self.label == ALONE
 
 
-def options_of(strategy: str, given: Mapping[str, str], bucket_size: int) -> dict[str, Any]:
+def bucket_size_of(strategy: str, asked: int | None) -> int | None:
+    """The size that was asked for, or the document's; UsageError for a strategy that has no buckets."""
+    if has_buckets(strategy):
+        return asked or DOCUMENT_BUCKET_SIZE
+    if asked is not None:
+        raise UsageError(
+            f"{strategy} shares no gradients in buckets, so that --bucket-size means nothing to it.",
+            next_step="leave it out, or take a strategy that has them, as all-reduce.",
+        )
+    return None
+
+
+def options_of(strategy: str, given: Mapping[str, str], bucket_size: int | None) -> dict[str, Any]:
     """All options of a strategy, its buckets of this size. UsageError for one that it doesn't have."""
+    if "bucket_mib" in given:
+        raise UsageError(
+            "--option bucket_mib is the size of buckets, which has a flag of its own here.",
+            next_step=f"say --bucket-size {given['bucket_mib']}.",
+        )
     foreign = [option for option in given if is_ddp(strategy) and option not in OF_THE_WRAPPER]
     if foreign:
         raise UsageError(
             f"Torch's wrapper, which is measured as it is, has no option {foreign[0]!r}.",
             next_step=f"one of {', '.join(OF_THE_WRAPPER)}; or take another strategy, as all-reduce.",
         )
-    sized = {"bucket_mib": bucket_size} if has_buckets(strategy) else {}
+    sized = {} if bucket_size is None else {"bucket_mib": bucket_size}
     return all_options(strategy, {**sized, **given})
 
 

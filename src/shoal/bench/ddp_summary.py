@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.bench.ddp import ALIKE, SKEW, has_buckets
+from shoal.bench.ddp import ALIKE, SKEW
 from shoal.bench.document_figures import workers_text
 from shoal.report import Report, Row
 from shoal.report.pytorch import ALONE, SECONDS, to_document
@@ -58,7 +58,7 @@ def _headline(model: str, stages: dict[str, Any], report: Report) -> str:
     text = f"{model} takes {seconds:.3f} s an iteration on {workers} ({label})"
     if ALONE in stages and label != ALONE:
         share = 100 * stages[ALONE]["sec_per_iter"]["p50"] / seconds
-        text += f": {share:.0f} % of the speed of one worker without {report.config['strategy']}"
+        text += f": each worker at {share:.0f} % of the speed of one without {report.config['strategy']}"
     return f"{text}."
 
 
@@ -90,13 +90,14 @@ def ddp_items(report: Report) -> Items:
 def header_lines(report: Report) -> Iterator[str]:
     """Versions, what was measured with, and how the machines are built."""
     config, environment = report.config, report.environment
+    versions = environment.get("versions", {})
     num_others = len(_rows(report, ALIKE))
     yield from ("-" * len(_TITLE), _TITLE, "-" * len(_TITLE), "")
     yield f"* Shoal version: {report.code}"
-    yield f"* PyTorch version: {environment.get('versions', {}).get('torch', 'unknown')}"
-    yield f"* CUDA version: {config.get('cuda_version')}"
+    yield f"* PyTorch version: {versions.get('torch', 'unknown')}"
+    yield f"* CUDA version: {versions.get('cuda')}"
     yield f"* Distributed backend: {config['distributed_backend']}"
-    if has_buckets(config["strategy"]):
+    if config["bucket_size"] is not None:
         yield f"* Maximum bucket size: {config['bucket_size']}MB"
     yield f"* Strategy: {config['strategy']}"
     yield f"* Image size: {config['image_size']}x{config['image_size']}"
@@ -104,8 +105,7 @@ def header_lines(report: Report) -> Iterator[str]:
     num_starts = len(report.seeds)
     yield f"* Iterations: {counts}" + (f", in each of {num_starts} starts" if num_starts > 1 else "")
     yield f"* Device: {environment.get('processor' if config['device'] == 'cpu' else 'device')}"
-    if num_others:
-        yield f"* Machines: {num_others + 1}; of the first one:"
+    yield f"* Machine: {environment.get('machine')}" + (f", and {num_others} more" if num_others else "")
     topology = _ESCAPES.sub("", str(environment.get("topology", "")))
     if topology:
         name = "nvidia-smi topo -m" if "GPU0" in topology else "lscpu"

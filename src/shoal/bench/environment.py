@@ -13,7 +13,7 @@ from typing import Any
 
 import shoal
 from shoal._version import __version__
-from shoal.bench.machine import ask, gpus, installed_version, memory, processor_name, read
+from shoal.bench.machine import ask, gpus, installed_version, memory, processor_name, read, torch_build
 from shoal.core.placement import num_cores
 from shoal.report import Code
 
@@ -34,8 +34,15 @@ def describe_machine() -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             **{name: installed_version(name) or "not installed" for name in _PACKAGES},
+            **_cuda_version(),
         },
     }
+
+
+def _cuda_version() -> dict[str, str]:
+    """That torch is built for; empty for another device."""
+    device, _, version = torch_build().partition(" ")
+    return {"cuda": version} if device == "CUDA" else {}
 
 
 class Watch:

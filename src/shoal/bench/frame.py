@@ -24,7 +24,7 @@ from shoal.report import Curve, Report, Row
 Tell = Callable[[str], None]
 RowKey = dict[str, str | int | float | bool]
 Receive = Callable[[dict[str, Any]], None]
-"""Takes what a start tells: `progress`, `row` or `curve`."""
+"""Takes what a start tells: `progress`, `row`, `curve`, or the other `machine` that it ran on."""
 
 
 class Measured(msgspec.Struct, kw_only=True):
@@ -147,7 +147,7 @@ def run_benchmark(
             config=dict(config),
             seeds=[settings.seed + start for start in range(settings.num_starts)],
             code=describe_code(version.source),
-            environment=environment,
+            environment={**environment, **collected[version.name].machine},
             rows=collected[version.name].rows(),
             curves=collected[version.name].curves(),
         )
@@ -189,6 +189,8 @@ class _Collected:
         self._starts: dict[str, list[list[float]]] = {}
         self._failures: dict[str, list[Measured]] = {}
         self._curves: dict[str, Curve] = {}
+        self.machine: dict[str, Any] = {}
+        """What is told of another machine than this one, where it measured."""
 
     def measure(self, start: int, run: Callable[[Receive], None], tell: Tell) -> None:
         """Take what a start tells; one that breaks off is a row too."""
@@ -196,6 +198,8 @@ class _Collected:
         def receive(message: dict[str, Any]) -> None:
             if "progress" in message:
                 tell(message["progress"])
+            elif "machine" in message:
+                self.machine |= message["machine"]
             elif "curve" in message:
                 self._add_curve(msgspec.convert(message["curve"], MeasuredCurve))
             else:

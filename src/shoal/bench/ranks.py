@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shoal.bench.crew import Answers, CrewSettings, Helper, Place, Workers, open_worker
+from shoal.bench.environment import Watch, describe_machine
 from shoal.bench.frame import Receive, Version, make_scenario, tell_rows
 from shoal.core import BenchmarkError, PeerLost
 from shoal.launch import LaunchSettings, command_of, launch
@@ -295,7 +296,11 @@ def main() -> None:
             count += 1
             _write(message)
 
+        watch = Watch()
+        machine = describe_machine()  # takes a moment, in which stolen time shows
+        tell({"machine": {**machine, "before": watch.look()}})
         ranks.start(arguments, Version(), tell)
+        tell({"machine": {"after": watch.look()}})
         _write({"count": count})
 
 

@@ -18,7 +18,7 @@ import msgspec
 
 from shoal.bench.contenders import NONE, needs_servers, sends_by_itself
 from shoal.bench.crew import Crew, CrewSettings, OpenCrew, Workers, one_line
-from shoal.bench.document_figures import device_word, workers_text
+from shoal.bench.document_figures import iteration_text, workers_text
 from shoal.bench.frame import Measured, MeasuredCurve, RowKey, Tell
 from shoal.bench.metrics import Metrics, measured
 from shoal.core import BenchmarkError, UsageError
@@ -83,11 +83,23 @@ class ScalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 f"{max(self.num_workers)} workers are to be measured, and there are {self.crew_size}.",
                 next_step=f"give --np numbers up to {self.crew_size}.",
             )
+        if self.profile is not None and self.between == "machines" and not self.has_machines:
+            raise UsageError(
+                f"All of up to {max(self.num_workers)} workers are on one machine: no links between machines "
+                f"can be made as slow as '{self.profile}'.",
+                next_step="split it: --workers-per-machine K, or --between workers.",
+            )
         if any(map(needs_servers, self.strategies)):
             raise UsageError(
                 "parameter-server needs servers beside its workers, and here are workers alone.",
                 next_step="measure it by `shoal bench training --strategies parameter-server`.",
             )
+
+    @property
+    def has_machines(self) -> bool:
+        """Whether the most workers that are measured are on several machines."""
+        sizes = [size for size in (self.workers_per_machine, self.workers_on_machine) if size is not None]
+        return bool(sizes) and min(sizes) < max(self.num_workers)
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -173,10 +185,11 @@ class ScalingScenario:
             raise BenchmarkError(error)
         tell(f"{point}: Running warmup...")
         self._warm_up(crew, point)
+        tell(f"{point}: Running benchmark...")
         speeds = []
         for number in range(self._config.num_iters):
             speeds.append(self._iterate(crew, point))
-            self._tell_speed(point, number, speeds[-1], tell)
+            tell(f"{point}: {iteration_text(number, speeds[-1][0])}")
         return speeds
 
     def _measure(self, crew: Workers, point: Point, tell: Tell) -> Lane:
@@ -189,12 +202,13 @@ class ScalingScenario:
                 tell(f"{point}: Running warmup...")
                 self._warm_up(crew, beside)
                 self._warm_up(crew, point)
+                tell(f"{point}: Running benchmark...")
                 for number in range(self._config.num_iters):
                     order = (point, beside) if number % 2 == 0 else (beside, point)
                     found = {which: self._iterate(crew, which) for which in order}
                     lane.speeds.append(found[point])
                     lane.ceilings.append(found[beside])
-                    self._tell_speed(point, number, found[point], tell)
+                    tell(f"{point}: {iteration_text(number, found[point][0])}")
                 self._trace(crew, point, tell)
                 crew.ask("close", among=point.num_workers, strategy=point.strategy)
         except BenchmarkError as error:
@@ -234,10 +248,6 @@ class ScalingScenario:
         file = Path(self._config.trace_folder) / f"scaling-{name}.trace.json"
         crew.ask("trace", among=point.num_workers, strategy=point.strategy, file=str(file))
         tell(f"{point}: traced in {file}")
-
-    def _tell_speed(self, point: Point, number: int, speeds: Speeds, tell: Tell) -> None:
-        word = device_word(self._config.device)
-        tell(f"{point}: Iter #{number}: {speeds[0]:.1f} img/sec per {word}")
 
 
 def rows_of(place: Point, lanes: Mapping[str, Lane], alone: Sequence[Speeds]) -> Iterator[Measured]:

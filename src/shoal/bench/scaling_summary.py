@@ -7,7 +7,7 @@ import statistics
 from typing import Any
 
 from shoal.bench.contenders import NONE
-from shoal.bench.document_figures import Spread, device_word, workers_text
+from shoal.bench.document_figures import Spread, iteration_text, workers_text
 from shoal.bench.scaling import CORES, EFFICIENCY, FRACTION, SPEED, WORKER_SPEED
 from shoal.report import Report, Row
 from shoal.report.tables import Column, Table
@@ -105,15 +105,21 @@ def headline(report: Report) -> list[str]:
 
 
 def scaling_items(report: Report) -> Items:
-    """A table for each batch size; BlueFog's lines, where one strategy was measured with one number."""
+    """A table for each batch size, and BlueFog's lines: all for a single point, the last ones for several."""
     config, figures = report.config, Figures(report)
-    items: Items = [(f"scaling  {report.created}  code {report.code}".rstrip(), "bold"), _what(config), ""]
-    measured = [point for point in figures.points if point[0] != NONE]
-    if len(measured) == 1 and measured[0] not in figures.errors:
-        items += [*_document_lines(figures, measured[0], config), ""]
+    items: Items = [(f"scaling  {report.created}  code {report.code}".rstrip(), "bold"), _what(config)]
+    if config.get("device") == "cpu":
+        items.append("On the CPU: what the lines below count as a GPU is a worker of one thread.")
+    items.append("")
+    asked = [point for point in figures.points if point[0] != NONE]
+    measured = [point for point in asked if figures.samples(SPEED, *point) is not None]
+    if len(asked) == len(measured) == 1:
+        items += [*_document_lines(figures, asked[0], config), ""]
     for batch_size in dict.fromkeys(point[1] for point in figures.points):
         items.append(_table(figures, batch_size))
     items += _notes(figures, config)
+    for point in measured if len(asked) > 1 else ():
+        items += [_point_text(point), *_figure_lines(figures, point), ""]
     items += [(line, "red") for line in _failures(report)]
     if config.get("should_predict"):
         from shoal.bench.scaling_forecast import predicted_items
@@ -134,21 +140,32 @@ def _what(config: dict[str, Any]) -> str:
 
 
 def _document_lines(figures: Figures, point: tuple[str, int, int], config: dict[str, Any]) -> list[str]:
-    strategy, batch_size, num_workers = point
-    word = device_word(str(config.get("device")))
-    lines = [
+    """All that the document prints of its one point."""
+    _, batch_size, num_workers = point
+    speeds = figures.samples(WORKER_SPEED, *point, 0) or []
+    return [
         f"Model: {config.get('model')}",
         f"Batch size: {batch_size}",
-        f"Number of {word}s: {num_workers}",
+        f"Number of GPUs: {num_workers}",
+        "Running warmup...",
+        "Running benchmark...",
+        *(iteration_text(number, speed) for number, speed in enumerate(speeds)),
+        *_figure_lines(figures, point),
     ]
-    by_rank = [
-        figures.samples(WORKER_SPEED, strategy, batch_size, num_workers, rank) or []
-        for rank in range(num_workers)
-    ]
-    lines += [f"Iter #{number}: {speed:.1f} img/sec per {word}" for number, speed in enumerate(by_rank[0])]
-    lines += [f"[{rank}] Img/sec per {word}: {Spread.of(own)}" for rank, own in enumerate(by_rank)]
-    totals = Spread.of(figures.samples(SPEED, strategy, batch_size, num_workers) or [math.nan])
-    return [*lines, f"Total img/sec on {num_workers} {word}(s): {totals}"]
+
+
+def _figure_lines(figures: Figures, point: tuple[str, int, int]) -> list[str]:
+    """What the document ends with: each worker's speed, and that of all."""
+    num_workers = point[2]
+    speeds = [figures.samples(WORKER_SPEED, *point, rank) or [math.nan] for rank in range(num_workers)]
+    lines = [f"[{rank}] Img/sec per GPU: {Spread.of(own)}" for rank, own in enumerate(speeds)]
+    totals = Spread.of(figures.samples(SPEED, *point) or [math.nan])
+    return [*lines, f"Total img/sec on {num_workers} GPU(s): {totals}"]
+
+
+def _point_text(point: tuple[str, int, int]) -> str:
+    strategy, batch_size, num_workers = point
+    return f"{strategy}, {workers_text(num_workers)}, batch {batch_size}:"
 
 
 def _table(figures: Figures, batch_size: int) -> Table:

@@ -18,6 +18,7 @@ from shoal.bench.training import TrainingConfig
 from shoal.bench.training_roles import STRATEGY, Role
 from shoal.bench.training_rows import ITERATION, OWN_SPEED, row
 from shoal.bench.training_worker import trainee_of
+from shoal.core import BenchmarkError, PeerLost
 from shoal.group import Group, init
 from shoal.strategies import ParameterServer
 
@@ -32,16 +33,28 @@ class WorkerByHand:
         self._say = say
 
     def __call__(self, arguments: dict[str, Any], version: Version, receive: Receive) -> None:
-        """Meet the others, train, and tell this worker's rows."""
+        """Meet the others, train, and tell this worker's rows: those so far, where another one is lost."""
         config = msgspec.convert(arguments["config"], TrainingConfig)
-        times_s = train(self._role, msgspec.structs.replace(config, seed=arguments["seed"]), self._say)
+        config = msgspec.structs.replace(config, seed=arguments["seed"])
+        times_s: list[float] = []
+        try:
+            for number, time_s in enumerate(train(self._role, config, self._say)):
+                times_s.append(time_s)
+                self._say(f"Iter #{number}: {config.batch_size / time_s:.1f} img/sec per worker")
+        except PeerLost as error:
+            raise BenchmarkError(error.what, cause=error.cause, next_step=error.next_step) from error
+        finally:
+            if times_s:
+                self._tell_rows(config.batch_size, times_s, receive)
+
+    def _tell_rows(self, batch_size: int, times_s: list[float], receive: Receive) -> None:
         key: RowKey = {"strategy": STRATEGY, "rank": self._role.index}
-        speeds = [config.batch_size / time_s for time_s in times_s]
+        speeds = [batch_size / time_s for time_s in times_s]
         for told in (row(OWN_SPEED, key, speeds), row(ITERATION, key, times_s)):
             receive({"row": msgspec.to_builtins(told)})
 
 
-def train(role: Role, config: TrainingConfig, say: Say) -> list[float]:
+def train(role: Role, config: TrainingConfig, say: Say) -> Iterator[float]:
     """So many iterations as `config` asks of each worker, after its warm-up; the seconds of each."""
     say(f"Model: {config.model}")
     say(f"Batch size: {config.batch_size}")
@@ -53,11 +66,8 @@ def train(role: Role, config: TrainingConfig, say: Say) -> list[float]:
             warm_s = statistics.median(_timed(trainee, 0.0) for _ in range(config.num_warmup))
             sleep_s = warm_s * (config.slow_factor - 1) if role.index == config.slow_rank else 0.0
             say("Running benchmark...")
-            times_s: list[float] = []
-            for number in range(config.iterations or 0):
-                times_s.append(_timed(trainee, sleep_s))
-                say(f"Iter #{number}: {config.batch_size / times_s[-1]:.1f} img/sec per worker")
-    return times_s
+            for _ in range(config.iterations or 0):
+                yield _timed(trainee, sleep_s)
 
 
 def serve(role: Role, config: TrainingConfig, say: Say) -> dict[str, Any]:

@@ -7,15 +7,17 @@ They meet at the first server's address; the other ports are not used. What a ro
 
 from __future__ import annotations
 
+import os
 from typing import Any, Literal
 
 import msgspec
 
 from shoal.bench.document_figures import Spread
 from shoal.bench.training import TrainingConfig
-from shoal.bench.training_rows import ITERATION, OWN_SPEED
+from shoal.bench.training_rows import OWN_SPEED
 from shoal.core import Address, UsageError
-from shoal.report import Report
+from shoal.core.run_options import RUN_ID_VARIABLE, RunOptions
+from shoal.report import Report, Row
 from shoal.report.views import Items
 
 JobName = Literal["ps", "worker"]
@@ -33,6 +35,8 @@ class Role(msgspec.Struct, frozen=True):
     num_workers: int
     meeting: Address
     """The first server's."""
+    network_interface: str | None = None
+    """Through which this process talks to other machines."""
 
     @property
     def is_server(self) -> bool:
@@ -43,7 +47,10 @@ class Role(msgspec.Struct, frozen=True):
     def variables(self) -> dict[str, str]:
         """How a launcher would have placed this process."""
         rank = self.index if self.is_server else self.num_servers + self.index
+        run_id = os.environ.get(RUN_ID_VARIABLE, "")
+        options = RunOptions(run_id=run_id, network_interface=self.network_interface)
         return {
+            **options.to_environment(),
             "RANK": str(rank),
             "WORLD_SIZE": str(self.num_servers + self.num_workers),
             "MASTER_ADDR": self.meeting.host,
@@ -81,26 +88,36 @@ def _addresses(flag: str, text: str) -> list[Address]:
 
 def summarize_worker(report: Report) -> dict[str, Any]:
     """The RESULT of one worker."""
-    samples = {row.metric: row.samples for row in report.rows}
-    speed = Spread.of(samples[OWN_SPEED])
-    config = msgspec.convert(report.config, TrainingConfig)
-    return {
+    config, speed = msgspec.convert(report.config, TrainingConfig), _row(report, OWN_SPEED)
+    result: dict[str, Any] = {
         "strategy": STRATEGY,
         "model": config.model,
         "num_workers": config.num_workers,
         "num_servers": config.num_servers,
         "batch_size": config.batch_size,
-        "rank": report.rows[0].key["rank"],
-        "num_iterations": len(samples[ITERATION]),
-        "examples_per_s": round(speed.mean, 1),
-        "error": round(speed.error, 1),
+        "num_iterations": 0,
     }
+    if speed is not None:
+        spread = Spread.of(speed.samples)
+        result |= {
+            "rank": speed.key["rank"],
+            "num_iterations": len(speed.samples),
+            "examples_per_s": round(spread.mean, 1),
+            "error": round(spread.error, 1),
+        }
+    failed = len(report.failed)
+    return {**result, "failed": failed} if failed else result
 
 
 def worker_items(report: Report) -> Items:
     """What is printed of one worker's report, in the document's words."""
-    speed = Spread.of(next(row.samples for row in report.rows if row.metric == OWN_SPEED))
-    return [f"Img/sec per worker: {speed}"]
+    speed = _row(report, OWN_SPEED)
+    items: Items = [] if speed is None else [f"Img/sec per worker: {Spread.of(speed.samples)}"]
+    return [*items, *((f"failed: {row.error}", "red") for row in report.failed)]
+
+
+def _row(report: Report, metric: str) -> Row | None:
+    return next((row for row in report.rows if row.metric == metric and row.starts), None)
 
 
 def config_of(

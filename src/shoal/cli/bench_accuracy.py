@@ -19,8 +19,8 @@ from shoal.cli.bench_common import (
     run_and_tell,
     run_settings,
 )
-from shoal.cli.bench_hosts import where_of, with_hosts, workers_of
-from shoal.cli.bench_trained import NumServers, WorkersPerMachine
+from shoal.cli.bench_hosts import launched_size, where_of, with_hosts, workers_of
+from shoal.cli.bench_trained import NumServers, WorkersPerMachine, servers_of
 from shoal.core import UsageError
 
 Task = Literal["digits", "mnist"]
@@ -80,10 +80,18 @@ def accuracy(
     order: Annotated[
         Order, typer.Option(help="Average after the step, or while gradients are computed.")
     ] = "both",
-    global_average_every: Annotated[int, typer.Option(min=1, help="Steps, for the trick 'average'.")] = 16,
+    global_average_every: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Steps from one average of all to the next: of the trick 'average', or of the --strategies "
+            "that have it.",
+            show_default="16 for the trick",
+        ),
+    ] = None,
     target_accuracy: Annotated[float, typer.Option(help="Seconds and bytes are counted to it.")] = 0.95,
     workers_per_machine: WorkersPerMachine = None,
-    num_servers: NumServers = 1,
+    num_servers: NumServers = None,
     data_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Has the files of MNIST.", show_default=False)
     ] = None,
@@ -99,10 +107,21 @@ def accuracy(
     warm-up, a periodic global average, a faster decay, and all three; all-reduce as the reference.
     """
     from shoal.bench.accuracy import AccuracyConfig
-    from shoal.bench.accuracy_contenders import ORDERS, TrickSettings, strategy_contenders, trick_contenders
+    from shoal.bench.accuracy_contenders import (
+        AVERAGE_EVERY,
+        ORDERS,
+        TrickSettings,
+        strategy_contenders,
+        trick_contenders,
+    )
     from shoal.bench.accuracy_summary import accuracy_items, summarize_accuracy
     from shoal.data import mnist
 
+    if data_dir is not None and task != "mnist":
+        raise UsageError(
+            f"--data-dir has the files of MNIST, and {task} needs none.",
+            next_step="leave it out, or say --task mnist.",
+        )
     size = workers_of(num_workers, context.params, default=NUM_WORKERS)
     steps = steps or (SHORT_STEPS if short else STEPS[task])
     orders = tuple(ORDERS.values()) if order == "both" else (order,)
@@ -115,7 +134,7 @@ def accuracy(
             size,
             topology or "one-peer-exponential",
             orders,
-            global_average_every,
+            global_average_every or AVERAGE_EVERY,
             workers_per_machine,
         )
         contenders = trick_contenders(tricks)
@@ -123,6 +142,8 @@ def accuracy(
         common = assignments(option)
         common |= {} if topology is None else {"topology": topology}
         common |= {} if order == "both" else {"order": order}
+        if global_average_every is not None:
+            common["global_average_every"] = str(global_average_every)
         contenders = strategy_contenders(listed(strategies), common)
     config = AccuracyConfig(
         task=task,
@@ -131,7 +152,7 @@ def accuracy(
         splits=tuple(dict.fromkeys(listed(splits))),
         num_workers=size,
         workers_per_machine=workers_per_machine,
-        num_servers=num_servers,
+        num_servers=servers_of(num_servers, (contender.strategy for contender in contenders)),
         steps=steps,
         eval_every=eval_every or max(1, steps // NUM_EVALUATIONS),
         batch_size=batch_size,
@@ -142,7 +163,9 @@ def accuracy(
         tricks=[] if tricks is None else tricks.legend(),
         seed=seed,
     )
-    settings = run_settings(context, seeds or (1 if short else NUM_SEEDS), seed)
+    settings = run_settings(
+        context, seeds or (1 if short or launched_size() is not None else NUM_SEEDS), seed
+    )
     outputs = Outputs(report, json_file, accuracy_items)
     where = where_of(context.params, size)
     if task == "mnist" and where is None:

@@ -67,7 +67,9 @@ def ddp(
     ] = None,
     num_warmup: Annotated[int, typer.Option(min=0, help="Iterations before those that count.")] = 5,
     num_iters: Annotated[int, typer.Option(min=1, help="Measured iterations of each rank.")] = 10,
-    bucket_size: Annotated[int, typer.Option(min=1, help="Of gradients, in MB.")] = 25,
+    bucket_size: Annotated[
+        int | None, typer.Option(min=1, help="Of gradients, in MB.", show_default="25")
+    ] = None,
     distributed_backend: Annotated[
         Literal["nccl", "gloo"] | None,
         typer.Option(help="Of the measured groups.", show_default="nccl on GPUs, gloo for ddp else"),
@@ -126,13 +128,11 @@ def take_part(flags: Mapping[str, Any]) -> None:
 def config_of(flags: Mapping[str, Any]) -> DdpConfig:
     """What the flags say, and the document's defaults on this device."""
     from shoal.bench.contenders import is_ddp
-    from shoal.bench.ddp import DOCUMENT_MODELS, Backend, DdpConfig, options_of
-    from shoal.bench.machine import torch_build
+    from shoal.bench.ddp import DOCUMENT_MODELS, Backend, DdpConfig, bucket_size_of, options_of
     from shoal.models import model_named
 
     device = device_of(flags["device"], is_here=not is_on_hosts(flags))
     is_gpu = device == "cuda"
-    build = torch_build()
     num_here = num_gpus() if is_gpu else 0
     size = workers_of(flags["num_workers"], flags, flags["world_size"] or num_here or DEFAULT_WORKERS)
     is_elsewhere = launched_size() is not None or is_on_hosts(flags)
@@ -145,6 +145,7 @@ def config_of(flags: Mapping[str, Any]) -> DdpConfig:
     image_size = flags["image_size"] or (_GPU_SIDE if is_gpu else CPU_SIDE)
     named = tuple(dict.fromkeys(model_named(name).at(image_side=image_size).name for name in models))
     strategy = "ddp" if is_ddp(flags["strategy"]) else flags["strategy"]
+    bucket_size = bucket_size_of(strategy, flags["bucket_size"])
     usual: Backend = "nccl" if is_gpu else "gloo" if strategy == "ddp" else "shoal"
     return DdpConfig(
         models=named,
@@ -152,13 +153,12 @@ def config_of(flags: Mapping[str, Any]) -> DdpConfig:
         image_size=image_size,
         num_warmup=flags["num_warmup"],
         num_iters=flags["num_iters"],
-        bucket_size=flags["bucket_size"],
+        bucket_size=bucket_size,
         distributed_backend=flags["distributed_backend"] or usual,
         strategy=strategy,
-        options=options_of(strategy, assignments(flags["option"]), flags["bucket_size"]),
+        options=options_of(strategy, assignments(flags["option"]), bucket_size),
         num_workers=size,
         workers_per_machine=flags["workers_per_machine"],
         device=device,
-        cuda_version=build.removeprefix("CUDA ") if build.startswith("CUDA ") else None,
         seed=flags["seed"],
     )

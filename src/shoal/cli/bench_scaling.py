@@ -128,12 +128,17 @@ def scaling(
 
     chosen = contenders(strategies, dist_optimizer)
     counts, size = worker_counts(num_workers, context.params, is_single=dist_optimizer is not None)
+    if between is not None and profile is None:
+        raise UsageError(
+            "--between says whose links a --profile is of, and there is none.", next_step="give both."
+        )
     if profile is not None:
         from shoal.transport import Profile
 
         Profile.load(profile)  # complains before anything is started
-    is_elsewhere = is_on_hosts(context.params)
-    device = device_of(device, no_cuda=no_cuda, is_here=not is_elsewhere)
+    device = device_of(device, no_cuda=no_cuda, is_here=not is_on_hosts(context.params))
+    mates = mates_of(context.params)
+    has_machines = workers_per_machine is not None or (mates is not None and mates < counts[-1])
     entry = entry_of(model or MODELS[device], image_size, device, num_classes)
     config = ScalingConfig(
         model=entry.name,
@@ -143,7 +148,7 @@ def scaling(
         num_workers=counts,
         crew_size=size,
         workers_per_machine=workers_per_machine,
-        workers_on_machine=mates_of(context.params),
+        workers_on_machine=mates,
         strategies=chosen,
         options=given_options(chosen, assignments(option)),
         is_dynamic=not disable_dynamic_topology,
@@ -153,7 +158,7 @@ def scaling(
         num_iters=num_iters or (3 if short else 10),
         device=device,
         profile=profile,
-        between=between or ("machines" if workers_per_machine or is_elsewhere else "workers"),
+        between=between or ("machines" if has_machines else "workers"),
         trace_folder=str(Path(DEFAULT_FOLDER).absolute()) if profiler else None,
         should_predict=predict,
         seed=seed,

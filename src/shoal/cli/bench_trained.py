@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -27,7 +28,10 @@ StrategyOption = Annotated[
 WorkersPerMachine = Annotated[
     int | None, typer.Option(min=1, help="Split this machine into several, for 'hierarchical'.")
 ]
-NumServers = Annotated[int, typer.Option(min=1, help="Processes beside the workers, for 'parameter-server'.")]
+NumServers = Annotated[
+    int | None,
+    typer.Option(min=1, help="Processes beside the workers, for 'parameter-server'.", show_default="1"),
+]
 
 
 def device_of(asked: DeviceKind | None, *, no_cuda: bool = False, is_here: bool = True) -> DeviceKind:
@@ -49,6 +53,18 @@ def device_of(asked: DeviceKind | None, *, no_cuda: bool = False, is_here: bool 
             next_step="use --device cpu, or see what `shoal doctor` says.",
         )
     return "cuda" if has_gpu or asked == "cuda" else "cpu"
+
+
+def servers_of(asked: int | None, strategies: Iterable[str]) -> int:
+    """As many as was asked for, or one; UsageError where no strategy has any."""
+    from shoal.bench.contenders import needs_servers
+
+    if asked is not None and not any(map(needs_servers, strategies)):
+        raise UsageError(
+            "--num-servers is of parameter-server, which is not measured here.",
+            next_step="leave it out, or name parameter-server among --strategies.",
+        )
+    return asked or 1
 
 
 def num_gpus() -> int:

@@ -35,6 +35,7 @@ from shoal.cli.bench_trained import (
     device_of,
     entry_of,
     num_gpus,
+    servers_of,
 )
 from shoal.core import UsageError
 from shoal.report import DEFAULT_FOLDER, default_path
@@ -57,7 +58,7 @@ def training(
     num_workers: flags.NumWorkers = None,
     option: StrategyOption = None,
     workers_per_machine: WorkersPerMachine = None,
-    num_servers: NumServers = 1,
+    num_servers: NumServers = None,
     batch_size: flags.BatchSize = None,
     device: flags.Device = None,
     no_cuda: NoCuda = False,
@@ -66,6 +67,7 @@ def training(
     pairs: flags.Pairs = None,
     block_seconds: flags.BlockSeconds = None,
     iterations: flags.Iterations = None,
+    num_batches_per_iter: flags.NumBatches = None,
     slow_worker: flags.SlowWorker = None,
     ps_hosts: flags.PsHosts = None,
     worker_hosts: flags.WorkerHosts = None,
@@ -120,10 +122,15 @@ def _config(given: dict[str, Any], num_workers: int) -> TrainingConfig:
         options=options_of(chosen, assignments(given["option"])),
         num_workers=num_workers,
         workers_per_machine=given["workers_per_machine"],
-        num_servers=given["num_servers"],
+        num_servers=servers_of(given["num_servers"], chosen),
         num_pairs=given["pairs"] or (3 if is_short else 10),
         block_s=given["block_seconds"] or (0.3 if is_short else 1.0),
-        iterations=given["iterations"],
+        iterations=flags.one_of(
+            {
+                "--iterations": given["iterations"],
+                "--num-batches-per-iter": given["num_batches_per_iter"],
+            }
+        ),
         kungfu=None if given["kungfu"] is None else optimizer_named(given["kungfu"]),
         **_slow(given),
     )
@@ -200,11 +207,12 @@ def _take_role(context: typer.Context, role: Role) -> None:
     )
 
     given = context.params
-    _check_role(given)
+    _check_role(context, role)
+    role = msgspec.structs.replace(role, network_interface=given["network_interface"])
     config = config_of(
         role,
-        _common(given, given["device"] or "cpu", DEFAULT_BATCH_SIZE),
-        num_iterations=given["pairs"],
+        _common(given, "cpu", DEFAULT_BATCH_SIZE),
+        num_iterations=flags.one_of({"--num-iters": given["pairs"], "--iterations": given["iterations"]}),
         num_warmup=given["num_warmup"],
     )
     options = options_of((STRATEGY,), assignments(given["option"]))
@@ -228,8 +236,9 @@ def _take_role(context: typer.Context, role: Role) -> None:
     )
 
 
-def _check_role(given: dict[str, Any]) -> None:
+def _check_role(context: typer.Context, role: Role) -> None:
     """UsageError for what is of no meaning to a process that is started by hand."""
+    given = context.params
     if there.launched_size() is not None:
         raise UsageError(
             "A launcher has started this process, which is to be started by hand.",
@@ -241,17 +250,19 @@ def _check_role(given: dict[str, Any]) -> None:
             "Servers and workers that are started by hand train with parameter-server.",
             next_step="leave --strategies and --kungfu out.",
         )
-    for flag, value in (
-        ("--np", given["num_workers"]),
-        ("-H", given["hosts"]),
-        ("--hostfile", given["hostfile"]),
-        ("--against", given["against"]),
-    ):
-        if value is not None:
-            raise UsageError(
-                f"{flag} starts workers, and --job-name is for those that are started by hand.",
-                next_step="leave one of them out.",
-            )
+    if given["device"] == "cuda":
+        raise UsageError("parameter-server trains models on the CPU.", next_step="leave --device cuda out.")
+    flags.check_by_hand(_typed(context), is_server=role.is_server)
+
+
+def _typed(context: typer.Context) -> dict[str, str]:
+    """The flags that were given on the command line, by parameter."""
+    typed = {}
+    for parameter in context.command.params:
+        source = None if parameter.name is None else context.get_parameter_source(parameter.name)
+        if parameter.name is not None and source is not None and source.name == "COMMANDLINE":
+            typed[parameter.name] = parameter.opts[0]
+    return typed
 
 
 def _say(stream: Any, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import typer
@@ -78,11 +79,15 @@ BlockSeconds = Annotated[float | None, typer.Option(min=0.01, help="Length of a 
 Iterations = Annotated[
     int | None,
     typer.Option(
-        "--iterations",
-        "--num-batches-per-iter",
         min=1,
-        help="In a block, where workers wait for each other.",
+        help="In a block, where workers wait for each other; by hand: the same as --num-iters.",
         show_default="by length",
+    ),
+]
+NumBatches = Annotated[
+    int | None,
+    typer.Option(
+        "--num-batches-per-iter", min=1, help="The same as --iterations, of a block.", show_default=False
     ),
 ]
 SlowWorker = Annotated[
@@ -118,3 +123,36 @@ def slow_worker(text: str) -> tuple[int, float]:
     if not slow[1] >= 1:
         raise UsageError(f"--slow-worker {text} is not slower.", next_step="give a factor of 1 or more.")
     return slow
+
+
+BY_HAND = (
+    *("model", "image_size", "strategies", "option", "batch_size", "device", "no_cuda", "fuse", "num_warmup"),
+    *("pairs", "iterations", "slow_worker", "ps_hosts", "worker_hosts", "job_name", "task_index", "seed"),
+    *("network_interface", "report", "json_file"),
+)
+"""What means something to a process that is started by hand."""
+_OF_WORKERS = ("report", "json_file")
+
+
+def check_by_hand(given: Mapping[str, str], *, is_server: bool) -> None:
+    """UsageError for a flag that means nothing by hand; `given` has flags as typed, by parameter."""
+    for name, flag in given.items():
+        if name not in BY_HAND:
+            raise UsageError(
+                f"{flag} means nothing to a process that is started by hand, which --job-name is for.",
+                next_step="leave one of them out.",
+            )
+        if is_server and name in _OF_WORKERS:
+            raise UsageError(
+                f"A server measures nothing that {flag} could hold.", next_step="give it to the workers."
+            )
+
+
+def one_of(values: Mapping[str, int | None]) -> int | None:
+    """What was given of several flags for the same; None for none, and UsageError for more than one."""
+    told = {flag: value for flag, value in values.items() if value is not None}
+    if len(told) > 1:
+        raise UsageError(
+            f"{' and '.join(told)} are the same here.", next_step="leave all but one of them out."
+        )
+    return next(iter(told.values()), None)

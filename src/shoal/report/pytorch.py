@@ -83,7 +83,7 @@ def to_document(report: Report) -> dict[str, Any]:
     A stage that failed is left out; the run without DDP stays, without measurements. A strategy in DDP's
     place is one entry more, which is compared as configuration.
     """
-    config = report.config
+    config, versions = report.config, report.environment.get("versions", {})
     results: dict[tuple[Scalar, Scalar], list[_Run]] = {}
     for row in report.rows:
         if row.metric != SECONDS:
@@ -94,8 +94,8 @@ def to_document(report: Report) -> dict[str, Any]:
         elif row.error is None:
             runs.append(_Run(list(range(int(row.key["num_ranks"]))), row.samples))
     document = {
-        "pytorch_version": report.environment.get("versions", {}).get("torch", ""),
-        "cuda_version": config.get("cuda_version"),
+        "pytorch_version": versions.get("torch", ""),
+        "cuda_version": versions.get("cuda"),
         "distributed_backend": config["distributed_backend"],
         "bucket_size": config["bucket_size"],
         RESULTS: [
