@@ -25,6 +25,7 @@ from shoal.group.rendezvous import Seat as SeatThere
 from shoal.group.servers import WithServers
 from shoal.group.settings import GroupSettings
 from shoal.group.solo import SoloGroup
+from shoal.group.torch_world import destroy_world
 
 stores: Any = distributed  # whose stubs leave the stores out
 USUAL_SWITCH_INTERVAL_S = 0.005
@@ -160,7 +161,7 @@ class HostSeat(Seat):
         try:
             yield
         finally:
-            distributed.destroy_process_group()
+            destroy_world()
 
 
 class LaunchedSeat(Seat):
@@ -201,7 +202,7 @@ class LaunchedSeat(Seat):
         try:
             yield
         finally:
-            distributed.destroy_process_group()
+            destroy_world()
 
     def _placement(self, size: int) -> Placement:
         mates = self._mates(size)

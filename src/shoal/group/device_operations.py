@@ -17,6 +17,7 @@ from shoal.core import PeerLost, UsageError
 from shoal.group.base import Reduction
 from shoal.group.lane import FREE, Step, Steps
 from shoal.group.rendezvous import Rendezvous
+from shoal.group.torch_world import destroy_world
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -103,7 +104,7 @@ class DeviceOperations:
     def close(self) -> None:
         """Take torch.distributed down if it was brought up here."""
         if self._is_own and dist.is_initialized():
-            dist.destroy_process_group()
+            destroy_world()
         self._is_own = self._is_up = False
 
     def abandon(self) -> None:

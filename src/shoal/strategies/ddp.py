@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.core.errors import ShoalError, UsageError
 from shoal.group import Group
+from shoal.group.torch_world import destroy_world
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.base import Strategy
 from shoal.strategies.options import CommonOptions, DDPOptions
@@ -192,7 +193,7 @@ def open_process_group(group: Group, device: torch.device, stack: contextlib.Exi
         # gloo connects at once, NCCL with the first operation
         store = (stack if backend == "nccl" else until_met).enter_context(_store(group))
         dist.init_process_group(backend, store=store, world_size=group.size, rank=group.rank)
-        stack.callback(dist.destroy_process_group)
+        stack.callback(destroy_world)
         group.barrier().wait()
 
 
