@@ -1,3 +1,4 @@
+import math
 import random
 
 import pytest
@@ -149,3 +150,36 @@ def test_intervals_exclude_zero_exactly_when_a_row_is_called_different(make_repo
         for pair in compare(old, new).rows:
             excludes = not pair.judgement.low_percent <= 0 <= pair.judgement.high_percent
             assert excludes == (pair.verdict in DIFFERENT)
+
+
+def drifting(factor):
+    """Starts of a machine that is at times half as fast, and a change that is small beside that."""
+    return [100.0 * drift * factor * wobble for drift, wobble in zip(DRIFTS, WOBBLES[factor], strict=True)]
+
+
+DRIFTS = (1.0, 1.9, 1.1, 1.8, 1.2, 1.7, 1.0, 1.5)
+WOBBLES = {
+    1.0: (1.0, 1.01, 0.99, 1.0, 1.02, 0.99, 1.0, 1.01),
+    1.1: (1.01, 1.0, 1.0, 0.98, 1.0, 1.01, 0.99, 1.0),
+}
+
+
+def test_starts_that_took_turns_are_judged_in_pairs():
+    pair = [(row(drifting(1.0)), row(drifting(1.1)))]
+    (apart,) = judge(pair)
+    (beside,) = judge(pair, took_turns=True)
+    assert apart.verdict is Verdict.NO_DIFFERENCE
+    assert beside.verdict is Verdict.WORSE
+    assert beside.change_percent == pytest.approx(apart.change_percent)
+    assert beside.low_percent < -10 < beside.high_percent < 0
+
+
+def test_equal_starts_that_took_turns_are_not_told_apart_more_often_than_allowed():
+    generator = random.Random(7)
+    num_different = 0
+    for _ in range(400):
+        drifts = [generator.gauss(0, 0.3) for _ in range(6)]
+        old, new = ([math.exp(drift + generator.gauss(0, 0.05)) for drift in drifts] for _ in range(2))
+        (judgement,) = judge([(row(old), row(new))], alpha=0.05, took_turns=True)
+        num_different += judgement.verdict is not Verdict.NO_DIFFERENCE
+    assert num_different <= 34

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import functools
 import importlib
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -129,6 +130,7 @@ def run_benchmark(
     before = watch.look()
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     collected = {version.name: _Collected() for version in versions}
+    turns = secrets.token_hex(8) if len(versions) > 1 else ""
     total = settings.num_starts * len(versions)
     number = 0
     for start in range(settings.num_starts):
@@ -150,6 +152,7 @@ def run_benchmark(
             environment={**environment, **collected[version.name].machine},
             rows=collected[version.name].rows(),
             curves=collected[version.name].curves(),
+            turns=turns,
         )
         for version in versions
     ]

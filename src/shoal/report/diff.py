@@ -117,7 +117,8 @@ def compare(
     others = {row.identity: row for row in new_rows}
     pairs = [(row, others[row.identity]) for row in old_rows if row.identity in others]
     _check_pairs(baseline, test, pairs)
-    judgements = judge(pairs, alpha=alpha, effect_percent=effect_percent)
+    took_turns = bool(baseline.turns) and baseline.turns == test.turns
+    judgements = judge(pairs, alpha=alpha, effect_percent=effect_percent, took_turns=took_turns)
     paired: dict[Identity, bool] = {old.identity: True for old, _ in pairs}
     differences = _differences(baseline, test)
     return Diff(

@@ -32,9 +32,9 @@ HOW_TO_READ = (
 )
 HOW_TO_JUDGE = (
     "Negative is worse. A row is judged on the medians of its process starts: Welch's test on their "
-    "logarithms with Holm's correction, so that the chance to call any equal pair different is 1% over all "
-    "rows together. The interval excludes zero exactly when the row is called different. Other percentiles "
-    "are not tested."
+    "logarithms, or the paired one where the starts took turns (--against), with Holm's correction, so that "
+    "the chance to call any equal pair different is 1% over all rows together. The interval excludes zero "
+    "exactly when the row is called different. Other percentiles are not tested."
 )
 
 

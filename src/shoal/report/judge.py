@@ -1,8 +1,9 @@
 """Whether two rows differ: one decision for each row, on the medians of its process starts.
 
 Iterations of one start are not independent, so a test on them calls equal runs different; starts are.
-Welch's t test on the logarithms of the medians, Holm's correction over all judged rows (Holm 1979). A row's
-interval has the level at which Holm decided it, so it excludes zero exactly when the row is called different.
+Welch's t test on the logarithms of the medians, or the paired one where starts took turns, for then a machine
+that is slow for a while is so for both; Holm's correction over all judged rows (Holm 1979). A row's interval
+has the level at which Holm decided it, so it excludes zero exactly when the row is called different.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class Judgement:
 
 
 @dataclass(frozen=True)
-class _Welch:
-    """Welch's test of two samples, and the way back from its scale to percent."""
+class _Test:
+    """A t test of two samples, and the way back from its scale to percent."""
 
     difference: float
     error: float
@@ -90,11 +91,21 @@ class _Welch:
 
 
 def judge(
-    pairs: Sequence[tuple[Row, Row]], *, alpha: float = ALPHA, effect_percent: float = EFFECT_PERCENT
+    pairs: Sequence[tuple[Row, Row]],
+    *,
+    alpha: float = ALPHA,
+    effect_percent: float = EFFECT_PERCENT,
+    took_turns: bool = False,
 ) -> list[Judgement]:
-    """One judgement for each (baseline, test) pair; the pairs are one family for Holm's correction."""
+    """One judgement for each (baseline, test) pair; the pairs are one family for Holm's correction.
+
+    `took_turns` says that starts of the same number are neighbours in time.
+    """
     tests = [
-        _welch(start_medians(old), start_medians(new)) if _can_judge(old, new) else None for old, new in pairs
+        _t_test(start_medians(old), start_medians(new), are_pairs=took_turns)
+        if _can_judge(old, new)
+        else None
+        for old, new in pairs
     ]
     p_values = [test.p_value for test in tests if test is not None]
     adjusted, levels = holm(p_values, alpha)
@@ -169,22 +180,38 @@ def _unjudged(old: Row, new: Row, level: float, effect_percent: float) -> Judgem
     )
 
 
-def _welch(old: list[float], new: list[float]) -> _Welch:
+def _t_test(old: list[float], new: list[float], *, are_pairs: bool) -> _Test:
+    """Paired where every start has its neighbour, Welch's elsewhere."""
     is_log = min(*old, *new) > 0
     if is_log:
         old, new = [math.log(value) for value in old], [math.log(value) for value in new]
     base = mean_of(old)
     difference = mean_of(new) - base
-    shares = variance_of(old) / len(old), variance_of(new) / len(new)
-    error = math.sqrt(sum(shares))
+    if are_pairs and len(old) == len(new):
+        error, freedom = _paired_error([after - before for before, after in zip(old, new, strict=True)])
+    else:
+        error, freedom = _welch_error(old, new)
     if error == 0:
-        return _Welch(difference, 0.0, 1.0, 1.0 if difference == 0 else 0.0, is_log, base)
-    freedom = sum(shares) ** 2 / (shares[0] ** 2 / (len(old) - 1) + shares[1] ** 2 / (len(new) - 1))
+        return _Test(difference, 0.0, 1.0, 1.0 if difference == 0 else 0.0, is_log, base)
     p_value = 2 * survival(abs(difference) / error, freedom)
-    return _Welch(difference, error, freedom, p_value, is_log, base)
+    return _Test(difference, error, freedom, p_value, is_log, base)
 
 
-def _judged(test: _Welch, direction: Direction, p_adjusted: float, level: float, alpha: float) -> Judgement:
+def _paired_error(differences: list[float]) -> tuple[float, float]:
+    """Of the mean difference: its error, and degrees of freedom."""
+    return math.sqrt(variance_of(differences) / len(differences)), len(differences) - 1
+
+
+def _welch_error(old: list[float], new: list[float]) -> tuple[float, float]:
+    """Of the difference of means: its error, and degrees of freedom."""
+    shares = variance_of(old) / len(old), variance_of(new) / len(new)
+    if sum(shares) == 0:
+        return 0.0, 1.0
+    freedom = sum(shares) ** 2 / (shares[0] ** 2 / (len(old) - 1) + shares[1] ** 2 / (len(new) - 1))
+    return math.sqrt(sum(shares)), freedom
+
+
+def _judged(test: _Test, direction: Direction, p_adjusted: float, level: float, alpha: float) -> Judgement:
     is_up = test.difference > 0
     verdict = Verdict.NO_DIFFERENCE
     if p_adjusted <= alpha:

@@ -170,6 +170,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     curves: list[Curve] = msgspec.field(default_factory=list)
     result: dict[str, Any] = msgspec.field(default_factory=dict)
     """What the benchmark printed on its RESULT line."""
+    turns: str = ""
+    """Equal in two reports whose starts took turns, each right beside the other's of the same number."""
 
     def __post_init__(self) -> None:
         if self.schema != SCHEMA:
