@@ -90,7 +90,7 @@ def test_values_over_decades_get_a_logarithmic_axis_that_owns_up_to_zeros():
     starts = [{"value": [0.0, 1e-4, 1e-2, 1.0], "step": [0, 1, 2, 3]}]
     apart = Curve(key={}, metric="distance", unit="", direction="lower", starts=starts)
     _, figures = drawn(curve_plots, samples.report("accuracy", curves=[apart]))
-    assert figures.plots[0]["y"]["title"] == "distance (logarithmic, zeros left out)"
+    assert figures.plots[0]["y"]["title"] == "distance (log, without zeros)"
 
 
 def test_percentiles_are_of_times_with_enough_samples():

@@ -48,7 +48,7 @@ class Chart:
         is_share = self.unit in {"", "1", "%"} and bool(values) and min(values) >= 0 and not is_log
         title = " · ".join(part for part in (self.metric, scale.unit) if part)
         if is_log:
-            title += " (logarithmic, zeros left out)" if has_zeros else " (logarithmic)"
+            title += " (log, without zeros)" if has_zeros else " (logarithmic)"
         views = [self._view(axis, lines, scale) for axis, lines in zip(self.axes, self.lines, strict=True)]
         y = {"title": title, "unit": scale.unit, "isLog": is_log, "isShare": is_share}
         return {"set": number, "y": y, "views": views}
