@@ -84,6 +84,19 @@ def test_stragglers_come_with_each_doubling():
     assert times_s == pytest.approx([3.75, 4.0, 6.0])
 
 
+def test_what_an_average_brings_is_gone_through_and_nothing_hides_that():
+    mixing = replace(WORK, mix_s=0.1)
+
+    def extra_s(method, network, num_workers):
+        with_it, without = (iteration_s(work, method, network, num_workers) for work in (mixing, WORK))
+        return with_it - without
+
+    assert extra_s(Method(kind="neighbor", topology="ring"), cluster(1), 4) == pytest.approx(0.2)
+    assert extra_s(Method(kind="all-reduce"), cluster(1), 4) == pytest.approx(0.15)
+    assert extra_s(Method(kind="hierarchical"), cluster(2), 4) == pytest.approx(0.2)
+    assert extra_s(Method(kind="none"), cluster(1), 4) == 0
+
+
 def test_traffic_is_counted_from_the_topology():
     assert traffic_of("one-peer-exponential", 4, 2) == (Turn(1, 1, 1, 1), Turn(0, 2, 1, 1))
     assert traffic_of("full", 6, 2) == (Turn(1, 8, 4, 2),)

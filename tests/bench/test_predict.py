@@ -97,6 +97,16 @@ def test_a_profile_is_checked_with_nothing_fitted(tmp_path):
     assert far.efficiency == pytest.approx(1.0, rel=0.01), "each worker has cores of its own there"
 
 
+def test_mixing_is_counted_as_it_was_measured(tmp_path):
+    profile = tmp_path / "slow.toml"
+    profile.write_text(SLOW)
+    plain = report_of({"neighbor": {2: 0.2}}, num_workers=(1, 2), profile=str(profile))
+    mixing = Row(key={"num_workers": 2}, metric="mixing", unit="s", direction="lower", starts=[[0.03] * 3])
+    mixed = msgspec.structs.replace(plain, rows=[*plain.rows, mixing])
+    (without,), (with_it,) = (forecast_of(report).checks for report in (plain, mixed))
+    assert with_it.predicted_s - without.predicted_s == pytest.approx(0.03)
+
+
 def test_inside_a_machine_a_profile_of_machines_has_nothing_to_check(tmp_path):
     profile = tmp_path / "slow.toml"
     profile.write_text("[ways.default]\ndelay_ms = 50\n")

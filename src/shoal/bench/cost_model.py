@@ -76,6 +76,8 @@ class Work(msgspec.Struct, frozen=True):
     """Forward, backward and step together."""
     size_bytes: float
     """Of the parameters, as many as of the gradients."""
+    mix_s: float = 0.0
+    """To add what another has to one's own, all of it: work of this very core, so nothing hides it."""
 
     @property
     def forward_s(self) -> float:
@@ -106,7 +108,21 @@ def iteration_s(
             _combined_s(work, method, seconds) for seconds in _turns_s(work, method, network, num_workers)
         ]
     extra_s = terms.overhead_s + terms.straggler_s * math.log2(num_workers)
+    extra_s += work.mix_s * _num_mixings(method, network, num_workers)
     return sum(ends_s) / len(ends_s) + extra_s
+
+
+def _num_mixings(method: Method, network: Network, num_workers: int) -> float:
+    """How often a worker goes through as many bytes as it has parameters, to reduce or to copy them.
+
+    In a mean of n each reduces its share of all, and copies the shares of the others.
+    """
+    if method.kind == "neighbor":
+        turns = traffic_of(method.topology, num_workers, network.mates(num_workers))
+        return sum(max(turn.inside, turn.by_worker) for turn in turns) / len(turns)
+    members = num_workers if method.kind == "all-reduce" else network.mates(num_workers)
+    across = 1 if method.kind == "hierarchical" and network.num_machines(num_workers) > 1 else 0
+    return 2 * (members - 1) / members + across
 
 
 def ring_s(size_bytes: float, num_members: int, link: Link) -> float:

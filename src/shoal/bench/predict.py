@@ -27,7 +27,7 @@ from shoal.bench.forecast import (
     forecast_result,
 )
 from shoal.bench.profile_links import shaped_network
-from shoal.bench.scaling import EFFICIENCY, SPEED, ScalingConfig
+from shoal.bench.scaling import EFFICIENCY, MIXING, SPEED, ScalingConfig
 from shoal.bench.scaling_options import options_for
 from shoal.core import ReportError, UsageError
 from shoal.report import Report
@@ -86,6 +86,7 @@ class Scene:
                 next_step="run `shoal bench scaling --predict`.",
             )
         self.size_bytes = _parameter_bytes(config)
+        self._mixings = _mixings(report)
 
     def _mates(self, num_workers: int) -> int:
         """Workers that the strategies take for those of one machine."""
@@ -225,7 +226,16 @@ class Scene:
         network = self.network(size)
         if fitted.between is not None:
             network = msgspec.structs.replace(network, between=fitted.between)
-        return iteration_s(Work(compute_s, self.size_bytes), method, network, size, fitted.terms)
+        work = Work(compute_s, self.size_bytes, self._mix_s(size))
+        return iteration_s(work, method, network, size, fitted.terms)
+
+    def _mix_s(self, num_workers: int) -> float:
+        """As measured by as many workers of a machine, or the most that there are; nothing on a device."""
+        if num_workers in self._mixings:
+            return self._mixings[num_workers]
+        mates = min(num_workers, self._workers_per_machine)
+        known = [size for size in self._mixings if size <= mates]
+        return self._mixings[max(known)] if known else 0.0
 
     def _method(self, strategy: str, num_workers: int) -> Method:
         """UsageError for a strategy that the model has no formula for."""
@@ -274,6 +284,12 @@ def _compute(report: Report, none: Seconds) -> Seconds:
             if key in none:
                 found.setdefault((key[0], 1), none[key] * statistics.median(row.samples))
     return found
+
+
+def _mixings(report: Report) -> dict[int, float]:
+    """By number of workers: the seconds of going through a model once, all at the same time."""
+    rows = [row for row in report.rows if row.metric == MIXING and row.samples]
+    return {int(row.key["num_workers"]): statistics.median(row.samples) for row in rows}
 
 
 def _parameter_bytes(config: ScalingConfig) -> int:

@@ -25,12 +25,14 @@ from shoal.core import BenchmarkError, UsageError
 
 SPEED, WORKER_SPEED = "images_per_s", "images_per_s_per_worker"
 EFFICIENCY, FRACTION, CORES = "scaling_efficiency", "fraction_of_ceiling", "cores_per_worker"
+MIXING = "mixing"
 METRICS: Metrics = {
     SPEED: ("images/s", "higher"),
     WORKER_SPEED: ("images/s", "higher"),
     EFFICIENCY: ("", "higher"),
     FRACTION: ("", "higher"),
     CORES: ("", "higher"),
+    MIXING: ("s", "lower"),
 }
 _measured = partial(measured, METRICS)
 _ANSWER_S = 3600.0  # ten batches of a large model take one core many minutes
@@ -174,10 +176,24 @@ class ScalingScenario:
                     rows += found
             if config.device == "cpu":
                 yield from core_rows(crew.ask("machine"), config.num_workers)
+                if config.should_predict:
+                    found = self._mixings(crew)
+                    yield from found
+                    rows += found
         if config.should_predict:
             from shoal.bench.scaling_forecast import predicted_curves
 
             yield from predicted_curves(config, rows, tell)
+
+    def _mixings(self, crew: Workers) -> list[Measured]:
+        """How long workers take to add one model to another, all at once."""
+        return [
+            _measured(
+                MIXING, {"num_workers": count}, [max(seconds) for seconds in zip(*answers, strict=True)]
+            )
+            for count in self._config.num_workers
+            if (answers := crew.ask("mix", among=count))
+        ]
 
     def _measure_alone(self, crew: Workers, batch_size: int, tell: Tell) -> list[Speeds]:
         point = Point(NONE, batch_size, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from shoal.group.shaped import Shaped
 from shoal.models import model_named
 from shoal.strategies import Strategy
 
+_NUM_MIXINGS = 5
+
 
 def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
     """Train what is ordered."""
@@ -37,6 +40,7 @@ def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -
         "iterate": bench.iterate,
         "trace": bench.trace,
         "close": bench.close,
+        "mix": bench.mix,
         "machine": lambda: [socket.gethostname(), num_cores()],
     }
 
@@ -106,6 +110,17 @@ class Bench:
             self.iterate(strategy)
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(file)
+
+    def mix(self) -> list[float]:
+        """The seconds of adding half of one model to half of another, several times."""
+        entry = model_named(self._config.model).at(self._config.image_size, self._config.num_classes)
+        own, other = torch.zeros(2, entry.num_parameters())
+        times_s = []
+        for _ in range(_NUM_MIXINGS + 1):
+            began_s = time.perf_counter()
+            own.lerp_(other, 0.5)
+            times_s.append(time.perf_counter() - began_s)
+        return times_s[1:]
 
     def close(self, strategy: str) -> None:
         """Detach it, leave its group, and let its memory go."""
