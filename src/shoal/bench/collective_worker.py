@@ -13,7 +13,7 @@ from shoal.bench.collective_calls import SHOAL, Call, Stage, difference
 from shoal.bench.collectives import FOREIGN, GLOO, GROUP, MIB
 from shoal.bench.crew import Answers, Place
 from shoal.bench.gloo_calls import GLOO_CALLS
-from shoal.bench.seat import seat_of
+from shoal.bench.seat import HostSeat
 from shoal.group.base import Group
 
 _ELEMENT_BYTES = 4
@@ -23,7 +23,7 @@ _MAX_WARMED_BYTES = MIB
 
 def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
     """Measure what is ordered."""
-    seat = seat_of(place)
+    seat = HostSeat(place)
     seat.take()
     stack.enter_context(seat.gloo())
     group = stack.enter_context(seat.open_group("collectives"))

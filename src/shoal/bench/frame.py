@@ -215,7 +215,7 @@ class _Collected:
             self.fail(start, error)
 
     def _add_curve(self, curve: MeasuredCurve) -> None:
-        name = f"{sorted(curve.key.items())} {curve.metric}"
+        name = _name(curve)
         if name not in self._curves:
             fields = {name: getattr(curve, name) for name in ("key", "metric", "unit", "direction")}
             self._curves[name] = Curve(**fields, starts=[])
@@ -226,7 +226,7 @@ class _Collected:
         return list(self._curves.values())
 
     def add(self, start: int, measured: Measured) -> None:
-        name = f"{sorted(measured.key.items())} {measured.metric}"
+        name = _name(measured)
         self._rows.setdefault(name, measured)
         if measured.error is None:
             self._starts.setdefault(name, []).append(measured.samples)
@@ -259,6 +259,11 @@ class _Collected:
                 for failure in self._failures.get(name, ())
             ]
         return rows
+
+
+def _name(told: Measured | MeasuredCurve) -> str:
+    """What is the same for one figure in all starts."""
+    return f"{sorted(told.key.items())} {told.metric}"
 
 
 def _row(measured: Measured, **fields: Any) -> Row:

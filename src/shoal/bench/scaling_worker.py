@@ -62,6 +62,7 @@ class Bench:
         self._seat = seat
         self._config = config
         self._stack = stack
+        self._entry = model_named(config.model).at(config.image_size, config.num_classes)
         self._opened: dict[str, Opened] = {}
         self._stacks: dict[str, contextlib.ExitStack] = {}
 
@@ -113,8 +114,7 @@ class Bench:
 
     def mix(self) -> list[float]:
         """The seconds of adding half of one model to half of another, several times."""
-        entry = model_named(self._config.model).at(self._config.image_size, self._config.num_classes)
-        own, other = torch.zeros(2, entry.num_parameters())
+        own, other = torch.zeros(2, self._entry.num_parameters())
         times_s = []
         for _ in range(_NUM_MIXINGS + 1):
             began_s = time.perf_counter()
@@ -130,7 +130,7 @@ class Bench:
     def _trainee(self, batch_size: int) -> Trainee:
         config = self._config
         recipe = Recipe(
-            entry=model_named(config.model).at(config.image_size, config.num_classes),
+            entry=self._entry,
             batch_size=batch_size,
             learning_rate=config.learning_rate,
             seed=config.seed,

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import torch
 from torch import distributed
 
@@ -48,6 +49,9 @@ class Seat(abc.ABC):
         """Among the workers of this machine."""
 
     @abc.abstractmethod
+    def _open(self, name: str, size: int, settings: GroupSettings) -> Group:
+        """A group of the first `size` workers."""
+
     def open_group(
         self,
         name: str,
@@ -57,10 +61,13 @@ class Seat(abc.ABC):
         backend: Backend | None = None,
     ) -> Group:
         """The group of the crew's first `among` workers, or of all; each name is used once. Collective."""
-
-    @abc.abstractmethod
-    def gloo(self) -> contextlib.AbstractContextManager[None]:
-        """torch.distributed over gloo, for as long as the block lasts."""
+        settings = GroupSettings(
+            f"{self._key} {name}",
+            timeout_s=_TIMEOUT_S,
+            workers_per_machine=workers_per_machine,
+            backend=backend,
+        )
+        return self._open(name, among or self.size, settings)
 
     def take(self) -> None:
         """Make this process what a user's worker is: one thread that computes, and Python's own pace."""
@@ -107,24 +114,10 @@ class HostSeat(Seat):
         """All are on one machine."""
         return self.rank
 
-    def open_group(
-        self,
-        name: str,
-        *,
-        among: int | None = None,
-        workers_per_machine: int | None = None,
-        backend: Backend | None = None,
-    ) -> Group:
-        """In shared memory."""
-        size = among or self.size
-        settings = GroupSettings(
-            f"{self._key}-{name}",
-            timeout_s=_TIMEOUT_S,
-            workers_per_machine=workers_per_machine,
-            backend=backend,
-        )
+    def _open(self, name: str, size: int, settings: GroupSettings) -> Group:
+        """In shared memory, unless a backend was asked for."""
         placement = Placement(self.rank, size, self.rank, size, "bench")
-        if backend is not None:
+        if settings.backend is not None:
             return self._open_over_torch(name, placement, settings)
         return SoloGroup() if size == 1 else open_host_group(placement, settings)
 
@@ -153,7 +146,7 @@ class HostSeat(Seat):
 
     @contextlib.contextmanager
     def gloo(self) -> Iterator[None]:
-        """Through loopback."""
+        """torch.distributed over gloo, through loopback, for as long as the block lasts."""
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         meeting = (self._folder / "gloo").as_uri()
@@ -176,33 +169,11 @@ class LaunchedSeat(Seat):
         """By the machines that the ranks are on."""
         return self._mates(self.size).index(self.rank)
 
-    def open_group(
-        self,
-        name: str,
-        *,
-        among: int | None = None,
-        workers_per_machine: int | None = None,
-        backend: Backend | None = None,
-    ) -> Group:
+    def _open(self, name: str, size: int, settings: GroupSettings) -> Group:
         """As `shoal.init()` opens it."""
-        settings = GroupSettings(
-            f"{self._key} {name}",
-            timeout_s=_TIMEOUT_S,
-            workers_per_machine=workers_per_machine,
-            backend=backend,
-            network_interface=RunOptions.from_environment().network_interface,
-        )
-        return open_group(self._placement(among or self.size), settings, f"{self._key} {name}")
-
-    @contextlib.contextmanager
-    def gloo(self) -> Iterator[None]:
-        """Over the launcher's store."""
-        meeting = Rendezvous.open(self._placement(self.size), Deadline.after(_TIMEOUT_S), f"{self._key} gloo")
-        distributed.init_process_group("gloo", store=meeting.store, rank=self.rank, world_size=self.size)
-        try:
-            yield
-        finally:
-            destroy_world()
+        interface = RunOptions.from_environment().network_interface
+        settings = msgspec.structs.replace(settings, network_interface=interface)
+        return open_group(self._placement(size), settings, settings.key)
 
     def _placement(self, size: int) -> Placement:
         mates = self._mates(size)

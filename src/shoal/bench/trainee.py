@@ -5,7 +5,6 @@ Which strategy the model is under, and what is measured, is left to the workers 
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,18 +16,16 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from shoal.bench.seat import Backend
-from shoal.core import UsageError
 from shoal.group.base import Group
 from shoal.models import ModelEntry
 from shoal.strategies import Strategy, make_strategy
+from shoal.strategies.horovod import load_horovod
 from shoal.strategies.names import resolve
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Inputs and labels."""
 CPU = torch.device("cpu")
 _NUM_BATCHES = 4
-_PACKAGES = {"horovod": "horovod.torch"}
-"""That strategies stand on, and Shoal does not depend on."""
 
 
 class Trainee:
@@ -99,16 +96,8 @@ def make_contender(group: Group, strategy: str, options: Mapping[str, Any]) -> S
 
     A lone worker's strategy does not ask for it, and would be plain training, measured under that name.
     """
-    package = _PACKAGES.get(resolve(strategy)[0])
-    if package is not None and group.size == 1:
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            name = package.partition(".")[0]
-            raise UsageError(
-                f"{name.capitalize()} is not there: {error}.",
-                next_step=f"install {name}, or leave the strategy {strategy} out.",
-            ) from None
+    if resolve(strategy)[0] == "horovod" and group.size == 1:
+        load_horovod()
     return make_strategy(group, strategy, **options)
 
 

@@ -5,11 +5,19 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shoal.cli.host_flags import (
+    Hostfile,
+    NetworkInterface,
+    RemoteCwd,
+    RemotePython,
+    SshOption,
+    SshPort,
+    SshUser,
+)
 from shoal.core import Placement, UsageError
 from shoal.core.run_options import RunOptions
 
@@ -20,22 +28,6 @@ Hosts = Annotated[
     str | None,
     typer.Option("-H", "--hosts", metavar="HOST:N,…", help="Machines for the workers, reached by ssh."),
 ]
-Hostfile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="The same as lines: host slots=N, or host:N.")
-]
-SshPort = Annotated[
-    int | None, typer.Option("-p", "--ssh-port", metavar="PORT", help="Of sshd on the other hosts.")
-]
-SshUser = Annotated[str | None, typer.Option(metavar="NAME", help="On the other hosts.")]
-SshOption = Annotated[
-    list[str] | None, typer.Option(metavar="NAME=VALUE", help="As after ssh -o; may be given often.")
-]
-RemotePython = Annotated[str | None, typer.Option(metavar="PATH", help="The interpreter on the other hosts.")]
-RemoteCwd = Annotated[str | None, typer.Option(metavar="DIR", help="The folder on the other hosts.")]
-NetworkInterface = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Through which machines talk, as eth0.")
-]
-
 FLAGS: dict[str, Any] = {
     "hosts": Hosts,
     "hostfile": Hostfile,

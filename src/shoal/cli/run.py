@@ -11,6 +11,15 @@ from typing import Annotated, Any
 
 import typer
 
+from shoal.cli.host_flags import (
+    Hostfile,
+    NetworkInterface,
+    RemoteCwd,
+    RemotePython,
+    SshOption,
+    SshPort,
+    SshUser,
+)
 from shoal.core.run_options import RunOptions
 
 
@@ -92,31 +101,16 @@ def run(
         str | None,
         typer.Option("-H", "--hosts", metavar="HOST:N,…", help="Machines, and how many workers each takes."),
     ] = None,
-    hostfile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The same as lines: host slots=N, or host:N.")
-    ] = None,
+    hostfile: Hostfile = None,
     num_servers: Annotated[
         int, typer.Option(metavar="S", help="Parameter servers besides the workers: the first S ranks.")
     ] = 0,
-    network_interface: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Through which machines talk, as eth0.")
-    ] = None,
-    ssh_port: Annotated[
-        int | None, typer.Option("-p", "--ssh-port", metavar="PORT", help="Of sshd on the other hosts.")
-    ] = None,
-    ssh_user: Annotated[str | None, typer.Option(metavar="NAME", help="On the other hosts.")] = None,
-    ssh_option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="As after ssh -o; may be given often."),
-    ] = None,
-    remote_python: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", help="The interpreter on the other hosts; by default the same path."),
-    ] = None,
-    remote_cwd: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="The folder on the other hosts; by default the same."),
-    ] = None,
+    network_interface: NetworkInterface = None,
+    ssh_port: SshPort = None,
+    ssh_user: SshUser = None,
+    ssh_option: SshOption = None,
+    remote_python: RemotePython = None,
+    remote_cwd: RemoteCwd = None,
     variable: Annotated[
         list[str] | None,
         typer.Option("-x", metavar="NAME[=VALUE]", help="A variable for all workers; may be given often."),

@@ -39,7 +39,7 @@ class HorovodAllReduce(Strategy):
                 "horovod cannot be monitored: local gradients are gone when backward returns.",
                 next_step="monitor under all-reduce, whose gradients are the same.",
             )
-        self._horovod: Any = None if self.is_alone else _load()
+        self._horovod: Any = None if self.is_alone else load_horovod()
         self._names: dict[nn.Parameter, str] = {}
         self._under_way: dict[nn.Parameter, tuple[Any, Any]] = {}
         """For each parameter, Horovod's handle and what decompression needs."""
@@ -132,7 +132,8 @@ class HorovodAllReduce(Strategy):
             super().detached(should_leave=should_leave, is_failed=is_failed)
 
 
-def _load() -> Any:
+def load_horovod() -> Any:
+    """Horovod's part for torch; UsageError where it is not installed."""
     try:
         return importlib.import_module("horovod.torch")
     except ImportError as error:
