@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from typing import Protocol, cast
 
@@ -57,7 +58,22 @@ class ManualClock:
 SYSTEM_CLOCK = SystemClock()
 
 
+class _Threads(threading.local):
+    clock: Clock = SYSTEM_CLOCK
+
+
+_threads = _Threads()
+
+
+def set_thread_clock(clock: Clock) -> None:
+    """From now on `running_clock` is this one where no loop runs, in this thread alone."""
+    _threads.clock = clock
+
+
 def running_clock() -> Clock:
-    """The clock of the running loop where it has its own, as in virtual time; the machine's otherwise."""
+    """The clock of the running loop, or of the thread, where it has its own, as in virtual time.
+
+    The machine's otherwise.
+    """
     loop = asyncio._get_running_loop()
-    return SYSTEM_CLOCK if loop is None else cast("Clock", getattr(loop, "clock", SYSTEM_CLOCK))
+    return _threads.clock if loop is None else cast("Clock", getattr(loop, "clock", SYSTEM_CLOCK))

@@ -63,7 +63,7 @@ class Faulty(GroupWrapper):
                 writes only a `put` is lost: what must not be missed would be sent again
     corrupt     one wrong bit in what an operation brings, likewise
 
-    Other kinds need a network: UsageError.
+    Other kinds need a network: UsageError. `end` is called instead of both signals where it is given.
     """
 
     def __init__(
@@ -73,12 +73,15 @@ class Faulty(GroupWrapper):
         *,
         seed: int = 0,
         sleeper: Sleeper | None = None,
+        end: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(inner)
         script = script if isinstance(script, FaultScript) else FaultScript.load(script)
         _check(script, inner)
         self._sleeper = sleeper or Sleeper()
         self._schedule = Schedule(script, seed)
+        self._end = end or partial(_signal_oneself, signal.SIGKILL)
+        self._stop = end or partial(_signal_oneself, signal.SIGSTOP)
         self._started_s = self._returned_s = self._sleeper.clock.now_s()
         self._step = -1
         self._names = [self._names_of(rank) for rank in range(inner.size)]
@@ -219,12 +222,12 @@ class Faulty(GroupWrapper):
 
     def _suffer(self, event: Event, now_s: float) -> None:
         if isinstance(event.fault, Kill):
-            os.kill(os.getpid(), signal.SIGKILL)
+            self._end()
         elif isinstance(event.fault, Pause) and event.fault.for_s is not None:
             self._sleeper.sleep(max(0.0, event.ends_s - now_s))
         elif isinstance(event.fault, Pause) and event not in self._stopped:
             self._stopped.append(event)
-            os.kill(os.getpid(), signal.SIGSTOP)
+            self._stop()
 
     def _cut(self, sources: Iterable[int]) -> list[int]:
         """Those of them whose message does not come this time."""
@@ -319,6 +322,10 @@ class _FaultyHandle(Handle[T]):
     def is_done(self) -> bool:
         """As the inner handle's."""
         return self._inner.is_done()
+
+
+def _signal_oneself(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
 
 
 def _unreachable(rank: int) -> PeerLost:

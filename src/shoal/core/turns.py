@@ -1,0 +1,201 @@
+"""Blocking programs in virtual time: a thread for each, of which one runs at a time.
+
+Who waits passes the turn to the one whose time comes first; among equal times calls come before threads, and
+threads in their order. So a program that blocks in plain calls runs the same way every time, and waits cost
+nothing. Coroutines have `virtual` instead.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import threading
+from collections.abc import Callable, Sequence
+
+from shoal.core import clock as clocks
+from shoal.core.errors import ShoalError
+from shoal.core.virtual import START_WALL_S
+
+_CALL = -1
+_MAX_NAMES = 8
+
+
+class Ended(BaseException):
+    """Raised inside a thread that is to end: nothing that catches errors holds it up."""
+
+
+class Turn:
+    """One thread's place. All but `wake` is for the thread itself."""
+
+    def __init__(self, turns: Turns, number: int, name: str) -> None:
+        self.number = number
+        self.name = name
+        self.waits_for = ""
+        self.is_over = False
+        self.error: BaseException | None = None
+        self._turns = turns
+        self._go = threading.Semaphore(0)
+        self._entry = 0
+        """Of the queue: the one that counts. 0: it waits to be woken."""
+        self._debt_s = 0.0
+
+    @property
+    def now_s(self) -> float:
+        """This thread's time: that of all, and what it has spent since it had the turn."""
+        return self._turns.now_s + self._debt_s
+
+    def spend(self, seconds: float) -> None:
+        """Let so much time pass for this thread alone; it counts for all when it next looks up."""
+        self._debt_s += seconds
+
+    def look_up(self) -> None:
+        """Let all others come to this thread's time first: what it sees and does then is in order."""
+        if self._debt_s > 0:
+            self.pause(self.now_s)
+
+    def pause(self, until_s: float) -> None:
+        """Wait until a time; one that is past is now."""
+        until_s = max(until_s, self.now_s)
+        self._debt_s = 0.0
+        self._turns._queue(until_s, self)
+        self._turns._pass_on(self)
+
+    def park(self, what: str, until_s: float = math.inf) -> None:
+        """Wait to be woken, or until a time. ShoalError where nobody is left who could do that."""
+        self.look_up()
+        self.waits_for = what
+        if until_s < math.inf:
+            self._turns._queue(max(until_s, self.now_s), self)
+        else:
+            self._entry = 0
+        self._turns._pass_on(self)
+        self.waits_for = ""
+
+    def wake(self, at_s: float) -> None:
+        """Have it go on at a time, or now; for another thread or call."""
+        self._turns._queue(max(at_s, self._turns.now_s), self)
+
+
+class Turns:
+    """Threads that take turns, and the clock that they share."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.turns: list[Turn] = []
+        self._heap: list[tuple[float, int, int, Turn | Callable[[], None]]] = []
+        self._num_entries = 0
+        self._current: Turn | None = None
+        self._home = threading.Semaphore(0)
+        self._failure: BaseException | None = None
+        self._is_ending = False
+
+    @property
+    def clock(self) -> clocks.Clock:
+        """As the thread reads it whose turn it is; the calendar begins on a fixed day."""
+        return _TurnClock(self)
+
+    @property
+    def current(self) -> Turn:
+        """Whose turn it is."""
+        assert self._current is not None, "outside of run"
+        return self._current
+
+    def call_at(self, at_s: float, call: Callable[[], None]) -> None:
+        """Have something called at a time, between turns; it may not wait."""
+        self._num_entries += 1
+        heapq.heappush(self._heap, (max(at_s, self.now_s), _CALL, self._num_entries, call))
+
+    def run(self, programs: Sequence[tuple[str, Callable[[Turn], None]]]) -> None:
+        """Run programs, each with a name, to their ends; what one raises is kept in its turn's `error`.
+
+        ShoalError when all that are left wait for each other; an interrupt ends all of them.
+        """
+        self.turns = [Turn(self, number, name) for number, (name, _) in enumerate(programs)]
+        threads = [
+            threading.Thread(target=self._live, args=(turn, program), name=turn.name, daemon=True)
+            for turn, (_, program) in zip(self.turns, programs, strict=True)
+        ]
+        for turn, thread in zip(self.turns, threads, strict=True):
+            self._queue(0.0, turn)
+            thread.start()
+        try:
+            self._pass_on(None)
+        finally:
+            self._is_ending = True
+            for turn, thread in zip(self.turns, threads, strict=True):
+                turn._go.release()
+                thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _live(self, turn: Turn, program: Callable[[Turn], None]) -> None:
+        clocks.set_thread_clock(self.clock)
+        turn._go.acquire()
+        if not self._is_ending:
+            try:
+                program(turn)
+            except BaseException as error:  # noqa: BLE001 - whoever runs the world decides
+                turn.error = error
+        turn.is_over = True
+        if not self._is_ending:
+            self._pass_on(None, is_over=True)
+
+    def _queue(self, at_s: float, turn: Turn) -> None:
+        self._num_entries += 1
+        turn._entry = self._num_entries
+        heapq.heappush(self._heap, (at_s, turn.number, self._num_entries, turn))
+
+    def _pass_on(self, turn: Turn | None, *, is_over: bool = False) -> None:
+        """Give the turn to whose time comes first; return when it is this one's again."""
+        self._check_going()
+        following = self._next()
+        if following is turn and turn is not None:
+            self._current = turn
+            return
+        self._current = following
+        (self._home if following is None else following._go).release()
+        if is_over:
+            return
+        (self._home if turn is None else turn._go).acquire()
+        if turn is not None:
+            self._check_going()
+
+    def _check_going(self) -> None:
+        if self._is_ending:
+            raise Ended
+
+    def _next(self) -> Turn | None:
+        """Whose time comes first, and that time; None when all are over, or nothing can happen any more."""
+        while self._heap:
+            at_s, _, entry, who = heapq.heappop(self._heap)
+            if not isinstance(who, Turn):
+                self.now_s = at_s
+                try:
+                    who()
+                except BaseException as error:  # noqa: BLE001 - it belongs to no thread
+                    self._failure = error
+                    return None
+            elif entry == who._entry and not who.is_over:
+                self.now_s = at_s
+                return who
+        stuck = [turn for turn in self.turns if not turn.is_over]
+        if stuck:
+            waits = [f"{turn.name} for {turn.waits_for or 'its turn'}" for turn in stuck[:_MAX_NAMES]]
+            more = f" and {len(stuck) - _MAX_NAMES} more" if len(stuck) > _MAX_NAMES else ""
+            self._failure = ShoalError(
+                f"Nothing can happen any more at {self.now_s:g} s of virtual time: {'; '.join(waits)}{more}.",
+                cause="they wait for each other, or for one that is over.",
+            )
+        return None
+
+
+class _TurnClock:
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+
+    def now_s(self) -> float:
+        turns = self._turns
+        return turns.now_s if turns._current is None else turns._current.now_s
+
+    def wall_s(self) -> float:
+        return START_WALL_S + self.now_s()

@@ -1,0 +1,170 @@
+"""The exact executor: a thread for each worker, one at a time, in virtual time.
+
+Programs and strategies run in it unchanged, each worker with a group of its own; up to some 128 workers. For
+more, `stacked`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, Literal, TypeVar
+
+import torch
+from torch import nn
+
+from shoal.core import Address, Clock, PeerLost, ShoalError
+from shoal.core.turns import Ended, Turn, Turns
+from shoal.group.base import Group
+from shoal.group.faulty import Faulty
+from shoal.group.servers import WithServers
+from shoal.group.simulated import SimulatedGroup
+from shoal.group.simulated_hub import Hub
+from shoal.group.sleeper import Sleeper
+from shoal.group.solo import SoloGroup
+from shoal.simulate.world import StepCosts, World
+from shoal.transport import Conditions
+
+T = TypeVar("T")
+
+
+class Killed(Ended):
+    """A fault script has ended the worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome(Generic[T]):
+    """How one worker or server has ended."""
+
+    rank: int
+    """Among workers, or among servers."""
+    role: Literal["worker", "server"]
+    value: T | None
+    error: ShoalError | None
+    """What ended it before its time."""
+
+
+class Worker:
+    """One worker, or server, as its program sees it."""
+
+    def __init__(self, rank: int, group: Group, turn: Turn, clock: Clock, world: World) -> None:
+        self.rank = rank
+        self.group = group
+        self.clock = clock
+        self._turn = turn
+        self._costs = StepCosts(world, rank)
+        self._forward_share = world.compute.forward_share
+
+    def compute(self, seconds: float) -> None:
+        """Let time pass for this worker."""
+        self._turn.spend(seconds)
+
+    @contextlib.contextmanager
+    def charged(self, model: nn.Module) -> Iterator[None]:
+        """While the block lasts a step of the model takes the time that the world says.
+
+        Its forward costs its share at once, its backward the rest as gradients come, by the size of each.
+        Begin it before the strategy is attached, so that a gradient's time has passed when it is shared.
+        """
+        forward_share, backward_s = self._forward_share, 0.0
+        num_elements = max(1, sum(each.numel() for each in model.parameters() if each.requires_grad))
+
+        def before_forward(module: nn.Module, args: Any) -> None:
+            nonlocal backward_s
+            if module.training and torch.is_grad_enabled():
+                step_s = self._costs.next_s()
+                backward_s = (1 - forward_share) * step_s
+                self.compute(forward_share * step_s)
+
+        def after_gradient(parameter: torch.Tensor) -> None:
+            self.compute(backward_s * parameter.numel() / num_elements)
+
+        hooks: list[Any] = [model.register_forward_pre_hook(before_forward)]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        hooks += [each.register_post_accumulate_grad_hook(after_gradient) for each in trained]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+class _VirtualSleeper(Sleeper):
+    def __init__(self, turns: Turns) -> None:
+        super().__init__(turns.clock)
+        self._turns = turns
+
+    def sleep(self, seconds: float) -> None:
+        self._turns.current.spend(seconds)
+
+
+def run_exact(
+    world: World, work: Callable[[Worker], T], serve: Callable[[Worker], T] | None = None
+) -> list[Outcome[T]]:
+    """Run `work` in every worker, and `serve` (or `work` too) in every server, to their ends.
+
+    Workers first, by rank. A worker that a fault has killed, or that has raised an error of Shoal's, is an
+    outcome; any other exception is raised when all have ended.
+    """
+    turns = Turns()
+    conditions = Conditions(world.profile, seed=world.seed)
+    homes = _addresses(world)
+    machines = [world.machine_of(rank) for rank in range(world.num_workers)]
+    servers = [Address("server", number) for number in range(world.num_servers)]
+    hub = Hub(turns, conditions, homes)
+    everybody = Hub(turns, conditions, [*servers, *homes]) if servers else None
+    all_machines = [*[world.num_machines + number for number in range(len(servers))], *machines]
+    values: dict[int, T] = {}
+
+    def live(place: int, turn: Turn) -> None:
+        rank = place - world.num_servers
+        with contextlib.ExitStack() as stack:
+            group: Group
+            if rank >= 0:
+                group = SimulatedGroup(hub, rank, machines, world.patience)
+            else:
+                group = SoloGroup(world.patience)
+            if everybody is not None:
+                both = SimulatedGroup(everybody, place, all_machines, world.patience)
+                group = WithServers(group, both, world.num_servers)
+            if world.faults is not None and rank >= 0:
+                group = Faulty(
+                    group, world.faults, seed=world.seed, sleeper=_VirtualSleeper(turns), end=_kill
+                )
+            stack.enter_context(group)
+            worker = Worker(rank if rank >= 0 else place, group, turn, turns.clock, world)
+            values[place] = (work if rank >= 0 or serve is None else serve)(worker)
+
+    names = [
+        *(f"server {number}" for number in range(len(servers))),
+        *(f"rank {rank}" for rank in range(world.num_workers)),
+    ]
+    turns.run([(name, partial(live, place)) for place, name in enumerate(names)])
+    outcomes = []
+    for place in [*range(world.num_servers, world.size), *range(world.num_servers)]:
+        is_worker = place >= world.num_servers
+        error = _error_of(turns.turns[place])
+        rank = place - world.num_servers if is_worker else place
+        outcomes.append(Outcome(rank, "worker" if is_worker else "server", values.get(place), error))
+    return outcomes
+
+
+def _addresses(world: World) -> list[Address]:
+    if world.between == "machines":
+        return [Address("machine", world.machine_of(rank)) for rank in range(world.num_workers)]
+    return [Address("rank", rank) for rank in range(world.num_workers)]
+
+
+def _kill() -> None:
+    raise Killed
+
+
+def _error_of(turn: Turn) -> ShoalError | None:
+    error = turn.error
+    if isinstance(error, Killed):
+        return PeerLost(f"{turn.name} was killed by the fault script.")
+    if error is None or isinstance(error, ShoalError):
+        return error
+    raise error

@@ -1,0 +1,122 @@
+import pytest
+
+from shoal.core import Deadline, ShoalError
+from shoal.core.turns import Turns
+
+
+def run(*programs):
+    turns = Turns()
+    turns.run([(f"program {number}", program) for number, program in enumerate(programs)])
+    return turns
+
+
+def test_who_waits_less_comes_first_whoever_began():
+    seen = []
+
+    def wait(seconds):
+        def program(turn):
+            for _ in range(2):
+                turn.pause(turn.now_s + seconds)
+                seen.append((turn.now_s, turn.number))
+
+        return program
+
+    run(wait(3.0), wait(2.0), wait(2.0))
+    assert seen == [(2.0, 1), (2.0, 2), (3.0, 0), (4.0, 1), (4.0, 2), (6.0, 0)]
+
+
+def test_time_that_one_spends_is_its_own_until_it_looks_up():
+    seen = []
+
+    def spend(turn):
+        turn.spend(5.0)
+        seen.append(("spent", turn.now_s))
+        turn.look_up()
+        seen.append(("looked up", turn.now_s))
+
+    def other(turn):
+        turn.pause(1.0)
+        seen.append(("other", turn.now_s))
+
+    run(spend, other)
+    assert seen == [("spent", 5.0), ("other", 1.0), ("looked up", 5.0)]
+
+
+def test_calls_come_before_threads_of_the_same_time():
+    seen = []
+    turns = Turns()
+
+    def program(turn):
+        turns.call_at(2.0, lambda: seen.append("call"))
+        turn.pause(2.0)
+        seen.append("thread")
+
+    turns.run([("program", program)])
+    assert seen == ["call", "thread"]
+
+
+def test_one_is_woken_by_another_or_by_its_time():
+    ends = []
+
+    def sleeper(turn):
+        turn.park("a word", 10.0)
+        ends.append(turn.now_s)
+        turn.park("a word", 10.0)
+        ends.append(turn.now_s)
+
+    def waker(turn):
+        turn.pause(4.0)
+        turns.turns[0].wake(4.0)
+
+    turns = Turns()
+    turns.run([("sleeper", sleeper), ("waker", waker)])
+    assert ends == [4.0, 10.0]
+
+
+def test_the_clock_is_that_of_whose_turn_it_is():
+    def program(turn):
+        turn.spend(2.0)
+        assert Deadline.after(1.0).at_s == 3.0
+        assert turns.clock.wall_s() - turns.clock.now_s() == 1_700_000_000.0
+
+    turns = Turns()
+    turns.run([("program", program)])
+    assert turns.turns[0].error is None
+
+
+def test_those_that_wait_for_nothing_are_named():
+    cleaned = []
+
+    def program(turn):
+        try:
+            turn.park("Godot")
+        finally:
+            cleaned.append(turn.number)
+
+    with pytest.raises(ShoalError, match=r"at 0 s .* program 0 for Godot; program 1 for Godot"):
+        run(program, program)
+    assert cleaned == [0, 1]
+
+
+def test_what_one_raises_ends_it_alone():
+    def fail(turn):
+        raise ValueError(turn.number)
+
+    def go_on(turn):
+        turn.pause(1.0)
+
+    turns = run(fail, go_on)
+    assert isinstance(turns.turns[0].error, ValueError)
+    assert turns.turns[1].error is None
+    assert turns.now_s == 1.0
+
+
+def test_what_a_call_raises_ends_all():
+    turns = Turns()
+
+    def program(turn):
+        turns.call_at(1.0, lambda: 1 // 0)
+        turn.pause(2.0)
+
+    with pytest.raises(ZeroDivisionError):
+        turns.run([("program", program)])

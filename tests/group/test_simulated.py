@@ -1,0 +1,250 @@
+"""The contract of groups, and what is special about one in virtual time."""
+
+import pytest
+import torch
+
+from contracts import group_checks, strategy_checks, window_checks
+from contracts.strategies import ABORTED, CASES, COUNTED, EVERY
+from shoal.core import Deadline, DeadlineExceeded, PeerLost, ShoalError, UsageError
+from shoal.simulate.exact import run_exact
+from shoal.simulate.world import World
+from shoal.topology import Weights
+from shoal.transport import FaultScript, Profile
+from simulate.simulated import NEAR, in_simulation
+
+GROUP = {
+    "reductions": {"num_dtypes": 4},
+    "copies": None,
+    "exchanges": None,
+    "twins": {"graph": "directed"},
+    "one_sided": None,
+    "in_flight": None,
+}
+WINDOWS = {
+    "writes": None,
+    "masses": {"num_turns": 10},
+    "letters": {"num_letters": 20},
+    "pending": None,
+    "exclusion": {"num_turns": 5},
+    "changes": {"num_elements": 1003, "num_versions": 10},
+    "departures": None,
+}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("name", GROUP)
+def test_operations(name, size):
+    in_simulation(getattr(group_checks, name), size, GROUP[name])
+
+
+def test_machines():
+    in_simulation(group_checks.machines, 4, None, workers_per_machine=2)
+
+
+def test_workers_that_differ_are_told_who_called_what():
+    for text in in_simulation(group_checks.mismatch, 2, None):
+        for word in ("rank 0", "all_reduce", "rank 1", "broadcast"):
+            assert word in text
+
+
+def test_leaving():
+    assert in_simulation(group_checks.leaving, 3, None) == [2, 2, 1]
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows(name):
+    in_simulation(getattr(window_checks, name), 3, WINDOWS[name])
+
+
+IN_GROUP = [name for name in EVERY if CASES[name].strategy != "ddp"]
+
+
+@pytest.mark.parametrize("check", ["rounds", "limits"])
+def test_strategies_run_in_it_unchanged(check):
+    in_simulation(getattr(strategy_checks, check), 3, IN_GROUP)
+
+
+def test_bytes_of_strategies_are_those_of_the_formula():
+    in_simulation(strategy_checks.metered, 3, [name for name in COUNTED if name in IN_GROUP])
+
+
+def test_an_aborted_round_changes_nothing():
+    in_simulation(strategy_checks.aborted, 2, [name for name in ABORTED if name in IN_GROUP])
+
+
+# --- time ---
+
+SLOW = Profile.parse("[ways.default]\ndelay_ms = 100\nmbit_s = 8")  # a megabyte a second
+MEGABYTE = 250_000  # elements
+
+
+def timed(work, size, **world):
+    """When each worker's clock stands where at its end."""
+
+    def run(worker):
+        work(worker)
+        return worker.clock.now_s()
+
+    outcomes = run_exact(World(num_workers=size, **{"profile": SLOW, **world}), run)
+    return [outcome.value for outcome in outcomes]
+
+
+def test_an_exchange_takes_as_long_as_its_bytes():
+    def exchange(worker):
+        worker.compute(worker.rank)
+        other = 1 - worker.rank
+        worker.group.exchange(torch.ones(MEGABYTE), Weights(0.5, {other: 0.5})).wait()
+
+    # rank 0 waits for what rank 1 has sent a second later; rank 1 until its own has left
+    assert timed(exchange, 2) == pytest.approx([2.1, 2.0])
+
+
+def test_an_all_reduce_goes_round_a_ring():
+    def reduce(worker):
+        worker.group.all_reduce(torch.ones(4 * MEGABYTE)).wait()
+
+    assert timed(reduce, 4) == pytest.approx([6 * 1.1] * 4)
+
+
+def test_what_is_computed_meanwhile_costs_no_time():
+    def overlap(worker):
+        handle = worker.group.all_reduce(torch.ones(2 * MEGABYTE))
+        worker.compute(2.0)
+        assert not handle.is_done()
+        worker.compute(0.5)
+        assert handle.is_done()
+        handle.wait()
+
+    assert timed(overlap, 2) == pytest.approx([2.5, 2.5])
+
+
+def test_a_write_is_there_when_it_has_come():
+    def write(worker):
+        window = worker.group.window("w", MEGABYTE)
+        worker.group.barrier().wait()
+        began_s = worker.clock.now_s()
+        if worker.rank == 0:
+            handle = window.put(1, torch.full((MEGABYTE,), 3.0))
+            assert not handle.is_done()
+            handle.wait()
+            assert worker.clock.now_s() - began_s == pytest.approx(1.1)
+        else:
+            worker.compute(1.0)
+            assert not window.filled()
+            assert window.wait(Deadline.after(0.05)) == []
+            assert window.wait() == [0]
+            assert worker.clock.now_s() - began_s == pytest.approx(1.1)
+            with window.slot(0) as slot:
+                assert slot.tensor[-1] == 3
+
+    timed(write, 2)
+
+
+def test_inside_a_machine_nothing_takes_time():
+    def meet(worker):
+        other = worker.rank ^ 1
+        worker.group.exchange(torch.ones(MEGABYTE), Weights(0.5, {other: 0.5})).wait()
+
+    ends_s = timed(meet, 4, workers_per_machine=2, between="machines")
+    assert ends_s == [0.0] * 4
+
+
+def test_who_was_waited_for():
+    def meet(worker):
+        worker.compute(5.0 if worker.rank == 2 else 1.0)
+        worker.group.barrier().wait()
+        return list(worker.group.waited_s)
+
+    outcomes = run_exact(World(num_workers=3, profile=NEAR), meet)
+    assert [outcome.value for outcome in outcomes] == [[0, 0, 4], [0, 0, 4], [0, 0, 0]]
+
+
+def test_a_deadline_is_one_of_virtual_time():
+    def wait(worker):
+        if worker.rank == 0:
+            with pytest.raises(DeadlineExceeded):
+                worker.group.barrier().wait(Deadline.after(3600))
+            assert worker.clock.now_s() == 3600
+        else:
+            worker.compute(7200)
+            worker.group.barrier()
+
+    timed(wait, 2)
+
+
+def test_workers_that_wait_for_each_other_are_named():
+    def stuck(worker):
+        if worker.rank == 0:
+            worker.group.barrier().wait()
+        else:
+            worker.group.fetch("x", 0).wait()
+            worker.group.read("y", 0, torch.zeros(1), version=1).wait()
+
+    with pytest.raises(ShoalError, match="rank 0 for barrier; rank 1 for read 'y' of rank 0"):
+        run_exact(World(num_workers=2), stuck)
+
+
+def test_a_bug_in_a_worker_is_raised():
+    def fail(worker):
+        if worker.rank == 1:
+            raise ZeroDivisionError
+        worker.group.barrier().wait()
+
+    with pytest.raises(ZeroDivisionError):
+        run_exact(World(num_workers=2), fail)
+
+
+# --- faults ---
+
+
+def test_a_killed_worker_is_lost_to_the_others():
+    script = FaultScript.parse('[[fault]]\nkind = "kill"\nat_s = 2.5\npeer = "rank:1"')
+    tensor = torch.ones(1)
+
+    def work(worker):
+        num = 0
+        for _ in range(5):
+            worker.compute(1.0)
+            worker.group.all_reduce(tensor.clone()).wait()
+            num += 1
+        return num
+
+    outcomes = run_exact(World(num_workers=3, faults=script), work)
+    assert [type(outcome.error) for outcome in outcomes] == [PeerLost] * 3
+    assert "rank 1 is lost" in str(outcomes[0].error)
+    assert "killed by the fault script" in str(outcomes[1].error)
+
+
+def test_an_exchange_outlives_a_killed_worker():
+    script = FaultScript.parse('[[fault]]\nkind = "kill"\nat_s = 2.5\npeer = "rank:1"')
+
+    def work(worker):
+        x = torch.full((1,), float(worker.rank))
+        others = [rank for rank in range(3) if rank != worker.rank]
+        for _ in range(5):
+            worker.compute(1.0)
+            worker.group.exchange(x, Weights(0.5, dict.fromkeys(others, 0.25))).wait()
+        return x.item(), tuple(worker.group.lost)
+
+    outcomes = run_exact(World(num_workers=3, faults=script), work)
+    assert outcomes[1].value is None
+    (x, lost), (z, _) = outcomes[0].value, outcomes[2].value
+    assert lost == (1,)
+    assert x == pytest.approx(z, abs=0.05)
+
+
+def test_a_slow_worker_takes_longer():
+    script = FaultScript.parse('[[fault]]\nkind = "slow"\nfactor = 3\npeer = "rank:1"')
+
+    def work(worker):
+        for _ in range(4):
+            worker.compute(1.0)
+            worker.group.barrier().wait()
+
+    assert timed(work, 2, faults=script, profile=Profile()) == pytest.approx([12.0, 12.0])
+
+
+def test_a_script_that_a_group_cannot_follow_is_refused():
+    script = FaultScript.parse('[[fault]]\nkind = "skew"\noffset_s = 3')
+    outcomes = run_exact(World(num_workers=1, faults=script), lambda worker: None)
+    assert isinstance(outcomes[0].error, UsageError)
