@@ -1,12 +1,10 @@
-import itertools
-
 import msgspec
 import pytest
 import torch
 
 from shoal.bench.accuracy import NUM_TESTS, AccuracyConfig, Run
 from shoal.bench.accuracy_contenders import Contender
-from shoal.bench.accuracy_worker import School, batches_of, beginner, evaluate, examples_of, parts_of
+from shoal.bench.accuracy_worker import School, beginner, examples_of, parts_of
 from shoal.bench.crew import Place
 from shoal.bench.seat import HostSeat
 
@@ -42,21 +40,6 @@ def test_each_run_begins_with_what_the_first_began_with(school):
     assert looks[0].mean_loss == looks[1].mean_loss
 
 
-def test_batches_are_whole_and_of_one_epoch_after_another():
-    part = torch.arange(10.0), torch.arange(10)
-    taken = [y.tolist() for _, y in itertools.islice(batches_of(part, 4, seed=1), 4)]
-    assert [len(batch) for batch in taken] == [4] * 4
-    assert len(dict.fromkeys(taken[0] + taken[1], True)) == 8
-    again = [y.tolist() for _, y in itertools.islice(batches_of(part, 4, seed=1), 4)]
-    assert taken == again
-    assert taken != [y.tolist() for _, y in itertools.islice(batches_of(part, 4, seed=2), 4)]
-
-
-def test_who_has_less_than_a_batch_takes_all_it_has():
-    part = torch.arange(3.0), torch.arange(3)
-    assert all(sorted(y.tolist()) == [0, 1, 2] for _, y in itertools.islice(batches_of(part, 4, seed=1), 3))
-
-
 def test_so_many_examples_are_for_tests():
     assert len(examples_of(CONFIG, train=False)[0]) == NUM_TESTS["digits"]
 
@@ -78,15 +61,3 @@ def test_models_fit_the_task_and_are_equal_for_equal_seeds(task, side, model):
     first, again, differing = (next(net.parameters()) for net in (one, same, other))
     assert torch.equal(first, again)
     assert not torch.equal(first, differing)
-
-
-def test_an_evaluation_counts_all_examples_and_leaves_the_model_training():
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(1, 2, bias=False))
-    with torch.no_grad():
-        model[1].weight.copy_(torch.tensor([[0.0], [1.0]]))
-    x = torch.tensor([1.0, -1.0] * 1500 + [1.0]).reshape(-1, 1)
-    accuracy, loss = evaluate(model, (x, torch.ones(3001, dtype=torch.long)))
-    assert accuracy == pytest.approx(1501 / 3001)
-    right, wrong = (torch.nn.functional.softplus(torch.tensor(sign)).item() for sign in (-1.0, 1.0))
-    assert loss == pytest.approx((1501 * right + 1500 * wrong) / 3001, rel=1e-4)
-    assert model.training

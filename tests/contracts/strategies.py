@@ -25,10 +25,14 @@ class Case:
     """An aborted round comes before the step, and leaves that undone too."""
     shares_through_group: bool = True
     """What it sends can be counted in the group."""
+    sends_in_place: bool = True
+    """What it sends are parameters or gradients, where they lie."""
     can_be_aborted: bool = True
     """Its rounds are operations of the group that can be made to fail."""
     waits: bool = True
     """For others, in each round."""
+    momentum: float = 0.0
+    """That the optimizer must have."""
     is_plain_alone: bool = True
     """In a group of one."""
     needs_more: bool = False
@@ -52,12 +56,22 @@ CASES = {
         {"local_steps": 1, "outer_lr": 1.0, "outer_momentum": 0.0},
         are_replicas_equal=True,
         is_step_undone=False,
+        sends_in_place=False,
         is_plain_alone=False,
     ),
     "push-sum": Case("push-sum", keeps_mean=False, can_be_aborted=False, waits=False),
     "window": Case("window", keeps_mean=False, can_be_aborted=False, waits=False),
     "window, barrier": Case("window", {"force_barrier": True}, can_be_aborted=False),
+    "gradient-tracking": Case("gradient-tracking"),
+    "exact-diffusion": Case("exact-diffusion", is_step_undone=False),
+    "extra": Case("extra"),
+    "d2": Case("d2", is_step_undone=False),
+    "momentum": Case("momentum", is_step_undone=False, momentum=0.3),
+    "choco": Case("choco", {"codec": "int8", "gamma": 0.8}, can_be_aborted=False, sends_in_place=False),
+    "sgp": Case("sgp", is_step_undone=False),
+    "relay": Case("relay", keeps_mean=False, is_step_undone=False, sends_in_place=False),
     "parameter-server": Case("parameter-server", needs_more=True),
+    "staleness-aware": Case("staleness-aware", needs_more=True),
     "horovod": Case("horovod", needs_more=True),
 }
 EVERY = {name: case for name, case in CASES.items() if not case.needs_more}

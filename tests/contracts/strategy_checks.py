@@ -31,6 +31,7 @@ from shoal.core import DeadlineExceeded
 from shoal.group import Handle
 from shoal.group.metered import Metered
 from shoal.group.wrapper import GroupWrapper
+from shoal.strategies.relay_tree import branches
 from shoal.tensors import ALIGNMENT_BYTES, BucketLayout
 from shoal.topology import make_topology
 
@@ -121,7 +122,7 @@ def rounds(group, names):
         for kind in MODELS.values():
             torch.manual_seed(group.rank)
             model = kind()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=case.momentum)
             counting = Counting(group)
             counting.watch(model)
             strategy = make(counting, case)
@@ -137,7 +138,7 @@ def rounds(group, names):
                 if case.strategy == "push-sum":
                     assert counting.counts == [strategy.num_pushed] * len(counting.counts), name
                     assert strategy.num_pushed + strategy.num_held == 3
-                elif case.strategy != "diloco" and case.shares_through_group:
+                elif case.sends_in_place and case.shares_through_group:
                     assert counting.counts == [3] * len(counting.counts), name
                 if case.strategy == "pair":
                     # a snapshot that was overwritten while it was read is pulled again
@@ -163,13 +164,16 @@ def padded_bytes(parameters, *, has_flags):
     return layout.size_bytes + flags
 
 
+MIXED = ("gradient-tracking", "exact-diffusion", "extra", "d2", "momentum")
+
+
 def metered(group, names):
     """Bytes on the wire, as the strategy's formula says."""
     for name in names:
         case = CASES[name]
         torch.manual_seed(0)
         model = ManySmall()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=case.momentum)
         meter = Metered(group)
         strategy = make(meter, case)
         with strategy.attach(model, optimizer, stays=True):
@@ -191,6 +195,25 @@ def metered(group, names):
             topology = make_topology(case.options.get("topology", "exponential-2"), n)
             degrees = [len(topology.weights(group.rank, turn).sources) for turn in range(4)]
             op, wanted = "exchange", size * sum(degrees)
+        elif case.strategy in MIXED:
+            # momentum, and what tracks gradients, go as parameters do
+            num_tensors = 2 if case.strategy in ("gradient-tracking", "momentum") else 1
+            degrees = [len(strategy.topology.sources(group.rank, turn)) for turn in range(4)]
+            op, wanted = "exchange", num_tensors * size * sum(degrees)
+        elif case.strategy == "sgp":
+            # and a weight with the parameters, in double precision
+            topology = make_topology("one-peer-exponential", n)
+            degrees = [len(topology.sources(group.rank, turn)) for turn in range(4)]
+            op, wanted = "exchange", (size + 8) * sum(degrees)
+        elif case.strategy == "relay":
+            # with each sum of models, whose it is and how many they are
+            degree = len(branches("binary", n)[group.rank])
+            op, wanted = "exchange", 4 * (size + 16) * degree
+        elif case.strategy == "choco":
+            degree = len(make_topology("ring", n).destinations(group.rank))
+            # one byte for each value, and a scale for each block of them
+            assert totals["send"].sent_bytes == 4 * degree * (size // 4 + 4 * -(-size // 4 // 4096)), name
+            op, wanted = "send", 0
         elif case.strategy == "hierarchical":
             op, wanted = "exchange_machines", 4 * (n - 1) * size
         elif case.strategy in ("sma", "local-sgd"):
@@ -277,7 +300,7 @@ def limits(group, names):
     for name in names:
         case = CASES[name]
         model = Point()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=case.momentum)
         rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 6))
         strategy = make(group, case)
         with strategy.attach(model, optimizer, stays=True):
@@ -354,7 +377,7 @@ def copies(group, names):
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(group.rank))
     for name in names:
         model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=CASES[name].momentum)
         strategy = make(group, CASES[name])
         with strategy.attach(model, optimizer, stays=True):
             one_step_of(model, optimizer, x)
@@ -387,7 +410,7 @@ def uneven(group, arguments):
     case = CASES[arguments["name"]]
     torch.manual_seed(0)
     model = Point()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=case.momentum)
     strategy = make(group, case)
     with strategy.attach(model, optimizer):
         for _ in range(3 + 3 * (group.rank > 0)):

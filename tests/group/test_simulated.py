@@ -248,3 +248,21 @@ def test_a_script_that_a_group_cannot_follow_is_refused():
     script = FaultScript.parse('[[fault]]\nkind = "skew"\noffset_s = 3')
     outcomes = run_exact(World(num_workers=1, faults=script), lambda worker: None)
     assert isinstance(outcomes[0].error, UsageError)
+
+
+def test_a_killed_worker_is_lost_to_servers_too():
+    script = FaultScript.parse('[[fault]]\nkind = "kill"\nat_s = 0.5\npeer = "rank:1"')
+
+    def work(worker):
+        everybody = worker.group.everybody
+        tensor = torch.ones(1)
+        for _ in range(5):
+            worker.compute(0.2)
+            everybody.exchange(
+                tensor, Weights.uniform([rank for rank in range(3) if rank != everybody.rank])
+            ).wait()
+        return tuple(everybody.lost)
+
+    outcomes = run_exact(World(num_workers=2, num_servers=1, faults=script), work)
+    assert [outcome.value for outcome in outcomes] == [(2,), None, (2,)]
+    assert "killed" in str(outcomes[1].error)

@@ -160,3 +160,24 @@ def latencies(seed=0, slower=1.0):
         for size, seconds in ((100, 9e-5), (10_000, 1.4e-4), (1_000_000, 1.1e-3))
     ]
     return report("transport", rows, config={"slower": slower})
+
+
+def convergence(seed=0, delay_ms=1000):
+    """Accuracy along updates over three seeds, and how far behind updates of trainers and experts were."""
+    rng, key = random.Random(seed), {"contender": f"dmoe, {delay_ms} ms"}
+    steps = [1024.0 * number for number in range(1, 11)]
+    courses = [
+        {
+            "value": [1 - 0.5 * math.exp(-step / 3000) + rng.gauss(0, 0.01) for step in steps],
+            "step": steps,
+            "s": [step / 64 for step in steps],
+        }
+        for _ in range(3)
+    ]
+    curves = [Curve(key=key, metric="val_accuracy", unit="", direction="higher", starts=courses)]
+    rows = [row(key, "val_accuracy", "", "higher", [[course["value"][-1]] for course in courses])]
+    for whose, mean in (("trainers", delay_ms / 50), ("experts", delay_ms / 100)):
+        for behind in range(int(8 * mean) + 1):
+            counts = [[float(round(1000 * math.exp(-behind / mean)))] for _ in range(3)]
+            rows.append(row({**key, "of": whose, "behind": behind}, "staleness", "", "lower", counts))
+    return report("convergence", rows, curves=curves)

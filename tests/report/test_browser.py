@@ -47,6 +47,9 @@ PAGES = {
     "accuracy": lambda path: write_reports([samples.accuracy()], path, ["a.json"]),
     "scaling": lambda path: write_reports([samples.scaling()], path, ["a.json"]),
     "training": lambda path: write_reports([samples.training()], path, ["a.json"]),
+    "convergence": lambda path: write_reports(
+        [samples.convergence(), samples.convergence(1, 100)], path, ["a", "b"]
+    ),
     "several": lambda path: write_reports(
         [samples.accuracy(), samples.latencies(), samples.latencies(1)], path, ["a", "b", "c"]
     ),

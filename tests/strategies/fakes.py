@@ -52,3 +52,11 @@ class Mirror(SoloGroup):
 
     def free(self, tensor):
         self.calls.append("free")
+
+
+class Wide(Mirror):
+    """Of any size, for what looks at no other member."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size = size

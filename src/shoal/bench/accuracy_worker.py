@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.optim import SGD
 
 from shoal.bench.accuracy import AccuracyConfig, Look, Run, ServerRole
@@ -23,11 +21,11 @@ from shoal.data.seeds import mix
 from shoal.data.splits import divide
 from shoal.group.metered import Metered
 from shoal.models import mlp, small_cnn, small_mlp
+from shoal.simulate.classified import MNIST_WIDTHS
+from shoal.simulate.examples import accuracy_of, batches_of
 from shoal.strategies.base import Strategy
 from shoal.strategies.replicas import common_model
 
-_MNIST_WIDTHS = (784, 64, 10)
-_EVALUATED_AT_ONCE = 2000
 _WARM_STEPS = 5
 
 
@@ -76,7 +74,7 @@ class School:
         pupil = pupil_of(self._config, next(iter(self._parts.values())), self._seat.rank)
         for _ in range(_WARM_STEPS):
             pupil.step()
-        evaluate(self._probe, self._test)
+        accuracy_of(self._probe, self._test)
 
     def begin(self, run: dict[str, Any]) -> Look:
         """Attach the contender to a model that has learned nothing; collective, as all that follows."""
@@ -120,13 +118,13 @@ class School:
         moved = {name: (traffic.sent_bytes, traffic.received_bytes) for name, traffic in traffics.items()}
         distance = strategy.consensus_distance()
         mean = common_model(metered, pupil.model, are_equal=False)
-        accuracy, _ = evaluate(pupil.model, self._test)
-        mean_accuracy, mean_loss = 0.0, None
-        if self._seat.rank == 0:
-            self._probe.load_state_dict(mean)
-            mean_accuracy, mean_loss = evaluate(self._probe, self._test)
+        accuracy = accuracy_of(pupil.model, self._test).value
         metered.reset()
-        return Look(seconds, moved, accuracy, distance, mean_accuracy, mean_loss)
+        if self._seat.rank != 0:
+            return Look(seconds, moved, accuracy, distance)
+        self._probe.load_state_dict(mean)
+        score = accuracy_of(self._probe, self._test)
+        return Look(seconds, moved, accuracy, distance, score.value, score.loss)
 
 
 def beginner(config: AccuracyConfig) -> tuple[nn.Module, SGD]:
@@ -135,7 +133,7 @@ def beginner(config: AccuracyConfig) -> tuple[nn.Module, SGD]:
     if config.model == "small-cnn":
         model = small_cnn()
     else:
-        model = small_mlp() if config.task == "digits" else mlp(_MNIST_WIDTHS)
+        model = small_mlp() if config.task == "digits" else mlp(MNIST_WIDTHS)
     return model, SGD(model.parameters(), lr=config.learning_rate, momentum=config.momentum)
 
 
@@ -152,35 +150,6 @@ def parts_of(config: AccuracyConfig, rank: int) -> dict[str, Batch]:
         own = torch.from_numpy(divide(y.numpy(), config.num_workers, split, config.seed)[rank])
         parts[split] = x[own], y[own]
     return parts
-
-
-def batches_of(part: Batch, batch_size: int, seed: int) -> Iterator[Batch]:
-    """Without end: epoch after epoch in an order of its own, whole batches alone.
-
-    Who has fewer examples than a batch takes all of them each time.
-    """
-    x, y = part
-    size = min(batch_size, len(x))
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        order = torch.randperm(len(x), generator=generator)
-        for start in range(0, len(x) - size + 1, size):
-            chosen = order[start : start + size]
-            yield x[chosen], y[chosen]
-
-
-def evaluate(model: nn.Module, examples: Batch) -> tuple[float, float]:
-    """Accuracy and mean loss."""
-    num_right, loss = 0, 0.0
-    model.eval()
-    with torch.no_grad():
-        for start in range(0, len(examples[0]), _EVALUATED_AT_ONCE):
-            x, y = (tensor[start : start + _EVALUATED_AT_ONCE] for tensor in examples)
-            logits = model(x)
-            num_right += int((logits.argmax(1) == y).sum())
-            loss += float(functional.cross_entropy(logits, y, reduction="sum"))
-    model.train()
-    return num_right / len(examples[0]), loss / len(examples[0])
 
 
 def _group_name(run: Run) -> str:

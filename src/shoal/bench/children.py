@@ -26,6 +26,7 @@ from shoal.core.loop import own_the_process
 
 _ENDING_S = 10.0
 _INTERRUPTED_S = 3.0
+_READ_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
 
 
@@ -35,6 +36,12 @@ class Child:
     def __init__(self, process: subprocess.Popen[bytes], name: str) -> None:
         self._process = process
         self._name = name
+        self._read = bytearray()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether something was read already that `receive` would give: a selector does not know of it."""
+        return b"\n" in self._read
 
     @property
     def exit_code(self) -> int | None:
@@ -42,7 +49,7 @@ class Child:
         return self._process.poll()
 
     def fileno(self) -> int:
-        """Readable when there is something to receive; for selectors."""
+        """Readable when there is something to receive that was not read yet (`has_more`); for selectors."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
@@ -65,8 +72,7 @@ class Child:
 
     def receive(self) -> dict[str, Any] | None:
         """The next thing that the child tells, None at its end; BenchmarkError when it failed."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self._next_line()
         if not line:
             try:
                 code = self._process.wait(_ENDING_S)
@@ -83,6 +89,16 @@ class Child:
         if "failure" in message:
             raise BenchmarkError(f"{self._name} failed: {message['failure']}", cause=message["trace"])
         return message
+
+    def _next_line(self) -> bytes:
+        """Nothing at the end."""
+        while not self.has_more:
+            some = os.read(self.fileno(), _READ_BYTES)
+            if not some:
+                return b""
+            self._read += some
+        line, _, self._read = self._read.partition(b"\n")
+        return bytes(line)
 
     def expect(self) -> dict[str, Any]:
         """The next thing that the child tells; BenchmarkError when it ended instead."""

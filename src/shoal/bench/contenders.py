@@ -16,8 +16,9 @@ from shoal.strategies.options import OPTIONS, WAITS_FOR_ALL, read_options
 
 NONE = "none"
 """Nothing is attached, and nothing shared: the ceiling."""
-ASYNCHRONOUS = ("pair", "parameter-server", "push-sum", "window")
+ASYNCHRONOUS = ("pair", "parameter-server", "staleness-aware", "push-sum", "window")
 """Strategies under which nobody waits: with a slow worker the others do more iterations."""
+_WITH_SERVERS = ("parameter-server", "staleness-aware")
 _OWN_CHANNELS = ("ddp", "horovod")
 
 
@@ -41,7 +42,7 @@ def is_ddp(strategy: str) -> bool:
 
 def needs_servers(strategy: str) -> bool:
     """Whether there are processes beside the workers."""
-    return _is_one_of(("parameter-server",), strategy)
+    return _is_one_of(_WITH_SERVERS, strategy)
 
 
 def sends_by_itself(strategy: str) -> bool:

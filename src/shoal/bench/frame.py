@@ -25,7 +25,7 @@ from shoal.report import Curve, Report, Row
 Tell = Callable[[str], None]
 RowKey = dict[str, str | int | float | bool]
 Receive = Callable[[dict[str, Any]], None]
-"""Takes what a start tells: `progress`, `row`, `curve`, or the other `machine` that it ran on."""
+"""Takes what a start tells: `progress`, `row`, `curve`, or what the `machine` was that it ran on."""
 
 
 class Measured(msgspec.Struct, kw_only=True):
@@ -50,6 +50,16 @@ class MeasuredCurve(msgspec.Struct, kw_only=True):
     """`value`, and the axes: of one length."""
 
 
+class Noted(msgspec.Struct, kw_only=True):
+    """What belongs to where and when it ran, as the seconds that a simulation took: kept apart from figures.
+
+    A simulated benchmark's report is equal for equal seeds but for that.
+    """
+
+    facts: dict[str, Any]
+    """Into the report's environment."""
+
+
 class Scenario(Protocol):
     """One thing that a benchmark measures.
 
@@ -57,7 +67,7 @@ class Scenario(Protocol):
     which is `crew.Crew` unless one has.
     """
 
-    def run(self, tell: Tell) -> Iterator[Measured | MeasuredCurve]:
+    def run(self, tell: Tell) -> Iterator[Measured | MeasuredCurve | Noted]:
         """Measure once, in this process and its children; `tell` says what is being done."""
 
 
@@ -80,9 +90,12 @@ class RunSettings(msgspec.Struct, frozen=True):
 SCENARIOS: dict[str, str] = {
     "accuracy": "shoal.bench.accuracy:AccuracyScenario",
     "collectives": "shoal.bench.collectives:CollectivesScenario",
+    "compare": "shoal.bench.compare:CompareScenario",
+    "convergence": "shoal.bench.convergence:ConvergenceScenario",
     "ddp": "shoal.bench.ddp:DdpScenario",
     "dht": "shoal.bench.dht:DhtScenario",
     "experts": "shoal.bench.experts:ExpertsScenario",
+    "latency": "shoal.bench.latency:LatencyScenario",
     "scaling": "shoal.bench.scaling:ScalingScenario",
     "training": "shoal.bench.training:TrainingScenario",
     "transport": "shoal.bench.transport:TransportScenario",
@@ -169,6 +182,9 @@ def run_start(arguments: dict[str, Any], parent: Parent) -> None:
 def tell_rows(scenario: Scenario, tell: Receive) -> None:
     """Run a scenario, and tell all that it says as messages."""
     for measured in scenario.run(lambda text: tell({"progress": text})):
+        if isinstance(measured, Noted):
+            tell({"machine": measured.facts})
+            continue
         kind = "row" if isinstance(measured, Measured) else "curve"
         tell({kind: msgspec.to_builtins(measured)})
 

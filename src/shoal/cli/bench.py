@@ -31,7 +31,9 @@ from shoal.cli.bench_common import (
     run_and_tell,
     run_settings,
 )
+from shoal.cli.bench_convergence import convergence
 from shoal.cli.bench_ddp import ddp
+from shoal.cli.bench_latency import latency
 from shoal.cli.bench_scaling import scaling
 from shoal.cli.bench_training import training
 from shoal.report.tables import emit
@@ -211,3 +213,5 @@ app.command()(training)
 app.command()(ddp)
 app.command()(scaling)
 app.command()(accuracy)
+app.command()(convergence)
+app.command()(latency)

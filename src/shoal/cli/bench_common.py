@@ -149,9 +149,14 @@ def run_and_tell(
             emit(encoded.decode().rstrip(), sys.stdout)
         else:
             emit(f"JSON: {write_atomically(outputs.json_file, encoded)}", out)
-    emit(result_line({**latest.result, "report": str(path)}), out)
+    emit(result_line({**latest.result, **_took(latest), "report": str(path)}), out)
     if latest.failed:
         raise typer.Exit(1)
+
+
+def _took(report: Report) -> dict[str, Any]:
+    """What a simulation took, which its report keeps apart: all else in it is equal from run to run."""
+    return {name: value for name, value in report.environment.items() if name == "wall_s"}
 
 
 def _join(stack: contextlib.ExitStack, settings: RunSettings, against: str | None) -> Ranks:

@@ -15,6 +15,7 @@ import typer
 
 from shoal._version import __version__
 from shoal.cli.bench import app as bench_app
+from shoal.cli.compare import compare
 from shoal.cli.dht import dht
 from shoal.cli.diff import diff
 from shoal.cli.doctor import doctor
@@ -50,6 +51,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.command(context_settings=CONTEXT)(compare)
 app.command(context_settings=CONTEXT)(diff)
 app.command(context_settings=CONTEXT)(report)
 app.command(context_settings=CONTEXT)(doctor)

@@ -41,7 +41,7 @@ class Turn:
 
     @property
     def now_s(self) -> float:
-        """This thread's time: that of all, and what it has spent since it had the turn."""
+        """Of this thread: that of all, and what it has spent since it had the turn."""
         return self._turns.now_s + self._debt_s
 
     def spend(self, seconds: float) -> None:

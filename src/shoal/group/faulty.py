@@ -64,6 +64,7 @@ class Faulty(GroupWrapper):
     corrupt     one wrong bit in what an operation brings, likewise
 
     Other kinds need a network: UsageError. `end` is called instead of both signals where it is given.
+    Of a group whose first members are servers, `first_rank` is the one that a script calls `rank:0`.
     """
 
     def __init__(
@@ -74,15 +75,18 @@ class Faulty(GroupWrapper):
         seed: int = 0,
         sleeper: Sleeper | None = None,
         end: Callable[[], None] | None = None,
+        first_rank: int = 0,
     ) -> None:
         super().__init__(inner)
         script = script if isinstance(script, FaultScript) else FaultScript.load(script)
-        _check(script, inner)
+        self._first_rank = first_rank
+        _check(script, inner, first_rank)
         self._sleeper = sleeper or Sleeper()
         self._schedule = Schedule(script, seed)
         self._end = end or partial(_signal_oneself, signal.SIGKILL)
         self._stop = end or partial(_signal_oneself, signal.SIGSTOP)
-        self._started_s = self._returned_s = self._sleeper.clock.now_s()
+        self._started_s = self._sleeper.clock.now_s()
+        self._spans = _Spans(self._started_s)
         self._step = -1
         self._names = [self._names_of(rank) for rank in range(inner.size)]
         self._effects = [Effects()] * inner.size
@@ -91,6 +95,10 @@ class Faulty(GroupWrapper):
         """On what goes to each rank."""
         self._stopped: list[Event] = []
         self._draws = [Draws(seed, "group", str(rank), str(inner.rank)) for rank in range(inner.size)]
+
+    def share_time_with(self, other: Faulty) -> None:
+        """Both are of one worker: its own time is what passes outside of operations of either."""
+        self._spans = other._spans
 
     # --- operations that need everybody ---
 
@@ -205,7 +213,7 @@ class Faulty(GroupWrapper):
         for event in self._schedule.events:
             if event.is_active and isinstance(event.fault, Slow) and event.concerns(self._names[self.rank]):
                 slowness *= event.fault.factor
-        work_s = self._sleeper.clock.now_s() - self._returned_s
+        work_s = self._sleeper.clock.now_s() - self._spans.returned_s
         if slowness > 1 and work_s > 0:
             self._sleeper.sleep((slowness - 1) * work_s)
 
@@ -244,7 +252,7 @@ class Faulty(GroupWrapper):
             return tensor
         effects = self._reverse[to]
         if effects.is_cut or (not is_sent_again and self._happens(to, 1 - effects.passes)):
-            self._returned_s = self._sleeper.clock.now_s()
+            self._spans.returned_s = self._sleeper.clock.now_s()
             return None
         if self._happens(to, 1 - effects.is_right):
             tensor = tensor.detach().clone()
@@ -287,7 +295,7 @@ class Faulty(GroupWrapper):
         return self._handle(start(), finish)
 
     def _handle(self, inner: Handle[T], finish: Callable[[T], T]) -> Handle[T]:
-        self._returned_s = self._sleeper.clock.now_s()
+        self._spans.returned_s = self._sleeper.clock.now_s()
         return _FaultyHandle(inner, self, finish)
 
     def _check_reached(self, cut: Sequence[int], _: object = None) -> None:
@@ -298,8 +306,20 @@ class Faulty(GroupWrapper):
         return [rank for rank in self.members if rank != self.rank]
 
     def _names_of(self, rank: int) -> tuple[str | None, ...]:
-        peers = Address("rank", rank), Address("machine", self.inner.machine_of(rank))
+        if rank < self._first_rank:
+            return ()
+        peers = (
+            Address("rank", rank - self._first_rank),
+            Address("machine", self.inner.machine_of(rank)),
+        )
         return tuple(name for peer in peers for name in self._schedule.names_of(peer, None))
+
+
+class _Spans:
+    """Since when a worker has been on its own."""
+
+    def __init__(self, returned_s: float) -> None:
+        self.returned_s = returned_s
 
 
 class _FaultyHandle(Handle[T]):
@@ -316,7 +336,7 @@ class _FaultyHandle(Handle[T]):
         if not self._result:
             self._group._turn()
             self._result.append(self._finish(self._inner.wait(deadline)))
-            self._group._returned_s = self._group._sleeper.clock.now_s()
+            self._group._spans.returned_s = self._group._sleeper.clock.now_s()
         return self._result[0]
 
     def is_done(self) -> bool:
@@ -337,9 +357,9 @@ def _unreachable(rank: int) -> PeerLost:
     )
 
 
-def _check(script: FaultScript, group: Group) -> None:
+def _check(script: FaultScript, group: Group, first_rank: int) -> None:
     """UsageError for what a group cannot do, and for whom it does not know."""
-    known = ["rank:*", *(f"rank:{rank}" for rank in range(group.size))]
+    known = ["rank:*", *(f"rank:{rank}" for rank in range(group.size - first_rank))]
     known += ["machine:*", *(f"machine:{machine}" for machine in range(group.num_machines))]
     for name, pattern in script.peers.items():
         if pattern not in known:

@@ -9,22 +9,33 @@ from collections.abc import Mapping, Sequence
 
 from shoal.core import Address
 from shoal.transport import Conditions
-from shoal.transport.networks.pipes import Passage
+from shoal.transport.networks.pipes import Link, Passage
 
 
 class Links:
-    """Between members that are known by their ranks; two of one address reach each other at once."""
+    """Between members that are known by their ranks; two of one address reach each other at once.
+
+    What one member sends to another comes in the order in which it was sent, as in a stream.
+    """
 
     def __init__(self, conditions: Conditions, addresses: Sequence[Address]) -> None:
         self._conditions = conditions
         self._addresses = list(addresses)
+        self._links: dict[tuple[int, int], Link | None] = {}
+        self._last_s: dict[tuple[int, int], float] = {}
 
     def carry(self, source: int, target: int, now_s: float, size_bytes: int) -> Passage:
         """When it has left the source, and when it arrives."""
-        here, there = self._addresses[source], self._addresses[target]
-        if here == there:
+        ends = source, target
+        if ends not in self._links:
+            here, there = self._addresses[source], self._addresses[target]
+            self._links[ends] = None if here == there else self._conditions.link(here, there)
+        link = self._links[ends]
+        if link is None:
             return Passage(now_s, now_s)
-        return self._conditions.link(here, there).carry_stream(now_s, size_bytes)
+        left_s, arrives_s, _ = link.carry_stream(now_s, size_bytes)
+        self._last_s[ends] = arrives_s = max(arrives_s, self._last_s.get(ends, 0.0))
+        return Passage(left_s, arrives_s)
 
 
 def ring_ends_s(links: Links, began_s: Mapping[int, float], size_bytes: int) -> dict[int, float]:

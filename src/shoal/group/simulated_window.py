@@ -53,6 +53,7 @@ class SimulatedWindow(WritingWindow):
         self.on_write(to, write.tensor.nbytes)
         handle: Pending[None] = Pending(self._hub, self._rank, f"{write.kind} to rank {to} in {self.name!r}")
         sent = dataclasses.replace(write, tensor=write.tensor.detach().clone())
+        sent_s = self._hub.turns.now_s
 
         def arrived(now_s: float) -> None:
             there: SimulatedWindow | None = self._hub.windows.get((to, self.name))
@@ -60,6 +61,7 @@ class SimulatedWindow(WritingWindow):
                 handle.resolve(now_s, lambda: None)
             else:
                 there._receive(self._rank, sent, handle)
+                there._slots[self._rank].sent_s = sent_s
 
         self._hub.send(self._rank, to, write.tensor.nbytes, arrived)
         return handle
@@ -98,6 +100,7 @@ class SimulatedWindow(WritingWindow):
         """In virtual time."""
         turn = self._hub.turns.current
         filled = self.filled()
+        began_s = turn.now_s
         until_s = math.inf if deadline is None else turn.now_s + deadline.remaining_s
         while not filled and turn.now_s < until_s:
             if not any(source in self._hub.present for source in self._slots):
@@ -106,6 +109,9 @@ class SimulatedWindow(WritingWindow):
             turn.park(f"writes into window {self.name!r}", until_s)
             self._waiter = None
             filled = self.filled()
+        for source in filled[:1]:
+            waited_s = self._slots[source].sent_s - began_s
+            self._hub.waited_s[self._rank][source] += max(0.0, waited_s)
         return filled
 
     def close(self) -> None:
@@ -134,6 +140,7 @@ class _SimulatedSlot(Slot):
         self.source = source
         self.tensor = torch.zeros(num_elements, dtype=dtype)
         self.is_held = False
+        self.sent_s = 0.0
         self.queue: list[tuple[Write, Pending[None]]] = []
         """What has come and cannot be written yet."""
         self.clear()

@@ -1,4 +1,4 @@
-"""One benchmark on a page: its reports at a glance, then courses, scaling, waits, and every figure.
+"""One benchmark on a page: its reports at a glance, courses, scaling, waits, staleness, and every figure.
 
 Each part is a `Section` with a name, so that `html` can list them; what a reader asks first comes first.
 """
@@ -13,6 +13,7 @@ from shoal.report import context, sections
 from shoal.report.charts import Group, bars_data, gathered, group_reports, overview_data, spread_data
 from shoal.report.figures import Figures, Shown, beside_one_another, titled
 from shoal.report.glance import glance_tables
+from shoal.report.histograms import histogram_plots, is_histogram
 from shoal.report.lines import (
     MIN_SAMPLES,
     Colours,
@@ -31,6 +32,7 @@ MAX_OPEN_ROWS = 16
 SCALING_HOW = (
     "Ideal is the fastest with the fewest workers, multiplied. Bars are the range of process starts."
 )
+STALENESS_HOW = "How many updates were made between the moment a gradient was computed at and its own update."
 WAITS_HOW = "A row of the map waited for a column, on average over the samples; more colour, longer wait."
 
 
@@ -52,10 +54,13 @@ def chapter(shown: Sequence[Shown], figures: Figures, *, is_diff: bool = False) 
         Section("Over time", curve_plots(shown, figures, colours), "mean over the starts, band: all starts"),
         Section("Scaling", _noted(scaling_plots(shown, figures, colours), SCALING_HOW)),
         Section("Who waited for whom", _noted(wait_plots(shown, figures), WAITS_HOW)),
+        Section("Staleness", _noted(histogram_plots(shown, figures, colours), STALENESS_HOW)),
     ]
     drawn = dict.fromkeys(scaling_groups(shown), True)
     folds = []
     for group in gathered(group_reports([item.report for item in shown])):
+        if all(map(is_histogram, group.present)):
+            continue
         is_shown = (group.metric, group.unit, group.direction) in drawn or all(map(is_wait, group.present))
         is_shown = is_shown or (group.is_of_facts and bool(glance or is_diff))
         section = _metric(group, shown, figures)

@@ -10,6 +10,7 @@ from typing import Any
 
 from shoal.core.errors import NotComparable
 from shoal.report import pytorch
+from shoal.report.histograms import is_histogram
 from shoal.report.judge import ALPHA, EFFECT_PERCENT, JUDGED, Judgement, Verdict, judge
 from shoal.report.schema import Identity, Report, Row, flatten, text
 from shoal.report.statistics import PERCENTILES, change_percent, percentiles
@@ -136,8 +137,8 @@ def compare(
 
 
 def _counts(row: Row) -> bool:
-    """PyTorch's comparison leaves the run without DDP out; it shows the machine, not DDP."""
-    return row.key.get("has_ddp") is not False
+    """Histograms are shown, not judged; PyTorch's comparison leaves the run without DDP out."""
+    return row.key.get("has_ddp") is not False and not is_histogram(row)
 
 
 def _check(baseline: Report, test: Report) -> None:

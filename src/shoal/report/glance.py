@@ -12,7 +12,7 @@ from shoal.report.statistics import noise_floor, percentile
 from shoal.report.units import Scale, scale_for
 
 MAX_LINES = 40
-DETAILS = ("rank", "waited_for", "start")
+DETAILS = ("rank", "waited_for", "behind", "start")
 """Entries of keys that belong to a closer look."""
 CEILING = "none"
 """The strategy without any sharing, which nobody can beat and nobody has to."""

@@ -7,8 +7,9 @@ from typing import TypeVar
 
 from shoal.report.curves import averaged, axes_of
 from shoal.report.diff import Diff, RowDiff
+from shoal.report.histograms import BEHIND, histogram_of, is_histogram
 from shoal.report.judge import LABELS, Verdict
-from shoal.report.schema import Curve, Report, Row, Scalar, text
+from shoal.report.schema import Curve, Report, Row, Scalar, label_of, text
 from shoal.report.statistics import PERCENTILES, summarize
 from shoal.report.tables import Column, Line, Table
 from shoal.report.units import digits, percent, scale_for
@@ -64,10 +65,10 @@ def headline(report: Report) -> list[str]:
 
 
 def report_items(report: Report) -> Items:
-    """The headline, the statistics and the curves of one report."""
+    """The headline, the statistics, the histograms and the curves of one report."""
     code = f"  code {report.code}" if report.code.version else ""
     items: Items = [(f"{report.benchmark}  {report.created}{code}".rstrip(), "bold"), *headline(report), ""]
-    for group, rows in groups(report.rows).items():
+    for group, rows in groups(row for row in report.rows if not is_histogram(row)).items():
         shared = shared_key(rows)
         columns = (
             Column("row", "left", wraps=True),
@@ -87,7 +88,22 @@ def report_items(report: Report) -> Items:
                 cells = [str(summary.num_starts), *map(scale.format, values), noise]
             table.rows.append((short_label(row, shared), *cells))
         items.append(table)
-    return items + curve_items(report.curves)
+    return items + histogram_items(report.rows) + curve_items(report.curves)
+
+
+def histogram_items(rows: Iterable[Row]) -> Items:
+    """Bars of how far behind gradients were, for all whose keys differ in nothing else."""
+    counted = [row for row in rows if is_histogram(row) and row.starts]
+    without = {**shared_key(counted), BEHIND: True}
+    found: dict[str, list[Row]] = {}
+    for row in counted:
+        label = label_of({name: value for name, value in row.key.items() if name not in without})
+        found.setdefault(label, []).append(row)
+    items: Items = []
+    for label, of_one in found.items():
+        histogram = histogram_of(of_one)
+        items += [(f"{of_one[0].metric}  {label}".rstrip(), "bold"), *histogram.lines(), histogram.said(), ""]
+    return items
 
 
 def curve_items(curves: Iterable[Curve]) -> Items:

@@ -110,7 +110,7 @@ def run_exact(
     """
     turns = Turns()
     conditions = Conditions(world.profile, seed=world.seed)
-    homes = _addresses(world)
+    homes = world.addresses()
     machines = [world.machine_of(rank) for rank in range(world.num_workers)]
     servers = [Address("server", number) for number in range(world.num_servers)]
     hub = Hub(turns, conditions, homes)
@@ -126,13 +126,14 @@ def run_exact(
                 group = SimulatedGroup(hub, rank, machines, world.patience)
             else:
                 group = SoloGroup(world.patience)
-            if everybody is not None:
-                both = SimulatedGroup(everybody, place, all_machines, world.patience)
-                group = WithServers(group, both, world.num_servers)
             if world.faults is not None and rank >= 0:
-                group = Faulty(
-                    group, world.faults, seed=world.seed, sleeper=_VirtualSleeper(turns), end=_kill
-                )
+                group = faulty = _faulty(world, group, turns)
+            if everybody is not None:
+                both: Group = SimulatedGroup(everybody, place, all_machines, world.patience)
+                if world.faults is not None and rank >= 0:
+                    both = _faulty(world, both, turns, world.num_servers)
+                    both.share_time_with(faulty)
+                group = WithServers(group, both, world.num_servers)
             stack.enter_context(group)
             worker = Worker(rank if rank >= 0 else place, group, turn, turns.clock, world)
             values[place] = (work if rank >= 0 or serve is None else serve)(worker)
@@ -151,10 +152,10 @@ def run_exact(
     return outcomes
 
 
-def _addresses(world: World) -> list[Address]:
-    if world.between == "machines":
-        return [Address("machine", world.machine_of(rank)) for rank in range(world.num_workers)]
-    return [Address("rank", rank) for rank in range(world.num_workers)]
+def _faulty(world: World, group: Group, turns: Turns, first_rank: int = 0) -> Faulty:
+    assert world.faults is not None
+    sleeper = _VirtualSleeper(turns)
+    return Faulty(group, world.faults, seed=world.seed, sleeper=sleeper, end=_kill, first_rank=first_rank)
 
 
 def _kill() -> None:

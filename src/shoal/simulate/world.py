@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from shoal.core import UsageError
+from shoal.core import Address, UsageError
 from shoal.transport import FaultScript, Profile
 from shoal.transport.conditions.distributions import Delay, Draws, Positive, Sampler, sampler_of
 
@@ -64,6 +64,12 @@ class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def machine_of(self, rank: int) -> int:
         """Of a worker's rank."""
         return 0 if self.workers_per_machine is None else rank // self.workers_per_machine
+
+    def addresses(self) -> list[Address]:
+        """What the profile calls each worker."""
+        if self.between == "machines":
+            return [Address("machine", self.machine_of(rank)) for rank in range(self.num_workers)]
+        return [Address("rank", rank) for rank in range(self.num_workers)]
 
     @property
     def num_machines(self) -> int:

@@ -19,6 +19,15 @@ STRATEGIES = {
     "window": "shoal.strategies.window:WindowAverage",
     "parameter-server": "shoal.strategies.parameter_server:ParameterServer",
     "horovod": "shoal.strategies.horovod:HorovodAllReduce",
+    "gradient-tracking": "shoal.strategies.gradient_tracking:GradientTracking",
+    "exact-diffusion": "shoal.strategies.exact_diffusion:ExactDiffusion",
+    "extra": "shoal.strategies.extra:Extra",
+    "d2": "shoal.strategies.d2:D2",
+    "momentum": "shoal.strategies.neighbor_momentum:NeighborMomentum",
+    "choco": "shoal.strategies.choco:ChocoSGD",
+    "sgp": "shoal.strategies.sgp:StochasticGradientPush",
+    "relay": "shoal.strategies.relay:RelaySGD",
+    "staleness-aware": "shoal.strategies.staleness_aware:StalenessAwareSGD",
 }
 
 ALIASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -36,21 +45,21 @@ ALIASES: dict[str, tuple[str, dict[str, Any]]] = {
     "streaming-diloco": ("diloco", {"fragments": 4, "overlap_steps": 5, "mixing": 0.5}),
     "win-put": ("window", {}),
     "pushsum": ("push-sum", {}),
-    "gradient-push": ("push-sum", {}),
-    "stochastic-gradient-push": ("push-sum", {}),
-    "sgp": ("push-sum", {}),
+    "gradient-push": ("sgp", {}),
+    "stochastic-gradient-push": ("sgp", {}),
+    "dsgt": ("gradient-tracking", {}),
+    "nids": ("exact-diffusion", {}),
+    "choco-sgd": ("choco", {}),
+    "relaysgd": ("relay", {}),
+    "relay-sum": ("relay", {}),
+    "dmsgd": ("momentum", {}),
+    "dsgd-momentum": ("momentum", {}),
+    "dc-asgd": ("staleness-aware", {}),
     "ps": ("parameter-server", {}),
     "hvd": ("horovod", {}),
 }
 """What other systems call them, and the options that go with the name. `allreduce` is BlueFog's, of
 parameters."""
-
-LATER = (
-    "gradient-tracking",
-    "d2",
-    "exact-diffusion",
-    "choco",
-)
 
 
 def resolve(name: str) -> tuple[str, dict[str, Any]]:
@@ -61,10 +70,6 @@ def resolve(name: str) -> tuple[str, dict[str, Any]]:
     if plain in ALIASES:
         strategy, options = ALIASES[plain]
         return strategy, dict(options)
-    if plain in LATER:
-        raise UsageError(
-            f"the strategy {name!r} is not there yet.", next_step=f"one of {', '.join(STRATEGIES)}."
-        )
     raise UsageError(f"there is no strategy {name!r}.", next_step=f"one of {', '.join(STRATEGIES)}.")
 
 

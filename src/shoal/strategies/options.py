@@ -16,6 +16,19 @@ from msgspec import Meta
 
 from shoal.core.errors import UsageError
 from shoal.strategies.common_options import CommonOptions, Count
+from shoal.strategies.exact_options import (
+    D2Options,
+    ExactDiffusionOptions,
+    ExtraOptions,
+    GradientTrackingOptions,
+    MomentumOptions,
+)
+from shoal.strategies.research_options import (
+    ChocoOptions,
+    RelayOptions,
+    SgpOptions,
+    StalenessAwareOptions,
+)
 from shoal.strategies.server_options import ParameterServerOptions
 
 __all__ = [
@@ -178,6 +191,15 @@ OPTIONS: dict[str, type[CommonOptions]] = {
     "window": WindowOptions,
     "parameter-server": ParameterServerOptions,
     "horovod": HorovodOptions,
+    "gradient-tracking": GradientTrackingOptions,
+    "exact-diffusion": ExactDiffusionOptions,
+    "extra": ExtraOptions,
+    "d2": D2Options,
+    "momentum": MomentumOptions,
+    "choco": ChocoOptions,
+    "sgp": SgpOptions,
+    "relay": RelayOptions,
+    "staleness-aware": StalenessAwareOptions,
 }
 
 O = TypeVar("O", bound=CommonOptions)  # noqa: E741

@@ -106,7 +106,7 @@ class ParameterServer(Strategy):
             raise SystemExit(0)
         if self.group.everybody is None and self.group.size > 1:
             raise UsageError(
-                "parameter-server has no server among its workers.",
+                f"{self.name} has no server among its workers.",
                 next_step="shoal run --num-servers 1, or shoal.init(num_servers=1).",
             )
         if self.group.everybody is not None:
@@ -181,7 +181,7 @@ class ParameterServer(Strategy):
         self._restore()
         if self.attachment.has_closure:
             raise UsageError(
-                "parameter-server cannot step with a closure: the servers have gradients, and no data.",
+                f"{self.name} cannot step with a closure: the servers have gradients, and no data.",
                 next_step="use an optimizer that steps by gradients (SGD, Adam), or another strategy.",
             )
         # a GradScaler leaves it to fused optimizers to divide by the scale, and to do nothing with an inf

@@ -17,9 +17,9 @@ from shoal.group import Group
 from shoal.group.kernels import mix_into
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.averaging import start_mean
+from shoal.strategies.masses import mass_factor, mean_over_masses
 from shoal.strategies.one_sided import OneSidedStrategy, round_of
 from shoal.strategies.options import CommonOptions, PushSumOptions
-from shoal.strategies.replicas import mean_over
 from shoal.topology import Topology
 
 _ROUNDING = 1e-6
@@ -135,19 +135,11 @@ class PushSum(OneSidedStrategy):
     def _average_all(self) -> None:
         """The mean over the weights, which are 1 afterwards."""
         self._gather()
-        self._scale(self._factor())
-        for flat in self._flats.tensors:
-            start_mean(self.group, flat).wait()
-        self.weight = 1.0
-
-    def _factor(self) -> float:
-        """By which this worker counts in a mean over the members. Collective."""
-        weights = self.group.share(self.weight)
-        return float(self.weight * len(weights) / sum(weights))
-
-    def _scale(self, factor: float) -> None:
+        factor = mass_factor(self.group, self.weight)
         for flat in self._flats.tensors:
             flat.mul_(factor)
+            start_mean(self.group, flat).wait()
+        self.weight = 1.0
 
     def _before_saving(self) -> None:
         if not self.is_alone:
@@ -157,11 +149,7 @@ class PushSum(OneSidedStrategy):
         common = super()._common_model()
         if self.is_alone:
             return common
-        factor = self._factor()
-        parameters = dict(self.attachment.model.named_parameters(remove_duplicate=False))
-        names = [name for name, parameter in parameters.items() if parameter.requires_grad]
-        means = mean_over(self.group, [parameters[name].detach() * factor for name in names])
-        return {**common, **dict(zip(names, means, strict=True))}
+        return {**common, **mean_over_masses(self.group, self.attachment.model, self.weight)}
 
     def _state_at_end(self) -> dict[str, Any]:
         """What is under way then is nobody's: all begin anew with a weight of 1, as after a loss."""

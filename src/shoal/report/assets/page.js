@@ -4,6 +4,7 @@ function choiceOf(plot) { return choices[plot.set]; }
 
 const drawers = {
   forest: drawForest, overview: drawOverview, spread: drawSpread, bars: drawBars, lines: drawLines, waits: drawWaits,
+  histogram: drawHistogram,
 };
 const places = [...document.querySelectorAll("[data-plot]")];
 const waiting = new Set();

@@ -1,4 +1,4 @@
-/* Plots of rows: all on one axis, one of them closer, and the changes of a comparison. */
+/* Plots of rows: all on one axis, one of them closer, the changes of a comparison, and histograms. */
 const drawOverview = (element, group) => {
   const width = element.clientWidth, count = group.labels.length, marks = 13 * count;
   const labels = group.rows.map((row) => {
@@ -118,5 +118,19 @@ const drawBars = (element, plot) => {
   Plotly.react(element, traces, layout(width, 290, {
     margin: { l: 6, r: 12, t: 22, b: 30 }, barmode: "group", bargap: 0.28, bargroupgap: 0.06,
     xaxis: axis({ type: "category", showgrid: false }), yaxis: axis({ title: titled(row.unit), rangemode: "tozero", zeroline: false }),
+  }), config);
+};
+
+/* How many of all were how far behind: one bar for each class of them. */
+const drawHistogram = (element, plot) => {
+  const width = element.clientWidth;
+  Plotly.react(element, [{
+    type: "bar", x: plot.behind.map((behind) => behind + (plot.width - 1) / 2), y: plot.shares, width: 0.92 * plot.width,
+    marker: { color: series(plot.colour) }, textposition: "none",
+    text: plot.names.map((name, index) => `${name} behind: <b>${number(plot.shares[index])}%</b><br>${plot.counts[index].toLocaleString("en")} in all starts`),
+    hovertemplate: "%{text}<extra></extra>",
+  }], layout(width, 260, {
+    xaxis: axis({ title: titled("updates behind"), zeroline: false, showgrid: false }),
+    yaxis: axis({ title: titled("% of all"), rangemode: "tozero", zeroline: false }),
   }), config);
 };

@@ -1,0 +1,185 @@
+"""A contest on the terminal and in a paper: what was equal for all, the figures of each, the rankings."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from shoal.bench.compare_reasons import shown_target
+from shoal.bench.compare_rows import BYTES, DISTANCE, SECONDS, STEPS, final_of, worst_of
+from shoal.bench.compare_settings import CompareConfig, read_config
+from shoal.bench.compare_summary import RANKED, Outcome, amount, outcomes_of, ranking, winners
+from shoal.report import Report
+from shoal.report.latex import Figures, latex_table
+from shoal.report.schema import label_of
+from shoal.report.tables import Column, Table
+from shoal.report.units import digits
+from shoal.report.views import Items
+from shoal.simulate.task_facts import TaskFacts, facts_of
+from shoal.simulate.world import World
+from shoal.transport import Profile
+
+
+def compare_items(report: Report) -> Items:
+    """What was equal for all, the figures of each contender, the rankings, and the headline."""
+    config, outcomes = read_config(report.config), outcomes_of(report)
+    items: Items = [(f"compare  {report.created}  code {report.code}".rstrip(), "bold"), ""]
+    items += [*conditions(config), ""]
+    items += [_figures_table(config, outcomes), *_troubles(outcomes)]
+    if any(ranking(outcomes, metric) for metric in RANKED):
+        items.append(_ranking_table(config, outcomes))
+    for row in report.failed:
+        if "strategy" not in row.key:
+            items += [(f"The contest broke off: {' '.join(str(row.error).split())}", "red"), ""]
+    return [*items, *winners(config, outcomes), *config.notes, ""]
+
+
+def conditions(config: CompareConfig) -> list[str]:
+    """What holds for all contenders alike."""
+    facts, world = facts_of(config.task), config.world
+    network = world.profile.name or ("ideal" if world.profile == Profile() else "a profile without a name")
+    kind = "real processes under shaped links" if config.is_real else "virtual time"
+    where = f"{world.num_workers} workers, {kind}; network between {world.between}: {network}"
+    how_long = f"each worker does {config.steps} steps of batch {config.batch_size}"
+    lines = [
+        f"{config.task}: {facts.description}.",
+        f"{where}; split {config.split}.",
+        f"A step costs a worker {_cost(world)}.",
+        f"{seeds_of(config)}; {how_long}; SGD with momentum {config.momentum:g}.",
+        "Equal for all with one seed: first weights, division of data, batches, links, number of steps.",
+    ]
+    rates = ", ".join(f"{rate:g}" for rate in config.learning_rates)
+    if config.is_tuned:
+        lines += [
+            f"Learning rate: each tried {rates} once, with a seed that is none of the contest's, and took",
+            "that which was first at the target, else the best at the end; ≤ and ≥: at an end of the grid.",
+        ]
+    else:
+        lines.append(f"Learning rate: {rates} for all, not tuned.")
+    lines.append("The score is that of the mean of all models; ± is the deviation over seeds.")
+    return lines
+
+
+def _cost(world: World) -> str:
+    """Of a step, with those whose steps cost more, and what goes wrong."""
+    step_ms: Any = msgspec.to_builtins(world.compute.step_ms)
+    text = f"{step_ms:g} ms" if isinstance(step_ms, int | float) else f"a time drawn from {label_of(step_ms)}"
+    slow = [f"rank {rank} {factor:g} times that" for rank, factor in world.compute.factors.items()]
+    faults = f"; faults: {world.faults.name or len(world.faults.fault)}" if world.faults is not None else ""
+    return ", ".join([text, *slow]) + faults
+
+
+def seeds_of(config: CompareConfig) -> str:
+    """How many."""
+    return f"{len(config.seeds)} seed{'s' if len(config.seeds) > 1 else ''}"
+
+
+def _figures_table(config: CompareConfig, outcomes: Mapping[str, Outcome]) -> Table:
+    facts = facts_of(config.task)
+    target = shown_target(facts, config.target)
+    sign = " %" if facts.score == "accuracy" else ""
+    scores = f"{facts.score}{sign}", f"worst worker{sign}"
+    heads = ("rate", *scores, f"s to {target}", f"bytes to {target}", "steps", "consensus distance")
+    columns = (Column("strategy", "left", wraps=True), *(Column(head, wraps=True) for head in heads))
+    table = Table("", columns)
+    for name, outcome in outcomes.items():
+        rate = "-" if outcome.rate is None else _rate(config, outcome.rate)
+        cells = (
+            rate,
+            _spread(facts, outcome.samples.get(final_of(facts), [])),
+            _spread(facts, outcome.samples.get(worst_of(facts), [])),
+            *(_to_target(outcome, metric, unit).removesuffix(" s") for metric, (_, unit) in RANKED.items()),
+            digits(outcome.mean(DISTANCE), 2) if DISTANCE in outcome.samples else "-",
+        )
+        table.rows.append((name, *cells))
+    return table
+
+
+def _ranking_table(config: CompareConfig, outcomes: Mapping[str, Outcome]) -> Table:
+    """All rankings beside each other."""
+    target = shown_target(facts_of(config.task), config.target)
+    orders = {metric: ranking(outcomes, metric) for metric in RANKED}
+    columns: list[Column] = [Column("")]
+    for name, _ in RANKED.values():
+        columns += [Column(f"by {name}", "left", wraps=True), Column("")]
+    table = Table(f"Who reached {target} with every seed, and what it took", tuple(columns))
+    for place in range(max(map(len, orders.values()))):
+        cells = [str(place + 1)]
+        for metric, (_, unit) in RANKED.items():
+            name = orders[metric][place]
+            cells += [name, amount(outcomes[name].mean(metric), unit)]
+        table.rows.append(tuple(cells))
+    return table
+
+
+def _troubles(outcomes: Mapping[str, Outcome]) -> Items:
+    """A line for each contender that failed, or did not reach the target."""
+    lines: Items = []
+    for name, outcome in outcomes.items():
+        if outcome.error is not None:
+            lines.append((f"{name} failed: {' '.join(outcome.error.split())}", "red"))
+        if outcome.reasons:
+            lines.append((f"{name}, not reached: {outcome.why()}", "yellow"))
+    return [*lines, ""] if lines else []
+
+
+def latex_of(report: Report) -> str:
+    """The contest as a table for a paper, in the order of seconds to the target."""
+    config, outcomes = read_config(report.config), outcomes_of(report)
+    facts = facts_of(config.task)
+    first = ranking(outcomes, SECONDS)
+    names = [*first, *(name for name in outcomes if name not in first)]
+    is_share = facts.score == "accuracy"
+    target = shown_target(facts, config.target)
+
+    def column(head: str, metric: str, unit: str = "", factor: float = 1.0) -> Figures:
+        direction = facts.direction if facts.score in metric else "lower"
+        samples = [
+            [factor * sample for sample in outcomes[name].samples.get(metric, ())]
+            if outcomes[name].is_whole(metric)
+            else []
+            for name in names
+        ]
+        return Figures(head, unit, direction, samples)
+
+    columns = [
+        column(facts.score, final_of(facts), "%" if is_share else "", 100.0 if is_share else 1.0),
+        column("worst worker", worst_of(facts), "%" if is_share else "", 100.0 if is_share else 1.0),
+        column("time", SECONDS, "s"),
+        column("traffic", BYTES, "B"),
+        column("steps", STEPS),
+    ]
+    network = config.world.profile.name or "ideal"
+    caption = (
+        f"{config.task}, {config.world.num_workers} workers, {network} network, split {config.split}: "
+        f"{facts.score} after {config.steps} steps, and time, traffic and steps to {target}. "
+        f"Mean ± standard deviation over {seeds_of(config)}."
+    )
+    return latex_table(names, columns, caption, f"tab:{config.task}")
+
+
+def _rate(config: CompareConfig, rate: float) -> str:
+    """With an arrow where the grid ended before the best rate may have come."""
+    if not config.is_tuned:
+        return f"{rate:g}"
+    edges = {min(config.learning_rates): "≤", max(config.learning_rates): "≥"}
+    return f"{edges.get(rate, '')}{rate:g}"
+
+
+def _to_target(outcome: Outcome, metric: str, unit: str) -> str:
+    samples = outcome.samples.get(metric, [])
+    if outcome.is_whole(metric):
+        return amount(statistics.fmean(samples), unit)
+    return f"in {len(samples)}/{outcome.num_seeds}" if samples else "-"
+
+
+def _spread(facts: TaskFacts, samples: list[float]) -> str:
+    if not samples:
+        return "-"
+    mean = statistics.fmean(samples)
+    if facts.score != "accuracy":
+        return digits(mean) + (f" ±{digits(statistics.stdev(samples), 1)}" if len(samples) > 1 else "")
+    return f"{100 * mean:.1f}" + (f" ±{100 * statistics.stdev(samples):.1f}" if len(samples) > 1 else "")

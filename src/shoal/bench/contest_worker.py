@@ -1,0 +1,177 @@
+"""A worker of a contest with real processes: the same jobs as in virtual time, under links held back alike.
+
+A step takes as long as the world says: the worker sleeps what its own computing has left of that. Models go
+to the parent in files of the crew's folder; the parent is `contest_real`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from shoal.bench.children import Parent
+from shoal.bench.crew import Answers, Place
+from shoal.bench.seat import Seat, seat_of
+from shoal.core import SYSTEM_CLOCK, Address, Deadline
+from shoal.group.base import Group
+from shoal.group.shaped import Shaped
+from shoal.group.sleeper import Sleeper
+from shoal.simulate.job import Job, WorkerLog
+from shoal.simulate.tasks import make_task
+from shoal.simulate.training import Trainer, serve
+from shoal.simulate.world import StepCosts, World
+from shoal.transport import Profile
+
+
+class RealErrand(msgspec.Struct, frozen=True, kw_only=True):
+    """One job of a crew; `number` tells it from all others."""
+
+    number: int
+    job: Job
+    world: World
+
+    @property
+    def group_name(self) -> str:
+        """Of the group that it opens."""
+        return f"contest-{self.number}"
+
+    def plain(self) -> dict[str, Any]:
+        """For an order."""
+        values: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
+        return values
+
+    @classmethod
+    def read(cls, values: dict[str, Any]) -> RealErrand:
+        """What `plain` gave."""
+        return msgspec.convert(values, cls, str_keys=True)
+
+
+class Told(msgspec.Struct, frozen=True):
+    """A worker's log without its models, and the file that has them as `SNAPSHOT.TENSOR`."""
+
+    log: WorkerLog
+    file: str
+
+
+def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
+    """Train what is ordered."""
+    seat = seat_of(place)
+    seat.take()
+
+    def warm_up(errand: dict[str, Any]) -> None:
+        """What a process does for the first time takes longer."""
+        task = make_task(RealErrand.read(errand).job)
+        model, (inputs, labels) = task.model(), next(task.batches(seat.rank))
+        task.loss(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
+
+    return {"ready": warm_up, "train": lambda errand: train(seat, place, RealErrand.read(errand))}
+
+
+def train(seat: Seat, place: Place, errand: RealErrand) -> dict[str, Any]:
+    """One job, from the opening of its group to its end."""
+    world = errand.world
+    if world.num_servers:
+        opened = seat.open_with_servers(errand.group_name, world.num_servers)
+    else:
+        opened = seat.open_group(errand.group_name, workers_per_machine=world.workers_per_machine)
+    trainer = Trainer(make_task(errand.job), seat.rank)
+    with opened:
+        group = shaped(opened, world)
+        pace = Pace(group, StepCosts(world, seat.rank), world.compute.forward_share)
+        trainer.train(group, SYSTEM_CLOCK, pace.charged)
+    return _told(trainer.log, Path(place.folder) / f"{errand.group_name}-{seat.rank}.safetensors")
+
+
+def serve_job(arguments: dict[str, Any], parent: Parent) -> None:
+    """Be a parameter server of one job until the workers are done with it; its log is a file too."""
+    place = msgspec.convert(arguments["place"], Place)
+    seat = seat_of(place)
+    seat.take()
+    errand = RealErrand.read(arguments["arguments"]["errand"])
+    server = int(arguments["arguments"]["server"])
+    with seat.open_as_server(errand.group_name, errand.world.num_servers, server) as group:
+        serve(make_task(errand.job), shaped(group, errand.world))
+
+
+def shaped(group: Group, world: World) -> Shaped:
+    """As slow as the world's links; servers are called `server:0`, …, as they are there."""
+    slow = Shaped(group, world.profile, between=world.between, seed=world.seed)
+    if group.everybody is not None:
+        profile = _with_servers(world)
+        slow.everybody = Shaped(group.everybody, profile, seed=world.seed)
+    return slow
+
+
+class Pace:
+    """Makes a model's steps take as long as they should: forward its share, backward by what has come."""
+
+    def __init__(self, group: Group, costs: StepCosts, forward_share: float) -> None:
+        self._group = group
+        self._costs = costs
+        self._forward_share = forward_share
+        self._sleeper = Sleeper()
+        self._due_s = 0.0
+        self._backward_s = 0.0
+
+    @contextlib.contextmanager
+    def charged(self, model: nn.Module) -> Iterator[None]:
+        """While the block lasts; begun before a strategy is attached, so that it comes first."""
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        num_elements = max(1, sum(parameter.numel() for parameter in trained))
+
+        def before_forward(module: nn.Module, args: Any) -> None:
+            step_s = self._costs.next_s()
+            self._backward_s = (1 - self._forward_share) * step_s
+            self._due_s = self._sleeper.clock.now_s() + self._forward_share * step_s
+
+        def after_forward(module: nn.Module, args: Any, outputs: Any) -> None:
+            self._rest()
+
+        def after_gradient(parameter: torch.Tensor) -> None:
+            self._due_s += self._backward_s * parameter.numel() / num_elements
+            self._rest()
+
+        hooks: list[Any] = [
+            model.register_forward_pre_hook(before_forward),
+            model.register_forward_hook(after_forward),
+        ]
+        hooks += [each.register_post_accumulate_grad_hook(after_gradient) for each in trained]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _rest(self) -> None:
+        self._sleeper.until(self._due_s, self._group.progress, Deadline.never(), "a step")
+
+
+def _with_servers(world: World) -> Profile:
+    """Places of the first ranks of all are those of servers, of the others those of workers."""
+    profile = world.profile
+    if not profile.places:
+        return profile
+    members = [Address("server", number) for number in range(world.num_servers)]
+    members += [Address("rank", rank) for rank in range(world.num_workers)]
+    peers = {f"rank:{rank}": profile.place_of(peer) or "" for rank, peer in enumerate(members)}
+    return msgspec.structs.replace(profile, peers={**profile.peers, **peers})
+
+
+def _told(log: WorkerLog, file: Path) -> dict[str, Any]:
+    tensors = {
+        f"{index}.{number}": tensor
+        for index, snapshot in enumerate(log.snapshots)
+        for number, tensor in enumerate(snapshot.tensors)
+    }
+    save_file(tensors, file)
+    bare = [msgspec.structs.replace(snapshot, tensors=[]) for snapshot in log.snapshots]
+    told = Told(msgspec.structs.replace(log, snapshots=bare), str(file))
+    values: dict[str, Any] = msgspec.to_builtins(told, str_keys=True)
+    return values

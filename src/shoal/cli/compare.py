@@ -1,0 +1,251 @@
+"""`shoal compare`: its flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from shoal.cli.bench_common import (
+    JsonFile,
+    Outputs,
+    Quickly,
+    ReportFile,
+    assignments,
+    listed,
+    run_and_tell,
+    run_settings,
+)
+from shoal.cli.bench_trained import NumServers, servers_of
+from shoal.core import UsageError
+from shoal.report import Report
+from shoal.report.storage import write_atomically
+from shoal.report.views import Items
+
+Task = Literal["quadratic", "digits", "mnist", "text"]
+NUM_WORKERS, NUM_SEEDS = 8, 3
+SHORT_WORKERS, SHORT_STEPS = 4, 60
+IDEAL = "ideal"
+
+
+def compare(
+    context: typer.Context,
+    task: Annotated[Task, typer.Option(help="What is learned.")] = "digits",
+    num_workers: Annotated[
+        int | None,
+        typer.Option("--workers", "--np", "-np", min=1, help="Workers.", show_default=str(NUM_WORKERS)),
+    ] = None,
+    strategies: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            help="Who takes part; options may follow a name: 'neighbor topology=ring'. 'all' is every one "
+            "but ddp and horovod.",
+        ),
+    ] = "all",
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Of the --strategies that have it; may be given often."),
+    ] = None,
+    profile: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="Of the network: lan, wan, home, three-continents, a file, or 'ideal': links cost nothing.",
+        ),
+    ] = "lan",
+    between: Annotated[
+        Literal["workers", "machines"],
+        typer.Option(
+            help="Whose links the profile describes; with 'machines' those inside one cost nothing."
+        ),
+    ] = "workers",
+    workers_per_machine: Annotated[
+        int | None,
+        typer.Option(min=1, help="For 'hierarchical', and --between.", show_default="4 of 8 workers or more"),
+    ] = None,
+    compute_ms: Annotated[
+        str, typer.Option(metavar="MS|KIND:…", help="What a step costs a worker; also exponential:10.")
+    ] = "10",
+    stragglers: Annotated[
+        str, typer.Option(metavar="RANK:FACTOR,...", help="Whose steps take so many times as long.")
+    ] = "",
+    faults: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What goes wrong, and when.", show_default=False)
+    ] = None,
+    split: Annotated[
+        str, typer.Option(help="How examples are divided: iid, dirichlet:CONCENTRATION.")
+    ] = "iid",
+    target: Annotated[
+        float | None,
+        typer.Option(
+            "--target-accuracy",
+            "--target",
+            help="Seconds, bytes and steps are counted to it; of quadratic, a distance.",
+            show_default="by task",
+        ),
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Runs of each.", show_default=str(NUM_SEEDS))
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Of each worker.", show_default="by task")] = None,
+    eval_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between evaluations.", show_default="by task")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Of each worker.", show_default="by task")
+    ] = None,
+    lr_grid: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE,...",
+            help="Each strategy tries them once, with a seed that is none of the contest's, and competes "
+            "with its best.",
+            show_default="4 rates by task",
+        ),
+    ] = None,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option("--lr", "--learning-rate", help="The same for all, not tuned.", show_default=False),
+    ] = None,
+    momentum: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Of SGD.", show_default="by task")
+    ] = None,
+    num_servers: NumServers = None,
+    executor: Annotated[
+        Literal["auto", "exact", "stacked"],
+        typer.Option(help="Each worker by itself, or all in one tensor, which some strategies cannot."),
+    ] = "auto",
+    real: Annotated[
+        bool, typer.Option("--real", help="The contest with real processes on this machine; tuning is not.")
+    ] = False,
+    data_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Has the files of MNIST.", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The first; each further one adds 1.")] = 0,
+    short: Quickly = False,
+    latex: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the results as a LaTeX table too.", show_default=False),
+    ] = None,
+    report: ReportFile = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Every strategy at the same task, in the same world: by steps, by seconds, by bytes.
+
+    In virtual time: worlds larger than this machine, and equal figures for equal seeds. The model, its
+    initial weights, the division of the data, the batches and the number of steps are the same for all, and
+    each has the same budget to choose its learning rate.
+    """
+    from shoal.bench.compare import check_executor
+    from shoal.bench.compare_settings import (
+        WORKERS_PER_MACHINE,
+        CompareConfig,
+        compared,
+        compute_of,
+        notes_of,
+        stragglers_of,
+    )
+    from shoal.bench.compare_summary import summarize_compare
+    from shoal.bench.compare_tables import compare_items, latex_of
+    from shoal.simulate.task_facts import facts_of
+    from shoal.simulate.world import Compute, World
+    from shoal.strategies.names import canonical
+    from shoal.transport import FaultScript, Profile
+
+    if data_dir is not None and task != "mnist":
+        raise UsageError(
+            f"--data-dir has the files of MNIST, and {task} needs none.",
+            next_step="leave it out, or say --task mnist.",
+        )
+    facts = facts_of(task)
+    size = num_workers or (SHORT_WORKERS if short else NUM_WORKERS)
+    named, common = listed(strategies), assignments(option)
+    contenders = compared(named, common)
+    notes = notes_of(named, common)
+    has_machines = between == "machines" or any(
+        canonical(contender.strategy) == "hierarchical" for contender in contenders
+    )
+    if workers_per_machine is None and size >= 2 * WORKERS_PER_MACHINE and has_machines:
+        workers_per_machine = WORKERS_PER_MACHINE
+        links = "as any others" if between == "workers" else "for nothing"
+        notes.append(f"{workers_per_machine} workers make a machine; they reach each other {links}.")
+    network = Profile() if profile == IDEAL else Profile.load(profile)
+    script = None if faults is None else FaultScript.load(faults)
+    if script is not None:
+        script.check_names(network.places)
+    world = World(
+        num_workers=size,
+        workers_per_machine=workers_per_machine,
+        profile=network,
+        between=between,
+        compute=Compute(step_ms=compute_of(compute_ms), factors=stragglers_of(listed(stragglers))),
+        faults=script,
+        seed=seed,
+    )
+    steps = steps or (min(SHORT_STEPS, facts.steps) if short else facts.steps)
+    num_seeds = seeds or (1 if short else NUM_SEEDS)
+    config = CompareConfig(
+        task=task,
+        contenders=contenders,
+        world=world,
+        num_servers=servers_of(num_servers, (contender.strategy for contender in contenders)),
+        split=split,
+        seeds=tuple(range(seed, seed + num_seeds)),
+        steps=steps,
+        eval_every=eval_every or min(facts.eval_every, steps),
+        batch_size=batch_size or facts.batch_size,
+        momentum=facts.momentum if momentum is None else momentum,
+        learning_rates=_rates(lr_grid, learning_rate, facts.learning_rates, is_short=short),
+        target=_target(target, facts.target, is_share=facts.score == "accuracy"),
+        executor=executor,
+        is_real=real,
+        data_dir=None if data_dir is None else str(data_dir.absolute()),
+        notes=tuple(notes),
+    )
+    check_executor(config)
+    if task == "mnist":
+        from shoal.data import mnist
+
+        # found or fetched once, before every process looks for it
+        for is_training in (True, False):
+            mnist(train=is_training, folder=data_dir)
+
+    def told(latest: Report) -> Items:
+        items = compare_items(latest)
+        if latex is not None:
+            items.append(f"LaTeX: {write_atomically(latex, latex_of(latest).encode())}")
+        return items
+
+    outputs = Outputs(report, json_file, told)
+    run_and_tell("compare", config, run_settings(context, 1, seed), summarize_compare, outputs)
+
+
+def _rates(
+    grid: str | None, single: float | None, usual: tuple[float, ...], *, is_short: bool
+) -> tuple[float, ...]:
+    if grid is not None and single is not None:
+        raise UsageError("--lr is for all, --lr-grid to choose from.", next_step="leave one of them out.")
+    if single is not None:
+        return (single,)
+    if grid is None:
+        return usual[1::2] if is_short else usual
+    try:
+        return tuple(dict.fromkeys(float(text) for text in listed(grid)))
+    except ValueError:
+        raise UsageError(
+            f"--lr-grid {grid} is no list of numbers.", next_step="say --lr-grid 0.05,0.1,0.2."
+        ) from None
+
+
+def _target(asked: float | None, usual: float, *, is_share: bool) -> float:
+    target = usual if asked is None else asked
+    if target <= 0 or (is_share and target > 1):
+        raise UsageError(
+            f"--target-accuracy {target:g} is no share of the examples."
+            if is_share
+            else f"--target {target:g} is no distance.",
+            next_step="give a number up to 1, for example 0.95." if is_share else "give a number above 0.",
+        )
+    return target

@@ -1,0 +1,75 @@
+"""How one job went, as plain numbers: what goes from a process of the pool to the contest's report."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import msgspec
+
+from shoal.simulate.job import Job
+from shoal.simulate.task_facts import facts_of
+
+
+class Moment(msgspec.Struct, frozen=True, kw_only=True):
+    """All workers' models, at one time."""
+
+    step: float
+    """Mean over the workers."""
+    at_s: float
+    """Since the first step began; virtual, or real where the workers were."""
+    moved_bytes: int
+    """From one member to another until then, each counted once."""
+    value: float
+    """The score of the mean of all models."""
+    worst: float
+    """The score of the worst worker's own."""
+    loss: float
+    """Of the mean of all models."""
+    consensus_distance: float
+    """Root mean square, over workers, of the distance of a worker's parameters from the mean of all."""
+
+
+class CourseRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """From the first model to the last; all numbers are finite."""
+
+    job: Job
+    moments: list[Moment]
+    """In order of time, the first before the first step; up to where a model was no longer finite."""
+    waited_s: list[list[float]] = []
+    """By rank, and by the rank that it waited for."""
+    staleness: dict[int, int] = {}
+    """Of all workers: rounds by how far behind the model was; empty for synchronous strategies."""
+    ended: dict[int, str] = {}
+    """Why ranks did not do all their steps."""
+    error: str = ""
+    """What was wrong with the whole of it (it diverged, it could not start); else empty."""
+
+    def reached(self, target: float) -> Moment | None:
+        """The first moment at which the mean model was as good as that."""
+        facts = facts_of(self.job.task)
+        return next((moment for moment in self.moments if facts.is_reached(moment.value, target)), None)
+
+    @property
+    def best(self) -> Moment | None:
+        """Where the mean model was best; None without moments."""
+        facts = facts_of(self.job.task)
+        sign = 1.0 if facts.direction == "higher" else -1.0
+        return max(self.moments, key=lambda moment: sign * moment.value, default=None)
+
+    @property
+    def mean_staleness(self) -> float | None:
+        """Over all rounds, one that is ahead as 0; None where nothing is counted."""
+        total = sum(self.staleness.values())
+        if not total:
+            return None
+        return sum(max(behind, 0) * count for behind, count in self.staleness.items()) / total
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        values: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
+        return values
+
+    @classmethod
+    def read(cls, values: dict[str, Any]) -> Self:
+        """What `plain` gave, also after JSON."""
+        return msgspec.convert(values, cls, str_keys=True)

@@ -1,0 +1,132 @@
+"""The stacked executor: all workers in one tensor, for strategies that mix linearly and in lockstep.
+
+Thousands of workers, as fast as one product over the edges of a round; `exact` runs any program instead, one
+thread for each worker. Both tell the same of a job. A model is what `stacked_model` says, a strategy's step
+what `stacked_rules`, time what `stacked_times`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.core import UsageError
+from shoal.simulate.job import Job, Snapshot, WorkerLog
+from shoal.simulate.stacked_exact_rules import DiffusionRule, ExtraRule, MomentumRule, TrackingRule
+from shoal.simulate.stacked_model import EXACT, StackedModel
+from shoal.simulate.stacked_rules import (
+    AllReduceRule,
+    HierarchicalRule,
+    LocalSGDRule,
+    NeighborRule,
+    Rule,
+    SmaRule,
+    StackedSGD,
+    Stage,
+)
+from shoal.simulate.stacked_start import rehearse
+from shoal.simulate.stacked_tape import Tape
+from shoal.simulate.stacked_times import times_of
+from shoal.simulate.tasks import make_task
+from shoal.simulate.world import World
+from shoal.strategies.names import canonical, resolve
+from shoal.strategies.options import OPTIONS, read_options
+from shoal.strategies.schedule import rate_factor
+
+RULES: dict[str, type[Rule]] = {
+    "all-reduce": AllReduceRule,
+    "neighbor": NeighborRule,
+    "hierarchical": HierarchicalRule,
+    "sma": SmaRule,
+    "local-sgd": LocalSGDRule,
+    "gradient-tracking": TrackingRule,
+    "exact-diffusion": DiffusionRule,
+    "extra": ExtraRule,
+    "d2": DiffusionRule,
+    "momentum": MomentumRule,
+}
+"""By the strategy's own name."""
+
+
+def run_stacked(job: Job, world: World) -> list[WorkerLog]:
+    """What each worker tells, by rank; UsageError for what only the exact executor can do."""
+    return StackedRun(job, world).run()
+
+
+class StackedRun:
+    """One job; `model.values` may be changed before it runs, so that workers begin with unequal models."""
+
+    def __init__(self, job: Job, world: World) -> None:
+        refuse_unfit(job, world)
+        task = make_task(job)
+        self.model = StackedModel(task, world.num_workers)
+        self._job = job
+        self._world = world
+        self._tape = Tape(world.num_workers)
+        strategy = rehearse(task, world, self._tape)
+        self._options = strategy.options
+        self._optimizer = StackedSGD(job.learning_rate, job.momentum)
+        rule = Rule if world.num_workers == 1 else RULES[canonical(job.strategy)]
+        self._rule = rule(Stage(self.model, self._optimizer, strategy, world, self._tape))
+        self._batches = [task.batches(rank) for rank in range(world.num_workers)]
+
+    def run(self) -> list[WorkerLog]:
+        """All steps, and what each worker tells, by rank; once."""
+        job = self._job
+        kept = {0: self.model.values.clone()}
+        self._tape.mark()
+        for step in range(1, job.steps + 1):
+            self._step(step)
+            if step % job.eval_every == 0 or step == job.steps:
+                kept[step] = self.model.values.clone()
+                self._tape.mark()
+        return self._logs(kept)
+
+    def _step(self, step: int) -> None:
+        rule, options = self._rule, self._options
+        rule.is_round = step % options.local_steps == 0
+        self._tape.forward()
+        rule.after_forward()
+        gradients = self.model.gradients([next(batches) for batches in self._batches])
+        gradients = rule.before_step(rule.after_backward(gradients))
+        self._optimizer.step(self.model, gradients, rate_factor(options, step - 1))
+        rule.after_step()
+        if rule.is_round:
+            rule.rounds += 1
+            every = options.global_average_every
+            if every and rule.rounds % every == 0:
+                rule.average_all()
+
+    def _logs(self, kept: dict[int, torch.Tensor]) -> list[WorkerLog]:
+        times = times_of(self._tape, self._world, self._world.addresses())
+        logs = []
+        for rank in range(self._world.num_workers):
+            snapshots = [
+                Snapshot(
+                    step=step,
+                    at_s=float(times.marks_s[mark, rank]),
+                    sent_bytes=int(self._tape.marked_bytes[mark][rank]),
+                    received_bytes=0,
+                    tensors=self.model.tensors(values[rank]),
+                )
+                for mark, (step, values) in enumerate(kept.items())
+            ]
+            logs.append(WorkerLog(rank=rank, snapshots=snapshots, waited_s=times.waited_s[rank].tolist()))
+        return logs
+
+
+def refuse_unfit(job: Job, world: World) -> None:
+    """UsageError for what only the exact executor can do."""
+    strategy, implied = resolve(job.strategy)
+    if strategy not in RULES:
+        raise UsageError(
+            f"The stacked executor has no {strategy}.",
+            cause=f"it knows strategies that mix linearly and in lockstep: {', '.join(RULES)}.",
+            next_step=EXACT,
+        )
+    if world.faults is not None or world.num_servers:
+        what = "faults" if world.faults is not None else "servers"
+        raise UsageError(f"The stacked executor knows no {what}.", next_step=EXACT)
+    options = read_options(OPTIONS[strategy], {**implied, **job.options}, strategy)
+    for name, plain in (("codec", "none"), ("monitor", False)):
+        if getattr(options, name, plain) != plain:
+            raise UsageError(f"The stacked executor has no {name}.", next_step=EXACT)

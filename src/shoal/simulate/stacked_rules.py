@@ -1,0 +1,234 @@
+"""What each strategy does in a step, for all workers at once, and which operations of the group that takes.
+
+The same as the strategies' own code, worker by worker; `test_executors_agree` holds them equal. Rows are
+workers. What a step costs, and when operations are over, is left to `stacked_times`.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from shoal.simulate.stacked_mixing import Everybody, MachineRounds, Mix, Rounds
+from shoal.simulate.stacked_model import StackedModel
+from shoal.simulate.stacked_tape import Ring, Tape
+from shoal.simulate.world import World
+from shoal.strategies.all_reduce import GradientAllReduce
+from shoal.strategies.base import Strategy
+from shoal.strategies.local_sgd import LocalSGD
+from shoal.strategies.mixing import MixStrategy
+from shoal.strategies.neighbor import NeighborAverage
+from shoal.strategies.parameters import ExchangeStrategy
+from shoal.strategies.sma import SynchronousModelAverage
+from shoal.tensors import ALIGNMENT_BYTES, DEFAULT_BUCKET_BYTES, DTYPES, BucketLayout
+
+
+class StackedSGD:
+    """torch.optim.SGD, of all workers."""
+
+    momentum_buffer: torch.Tensor | None = None
+
+    def __init__(self, learning_rate: float, momentum: float) -> None:
+        self._learning_rate = learning_rate
+        self._momentum = momentum
+
+    def step(self, model: StackedModel, gradients: torch.Tensor, factor: float) -> None:
+        """Parameters move; `factor` is that of the schedule."""
+        if self._momentum:
+            if self.momentum_buffer is None:
+                self.momentum_buffer = gradients.clone()
+            else:
+                self.momentum_buffer.mul_(self._momentum).add_(gradients)
+            gradients = self.momentum_buffer
+        model.values.add_(gradients, alpha=-self._learning_rate * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What rules work on."""
+
+    model: StackedModel
+    optimizer: StackedSGD
+    strategy: Strategy
+    """As one of the workers has it, for its options and topology."""
+    world: World
+    tape: Tape
+
+
+class Rule:
+    """Workers that share nothing; what others do comes in these places of a step."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.rounds = 0
+        self.is_round = False
+        """Whether the step under way is one in which they share."""
+        self._model = stage.model
+        self._optimizer = stage.optimizer
+        self._tape = stage.tape
+        self._size = stage.world.num_workers
+        self._size_bytes = sum(layout.size_bytes for layout in stage.model.layouts(sys.maxsize))
+
+    def after_forward(self) -> None:
+        """Parameters are what gradients are taken at."""
+
+    def after_backward(self, gradients: torch.Tensor) -> torch.Tensor:
+        """What `.grad` is when backward returns."""
+        self._tape.backward()
+        return gradients
+
+    def before_step(self, gradients: torch.Tensor) -> torch.Tensor:
+        """What the optimizer steps with."""
+        return gradients
+
+    def after_step(self) -> None:
+        """The optimizer has stepped."""
+
+    def average_all(self) -> None:
+        """A global average."""
+
+    def _exchange(self, mix: Mix, values: torch.Tensor) -> torch.Tensor:
+        """What comes of an exchange that is waited for at once."""
+        self._tape.wait(self._tape.exchange(mix.edges, self._size_bytes))
+        return mix(values)
+
+
+class AllReduceRule(Rule):
+    """Gradients, bucket after bucket while backward goes on; or parameters after some local steps."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage)
+        strategy = stage.strategy
+        assert isinstance(strategy, GradientAllReduce)
+        self._shares_gradients = strategy.shares_gradients
+        max_bytes = round(strategy.options.bucket_mib * 2**20)
+        self._buckets = (
+            stage.model.layouts(max_bytes, is_reversed=True)
+            if self._shares_gradients
+            else stage.model.layouts(DEFAULT_BUCKET_BYTES)
+        )
+
+    def after_backward(self, gradients: torch.Tensor) -> torch.Tensor:
+        """The mean over all workers."""
+        if not self._shares_gradients:
+            return super().after_backward(gradients)
+        numbers = []
+        for layout, share in zip(self._buckets, self._model.shares_of_backward(self._buckets), strict=True):
+            self._tape.backward(share)
+            numbers.append(self._start(layout))
+        for number in numbers:
+            self._tape.wait(number)
+        return gradients.mean(0, keepdim=True).expand_as(gradients)
+
+    def after_step(self) -> None:
+        """The mean of parameters, where those are shared."""
+        if self._shares_gradients or not self.is_round:
+            return
+        for number in [self._start(layout) for layout in self._buckets]:
+            self._tape.wait(number)
+        self._model.values = self._model.values.mean(0).repeat(self._size, 1)
+
+    def _start(self, layout: BucketLayout) -> int:
+        flag_bytes = len(layout.slots) * DTYPES[layout.dtype].itemsize
+        aligned_bytes = -(-flag_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return self._tape.issue(Ring(self._size, layout.size_bytes + aligned_bytes))
+
+
+class ExchangeRule(Rule):
+    """One exchange a round, after the step, or begun after forward and finished before the step."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage)
+        assert isinstance(stage.strategy, ExchangeStrategy)
+        self._is_overlapped = stage.strategy.is_overlapped
+        self._under_way: int | None = None
+        self._everybody = Everybody(self._size)
+
+    def _mix(self) -> Mix:
+        """That of this round."""
+        return self._everybody
+
+    def after_forward(self) -> None:
+        """The exchange begins, where it is overlapped with backward."""
+        if self._is_overlapped and self.is_round:
+            self._under_way = self._tape.exchange(self._mix().edges, self._size_bytes)
+
+    def before_step(self, gradients: torch.Tensor) -> torch.Tensor:
+        """What has come takes the parameters' place."""
+        if self._under_way is not None:
+            self._tape.wait(self._under_way)
+            self._under_way = None
+            self._model.values = self._mix()(self._model.values)
+        return gradients
+
+    def after_step(self) -> None:
+        """The exchange, where it is not."""
+        if self.is_round and not self._is_overlapped:
+            self._model.values = self._exchange(self._mix(), self._model.values)
+
+    def average_all(self) -> None:
+        """An exchange of all with all."""
+        self._model.values = self._exchange(self._everybody, self._model.values)
+
+
+class SmaRule(ExchangeRule):
+    """Some way towards the mean."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage)
+        assert isinstance(stage.strategy, SynchronousModelAverage)
+        self._toward_mean = Everybody(self._size, stage.strategy.options.alpha)
+
+    def _mix(self) -> Mix:
+        return self._toward_mean
+
+
+class LocalSGDRule(ExchangeRule):
+    """The mean after some local steps, of momentum too if it is asked for."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage)
+        assert isinstance(stage.strategy, LocalSGD)
+        self._averages_momentum = stage.strategy.options.average_momentum
+
+    def after_step(self) -> None:
+        """Parameters first."""
+        super().after_step()
+        if self.is_round and self._averages_momentum:
+            self._average_momentum()
+
+    def average_all(self) -> None:
+        """Nothing: a round is one."""
+
+    def _average_momentum(self) -> None:
+        """After all have said which state they have."""
+        momentum = self._optimizer.momentum_buffer
+        names = [] if momentum is None else sorted(f"{name} momentum_buffer" for name in self._model.named)
+        size_bytes = len(msgspec.msgpack.encode(names))
+        self._tape.wait(self._tape.exchange(self._everybody.edges, size_bytes, is_for_all=True))
+        if momentum is not None:
+            self._optimizer.momentum_buffer = self._exchange(self._everybody, momentum)
+
+
+class NeighborRule(ExchangeRule):
+    """The rounds of a topology, of workers or of machines."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage)
+        assert isinstance(stage.strategy, NeighborAverage | MixStrategy)
+        self._turns = Rounds(stage.strategy.topology)
+
+    def _mix(self) -> Mix:
+        return self._turns[self.rounds]
+
+
+class HierarchicalRule(NeighborRule):
+    """The rounds of a topology of machines."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage)
+        assert isinstance(stage.strategy, NeighborAverage)
+        machines = [stage.world.machine_of(rank) for rank in range(self._size)]
+        self._turns = MachineRounds(stage.strategy.topology, machines)

@@ -1,0 +1,102 @@
+"""`gradient-tracking`: every worker steps along an estimate of the mean gradient, which it shares as well.
+
+Di Lorenzo and Scutari 2016 (NEXT, algorithm 1); Nedić, Olshevsky, Shi 2017 (DIGing, algorithm 1), here with
+adapt-then-combine. The trackers are mixed before their first step too.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from shoal.core.errors import UsageError
+from shoal.strategies.attachment import Attachment
+from shoal.strategies.companions import Companion
+from shoal.strategies.exact_options import GradientTrackingOptions
+from shoal.strategies.fitting import require_doubly_stochastic
+from shoal.strategies.mixing import MixStrategy
+from shoal.strategies.options import CommonOptions
+from shoal.topology import Topology
+
+
+class GradientTracking(MixStrategy):
+    """`y_i ← Σ_j W_ij (y_j + g_j − g'_j)`, `x_i ← Σ_j W_ij opt(x_j, y_j)`; a dash means the step before.
+
+    The tracker y takes the place of `.grad` before the optimizer steps; its mean over the workers is that of
+    the gradients. Two exchanges a round, one before the step and one after it. Between rounds W is I. The
+    topology may change from round to round; it is doubly stochastic. In a step that was skipped a worker's
+    last gradient still counts.
+
+    PeerLost when a peer is lost: what was on its way to it is missing in the trackers' mean for ever. So is,
+    until the next global average (`global_average_every`), what a worker that leaves in order takes along.
+    """
+
+    name = "gradient-tracking"
+    Options: ClassVar[type[CommonOptions]] = GradientTrackingOptions
+    options: GradientTrackingOptions
+
+    def _make_topology(self) -> Topology:
+        topology = super()._make_topology()
+        require_doubly_stochastic(topology, self.name)
+        return topology
+
+    def _make_kept(self, attachment: Attachment) -> dict[str, Companion]:
+        self._scratch["mixed"] = self._shared(attachment)
+        return {"tracker": self._shared(attachment), "gradient": self._private(attachment)}
+
+    def _before_step(self) -> None:
+        self._look_for_losses()
+        if self.attachment.has_closure:
+            raise UsageError(
+                "gradient-tracking does not see gradients that optimizer.step(closure) computes.",
+                next_step="call backward() and then step() without a closure, or take exact-diffusion or d2.",
+            )
+        self._follow_gradients()
+        if self.is_round:
+            self._mix_trackers()
+        self._hand_out()
+
+    def _skipped_step(self) -> None:
+        if self.is_round:
+            self._mix_trackers()
+        super()._skipped_step()
+
+    def _average_all(self) -> None:
+        """Afterwards each tracker is the mean of the last gradients."""
+        super()._average_all()
+        means = self._kept["gradient"].mean(self.group)
+        for tracker, mean in zip(self._kept["tracker"].flats, means, strict=True):
+            tracker.copy_(mean)
+
+    def _follow_gradients(self) -> None:
+        """`y + g − g'`, before any mixing: also what is right where the mixing fails."""
+        with torch.no_grad():
+            for (parameter, tracker), (_, last) in zip(
+                self._kept["tracker"], self._kept["gradient"], strict=True
+            ):
+                tracker.sub_(last)
+                gradient = parameter.grad
+                if gradient is None:
+                    last.zero_()
+                else:
+                    last.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+                    tracker.add_(last)
+
+    def _mix_trackers(self) -> None:
+        tracker, mixed = self._kept["tracker"], self._scratch["mixed"]
+        flats = zip(tracker.flats, mixed.flats, strict=True)
+        for handle in [self._exchange(own, out) for own, out in flats]:
+            handle.wait()
+        self._look_for_losses()
+        self._kept["tracker"], self._scratch["mixed"] = mixed, tracker
+
+    def _hand_out(self) -> None:
+        """A parameter that no worker has used stays without a gradient."""
+        with torch.no_grad():
+            for parameter, tracker in self._kept["tracker"]:
+                gradient = parameter.grad
+                if gradient is not None and not gradient.is_sparse:
+                    gradient.copy_(tracker)
+                elif gradient is not None or bool(tracker.any()):
+                    parameter.grad = tracker.clone()

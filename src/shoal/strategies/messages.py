@@ -1,0 +1,145 @@
+"""Flat tensors encoded into messages that all have one size, and the mail that brings them to neighbours.
+
+The size is fixed by codec and model, so that windows can hold a message and both ends know its format. What
+the tensors mean is left to the strategies.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from shoal.group import Group, Handle, Window
+from shoal.tensors import DTYPES, BucketLayout, TensorSpec, size_bytes
+from shoal.tensors.codecs import Encoded, EncodedMeta, Plain, decode
+from shoal.tensors.codecs.base import LOSSY_DTYPES, FormatCodec
+from shoal.tensors.dtypes import dtype_name
+from shoal.tensors.memory import bytes_of, tensor_over
+from shoal.tensors.packing import reshape_dense
+from shoal.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of a flat tensor that is encoded by itself."""
+
+    index: int
+    """Of the flat tensor."""
+    span: slice
+    meta: EncodedMeta
+    sizes: tuple[int, ...]
+    """Of its buffers, in bytes."""
+
+    def of(self, flats: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Over the same memory."""
+        return reshape_dense(flats[self.index][self.span], self.meta.spec)
+
+
+class Format:
+    """How the flat tensors of a model's parameters, one for each dtype, become one message.
+
+    A dtype goes in one piece where the codec makes that smaller, otherwise parameter by parameter: a low-rank
+    codec wants matrices.
+    """
+
+    def __init__(self, codec: FormatCodec, parameters: Sequence[torch.Tensor]) -> None:
+        self._codec = codec
+        layouts = BucketLayout.plan(parameters, max_bytes=sys.maxsize)
+        self._pieces = [piece for index, layout in enumerate(layouts) for piece in _cut(codec, index, layout)]
+        self.size_bytes = sum(size for piece in self._pieces for size in piece.sizes)
+        """Of each message."""
+        self.share = self.size_bytes / max(1, sum(layout.size_bytes for layout in layouts))
+        """Of the bytes of the parameters."""
+
+    def encode(self, flats: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The message. What holds an inf or a nan, which would not be smaller encoded, counts as zeros."""
+        parts = []
+        for number, piece in enumerate(self._pieces):
+            tensor = piece.of(flats)
+            encoded = self._codec.encode(tensor, str(number))
+            if encoded.meta != piece.meta:
+                encoded = self._codec.encode(torch.zeros_like(tensor), str(number))
+            parts += [tensor_over(bytes_of(buffer)) for buffer in encoded.buffers]
+        return torch.cat(parts)
+
+    def add(self, message: torch.Tensor, flats: Sequence[torch.Tensor]) -> None:
+        """Add what a message says to flat tensors; equal bits to equal ones, wherever it is done."""
+        rest = iter(torch.split(message, [size for piece in self._pieces for size in piece.sizes]))
+        for piece in self._pieces:
+            buffers = [next(rest).numpy().data for _ in piece.sizes]
+            piece.of(flats).add_(decode(Encoded(piece.meta, buffers), sys.maxsize))
+
+
+def _cut(codec: FormatCodec, index: int, layout: BucketLayout) -> Iterator[_Piece]:
+    real = DTYPES[layout.dtype].to_real()
+    whole = slice(0, layout.size_bytes // real.itemsize)
+    name = dtype_name(real)
+    piece = _piece(codec, index, whole, TensorSpec(name, (whole.stop,)))
+    if _is_smaller(piece) or name != layout.dtype:
+        yield piece
+        return
+    pieces = []
+    for slot in layout.slots:
+        start = slot.offset_bytes // real.itemsize
+        span = slice(start, start + size_bytes(slot.spec) // real.itemsize)
+        if span.start < span.stop:
+            pieces.append(_piece(codec, index, span, slot.spec))
+    yield from pieces if any(map(_is_smaller, pieces)) else [piece]
+
+
+def _piece(codec: FormatCodec, index: int, span: slice, spec: TensorSpec) -> _Piece:
+    options = codec.options(spec) if spec.dtype in LOSSY_DTYPES else None
+    if options is None or codec.size_bytes(spec, options) >= size_bytes(spec):
+        return _Piece(index, span, EncodedMeta(Plain.name, spec), (size_bytes(spec),))
+    sizes = tuple(size_bytes(part) for part in codec.parts(spec, options))
+    return _Piece(index, span, EncodedMeta(codec.name, spec, options), sizes)
+
+
+def _is_smaller(piece: _Piece) -> bool:
+    return piece.meta.codec != Plain.name
+
+
+class Mail:
+    """Messages to and from the neighbours in a static topology, each in turn and none missed. Collective."""
+
+    num_opened: ClassVar[int] = 0
+    """In this process: no name is used twice, not even for a model after one that was detached."""
+
+    def __init__(self, group: Group, name: str, topology: Topology, size_bytes: int) -> None:
+        number = max(group.share(Mail.num_opened))
+        Mail.num_opened = number + 1
+        self.sources = topology.sources(group.rank)
+        self._windows: list[Window] = []
+        """One for each source of this worker, so that one can be waited for alone; others may have more."""
+        for place in range(topology.degree()):
+            own = self.sources[place : place + 1]
+            self._windows.append(
+                group.window(f"{name} {number}.{place}", size_bytes, torch.uint8, sources=own)
+            )
+        self._routes = [
+            (destination, self._windows[topology.sources(destination).index(group.rank)])
+            for destination in topology.destinations(group.rank)
+        ]
+
+    def send(self, message: torch.Tensor) -> list[Handle[None]]:
+        """To all neighbours; the message must not be written until the handles are done."""
+        return [window.send(to, message) for to, window in self._routes]
+
+    def receive(self) -> Mapping[int, torch.Tensor]:
+        """The next message of each source, by its rank; of those that are gone there is none."""
+        messages = {}
+        for source, window in zip(self.sources, self._windows, strict=False):
+            if source in window.wait():
+                with window.slot(source) as slot:
+                    messages[source] = slot.tensor.clone()
+                    slot.clear()
+        return messages
+
+    def close(self) -> None:
+        """Give the memory back; collective."""
+        for window in self._windows:
+            window.close()

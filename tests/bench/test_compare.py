@@ -1,0 +1,219 @@
+import msgspec
+import pytest
+
+from bench.sample_contests import config_of, record_of
+from shoal.bench import compare as module
+from shoal.bench.compare import CompareScenario, Try, best_rate, check_executor, suited, why_no_rate
+from shoal.bench.frame import Measured, MeasuredCurve, Noted
+from shoal.core import BenchmarkError, UsageError
+from shoal.simulate.contest import Errand, run_task
+from shoal.simulate.world import World
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Run a contest whose processes are this one; `answer(errand)` instead of training, where given."""
+
+    def run(config, answer=None):
+        errands, told = [], []
+
+        def run_tasks(function, tasks, *, num_processes, tell):
+            assert function == "shoal.simulate.contest:run_task"
+            for task in tasks:
+                errand = msgspec.convert(task, Errand, str_keys=True)
+                errands.append(errand)
+                found = run_task(task, tell) if answer is None else answer(errand)
+                yield found.plain() if hasattr(found, "plain") else found
+
+        monkeypatch.setattr(module, "run_tasks", run_tasks)
+        scenario = CompareScenario(msgspec.json.decode(msgspec.json.encode(config)), 0)
+        told = list(scenario.run(lambda _: None))
+        return told, errands
+
+    return run
+
+
+def rows_of(told, metric):
+    rows = {}
+    for each in told:
+        if isinstance(each, Measured) and each.metric == metric:
+            rows.setdefault(each.key["strategy"], []).append(each)
+    return rows
+
+
+def samples_of(told, metric):
+    return {name: [x for row in rows for x in row.samples] for name, rows in rows_of(told, metric).items()}
+
+
+def test_each_tries_every_rate_once_and_competes_with_its_best(run):
+    config = config_of("all-reduce", "pair", learning_rates=(0.1, 0.2))
+
+    def answer(errand):
+        is_better = (errand.job.learning_rate == 0.2) == (errand.job.strategy == "pair")
+        return record_of(0.1, 0.9, 0.9) if is_better else record_of(0.1, 0.2, 0.9)
+
+    told, errands = run(config, answer)
+    assert [(errand.job.strategy, errand.job.learning_rate, errand.job.seed) for errand in errands] == [
+        ("all-reduce", 0.1, config.tuning_seed),
+        ("all-reduce", 0.2, config.tuning_seed),
+        ("pair", 0.1, config.tuning_seed),
+        ("pair", 0.2, config.tuning_seed),
+        ("all-reduce", 0.1, 5),
+        ("all-reduce", 0.1, 6),
+        ("pair", 0.2, 5),
+        ("pair", 0.2, 6),
+    ]
+    chosen = rows_of(told, "chosen")
+    assert {name: row.key["learning_rate"] for name, (row,) in chosen.items()} == {
+        "all-reduce": 0.1,
+        "pair": 0.2,
+    }
+    assert samples_of(told, "steps_to_target") == {"all-reduce": [10.0, 10.0], "pair": [10.0, 10.0]}
+    assert [row.key["learning_rate"] for row in rows_of(told, "tuning_accuracy")["pair"]] == [0.1, 0.2]
+
+
+def test_all_have_the_same_world_and_job_but_for_what_is_theirs(run):
+    world = World(num_workers=2, workers_per_machine=1)
+    _, errands = run(config_of("all-reduce", "parameter-server", world=world), lambda _: record_of(0.1, 0.9))
+    assert [errand.world.num_servers for errand in errands] == [0, 0, 1, 1]
+    assert {errand.world.workers_per_machine for errand in errands} == {1}
+    common = [
+        msgspec.structs.replace(errand.job, strategy="", options={}, seed=0).__repr__() for errand in errands
+    ]
+    assert len(set(common)) == 1
+
+
+def test_a_single_rate_is_not_tuned(run):
+    told, errands = run(config_of(learning_rates=(0.3,)), lambda _: record_of(0.1, 0.9))
+    assert len(errands) == 4
+    assert not rows_of(told, "tuning_accuracy")
+
+
+def test_rows_hold_what_was_at_the_end_and_where_the_target_was_reached(run):
+    told, _ = run(
+        config_of("pair"),
+        lambda errand: record_of(
+            0.1, 0.5, 0.85, 0.9, worst=0.1, pace_s=errand.job.seed, staleness={0: 6, 2: 3}
+        ),
+    )
+    samples = {
+        metric: samples_of(told, metric)["pair"]
+        for metric in (
+            "seconds_to_target",
+            "bytes_to_target",
+            "final_accuracy",
+            "run_seconds",
+            "mean_staleness",
+        )
+    }
+    assert samples == {
+        "seconds_to_target": [10.0, 12.0],
+        "bytes_to_target": [2000.0, 2000.0],
+        "final_accuracy": [0.9, 0.9],
+        "run_seconds": [15.0, 18.0],
+        "mean_staleness": [pytest.approx(2 / 3)] * 2,
+    }
+    assert samples_of(told, "worst_final_accuracy")["pair"] == pytest.approx([0.8, 0.8])
+    behind = [(row.key["behind"], row.samples) for row in rows_of(told, "staleness")["pair"]]
+    assert behind == [(0, [6.0]), (2, [3.0])] * 2
+    curves = [each for each in told if isinstance(each, MeasuredCurve) and each.metric == "accuracy"]
+    assert [curve.points["s"] for curve in curves] == [[0.0, 5.0, 10.0, 15.0], [0.0, 6.0, 12.0, 18.0]]
+    assert not rows_of(told, "not_reached")
+
+
+def test_who_waited_for_whom_is_told_of_pairs_that_did(run):
+    told, _ = run(
+        config_of("pair"),
+        lambda errand: record_of(0.1, 0.9, waited_s=[[0.0, 1.5], [0.0, 0.0]]),
+    )
+    waits = rows_of(told, "waited")["pair"]
+    assert [(row.key["rank"], row.key["waited_for"], row.samples) for row in waits] == [(0, 1, [1.5])] * 2
+
+
+def test_who_does_not_reach_the_target_says_why(run):
+    def answer(errand):
+        if errand.job.seed == 5:
+            return record_of(0.1, 0.85)
+        return record_of(0.1, 0.5, error="it diverged: after 10 steps.")
+
+    told, _ = run(config_of("pair", learning_rates=(0.1, 0.2)), answer=lambda e: record_of(0.1, 0.5, 0.6))
+    (_, last) = rows_of(told, "not_reached")["pair"]
+    assert last.key["why"].startswith("still improving at the end, at the smallest rate of the grid")
+    told, _ = run(config_of("pair"), answer)
+    (row,) = rows_of(told, "not_reached")["pair"]
+    assert row.key["why"].startswith("it diverged: after 10 steps; best 50.0 %")
+    assert samples_of(told, "final_accuracy")["pair"] == [0.85]
+
+
+def test_who_diverges_at_every_rate_does_not_compete(run):
+    def answer(errand):
+        is_wild = errand.job.strategy == "pair"
+        return record_of(0.1, error="it diverged." if is_wild else "")
+
+    told, errands = run(config_of(learning_rates=(0.1, 0.2)), answer)
+    assert len(errands) == 4 + 2
+    assert [row.key["why"] for row in rows_of(told, "not_reached")["pair"]] == [
+        "diverged at every rate of the grid"
+    ] * 2
+    assert "pair" not in rows_of(told, "chosen")
+
+
+def test_a_run_that_fails_is_a_row_and_the_others_go_on(run):
+    def answer(errand):
+        return BenchmarkError("its process died") if errand.job.strategy == "pair" else record_of(0.1, 0.9)
+
+    told, _ = run(config_of("pair", "all-reduce"), answer)
+    (row,) = rows_of(told, "final_accuracy")["pair"]
+    assert "its process died" in row.error
+    assert samples_of(told, "final_accuracy")["all-reduce"] == [0.9, 0.9]
+
+
+def test_the_best_rate_is_first_at_the_target_then_best_at_the_end():
+    late, early = record_of(0.1, 0.2, 0.9, 0.95), record_of(0.1, 0.8, 0.7, 0.85)
+    better = record_of(0.1, 0.8, 0.9, 0.9)
+    failed = record_of(0.1, 0.9, 0.9, error="it diverged.")
+    assert best_rate({1.0: late, 2.0: early, 3.0: failed}, 0.8) == 2.0
+    assert best_rate({1.0: early, 2.0: better}, 0.8) == 2.0
+    assert best_rate({1.0: late, 2.0: early}, 0.99) == 1.0
+    assert best_rate({1.0: failed, 2.0: BenchmarkError("no")}, 0.8) is None
+    near, far = record_of(9.0, 1.0, task="quadratic"), record_of(9.0, 3.0, task="quadratic")
+    assert best_rate({1.0: near, 2.0: far}, 0.1) == 1.0
+
+
+def test_who_could_not_start_says_why_instead_of_a_rate():
+    unfit = record_of(error="it needs an optimizer with momentum.")
+    assert why_no_rate({0.1: unfit, 0.2: unfit}) == (
+        "could not take part: it needs an optimizer with momentum"
+    )
+    assert why_no_rate({0.1: unfit, 0.2: record_of(0.1, error="x")}) == "diverged at every rate of the grid"
+
+
+def test_many_workers_are_stacked_where_they_can_be():
+    config = config_of("neighbor", "pair", world=World(num_workers=500))
+    jobs = [Try(contender, 0.1, 0).job(config) for contender in config.contenders]
+    assert [suited(job, config.world) for job in jobs] == ["stacked", "exact"]
+    assert suited(jobs[0], World(num_workers=8)) == "exact"
+    with pytest.raises(UsageError, match="pair"):
+        check_executor(config_of("neighbor", "pair", executor="stacked"))
+    check_executor(config_of("neighbor", executor="stacked"))
+
+
+def test_two_contests_of_one_seed_are_equal_to_the_bit(run):
+    config = config_of(
+        "all-reduce",
+        "pair",
+        "choco",
+        task="quadratic",
+        world=World(num_workers=3),
+        split="dirichlet:0.5",
+        learning_rates=(0.1, 0.5),
+        steps=8,
+        eval_every=4,
+        momentum=0.0,
+        target=2.0,
+        seeds=(3,),
+    )
+    first, second = ([each for each in run(config)[0] if not isinstance(each, Noted)] for _ in range(2))
+    assert first == second
+    assert {each.key["strategy"] for each in first} == {"all-reduce", "pair", "choco"}
+    assert set(samples_of(first, "final_distance")) == {"all-reduce", "pair", "choco"}

@@ -1,0 +1,114 @@
+import msgspec
+import pytest
+
+from shoal.core import UsageError
+from shoal.simulate.contest import Errand, run_job, run_task
+from shoal.simulate.job import Job
+from shoal.simulate.record import CourseRecord
+from shoal.simulate.world import Compute, World
+from shoal.transport import FaultScript, Profile
+from shoal.transport.conditions.distributions import Exponential
+
+SHAKY = Profile.parse('[ways.default]\nmbit_s = 10\n[ways.default.delay_ms]\nkind = "exponential"\nmean = 30')
+
+FAR = Profile.parse("[ways.default]\ndelay_ms = 7")
+
+
+def job(strategy="neighbor", **fields):
+    sizes = {"num_workers": 4, "steps": 20, "eval_every": 5, "learning_rate": 0.5, "momentum": 0.0}
+    return Job(**{"task": "quadratic", "strategy": strategy, "split": "dirichlet:1", **sizes, **fields})
+
+
+def world(**fields):
+    return World(**{"num_workers": 4, "profile": SHAKY, **fields})
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "pair"])
+def test_one_seed_gives_one_record_and_another_seed_another(strategy):
+    shaky = world(compute=Compute(step_ms=Exponential(20.0), factors={1: 3.0}))
+    first, again = (msgspec.json.encode(run_job(job(strategy), shaky).plain()) for _ in range(2))
+    other = run_job(job(strategy, seed=1), shaky)
+    assert first == again != msgspec.json.encode(other.plain())
+
+
+def test_steps_seconds_and_bytes_are_those_of_the_world():
+    record = run_job(job("neighbor", options={"topology": "ring"}), world(profile=FAR))
+    assert [moment.step for moment in record.moments] == [0, 5, 10, 15, 20]
+    assert [round(moment.at_s, 9) for moment in record.moments] == [0.0, 0.085, 0.17, 0.255, 0.34]
+    assert [moment.moved_bytes for moment in record.moments] == [
+        step * 4 * 2 * 128 for step in (0, 5, 10, 15, 20)
+    ]
+    values = [moment.value for moment in record.moments]
+    assert values == sorted(values, reverse=True)
+    assert all(moment.worst >= moment.value for moment in record.moments)
+    assert record.moments[-1].consensus_distance > 0
+    assert record.ended == {}
+    assert record.error == ""
+
+
+def test_who_is_slow_is_waited_for():
+    record = run_job(job("all-reduce"), world(profile=Profile(), compute=Compute(factors={2: 5.0})))
+    assert record.moments[-1].at_s == pytest.approx(20 * 0.05)
+    assert [[round(waited_s, 6) for waited_s in row] for row in record.waited_s] == [
+        [0, 0, 0.8, 0],
+        [0, 0, 0.8, 0],
+        [0, 0, 0, 0],
+        [0, 0, 0.8, 0],
+    ]
+
+
+def test_servers_take_part_and_count_staleness():
+    uneven = world(num_servers=1, profile=FAR, compute=Compute(step_ms=Exponential(20.0)))
+    record = run_job(job("parameter-server", learning_rate=0.05), uneven)
+    assert record.moments[-1].value < record.moments[0].value
+    assert sum(record.staleness.values()) == 4 * 20
+    assert record.mean_staleness > 0.5
+    assert record.moments[-1].moved_bytes > 4 * 20 * 2 * 128
+
+
+def test_what_diverges_is_a_record_that_says_so():
+    record = run_job(job("all-reduce", learning_rate=1e80, task="quadratic"), world())
+    assert "diverged" in record.error
+    assert [moment.step for moment in record.moments] == [0]
+
+
+def test_what_cannot_start_is_a_record_that_says_why():
+    record = run_job(job("parameter-server"), world())
+    assert "has no server" in record.error
+    assert record.moments == []
+
+
+def test_who_is_killed_has_a_reason_and_the_others_go_on():
+    script = FaultScript.parse('[[fault]]\nkind = "kill"\nat_s = 0.3\npeer = "rank:3"')
+    record = run_job(job("neighbor"), world(profile=Profile(), faults=script, compute=Compute(step_ms=30)))
+    assert list(record.ended) == [3]
+    assert "killed" in record.ended[3]
+    assert record.moments[-1].step == 20
+
+
+def test_without_a_worker_that_all_need_everybody_ends():
+    script = FaultScript.parse('[[fault]]\nkind = "kill"\nat_s = 0.3\npeer = "rank:3"')
+    record = run_job(job("all-reduce"), world(profile=Profile(), faults=script, compute=Compute(step_ms=30)))
+    assert list(record.ended) == [0, 1, 2, 3]
+    assert 5 <= record.moments[-1].step < 20
+    assert "rank 3" in record.ended[0]
+
+
+def test_a_task_of_the_pool_goes_by_plain_values():
+    errand = Errand(job=job(), world=world(compute=Compute(factors={1: 2.0})))
+    plain = msgspec.json.decode(msgspec.json.encode(errand.plain()))
+    told = msgspec.json.decode(msgspec.json.encode(run_task(plain, print)))
+    assert CourseRecord.read(told) == run_job(errand.job, errand.world)
+
+
+def test_a_world_of_another_size_is_refused():
+    with pytest.raises(UsageError, match="does not fit a world of 3"):
+        run_job(job(), world(num_workers=3))
+
+
+def test_either_executor_gives_the_same_course():
+    exact, stacked = (run_job(job(), world(), executor) for executor in ("exact", "stacked"))
+    for one, other in zip(exact.moments, stacked.moments, strict=True):
+        assert (one.step, one.moved_bytes) == (other.step, other.moved_bytes)
+        assert one.at_s == pytest.approx(other.at_s, abs=1e-9)
+        assert one.value == pytest.approx(other.value, rel=1e-9)

@@ -1,0 +1,61 @@
+"""What is remembered of parameters goes with a checkpoint, and begins anew with another number of workers."""
+
+import pytest
+import torch
+
+from shoal.core import UsageError
+from shoal.strategies import make_strategy
+from strategies.bowls import RATE, Bowl, Bowls, everywhere
+from strategies.fakes import Mirror
+
+
+def train(name, size, num_steps, folder, *, should_load=False, saves_after=None):
+    bowls = Bowls(size)
+
+    def work(group):
+        model = Bowl()
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        strategy = make_strategy(group, name, topology="full")
+        if should_load:
+            strategy.load(folder)
+        with strategy.attach(model, optimizer, stays=True):
+            kept = strategy.state_dict()["kept"]
+            while strategy.steps < num_steps:
+                optimizer.zero_grad()
+                bowls.backward(model, group.rank)
+                optimizer.step()
+                if strategy.steps == saves_after:
+                    strategy.save(folder)
+        return model.x.detach(), kept
+
+    return everywhere(work, size)
+
+
+@pytest.mark.parametrize("name", ["gradient-tracking", "exact-diffusion"])
+def test_checkpoints(tmp_path, name):
+    whole = train(name, 3, 6, tmp_path, saves_after=4)
+    resumed = train(name, 3, 6, tmp_path, should_load=True)
+    for (wanted, _), (got, kept) in zip(whole, resumed, strict=True):
+        assert torch.equal(wanted, got)
+        assert all(tensors["tail"].any() for tensors in kept.values())
+    for _, kept in train(name, 2, 4, tmp_path, should_load=True):
+        assert kept
+        assert not any(tensor.any() for tensors in kept.values() for tensor in tensors.values())
+
+
+def test_a_state_of_another_model():
+    """Parameters that it does not know begin with zeros; another shape is an error."""
+    strategy = make_strategy(Mirror(), "d2")
+    known = {"strategy": "d2", "steps": 3, "rounds": 3}
+    strategy.load_state_dict(
+        {**known, "kept": {"correction": {"head": torch.ones(1), "gone": torch.ones(7)}}}
+    )
+    model = Bowl()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    with strategy.attach(model, optimizer, stays=True):
+        kept = strategy.state_dict()["kept"]["correction"]
+    assert kept["head"].tolist() == [1]
+    assert kept["tail"].tolist() == [0, 0]
+    strategy.load_state_dict({**known, "kept": {"correction": {"tail": torch.ones(7)}}})
+    with pytest.raises(UsageError, match=r"\[7\] for tail, whose shape is \[2\]"):
+        strategy.attach(model, optimizer)
