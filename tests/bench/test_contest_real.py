@@ -40,6 +40,21 @@ def test_real_workers_learn_what_virtual_ones_do_in_about_the_same_time():
         assert "no server" in refused.error
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_virtual_and_real_contests_have_the_same_winners():
+    """The page docs/compare.md shows a larger one."""
+    size = {"num_workers": 4, "steps": 24, "learning_rate": 0.2}
+    network = Profile.parse("[ways.default]\ndelay_ms = 30\nmbit_s = 100")
+    place = world(num_workers=4, profile=network, compute=Compute(step_ms=40))
+    strategies = ("all-reduce", "gradient-tracking", "neighbor", "local-sgd")
+    with RealContest(4) as contest:
+        real_s = {name: contest.run(job(name, **size), place).moments[-1].at_s for name in strategies}
+    virtual_s = {name: run_job(job(name, **size), place).moments[-1].at_s for name in strategies}
+    assert sorted(strategies, key=real_s.__getitem__) == sorted(strategies, key=virtual_s.__getitem__)
+    assert real_s == pytest.approx(virtual_s, rel=0.25)
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [

@@ -85,7 +85,7 @@ def test_a_short_run_has_fewer_steps_and_one_seed(call):
         (["--topology", "foo"], "no topology 'foo'"),
         (["--splits", "foo"], "no split 'foo'"),
         (["--data-dir", "."], "digits needs none"),
-        (["--num-servers", "2"], "parameter-server, which is not measured"),
+        (["--num-servers", "2"], "staleness-aware, which are not measured"),
         (["--splits", ","], "Without a split"),
         (["--strategies", "foo"], "no strategy 'foo'"),
         (["--target-accuracy", "95"], "no share"),

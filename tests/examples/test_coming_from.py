@@ -36,6 +36,11 @@ FEW_ITERATIONS = (
     "--model small-mlp --batch-size 8 --num-warmup-batches 1 --num-batches-per-iter 1 --num-iters 2"
 )
 FEW_SWEEPS = "--model small-mlp --batch-size 8 --num-warmup 1 --num-iters 2"
+FEW_PINGS = (
+    "--gpus 0 --hid-dim 16 --layers-per-gpu 2 --batch-size 4 --batches-for-latency 1 "
+    "--batches-for-throughput 2 --throughput-runs 2 --linspace-points 2 --max-ping 0.01 -j 2"
+)
+FEW_UPDATES = "--num-layers 1 --layer-dim 16 --num-trainers 2 --steps 8 --eval-every 4 --seeds 1 --device cpu"
 SHORTER = (
     # what a command begins with, what is left out of it, and what is added
     ("shoal bench experts", r"--num_batches_per_client \d+", FEW_CLIENTS),
@@ -59,10 +64,17 @@ SHORTER = (
     ),
     ("shoal bench ddp", r"--model \S+|--starts \S+", FEW_SWEEPS),
     ("shoal bench training", r"--np \S+|--model=\S+|--batch-size=\S+", f"--np 2 {FEW_BLOCKS}"),
+    ("shoal bench latency", r"--gpus [\d ]+", FEW_PINGS),
+    ("shoal bench convergence", "", FEW_UPDATES),
+    (
+        "shoal serve --expert-class lah-ffn",
+        r"--hidden-dim \S+|--num-experts \S+|--listen \S+",
+        "--hidden-dim 16 --num-experts 2 --listen 127.0.0.1:0",
+    ),
     ("shoal run", r"-np \S+|-H \S+|--min-np \S+", "-np 2"),
 )
-BY_HAND = ("--ps_hosts", "--rank")
-"""In commands that start one process of several."""
+BY_HAND = ("--ps_hosts", "--rank", "--hosts")
+"""In commands that start one process of several, or ask others."""
 UNTIL_TOLD = ("shoal serve", "shoal dht", "shoal top")
 MADE_BEFORE = {"shoal diff base.json": 2, "shoal diff base-report.json": 2}
 """Commands that read what the ones before them on the page have written."""
@@ -104,7 +116,7 @@ def parsed(words):
 
 
 def test_the_page_has_commands_of_every_document():
-    for verb in ("experts", "dht", "scaling", "accuracy", "ddp", "training"):
+    for verb in ("experts", "dht", "latency", "convergence", "scaling", "accuracy", "ddp", "training"):
         assert any(command.startswith(f"shoal bench {verb}") for command in COMMANDS), verb
     assert len(COMMANDS) > 30
 
@@ -191,10 +203,36 @@ def test_ranks_that_are_started_by_hand_meet_and_the_first_reports(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S)
+def test_the_latency_benchmark_asks_a_server_that_runs_already(tmp_path):
+    (serve,) = (command for command in COMMANDS if "--expert-class lah-ffn" in command)
+    (ask,) = (command for command in COMMANDS if "--hosts" in command)
+    port = str(free_port())
+    few = ["--hid-dim", "16", "--layers-per-gpu", "2", "--linspace-points", "1", "-j", "2"]
+    few += ["--batches-for-throughput", "2", "--throughput-runs", "2"]
+    server = subprocess.Popen(
+        as_process([*shortened(serve)[:-1], f"127.0.0.1:{port}"]),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert server.stdout.readline()
+        done = run([*shlex.split(ask.replace("8080", port)), *few], tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "ours" in done.stdout
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith(UNTIL_TOLD)])
 def test_what_runs_until_it_is_told_ends_when_it_is_told(command, tmp_path):
     process = subprocess.Popen(
-        as_process(shlex.split(command)),
+        as_process(shortened(command)),
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -3,7 +3,7 @@ import pytest
 from report import samples
 from shoal.report import Curve, Row
 from shoal.report.figures import Figures, Shown
-from shoal.report.lines import curve_plots, percentile_plot, scaling_groups, scaling_plots
+from shoal.report.lines import curve_plots, curves_title, percentile_plot, scaling_groups, scaling_plots
 
 
 def drawn(plots, report, *others):
@@ -35,6 +35,22 @@ def test_every_metric_and_setting_of_the_curves_is_a_plot_along_every_axis():
 def test_senders_of_much_and_of_little_are_both_seen():
     _, figures = drawn(curve_plots, samples.accuracy())
     assert [view["x"]["isLog"] for view in figures.plots[0]["views"]] == [False, False, True]
+
+
+def test_curves_over_a_delay_are_called_by_it_and_not_by_time():
+    starts = [{"value": [3.0, 2.0], "ping_s": [0.0, 0.05]}, {"value": [4.0, 2.0], "ping_s": [0.0, 0.05]}]
+    rates = Curve(
+        key={"method": "ours"}, metric="throughput", unit="samples/s", direction="higher", starts=starts
+    )
+    report = samples.report("latency", curves=[rates])
+    assert curves_title([Shown(report)]) == (
+        "Over the mean delay of a layer", "mean over the repeats, band: all of them"
+    )  # fmt: skip
+    assert curves_title([Shown(samples.accuracy())])[0] == "Over time"
+    _, figures = drawn(curve_plots, report)
+    (view,) = figures.plots[0]["views"]
+    assert view["x"]["title"] == "mean delay of a layer (ms)"
+    assert view["lines"][0]["x"] == [0.0, 50.0]
 
 
 def test_scaling_shows_measured_predicted_and_ideal():

@@ -55,7 +55,7 @@ class AccuracyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     num_workers: int = 8
     workers_per_machine: int | None = None
     num_servers: int = 1
-    """Processes beside the workers, for `parameter-server`."""
+    """Processes beside the workers, for `parameter-server` and `staleness-aware`."""
     steps: int = 300
     """Of each worker."""
     eval_every: int = 30

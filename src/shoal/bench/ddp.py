@@ -81,8 +81,8 @@ class DdpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             )
         if needs_servers(self.strategy):
             raise UsageError(
-                "parameter-server needs servers beside the workers, and this sweep has none.",
-                next_step="shoal bench training --strategies parameter-server.",
+                f"{self.strategy} needs servers beside the workers, and this sweep has none.",
+                next_step=f"shoal bench training --strategies {self.strategy}.",
             )
         if self.device == "cpu" and self.distributed_backend == "nccl":
             raise UsageError(

@@ -91,10 +91,11 @@ class ScalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 f"can be made as slow as '{self.profile}'.",
                 next_step="split it: --workers-per-machine K, or --between workers.",
             )
-        if any(map(needs_servers, self.strategies)):
+        served = next(filter(needs_servers, self.strategies), None)
+        if served is not None:
             raise UsageError(
-                "parameter-server needs servers beside its workers, and here are workers alone.",
-                next_step="measure it by `shoal bench training --strategies parameter-server`.",
+                f"{served} needs servers beside its workers, and here are workers alone.",
+                next_step=f"measure it by `shoal bench training --strategies {served}`.",
             )
 
     @property

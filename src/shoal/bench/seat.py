@@ -93,8 +93,8 @@ class Seat(abc.ABC):
         """As `open_group`, with servers beside the workers."""
         raise UsageError(
             "Parameter servers are started beside workers of this machine alone.",
-            next_step="leave parameter-server out, or start servers and workers by hand: --ps-hosts, "
-            "--worker-hosts, --job-name and --task-index.",
+            next_step="leave parameter-server and staleness-aware out, or start servers and workers by hand: "
+            "--ps-hosts, --worker-hosts, --job-name and --task-index.",
         )
 
     def open_as_server(self, name: str, num_servers: int, server: int) -> Group:

@@ -39,7 +39,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     num_workers: int = 2
     workers_per_machine: int | None = None
     num_servers: int = 1
-    """Processes beside the workers, for `parameter-server`."""
+    """Processes beside the workers, for `parameter-server` and `staleness-aware`."""
     num_pairs: int = 10
     """Blocks of each strategy, each with one of `none` beside it."""
     num_warmup: int = DEFAULT_WARMUP
@@ -59,7 +59,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     def __post_init__(self) -> None:
         if self.num_servers < 1:
-            raise UsageError("parameter-server needs a server.", next_step="give --num-servers 1 or more.")
+            raise UsageError("Strategies with servers need one.", next_step="give --num-servers 1 or more.")
         if min(self.num_workers, self.num_pairs, self.batch_size, self.num_warmup) < 1:
             raise UsageError(
                 "Without workers, warm-up, pairs or examples nothing is measured.",

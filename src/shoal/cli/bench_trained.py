@@ -30,7 +30,11 @@ WorkersPerMachine = Annotated[
 ]
 NumServers = Annotated[
     int | None,
-    typer.Option(min=1, help="Processes beside the workers, for 'parameter-server'.", show_default="1"),
+    typer.Option(
+        min=1,
+        help="Processes beside the workers, for 'parameter-server' and 'staleness-aware'.",
+        show_default="1",
+    ),
 ]
 
 
@@ -61,8 +65,8 @@ def servers_of(asked: int | None, strategies: Iterable[str]) -> int:
 
     if asked is not None and not any(map(needs_servers, strategies)):
         raise UsageError(
-            "--num-servers is of parameter-server, which is not measured here.",
-            next_step="leave it out, or name parameter-server among --strategies.",
+            "--num-servers is of parameter-server and staleness-aware, which are not measured here.",
+            next_step="leave it out, or name one of them among --strategies.",
         )
     return asked or 1
 

@@ -18,6 +18,7 @@ from shoal.report.lines import (
     MIN_SAMPLES,
     Colours,
     curve_plots,
+    curves_title,
     percentile_plot,
     percentile_view,
     scaling_groups,
@@ -49,9 +50,10 @@ def chapter(shown: Sequence[Shown], figures: Figures, *, is_diff: bool = False) 
     """All sections of the reports of one benchmark."""
     colours: Colours = {}
     glance = "" if is_diff else glance_tables(shown)
+    over, lines_are = curves_title(shown)
     found = [
         Section("At a glance", glance),
-        Section("Over time", curve_plots(shown, figures, colours), "mean over the starts, band: all starts"),
+        Section(over, curve_plots(shown, figures, colours), lines_are),
         Section("Scaling", _noted(scaling_plots(shown, figures, colours), SCALING_HOW)),
         Section("Who waited for whom", _noted(wait_plots(shown, figures), WAITS_HOW)),
         Section("Staleness", _noted(histogram_plots(shown, figures, colours), STALENESS_HOW)),

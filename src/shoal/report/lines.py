@@ -1,4 +1,4 @@
-"""Plots of lines: curves along steps, seconds and bytes, figures over the number of workers, percentiles."""
+"""Plots of lines: curves along an axis, figures over the number of workers, percentiles."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ from shoal.report.views import Group
 
 LOG_RATIO = 20
 """Values further apart than this are drawn on a logarithmic axis."""
-AXES = {"step": ("steps", ""), "s": ("seconds", "s"), "bytes": ("bytes sent", "B")}
+AXES = {
+    "step": ("steps", ""),
+    "s": ("seconds", "s"),
+    "bytes": ("bytes sent", "B"),
+    "ping_s": ("mean delay of a layer", "s"),
+}
 """What an axis is called, and its unit."""
+_OF_A_COURSE = ("step", "s", "bytes")
 MIN_SAMPLES = 20
 """Fewer have no percentiles worth a line."""
 QUANTILES = tuple(range(100))
@@ -54,7 +60,7 @@ class Chart:
         return {"set": number, "y": y, "views": views}
 
     def _view(self, axis: str, lines: list[dict[str, Any]], scale: Scale) -> dict[str, Any]:
-        title, unit = AXES.get(axis, (axis.replace("_", " "), ""))
+        title, unit = _called(axis), AXES.get(axis, ("", ""))[1]
         ends = [max(line["x"]) for line in lines if max(line["x"]) > 0]
         along = scale_for(unit, max(ends, default=1.0))
         # those who send much and those who send little are both to be seen
@@ -81,19 +87,22 @@ def _wants_log(values: Sequence[float]) -> tuple[bool, bool]:
     return max(positive) > 5 * LOG_RATIO * min(positive), len(positive) < len(values)
 
 
+def curves_title(shown: Sequence[Shown]) -> tuple[str, str]:
+    """What `curve_plots` is called, by what its lines go along, and what a line and its band are."""
+    axes = _axes([curve for _, curve in _drawn_curves(shown)])
+    if not axes or any(axis in _OF_A_COURSE for axis in axes):
+        return "Over time", "mean over the starts, band: all starts"
+    return f"Over the {' and the '.join(map(_called, axes))}", "mean over the repeats, band: all of them"
+
+
 def curve_plots(shown: Sequence[Shown], figures: Figures, colours: Colours) -> str:
     """Every metric of the reports' curves, each setting in a plot of its own; '' where there are none."""
-    curves = [
-        (index, curve)
-        for index, item in enumerate(shown)
-        for curve in item.report.curves
-        if _is_course(curve)
-    ]
+    curves = _drawn_curves(shown)
     if not curves:
         return ""
     contest = Contest(curve.key for _, curve in curves)
     series = _Series([contest.contender(curve.key) for _, curve in curves], shown, colours)
-    axes = [axis for axis in axes_of([curve for _, curve in curves]) if axis != WORKERS]
+    axes = _axes([curve for _, curve in curves])
     number = figures.open_set(series.entries)
     charts: dict[tuple[Group, str], Chart] = {}
     for index, curve in curves:
@@ -103,9 +112,9 @@ def curve_plots(shown: Sequence[Shown], figures: Figures, colours: Colours) -> s
             line = averaged(curve, axis)
             if line is not None:
                 chart.add(position, line, **series.about(contest.contender(curve.key), index))
-    names = [AXES.get(axis, (axis, ""))[0] for axis in axes]
+    tabs = figures.tabs(number, "along", [_called(axis) for axis in axes])
     return (
-        f'<div class="controls">{figures.tabs(number, "along", names)}{figures.legend(number)}</div>'
+        f'<div class="controls">{tabs}{figures.legend(number)}</div>'
         f"{series.key_to_reports()}{_grid(charts, figures, number)}"
     )
 
@@ -114,8 +123,19 @@ def _group(figure: Row | Curve) -> Group:
     return figure.metric, figure.unit, figure.direction
 
 
-def _is_course(curve: Curve) -> bool:
-    return any(axis != WORKERS for axis in axes_of([curve]))
+def _drawn_curves(shown: Sequence[Shown]) -> list[tuple[int, Curve]]:
+    """Those with an axis of their own, and the number of their report."""
+    return [
+        (index, curve) for index, item in enumerate(shown) for curve in item.report.curves if _axes([curve])
+    ]
+
+
+def _axes(curves: Sequence[Curve]) -> list[str]:
+    return [axis for axis in axes_of(curves) if axis != WORKERS]
+
+
+def _called(axis: str) -> str:
+    return AXES.get(axis, (axis.replace("_", " "), ""))[0]
 
 
 def scaling_groups(shown: Sequence[Shown]) -> list[Group]:

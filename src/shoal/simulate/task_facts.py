@@ -64,7 +64,7 @@ FACTS: dict[str, TaskFacts] = {
         eval_every=5,
         batch_size=16,
         momentum=0.9,
-        learning_rates=(0.01, 0.03, 0.1, 0.3),
+        learning_rates=(0.01, 0.05, 0.2, 0.8),
     ),
     "mnist": TaskFacts(
         description="handwritten digits of 28×28 pixels; accuracy on 2,000 that nobody trains on",
@@ -75,7 +75,7 @@ FACTS: dict[str, TaskFacts] = {
         eval_every=20,
         batch_size=32,
         momentum=0.9,
-        learning_rates=(0.01, 0.03, 0.1, 0.3),
+        learning_rates=(0.01, 0.05, 0.2, 0.8),
     ),
     "text": TaskFacts(
         description="the next character of Shoal's own documentation; accuracy on pages' ends",

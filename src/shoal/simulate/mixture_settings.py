@@ -1,0 +1,176 @@
+"""What the convergence experiment of Learning@home is told, and what memory it will take.
+
+Ryabinin & Gusev 2020, section 4.2. Without torch, so that a command can check its flags before it starts.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from shoal.core import UsageError
+
+NUM_FEATURES = 784
+NUM_CLASSES = 10
+WIDTH = 4
+"""Of a block between its first and its last layer, in layer dimensions."""
+ROW_WIDTH = 34
+"""What backward keeps of one sample at one block, in layer dimensions: the inputs of three linear layers,
+the gradients of their outputs, and those of the two norms' weights and biases."""
+EVALUATION_ROWS = 16_384
+"""Rows of all experts of a layer that are evaluated at once, at most."""
+LOCKED_COMPUTE_MS = {"dmoe": 240.0, "large-ffn": 45.0}
+"""An update's time in the saved runs, where one lock held all trainers: 64 experts a layer, and dense."""
+DEFAULT_COMPUTE_MS = {"dmoe": 2000.0, "large-ffn": 45.0}
+"""A trainer's own, without the lock: with delays of a second a third of a mixture's trainers have a gradient
+under way, and nearly all of a dense network's, whose saved run saw delays of 50 to 72 updates."""
+WINDOW = 1 / 4
+"""Of `compute_ms`: what happens in it happens at once."""
+
+_FLOAT_BYTES = 4
+_OVERHEAD_BYTES = 512 << 20
+"""Of Python, torch and the images."""
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class MixtureSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One run with one seed. The defaults are the paper's 64 experts a layer at one second."""
+
+    model: Literal["dmoe", "large-ffn"] = "dmoe"
+    num_experts: Count = 64
+    """Of one layer; large-ffn has one block instead that takes all."""
+    num_layers: Count = 4
+    num_active: Count = 4
+    """Experts that a sample goes through in each layer."""
+    layer_dim: Count = 512
+    batch_size: Count = 4
+    num_trainers: Count = 64
+    delay_ms: NotNegative = 1000.0
+    """Mean of what lies between a trainer's gradient and its update; Weibull of shape 1, so exponential."""
+    compute_ms: NotNegative | None = None
+    """What lies between a trainer's update and its next gradient, or, where it is faithful, what the lock is
+    held for in each step; `DEFAULT_COMPUTE_MS` or `LOCKED_COMPUTE_MS` of the model without it."""
+    window_ms: NotNegative | None = None
+    """What happens within so long happens at once: gradients arrive, and an expert makes one update of its
+    own; then trainers compute together. A quarter of `compute_ms` without it; 0 is one after another, twice
+    as slow, as the faithful original always does it."""
+    failure_rate: Share = 0.0
+    """How often an expert does not answer a sample; the next best takes its place."""
+    backward_failure_rate: Share = 0.0
+    """How often an expert that answered loses the gradient it was sent; the original knows none of that."""
+    steps: Count = 20_480
+    """Updates of all trainers together; there are neither more nor fewer."""
+    eval_every: Count = 1024
+    learning_rate: Positive = 1e-3
+    is_faithful: bool = False
+    """As the original did it: a gate that is never trained, gradients that reach experts at once, failures at
+    evaluation too, and one lock around the model."""
+    update_every_inputs: Count | None = None
+    """Gradients of samples that make an expert update; the batch size without it."""
+    update_every_steps: Count = 10
+    """Training steps since the first of them that make it update anyway."""
+    seed: int = 1337
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.model == "dmoe" and self.num_active > self.num_experts:
+            raise UsageError(
+                f"A sample cannot go through {self.num_active} of {self.num_experts} experts.",
+                next_step="give as many experts as are active, or more.",
+            )
+        if self.model == "large-ffn" and max(self.failure_rate, self.backward_failure_rate) > 0:
+            raise UsageError(
+                "large-ffn has no experts that could fail.",
+                next_step="leave the failure rate out, or take dmoe.",
+            )
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether layers choose among experts."""
+        return self.model == "dmoe"
+
+    @property
+    def experts_a_layer(self) -> int:
+        """A dense block counts as one expert that everything goes through."""
+        return self.num_experts if self.has_gate else 1
+
+    @property
+    def rows_a_layer(self) -> int:
+        """(sample, expert) pairs of one training step."""
+        return self.batch_size * (self.num_active if self.has_gate else 1)
+
+    @property
+    def compute_s(self) -> float:
+        """Of one training step."""
+        usual = LOCKED_COMPUTE_MS if self.is_faithful else DEFAULT_COMPUTE_MS
+        return (usual[self.model] if self.compute_ms is None else self.compute_ms) / 1000
+
+    @property
+    def delivery_shares(self) -> list[float]:
+        """Of a step's delay, what lies between an expert's forward and its gradient, the last layer first.
+
+        A step's requests go through all layers and back: the last layer's experts hear again first. A dense
+        block is updated with the rest.
+        """
+        if not self.has_gate:
+            return []
+        return [(2 * layer + 1) / (2 * self.num_layers) for layer in range(self.num_layers)]
+
+    @property
+    def window_s(self) -> float:
+        """In which trainers compute as one."""
+        return self.compute_s * WINDOW if self.window_ms is None else self.window_ms / 1000
+
+    @property
+    def inputs_an_update(self) -> int:
+        """Of an expert; a dense block is updated in every step."""
+        if not self.has_gate:
+            return 1
+        return self.batch_size if self.update_every_inputs is None else self.update_every_inputs
+
+    @property
+    def expert_bytes(self) -> int:
+        """Parameters of one expert."""
+        inner = WIDTH * self.layer_dim
+        matrices = 2 * self.layer_dim * inner + inner * inner
+        return _FLOAT_BYTES * (matrices + 6 * inner + self.layer_dim)
+
+    def parameter_bytes(self) -> int:
+        """Of the whole model."""
+        return self.num_layers * self.experts_a_layer * self.expert_bytes + self._trunk_bytes()
+
+    def memory_bytes(self) -> int:
+        """An estimate of the most that a run takes, on its device.
+
+        Most of it are the optimizers' three moments of each expert that was ever updated: all of them, in
+        the end, unless a gate never chooses some.
+        """
+        trunk = self._trunk_bytes()
+        row_bytes = _FLOAT_BYTES * ROW_WIDTH * self.layer_dim
+        pending_steps = self.update_every_steps if self.has_gate else 1
+        rows = (self.num_trainers + pending_steps) * self.num_layers * self.rows_a_layer
+        inner_bytes = _FLOAT_BYTES * WIDTH * self.layer_dim
+        evaluation = EVALUATION_ROWS * (4 * inner_bytes)
+        at_once = min(self.rows_a_layer, self.experts_a_layer) * (1 if self.device == "cpu" else 3)
+        return (
+            4 * self.parameter_bytes()
+            + self.num_trainers * trunk
+            + 2 * rows * row_bytes
+            + evaluation
+            + at_once * self.expert_bytes
+            + _OVERHEAD_BYTES
+        )
+
+    def fits(self, available_bytes: int) -> bool:
+        """Whether a run can be expected to get by with so much."""
+        return self.memory_bytes() <= available_bytes
+
+    def _trunk_bytes(self) -> int:
+        ends = (NUM_FEATURES + 1) * self.layer_dim + (self.layer_dim + 1) * NUM_CLASSES + 2 * self.layer_dim
+        gate = self.layer_dim * (self.num_experts + 2) if self.has_gate else 0
+        return _FLOAT_BYTES * (ends + self.num_layers * gate)

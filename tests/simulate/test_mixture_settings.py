@@ -1,0 +1,55 @@
+"""What a setting asks for, and whether it fits."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+from shoal.core import UsageError
+from shoal.simulate.mixture_model import MixtureModel
+from shoal.simulate.mixture_settings import MixtureSettings
+from simulate.plain_mixture import TINY
+
+
+@pytest.mark.parametrize("model", ["dmoe", "large-ffn"])
+def test_parameters_are_counted_as_they_are_made(model: str) -> None:
+    settings = MixtureSettings(**TINY, model=model)
+    made = MixtureModel(settings)
+    experts = settings.num_layers * settings.experts_a_layer * made.bank.layout.expert_size
+    trunk = sum(part.numel() for part in made.trunk)
+    assert settings.parameter_bytes() == 4 * (experts + trunk)
+
+
+def test_memory_grows_with_experts_and_has_a_limit() -> None:
+    small, large = (MixtureSettings(num_experts=count, device="cuda") for count in (64, 256))
+    assert 4 * large.parameter_bytes() < large.memory_bytes() < 1.1 * 4 * large.parameter_bytes()
+    assert large.memory_bytes() > 3 * small.memory_bytes()
+    assert large.fits(139 << 30)
+    assert not large.fits(80 << 30)
+    assert MixtureSettings(num_experts=16, layer_dim=128, num_trainers=16).fits(2 << 30)
+
+
+def test_defaults_follow_the_model() -> None:
+    mixture, dense = MixtureSettings(), MixtureSettings(model="large-ffn")
+    assert (mixture.compute_s, dense.compute_s) == (2.0, 0.045)
+    assert MixtureSettings(is_faithful=True).compute_s == 0.24
+    assert mixture.window_s == 0.5
+    assert (mixture.rows_a_layer, dense.rows_a_layer) == (16, 4)
+    assert mixture.delivery_shares == [1 / 8, 3 / 8, 5 / 8, 7 / 8]
+    assert dense.delivery_shares == []
+    assert (mixture.inputs_an_update, dense.inputs_an_update) == (4, 1)
+    assert torch.device(mixture.device).type == "cpu"
+
+
+@pytest.mark.parametrize(
+    "fields", [{"num_active": 6, "num_experts": 5}, {"model": "large-ffn", "failure_rate": 0.1}]
+)
+def test_what_makes_no_sense_is_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        MixtureSettings(**fields)
+
+
+def test_a_failure_rate_is_below_one() -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"failure_rate": 1.0}, MixtureSettings)
