@@ -56,6 +56,19 @@ def busy(arguments, parent):
     time.sleep(60)
 
 
+def failing(arguments, parent):
+    """A child that is told to end while it says what went wrong."""
+    end_with_parent()
+    told = parent.tell
+
+    def tell(**message):
+        told(**message)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    parent.tell = tell
+    raise ValueError("below zero")
+
+
 class Crewed:
     """Asks one worker of a crew for its rank."""
 

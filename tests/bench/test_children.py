@@ -34,6 +34,14 @@ def test_a_failure_is_told_with_its_cause():
             process.receive()
 
 
+def test_a_child_that_fails_is_not_interrupted_while_it_says_so(capfd):
+    with child(f"{SAMPLES}:failing", {}) as process:
+        with pytest.raises(BenchmarkError, match="below zero"):
+            process.receive()
+    assert process.exit_code == 1
+    assert "KeyboardInterrupt" not in capfd.readouterr().err
+
+
 def test_a_child_ends_when_its_block_is_left_by_an_error():
     def leave_by_error():
         with child(f"{SAMPLES}:answer", {"number": 1}) as process:

@@ -3,9 +3,9 @@ import pytest
 
 from bench.sample_contests import config_of, record_of
 from shoal.bench import compare as module
-from shoal.bench.compare import CompareScenario, Try, best_rate, check_executor, suited, why_no_rate
+from shoal.bench.compare import CompareScenario, Try, best_rate, suited, why_no_rate
 from shoal.bench.frame import Measured, MeasuredCurve, Noted
-from shoal.core import BenchmarkError, UsageError
+from shoal.core import BenchmarkError
 from shoal.simulate.contest import Errand, run_task
 from shoal.simulate.world import World
 
@@ -145,6 +145,29 @@ def test_who_does_not_reach_the_target_says_why(run):
     assert samples_of(told, "final_accuracy")["pair"] == [0.85]
 
 
+def test_what_nobody_brought_to_its_end_has_no_last_figures(run):
+    ended = {0: "rank 1 is lost.", 1: "rank 1 was killed."}
+    told, _ = run(
+        config_of("pair", "neighbor"),
+        lambda errand: record_of(0.1, 0.5 if errand.job.strategy == "pair" else 0.9, ended=ended),
+    )
+    for metric in (
+        "final_accuracy",
+        "worst_final_accuracy",
+        "run_seconds",
+        "bytes_sent",
+        "consensus_distance",
+    ):
+        assert rows_of(told, metric) == {}
+    why = "ended early, rank 0 says: rank 1 is lost"
+    assert [row.key["why"] for row in rows_of(told, "not_reached")["pair"]] == [
+        f"{why}; best 50.0 % at step 10"
+    ] * 2
+    assert samples_of(told, "seconds_to_target") == {"neighbor": [1.0, 1.0]}
+    assert [row.key["why"] for row in rows_of(told, "ended_early")["neighbor"]] == [why] * 2
+    assert any(isinstance(each, MeasuredCurve) for each in told)
+
+
 def test_who_diverges_at_every_rate_does_not_compete(run):
     def answer(errand):
         is_wild = errand.job.strategy == "pair"
@@ -185,7 +208,9 @@ def test_who_could_not_start_says_why_instead_of_a_rate():
     assert why_no_rate({0.1: unfit, 0.2: unfit}) == (
         "could not take part: it needs an optimizer with momentum"
     )
-    assert why_no_rate({0.1: unfit, 0.2: record_of(0.1, error="x")}) == "diverged at every rate of the grid"
+    wild, stuck = record_of(0.1, error="it diverged: after 5 steps."), record_of(0.1, error="Nothing moves.")
+    assert why_no_rate({0.1: wild, 0.2: wild}) == "diverged at every rate of the grid"
+    assert why_no_rate({0.1: wild, 0.2: stuck}) == "Nothing moves"
 
 
 def test_many_workers_are_stacked_where_they_can_be():
@@ -193,9 +218,6 @@ def test_many_workers_are_stacked_where_they_can_be():
     jobs = [Try(contender, 0.1, 0).job(config) for contender in config.contenders]
     assert [suited(job, config.world) for job in jobs] == ["stacked", "exact"]
     assert suited(jobs[0], World(num_workers=8)) == "exact"
-    with pytest.raises(UsageError, match="pair"):
-        check_executor(config_of("neighbor", "pair", executor="stacked"))
-    check_executor(config_of("neighbor", executor="stacked"))
 
 
 def test_two_contests_of_one_seed_are_equal_to_the_bit(run):

@@ -1,3 +1,5 @@
+import math
+
 import msgspec
 import pytest
 
@@ -103,6 +105,17 @@ def test_servers_are_there_for_those_that_need_them_and_chances_follow_the_seed(
         ({"learning_rates": (0.1, -1.0)}, "no learning rate"),
         ({"split": "even"}, "no split"),
         ({"is_real": True, "world": World(num_workers=2, faults=FaultScript())}, "virtual time alone"),
+        ({"seeds": (-5, -4)}, "-5 is no seed"),
+        ({"target": math.nan}, "no target"),
+        ({"momentum": math.nan}, "no momentum"),
+        (
+            {
+                "is_real": True,
+                "contenders": compared(["pair", "staleness-aware"], {}),
+                "world": World(num_workers=2, between="machines"),
+            },
+            "^staleness-aware: servers",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(fields, message):

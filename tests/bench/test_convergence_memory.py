@@ -23,7 +23,8 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("cores", "fitting", "expected"), [(2, 9, 2), (8, 9, 3), (8, 2.5, 2), (8, 0.5, 1), (2, None, 2)]
+    ("cores", "fitting", "expected"),
+    [(2, 9, 3), (1, 9, 1), (8, 9, 3), (8, 2.5, 2), (8, 0.5, 1), (2, None, 3)],
 )
 def test_seeds_run_side_by_side_as_cores_and_memory_allow(machine, cores, fitting, expected):
     machine(cores, fitting)
@@ -38,7 +39,7 @@ def test_the_line_says_what_it_takes_and_whether_that_fits(machine):
     machine(2, 4)
     text = memory_text(SMALL, 3, free_bytes("cpu"))
     assert "for a seed" in text
-    assert "2 seeds at once" in text
+    assert "3 seeds at once" in text
     assert text.endswith("that fits.")
     assert memory_text(LARGE, 1, 1 << 30).endswith("1.07 GB are free: that does NOT fit.")
     assert memory_text(LARGE, 1, None).endswith("how much is free is not known.")

@@ -4,11 +4,12 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
-from shoal import data
 from shoal.cli import compare as module
 from shoal.cli.program import run
 from shoal.report import load
+from shoal.simulate import classified
 from shoal.simulate.task_facts import facts_of
 from shoal.transport.conditions.distributions import Exponential
 
@@ -42,7 +43,12 @@ def test_without_flags_everybody_competes_at_the_tasks_own_sizes(call):
 
 def test_flags_reach_the_contest(call, tmp_path, monkeypatch):
     looked = []
-    monkeypatch.setattr(data, "mnist", lambda train, folder: looked.append((train, folder)))
+
+    def found(train, folder):
+        looked.append((train, folder))
+        return torch.zeros(100, 784), torch.arange(100) % 10
+
+    monkeypatch.setattr(classified, "_mnist", found)
     script = tmp_path / "churn.toml"
     script.write_text('[[fault]]\nkind = "kill"\npeers = ["rank:3"]\nat_s = 2.0\n')
     flags = ["--task", "mnist", "--workers", 16, "--profile", "three-continents", "--between", "machines"]
@@ -66,7 +72,7 @@ def test_flags_reach_the_contest(call, tmp_path, monkeypatch):
     assert (world.compute.step_ms, world.compute.factors) == (Exponential(mean=3.0), {1: 10.0, 2: 4.0})
     assert world.faults.fault[0].peers == ["rank:3"]
     assert config.data_dir == str(tmp_path)
-    assert looked == [(True, tmp_path), (False, tmp_path)]
+    assert looked == [(True, str(tmp_path)), (False, str(tmp_path))]
 
 
 def test_one_rate_for_all_and_a_quick_look(call):
@@ -95,6 +101,14 @@ def test_one_rate_for_all_and_a_quick_look(call):
         (["--data-dir", "x"], "needs none"),
         (["--strategies", "pair", "--num-servers", "2"], "parameter-server"),
         (["--faults", "no-such.toml"], "no-such.toml"),
+        (["--target", "nan"], "no share"),
+        (["--task", "quadratic", "--target", "nan"], "no distance"),
+        (["--seed", "-5"], "-5 is no seed"),
+        (["--compute-ms", "nan"], "no cost of a step"),
+        (["--strategies", "neighbor topology=rong"], "no topology 'rong'"),
+        (["--strategies", "neighbor", "--workers", "2000"], "cannot be divided"),
+        (["--workers", "1000"], "leave pair"),
+        (["--real", "--between", "machines"], "parameter-server, staleness-aware: servers"),
     ],
 )
 def test_what_cannot_be_is_refused(call, flags, message):
@@ -105,7 +119,8 @@ def test_what_cannot_be_is_refused(call, flags, message):
 
 
 def test_every_command_of_the_page_is_understood(call, monkeypatch):
-    monkeypatch.setattr(data, "mnist", lambda train, folder: None)
+    some = torch.zeros(100, 784), torch.arange(100) % 10
+    monkeypatch.setattr(classified, "_mnist", lambda train, folder: some)
     page = Path(__file__).parents[2] / "docs" / "compare.md"
     (block,) = re.findall(r"```shoal\n(.*?)```", page.read_text(), re.DOTALL)
     commands = [shlex.split(line) for line in block.splitlines() if line.startswith("shoal compare")]
@@ -127,6 +142,8 @@ def test_a_contest_from_the_command_line(capsys, tmp_path):
         "all-reduce,neighbor,momentum",
         "--seeds",
         2,
+        "--momentum",
+        0,
     ]
     flags += ["--steps", 40, "--lr-grid", "0.2,1", "--target", 2, "--profile", "wan"]
 

@@ -1,3 +1,6 @@
+import signal
+import threading
+
 import pytest
 
 from shoal.core import Deadline, ShoalError
@@ -120,3 +123,64 @@ def test_what_a_call_raises_ends_all():
 
     with pytest.raises(ZeroDivisionError):
         turns.run([("program", program)])
+
+
+# --- those that only look ---
+
+
+def test_who_looks_over_and_over_sees_what_happens_when_it_happens():
+    there = []
+
+    def look(turn):
+        while not turn.poll(lambda: bool(there), "something"):
+            pass
+        there.append(turn.now_s)
+
+    def act(turn):
+        turn.pause(1.0)
+        turn.pause(2.0)
+        there.append("act")
+        turn.pause(3.0)
+
+    run(look, act, look)
+    assert there == ["act", 2.0, 2.0]
+
+
+def test_to_look_now_and_then_takes_no_time():
+    def program(turn):
+        for _ in range(1000):
+            turn.poll(lambda: False, "something")
+            turn.spend(0.0)
+        assert turn.now_s == 0.0
+
+    turns = run(program, lambda turn: turn.pause(1.0))
+    assert turns.turns[0].error is None
+
+
+def test_those_that_look_for_what_cannot_come_are_named():
+    def look(turn):
+        while not turn.poll(lambda: False, "Godot"):
+            pass
+
+    with pytest.raises(ShoalError, match=r"program 0 for Godot; program 1 for Godot"):
+        run(look, look)
+
+
+def test_an_interrupt_ends_one_that_looks():
+    ended = []
+
+    def look(turn):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        try:
+            while not turn.poll(lambda: False, "something"):
+                pass
+        finally:
+            ended.append(turn.number)
+
+    def tick(turn):
+        while True:
+            turn.pause(turn.now_s + 1.0)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(look, tick)
+    assert ended == [0]

@@ -72,6 +72,21 @@ def test_time_counts_from_the_construction(hurt, signals, sleeper):
     assert signals == [(True, signal.SIGKILL)]
 
 
+def test_a_script_waits_for_its_beginning(hurt, signals, sleeper):
+    group = hurt("[[fault]]\nkind = 'kill'\nat_s = 2.0")
+    group.hold()
+    sleeper.clock.advance(50)
+    group.barrier().wait()
+    assert signals == []
+    group.restart()
+    sleeper.clock.advance(1.9)
+    group.progress()
+    assert signals == []
+    sleeper.clock.advance(0.2)
+    group.progress()
+    assert signals == [(True, signal.SIGKILL)]
+
+
 def test_a_pause_of_known_length_sleeps_once(hurt, signals, sleeper):
     group = hurt("[[fault]]\nkind = 'pause'\nat_step = 1\nfor_s = 3")
     group.barrier().wait()
@@ -95,6 +110,33 @@ def test_a_slow_worker_takes_longer_between_operations(hurt, sleeper):
         sleeper.clock.advance(1)
         group.barrier().wait()
         assert sleeper.slept_s == pytest.approx(wanted_s)
+
+
+@pytest.mark.parametrize("call", ["wait", "is_done", "progress"])
+def test_a_slow_worker_takes_longer_while_an_operation_is_under_way(hurt, sleeper, call):
+    group = hurt("[[fault]]\nkind = 'slow'\nfactor = 10")
+    handle = group.barrier()
+    for _ in range(2):
+        sleeper.clock.advance(1)
+        getattr(group if call == "progress" else handle, call)()
+        assert sleeper.slept_s == pytest.approx(9)
+        if call == "wait":
+            return
+        sleeper.slept_s = 0
+
+
+def test_whoever_makes_its_time_pass_asks_how_slow_a_worker_is(hurt, sleeper):
+    script = (
+        "[[fault]]\nkind = 'slow'\nfactor = 10\nat_s = 2\nfor_s = 2\n[[fault]]\nkind = 'slow'\nfactor = 2"
+    )
+    group = hurt(script, should_stretch=False)
+    seen = []
+    for _ in range(5):
+        seen.append(group.slowness)
+        sleeper.clock.advance(1)
+        group.barrier().wait()
+    assert seen == [2, 2, 20, 20, 2]
+    assert sleeper.slept_s == 0
 
 
 # --- its peers ---

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shoal.core import UsageError
-from shoal.group.kernels import check_reduction, mix_into, reduce_into, reduce_to_all, share
+from shoal.group.kernels import add_differences, check_reduction, mix_into, reduce_into, reduce_to_all, share
 
 
 @pytest.mark.parametrize("num_elements", [0, 1, 15, 16, 17, 1000, 1_000_003])
@@ -58,6 +58,22 @@ def test_weighted_averages(dtype, num_sources):
     )
     mix_into(own, own, weight, sources)
     assert torch.equal(own, out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_sum_to_zero_are_those_of_differences(dtype):
+    """Opposite on both ends, to the bit, and nothing between equals."""
+    one, other = (10 + torch.randn(300_000)).to(dtype), (10 + torch.randn(300_000)).to(dtype)
+    there, back = torch.empty_like(one), torch.empty_like(one)
+    mix_into(there, one, -0.3, [(other, 0.1), (one, 0.2)])
+    mix_into(back, other, -0.1, [(one, 0.1)])
+    assert there.any()
+    assert torch.equal(there, -back)
+    moved = one.clone()
+    add_differences(moved, moved, [(one, 0.3), (one, 0.5)])
+    assert torch.equal(moved, one)
+    mix_into(moved, moved, -0.1, [(other, 0.1)])
+    assert torch.equal(moved, there)
 
 
 def test_what_cannot_be_reduced_is_refused():

@@ -106,6 +106,31 @@ def test_an_all_reduce_goes_round_a_ring():
     assert timed(reduce, 4) == pytest.approx([6 * 1.1] * 4)
 
 
+def test_rings_pass_each_other_and_other_messages():
+    far = Profile.parse("[ways.default]\ndelay_ms = 100")
+
+    def reduce_twice(worker):
+        handles = [worker.group.all_reduce(torch.ones(8)) for _ in range(2)]
+        after, before = (worker.rank + 1) % 4, (worker.rank - 1) % 4
+        worker.group.exchange(torch.ones(8), Weights(0.5, {before: 0.5}, {after: 1.0})).wait()
+        assert worker.clock.now_s() == pytest.approx(0.1)
+        for handle in handles:
+            handle.wait()
+
+    assert timed(reduce_twice, 4, profile=far) == pytest.approx([0.6] * 4)
+
+
+def test_who_is_late_holds_up_only_the_hops_that_come_through_it():
+    far = Profile.parse("[ways.default]\ndelay_ms = 100")
+
+    def reduce(worker):
+        worker.compute(1.0 if worker.rank == 0 else 0.0)
+        worker.group.all_reduce(torch.ones(8)).wait()
+
+    # the others have sent what they could before: of the six hops of rank 3 only the third waits for it
+    assert timed(reduce, 4, profile=far) == pytest.approx([1.4, 1.5, 1.6, 1.3])
+
+
 def test_what_is_computed_meanwhile_costs_no_time():
     def overlap(worker):
         handle = worker.group.all_reduce(torch.ones(2 * MEGABYTE))
@@ -172,6 +197,48 @@ def test_a_deadline_is_one_of_virtual_time():
     timed(wait, 2)
 
 
+def test_a_deadline_holds_when_the_end_becomes_known_meanwhile():
+    far = Profile.parse("[ways.default]\ndelay_ms = 5000")
+
+    def wait(worker):
+        worker.compute(0.5 * worker.rank)
+        handle = worker.group.barrier()
+        with pytest.raises(DeadlineExceeded):
+            handle.wait(Deadline.after(0.6))
+
+    assert timed(wait, 2, profile=far) == pytest.approx([0.6, 1.1])
+
+
+def test_who_polls_goes_on_when_it_is_over():
+    def poll(worker):
+        worker.compute(worker.rank)
+        handle = worker.group.barrier()
+        while not handle.is_done():
+            worker.group.progress()
+        window = worker.group.window("w", 1)
+        if worker.rank == 0:
+            worker.compute(1.0)
+            window.put(1, torch.ones(1)).wait()
+        else:
+            while not window.filled():
+                pass
+
+    # rank 0 hears of rank 1 at 1.1, works for a second, and its write takes 0.1
+    assert timed(poll, 2) == pytest.approx([2.2, 2.2], abs=1e-3)
+
+
+def test_who_polls_for_what_never_comes_is_named():
+    def poll(worker):
+        if worker.rank == 1:
+            worker.group.read("y", 0, torch.zeros(1), version=1).wait()
+        handle = worker.group.barrier()
+        while not handle.is_done():
+            worker.group.progress()
+
+    with pytest.raises(ShoalError, match=r"rank 0 for (barrier|progress); rank 1 for read 'y' of rank 0"):
+        run_exact(World(num_workers=2), poll)
+
+
 def test_workers_that_wait_for_each_other_are_named():
     def stuck(worker):
         if worker.rank == 0:
@@ -182,6 +249,68 @@ def test_workers_that_wait_for_each_other_are_named():
 
     with pytest.raises(ShoalError, match="rank 0 for barrier; rank 1 for read 'y' of rank 0"):
         run_exact(World(num_workers=2), stuck)
+
+
+@pytest.mark.parametrize(("end", "at_s"), [("leave", 3.0), ("fail", 3.02), ("close", 3.0)])
+def test_a_letter_to_one_that_ends_is_over(end, at_s):
+    def work(worker):
+        window = worker.group.window("w", 4)
+        if worker.rank == 0:
+            window.send(1, torch.ones(4)).wait()
+            window.send(1, torch.ones(4)).wait()
+            return worker.clock.now_s()
+        worker.compute(3.0)
+        if end == "fail":
+            raise ShoalError("enough")
+        if end == "close":
+            worker.group.progress()
+            window.close()
+            worker.compute(2.0)
+        return None
+
+    assert run_exact(World(num_workers=2), work)[0].value == pytest.approx(at_s)
+
+
+def test_who_fails_is_missed_after_its_own_time():
+    def work(worker):
+        if worker.rank == 1:
+            worker.compute(5.0)
+            raise ShoalError("enough")
+        with pytest.raises(PeerLost):
+            worker.group.barrier().wait()
+        return worker.clock.now_s()
+
+    assert run_exact(World(num_workers=2), work)[0].value == pytest.approx(5.02)
+
+
+def test_what_went_wrong_once_is_not_told_again():
+    def work(worker):
+        tensor = torch.full((4,), float(worker.rank))
+        if worker.rank == 2:
+            raise ShoalError("enough")
+        handle = worker.group.all_reduce(tensor)
+        for _ in range(2):
+            with pytest.raises(PeerLost):
+                handle.wait()
+        worker.group.should_survive = True
+        return worker.group.all_reduce(tensor).wait().tolist()
+
+    outcomes = run_exact(World(num_workers=3, profile=NEAR), work)
+    assert [outcome.value for outcome in outcomes] == [[0.5] * 4, [0.5] * 4, None]
+
+
+def test_those_left_of_a_ring_begin_again():
+    def work(worker):
+        worker.group.should_survive = True
+        if worker.rank == 1:
+            worker.compute(1.0)
+            raise ShoalError("enough")
+        tensor = torch.full((1,), float(worker.rank))
+        worker.group.all_reduce(tensor).wait()
+        return tensor.item(), worker.clock.now_s()
+
+    outcomes = run_exact(World(num_workers=3, profile=SLOW), work)
+    assert outcomes[0].value == outcomes[2].value == pytest.approx((1.0, 1.02 + 2 * 0.1), abs=1e-4)
 
 
 def test_a_bug_in_a_worker_is_raised():
@@ -242,6 +371,42 @@ def test_a_slow_worker_takes_longer():
             worker.group.barrier().wait()
 
     assert timed(work, 2, faults=script, profile=Profile()) == pytest.approx([12.0, 12.0])
+
+
+def test_a_slow_worker_is_slow_whatever_it_waits_for():
+    script = FaultScript.parse('[[fault]]\nkind = "slow"\nfactor = 3\nat_s = 2\nfor_s = 3\npeer = "rank:1"')
+
+    def work(worker):
+        for _ in range(4):
+            handle = worker.group.barrier()
+            worker.compute(1.0)
+            handle.wait()
+        worker.compute(1.0)
+
+    # at 0 and 1 a second each, at 2 three, and one again at 5 and 6
+    assert timed(work, 2, faults=script, profile=Profile()) == pytest.approx([6.0, 7.0])
+
+
+def test_a_window_is_not_waited_for_when_nobody_can_be_heard():
+    script = FaultScript.parse('[[fault]]\nkind = "partition"\nat_s = 2\nfor_s = 3\npeer = "rank:1"')
+
+    def work(worker):
+        other = 1 - worker.rank
+        window = worker.group.window("w", 1, sources=[other])
+        if worker.rank == 1:
+            worker.compute(3.0)
+            window.send(0, torch.ones(1)).wait()
+            worker.compute(3.0)
+            window.send(0, torch.ones(1)).wait()
+            return []
+        heard = [(window.wait(), worker.clock.now_s()) for _ in range(2)]
+        worker.compute(3.5)
+        return [*heard, (window.wait(), worker.clock.now_s())]
+
+    outcomes = run_exact(World(num_workers=2, faults=script), work)
+    (first, first_s), (second, second_s), (last, last_s) = outcomes[0].value
+    assert (first, second, last) == ([], [], [1])
+    assert (first_s, second_s, last_s) == pytest.approx((2.0, 2.0, 6.0), abs=1e-3)
 
 
 def test_a_script_that_a_group_cannot_follow_is_refused():

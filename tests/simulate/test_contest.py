@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from shoal.core import UsageError
+from shoal.core import ShoalError, UsageError
 from shoal.simulate.contest import Errand, run_job, run_task
 from shoal.simulate.job import Job
 from shoal.simulate.record import CourseRecord
@@ -60,10 +60,21 @@ def test_who_is_slow_is_waited_for():
 def test_servers_take_part_and_count_staleness():
     uneven = world(num_servers=1, profile=FAR, compute=Compute(step_ms=Exponential(20.0)))
     record = run_job(job("parameter-server", learning_rate=0.05), uneven)
+    assert record.moments[-1].moved_bytes > 4 * 20 * 2 * 128
     assert record.moments[-1].value < record.moments[0].value
     assert sum(record.staleness.values()) == 4 * 20
     assert record.mean_staleness > 0.5
-    assert record.moments[-1].moved_bytes > 4 * 20 * 2 * 128
+
+
+def test_staleness_is_counted_exactly():
+    record = run_job(
+        job("parameter-server", num_workers=8, learning_rate=0.01), World(num_workers=8, num_servers=1)
+    )
+    assert max(record.staleness) == 7
+    assert record.mean_staleness == pytest.approx(
+        sum(behind * count for behind, count in record.staleness.items()) / (8 * 20)
+    )
+    assert record.mean_staleness > 6
 
 
 def test_what_diverges_is_a_record_that_says_so():
@@ -92,6 +103,32 @@ def test_without_a_worker_that_all_need_everybody_ends():
     assert list(record.ended) == [0, 1, 2, 3]
     assert 5 <= record.moments[-1].step < 20
     assert "rank 3" in record.ended[0]
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "pair", "parameter-server"])
+def test_faults_count_from_the_first_step_whatever_came_before(strategy):
+    kill = FaultScript.parse('[[fault]]\nkind = "kill"\nat_s = 0.0\npeer = "rank:3"')
+    far = Profile.parse("[ways.default]\ndelay_ms = 500")
+    one = job(strategy, steps=4, eval_every=1, learning_rate=0.05)
+    num_servers = 1 if strategy == "parameter-server" else 0
+    record = run_job(one, world(profile=far, faults=kill, num_servers=num_servers))
+    assert "killed" in record.ended[3]
+    assert record.moments[0].step == 0
+
+
+def test_all_waiting_for_each_other_is_a_record_that_says_so(monkeypatch):
+    def stuck(world, live):
+        raise ShoalError("Nothing can happen any more at 3 s of virtual time.")
+
+    monkeypatch.setattr("shoal.simulate.contest.run_exact", stuck)
+    assert "Nothing can happen" in run_job(job(), world()).error
+
+
+def test_a_stacked_strategy_that_does_not_fit_is_a_record_too():
+    record = run_job(job("momentum"), world(), "stacked")
+    assert "momentum buffers" in record.error
+    with pytest.raises(UsageError, match="stacked executor"):
+        run_job(job("pair"), world(), "stacked")
 
 
 def test_a_task_of_the_pool_goes_by_plain_values():

@@ -93,14 +93,26 @@ def test_workers_that_have_not_begun_leave_a_reason():
     assert list(record.ended) == [0, 1]
 
 
-def test_staleness_is_of_all_workers_and_of_what_the_last_has_heard_of_servers():
-    logs = [
-        log(0, [0], staleness={-1: 1, 0: 2}, served_staleness={0: 5}),
-        log(1, [0], staleness={2: 3}, served_staleness={0: 4, 4: 2}),
-    ]
-    record = course_of(make_task(JOB), logs)
-    assert record.staleness == {-1: 1, 0: 6, 2: 3, 4: 2}
-    assert record.mean_staleness == pytest.approx((2 * 3 + 4 * 2) / 12)
+def test_staleness_is_of_all_workers_and_of_the_server():
+    logs = [log(0, [0], staleness={-1: 1, 0: 2}), log(1, [0], staleness={2: 3})]
+    record = course_of(make_task(JOB), logs, {0: 4, 5: 2})
+    assert record.staleness == {-1: 1, 0: 6, 2: 3, 5: 2}
+    assert record.mean_staleness == pytest.approx((2 * 3 + 5 * 2) / 12)
+
+
+def test_a_standstill_is_the_records_error_and_its_course_stays():
+    record = course_of(
+        make_task(JOB), [log(0, [0, 1]), log(1, [0, 1])], broken="Nothing can happen any more."
+    )
+    assert "Nothing can happen" in record.error
+    assert [moment.step for moment in record.moments] == [0, 10]
+
+
+def test_who_did_all_its_steps_has_not_ended_early():
+    late = log(0, [0, 1, 2], ended="the goodbye failed")
+    record = course_of(make_task(JOB), [late, log(1, [0, 1], ended="lost", ended_at_s=1.5)])
+    assert record.ended == {1: "lost"}
+    assert not record.has_ended_early
 
 
 def test_a_record_knows_when_the_target_was_reached_and_survives_json():

@@ -56,7 +56,7 @@ CASES = {
 
 
 def assert_agree(job, world):
-    exact = run_workers(make_task(job), world)
+    exact = run_workers(make_task(job), world).logs
     stacked = run_stacked(job, world)
     tolerance = 1e-10 if job.task == "quadratic" else 1e-5
     for one, other in zip(exact, stacked, strict=True):
@@ -106,8 +106,9 @@ def test_machines(between, order):
     assert_agree(job_of("hierarchical", options), world_of(QUEUES, workers_per_machine=4, between=between))
 
 
-def test_a_network_of_several_tensors_in_several_buckets():
-    assert_agree(job_of("all-reduce", {"bucket_mib": 0.005}, task="digits"), world_of(RANDOM))
+@pytest.mark.parametrize("profile", [CONSTANT, RANDOM, QUEUES], ids=["constant", "random", "queues"])
+def test_several_buckets_under_way_at_once(profile):
+    assert_agree(job_of("all-reduce", {"bucket_mib": 0.004}, task="digits"), world_of(profile))
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def test_without_a_delay_nothing_is_stale(data: Data) -> None:
 
 
 def test_experts_of_the_last_layer_hear_first(data: Data) -> None:
-    """A step goes through the layers and back: what lies between forward and backward is longest at the first."""
+    """A step goes through the layers and back; the trunk is as stale however many there are."""
     changes = {"num_trainers": 6, "steps": 200, "eval_every": 200, "window_ms": 0.0, "layer_dim": 2}
     deep = run(data, **changes, num_layers=4)
     shallow = run(data, **changes, num_layers=1)

@@ -71,6 +71,16 @@ def test_all_at_once_is_one_after_another(profile, between):
     assert swept.waited_s[:, 4].sum() > 0.5 * swept.waited_s.sum()
 
 
+@pytest.mark.parametrize("can_sweep", [True, False])
+def test_rings_at_once_take_no_longer_than_one(can_sweep):
+    profile = Profile.parse("[ways.default]\ndelay_ms = 5")
+    world = World(num_workers=SIZE, profile=profile)
+    one, three = (
+        times_of(taped(*[Ring(SIZE, 1200)] * num), world, ranks(), can_sweep=can_sweep) for num in (1, 3)
+    )
+    np.testing.assert_allclose(three.marks_s, one.marks_s)
+
+
 def test_who_sends_much_over_a_narrow_link_is_late():
     profile = Profile.parse("[ways.default]\nmbit_s = 8")
     tape = Tape(SIZE)

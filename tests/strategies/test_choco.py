@@ -8,8 +8,10 @@ from shoal.core import UsageError
 from shoal.group.metered import Metered
 from shoal.simulate.exact import run_exact
 from shoal.simulate.world import World
+from shoal.strategies import make_strategy
 from shoal.strategies.choco import ChocoSGD
 from shoal.topology import make_topology
+from shoal.transport import FaultScript
 from strategies.bowls import RATE, Bowl, Bowls, course, everywhere
 
 SLOTS = 16
@@ -131,6 +133,38 @@ def test_the_others_go_on_when_one_is_lost():
     assert (mean - optimum).norm() < 0.5 * optimum.norm()
 
 
+@pytest.mark.parametrize("way", ["", "one_way = true"])
+def test_after_a_partition_copies_are_what_they_are_copies_of(way):
+    """Meanwhile both sides go on alone; what was missed comes whole, and they agree again."""
+    script = FaultScript.parse(
+        f"[[fault]]\nkind = 'partition'\nat_s = 0.1\nfor_s = 0.15\nbetween = [['rank:0', 'rank:1'], "
+        f"['rank:2', 'rank:3']]\n{way}"
+    )
+    bowls = Bowls(4)
+
+    def work(worker):
+        model = Bowl()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        strategy = ChocoSGD(worker.group, codec="top-k:0.1", gamma=0.5)
+        with worker.charged(model), strategy.attach(model, optimizer, stays=True):
+            for number in range(60):
+                if number == 40:
+                    optimizer.param_groups[0]["lr"] = 0.0
+                worker.compute(0.01)
+                step(model, optimizer, bowls, worker.rank)
+            worker.group.barrier().wait()
+            copies = {rank: [flat.clone() for flat in kept.flats] for rank, kept in strategy._public.items()}
+            return copies, model.x.detach().clone()
+
+    outcomes = run_exact(World(num_workers=4, faults=script), work)
+    assert [outcome.error for outcome in outcomes] == [None] * 4
+    for outcome in outcomes:
+        copies, x = outcome.value
+        torch.testing.assert_close(x, outcomes[0].value[1], rtol=0, atol=1e-3)
+        for rank, flats in copies.items():
+            assert all(map(torch.equal, flats, outcomes[rank].value[0][rank]))
+
+
 def test_what_is_not_finite_reaches_nobody():
     def work(group):
         model = Bowl()
@@ -156,7 +190,7 @@ def test_it_goes_on_from_its_state(codec):
         with strategy.attach(model, optimizer, stays=True):
             for _ in range(3):
                 step(model, optimizer, bowls, group.rank)
-            state = strategy.state_dict()
+        state = strategy.state_dict()
         resumed = ChocoSGD(group, codec=codec)
         resumed.load_state_dict(state)
         assert resumed.state_dict()["public"].keys() == {"0", "1", "2"}
@@ -169,6 +203,66 @@ def test_it_goes_on_from_its_state(codec):
         return model.x.detach()
 
     assert torch.equal(torch.stack(everywhere(work, 3)), wanted[-1])
+
+
+def test_states_that_do_not_fit_all_begin_anew():
+    """Of another rank or another topology; while attached, that is an error."""
+
+    def work(group):
+        model = Bowl()
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        strategy = ChocoSGD(group)
+        with strategy.attach(model, optimizer, stays=True):
+            step(model, optimizer, Bowls(4), group.rank)
+        state = strategy.state_dict()
+        one = {**state, "rank": 3 - group.rank} if group.rank == 0 else state
+        for topology, loaded in (("full", state), ("ring", one)):
+            resumed = ChocoSGD(group, topology=topology)
+            resumed.load_state_dict(loaded)
+            with resumed.attach(model, optimizer, stays=True, should_start_equal=False):
+                public = resumed.state_dict()["public"]
+                assert torch.equal(public[str(group.rank)]["tail"], model.tail)
+                with pytest.raises(UsageError, match="another rank"):
+                    resumed.load_state_dict({**state, "rank": group.rank + 1})
+        return True
+
+    assert all(everywhere(work, 4))
+
+
+def test_public_copies_are_those_of_their_owners_to_the_bit():
+    def work(group):
+        torch.manual_seed(group.rank)
+        model = torch.nn.Linear(9, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        strategy = ChocoSGD(group, topology="full", global_average_every=2)
+        with strategy.attach(model, optimizer, stays=True):
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.randn(2, 9)).square().sum().backward()
+                optimizer.step()
+        return strategy.state_dict()["public"]
+
+    states = everywhere(work, 5)
+    for copies in states:
+        for rank, copy in copies.items():
+            assert torch.equal(copy["weight"], states[int(rank)][rank]["weight"])
+
+
+@pytest.mark.parametrize("name", ["choco", "relay"])
+def test_equal_workers_stay_what_they_are_in_half_precision(name):
+    def work(group):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(40, 1, dtype=torch.bfloat16)
+        begin = model.weight.detach().clone()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with make_strategy(group, name).attach(model, optimizer, stays=True):
+            for _ in range(20):
+                optimizer.zero_grad()
+                model(torch.ones(1, 40, dtype=torch.bfloat16)).sum().backward()
+                optimizer.step()
+        return torch.equal(model.weight, begin)
+
+    assert all(everywhere(work, 5))
 
 
 @pytest.mark.parametrize(

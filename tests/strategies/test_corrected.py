@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from shoal.core import DeadlineExceeded, PeerLost
 from shoal.simulate.exact import run_exact
@@ -19,6 +20,40 @@ def test_plain_averaging_stops_at_its_bias():
     assert bowls.distance(after) > 1e-3
 
 
+class Far(nn.Module):
+    """Where rounding is felt: far from zero, in single precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(8))
+
+    def forward(self, target):
+        return (self.x - target).square().sum() / 2
+
+
+@pytest.mark.parametrize("name", ["d2", "extra"])
+def test_rounding_does_not_add_up(name):
+    """What all workers' corrections sum to would grow by some 1e-6 in each of the rounds."""
+    targets = 10 + torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+
+    def work(group):
+        model = Far()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        strategy = make_strategy(group, name, topology="full")
+        with strategy.attach(model, optimizer, stays=True):
+            for _ in range(3000):
+                optimizer.zero_grad()
+                model(targets[group.rank]).backward()
+                optimizer.step()
+            correction = strategy.state_dict()["kept"]["correction"]["x"]
+        return model.x.detach(), correction
+
+    ends, corrections = map(torch.stack, zip(*everywhere(work, 3), strict=True))
+    assert corrections.abs().max() > 1e-3
+    assert corrections.sum(0).abs().max() < 1e-7
+    assert (ends - targets.mean(0)).abs().max() < 2e-4
+
+
 @pytest.mark.parametrize("name", ["exact-diffusion", "extra"])
 def test_local_steps_have_the_same_limit(name):
     rows = course(name, 3, 40, local_steps=2, topology="full")
@@ -30,6 +65,34 @@ def test_local_steps_have_the_same_limit(name):
 def test_resumed_from_a_state(name):
     whole, parts = course(name, 3, 8), course(name, 3, 8, resumes=[5])
     assert torch.equal(whole, parts)
+
+
+@pytest.mark.parametrize("name", ["exact-diffusion", "extra", "gradient-tracking"])
+def test_a_step_that_a_fused_optimizer_leaves_out(name):
+    """A GradScaler has it called with an inf, where it skips the step of another optimizer itself."""
+
+    def work(group):
+        rows = []
+        for fused in (False, True):
+            torch.manual_seed(0)
+            model = nn.Linear(2, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+            strategy = make_strategy(group, name, topology="full")
+            with strategy.attach(model, optimizer, stays=True):
+                for number in range(6):
+                    optimizer.zero_grad()
+                    loss = model(torch.ones(1, 2) * (1 + number + group.rank) / 4).square().sum()
+                    scaler.scale(loss * (torch.inf if (number, group.rank) == (2, 0) else 1)).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                    strategy.settle()
+            rows.append(model.weight.detach().clone())
+        return torch.stack(rows)
+
+    for skipped, left_out in everywhere(work, 2):
+        assert skipped.isfinite().all()
+        torch.testing.assert_close(skipped, left_out)
 
 
 @pytest.mark.parametrize("name", ["d2", "extra"])

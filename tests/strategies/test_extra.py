@@ -50,6 +50,25 @@ def test_parameters_that_are_written_meanwhile_win():
     assert everywhere(work, 2) == [([0, 0], [0, 0]), ([1, 1], [0, 0])]
 
 
+def test_who_writes_its_parameters_once_comes_to_the_optimum_all_the_same():
+    bowls = Bowls(3)
+
+    def work(group):
+        model = Bowl()
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        with Extra(group, topology="full").attach(model, optimizer, stays=True):
+            for number in range(80):
+                optimizer.zero_grad()
+                bowls.backward(model, group.rank)
+                if number == 5 and group.rank == 0:
+                    with torch.no_grad():
+                        model.tail.add_(1)
+                optimizer.step()
+        return model.x.detach()
+
+    assert bowls.distance(torch.stack(everywhere(work, 3))) < 1e-6
+
+
 def test_workers_that_swap_for_ever_are_refused():
     with pytest.raises(UsageError, match="eigenvalues above −1, and"):
         Extra(Wide(2), topology=[[0, 1], [1, 0]])

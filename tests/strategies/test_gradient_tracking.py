@@ -82,6 +82,18 @@ def test_sparse_and_missing_gradients():
     torch.testing.assert_close(model.table.weight.detach(), before)
 
 
+def test_gradients_that_are_not_finite_leave_the_last_one_in_force():
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with GradientTracking(Mirror()).attach(model, optimizer, stays=True):
+        begin = model.weight.item()
+        for value in (1.0, torch.nan, 2.0):
+            optimizer.zero_grad()
+            (model(torch.ones(1)) * value).sum().backward()
+            optimizer.step()
+    assert model.weight.item() == pytest.approx(begin - 1 - 1 - 2)
+
+
 def test_a_closure_is_refused():
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -59,3 +59,32 @@ def test_a_state_of_another_model():
     strategy.load_state_dict({**known, "kept": {"correction": {"tail": torch.ones(7)}}})
     with pytest.raises(UsageError, match=r"\[7\] for tail, whose shape is \[2\]"):
         strategy.attach(model, optimizer)
+    assert strategy.state_dict()["kept"]["correction"]["tail"].tolist() == [1] * 7
+
+
+def test_what_is_remembered_is_of_one_model():
+    def work(group):
+        strategy = make_strategy(group, "d2")
+        told = []
+
+        def train(model):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with strategy.attach(model, optimizer, stays=True):
+                told.append(strategy.state_dict()["kept"]["correction"]["weight"].clone())
+                for _ in range(2):
+                    optimizer.zero_grad()
+                    model(torch.full((1, model.in_features), float(group.rank))).sum().backward()
+                    optimizer.step()
+            told.append(strategy.state_dict()["kept"]["correction"]["weight"])
+
+        first = torch.nn.Linear(3, 1)
+        for model in (first, first, torch.nn.Linear(4, 1)):
+            train(model)
+        return told
+
+    for begun, ended, again, _, other, _ in everywhere(work, 2):
+        assert not begun.any()
+        assert ended.any()
+        assert torch.equal(ended, again)
+        assert other.shape == (1, 4)
+        assert not other.any()

@@ -112,7 +112,7 @@ def test_it_goes_on_from_its_state():
         with strategy.attach(model, optimizer, stays=True):
             for _ in range(3):
                 step(model, optimizer, bowls, group.rank)
-            state = strategy.state_dict()
+        state = strategy.state_dict()
         resumed = RelaySGD(group)
         resumed.load_state_dict(state)
         assert resumed.state_dict()["relayed"] is state["relayed"]
@@ -122,3 +122,24 @@ def test_it_goes_on_from_its_state():
         return model.x.detach()
 
     assert torch.equal(torch.stack(everywhere(work, 5)), wanted[-1])
+
+
+def test_a_state_of_another_place_does_not_count():
+    def work(group):
+        model = Bowl()
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        strategy = RelaySGD(group)
+        with strategy.attach(model, optimizer, stays=True):
+            step(model, optimizer, Bowls(4), group.rank)
+        state = strategy.state_dict()
+        relayed = state["relayed"]
+        for place in ({"rank": 3 - group.rank, "counts": [], "means": []}, {"tree": "chain"}, {"size": 5}):
+            resumed = RelaySGD(group)
+            resumed.load_state_dict({**state, "relayed": {**relayed, **place}})
+            with resumed.attach(model, optimizer, stays=True, should_start_equal=False):
+                begun = resumed.state_dict()["relayed"]
+            assert begun["counts"] == relayed["counts"]
+            assert all(torch.equal(mean["tail"], model.tail) for mean in begun["means"])
+        return True
+
+    assert all(everywhere(work, 4))

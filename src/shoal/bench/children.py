@@ -220,13 +220,18 @@ def main() -> None:
     order = msgspec.json.decode(stdin.readline())
     module, _, name = order["function"].partition(":")
     try:
-        getattr(importlib.import_module(module), name)(order["arguments"], parent)
+        try:
+            getattr(importlib.import_module(module), name)(order["arguments"], parent)
+        except BrokenPipeError:
+            sys.exit(1)  # the parent is gone
+        except Exception as error:  # noqa: BLE001 - whatever it is, the parent reports it
+            # it ends by itself: the parent, who hears this, need not interrupt it
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            parent.fail(error)
+            sys.exit(1)
     except KeyboardInterrupt:
         os._exit(130)  # what was cut short is not to be collected, and complained of
     except BrokenPipeError:
-        sys.exit(1)  # the parent is gone
-    except Exception as error:  # noqa: BLE001 - whatever it is, the parent reports it
-        parent.fail(error)
         sys.exit(1)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from shoal.bench.accuracy_contenders import Contender
-from shoal.bench.compare_reasons import DIVERGED_ALWAYS, unfit
+from shoal.bench.compare_reasons import DIVERGED_ALWAYS, clause, unfit
 from shoal.bench.compare_rows import CHOSEN, NOT_REACHED, Finish, final_of, metrics_of, tuning_of
 from shoal.bench.compare_settings import CompareConfig, read_config
 from shoal.bench.contest_real import RealContest
@@ -188,15 +188,6 @@ def suited(job: Job, world: World) -> Executor:
     return "stacked"
 
 
-def check_executor(config: CompareConfig) -> None:
-    """UsageError for a contender that the executor that was asked for cannot run."""
-    if config.executor != "stacked":
-        return
-    for contender in config.contenders:
-        tried = Try(contender, config.learning_rates[0], config.seeds[0])
-        refuse_unfit(tried.job(config), config.world_of(contender, tried.seed))
-
-
 def best_rate(tried: Mapping[float, Ran], target: float) -> float | None:
     """That which reached the target first, the better at the end of equals; where none did, the best one.
 
@@ -218,7 +209,9 @@ def best_rate(tried: Mapping[float, Ran], target: float) -> float | None:
 
 def why_no_rate(tried: Mapping[float, Ran]) -> str:
     """Why a contender could not choose any."""
-    if any(isinstance(ran, CourseRecord) and ran.moments for ran in tried.values()):
-        return DIVERGED_ALWAYS
+    broken = [ran for ran in tried.values() if isinstance(ran, CourseRecord) and ran.moments]
+    if broken:
+        others = [ran.error for ran in broken if not ran.has_diverged]
+        return clause(others[0]) if others else DIVERGED_ALWAYS
     first = next(iter(tried.values()))
     return unfit(one_line(first) if isinstance(first, BenchmarkError) else first.error)

@@ -24,6 +24,8 @@ class Reason(msgspec.Struct, frozen=True):
     kind: str
     best: float | None = None
     step: float = 0.0
+    may_be_the_rate: bool = True
+    """Whether another rate may have helped."""
 
 
 def shown_score(facts: TaskFacts, value: float) -> str:
@@ -39,7 +41,7 @@ def shown_target(facts: TaskFacts, value: float) -> str:
 def reasons_of(records: Sequence[CourseRecord], where: str = "") -> dict[str, int]:
     """For runs of one contender that did not reach the target: clauses, and how many runs each is of.
 
-    `where` tells what all of them have in common, as a rate at the end of the grid.
+    `where` tells what all of them have in common, a rate at the end of the grid; said where that may be why.
     """
     kinds: dict[str, list[Reason]] = {}
     for record in records:
@@ -53,28 +55,34 @@ def reasons_of(records: Sequence[CourseRecord], where: str = "") -> dict[str, in
         if facts is not None and bests:
             step = statistics.fmean(reason.step for reason in reasons)
             best = f"; best {shown_score(facts, statistics.fmean(bests))} at step {step:.0f}"
-        told[kind + (f", {where}" if where else "") + best] = len(reasons)
+        told[kind + (f", {where}" if where and reasons[0].may_be_the_rate else "") + best] = len(reasons)
     return told
 
 
 def unfit(why: str) -> str:
     """Of one that did not do a single step."""
-    return f"could not take part: {_clause(why)}"
+    return f"could not take part: {clause(why)}"
 
 
-def _clause(text: str) -> str:
+def ended_early(record: CourseRecord) -> str:
+    """Of one that no worker has brought to its end."""
+    rank, why = min(record.ended.items())
+    return f"ended early, rank {rank} says: {clause(why)}"
+
+
+def clause(text: str) -> str:
+    """A sentence as a part of another."""
     return " ".join(text.split()).rstrip(".")
 
 
 def _reason(record: CourseRecord) -> Reason:
     best = record.best
     if best is None:
-        return Reason(unfit(record.error or "nobody has begun"))
+        return Reason(unfit(record.error or "nobody has begun"), may_be_the_rate=False)
     if record.error:
-        return Reason(_clause(record.error), best.value, best.step)
-    if record.ended and len(record.ended) == record.job.num_workers:
-        rank, why = next(iter(sorted(record.ended.items())))
-        return Reason(f"ended early, rank {rank} says: {_clause(why)}", best.value, best.step)
+        return Reason(clause(record.error), best.value, best.step, record.has_diverged)
+    if record.has_ended_early:
+        return Reason(ended_early(record), best.value, best.step, may_be_the_rate=False)
     return Reason(_course_kind(record, best.value, best.step), best.value, best.step)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.bench.compare_reasons import reasons_of
+from shoal.bench.compare_reasons import ended_early, reasons_of
 from shoal.bench.compare_settings import CompareConfig
 from shoal.bench.frame import Measured, MeasuredCurve, RowKey
 from shoal.bench.metrics import Metrics, measured
@@ -16,7 +16,8 @@ from shoal.simulate.task_facts import TaskFacts, facts_of
 
 SECONDS, BYTES, STEPS = "seconds_to_target", "bytes_to_target", "steps_to_target"
 DISTANCE, RUN_SECONDS, SENT, CHOSEN = "consensus_distance", "run_seconds", "bytes_sent", "chosen"
-MEAN_STALENESS, STALENESS, WAITED, NOT_REACHED = "mean_staleness", "staleness", "waited", "not_reached"
+MEAN_STALENESS, STALENESS, WAITED = "mean_staleness", "staleness", "waited"
+NOT_REACHED, ENDED_EARLY = "not_reached", "ended_early"
 MAX_MAPPED = 32
 """Workers up to which it is told who waited for whom."""
 
@@ -53,6 +54,7 @@ def metrics_of(facts: TaskFacts) -> Metrics:
         STALENESS: ("", "lower"),
         WAITED: ("s", "lower"),
         NOT_REACHED: ("", "lower"),
+        ENDED_EARLY: ("", "lower"),
     }
 
 
@@ -81,10 +83,17 @@ class Finish(msgspec.Struct, frozen=True):
             for behind, count in sorted(record.staleness.items()):
                 yield measured(metrics, STALENESS, {**self.key, "behind": behind}, [float(count)])
         yield from self._waits(metrics)
-        missed = [record for record in self.records if record.error or record.reached(config.target) is None]
+        arrived: list[CourseRecord] = []
+        missed: list[CourseRecord] = []
+        for record in self.records:
+            is_reached = not record.error and record.reached(config.target) is not None
+            (arrived if is_reached else missed).append(record)
         for why, count in reasons_of(missed, edge_of(config, self.rate)).items():
             for _ in range(count):
                 yield measured(metrics, NOT_REACHED, {**self.key, "why": why}, [1.0])
+        for record in arrived:
+            if record.has_ended_early:
+                yield measured(metrics, ENDED_EARLY, {**self.key, "why": ended_early(record)}, [1.0])
 
     def _curves(self, record: CourseRecord, facts: TaskFacts) -> Iterator[MeasuredCurve]:
         if not record.moments:
@@ -127,19 +136,25 @@ def edge_of(config: CompareConfig, rate: float) -> str:
 
 
 def _figures(record: CourseRecord, facts: TaskFacts, target: float) -> dict[str, float]:
-    """What was at the end, and where the target was reached; nothing of a run that broke off."""
+    """Where the target was reached, and what was at the end of a run that nobody left before it.
+
+    Nothing of a run that broke off.
+    """
     if record.error or not record.moments:
         return {}
     last, reached = record.moments[-1], record.reached(target)
-    figures = {
+    figures: dict[str, float] = {}
+    if reached is not None:
+        figures |= {SECONDS: reached.at_s, BYTES: float(reached.moved_bytes), STEPS: reached.step}
+    if record.has_ended_early:
+        return figures
+    figures |= {
         final_of(facts): last.value,
         worst_of(facts): last.worst,
         DISTANCE: last.consensus_distance,
         RUN_SECONDS: last.at_s,
         SENT: float(last.moved_bytes),
     }
-    if reached is not None:
-        figures |= {SECONDS: reached.at_s, BYTES: float(reached.moved_bytes), STEPS: reached.step}
     if record.mean_staleness is not None:
         figures[MEAN_STALENESS] = record.mean_staleness
     return figures

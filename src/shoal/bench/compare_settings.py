@@ -75,10 +75,26 @@ class CompareConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         wrong = [rate for rate in self.learning_rates if not 0 < rate < math.inf]
         if wrong:
             raise UsageError(f"{wrong[0]} is no learning rate.", next_step="give numbers above 0.")
+        if min(self.seeds) < 0:
+            raise UsageError(f"{min(self.seeds)} is no seed.", next_step="give --seed 0 or more.")
+        if not 0 < self.target < math.inf:
+            raise UsageError(f"{self.target} is no target.", next_step="give a number above 0.")
+        if not 0 <= self.momentum <= 1:
+            raise UsageError(f"{self.momentum} is no momentum.", next_step="give a number from 0 to 1.")
         check_split(self.split)
-        if self.is_real and self.world.faults is not None:
+        if self.is_real:
+            self._check_real()
+
+    def _check_real(self) -> None:
+        if self.world.faults is not None:
             raise UsageError(
                 "Faults happen in virtual time alone.", next_step="leave --real or --faults out."
+            )
+        served = [each.name for each in self.contenders if needs_servers(each.strategy)]
+        if served and self.world.between == "machines":
+            raise UsageError(
+                f"{', '.join(served)}: servers beside real processes have no machine of their own.",
+                next_step="leave them out of --strategies, or leave --real or --between machines out.",
             )
 
     @property

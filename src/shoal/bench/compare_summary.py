@@ -11,6 +11,7 @@ from shoal.bench.compare_rows import (
     BYTES,
     CHOSEN,
     DISTANCE,
+    ENDED_EARLY,
     MEAN_STALENESS,
     NOT_REACHED,
     RUN_SECONDS,
@@ -41,6 +42,8 @@ class Outcome:
         self.rate: float | None = None
         self.reasons: dict[str, int] = {}
         """Why the target was not reached, and in how many runs."""
+        self.endings: dict[str, int] = {}
+        """Why runs that did reach it ended early, and how many."""
         self.error: str | None = None
 
     def mean(self, metric: str) -> float:
@@ -53,11 +56,16 @@ class Outcome:
 
     def why(self) -> str:
         """All reasons, each with the number of seeds where they differ; empty where all reached it."""
-        if not self.reasons:
-            return ""
-        if len(self.reasons) == 1 and sum(self.reasons.values()) == self.num_seeds:
-            return next(iter(self.reasons))
-        return "; ".join(f"{count} of {self.num_seeds}: {why}" for why, count in self.reasons.items())
+        return self._joined(self.reasons)
+
+    def why_ended(self) -> str:
+        """The same of runs that reached the target, and not their end."""
+        return self._joined(self.endings)
+
+    def _joined(self, reasons: Mapping[str, int]) -> str:
+        if len(reasons) == 1 and sum(reasons.values()) == self.num_seeds:
+            return next(iter(reasons))
+        return "; ".join(f"{count} of {self.num_seeds}: {why}" for why, count in reasons.items())
 
 
 def outcomes_of(report: Report) -> dict[str, Outcome]:
@@ -72,6 +80,8 @@ def outcomes_of(report: Report) -> dict[str, Outcome]:
             outcome.rate = float(row.key["learning_rate"])
         elif row.metric == NOT_REACHED:
             outcome.reasons[str(row.key["why"])] = len(row.starts)
+        elif row.metric == ENDED_EARLY:
+            outcome.endings[str(row.key["why"])] = len(row.starts)
         elif row.error is not None:
             outcome.error = row.error
         elif row.key.keys() == {"strategy"}:
@@ -102,6 +112,7 @@ def summarize_compare(report: Report) -> dict[str, Any]:
             if outcome.is_whole(metric)
         }
     result[NOT_REACHED] = {name: outcome.why() for name, outcome in outcomes.items() if outcome.reasons}
+    result[ENDED_EARLY] = {name: outcome.why_ended() for name, outcome in outcomes.items() if outcome.endings}
     failed = len(report.failed)
     return {**result, "failed": failed} if failed else result
 

@@ -123,6 +123,8 @@ def _troubles(outcomes: Mapping[str, Outcome]) -> Items:
             lines.append((f"{name} failed: {' '.join(outcome.error.split())}", "red"))
         if outcome.reasons:
             lines.append((f"{name}, not reached: {outcome.why()}", "yellow"))
+        if outcome.endings:
+            lines.append((f"{name}, reached: then {outcome.why_ended()}", "yellow"))
     return [*lines, ""] if lines else []
 
 

@@ -6,6 +6,7 @@ What a worker does is `contest_worker`'s.
 from __future__ import annotations
 
 import contextlib
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,6 +24,8 @@ from shoal.simulate.tasks import make_task
 from shoal.simulate.world import World
 
 _ANSWER_S = 1800.0
+_SERVED_S, _LOOK_S = 10.0, 0.01
+"""How long a server may take to say goodbye after its workers, and how often one looks."""
 
 
 class RealContest:
@@ -52,10 +55,12 @@ class RealContest:
         self._num_jobs += 1
         errand = RealErrand(number=self._num_jobs, job=job, world=world)
         try:
-            told = self._order(errand)
+            told = [msgspec.convert(each, Told, str_keys=True) for each in self._order(errand)]
         except BenchmarkError as error:
             return CourseRecord(job=job, moments=[], error=one_line(error))
-        return course_of(make_task(job), [_log(each) for each in told])
+        folder = str(Path(told[0].file).parent)
+        served = _served(errand.file_of_server(folder, 0)) if world.num_servers else {}
+        return course_of(make_task(job), [_log(each) for each in told], served)
 
     def _order(self, errand: RealErrand) -> list[dict[str, Any]]:
         plain = errand.plain()
@@ -84,8 +89,17 @@ class RealContest:
             )
 
 
-def _log(values: dict[str, Any]) -> WorkerLog:
-    told = msgspec.convert(values, Told, str_keys=True)
+def _served(file: Path) -> dict[int, int]:
+    """What a server has counted; nothing where it does not come to tell."""
+    until_s = time.monotonic() + _SERVED_S
+    while not file.exists():
+        if time.monotonic() > until_s:
+            return {}
+        time.sleep(_LOOK_S)
+    return msgspec.json.decode(file.read_bytes(), type=dict[int, int])
+
+
+def _log(told: Told) -> WorkerLog:
     file = Path(told.file)
     tensors = load_file(file)
     file.unlink()

@@ -23,6 +23,7 @@ from shoal.core import SYSTEM_CLOCK, Address, Deadline
 from shoal.group.base import Group
 from shoal.group.shaped import Shaped
 from shoal.group.sleeper import Sleeper
+from shoal.report.storage import write_atomically
 from shoal.simulate.job import Job, WorkerLog
 from shoal.simulate.tasks import make_task
 from shoal.simulate.training import Trainer, serve
@@ -41,6 +42,10 @@ class RealErrand(msgspec.Struct, frozen=True, kw_only=True):
     def group_name(self) -> str:
         """Of the group that it opens."""
         return f"contest-{self.number}"
+
+    def file_of_server(self, folder: str, server: int) -> Path:
+        """Where a server's staleness is found when it is done."""
+        return Path(folder) / f"{self.group_name}-server-{server}.json"
 
     def plain(self) -> dict[str, Any]:
         """For an order."""
@@ -90,14 +95,15 @@ def train(seat: Seat, place: Place, errand: RealErrand) -> dict[str, Any]:
 
 
 def serve_job(arguments: dict[str, Any], parent: Parent) -> None:
-    """Be a parameter server of one job until the workers are done with it; its log is a file too."""
+    """Be a parameter server of one job until the workers are done with it; what it counts is a file too."""
     place = msgspec.convert(arguments["place"], Place)
     seat = seat_of(place)
     seat.take()
     errand = RealErrand.read(arguments["arguments"]["errand"])
     server = int(arguments["arguments"]["server"])
     with seat.open_as_server(errand.group_name, errand.world.num_servers, server) as group:
-        serve(make_task(errand.job), shaped(group, errand.world))
+        staleness = serve(make_task(errand.job), shaped(group, errand.world))
+        write_atomically(errand.file_of_server(place.folder, server), msgspec.json.encode(staleness))
 
 
 def shaped(group: Group, world: World) -> Shaped:

@@ -113,7 +113,7 @@ class LatencyScenario:
                     yield Found(method="ours", passes=passes, ping_s=ping_s, error=text)
                 return
             for ping_s, passes in points:
-                tell(_point_text("ours", passes, config.pings_s.index(ping_s), config.linspace_points))
+                tell(_point_text("ours", passes, config.pings_s.index(ping_s), len(config.pings_s)))
                 yield _asked(fleet, ping_s, passes)
 
     def _simulated(self, tell: Tell) -> Iterator[Found]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 
@@ -18,8 +19,8 @@ import torch
 from torch import nn
 
 from shoal.bench.latency_config import LatencyConfig, Passes
-from shoal.bench.latency_flow import Pings
-from shoal.core import Deadline, LoopThread, fanout
+from shoal.bench.latency_flow import Load, Pings, rates
+from shoal.core import LoopThread
 from shoal.core.placement import num_cores
 from shoal.experts.classes import expert_class
 from shoal.experts.training import TrainingSettings, make_optimizer
@@ -69,33 +70,41 @@ class Baseline:
         return took_s[1:]
 
     def rates(self, passes: Passes, pings: Pings | None = None) -> list[float]:
-        """Samples a second of each run, after one batch that does not count."""
+        """Samples a second of each run; what goes before the first does not count."""
+        if pings is not None or passes != "forward":
+            return self._rates_alone(passes, pings)
+        if self._config.device == "cpu":
+            return _piped_rates(self._stages(), self._input, self._config)
+        return self._rates_of_events()
+
+    def _rates_alone(self, passes: Passes, pings: Pings | None) -> list[float]:
+        """One batch at a time."""
         config, rates = self._config, []
-        with contextlib.ExitStack() as stack:
-            push_all = self._many_pusher(passes, pings, stack)
-            push_all(1)
-            for _ in range(config.throughput_runs):
-                self._synchronize(self._devices)
-                began_s = time.perf_counter()
-                push_all(config.batches_for_throughput)
-                self._synchronize(self._devices)
-                took_s = time.perf_counter() - began_s
-                rates.append(config.batches_for_throughput * config.batch_size / took_s)
+        push = self._pusher(passes, pings)
+        push()
+        for _ in range(config.throughput_runs):
+            self._synchronize(self._devices)
+            began_s = time.perf_counter()
+            for _ in range(config.batches_for_throughput):
+                push()
+            self._synchronize(self._devices)
+            took_s = time.perf_counter() - began_s
+            rates.append(config.batches_for_throughput * config.batch_size / took_s)
         return rates
 
-    def _many_pusher(
-        self, passes: Passes, pings: Pings | None, stack: contextlib.ExitStack
-    ) -> Callable[[int], None]:
-        """What sends so many batches through; threads that it needs live as long as the stack."""
-        if self._config.device == "cpu" and pings is None and passes == "forward":
-            return _Stages(self._stages(), self._input, stack).push_all
-        push = self._pusher(passes, pings)
-
-        def push_all(num_batches: int) -> None:
-            for _ in range(num_batches):
+    def _rates_of_events(self) -> list[float]:
+        """Batch after batch, without a pause between runs: the last GPU says when each run's last is out."""
+        config, push = self._config, self._pusher("forward", None)
+        ends = []
+        for run in range(config.throughput_runs + 1):
+            for _ in range(config.batches_for_throughput if run else len(config.gpus)):
                 push()
-
-        return push_all
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end.record(torch.cuda.current_stream(self._devices[-1]))
+            ends.append(end)
+        self._synchronize(self._devices)
+        took_s = [1e-3 * began.elapsed_time(end) for began, end in itertools.pairwise(ends)]
+        return [config.batches_for_throughput * config.batch_size / run_s for run_s in took_s]
 
     def _stages(self) -> list[nn.Sequential]:
         """The blocks of each device."""
@@ -149,25 +158,31 @@ class Baseline:
                 torch.cuda.synchronize(device)
 
 
-class _Stages:
-    """A thread for each device of a CPU, through which batches go in order."""
+def _piped_rates(stages: Sequence[nn.Module], batch: torch.Tensor, config: LatencyConfig) -> list[float]:
+    """A thread for each device of a CPU, through which batches go in order, one more than there are devices.
 
-    def __init__(self, stages: Sequence[nn.Module], batch: torch.Tensor, stack: contextlib.ExitStack) -> None:
-        self._stages = stages
+    So none of them waits, and runs follow each other without a pause.
+    """
+    with contextlib.ExitStack() as stack:
+        loop = stack.enter_context(LoopThread("batches"))
+        threads = [stack.enter_context(LoopThread(f"stage-{at}")) for at in range(len(stages))]
+        clients = [_Piped(threads, stages, batch) for _ in range(len(stages) + 1)]
+        load = Load(config.batch_size, config.batches_for_throughput, config.throughput_runs)
+        return loop.run(rates(clients, load))
+
+
+class _Piped:
+    """One of the batches that are under way."""
+
+    def __init__(
+        self, threads: Sequence[LoopThread], stages: Sequence[nn.Module], batch: torch.Tensor
+    ) -> None:
+        self._places = list(zip(threads, stages, strict=True))
         self._input = batch
-        self._loop = stack.enter_context(LoopThread("batches"))
-        self._threads = [stack.enter_context(LoopThread(f"stage-{at}")) for at in range(len(stages))]
 
-    def push_all(self, num_batches: int) -> None:
-        """Until the last of them has come out."""
-        pushes = [self._push() for _ in range(num_batches)]
-        for outcome in self._loop.run(fanout(pushes, Deadline.never())):
-            if outcome is not None:
-                raise outcome
-
-    async def _push(self) -> None:
+    async def push(self) -> None:
         x = self._input
-        for thread, stage in zip(self._threads, self._stages, strict=True):
+        for thread, stage in self._places:
             x = await thread.run_blocking(functools.partial(_compute, stage, x))
 
 

@@ -46,7 +46,8 @@ class LatencyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     batches_for_latency: int = 5
     """Measured ones; one more goes first and does not count."""
     batches_for_throughput: int = 10
-    """Of a run: one after another where one batch is under way at a time; of each client otherwise."""
+    """Of a run: one after another where one batch is under way at a time; of each client otherwise, and, in
+    `fast` on a CPU, of each batch that is under way."""
     throughput_runs: int = 5
     linspace_points: int = 10
     max_ping_s: float = 0.2
@@ -90,9 +91,9 @@ class LatencyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def pings_s(self) -> list[float]:
-        """Mean delays, from none to the longest."""
+        """Mean delays, from none to the longest, each once."""
         last = max(1, self.linspace_points - 1)
-        return [self.max_ping_s * index / last for index in range(self.linspace_points)]
+        return list(dict.fromkeys(self.max_ping_s * index / last for index in range(self.linspace_points)))
 
     @property
     def expert_class(self) -> str:

@@ -45,7 +45,7 @@ def _figures(report: Report, config: LatencyConfig) -> dict[str, float]:
     }
     figures = {f"{method}_throughput": at[method, 0.0] for method in config.methods if (method, 0.0) in at}
     for method in config.methods:
-        if method != "fast" and {(method, 0.0), (method, last_s)} <= at.keys():
+        if last_s and method != "fast" and {(method, 0.0), (method, last_s)} <= at.keys():
             figures[f"{method}_throughput_max_ping"] = at[method, last_s]
             figures[f"{method}_kept"] = at[method, last_s] / at[method, 0.0]
     if {("ours", last_s), ("slow", last_s)} <= at.keys():
@@ -69,28 +69,31 @@ def _row(report: Report, metric: str, method: Method, passes: Passes, ping_s: fl
 
 
 def _sentences(result: dict[str, Any], config: LatencyConfig) -> list[str]:
-    ping = f"a mean delay of {digits(1e3 * config.pings_s[-1])} ms at every layer"
+    last_s = config.pings_s[-1]
+    ping = f"a mean delay of {digits(1e3 * last_s)} ms at every layer"
     sentences = []
     if "ours_kept" in result:
         sentences.append(
-            f"With {ping}, {config.jobs} clients of expert servers keep {100 * result['ours_kept']:.0f} % of "
-            f"the throughput that they have without delay."
+            f"With {ping}, {_clients(config)} of expert servers {'keeps' if config.jobs == 1 else 'keep'} "
+            f"{100 * result['ours_kept']:.0f} % of the throughput without delay."
         )
         if result["ours_kept"] < _KEPT and result["ours_throughput_max_ping"] > _limit(config) / 2:
             sentences.append(_limit_sentence(config))
     if "slow_kept" in result:
-        sentences.append(
-            f"With {ping}, model parallelism keeps {100 * result['slow_kept']:.2g} % of its throughput."
-        )
+        kept = digits(100 * result["slow_kept"], 2)
+        sentences.append(f"With {ping}, model parallelism keeps {kept} % of its throughput.")
     if "ours_over_slow" in result:
-        sentences.append(
-            f"There, expert servers do {digits(result['ours_over_slow'])} times as many samples a second."
-        )
+        where, times = "There" if last_s else "Without delay", digits(result["ours_over_slow"])
+        sentences.append(f"{where}, expert servers do {times} times as many samples a second.")
     if config.is_virtual and sentences:
         sentences.append(
             f"Simulated: {digits(config.compute_ms)} ms for a batch in a block, forward; bytes take no time."
         )
     return sentences
+
+
+def _clients(config: LatencyConfig) -> str:
+    return f"{config.jobs} client{'s' * (config.jobs != 1)}"
 
 
 def _waits_s(config: LatencyConfig) -> float:
@@ -106,7 +109,7 @@ def _limit(config: LatencyConfig) -> float:
 
 def _limit_sentence(config: LatencyConfig) -> str:
     return (
-        f"A batch waits {digits(_waits_s(config))} s on its way, so that {config.jobs} clients cannot do "
+        f"A batch waits {digits(_waits_s(config))} s on its way, so that {_clients(config)} cannot do "
         f"more than {digits(_limit(config))} samples/s there; more of them (-j) can."
     )
 
@@ -122,7 +125,7 @@ def latency_items(report: Report) -> Items:
     where = "in virtual time" if config.is_virtual else f"on {config.device}"
     items.append(
         f"{config.num_layers} {config.block_type} blocks of width {config.hid_dim}, batches of "
-        f"{config.batch_size}, {config.jobs} clients, {where}"
+        f"{config.batch_size}, {_clients(config)}, {where}"
     )
     for passes in config.passes:
         items += ["", (passes, "bold")]

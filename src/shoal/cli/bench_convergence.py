@@ -60,7 +60,7 @@ def convergence(
             min=0,
             help="Virtual time from a trainer's update to its next gradient; of a step under the lock of "
             "--faithful.",
-            show_default="2000; large-ffn 45; --faithful 240 and 45",
+            show_default="14200; large-ffn 1900; --faithful 240 and 45",
         ),
     ] = None,
     window_ms: Annotated[
@@ -68,7 +68,7 @@ def convergence(
         typer.Option(
             min=0,
             help="Trainers whose computing ends within it read the same parameters; 0: none do.",
-            show_default="a quarter of --compute-ms",
+            show_default="so long that about eight do",
         ),
     ] = None,
     failure_rate: Annotated[

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
+import msgspec
 import typer
 
 from shoal.cli.bench_common import (
@@ -21,6 +23,7 @@ from shoal.cli.bench_trained import NumServers, servers_of
 from shoal.core import UsageError
 from shoal.report import Report
 from shoal.report.storage import write_atomically
+from shoal.report.tables import emit
 from shoal.report.views import Items
 
 Task = Literal["quadratic", "digits", "mnist", "text"]
@@ -138,7 +141,7 @@ def compare(
     initial weights, the division of the data, the batches and the number of steps are the same for all, and
     each has the same budget to choose its learning rate.
     """
-    from shoal.bench.compare import check_executor
+    from shoal.bench.compare_checks import check_contest
     from shoal.bench.compare_settings import (
         WORKERS_PER_MACHINE,
         CompareConfig,
@@ -204,13 +207,10 @@ def compare(
         data_dir=None if data_dir is None else str(data_dir.absolute()),
         notes=tuple(notes),
     )
-    check_executor(config)
-    if task == "mnist":
-        from shoal.data import mnist
-
-        # found or fetched once, before every process looks for it
-        for is_training in (True, False):
-            mnist(train=is_training, folder=data_dir)
+    slow = check_contest(config)
+    for note in slow:
+        emit(note, sys.stderr)
+    config = msgspec.structs.replace(config, notes=(*config.notes, *slow))
 
     def told(latest: Report) -> Items:
         items = compare_items(latest)
@@ -230,7 +230,7 @@ def _rates(
     if single is not None:
         return (single,)
     if grid is None:
-        return usual[1::2] if is_short else usual
+        return usual[1:3] if is_short else usual
     try:
         return tuple(dict.fromkeys(float(text) for text in listed(grid)))
     except ValueError:
@@ -241,7 +241,7 @@ def _rates(
 
 def _target(asked: float | None, usual: float, *, is_share: bool) -> float:
     target = usual if asked is None else asked
-    if target <= 0 or (is_share and target > 1):
+    if not 0 < target <= (1 if is_share else sys.float_info.max):
         raise UsageError(
             f"--target-accuracy {target:g} is no share of the examples."
             if is_share

@@ -2,7 +2,8 @@
 
 Who waits passes the turn to the one whose time comes first; among equal times calls come before threads, and
 threads in their order. So a program that blocks in plain calls runs the same way every time, and waits cost
-nothing. Coroutines have `virtual` instead.
+nothing. One that only looks, over and over, waits too: until something happens. Coroutines have `virtual`
+instead.
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ from shoal.core.virtual import START_WALL_S
 
 _CALL = -1
 _MAX_NAMES = 8
+_INTERRUPTED_AFTER_S = 0.2
+"""At the latest: an interrupt that comes just before a wait begins is not seen by it."""
+_MAX_LOOKS = 64
+"""At one moment, with nothing done in between: who looks more often than that waits."""
+_MAX_LAST_LOOKS = 65_536
+"""The same where nothing can happen, so that to wait would be the end."""
 
 
 class Ended(BaseException):
@@ -38,6 +45,9 @@ class Turn:
         self._entry = 0
         """Of the queue: the one that counts. 0: it waits to be woken."""
         self._debt_s = 0.0
+        self._num_looks = 0
+        self._is_looking = False
+        """Whether it has done nothing since it last waited as one that only looks."""
 
     @property
     def now_s(self) -> float:
@@ -47,16 +57,36 @@ class Turn:
     def spend(self, seconds: float) -> None:
         """Let so much time pass for this thread alone; it counts for all when it next looks up."""
         self._debt_s += seconds
+        self._acts()
 
     def look_up(self) -> None:
         """Let all others come to this thread's time first: what it sees and does then is in order."""
-        if self._debt_s > 0:
-            self.pause(self.now_s)
+        self._come()
+        self._acts()
+
+    def poll(self, is_there: Callable[[], bool], what: str) -> bool:
+        """Whether something is there at this thread's time.
+
+        No time passes by looking: one that does nothing else waits until something has happened, and looks
+        again. ShoalError where nothing can happen.
+        """
+        self._come()
+        if is_there():
+            self._acts()
+            return True
+        self._num_looks += 1
+        if self._num_looks < _MAX_LOOKS:
+            return False
+        if self._num_looks < _MAX_LAST_LOOKS and not self._turns._can_happen(self):
+            return False
+        self._turns._wait_for_any(self, what)
+        return is_there()
 
     def pause(self, until_s: float) -> None:
         """Wait until a time; one that is past is now."""
         until_s = max(until_s, self.now_s)
         self._debt_s = 0.0
+        self._acts()
         self._turns._queue(until_s, self)
         self._turns._pass_on(self)
 
@@ -70,6 +100,15 @@ class Turn:
             self._entry = 0
         self._turns._pass_on(self)
         self.waits_for = ""
+
+    def _come(self) -> None:
+        self._turns._check_going()
+        if self._debt_s > 0:
+            self.pause(self.now_s)
+
+    def _acts(self) -> None:
+        self._num_looks = 0
+        self._is_looking = False
 
     def wake(self, at_s: float) -> None:
         """Have it go on at a time, or now; for another thread or call."""
@@ -88,6 +127,9 @@ class Turns:
         self._home = threading.Semaphore(0)
         self._failure: BaseException | None = None
         self._is_ending = False
+        self._looking: list[Turn] = []
+        self._has_happened = False
+        """Anything, since those that look were last let look."""
 
     @property
     def clock(self) -> clocks.Clock:
@@ -145,9 +187,29 @@ class Turns:
         turn._entry = self._num_entries
         heapq.heappush(self._heap, (at_s, turn.number, self._num_entries, turn))
 
-    def _pass_on(self, turn: Turn | None, *, is_over: bool = False) -> None:
+    def _can_happen(self, turn: Turn) -> bool:
+        """Whether anything, while this one waits."""
+        while self._heap and self._is_stale(*self._heap[0][2:]):
+            heapq.heappop(self._heap)
+        return bool(self._heap or (self._looking and (self._has_happened or not turn._is_looking)))
+
+    @staticmethod
+    def _is_stale(entry: int, who: Turn | Callable[[], None]) -> bool:
+        return isinstance(who, Turn) and (entry != who._entry or who.is_over)
+
+    def _wait_for_any(self, turn: Turn, what: str) -> None:
+        """Until somebody has done something, or time has passed."""
+        has_happened = self._has_happened or not turn._is_looking
+        turn._acts()
+        turn._is_looking, turn.waits_for, turn._entry = True, what, 0
+        self._looking.append(turn)
+        self._pass_on(turn, has_happened=has_happened)
+        turn.waits_for = ""
+
+    def _pass_on(self, turn: Turn | None, *, is_over: bool = False, has_happened: bool = True) -> None:
         """Give the turn to whose time comes first; return when it is this one's again."""
         self._check_going()
+        self._has_happened = has_happened
         following = self._next()
         if following is turn and turn is not None:
             self._current = turn
@@ -156,8 +218,11 @@ class Turns:
         (self._home if following is None else following._go).release()
         if is_over:
             return
-        (self._home if turn is None else turn._go).acquire()
-        if turn is not None:
+        if turn is None:
+            while not self._home.acquire(timeout=_INTERRUPTED_AFTER_S):
+                pass
+        else:
+            turn._go.acquire()
             self._check_going()
 
     def _check_going(self) -> None:
@@ -166,16 +231,19 @@ class Turns:
 
     def _next(self) -> Turn | None:
         """Whose time comes first, and that time; None when all are over, or nothing can happen any more."""
-        while self._heap:
+        while self._heap or (self._looking and self._has_happened):
+            if self._looking and self._has_happened:
+                self._let_look()
             at_s, _, entry, who = heapq.heappop(self._heap)
             if not isinstance(who, Turn):
                 self.now_s = at_s
+                self._has_happened = True
                 try:
                     who()
                 except BaseException as error:  # noqa: BLE001 - it belongs to no thread
                     self._failure = error
                     return None
-            elif entry == who._entry and not who.is_over:
+            elif not self._is_stale(entry, who):
                 self.now_s = at_s
                 return who
         stuck = [turn for turn in self.turns if not turn.is_over]
@@ -187,6 +255,13 @@ class Turns:
                 cause="they wait for each other, or for one that is over.",
             )
         return None
+
+    def _let_look(self) -> None:
+        """Those that wait for anything, once all is done that is to be done at this time."""
+        if not self._heap or self._heap[0][0] > self.now_s:
+            looking, self._looking, self._has_happened = self._looking, [], False
+            for turn in looking:
+                self._queue(self.now_s, turn)
 
 
 class _TurnClock:

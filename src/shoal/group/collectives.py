@@ -13,7 +13,7 @@ from shoal.core import PeerLost, UsageError
 from shoal.group.base import Handle, Reduction
 from shoal.group.between import ABSENT, Action, Arrived, Conversation, Words, gone_from
 from shoal.group.engine import Span, is_overlapping
-from shoal.group.kernels import mix_into
+from shoal.group.kernels import add_differences, mix_into
 from shoal.group.lane import FREE, Step, Steps
 from shoal.group.mesh import MeshHandle
 from shoal.group.solo import SoloGroup
@@ -202,6 +202,8 @@ class Collectives:
             parts.append((theirs, sources[rank] * float(heard[:8].view(torch.float64))))
         if inside is None:
             mix_into(mixed, own, weights.own + kept, parts)
+        elif weights.is_difference:
+            add_differences(mixed, own, parts)
         else:
             if kept:
                 parts.append((own, kept))
@@ -265,7 +267,10 @@ class Collectives:
             return {place: factor for place, factor in placed if place is not None}
 
         sends = None if weights.destinations is None else by_place(weights.destinations)
-        return Weights(weights.own, by_place(weights.sources), sends)
+        inside = by_place(weights.sources)
+        # differences from oneself: those from members elsewhere are added when they have come
+        own = -sum(inside.values()) if weights.is_difference else weights.own
+        return Weights(own, inside, sends)
 
     def _send_to(
         self,

@@ -6,6 +6,7 @@ The file is long because it is one operation after another, each of a few lines.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -42,6 +43,8 @@ from shoal.transport.conditions.faulty_links import Effects, effects_on
 T = TypeVar("T")
 
 _WHAT = "The fault script of a group"
+_MOMENT_S = 1e-6
+"""By which a change of the script is surely past."""
 
 
 class Faulty(GroupWrapper):
@@ -49,14 +52,16 @@ class Faulty(GroupWrapper):
 
     A script calls workers `rank:0`, `rank:1`, …, or all of a machine `machine:0`. `at_s` counts from the
     construction, `at_step` the operations with a handle that this worker has issued before. Faults take
-    hold when an operation is issued or waited for, and in `progress`.
+    hold when an operation is issued or waited for, and in `progress`; they are looked at again while a window
+    is waited for.
 
     kill        SIGKILL to oneself
     pause       with `for_s` the caller's thread sleeps, so the others wait; without it SIGSTOP to oneself, so
                 the others find it silent until somebody continues it
-    slow        the worker's own time between operations lasts `factor` times as long
+    slow        the worker's own time between calls of the group lasts `factor` times as long
     partition   an exchange goes on without the peers beyond, a fetch or read brings None, a write into their
-                windows does nothing, their mutex raises PeerLost; an operation that needs everybody takes
+                windows does nothing, and a window whose sources are all beyond is not waited for without a
+                deadline; their mutex raises PeerLost; an operation that needs everybody takes
                 place (nobody hangs) but raises PeerLost, unless the group `should_survive`, and leaves its
                 tensor as it was
     drop        the same for single messages; `probability` is that of each peer's in each operation. Of
@@ -65,6 +70,7 @@ class Faulty(GroupWrapper):
 
     Other kinds need a network: UsageError. `end` is called instead of both signals where it is given.
     Of a group whose first members are servers, `first_rank` is the one that a script calls `rank:0`.
+    Without `should_stretch` nobody is slow by itself: whoever makes its time pass asks for its `slowness`.
     """
 
     def __init__(
@@ -76,17 +82,20 @@ class Faulty(GroupWrapper):
         sleeper: Sleeper | None = None,
         end: Callable[[], None] | None = None,
         first_rank: int = 0,
+        should_stretch: bool = True,
     ) -> None:
         super().__init__(inner)
         script = script if isinstance(script, FaultScript) else FaultScript.load(script)
         self._first_rank = first_rank
         _check(script, inner, first_rank)
         self._sleeper = sleeper or Sleeper()
+        self._script, self._seed = script, seed
         self._schedule = Schedule(script, seed)
         self._end = end or partial(_signal_oneself, signal.SIGKILL)
         self._stop = end or partial(_signal_oneself, signal.SIGSTOP)
         self._started_s = self._sleeper.clock.now_s()
-        self._spans = _Spans(self._started_s)
+        self._returned_s = self._started_s
+        """Since when the worker has been on its own."""
         self._step = -1
         self._names = [self._names_of(rank) for rank in range(inner.size)]
         self._effects = [Effects()] * inner.size
@@ -94,11 +103,30 @@ class Faulty(GroupWrapper):
         self._reverse = [Effects()] * inner.size
         """On what goes to each rank."""
         self._stopped: list[Event] = []
+        self._should_stretch = should_stretch
         self._draws = [Draws(seed, "group", str(rank), str(inner.rank)) for rank in range(inner.size)]
 
-    def share_time_with(self, other: Faulty) -> None:
-        """Both are of one worker: its own time is what passes outside of operations of either."""
-        self._spans = other._spans
+    def hold(self) -> None:
+        """Nothing of the script happens until `restart`."""
+        self._schedule = Schedule(FaultScript(), self._seed)
+
+    def restart(self) -> None:
+        """Have the script begin now: times and steps count from here."""
+        self._started_s = self._sleeper.clock.now_s()
+        self._step = -1
+        self._schedule = Schedule(self._script, self._seed)
+        self._effects = self._reverse = [Effects()] * self.size
+        self._stopped = []
+
+    @property
+    def slowness(self) -> float:
+        """How many times as long as without faults this worker's own time lasts now."""
+        slowness = 1.0
+        self._advance()
+        for event in self._schedule.events:
+            if event.is_active and isinstance(event.fault, Slow) and event.concerns(self._names[self.rank]):
+                slowness *= event.fault.factor
+        return slowness
 
     # --- operations that need everybody ---
 
@@ -196,12 +224,14 @@ class Faulty(GroupWrapper):
     ) -> Window:
         """One of the inner group, whose writes go wrong."""
         inner = self.inner.window(name, num_elements, dtype, sources=sources)
-        return FaultyWindow(inner, self.inner, self._issue_write, self._call, self._arriving)
+        heard = self._others() if sources is None else list(sources)
+        wait = partial(self._wait_for_writes, inner, heard)
+        return FaultyWindow(inner, self.inner, self._issue_write, self._arriving, wait)
 
     def progress(self) -> None:
         """Of the inner group's operations and of the script."""
-        self._turn()
-        super().progress()
+        with self._being_called():
+            super().progress()
 
     # --- what holds now ---
 
@@ -209,24 +239,39 @@ class Faulty(GroupWrapper):
         """Before each operation."""
         self._step += 1
         self._turn()
-        slowness = 1.0
-        for event in self._schedule.events:
-            if event.is_active and isinstance(event.fault, Slow) and event.concerns(self._names[self.rank]):
-                slowness *= event.fault.factor
-        work_s = self._sleeper.clock.now_s() - self._spans.returned_s
-        if slowness > 1 and work_s > 0:
-            self._sleeper.sleep((slowness - 1) * work_s)
+        self._stretch()
+
+    @contextlib.contextmanager
+    def _being_called(self) -> Iterator[None]:
+        """What the worker has done on its own ends, and begins again after the block."""
+        self._turn()
+        self._stretch()
+        try:
+            yield
+        finally:
+            self._returned_s = self._sleeper.clock.now_s()
+
+    def _stretch(self) -> None:
+        """Make what the worker has done on its own last longer, if it is slow."""
+        if self._should_stretch:
+            extra_s = (self.slowness - 1) * (self._sleeper.clock.now_s() - self._returned_s)
+            if extra_s > 0:
+                self._sleeper.sleep(extra_s)
 
     def _turn(self) -> None:
+        now_s = self._advance()
+        for event in self._schedule.events:
+            if event.is_active and event.concerns(self._names[self.rank]):
+                self._suffer(event, now_s)
+
+    def _advance(self) -> float:
+        """Since the start."""
         now_s = self._sleeper.clock.now_s() - self._started_s
-        own = self._names[self.rank]
         if self._schedule.advance(now_s, self._step):
-            events = self._schedule.events
+            events, own = self._schedule.events, self._names[self.rank]
             self._effects = [effects_on(events, names, own, self._started_s) for names in self._names]
             self._reverse = [effects_on(events, own, names, self._started_s) for names in self._names]
-        for event in self._schedule.events:
-            if event.is_active and event.concerns(own):
-                self._suffer(event, now_s)
+        return now_s
 
     def _suffer(self, event: Event, now_s: float) -> None:
         if isinstance(event.fault, Kill):
@@ -252,12 +297,30 @@ class Faulty(GroupWrapper):
             return tensor
         effects = self._reverse[to]
         if effects.is_cut or (not is_sent_again and self._happens(to, 1 - effects.passes)):
-            self._spans.returned_s = self._sleeper.clock.now_s()
+            self._returned_s = self._sleeper.clock.now_s()
             return None
         if self._happens(to, 1 - effects.is_right):
             tensor = tensor.detach().clone()
             damage(tensor, self._draws[to])
         return tensor
+
+    def _wait_for_writes(
+        self, window: Window, sources: Sequence[int], deadline: Deadline | None
+    ) -> Sequence[int]:
+        with self._being_called():
+            while deadline is None:
+                members = self._others()
+                there = [rank for rank in sources if rank in members]
+                if not there or all(self._effects[rank].is_cut for rank in there):
+                    return window.filled()
+                left_s = self._schedule.next_change_s + self._started_s - self._sleeper.clock.now_s()
+                if left_s == math.inf:
+                    break
+                filled = window.wait(Deadline.after(left_s + _MOMENT_S))
+                if filled:
+                    return filled
+                self._turn()
+            return window.wait(deadline)
 
     def _issue_write(self, operation: Operation, start: Callable[[], Handle[None]]) -> Handle[None]:
         return self._handle(start(), lambda nothing: nothing)
@@ -295,7 +358,7 @@ class Faulty(GroupWrapper):
         return self._handle(start(), finish)
 
     def _handle(self, inner: Handle[T], finish: Callable[[T], T]) -> Handle[T]:
-        self._spans.returned_s = self._sleeper.clock.now_s()
+        self._returned_s = self._sleeper.clock.now_s()
         return _FaultyHandle(inner, self, finish)
 
     def _check_reached(self, cut: Sequence[int], _: object = None) -> None:
@@ -315,13 +378,6 @@ class Faulty(GroupWrapper):
         return tuple(name for peer in peers for name in self._schedule.names_of(peer, None))
 
 
-class _Spans:
-    """Since when a worker has been on its own."""
-
-    def __init__(self, returned_s: float) -> None:
-        self.returned_s = returned_s
-
-
 class _FaultyHandle(Handle[T]):
     """An operation that ends as the script wants it."""
 
@@ -334,14 +390,16 @@ class _FaultyHandle(Handle[T]):
     def wait(self, deadline: Deadline | None = None) -> T:
         """The inner handle's result, damaged or lost."""
         if not self._result:
-            self._group._turn()
-            self._result.append(self._finish(self._inner.wait(deadline)))
-            self._group._spans.returned_s = self._group._sleeper.clock.now_s()
+            with self._group._being_called():
+                self._result.append(self._finish(self._inner.wait(deadline)))
         return self._result[0]
 
     def is_done(self) -> bool:
         """As the inner handle's."""
-        return self._inner.is_done()
+        if self._result:
+            return True
+        with self._group._being_called():
+            return self._inner.is_done()
 
 
 def _signal_oneself(number: signal.Signals) -> None:

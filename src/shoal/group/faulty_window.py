@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
+from shoal.core import Deadline
 from shoal.group.base import Done, Group, Handle, Window
-from shoal.group.wrapped_window import Call, Issue, WrappedWindow
+from shoal.group.operations import Operation
+from shoal.group.wrapped_window import Issue, WrappedWindow
 
 Meddle = Callable[[int, torch.Tensor, bool], torch.Tensor | None]
 """What arrives of a tensor that is written to a rank, None for nothing; whether it would be sent again."""
 
 
-class FaultyWindow(WrappedWindow):
-    """Does what `inner` does with what `meddle` leaves of a write."""
+Listen = Callable[[Deadline | None], Sequence[int]]
+"""Waits as a window does."""
 
-    def __init__(self, inner: Window, group: Group, issue: Issue, call: Call, meddle: Meddle) -> None:
-        super().__init__(inner, group, issue, call)
+
+class FaultyWindow(WrappedWindow):
+    """Does what `inner` does with what `meddle` leaves of a write; `listen` waits for others'."""
+
+    def __init__(self, inner: Window, group: Group, issue: Issue, meddle: Meddle, listen: Listen) -> None:
+        super().__init__(inner, group, issue, _at_once)
         self._meddle = meddle
+        self._listen = listen
+
+    def wait(self, deadline: Deadline | None = None) -> Sequence[int]:
+        """Not for those beyond a partition, unless there is a deadline."""
+        return self._listen(deadline)
 
     def put(
         self, to: int, tensor: torch.Tensor, *, weight: float = 1.0, mass: float = 0.0, note: bytes = b""
@@ -49,3 +60,7 @@ class FaultyWindow(WrappedWindow):
     ) -> Handle[None]:
         arriving = self._meddle(to, tensor, is_sent_again)
         return Done(None) if arriving is None else write(to, arriving)
+
+
+def _at_once(operation: Operation, act: Callable[[], Sequence[int]]) -> Sequence[int]:
+    return act()

@@ -6,7 +6,7 @@ pieces that stay in the processor's cache between the steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -16,6 +16,8 @@ from shoal.group.base import Reduction
 _PIECE_BYTES = 1 << 18
 OPS: tuple[Reduction, ...] = ("sum", "mean", "min", "max")
 _HALF = (torch.float16, torch.bfloat16)
+_NOTHING = 1e-9
+"""Of weights: what a sum of them misses by rounding."""
 
 
 def check_reduction(tensor: torch.Tensor, op: Reduction) -> None:
@@ -74,14 +76,45 @@ def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Reduction)
 def mix_into(
     out: torch.Tensor, own: torch.Tensor, own_weight: float, sources: Sequence[tuple[torch.Tensor, float]]
 ) -> None:
-    """`own · own_weight + Σ source · weight`; `out` may be `own` itself."""
-    if len(sources) == 1 and own_weight + sources[0][1] == 1.0:
+    """`own · own_weight + Σ source · weight`; `out` may be `own` itself.
+
+    Weights that sum to zero are those of differences, `Σ (source − own) · weight`: taken first, so that two
+    workers get the same of each other but for the sign, and nothing where all are equal.
+    """
+    rest = own_weight + sum(weight for _, weight in sources)
+    if len(sources) == 1 and rest == 1.0:
         torch.lerp(own, sources[0][0], sources[0][1], out=out)
         return
-    piece = 4 * _PIECE_BYTES // out.element_size()
-    for start in range(0, out.numel(), piece):
-        part = slice(start, start + piece)
-        _mix_piece(out[part], own[part], own_weight, [(source[part], weight) for source, weight in sources])
+    is_difference = own_weight < 0 and abs(rest) < _NOTHING
+    for part in _pieces(out):
+        parts = [(source[part], weight) for source, weight in sources]
+        if is_difference:
+            out[part].copy_(_differences(own[part], parts))
+        else:
+            _mix_piece(out[part], own[part], own_weight, parts)
+
+
+def add_differences(
+    out: torch.Tensor, own: torch.Tensor, sources: Sequence[tuple[torch.Tensor, float]]
+) -> None:
+    """`out + Σ (source − own) · weight`; `out` may be `own` itself. Where all are equal, it stays."""
+    for part in _pieces(out):
+        out[part].add_(_differences(own[part], [(source[part], weight) for source, weight in sources]))
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[slice]:
+    piece = 4 * _PIECE_BYTES // tensor.element_size()
+    for start in range(0, tensor.numel(), piece):
+        yield slice(start, start + piece)
+
+
+def _differences(own: torch.Tensor, sources: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor:
+    """In single precision at least."""
+    wide = own.float() if own.dtype in _HALF else own
+    total = torch.zeros_like(wide)
+    for source, weight in sources:
+        total.add_(source - wide, alpha=weight)
+    return total
 
 
 def _mix_piece(

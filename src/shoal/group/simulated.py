@@ -9,7 +9,7 @@ into windows is `simulated_window`'s.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
@@ -24,7 +24,7 @@ from shoal.group.operations import Operation
 from shoal.group.simulated_hub import Gathering, Hub, Pending, raising
 from shoal.group.simulated_mutex import hold
 from shoal.group.simulated_publishing import Publication, fetch, publication, read
-from shoal.group.simulated_times import ring_ends_s
+from shoal.group.simulated_times import Ring
 from shoal.group.simulated_window import SimulatedWindow
 from shoal.topology import Weights
 from shoal.transport.networks.pipes import Passage
@@ -95,21 +95,19 @@ class SimulatedGroup(Group):
         self._count(operations.all_reduce(self, tensor))
         gathering, handle = self._come(f"all_reduce ({op}) of {_shape(tensor)}", tensor, _copy(tensor))
 
+        gathering.waiting[self.rank] = partial(self._reduced, gathering, handle, tensor)
+        if gathering.ring is None:
+            gathering.ring = self._ring(gathering, self._hub.present, tensor)
+
         def attempt() -> bool:
             if not self._is_settled(gathering, handle):
                 return False
-            if handle.is_resolved:
-                return True
-            if gathering.ends_s is None:
-                arrived_s = dict(sorted(gathering.arrived_s.items()))
-                gathering.ends_s = ring_ends_s(self._hub.links, arrived_s, tensor.nbytes)
-                gathering.result = torch.empty_like(gathering.brought[self.rank])
-                reduce_into(gathering.result, [gathering.brought[rank] for rank in arrived_s], op)
-            take = partial(_store, tensor, gathering.result)
-            handle.resolve(gathering.ends_s[self.rank], take, gathering.last_of(gathering.arrived_s))
+            if gathering.result is None and not handle.is_resolved:
+                self._reduce(gathering, tensor, op)
             return True
 
         gathering.settle(self.rank, self._hub.present, attempt)
+        gathering.ring.begin(self.rank, self._hub.turns.now_s)
         return handle
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
@@ -268,7 +266,8 @@ class SimulatedGroup(Group):
     # --- its life ---
 
     def progress(self) -> None:
-        """Nothing: time does it."""
+        """Time does it."""
+        self._hub.turns.current.poll(_never, "progress")
 
     def leave(self) -> None:
         """Others go on without this one from now on."""
@@ -285,7 +284,7 @@ class SimulatedGroup(Group):
         """The others find this one lost."""
         if not self._has_left:
             self._has_left = True
-            self._hub.lose(self.rank, "its worker ended without leaving")
+            self._hub.lose(self.rank, "its worker ended without leaving", self._hub.turns.clock.now_s())
 
     # --- how operations meet ---
 
@@ -307,6 +306,29 @@ class SimulatedGroup(Group):
             self._under_way.append((memory, handle))
         gathering.arrive(self.rank, kind, brought)
         return gathering, handle
+
+    def _ring(self, gathering: Gathering[Any], ranks: Iterable[int], tensor: torch.Tensor) -> Ring:
+        def over(rank: int, at_s: float) -> None:
+            gathering.waiting[rank](at_s)
+
+        hub = self._hub
+        return Ring(hub.links, hub.turns.call_at, sorted(ranks), tensor.nbytes, over)
+
+    def _reduce(self, gathering: Gathering[Any], tensor: torch.Tensor, op: Reduction) -> None:
+        """All are there; where one has gone before it came, the others begin again, now."""
+        ranks = sorted(gathering.arrived_s)
+        gathering.result = torch.empty_like(gathering.brought[self.rank])
+        reduce_into(gathering.result, [gathering.brought[rank] for rank in ranks], op)
+        if gathering.ring is None or gathering.ring.ranks != tuple(ranks):
+            gathering.ring = self._ring(gathering, ranks, tensor)
+            for rank in ranks:
+                gathering.ring.begin(rank, self._hub.turns.now_s)
+
+    def _reduced(
+        self, gathering: Gathering[Any], handle: Pending[Any], tensor: torch.Tensor, at_s: float
+    ) -> None:
+        take = partial(_take_sum, gathering, tensor)
+        handle.resolve(at_s, take, gathering.last_of(gathering.arrived_s))
 
     def _meet(self, gathering: Gathering[Any], handle: Pending[T], take: Callable[[], T]) -> Handle[T]:
         """Over when what everybody has sent has come."""
@@ -433,6 +455,14 @@ def _store(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         tensor.copy_(values)
     return tensor
+
+
+def _take_sum(gathering: Gathering[Any], tensor: torch.Tensor) -> torch.Tensor:
+    return _store(tensor, gathering.result)
+
+
+def _never() -> bool:
+    return False
 
 
 def _shape(tensor: torch.Tensor) -> str:

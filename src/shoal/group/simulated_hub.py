@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from shoal.core import Address, Deadline, DeadlineExceeded, ShoalError, UsageError
 from shoal.core.turns import Turn, Turns
 from shoal.group.base import Handle, Loss
-from shoal.group.simulated_times import Links
+from shoal.group.simulated_times import Links, Ring
 from shoal.transport import Conditions
 
 T = TypeVar("T")
@@ -33,7 +33,11 @@ class Pending(Handle[T]):
         self._due_s = math.inf
         self._take: Callable[[], T] | None = None
         self._result: list[T] = []
+        self._error: ShoalError | None = None
         self._waiter: Turn | None = None
+        self._until_s = math.inf
+        self._is_announced = False
+        """Whether its end is something that happens, for one that only looks."""
         self._blamed: tuple[int, float] | None = None
 
     @property
@@ -43,25 +47,27 @@ class Pending(Handle[T]):
 
     @property
     def is_taken(self) -> bool:
-        """Whether somebody has the result."""
-        return bool(self._result)
+        """Whether somebody has the result, or the error."""
+        return bool(self._result) or self._error is not None
 
     def resolve(self, due_s: float, take: Callable[[], T], blamed: tuple[int, float] | None = None) -> None:
         """It is over at `due_s`; `blamed` is who came last, and when."""
         if self._take is None:
             self._due_s, self._take, self._blamed = due_s, take, blamed
             if self._waiter is not None:
-                self._waiter.wake(due_s)
+                self._waiter.wake(min(due_s, self._until_s))
 
     def wait(self, deadline: Deadline | None = None) -> T:
         """In virtual time."""
         if self._result:
             return self._result[0]
+        if self._error is not None:
+            raise self._error
         turn = self._hub.turns.current
         turn.look_up()
         began_s = turn.now_s
         until_s = math.inf if deadline is None else began_s + deadline.remaining_s
-        self._waiter = turn
+        self._waiter, self._until_s = turn, until_s
         try:
             while (self._take is None or self._due_s > turn.now_s) and turn.now_s < until_s:
                 turn.park(self._what, min(self._due_s, until_s))
@@ -78,13 +84,24 @@ class Pending(Handle[T]):
 
     def is_done(self) -> bool:
         """At this worker's own time."""
-        if self._result:
-            return True
-        self._hub.turns.current.look_up()
-        return self._take is not None and self._due_s <= self._hub.turns.now_s
+        return self.is_taken or self._hub.turns.current.poll(self._is_due, self._what)
+
+    def _is_due(self) -> bool:
+        if self._take is None:
+            return False
+        turns = self._hub.turns
+        is_due = self._due_s <= turns.now_s
+        if not is_due and not self._is_announced:
+            self._is_announced = True
+            turns.call_at(self._due_s, _nothing)
+        return is_due
 
     def _finish(self, take: Callable[[], T]) -> T:
-        self._result.append(take())
+        try:
+            self._result.append(take())
+        except ShoalError as error:
+            self._error = error
+            raise
         return self._result[0]
 
 
@@ -94,8 +111,9 @@ class Gathering(Generic[T]):
     def __init__(self, hub: Hub, number: int) -> None:
         self._hub = hub
         self._number = number
-        self.ends_s: dict[int, float] | None = None
-        """Of an operation whose end is reckoned for all at once."""
+        self.ring: Ring | None = None
+        self.waiting: dict[int, Callable[[float], None]] = {}
+        """Of a ring: who is told when it is over for a rank."""
         self.result: Any = None
         self.arrived_s: dict[int, float] = {}
         self.brought: dict[int, Any] = {}
@@ -152,6 +170,9 @@ class Gathering(Generic[T]):
 
     def look(self) -> None:
         """Somebody is gone, or has called something else: try all that wait."""
+        for missing in self._missing.values():
+            for rank in [each for each in missing if each not in self._hub.present]:
+                del missing[rank]
         for rank in list(self._attempts):
             self._try(rank)
         self._forget()
@@ -196,15 +217,15 @@ class Hub:
         """In order."""
         self._gone(rank)
 
-    def lose(self, rank: int, reason: str) -> None:
-        """The others notice a moment later."""
+    def lose(self, rank: int, reason: str, at_s: float) -> None:
+        """It ends at a time, and the others notice a moment later."""
 
         def notice() -> None:
             if rank in self.present:
                 self.lost[rank] = Loss(rank, reason)
                 self._gone(rank)
 
-        self.turns.call_at(self.turns.now_s + NOTICED_AFTER_S, notice)
+        self.turns.call_at(at_s + NOTICED_AFTER_S, notice)
 
     def _gone(self, rank: int) -> None:
         if rank not in self.present:
@@ -222,6 +243,10 @@ class Hub:
             now_s if source == target else self.links.carry(source, target, now_s, size_bytes).arrives_at_s
         )
         self.turns.call_at(arrives_s, lambda: deliver(arrives_s))
+
+
+def _nothing() -> None:
+    pass
 
 
 def raising(error: ShoalError) -> Callable[[], Any]:

@@ -33,7 +33,7 @@ class SimulatedWindow(WritingWindow):
         self._waiter: Turn | None = None
         self._is_open = True
         hub.windows[rank, name] = self
-        hub.on_change(self._rouse)
+        hub.on_change(self._somebody_is_gone)
 
     def write(self, to: int, write: Write) -> Handle[None]:
         """Over when it is in the slot; at once for one that is gone."""
@@ -93,13 +93,15 @@ class SimulatedWindow(WritingWindow):
     def filled(self) -> Sequence[int]:
         """At this worker's own time."""
         self._check_open()
-        self._hub.turns.current.look_up()
-        return [source for source, slot in sorted(self._slots.items()) if slot.num_writes]
+        self._hub.turns.current.poll(lambda: bool(self._filled()), f"writes into window {self.name!r}")
+        return self._filled()
 
     def wait(self, deadline: Deadline | None = None) -> Sequence[int]:
         """In virtual time."""
+        self._check_open()
         turn = self._hub.turns.current
-        filled = self.filled()
+        turn.look_up()
+        filled = self._filled()
         began_s = turn.now_s
         until_s = math.inf if deadline is None else turn.now_s + deadline.remaining_s
         while not filled and turn.now_s < until_s:
@@ -108,7 +110,7 @@ class SimulatedWindow(WritingWindow):
             self._waiter = turn
             turn.park(f"writes into window {self.name!r}", until_s)
             self._waiter = None
-            filled = self.filled()
+            filled = self._filled()
         for source in filled[:1]:
             waited_s = self._slots[source].sent_s - began_s
             self._hub.waited_s[self._rank][source] += max(0.0, waited_s)
@@ -119,12 +121,27 @@ class SimulatedWindow(WritingWindow):
         self._is_open = False
         if self._hub.windows.get((self._rank, self.name)) is self:
             del self._hub.windows[self._rank, self.name]
+        self._drop()
 
     def _receive(self, source: int, write: Write, handle: Pending[None]) -> None:
         slot = self._slots[source]
         slot.queue.append((write, handle))
         slot.settle(self._hub.turns.now_s)
         self._rouse()
+
+    def _filled(self) -> list[int]:
+        return [source for source, slot in sorted(self._slots.items()) if slot.num_writes]
+
+    def _somebody_is_gone(self) -> None:
+        if self._rank not in self._hub.present:
+            self._drop()
+        self._rouse()
+
+    def _drop(self) -> None:
+        """What has come and is not written never will be: nobody waits for it."""
+        for slot in self._slots.values():
+            while slot.queue:
+                slot.queue.pop(0)[1].resolve(self._hub.turns.now_s, lambda: None)
 
     def _rouse(self) -> None:
         if self._waiter is not None:

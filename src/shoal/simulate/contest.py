@@ -7,12 +7,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from shoal.core import UsageError
+from shoal.core import ShoalError, UsageError
+from shoal.group.faulty import Faulty
 from shoal.simulate.course import course_of
 from shoal.simulate.exact import Worker, run_exact
 from shoal.simulate.job import Job, WorkerLog
 from shoal.simulate.record import CourseRecord
-from shoal.simulate.stacked import run_stacked
+from shoal.simulate.stacked import refuse_unfit, run_stacked
 from shoal.simulate.task import Task
 from shoal.simulate.tasks import make_task
 from shoal.simulate.training import Trainer, serve
@@ -51,17 +52,72 @@ def run_job(job: Job, world: World, executor: Executor = "exact") -> CourseRecor
             next_step="give both as many.",
         )
     task = make_task(job)
-    return course_of(task, run_stacked(job, world) if executor == "stacked" else run_workers(task, world))
+    if executor == "exact":
+        ran = run_workers(task, world)
+        return course_of(task, ran.logs, ran.served, ran.broken)
+    refuse_unfit(job, world)
+    try:
+        logs = run_stacked(job, world)
+    except UsageError as error:
+        return CourseRecord(job=job, moments=[], error=_first_line(error))
+    return course_of(task, logs)
 
 
-def run_workers(task: Task, world: World) -> list[WorkerLog]:
-    """What workers tell, each of which has a thread of its own."""
+class Ran(msgspec.Struct, frozen=True):
+    """What the members of a world tell."""
+
+    logs: list[WorkerLog]
+    """By rank."""
+    served: dict[int, int] = {}
+    """The staleness that the first server has counted of all workers' pushes."""
+    broken: str = ""
+    """Why nobody could go on."""
+
+
+def run_workers(task: Task, world: World) -> Ran:
+    """A job whose workers have a thread each; one in which all wait for each other is a result too."""
     trainers = [Trainer(task, rank) for rank in range(world.num_workers)]
+    logs = [trainer.log for trainer in trainers]
+    start = _Start(world.num_workers)
 
-    def work(worker: Worker) -> None:
-        trainers[worker.rank].train(worker.group, worker.clock, worker.charged)
+    def live(worker: Worker) -> dict[int, int]:
+        if worker.group.role == "server":
+            return serve(task, worker.group)
+        start.await_with(worker.scripts)
+        trainers[worker.rank].train(worker.group, worker.clock, worker.charged, start.begin)
+        return {}
 
-    for outcome in run_exact(world, work, lambda worker: serve(task, worker.group)):
+    try:
+        outcomes = run_exact(world, live)
+    except ShoalError as error:
+        return Ran(logs, broken=_first_line(error))
+    for outcome in outcomes:
         if outcome.role == "worker" and outcome.error is not None:
-            trainers[outcome.rank].log.ended = str(outcome.error).splitlines()[0]
-    return [trainer.log for trainer in trainers]
+            logs[outcome.rank].ended = _first_line(outcome.error)
+    counted = [outcome.value for outcome in outcomes if outcome.role == "server" and outcome.value]
+    return Ran(logs, counted[0] if counted else {})
+
+
+class _Start:
+    """Faults count from when the last worker begins its first step, as the seconds of a course do."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_awaited = num_workers
+        self._scripts: list[Faulty] = []
+
+    def await_with(self, scripts: list[Faulty]) -> None:
+        """One worker gets ready: until all begin nothing happens to it."""
+        for script in scripts:
+            script.hold()
+        self._scripts += scripts
+
+    def begin(self) -> None:
+        """One worker begins."""
+        self._num_awaited -= 1
+        if self._num_awaited == 0:
+            for script in self._scripts:
+                script.restart()
+
+
+def _first_line(error: ShoalError) -> str:
+    return str(error).splitlines()[0]

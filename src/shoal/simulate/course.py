@@ -7,36 +7,39 @@ with the model that it had last.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from shoal.simulate.job import Snapshot, WorkerLog
-from shoal.simulate.record import CourseRecord, Moment
+from shoal.simulate.record import DIVERGED, CourseRecord, Moment
 from shoal.simulate.task import Score, Task
 from shoal.simulate.training import load_tensors
 
 
-def course_of(task: Task, logs: Sequence[WorkerLog]) -> CourseRecord:
-    """How the workers of a job went."""
+def course_of(
+    task: Task, logs: Sequence[WorkerLog], served: Mapping[int, int] | None = None, broken: str = ""
+) -> CourseRecord:
+    """How the workers of a job went.
+
+    `served` is the staleness that a server has counted, `broken` why all of them came to a standstill.
+    """
     examiner = _Examiner(task)
     moments: list[Moment] = []
-    error = _why_none(logs)
+    error = broken or _why_none(logs)
     for state in states_of(logs, task.job.eval_every):
         moment = examiner.judge(state)
         if moment is None:
-            error = f"it diverged: after {state.mean_step:.0f} steps the models were no longer finite."
+            error = f"{DIVERGED}: after {state.mean_step:.0f} steps the models were no longer finite."
             break
         moments.append(moment)
-    # who left last has heard of all pushes
-    served = max((log.served_staleness for log in logs), key=lambda counts: sum(counts.values()))
     return CourseRecord(
         job=task.job,
         moments=moments,
         waited_s=[log.waited_s for log in logs],
-        staleness=_added([*(log.staleness for log in logs), served]),
-        ended={log.rank: log.ended for log in logs if log.ended},
+        staleness=_added([*(log.staleness for log in logs), served or {}]),
+        ended={log.rank: log.ended for log in logs if log.ended and not _is_done(log, task.job.steps)},
         error=error,
     )
 
@@ -140,7 +143,12 @@ def _why_none(logs: Sequence[WorkerLog]) -> str:
     return next((log.ended for log in logs if log.ended), "no worker has begun.")
 
 
-def _added(counts: Sequence[dict[int, int]]) -> dict[int, int]:
+def _is_done(log: WorkerLog, steps: int) -> bool:
+    """Whether it did all its steps, whatever came after them."""
+    return bool(log.snapshots) and log.snapshots[-1].step == steps
+
+
+def _added(counts: Sequence[Mapping[int, int]]) -> dict[int, int]:
     total: dict[int, int] = {}
     for each in counts:
         for behind, count in each.items():

@@ -53,13 +53,16 @@ class Worker:
         self.rank = rank
         self.group = group
         self.clock = clock
+        self.scripts: list[Faulty] = []
+        """Of its faults, where the world has some; begun when its groups were made. They slow its work."""
         self._turn = turn
         self._costs = StepCosts(world, rank)
         self._forward_share = world.compute.forward_share
 
     def compute(self, seconds: float) -> None:
-        """Let time pass for this worker."""
-        self._turn.spend(seconds)
+        """Let time pass for this worker: more of it while a fault slows it."""
+        slowness = max((script.slowness for script in self.scripts), default=1.0)
+        self._turn.spend(slowness * seconds)
 
     @contextlib.contextmanager
     def charged(self, model: nn.Module) -> Iterator[None]:
@@ -120,6 +123,7 @@ def run_exact(
 
     def live(place: int, turn: Turn) -> None:
         rank = place - world.num_servers
+        scripts: list[Faulty] = []
         with contextlib.ExitStack() as stack:
             group: Group
             if rank >= 0:
@@ -127,15 +131,17 @@ def run_exact(
             else:
                 group = SoloGroup(world.patience)
             if world.faults is not None and rank >= 0:
-                group = faulty = _faulty(world, group, turns)
+                group = _faulty(world, group, turns)
+                scripts.append(group)
             if everybody is not None:
                 both: Group = SimulatedGroup(everybody, place, all_machines, world.patience)
                 if world.faults is not None and rank >= 0:
                     both = _faulty(world, both, turns, world.num_servers)
-                    both.share_time_with(faulty)
+                    scripts.append(both)
                 group = WithServers(group, both, world.num_servers)
             stack.enter_context(group)
             worker = Worker(rank if rank >= 0 else place, group, turn, turns.clock, world)
+            worker.scripts = scripts
             values[place] = (work if rank >= 0 or serve is None else serve)(worker)
 
     names = [
@@ -154,8 +160,15 @@ def run_exact(
 
 def _faulty(world: World, group: Group, turns: Turns, first_rank: int = 0) -> Faulty:
     assert world.faults is not None
-    sleeper = _VirtualSleeper(turns)
-    return Faulty(group, world.faults, seed=world.seed, sleeper=sleeper, end=_kill, first_rank=first_rank)
+    return Faulty(
+        group,
+        world.faults,
+        seed=world.seed,
+        sleeper=_VirtualSleeper(turns),
+        end=_kill,
+        first_rank=first_rank,
+        should_stretch=False,
+    )
 
 
 def _kill() -> None:

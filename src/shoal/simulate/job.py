@@ -59,8 +59,6 @@ class WorkerLog(msgspec.Struct, kw_only=True):
     """By rank; the last to arrive each time."""
     staleness: dict[int, int] = {}
     """Rounds by how far behind the model was that was mixed; of asynchronous strategies."""
-    served_staleness: dict[int, int] = {}
-    """What the first server had counted of all workers' pushes when this one took its leave."""
     ended: str = ""
     """Why it did not do all its steps; empty when it did."""
     ended_at_s: float | None = None

@@ -16,8 +16,9 @@ import torch
 
 from shoal.core import UsageError
 from shoal.data.seeds import mix
-from shoal.simulate.mixture_model import MixtureModel, StepGradients
+from shoal.simulate.mixture_model import MixtureModel
 from shoal.simulate.mixture_settings import MixtureSettings
+from shoal.simulate.mixture_steps import StepGradients
 from shoal.transport.conditions.distributions import Draws
 
 MEAN, DEVIATION = 0.1307, 0.3081

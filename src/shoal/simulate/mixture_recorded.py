@@ -65,7 +65,7 @@ class RecordedStep:
     def _record(self) -> Callable[[], Pass]:
         if self._x.device.type != "cuda":
             return self._pass
-        aside = torch.cuda.Stream()
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             for _ in range(_NUM_REHEARSALS):

@@ -22,11 +22,11 @@ EVALUATION_ROWS = 16_384
 """Rows of all experts of a layer that are evaluated at once, at most."""
 LOCKED_COMPUTE_MS = {"dmoe": 240.0, "large-ffn": 45.0}
 """An update's time in the saved runs, where one lock held all trainers: 64 experts a layer, and dense."""
-DEFAULT_COMPUTE_MS = {"dmoe": 2000.0, "large-ffn": 45.0}
-"""A trainer's own, without the lock: with delays of a second a third of a mixture's trainers have a gradient
-under way, and nearly all of a dense network's, whose saved run saw delays of 50 to 72 updates."""
-WINDOW = 1 / 4
-"""Of `compute_ms`: what happens in it happens at once."""
+DEFAULT_COMPUTE_MS = {"dmoe": 14_200.0, "large-ffn": 1_900.0}
+"""A trainer's own, without the lock: what one of the 64 of a saved run had between two of its updates, less a
+second on the network. 20,480 updates so take as long in virtual time as they took then: 81 and 15.5 minutes."""
+TRAINERS_AT_ONCE = 8
+"""That compute from the same parameters, on average, where no window is given."""
 
 _FLOAT_BYTES = 4
 _OVERHEAD_BYTES = 512 << 20
@@ -57,8 +57,8 @@ class MixtureSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     held for in each step; `DEFAULT_COMPUTE_MS` or `LOCKED_COMPUTE_MS` of the model without it."""
     window_ms: NotNegative | None = None
     """What happens within so long happens at once: gradients arrive, and an expert makes one update of its
-    own; then trainers compute together. A quarter of `compute_ms` without it; 0 is one after another, twice
-    as slow, as the faithful original always does it."""
+    own; then trainers compute together. Without it so long that about `TRAINERS_AT_ONCE` do, and half of
+    `compute_ms` at most; 0, as without a delay and always where it is faithful, is one after another."""
     failure_rate: Share = 0.0
     """How often an expert does not answer a sample; the next best takes its place."""
     backward_failure_rate: Share = 0.0
@@ -124,7 +124,10 @@ class MixtureSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     @property
     def window_s(self) -> float:
         """In which trainers compute as one."""
-        return self.compute_s * WINDOW if self.window_ms is None else self.window_ms / 1000
+        if self.window_ms is not None or not self.delay_ms:
+            return (self.window_ms or 0.0) / 1000
+        cycle_s = self.compute_s + self.delay_ms / 1000
+        return min(self.compute_s / 2, TRAINERS_AT_ONCE * cycle_s / self.num_trainers)
 
     @property
     def inputs_an_update(self) -> int:

@@ -9,6 +9,9 @@ import msgspec
 from shoal.simulate.job import Job
 from shoal.simulate.task_facts import facts_of
 
+DIVERGED = "it diverged"
+"""How the error of a run begins whose models were no longer finite."""
+
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
     """All workers' models, at one time."""
@@ -38,7 +41,7 @@ class CourseRecord(msgspec.Struct, frozen=True, kw_only=True):
     waited_s: list[list[float]] = []
     """By rank, and by the rank that it waited for."""
     staleness: dict[int, int] = {}
-    """Of all workers: rounds by how far behind the model was; empty for synchronous strategies."""
+    """Of all workers: rounds by exactly how far behind the model was; empty for synchronous strategies."""
     ended: dict[int, str] = {}
     """Why ranks did not do all their steps."""
     error: str = ""
@@ -55,6 +58,16 @@ class CourseRecord(msgspec.Struct, frozen=True, kw_only=True):
         facts = facts_of(self.job.task)
         sign = 1.0 if facts.direction == "higher" else -1.0
         return max(self.moments, key=lambda moment: sign * moment.value, default=None)
+
+    @property
+    def has_ended_early(self) -> bool:
+        """Whether nobody did all its steps: what was at the end is then no result."""
+        return len(self.ended) == self.job.num_workers
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether its models were no longer finite."""
+        return self.error.startswith(DIVERGED)
 
     @property
     def mean_staleness(self) -> float | None:

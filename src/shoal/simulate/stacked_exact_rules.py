@@ -43,7 +43,7 @@ class TrackingRule(NeighborRule):
 
     def before_step(self, gradients: torch.Tensor) -> torch.Tensor:
         """The trackers, mixed."""
-        self._tracker = self._tracker - self._last + gradients
+        self._tracker = self._tracker + (gradients - self._last)
         self._last = gradients
         if self.is_round:
             self._tracker = self._exchange(self._mix(), self._tracker)
@@ -68,6 +68,10 @@ class CorrectedRule(NeighborRule):
         super().average_all()
         self._correction = self._correction - self._exchange(self._everybody, self._correction)
 
+    def _keep(self, correction: torch.Tensor) -> None:
+        """Without what rounding adds to their sum: products round otherwise than differences."""
+        self._correction = correction - correction.mean(0)
+
 
 class DiffusionRule(CorrectedRule):
     """Exact diffusion, and D² with other weights."""
@@ -77,7 +81,7 @@ class DiffusionRule(CorrectedRule):
         stepped = self._model.values.add_(self._correction, alpha=self._share)
         if self.is_round:
             self._model.values = self._exchange(self._mix(), stepped)
-            self._correction = self._correction + self._model.values - stepped
+            self._keep(self._correction + (self._model.values - stepped))
 
 
 class ExtraRule(CorrectedRule):
@@ -88,8 +92,8 @@ class ExtraRule(CorrectedRule):
         old = self._model.values
         gradients = super().before_step(gradients)
         is_mixed = self._model.values is not old
-        self._model.values = self._model.values - self._share * self._correction
+        mixed = self._model.values
+        self._model.values = mixed - self._share * self._correction
         if is_mixed:
-            kept = (1 - self._share / 2) * self._correction
-            self._correction = kept + (old - self._model.values) / 2
+            self._keep(self._correction + (old - mixed) / 2)
         return gradients

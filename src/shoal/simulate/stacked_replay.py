@@ -1,26 +1,30 @@
 """A tape in virtual time, one message after another: in the order in which the exact executor sends them.
 
 For links that queue, or draw a delay of their own for each message. Workers take turns as threads do in
-`core.turns`: whose time comes first, and of equal times the lower rank.
+`core.turns`: whose time comes first, and of equal times the lower rank. The hops of a ring are calls, which
+come before both.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from shoal.core import Address
-from shoal.group.simulated_times import Links, ring_ends_s
-from shoal.simulate.stacked_tape import Backward, Exchange, Forward, Issue, Mark, Ring, Tape, Wait
+from shoal.group.simulated_times import CallAt, Links, Over, Ring
+from shoal.simulate import stacked_tape
+from shoal.simulate.stacked_tape import Backward, Exchange, Forward, Issue, Mark, Tape, Wait
 from shoal.simulate.world import StepCosts, World
 from shoal.transport import Conditions
 from shoal.transport.networks.pipes import Passage
 
 Seconds: TypeAlias = npt.NDArray[np.float64]
+_CALL = -1
 
 
 def replay(tape: Tape, world: World, addresses: list[Address]) -> tuple[Seconds, Seconds]:
@@ -32,37 +36,42 @@ def replay(tape: Tape, world: World, addresses: list[Address]) -> tuple[Seconds,
 
 
 class _Meeting:
-    """One operation under way."""
+    """One operation under way; `known` is told for whom its end is known, and when that is."""
 
-    def __init__(self, links: Links, operation: Exchange | Ring) -> None:
+    def __init__(
+        self, links: Links, operation: Exchange | stacked_tape.Ring, call_at: CallAt, known: Over
+    ) -> None:
         self.due_s: dict[int, float] = {}
         """Of those whose end is known."""
         self.blamed: dict[int, tuple[int, float]] = {}
         self._links = links
         self._operation = operation
+        self._known = known
+        self._ring: Ring | None = None
+        if isinstance(operation, stacked_tape.Ring):
+            self._ring = Ring(links, call_at, range(operation.size), operation.size_bytes, self._over)
         self._arrived_s: dict[int, float] = {}
         self._places: dict[int, int] = {}
         """In the order of arrival."""
         self._passages: dict[int, dict[int, Passage]] = {}
         self._num_missing: dict[int, int] = {}
 
-    def arrive(self, rank: int, now_s: float) -> list[int]:
-        """One more is there; those whose end is known now."""
+    def arrive(self, rank: int, now_s: float) -> None:
+        """One more is there."""
         self._places[rank] = len(self._places)
         self._arrived_s[rank] = now_s
-        if isinstance(self._operation, Ring):
-            return self._reduce(self._operation)
-        return self._exchange(self._operation, rank, now_s)
+        if isinstance(self._operation, Exchange):
+            self._exchange(self._operation, rank, now_s)
+        elif self._ring is not None:
+            if len(self._arrived_s) == self._operation.size:
+                self.blamed = dict.fromkeys(self._arrived_s, self._last_of(self._arrived_s))
+            self._ring.begin(rank, now_s)
 
-    def _reduce(self, operation: Ring) -> list[int]:
-        if len(self._arrived_s) < operation.size:
-            return []
-        arrived_s = dict(sorted(self._arrived_s.items()))
-        self.due_s = ring_ends_s(self._links, arrived_s, operation.size_bytes)
-        self.blamed = dict.fromkeys(arrived_s, self._last_of(self._arrived_s))
-        return list(self._arrived_s)
+    def _over(self, rank: int, at_s: float) -> None:
+        self.due_s[rank] = at_s
+        self._known(rank, at_s)
 
-    def _exchange(self, operation: Exchange, rank: int, now_s: float) -> list[int]:
+    def _exchange(self, operation: Exchange, rank: int, now_s: float) -> None:
         edges, arrived_s = operation.edges, self._arrived_s
         size_bytes = int(operation.size_bytes[rank])
         self._passages[rank] = {
@@ -80,15 +89,14 @@ class _Meeting:
             ready.append(rank)
         for each in ready:
             self._finish(operation, each)
-        return ready
 
     def _finish(self, operation: Exchange, rank: int) -> None:
         sources = operation.edges.sources[rank]
         own_s = [passage.left_at_s for passage in self._passages[rank].values()]
         comes_s = [self._comes_s(operation, source, rank) for source in sources]
-        self.due_s[rank] = max(self._arrived_s[rank], *own_s, *comes_s, 0.0)
         if sources:
             self.blamed[rank] = self._last_of(self._arrived_s if operation.is_for_all else sources)
+        self._over(rank, max(self._arrived_s[rank], *own_s, *comes_s, 0.0))
 
     def _comes_s(self, operation: Exchange, source: int, rank: int) -> float:
         """One that its source did not reckon with is sent to after the others."""
@@ -116,7 +124,10 @@ class _Stage:
         self._costs = [StepCosts(world, rank) for rank in range(size)]
         self._meetings: dict[int, _Meeting] = {}
         self._num_through: dict[int, int] = {}
-        self._queue = [(0.0, rank) for rank in range(size)]
+        self._num_entries = 0
+        self._queue: list[tuple[float, int, int, Callable[[], None] | None]] = []
+        for rank in range(size):
+            self._push(0.0, rank)
         self._places = [0] * size
         self._num_marks = [0] * size
         self._spent_s = [0.0] * size
@@ -130,9 +141,19 @@ class _Stage:
     def run(self) -> None:
         """To the end of the tape."""
         while self._queue:
-            now_s, rank = heapq.heappop(self._queue)
+            now_s, rank, _, call = heapq.heappop(self._queue)
+            if call is not None:
+                call()
+                continue
             while self._act(rank, now_s):
                 self._places[rank] += 1
+
+    def _push(self, at_s: float, rank: int, call: Callable[[], None] | None = None) -> None:
+        self._num_entries += 1
+        heapq.heappush(self._queue, (at_s, rank, self._num_entries, call))
+
+    def _call_at(self, at_s: float, call: Callable[[], None]) -> None:
+        self._push(at_s, _CALL, call)
 
     def _act(self, rank: int, now_s: float) -> bool:
         """Do what comes next; False when it comes later, or there is nothing more."""
@@ -159,7 +180,7 @@ class _Stage:
         """Whether others come first, until this one's own time."""
         spent_s, self._spent_s[rank] = self._spent_s[rank], 0.0
         if spent_s > 0:
-            heapq.heappush(self._queue, (now_s + spent_s, rank))
+            self._push(now_s + spent_s, rank)
         return spent_s > 0
 
     def _mark(self, rank: int, now_s: float) -> None:
@@ -171,11 +192,16 @@ class _Stage:
     def _issue(self, rank: int, number: int, now_s: float) -> None:
         meeting = self._meetings.get(number)
         if meeting is None:
-            meeting = self._meetings[number] = _Meeting(self._links, self._tape.operations[number])
-        for each in meeting.arrive(rank, now_s):
-            if self._parked[each] == number:
-                self._parked[each] = None
-                heapq.heappush(self._queue, (max(meeting.due_s[each], now_s), each))
+            meeting = _Meeting(
+                self._links, self._tape.operations[number], self._call_at, partial(self._known, number)
+            )
+            self._meetings[number] = meeting
+        meeting.arrive(rank, now_s)
+
+    def _known(self, number: int, rank: int, at_s: float) -> None:
+        if self._parked[rank] == number:
+            self._parked[rank] = None
+            self._push(at_s, rank)
 
     def _wait(self, rank: int, number: int, now_s: float) -> bool:
         meeting = self._meetings[number]
@@ -187,7 +213,7 @@ class _Stage:
             self._parked[rank] = number
             return False
         if due_s > now_s:
-            heapq.heappush(self._queue, (due_s, rank))
+            self._push(due_s, rank)
             return False
         self._began_s[rank] = None
         blamed, came_s = meeting.blamed.get(rank, (rank, began_s))

@@ -52,7 +52,7 @@ FACTS: dict[str, TaskFacts] = {
         steps=200,
         eval_every=10,
         batch_size=1,
-        momentum=0.0,
+        momentum=0.3,
         learning_rates=(0.1, 0.2, 0.5, 1.0),
     ),
     "digits": TaskFacts(

@@ -29,6 +29,10 @@ _ONE_SIDED = ("fetch", "read")
 """What only the receiver counts."""
 
 
+def _nothing() -> None:
+    pass
+
+
 class Trainer:
     """A worker of a job; `log` has all that is known of it, also when it ends in the middle."""
 
@@ -36,14 +40,16 @@ class Trainer:
         self.log = WorkerLog(rank=rank, snapshots=[], waited_s=[])
         self._task = task
 
-    def train(self, group: Group, clock: Clock, charged: Charged) -> None:
+    def train(
+        self, group: Group, clock: Clock, charged: Charged, begin: Callable[[], None] = _nothing
+    ) -> None:
         """All steps of the job; an error of Shoal's ends them, and the others find this worker lost.
 
-        Collective: they begin together.
+        Collective: they begin together. `begin` is called right before the first step.
         """
         metered = Metered(group, clock)
         try:
-            self._train(metered, clock, charged)
+            self._train(metered, clock, charged, begin)
         except ShoalError as error:
             self.log.ended = str(error).splitlines()[0]
             group.abandon()
@@ -51,7 +57,7 @@ class Trainer:
             if not self._is_done:
                 self.log.ended_at_s = clock.now_s()
 
-    def _train(self, group: Metered, clock: Clock, charged: Charged) -> None:
+    def _train(self, group: Metered, clock: Clock, charged: Charged, begin: Callable[[], None]) -> None:
         job, log = self._task.job, self.log
         model, optimizer = beginner(self._task)
         batches = self._task.batches(log.rank)
@@ -61,6 +67,7 @@ class Trainer:
             group.reset()
             waited_before_s = list(group.waited_s)
             self._look(0, model, group, clock)
+            begin()
             for step in range(1, job.steps + 1):
                 inputs, labels = next(batches)
                 optimizer.zero_grad()
@@ -71,7 +78,6 @@ class Trainer:
                     log.waited_s = [now_s - before_s for now_s, before_s in pairs]
                     log.staleness = staleness_of(strategy)
                     self._look(step, model, group, clock)
-        log.served_staleness = _counted_by_server(strategy)
 
     def _look(self, step: int, model: nn.Module, group: Metered, clock: Clock) -> None:
         traffic = group.totals()
@@ -90,11 +96,12 @@ class Trainer:
         return bool(self.log.snapshots) and self.log.snapshots[-1].step == self._task.job.steps
 
 
-def serve(task: Task, group: Group) -> None:
-    """What a parameter server does until all workers are done with it."""
+def serve(task: Task, group: Group) -> dict[int, int]:
+    """What a parameter server does until all workers are done with it; how far behind their pushes were."""
     strategy = make_strategy(group, task.job.strategy, **task.job.options)
     assert isinstance(strategy, ParameterServer)
     strategy.serve(*beginner(task))
+    return staleness_of(strategy)
 
 
 def beginner(task: Task) -> tuple[nn.Module, SGD]:
@@ -104,16 +111,9 @@ def beginner(task: Task) -> tuple[nn.Module, SGD]:
 
 
 def staleness_of(strategy: Strategy) -> dict[int, int]:
-    """Rounds by how far behind the models were that this worker has mixed; empty where nobody counts them."""
+    """Rounds by how far behind the models were that this member has mixed; empty where it counts none."""
     counted = getattr(strategy, "staleness", None)
-    return counted.histogram if isinstance(counted, Staleness) else {}
-
-
-def _counted_by_server(strategy: Strategy) -> dict[int, int]:
-    if not isinstance(strategy, ParameterServer) or not strategy.stats.get("servers"):
-        return {}
-    first = strategy.stats["servers"][0]
-    return {int(low): int(count) for low, count in first["staleness"]["behind"].items()}
+    return counted.counts if isinstance(counted, Staleness) else {}
 
 
 def load_tensors(model: nn.Module, tensors: list[torch.Tensor]) -> None:

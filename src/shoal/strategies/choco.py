@@ -7,14 +7,18 @@ What a codec leaves out stays in the difference, and so comes later.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
+from shoal.core.errors import UsageError
 from shoal.group import Group
+from shoal.group.kernels import add_differences
 from shoal.strategies.attachment import Attachment
-from shoal.strategies.averaging import start_mean
+from shoal.strategies.averaging import start_copy, start_mean
 from shoal.strategies.companions import Companion
 from shoal.strategies.fitting import require_symmetric
 from shoal.strategies.flats import Flats
@@ -25,13 +29,16 @@ from shoal.strategies.research_options import ChocoOptions
 from shoal.tensors.codecs import codec_from_name
 from shoal.topology import Weights, make_topology
 
+log = logging.getLogger(__name__)
+
 
 class ChocoSGD(SurvivingStrategy):
     """`x̂_j ← x̂_j + Q(x_j − x̂_j)` for all j, then `x_i ← x_i + γ Σ_j W_ij (x̂_j − x̂_i)`, after the step.
 
     The public copies begin as what the parameters are, not as zeros. With plain SGD that is the algorithm of
     the paper; other optimizers step in its place. It costs one copy of the parameters, and one for each
-    neighbour. Outlives lost peers: their copies no longer count.
+    neighbour. Outlives lost peers: their copies no longer count. Those of peers that cannot be heard for a
+    while don't count until they have come again, whole.
     """
 
     name = "choco"
@@ -52,6 +59,8 @@ class ChocoSGD(SurvivingStrategy):
         self._public: dict[int, Companion] = {}
         """This worker's copy and its neighbours', by rank."""
         self._loaded: Mapping[str, Mapping[str, torch.Tensor]] = {}
+        self._loaded_rank = group.rank
+        self._ended: Mapping[str, Mapping[str, torch.Tensor]] = {}
 
     @property
     def message_bytes(self) -> int:
@@ -66,16 +75,29 @@ class ChocoSGD(SurvivingStrategy):
         return 1.0 if self._format is None else min(1.0, self._format.share)
 
     def state_dict(self) -> dict[str, Any]:
-        """Also the public copies, and what the codec keeps."""
-        public = self._public_state() if self._public else dict(self._loaded)
-        return {**super().state_dict(), "public": public, "codec": self._codec.state_dict()}
+        """Also what the codec keeps, and the public copies; after the `with` block those of its end."""
+        public = self._public_state() if self._public else dict(self._loaded or self._ended)
+        own = {"rank": self.group.rank, "public": public, "codec": self._codec.state_dict()}
+        return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Of the same rank, on all members; before attach, the copies wait until then."""
+        """Before attach, the copies wait until then, and count if those of all members fit.
+
+        While attached, load it on all members. UsageError for one of another rank or topology.
+        """
         super().load_state_dict(state)
         self._codec.load_state_dict(state["codec"])
-        self._loaded = state["public"]
-        self._take_loaded()
+        self._loaded, self._ended = state["public"], {}
+        self._loaded_rank = int(state.get("rank", self.group.rank))
+        if self._public and self._loaded:
+            if not self._is_loaded_fit:
+                self._loaded = {}
+                raise UsageError(
+                    f"the public copies of this state are not those that rank {self.group.rank} has.",
+                    cause="it is of another rank, or of another topology.",
+                    next_step="load it before attach: then the copies begin anew.",
+                )
+            self._load_public()
 
     def _load_common_state(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
@@ -83,7 +105,8 @@ class ChocoSGD(SurvivingStrategy):
     def _started(self, attachment: Attachment) -> None:
         self._flats_or_none = Flats(self.group, attachment.parameters)
         self._format = Format(self._codec, attachment.parameters)
-        self._mail = Mail(self.group, self.name, self.topology, self._format.size_bytes)
+        whole_bytes = sum(flat.nbytes for flat in self._flats.tensors)
+        self._mail = Mail(self.group, self.name, self.topology, self._format.size_bytes, whole_bytes)
         ranks = [self.group.rank, *self._mail.sources]
         self._public = {rank: Companion(attachment.named_parameters, _zeros) for rank in ranks}
         self._publish_all()
@@ -104,10 +127,21 @@ class ChocoSGD(SurvivingStrategy):
         _copy(self._flats.tensors, self._public[rank].flats)
 
     def _take_loaded(self) -> None:
-        if self._public and self._loaded:
-            loaded, self._loaded = self._loaded, {}
-            for rank, companion in self._public.items():
-                companion.load(loaded[str(rank)])
+        """A copy is one only where its owner has the same: all members take theirs, or none does."""
+        if all(self.group.share(self._is_loaded_fit)):
+            self._load_public()
+        elif self._loaded:
+            log.info("choco on rank %d begins with new public copies: not all states fit.", self.group.rank)
+            self._loaded = {}
+
+    @property
+    def _is_loaded_fit(self) -> bool:
+        return self._loaded_rank == self.group.rank and self._loaded.keys() == set(map(str, self._public))
+
+    def _load_public(self) -> None:
+        for rank, companion in self._public.items():
+            companion.load(self._loaded[str(rank)])
+        self._loaded = {}
 
     def _public_state(self) -> dict[str, dict[str, torch.Tensor]]:
         return {str(rank): companion.state_dict() for rank, companion in self._public.items()}
@@ -135,25 +169,28 @@ class ChocoSGD(SurvivingStrategy):
         message = self._format.encode(
             [flat - public for flat, public in zip(self._flats.tensors, own, strict=True)]
         )
-        sends = self._mail.send(message)
+        sends = self._mail.send(message, partial(_bytes_of, own))
         came = self._mail.receive()
         for send in sends:
             send.wait()
         self._look_for_losses()
         self._format.add(message, own)
         weights = self.topology.weights(self.group.rank).sources
-        for source, theirs in came.items():
-            self._format.add(theirs, self._public[source].flats)
+        for source, letter in came.items():
+            public = self._public[source].flats
+            if letter.whole is not None:
+                _copy_bytes(letter.whole, public)
+            self._format.add(letter.message, public)
         factors = {source: self.gamma * weights[source] for source in came}
         for index, flat in enumerate(self._flats.tensors):
-            for source, factor in factors.items():
-                flat.add_(self._public[source].flats[index], alpha=factor)
-            flat.add_(own[index], alpha=-sum(factors.values()))
+            theirs = [(self._public[source].flats[index], factor) for source, factor in factors.items()]
+            add_differences(flat, own[index], theirs)
 
     def _average_all(self) -> None:
-        """The parameters become the mean of all, and so do the public copies."""
+        """The parameters become the mean of all, and so do the public copies, to the bit."""
         for flat in self._flats.tensors:
             start_mean(self.group, flat).wait()
+            start_copy(self.group, flat, self.group.members[0]).wait()
         for companion in self._public.values():
             _copy(self._flats.tensors, companion.flats)
 
@@ -165,6 +202,8 @@ class ChocoSGD(SurvivingStrategy):
             mail.close()
 
     def _stopped(self) -> None:
+        if self._public:
+            self._ended = self._public_state()
         self._public, self._format = {}, None
         if self._flats_or_none is not None:
             self._flats_or_none.close()
@@ -173,6 +212,15 @@ class ChocoSGD(SurvivingStrategy):
 
 def _zeros(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(num_elements, dtype=dtype)
+
+
+def _bytes_of(flats: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([flat.view(torch.uint8) for flat in flats])
+
+
+def _copy_bytes(whole: torch.Tensor, into: list[torch.Tensor]) -> None:
+    for part, flat in zip(torch.split(whole, [flat.nbytes for flat in into]), into, strict=True):
+        flat.copy_(part.clone().view(flat.dtype))
 
 
 def _copy(values: list[torch.Tensor], into: list[torch.Tensor]) -> None:

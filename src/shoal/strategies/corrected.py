@@ -4,6 +4,9 @@ A worker whose gradient is not zero at the common optimum would be drawn away fr
 neighbours with it: the bias of plain averaging. The correction is what neighbours have disagreed by until
 now; it comes to cancel the step that a worker would make at the optimum. Since it sums to zero, the mean of
 all parameters moves by the steps alone.
+
+Sums of many rounds keep what each of them is rounded by. So what is exchanged are differences, of which two
+neighbours have the same but for the sign, and not the mix, whose rounding does not cancel.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import ClassVar
 
 import torch
 
+from shoal.group import Handle
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.companions import Companion
 from shoal.strategies.exact_options import SymmetricOptions
@@ -49,6 +53,23 @@ class CorrectedStrategy(MixStrategy):
     def _make_kept(self, attachment: Attachment) -> dict[str, Companion]:
         return {"correction": self._private(attachment)}
 
+    def _exchange(self, live: torch.Tensor, spare: torch.Tensor) -> Handle[torch.Tensor]:
+        """`Σ_j W_ij (x_j − x_i)`: what mixing would change."""
+        weights = self.topology.weights(self.group.rank, self.rounds)
+        return self.group.exchange(live, weights.differences(), out=spare)
+
+    def _receive(self) -> bool:
+        """Fill the spare buffers with the differences; whether parameters were written since they were sent.
+
+        Started here unless it was before. What fails leaves all as it was.
+        """
+        handles, self._under_way = self._under_way, None
+        is_written = handles is not None and self._twins.is_written()
+        for handle in self._start_round() if handles is None else handles:
+            handle.wait()
+        self._look_for_losses()
+        return is_written
+
     def _average_all(self) -> None:
         """Afterwards the corrections sum to zero, whatever rounding and losses have made of them."""
         super()._average_all()
@@ -57,11 +78,11 @@ class CorrectedStrategy(MixStrategy):
 
 
 class DiffusionStrategy(CorrectedStrategy):
-    """`φ_i = opt(x_i, g_i) + c_i`, then `x_i ← Σ_j W_ij φ_j` and `c_i ← c_i + x_i − φ_i`, from c_i = 0 on.
+    """`φ_i = opt(x_i, g_i) + c_i`, then `x_i ← φ_i + d_i`, `c_i ← c_i + d_i`, from c_i = 0 on.
 
-    With plain SGD and one step a round that is `x ← W(2x − x' − lr·(g − g'))`, where a dash means the step
-    before. With another optimizer `lr·g` is what its step does. In a step that was skipped a worker mixes its
-    parameters as they are.
+    `d_i = Σ_j W_ij (φ_j − φ_i)`. With plain SGD and one step a round that is `x ← W(2x − x' − lr·(g − g'))`,
+    where a dash means the step before. With another optimizer `lr·g` is what its step does. In a step that
+    was skipped a worker mixes its parameters as they are.
     """
 
     def _make_kept(self, attachment: Attachment) -> dict[str, Companion]:
@@ -69,6 +90,9 @@ class DiffusionStrategy(CorrectedStrategy):
         return super()._make_kept(attachment)
 
     def _after_step(self) -> None:
+        if self._is_void:
+            self._skipped_step()
+            return
         self._twins.adopt()
         if not self.is_round:
             for pair, correction in zip(self._twins.pairs, self._correction.flats, strict=True):
@@ -85,9 +109,11 @@ class DiffusionStrategy(CorrectedStrategy):
             raise
 
     def _finish_round(self) -> None:
-        super()._finish_round()
+        self._receive()
         for pair, correction in zip(self._twins.pairs, self._correction.flats, strict=True):
-            correction.add_(pair.live).sub_(pair.spare)
+            correction.add_(pair.spare)
+            pair.spare.add_(pair.live)
+        self._twins.swap()
 
     def _undo_correction(self) -> None:
         """Elsewhere: others may still read what was sent."""

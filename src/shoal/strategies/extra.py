@@ -13,13 +13,13 @@ from shoal.topology import Topology
 
 
 class Extra(CorrectedStrategy):
-    """`x_i ← opt(Σ_j W_ij x_j − e_i, g_i)`, `e_i ← e_i + (x_i − Σ_j W_ij x_j)/2`, from e_i = 0 on.
+    """`x_i ← opt(x_i + d_i − e_i, g_i)` and `e_i ← e_i − d_i/2`, at first 0; `d_i = Σ_j W_ij (x_j − x_i)`.
 
     On the right are the old parameters, and g_i is taken there; the exchange goes on during backward. With
     plain SGD that is `x ← (I + W)x − (I + W)/2·x' − lr·(g − g')`, where a dash means the step before. With
     another optimizer `lr·g` is what its step does. In a step that was skipped a worker mixes its parameters
     as they are; where they are written between forward and step, they win over the mix, and the correction
-    stays what it was.
+    counts what was sent.
     """
 
     name = "extra"
@@ -43,6 +43,9 @@ class Extra(CorrectedStrategy):
 
     def _before_step(self) -> None:
         self._look_for_losses()
+        if self._is_void:
+            self._skipped_step()
+            return
         if self.is_round:
             self._mix(self._share)
             return
@@ -55,11 +58,11 @@ class Extra(CorrectedStrategy):
             self._mix(0.0)
 
     def _mix(self, share: float) -> None:
-        """`x⁺ = Wx − share·e`, and then `e + (x − Wx)/2`, without Wx, which x⁺ has taken the place of."""
-        is_kept = self._under_way is not None and self._twins.is_written()
-        self._finish_round()
-        if is_kept:
-            return
+        """`x + d − share·e` with the old e, and e − d/2."""
+        is_written = self._receive()
         for pair, correction in zip(self._twins.pairs, self._correction.flats, strict=True):
-            pair.live.sub_(correction, alpha=share)
-            correction.mul_(1 - share / 2).add_(pair.spare, alpha=0.5).sub_(pair.live, alpha=0.5)
+            correction.sub_(pair.spare, alpha=0.5)
+            pair.spare.mul_(1 - share / 2).sub_(correction, alpha=share).add_(pair.live)
+        if is_written:
+            self._twins.keep()
+        self._twins.swap()

@@ -25,8 +25,8 @@ class GradientTracking(MixStrategy):
 
     The tracker y takes the place of `.grad` before the optimizer steps; its mean over the workers is that of
     the gradients. Two exchanges a round, one before the step and one after it. Between rounds W is I. The
-    topology may change from round to round; it is doubly stochastic. In a step that was skipped a worker's
-    last gradient still counts.
+    topology may change from round to round; it is doubly stochastic. In a step that was skipped, or whose
+    gradients are not finite, a worker's last gradient still counts.
 
     PeerLost when a peer is lost: what was on its way to it is missing in the trackers' mean for ever. So is,
     until the next global average (`global_average_every`), what a worker that leaves in order takes along.
@@ -52,10 +52,12 @@ class GradientTracking(MixStrategy):
                 "gradient-tracking does not see gradients that optimizer.step(closure) computes.",
                 next_step="call backward() and then step() without a closure, or take exact-diffusion or d2.",
             )
-        self._follow_gradients()
+        scale = self._scale()
+        if self._are_gradients_finite():
+            self._follow_gradients(scale)
         if self.is_round:
             self._mix_trackers()
-        self._hand_out()
+        self._hand_out(scale)
 
     def _skipped_step(self) -> None:
         if self.is_round:
@@ -69,19 +71,33 @@ class GradientTracking(MixStrategy):
         for tracker, mean in zip(self._kept["tracker"].flats, means, strict=True):
             tracker.copy_(mean)
 
-    def _follow_gradients(self) -> None:
-        """`y + g − g'`, before any mixing: also what is right where the mixing fails."""
+    def _scale(self) -> torch.Tensor | None:
+        """By what gradients are multiplied still, where a GradScaler leaves that to a fused optimizer."""
+        scale: torch.Tensor | None = getattr(self.attachment.optimizer, "grad_scale", None)
+        return scale
+
+    def _are_gradients_finite(self) -> bool:
+        if self._is_void:
+            return False
+        gradients = [parameter.grad for parameter in self.attachment.parameters if parameter.grad is not None]
+        return all(bool(_dense(gradient).isfinite().all()) for gradient in gradients)
+
+    def _follow_gradients(self, scale: torch.Tensor | None) -> None:
+        """`y + (g − g')`, before any mixing: also what is right where the mixing fails."""
         with torch.no_grad():
             for (parameter, tracker), (_, last) in zip(
                 self._kept["tracker"], self._kept["gradient"], strict=True
             ):
-                tracker.sub_(last)
-                gradient = parameter.grad
-                if gradient is None:
-                    last.zero_()
-                else:
-                    last.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+                last.neg_()
+                if parameter.grad is None:
                     tracker.add_(last)
+                    last.zero_()
+                    continue
+                gradient = _dense(parameter.grad)
+                if scale is not None:
+                    gradient = gradient / scale
+                tracker.add_(last.add_(gradient))
+                last.copy_(gradient)
 
     def _mix_trackers(self) -> None:
         tracker, mixed = self._kept["tracker"], self._scratch["mixed"]
@@ -91,7 +107,7 @@ class GradientTracking(MixStrategy):
         self._look_for_losses()
         self._kept["tracker"], self._scratch["mixed"] = mixed, tracker
 
-    def _hand_out(self) -> None:
+    def _hand_out(self, scale: torch.Tensor | None) -> None:
         """A parameter that no worker has used stays without a gradient."""
         with torch.no_grad():
             for parameter, tracker in self._kept["tracker"]:
@@ -99,4 +115,10 @@ class GradientTracking(MixStrategy):
                 if gradient is not None and not gradient.is_sparse:
                     gradient.copy_(tracker)
                 elif gradient is not None or bool(tracker.any()):
-                    parameter.grad = tracker.clone()
+                    gradient = parameter.grad = tracker.clone()
+                if gradient is not None and scale is not None:
+                    gradient.mul_(scale)
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient

@@ -6,10 +6,11 @@ the tensors mean is left to the strategies.
 
 from __future__ import annotations
 
+import struct
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -21,6 +22,10 @@ from shoal.tensors.dtypes import dtype_name
 from shoal.tensors.memory import bytes_of, tensor_over
 from shoal.tensors.packing import reshape_dense
 from shoal.topology import Topology
+
+_NOTE = struct.Struct("<QI?")
+"""A number that counts what one worker sends another, which piece of the whole it is (0: it is a message),
+and whether something was missed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +108,32 @@ def _is_smaller(piece: _Piece) -> bool:
     return piece.meta.codec != Plain.name
 
 
+class Letter(NamedTuple):
+    """What has come from a neighbour."""
+
+    message: torch.Tensor
+    whole: torch.Tensor | None
+    """All that the messages before it say, where some of them were missed."""
+
+
 class Mail:
-    """Messages to and from the neighbours in a static topology, each in turn and none missed. Collective."""
+    """Messages to and from the neighbours in a static symmetric topology, each in turn. Collective.
+
+    None is missed but those that are cut off on the way. Who has missed one says so in its next, and gets
+    the whole, in pieces, before the next that it hears; what came in between is of no use to it.
+    """
 
     num_opened: ClassVar[int] = 0
     """In this process: no name is used twice, not even for a model after one that was detached."""
 
-    def __init__(self, group: Group, name: str, topology: Topology, size_bytes: int) -> None:
+    def __init__(
+        self, group: Group, name: str, topology: Topology, size_bytes: int, whole_bytes: int
+    ) -> None:
         number = max(group.share(Mail.num_opened))
         Mail.num_opened = number + 1
         self.sources = topology.sources(group.rank)
+        self._size_bytes = size_bytes
+        self._whole_bytes = whole_bytes
         self._windows: list[Window] = []
         """One for each source of this worker, so that one can be waited for alone; others may have more."""
         for place in range(topology.degree()):
@@ -124,22 +145,80 @@ class Mail:
             (destination, self._windows[topology.sources(destination).index(group.rank)])
             for destination in topology.destinations(group.rank)
         ]
+        self._num_sent = dict.fromkeys(topology.destinations(group.rank), 0)
+        self._num_heard = dict.fromkeys(self.sources, 0)
+        self._missing: list[int] = []
+        """Those of whom something was missed."""
+        self._asking: list[int] = []
+        """Those who have missed something of this worker's."""
+        self._answered: list[int] = []
+        """Those who have been sent the whole in this round."""
 
-    def send(self, message: torch.Tensor) -> list[Handle[None]]:
-        """To all neighbours; the message must not be written until the handles are done."""
-        return [window.send(to, message) for to, window in self._routes]
+    def send(self, message: torch.Tensor, whole: Callable[[], torch.Tensor]) -> list[Handle[None]]:
+        """To all neighbours; the message must not be written until the handles are done.
 
-    def receive(self) -> Mapping[int, torch.Tensor]:
-        """The next message of each source, by its rank; of those that are gone there is none."""
-        messages = {}
+        `whole` is all that the messages before it say, as bytes.
+        """
+        handles = []
+        self._answered, self._asking = self._asking, []
+        pieces = self._pieces(whole()) if self._answered else []
+        for to, window in self._routes:
+            for place, piece in enumerate(pieces if to in self._answered else [], 1):
+                handles.append(window.send(to, piece, note=self._note(to, place)))
+            handles.append(window.send(to, message, note=self._note(to, 0)))
+        return handles
+
+    def receive(self) -> Mapping[int, Letter]:
+        """The next message of each source, by its rank.
+
+        There is none of those that are gone, that cannot be heard, or whose whole has yet to come.
+        """
+        letters = {}
         for source, window in zip(self.sources, self._windows, strict=False):
-            if source in window.wait():
-                with window.slot(source) as slot:
-                    messages[source] = slot.tensor.clone()
-                    slot.clear()
-        return messages
+            letter = self._next_of(source, window)
+            if letter is not None:
+                letters[source] = letter
+        return letters
 
     def close(self) -> None:
         """Give the memory back; collective."""
         for window in self._windows:
             window.close()
+
+    def _next_of(self, source: int, window: Window) -> Letter | None:
+        pieces: list[torch.Tensor] = []
+        while source in window.wait():
+            with window.slot(source) as slot:
+                number, place, is_asking = _NOTE.unpack(slot.note)
+                tensor = slot.tensor.clone()
+                slot.clear()
+            if number != self._num_heard[source]:
+                pieces.clear()
+                if source not in self._missing:
+                    self._missing.append(source)
+            self._num_heard[source] = number + 1
+            if place:
+                pieces += [tensor] if place == len(pieces) + 1 else []
+                continue
+            if is_asking and source not in self._answered:
+                self._asking.append(source)
+            return self._letter(source, tensor, pieces)
+        return None
+
+    def _letter(self, source: int, message: torch.Tensor, pieces: list[torch.Tensor]) -> Letter | None:
+        if source not in self._missing:
+            return Letter(message, None)
+        if len(pieces) * self._size_bytes < self._whole_bytes:
+            return None
+        self._missing.remove(source)
+        return Letter(message, torch.cat(pieces)[: self._whole_bytes])
+
+    def _pieces(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Each of the size of a message."""
+        short_bytes = -len(whole) % self._size_bytes
+        return list(torch.split(torch.cat([whole, whole.new_zeros(short_bytes)]), self._size_bytes))
+
+    def _note(self, to: int, place: int) -> bytes:
+        number = self._num_sent[to]
+        self._num_sent[to] += 1
+        return _NOTE.pack(number, place, to in self._missing)

@@ -1,14 +1,17 @@
 """What strategies share that mix over a topology, and remember something of each parameter between rounds.
 
-What they remember is part of their state. What it is, and how it takes part in a round, is left to them.
+What they remember is part of their state, and of one model: another one begins anew. What it is, and how it
+takes part in a round, is left to them.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from shoal.group import Group, Handle
 from shoal.strategies.attachment import Attachment
@@ -33,6 +36,10 @@ class MixStrategy(ExchangeStrategy):
         self._scratch: dict[str, Companion] = {}
         """Companions that are no part of the state."""
         self._loaded: Mapping[str, Mapping[str, torch.Tensor]] = {}
+        """What the next model begins with."""
+        self._ended: dict[str, dict[str, torch.Tensor]] = {}
+        self._last_model: weakref.ref[nn.Module] | None = None
+        """What was remembered of which model at the end, for it alone."""
 
     @property
     def is_overlapped(self) -> bool:
@@ -42,15 +49,17 @@ class MixStrategy(ExchangeStrategy):
     def state_dict(self) -> dict[str, Any]:
         """Also what is remembered of each parameter; after the `with` block as it was at its end."""
         state = super().state_dict()
-        state["kept"] = self._kept_state() if self._kept else dict(self._loaded)
+        state["kept"] = self._kept_state() if self._kept else dict(self._loaded or self._ended)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Before attach, what is remembered waits until then."""
         super().load_state_dict(state)
-        self._loaded = state.get("kept", {})
+        loaded = state.get("kept", {})
         if self._kept:
-            self._take_loaded()
+            _fill(self._kept, loaded)
+        else:
+            self._loaded, self._ended = loaded, {}
 
     def _load_common_state(self, state: Mapping[str, Any]) -> None:
         """What a worker remembers is right for those that it trained with: others begin anew."""
@@ -77,6 +86,11 @@ class MixStrategy(ExchangeStrategy):
         """Zeros in memory of the group, for what travels. Collective."""
         return Companion(attachment.named_parameters, self._allocate)
 
+    @property
+    def _is_void(self) -> bool:
+        """Whether the step under way moves nothing: a GradScaler tells a fused optimizer of an inf."""
+        return bool(getattr(self.attachment.optimizer, "found_inf", False))
+
     # What the base asks for.
 
     def _exchange(self, live: torch.Tensor, spare: torch.Tensor) -> Handle[torch.Tensor]:
@@ -85,17 +99,23 @@ class MixStrategy(ExchangeStrategy):
 
     def _started(self, attachment: Attachment) -> None:
         super()._started(attachment)
-        self._kept = self._make_kept(attachment)
-        self._take_loaded()
+        kept = self._make_kept(attachment)
+        is_same = self._last_model is not None and self._last_model() is attachment.model
+        _fill(kept, self._loaded or (self._ended if is_same else {}))
+        self._kept, self._loaded, self._ended = kept, {}, {}
+        self._last_model = weakref.ref(attachment.model)
 
     def _stopped(self) -> None:
-        self._loaded, self._kept, self._scratch = self._kept_state(), {}, {}
+        """A state that an attach which failed has not taken stays."""
+        if self._kept:
+            self._ended = self._kept_state()
+        self._kept, self._scratch = {}, {}
         super()._stopped()
 
     def _kept_state(self) -> dict[str, dict[str, torch.Tensor]]:
         return {kind: companion.state_dict() for kind, companion in self._kept.items()}
 
-    def _take_loaded(self) -> None:
-        loaded, self._loaded = self._loaded, {}
-        for kind, companion in self._kept.items():
-            companion.load(loaded.get(kind, {}))
+
+def _fill(kept: Mapping[str, Companion], state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    for kind, companion in kept.items():
+        companion.load(state.get(kind, {}))

@@ -34,6 +34,7 @@ from shoal.strategies.server_settings import OptimizerNumbers
 from shoal.strategies.server_start import give_servers_state, take_first_worker, whole_state
 from shoal.strategies.server_sync import SyncServer
 from shoal.strategies.server_update import Updater
+from shoal.strategies.staleness import Staleness
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ class ParameterServer(Strategy):
         self._hidden: list[tuple[nn.Parameter, torch.Tensor | None]] = []
         self._is_void = False
         self._stats: dict[str, Any] = {}
+        self.staleness: Staleness | None = None
+        """On a server: of the pushes that it has taken."""
 
     @property
     def is_alone(self) -> bool:
@@ -132,6 +135,7 @@ class ParameterServer(Strategy):
         everybody.should_survive = True
         kind = SyncServer if self.options.mode == "sync" else Server
         server = kind(channel, attachment, updater)
+        self.staleness = server.staleness
         server.beat = lambda: self._beats.stepped(server.num_applied)
         self._beats.opened(0)
         try:

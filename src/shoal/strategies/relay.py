@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from shoal.group import Group, Handle
+from shoal.group.kernels import add_differences
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.companions import Companion
 from shoal.strategies.options import CommonOptions
@@ -24,6 +25,7 @@ from shoal.strategies.research_options import RelayOptions
 from shoal.topology import Weights
 
 log = logging.getLogger(__name__)
+_PLACE = ("tree", "rank", "size")
 
 
 class _Box(NamedTuple):
@@ -40,14 +42,15 @@ class _Edge:
     branch: Branch
     box: _Box
     count: int
-    """How many models are summed in what has come; 0 once the neighbour has left."""
+    """Of how many models what has come is the mean; 0 once the neighbour has left."""
 
 
 class RelaySGD(ParameterStrategy):
     """`x_i ← (x_i + Σ_j m_ji) / n` after the step, over the neighbours j in the tree.
 
-    `m_ij = x_i + Σ_{k ≠ j} m_ki` is sent to j, with what k sent the round before. What has not come yet
-    counts as the model of the start, so that everything has the weight 1/n from the first round on. With
+    `m_ij = x_i + Σ_{k ≠ j} m_ki` is sent to j, with what k sent the round before; as a mean, with the number
+    of models in it, so that equal models stay what they are. What has not come yet counts as the model of the
+    start, so that everything has the weight 1/n from the first round on. With
     plain SGD that is the algorithm of the paper; other optimizers step in its place. A lost peer ends it, as
     nothing passes where the tree is broken; where a worker leaves in order, each part goes on by itself.
     """
@@ -64,26 +67,29 @@ class RelaySGD(ParameterStrategy):
         self._boxes: list[_Box] = []
         self._edges: list[_Edge] = []
         self._loaded: Mapping[str, Any] | None = None
+        self._ended: Mapping[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Also the sums of models that have come, which are to be passed on."""
+        """Also the means of models that have come, which are to be passed on; after the `with` block too."""
         state = super().state_dict()
-        if self._edges:
-            state["relayed"] = {
-                "tree": self.options.tree,
-                "counts": [edge.count for edge in self._edges],
-                "sums": [edge.box.come.state_dict() for edge in self._edges],
-            }
-        elif self._loaded is not None:
-            state["relayed"] = self._loaded
-        return state
+        relayed = self._relayed() if self._edges else self._loaded or self._ended
+        return state if relayed is None else {**state, "relayed": relayed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Of the same rank; before attach, the sums wait until then. Those of another tree don't count."""
+        """Before attach, the means wait until then. Those of another rank, tree or size don't count."""
         super().load_state_dict(state)
-        self._loaded = state.get("relayed")
+        self._loaded, self._ended = state.get("relayed"), None
         if self._edges:
             self._take_loaded()
+
+    def _relayed(self) -> dict[str, Any]:
+        return {
+            "tree": self.options.tree,
+            "rank": self.group.rank,
+            "size": self.group.size,
+            "counts": [edge.count for edge in self._edges],
+            "means": [edge.box.come.state_dict() for edge in self._edges],
+        }
 
     def _load_common_state(self, state: Mapping[str, Any]) -> None:
         self.load_state_dict({name: value for name, value in state.items() if name != "relayed"})
@@ -100,14 +106,17 @@ class RelaySGD(ParameterStrategy):
         self._take_loaded()
 
     def _take_loaded(self) -> None:
-        loaded, self._loaded = self._loaded, None
-        if loaded is None or loaded["tree"] != self.options.tree:
-            return
-        for edge, count, sums in zip(self._edges, loaded["counts"], loaded["sums"], strict=True):
-            edge.count = int(count)
-            edge.box.come.load(sums)
+        loaded = self._loaded
+        place = (self.options.tree, self.group.rank, self.group.size)
+        if loaded is not None and tuple(map(loaded.get, _PLACE)) == place:
+            for edge, count, mean in zip(self._edges, loaded["counts"], loaded["means"], strict=True):
+                edge.count = int(count)
+                edge.box.come.load(mean)
+        self._loaded = None
 
     def _stopped(self) -> None:
+        if self._edges:
+            self._ended = self._relayed()
         self._boxes, self._edges = [], []
         super()._stopped()
 
@@ -133,29 +142,25 @@ class RelaySGD(ParameterStrategy):
         open_edges = [edge for edge in self._edges if edge.count]
         total = 1 + sum(edge.count for edge in open_edges)
         for index, (live, spare) in enumerate(self._twins.pairs):
-            torch.mul(live, 1 / total, out=spare)
-            for edge in open_edges:
-                spare.add_(edge.box.come.flats[index], alpha=1 / total)
+            _mean_into(spare, live, open_edges, index, total)
         self._twins.swap()
 
     def _write_messages(self) -> list[int]:
-        """To each neighbour: this worker's model, and what has come from the others. How many that are."""
+        """To each neighbour: the mean of one's own model and what has come from the others. Of how many."""
         counts = []
         for edge in self._edges:
             others = [other for other in self._edges if other is not edge and other.count]
+            counts.append(1 + sum(other.count for other in others))
             for index, pair in enumerate(self._twins.pairs):
                 message = edge.box.sent.flats[index]
                 self.group.settle(message)
-                message.copy_(pair.live)
-                for other in others:
-                    message.add_(other.box.come.flats[index])
-            counts.append(1 + sum(other.count for other in others))
+                _mean_into(message, pair.live, others, index, counts[-1])
         return counts
 
     def _meet(self, counts: Sequence[int]) -> tuple[list[torch.Tensor], list[Handle[torch.Tensor]]]:
         """Start the exchanges of a round, one for each color, which all members issue alike.
 
-        The head of each says of whom it is and how many models are in the sum. It goes after the sum: what
+        The head of each says of whom it is and how many models are in the mean. It goes after the mean: what
         comes with the partner's name is whole.
         """
         heads = [torch.zeros(2, dtype=torch.float64) for _ in range(self._num_colors)]
@@ -196,4 +201,12 @@ class RelaySGD(ParameterStrategy):
         """What has not come yet counts as this worker's own model."""
         for edge in self._edges:
             for tensor, pair in zip(edge.box.come.flats, self._twins.pairs, strict=True):
-                torch.mul(pair.live, edge.count, out=tensor)
+                tensor.copy_(pair.live)
+
+
+def _mean_into(
+    out: torch.Tensor, own: torch.Tensor, edges: Sequence[_Edge], index: int, num_models: int
+) -> None:
+    """Of a worker's own model and what has come over some edges, `num_models` in all."""
+    out.copy_(own)
+    add_differences(out, own, [(edge.box.come.flats[index], edge.count / num_models) for edge in edges])

@@ -9,6 +9,8 @@ from types import MappingProxyType
 from shoal.core.errors import UsageError
 
 _NOBODY: Mapping[int, float] = MappingProxyType({})
+_NOTHING = 1e-9
+"""What a sum of weights misses by rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,15 @@ class Weights:
         share = 1 / (len(sources) + 1)
         sends = None if destinations is None else dict.fromkeys(sorted(destinations), 1.0)
         return cls(share, dict.fromkeys(sorted(sources), share), sends)
+
+    @property
+    def is_difference(self) -> bool:
+        """Whether the sum is zero."""
+        return self.own < 0 and abs(self.own + sum(self.sources.values())) < _NOTHING
+
+    def differences(self) -> Weights:
+        """`Σ_j sources[j] · (x_j − x_i)`: what mixing changes, where weights sum to 1 and factors are 1."""
+        return Weights(-sum(self.sources.values()), self.sources, self.destinations)
 
     def check(self, rank: int, size: int) -> None:
         """UsageError when a rank is impossible."""
