@@ -43,7 +43,9 @@ def test_what_is_fast_waits_for_nothing_and_what_is_trained_learns(slept):
     baseline = Baseline(CONFIG, 0)
     baseline.place(in_turn=False)
     before = [parameter.clone() for parameter in baseline._blocks[0].parameters()]
-    assert min(baseline.rates("forward")) > 0
+    rates = baseline.rates("forward")
+    assert len(rates) == CONFIG.throughput_runs
+    assert min(rates) > 0
     unchanged = zip(before, baseline._blocks[0].parameters(), strict=True)
     assert all(torch.equal(old, new) for old, new in unchanged)
     assert min(baseline.rates("forward+backward")) > 0

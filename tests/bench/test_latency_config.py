@@ -10,6 +10,7 @@ def test_pings_go_from_none_to_the_longest():
     config = LatencyConfig(linspace_points=5, max_ping_s=0.2)
     assert config.pings_s == pytest.approx([0.0, 0.05, 0.1, 0.15, 0.2])
     assert LatencyConfig(linspace_points=1).pings_s == [0.0]
+    assert LatencyConfig(linspace_points=5, max_ping_s=0.0).pings_s == [0.0]
 
 
 def test_layers_and_their_memory():

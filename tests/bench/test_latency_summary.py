@@ -18,7 +18,7 @@ RATES = {
 }
 
 
-def report(rates, errors=()):
+def report(rates, errors=(), config=CONFIG):
     points = [
         Found(method=method, passes="forward", ping_s=ping_s, latency_s=[0.5, 0.7], samples_per_s=samples)
         for (method, ping_s), samples in rates.items()
@@ -33,7 +33,7 @@ def report(rates, errors=()):
     made = Report(
         benchmark="latency",
         created="2026-01-01T00:00:00+00:00",
-        config=msgspec.to_builtins(CONFIG),
+        config=msgspec.to_builtins(config),
         rows=rows,
     )
     return msgspec.structs.replace(made, result=summarize_latency(made))
@@ -48,6 +48,23 @@ def test_what_is_kept_at_the_longest_ping():
     first, *others = result["headline"]
     assert "8 clients of expert servers keep 95 %" in first
     assert not any("-j" in sentence for sentence in others)
+
+
+def test_without_a_ping_nothing_is_kept():
+    config = msgspec.structs.replace(CONFIG, max_ping_s=0.0, jobs=1)
+    made = report({key: rates for key, rates in RATES.items() if not key[1]}, config=config)
+    assert not any("kept" in name or "max_ping" in name for name in made.result if name != "max_ping_s")
+    assert made.result["headline"] == [
+        "Without delay, expert servers do 0.500 times as many samples a second."
+    ]
+    lines = [item for item in latency_items(made) if isinstance(item, str)]
+    assert sum(line.startswith(("slow", "ours")) for line in lines) == 2
+    assert any("1 client, on cpu" in line for line in lines)
+
+
+def test_percentages_have_no_exponents():
+    result = report({**RATES, ("slow", 0.05): [799.0, 800.0]}).result
+    assert any("model parallelism keeps 100 %" in sentence for sentence in result["headline"])
 
 
 def test_who_has_too_few_clients_is_told_so():

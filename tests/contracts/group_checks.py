@@ -174,6 +174,7 @@ def exchanges(group, _):
     group.exchange(large, ring(rank, size, 0)).wait()
     shares = matrix_of(ring, size, 0)[rank].float()
     close(large, shares @ torch.stack([data_of(other, MORE_THAN_STAGED) for other in range(size)]))
+    differences(group)
     tensor = data_of(rank, count)
     peer = (rank + 1) % size
     if size > 1:
@@ -181,6 +182,16 @@ def exchanges(group, _):
     for nobody in (size, rank, -1):
         with pytest.raises(UsageError, match="cannot exchange"):
             group.exchange(tensor, Weights(0.5, {nobody: 0.5}))
+
+
+def differences(group):
+    """What mixing would change; nothing at all where all are equal."""
+    start = torch.stack([data_of(rank, 1003) for rank in range(group.size)])
+    weights = ring(group.rank, group.size, 0).differences()
+    tensor = start[group.rank].clone()
+    group.exchange(tensor, weights).wait()
+    close(tensor, ((matrix_of(ring, group.size, 0) @ start.double()) - start.double())[group.rank])
+    assert not group.exchange(start[0].clone(), weights).wait().any()
 
 
 def twins(group, arguments):
@@ -215,6 +226,7 @@ def _be_busy(choice):
 
 def machines(group, _):
     """Two workers a machine, the last one may be alone; machines in a ring of one direction."""
+    differences(group)
     rank, count = group.rank, 501
     assert [group.machine_of(other) for other in range(group.size)] == [r // 2 for r in range(group.size)]
     assert group.machine == rank // 2

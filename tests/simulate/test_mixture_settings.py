@@ -34,8 +34,8 @@ def test_defaults_follow_the_model() -> None:
     mixture, dense = MixtureSettings(), MixtureSettings(model="large-ffn")
     assert (mixture.compute_s, dense.compute_s) == (14.2, 1.9)
     assert MixtureSettings(is_faithful=True).compute_s == 0.24
-    assert mixture.window_s == pytest.approx(8 * 15.2 / 64)
-    assert MixtureSettings(num_trainers=2).window_s == 7.1
+    assert mixture.window_s == pytest.approx(12 * 15.2 / 64)
+    assert MixtureSettings(num_trainers=2).window_s == 14.2
     assert MixtureSettings(delay_ms=0.0).window_s == 0
     assert (mixture.rows_a_layer, dense.rows_a_layer) == (16, 4)
     assert mixture.delivery_shares == [1 / 8, 3 / 8, 5 / 8, 7 / 8]

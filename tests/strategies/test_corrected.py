@@ -20,37 +20,25 @@ def test_plain_averaging_stops_at_its_bias():
     assert bowls.distance(after) > 1e-3
 
 
-class Far(nn.Module):
-    """Where rounding is felt: far from zero, in single precision."""
-
-    def __init__(self):
-        super().__init__()
-        self.x = nn.Parameter(torch.zeros(8))
-
-    def forward(self, target):
-        return (self.x - target).square().sum() / 2
-
-
-@pytest.mark.parametrize("name", ["d2", "extra"])
+@pytest.mark.parametrize("name", ["d2", pytest.param("extra", marks=pytest.mark.slow)])
 def test_rounding_does_not_add_up(name):
-    """What all workers' corrections sum to would grow by some 1e-6 in each of the rounds."""
+    """In single precision, far from zero, where the sum of all corrections would grow with every round."""
     targets = 10 + torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
 
     def work(group):
-        model = Far()
+        model = nn.Linear(8, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
         strategy = make_strategy(group, name, topology="full")
         with strategy.attach(model, optimizer, stays=True):
             for _ in range(3000):
-                optimizer.zero_grad()
-                model(targets[group.rank]).backward()
+                model.weight.grad = model.weight.detach() - targets[group.rank]
                 optimizer.step()
-            correction = strategy.state_dict()["kept"]["correction"]["x"]
-        return model.x.detach(), correction
+            correction = strategy.state_dict()["kept"]["correction"]["weight"]
+        return model.weight.detach()[0], correction
 
     ends, corrections = map(torch.stack, zip(*everywhere(work, 3), strict=True))
     assert corrections.abs().max() > 1e-3
-    assert corrections.sum(0).abs().max() < 1e-7
+    assert corrections.sum(0).abs().max() < 1e-6
     assert (ends - targets.mean(0)).abs().max() < 2e-4
 
 

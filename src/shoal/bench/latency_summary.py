@@ -27,7 +27,7 @@ def summarize_latency(report: Report) -> dict[str, Any]:
         "hid_dim": config.hid_dim,
         "batch_size": config.batch_size,
         "jobs": config.jobs,
-        "max_ping_s": config.max_ping_s,
+        "max_ping_s": config.pings_s[-1],
         "is_virtual": config.is_virtual,
     }
     result |= {name: float(f"{value:.4g}") for name, value in _figures(report, config).items()}

@@ -68,7 +68,7 @@ def convergence(
         typer.Option(
             min=0,
             help="Trainers whose computing ends within it read the same parameters; 0: none do.",
-            show_default="so long that about eight do",
+            show_default="so long that about twelve do",
         ),
     ] = None,
     failure_rate: Annotated[

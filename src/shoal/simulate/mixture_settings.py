@@ -18,14 +18,14 @@ WIDTH = 4
 ROW_WIDTH = 34
 """What backward keeps of one sample at one block, in layer dimensions: the inputs of three linear layers,
 the gradients of their outputs, and those of the two norms' weights and biases."""
-EVALUATION_ROWS = 16_384
+EVALUATION_ROWS = 32_768
 """Rows of all experts of a layer that are evaluated at once, at most."""
 LOCKED_COMPUTE_MS = {"dmoe": 240.0, "large-ffn": 45.0}
 """An update's time in the saved runs, where one lock held all trainers: 64 experts a layer, and dense."""
 DEFAULT_COMPUTE_MS = {"dmoe": 14_200.0, "large-ffn": 1_900.0}
 """A trainer's own, without the lock: what one of the 64 of a saved run had between two of its updates, less a
-second on the network. 20,480 updates so take as long in virtual time as they took then: 81 and 15.5 minutes."""
-TRAINERS_AT_ONCE = 8
+second on the network. 20,480 updates take as long in virtual time as they took then: 81 and 15.5 minutes."""
+TRAINERS_AT_ONCE = 12
 """That compute from the same parameters, on average, where no window is given."""
 
 _FLOAT_BYTES = 4
@@ -57,7 +57,7 @@ class MixtureSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     held for in each step; `DEFAULT_COMPUTE_MS` or `LOCKED_COMPUTE_MS` of the model without it."""
     window_ms: NotNegative | None = None
     """What happens within so long happens at once: gradients arrive, and an expert makes one update of its
-    own; then trainers compute together. Without it so long that about `TRAINERS_AT_ONCE` do, and half of
+    own; then trainers compute together. Without it so long that about `TRAINERS_AT_ONCE` do, and
     `compute_ms` at most; 0, as without a delay and always where it is faithful, is one after another."""
     failure_rate: Share = 0.0
     """How often an expert does not answer a sample; the next best takes its place."""
@@ -127,7 +127,7 @@ class MixtureSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         if self.window_ms is not None or not self.delay_ms:
             return (self.window_ms or 0.0) / 1000
         cycle_s = self.compute_s + self.delay_ms / 1000
-        return min(self.compute_s / 2, TRAINERS_AT_ONCE * cycle_s / self.num_trainers)
+        return min(self.compute_s, TRAINERS_AT_ONCE * cycle_s / self.num_trainers)
 
     @property
     def inputs_an_update(self) -> int:

@@ -188,9 +188,10 @@ class ChocoSGD(SurvivingStrategy):
 
     def _average_all(self) -> None:
         """The parameters become the mean of all, and so do the public copies, to the bit."""
+        root = self.group.members[0]
         for flat in self._flats.tensors:
             start_mean(self.group, flat).wait()
-            start_copy(self.group, flat, self.group.members[0]).wait()
+            start_copy(self.group, flat, root).wait()
         for companion in self._public.values():
             _copy(self._flats.tensors, companion.flats)
 
