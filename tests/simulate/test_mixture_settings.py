@@ -36,7 +36,7 @@ def test_defaults_follow_the_model() -> None:
     assert MixtureSettings(is_faithful=True).compute_s == 0.24
     assert mixture.window_s == pytest.approx(12 * 15.2 / 64)
     assert MixtureSettings(num_trainers=2).window_s == 14.2
-    assert MixtureSettings(delay_ms=0.0).window_s == 0
+    assert MixtureSettings(delay_ms=0.0).window_s == pytest.approx(3 * 14.2 / 64)
     assert (mixture.rows_a_layer, dense.rows_a_layer) == (16, 4)
     assert mixture.delivery_shares == [1 / 8, 3 / 8, 5 / 8, 7 / 8]
     assert dense.delivery_shares == []

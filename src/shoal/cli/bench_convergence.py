@@ -68,7 +68,7 @@ def convergence(
         typer.Option(
             min=0,
             help="Trainers whose computing ends within it read the same parameters; 0: none do.",
-            show_default="so long that about twelve do",
+            show_default="so long that about twelve do, three without a delay",
         ),
     ] = None,
     failure_rate: Annotated[

@@ -27,6 +27,8 @@ DEFAULT_COMPUTE_MS = {"dmoe": 14_200.0, "large-ffn": 1_900.0}
 second on the network. 20,480 updates take as long in virtual time as they took then: 81 and 15.5 minutes."""
 TRAINERS_AT_ONCE = 12
 """That compute from the same parameters, on average, where no window is given."""
+TRAINERS_WITHOUT_DELAY = 3
+"""The same where nothing but that makes a gradient stale."""
 
 _FLOAT_BYTES = 4
 _OVERHEAD_BYTES = 512 << 20
@@ -58,7 +60,7 @@ class MixtureSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     window_ms: NotNegative | None = None
     """What happens within so long happens at once: gradients arrive, and an expert makes one update of its
     own; then trainers compute together. Without it so long that about `TRAINERS_AT_ONCE` do, and
-    `compute_ms` at most; 0, as without a delay and always where it is faithful, is one after another."""
+    `compute_ms` at most; 0, as always where it is faithful, is one after another."""
     failure_rate: Share = 0.0
     """How often an expert does not answer a sample; the next best takes its place."""
     backward_failure_rate: Share = 0.0
@@ -124,10 +126,11 @@ class MixtureSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     @property
     def window_s(self) -> float:
         """In which trainers compute as one."""
-        if self.window_ms is not None or not self.delay_ms:
-            return (self.window_ms or 0.0) / 1000
+        if self.window_ms is not None:
+            return self.window_ms / 1000
+        at_once = TRAINERS_AT_ONCE if self.delay_ms else TRAINERS_WITHOUT_DELAY
         cycle_s = self.compute_s + self.delay_ms / 1000
-        return min(self.compute_s, TRAINERS_AT_ONCE * cycle_s / self.num_trainers)
+        return min(self.compute_s, at_once * cycle_s / self.num_trainers)
 
     @property
     def inputs_an_update(self) -> int:
