@@ -97,7 +97,7 @@ def test_what_it_learns_can_be_told_apart(data: Data) -> None:
 
 def test_experts_wait_for_the_network_unless_faithful(data: Data) -> None:
     changes = {"steps": 96, "num_trainers": 8, "eval_every": 96}
-    corrected = run(data, **changes)
+    corrected = run(data, **changes, compute_ms=1000.0, window_ms=0.0)
     faithful = run(data, **changes, is_faithful=True)
     assert corrected.mean_expert_staleness > 2 * faithful.mean_expert_staleness
 
