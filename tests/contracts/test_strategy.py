@@ -16,7 +16,7 @@ def test_alone_it_is_plain_training(workers, kind):
     workers.run(checks.alone, 1, [name for name in CASES if CASES[name].is_plain_alone], kind=kind)
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4)), 5])
 def test_each_tensor_goes_once_a_round_and_the_mean_stays(workers, size):
     workers.run(checks.rounds, size, list(EVERY if size < 4 else COUNTED))
 
@@ -54,11 +54,10 @@ def test_a_worker_out_of_data_leaves(workers, name):
 @pytest.mark.parametrize(
     ("what", "size"),
     [
-        ("rounds", 4),
         ("loops", 2),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in (("rounds", 2), ("limits", 2), ("limits", 4), ("loops", 4))
+            for each in (("rounds", 2), ("rounds", 4), ("limits", 2), ("limits", 4), ("loops", 4))
         ),
     ],
 )

@@ -59,11 +59,12 @@ def test_windows(name):
 IN_GROUP = [name for name in EVERY if CASES[name].strategy != "ddp"]
 
 
-@pytest.mark.parametrize("check", ["rounds", "limits"])
+@pytest.mark.parametrize("check", [pytest.param("rounds", marks=pytest.mark.slow), "limits"])
 def test_strategies_run_in_it_unchanged(check):
     in_simulation(getattr(strategy_checks, check), 3, IN_GROUP)
 
 
+@pytest.mark.slow
 def test_bytes_of_strategies_are_those_of_the_formula():
     in_simulation(strategy_checks.metered, 3, [name for name in COUNTED if name in IN_GROUP])
 

@@ -60,15 +60,6 @@ def test_without_a_delay_nothing_is_stale(data: Data) -> None:
     assert run(data, delay_ms=0.0, eval_every=6).mean_staleness <= 1
 
 
-def test_experts_of_the_last_layer_hear_first(data: Data) -> None:
-    """A step goes through the layers and back; the trunk is as stale however many there are."""
-    changes = {"num_trainers": 6, "steps": 200, "eval_every": 200, "window_ms": 0.0, "layer_dim": 2}
-    deep = run(data, **changes, num_layers=4)
-    shallow = run(data, **changes, num_layers=1)
-    assert deep.mean_staleness == pytest.approx(shallow.mean_staleness, rel=0.2)
-    assert MixtureSettings(num_layers=1).delivery_shares == [0.5]
-
-
 def test_updates_are_as_stale_as_the_share_of_time_that_is_delay(data: Data) -> None:
     """In windows a little less, for those who compute in one see all that came in it."""
     changes = {**DENSE, "num_trainers": 8, "steps": 320, "eval_every": 320, "compute_ms": 1000.0}
