@@ -7,12 +7,10 @@ to the parent in files of the crew's folder; the parent is `contest_real`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 from safetensors.torch import save_file
 from torch import nn
 
@@ -24,6 +22,7 @@ from shoal.group.base import Group
 from shoal.group.shaped import Shaped
 from shoal.group.sleeper import Sleeper
 from shoal.report.storage import write_atomically
+from shoal.simulate.charging import charged
 from shoal.simulate.job import Job, WorkerLog
 from shoal.simulate.tasks import make_task
 from shoal.simulate.training import Trainer, serve
@@ -116,7 +115,7 @@ def shaped(group: Group, world: World) -> Shaped:
 
 
 class Pace:
-    """Makes a model's steps take as long as they should: forward its share, backward by what has come."""
+    """Makes a model's steps take as long as they should, by sleeping; a `charging.Payer`."""
 
     def __init__(self, group: Group, costs: StepCosts, forward_share: float) -> None:
         self._group = group
@@ -124,36 +123,23 @@ class Pace:
         self._forward_share = forward_share
         self._sleeper = Sleeper()
         self._due_s = 0.0
-        self._backward_s = 0.0
 
-    @contextlib.contextmanager
-    def charged(self, model: nn.Module) -> Iterator[None]:
+    def charged(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """While the block lasts; begun before a strategy is attached, so that it comes first."""
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        num_elements = max(1, sum(parameter.numel() for parameter in trained))
+        return charged(model, self._costs, self._forward_share, self)
 
-        def before_forward(module: nn.Module, args: Any) -> None:
-            step_s = self._costs.next_s()
-            self._backward_s = (1 - self._forward_share) * step_s
-            self._due_s = self._sleeper.clock.now_s() + self._forward_share * step_s
+    def begin(self, seconds: float) -> None:
+        """From now on, whatever is really computed meanwhile."""
+        self._due_s = self._sleeper.clock.now_s() + seconds
 
-        def after_forward(module: nn.Module, args: Any, outputs: Any) -> None:
-            self._rest()
+    def end_forward(self) -> None:
+        """Sleep until it is over."""
+        self._rest()
 
-        def after_gradient(parameter: torch.Tensor) -> None:
-            self._due_s += self._backward_s * parameter.numel() / num_elements
-            self._rest()
-
-        hooks: list[Any] = [
-            model.register_forward_pre_hook(before_forward),
-            model.register_forward_hook(after_forward),
-        ]
-        hooks += [each.register_post_accumulate_grad_hook(after_gradient) for each in trained]  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+    def add(self, seconds: float) -> None:
+        """The same for a part of backward."""
+        self._due_s += seconds
+        self._rest()
 
     def _rest(self) -> None:
         self._sleeper.until(self._due_s, self._group.progress, Deadline.never(), "a step")

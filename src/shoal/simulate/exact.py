@@ -7,12 +7,11 @@ more, `stacked`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
-import torch
 from torch import nn
 
 from shoal.core import Address, Clock, PeerLost, ShoalError
@@ -24,6 +23,7 @@ from shoal.group.simulated import SimulatedGroup
 from shoal.group.simulated_hub import Hub
 from shoal.group.sleeper import Sleeper
 from shoal.group.solo import SoloGroup
+from shoal.simulate.charging import charged
 from shoal.simulate.world import StepCosts, World
 from shoal.transport import Conditions
 
@@ -64,34 +64,18 @@ class Worker:
         slowness = max((script.slowness for script in self.scripts), default=1.0)
         self._turn.spend(slowness * seconds)
 
-    @contextlib.contextmanager
-    def charged(self, model: nn.Module) -> Iterator[None]:
-        """While the block lasts a step of the model takes the time that the world says.
+    def charged(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """While the block lasts a step of the model takes the time that the world says; see `charging`."""
+        return charged(model, self._costs, self._forward_share, self)
 
-        Its forward costs its share at once, its backward the rest as gradients come, by the size of each.
-        Begin it before the strategy is attached, so that a gradient's time has passed when it is shared.
-        """
-        forward_share, backward_s = self._forward_share, 0.0
-        num_elements = max(1, sum(each.numel() for each in model.parameters() if each.requires_grad))
+    def begin(self, seconds: float) -> None:
+        """Of `charging.Payer`: at once, and so is `add`."""
+        self.compute(seconds)
 
-        def before_forward(module: nn.Module, args: Any) -> None:
-            nonlocal backward_s
-            if module.training and torch.is_grad_enabled():
-                step_s = self._costs.next_s()
-                backward_s = (1 - forward_share) * step_s
-                self.compute(forward_share * step_s)
+    def end_forward(self) -> None:
+        """Of `charging.Payer`: its time has passed."""
 
-        def after_gradient(parameter: torch.Tensor) -> None:
-            self.compute(backward_s * parameter.numel() / num_elements)
-
-        hooks: list[Any] = [model.register_forward_pre_hook(before_forward)]
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        hooks += [each.register_post_accumulate_grad_hook(after_gradient) for each in trained]  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+    add = begin
 
 
 class _VirtualSleeper(Sleeper):
