@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from shoal.bench.children import Parent, end_with_parent
-from shoal.bench.crew import serve
+from shoal.bench.crew import Answers, serve
 from shoal.bench.experts_config import ECHO, HOST, ExpertsConfig
 from shoal.bench.experts_tally import Tally
 from shoal.core import Address, Deadline, LoopThread, Peer, fanout
@@ -32,13 +32,21 @@ _ECHO_S = 60.0
 
 def attend(arguments: dict[str, Any], parent: Parent) -> None:
     """Be clients until there are no more orders."""
+
+    def answers(closing: contextlib.ExitStack) -> Answers:
+        group = _Group(msgspec.convert(arguments, Place), closing)
+        return {"connect": group.connect, "echo": group.echo, "experts": group.use_experts}
+
+    be_clients(parent, answers)
+
+
+def be_clients(parent: Parent, answers: Callable[[contextlib.ExitStack], Answers]) -> None:
+    """Give these answers to orders until there are no more, then end the process."""
     end_with_parent()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what clients send is on the CPU, and a context takes memory
     torch.set_num_threads(1)
-    place = msgspec.convert(arguments, Place)
     with contextlib.ExitStack() as closing:
-        group = _Group(place, closing)
-        serve(parent, {"connect": group.connect, "echo": group.echo, "experts": group.use_experts})
+        serve(parent, answers(closing))
         parent.leave()
 
 

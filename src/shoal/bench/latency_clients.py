@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,9 @@ from typing import Any
 import msgspec
 import torch
 
-from shoal.bench.children import Parent, end_with_parent
-from shoal.bench.crew import serve
+from shoal.bench.children import Parent
+from shoal.bench.crew import Answers
+from shoal.bench.experts_clients import be_clients
 from shoal.bench.latency_config import LatencyConfig, Passes
 from shoal.bench.latency_flow import Load, Pings, latencies, rates
 from shoal.core import Address, Deadline, LoopThread, Peer, ShoalError, fanout
@@ -31,14 +31,12 @@ _CALL_S = 600.0  # hundreds of clients may stand in one line
 
 def attend(arguments: dict[str, Any], parent: Parent) -> None:
     """Be clients until there are no more orders."""
-    end_with_parent()
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what clients send is on the CPU, and a context takes memory
-    torch.set_num_threads(1)
-    place = msgspec.convert(arguments, Place)
-    with contextlib.ExitStack() as closing:
-        crowd = _Crowd(place, closing)
-        serve(parent, {"connect": crowd.connect, "latency": crowd.latency, "throughput": crowd.throughput})
-        parent.leave()
+
+    def answers(closing: contextlib.ExitStack) -> Answers:
+        crowd = _Crowd(msgspec.convert(arguments, Place), closing)
+        return {"connect": crowd.connect, "latency": crowd.latency, "throughput": crowd.throughput}
+
+    be_clients(parent, answers)
 
 
 class Place(msgspec.Struct, frozen=True):
