@@ -129,6 +129,8 @@ def test_progress_counts_the_updates_of_all_seeds():
 
 def test_an_experiment_has_a_name_that_tells_it_from_others():
     assert ConvergenceConfig().setup == "dmoe 64×4 dim 512, 64 trainers, 1000 ms"
+    assert ConvergenceConfig().resolved().setup == ConvergenceConfig().setup
+    assert ConvergenceConfig(compute_ms=2000).setup.endswith("1000 ms, computing 2000 ms")
     config = ConvergenceConfig(num_experts=16, failure_rate=0.1, is_faithful=True, delay_ms=0.5)
     assert config.setup == "dmoe 16×4 dim 512, 64 trainers, 0.5 ms, 10% failures, faithful"
     large = ConvergenceConfig(model="large-ffn", layer_dim=1024)

@@ -104,7 +104,7 @@ def test_the_terminal_shows_every_evaluation_and_the_staleness(two_seeds):
     assert "mean ± deviation over seeds" in text
     assert "seeds 1337 to 1338" in text
     assert "  90.0%  ████" in text
-    assert "the gate is trained" in text
+    assert "The gate is trained" in text
 
 
 def test_a_single_seed_has_no_deviation():
@@ -118,11 +118,13 @@ def test_a_single_seed_has_no_deviation():
     [
         ({"is_faithful": True}, "gate not trained, experts' gradients not delayed, one lock"),
         ({"is_faithful": True, "model": "large-ffn"}, "As the original: one lock"),
-        ({"model": "large-ffn"}, "side by side."),
+        ({"is_faithful": True, "model": "large-ffn"}, "held 45 ms for an update."),
+        ({"model": "large-ffn", "window_ms": 0.0}, "side by side, 1,900 ms for an update.\n"),
+        ({"window_ms": 50.0}, "those that end within 50 ms do so together.\n"),
     ],
 )
 def test_how_it_was_done_is_said(fields, words):
-    config = msgspec.structs.replace(CONFIG, **fields)
+    config = msgspec.structs.replace(CONFIG, **fields).resolved()
     assert words in printed(report([[0.5, 0.9, 0.9, 0.9]], config=config))
 
 

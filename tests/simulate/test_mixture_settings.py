@@ -30,6 +30,15 @@ def test_memory_grows_with_experts_and_has_a_limit() -> None:
     assert MixtureSettings(num_experts=16, layer_dim=128, num_trainers=16).fits(2 << 30)
 
 
+def test_resolved_settings_say_all_numbers_and_mean_the_same() -> None:
+    for settings in (MixtureSettings(), MixtureSettings(is_faithful=True, num_trainers=7)):
+        resolved = settings.resolved()
+        assert None not in (resolved.compute_ms, resolved.window_ms, resolved.update_every_inputs)
+        assert resolved.compute_s == settings.compute_s
+        assert resolved.inputs_an_update == settings.inputs_an_update
+    assert MixtureSettings().resolved().window_s == pytest.approx(MixtureSettings().window_s)
+
+
 def test_defaults_follow_the_model() -> None:
     mixture, dense = MixtureSettings(), MixtureSettings(model="large-ffn")
     assert (mixture.compute_s, dense.compute_s) == (14.2, 1.9)

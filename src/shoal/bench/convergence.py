@@ -78,6 +78,8 @@ class ConvergenceConfig(MixtureSettings, frozen=True, forbid_unknown_fields=True
         size = f"{self.num_experts}×{self.num_layers}" if is_mixture else f"{self.num_layers} blocks"
         parts = [f"{self.model} {size} dim {self.layer_dim}", f"{self.num_trainers} trainers"]
         parts.append(f"{self.delay_ms:g} ms")
+        if self.compute_ms not in (None, self.usual_compute_ms):
+            parts.append(f"computing {self.compute_ms:g} ms")
         parts += [f"{100 * self.failure_rate:g}% failures"] * (self.failure_rate > 0)
         parts += [f"{100 * self.backward_failure_rate:g}% lost"] * (self.backward_failure_rate > 0)
         parts += ["faithful"] * self.is_faithful

@@ -96,20 +96,19 @@ def _conditions(report: Report) -> list[str]:
     return [
         f"{_setup(report)}, batch {config.get('batch_size')} each.",
         f"{config.get('steps'):,} updates of Adam with AMSGrad, {seeds}.",
-        _how(config),
+        *_how(config),
     ]
 
 
-def _how(config: Mapping[str, Any]) -> str:
-    is_mixture, is_faithful = config.get("model") == "dmoe", config.get("is_faithful")
-    if is_faithful and is_mixture:
-        return "As the original: gate not trained, experts' gradients not delayed, one lock for all trainers."
-    if is_faithful:
-        return "As the original: one lock for all trainers."
-    trainers = "Trainers compute side by side"
-    return (
-        f"{trainers}, the gate is trained, experts' gradients are delayed." if is_mixture else f"{trainers}."
-    )
+def _how(config: Mapping[str, Any]) -> list[str]:
+    is_mixture, step_ms = config.get("model") == "dmoe", config.get("compute_ms") or 0.0
+    if config.get("is_faithful"):
+        changed = "gate not trained, experts' gradients not delayed, " * is_mixture
+        return [f"As the original: {changed}one lock for all trainers, held {step_ms:,g} ms for an update."]
+    trainers = f"Trainers compute side by side, {step_ms:,g} ms for an update"
+    window_ms = config.get("window_ms")
+    together = f"; those that end within {window_ms:,g} ms do so together" if window_ms else ""
+    return [f"{trainers}{together}.", *["The gate is trained, experts' gradients are delayed."] * is_mixture]
 
 
 def _setup(report: Report) -> str:

@@ -151,7 +151,7 @@ def convergence(
         device=device_of(device),
         num_seeds=seeds or (1 if short else NUM_SEEDS),
         data_dir=None if data_dir is None else str(data_dir.absolute()),
-    )
+    ).resolved()
     available_bytes = free_bytes(config.device)
     emit(f"Memory: {memory_text(config, config.num_seeds, available_bytes)}", sys.stderr)
     if not force:

@@ -5,7 +5,7 @@ Ryabinin & Gusev 2020, section 4.2. Without torch, so that a command can check i
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import msgspec
 
@@ -107,10 +107,23 @@ class MixtureSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.batch_size * (self.num_active if self.has_gate else 1)
 
     @property
+    def usual_compute_ms(self) -> float:
+        """Where nothing else is said."""
+        return (LOCKED_COMPUTE_MS if self.is_faithful else DEFAULT_COMPUTE_MS)[self.model]
+
+    @property
     def compute_s(self) -> float:
         """Of one training step."""
-        usual = LOCKED_COMPUTE_MS if self.is_faithful else DEFAULT_COMPUTE_MS
-        return (usual[self.model] if self.compute_ms is None else self.compute_ms) / 1000
+        return (self.usual_compute_ms if self.compute_ms is None else self.compute_ms) / 1000
+
+    def resolved(self) -> Self:
+        """The same with every number said that was left open, for a report that stands alone."""
+        return msgspec.structs.replace(
+            self,
+            compute_ms=round(1000 * self.compute_s, 3),
+            window_ms=0.0 if self.is_faithful else round(1000 * self.window_s, 3),
+            update_every_inputs=self.inputs_an_update,
+        )
 
     @property
     def delivery_shares(self) -> list[float]:
