@@ -9,7 +9,7 @@ from shoal.core import UsageError
 from shoal.group.base import Group
 from shoal.group.wrapper import GroupWrapper
 
-MADE_OF_OTHERS = {"share"}
+MADE_OF_OTHERS = {"next_number", "share"}
 """What goes through operations that are forwarded."""
 
 
@@ -25,5 +25,7 @@ def test_attributes_are_those_of_the_group_inside():
             assert getattr(group, name) == getattr(inner, name)
         assert [group.machine_of(rank) for rank in group.members] == [0, 0, 1, 1]
         assert group.share({"a": 1}) == [{"a": 1}] * 4
+        assert [one.next_number("boat") for one in (group, inner, group)] == [0, 1, 2]
+        assert group.next_number("net") == 0
     with pytest.raises(UsageError, match="left"):
         inner.empty(1)

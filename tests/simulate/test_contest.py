@@ -31,6 +31,14 @@ def test_one_seed_gives_one_record_and_another_seed_another(strategy):
     assert first == again != msgspec.json.encode(other.plain())
 
 
+@pytest.mark.parametrize("strategy", ["pair", "push-sum", "choco", "parameter-server"])
+def test_a_record_does_not_depend_on_what_the_process_ran_before(strategy):
+    """Names and versions are counted for a group, not for a process: they travel, and bytes take time."""
+    slow = world(profile=SHAKY, num_servers=1 if strategy == "parameter-server" else 0)
+    first, *_, last = (msgspec.json.encode(run_job(job(strategy), slow).plain()) for _ in range(12))
+    assert first == last
+
+
 def test_steps_seconds_and_bytes_are_those_of_the_world():
     record = run_job(job("neighbor", options={"topology": "ring"}), world(profile=FAR))
     assert [moment.step for moment in record.moments] == [0, 5, 10, 15, 20]

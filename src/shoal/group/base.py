@@ -14,6 +14,7 @@ import abc
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar
 
@@ -169,6 +170,11 @@ class Group(abc.ABC):
     group is that of the workers alone, and on a server a group of one."""
     num_servers: int = 0
     role: Literal["worker", "server"] = "worker"
+
+    @cached_property
+    def notes(self) -> dict[str, Any]:
+        """What strategies remember of this group, each under its own name: which names it has given, say."""
+        return {}
 
     @property
     @abc.abstractmethod
@@ -348,6 +354,12 @@ class Group(abc.ABC):
         """Everybody's small value (numbers, strings, lists, dicts), by member in rank order. Collective."""
         encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
         return [msgspec.msgpack.decode(part.numpy().data) for part in self.all_gather(encoded).wait()]
+
+    def next_number(self, kind: str) -> int:
+        """One that nothing of this kind has had in this group, the same for all members. Collective."""
+        number: int = max(self.share(self.notes.get(kind, 0)))
+        self.notes[kind] = number + 1
+        return number
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
-from typing import TypeVar
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -44,6 +44,11 @@ class GroupWrapper(Group):
     def _call(self, operation: Operation, act: Callable[[], T]) -> T:
         """Every operation that is over when it returns."""
         return act()
+
+    @cached_property
+    def notes(self) -> dict[str, Any]:
+        """The inner group's."""
+        return self.inner.notes
 
     # --- who is there ---
 

@@ -10,7 +10,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -123,14 +123,11 @@ class Mail:
     the whole, in pieces, before the next that it hears; what came in between is of no use to it.
     """
 
-    num_opened: ClassVar[int] = 0
-    """In this process: no name is used twice, not even for a model after one that was detached."""
-
     def __init__(
         self, group: Group, name: str, topology: Topology, size_bytes: int, whole_bytes: int
     ) -> None:
-        number = max(group.share(Mail.num_opened))
-        Mail.num_opened = number + 1
+        # no name is used twice, not even for a model after one that was detached
+        number = group.next_number("mail")
         self.sources = topology.sources(group.rank)
         self._size_bytes = size_bytes
         self._whole_bytes = whole_bytes

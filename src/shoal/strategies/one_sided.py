@@ -11,7 +11,7 @@ import abc
 import contextlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -28,13 +28,6 @@ from shoal.topology import Topology, make_topology
 
 _ROUND = struct.Struct("<q")
 _MANY_TURNS = 64
-
-
-class _Opened:
-    """Windows of this process, in whichever group."""
-
-    num_sets: ClassVar[int] = 0
-    """No name is used twice, not even for a model that takes the place of one that was detached."""
 
 
 class OneSidedStrategy(SurvivingStrategy):
@@ -104,8 +97,8 @@ class OneSidedStrategy(SurvivingStrategy):
     def _started(self, attachment: Attachment) -> None:
         flats = Flats(self.group, attachment.parameters)
         self._flats_or_none = flats
-        number = max(self.group.share(_Opened.num_sets))
-        _Opened.num_sets = number + 1
+        # no name is used twice, not even for a model after one that was detached
+        number = self.group.next_number("windows of models")
         sources = self._sources()
         self._windows = [
             self.group.window(

@@ -9,6 +9,7 @@ was read is pulled again, and left out when that happens too often.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -24,12 +25,13 @@ _SEED_STRIDE = 1_000_003
 _SEED_MASK = 2**63 - 1
 
 
+@dataclass(slots=True)
 class _Published:
-    """What this process has published by pair averaging, in whichever group."""
+    """What this worker has published by pair averaging in one group."""
 
-    numbers: ClassVar[list[int]] = []
+    numbers: list[int] = field(default_factory=list)
     """Of the models that are attached: several can be, side by side."""
-    last_version: ClassVar[int] = -1
+    last_version: int = -1
     """Versions never fall, not even for a model that takes the place of one that was detached."""
 
 
@@ -54,6 +56,7 @@ class PairAverage(ParameterStrategy):
         self._is_published = False
         """Others may read the live buffers: the next step must find the parameters in the spare ones."""
         self._number = -1
+        self._published: _Published = group.notes.setdefault(self.name, _Published())
         self._generator = self._seeded(0)
 
     @property
@@ -83,18 +86,18 @@ class PairAverage(ParameterStrategy):
 
     def _started(self, attachment: Attachment) -> None:
         super()._started(attachment)
-        number = 1 + max(_Published.numbers, default=-1)
-        version = max(self._version, _Published.last_version + 1)
+        number = 1 + max(self._published.numbers, default=-1)
+        version = max(self._version, self._published.last_version + 1)
         everybody = self.group.share([number, version])
         self._number, self._version = (max(values) for values in zip(*everybody, strict=True))
-        _Published.numbers.append(self._number)
+        self._published.numbers.append(self._number)
         self._publish()
         self.group.barrier().wait()
 
     def _stopped(self) -> None:
         self._is_published = False
-        if self._number in _Published.numbers:
-            _Published.numbers.remove(self._number)
+        if self._number in self._published.numbers:
+            self._published.numbers.remove(self._number)
         self._number = -1
         super()._stopped()
 
@@ -153,7 +156,7 @@ class PairAverage(ParameterStrategy):
         for index, pair in enumerate(self._twins.pairs):
             self.group.publish(self._channel(index), pair.live, self._version)
         self._is_published = True
-        _Published.last_version = max(_Published.last_version, self._version)
+        self._published.last_version = max(self._published.last_version, self._version)
 
     def _retire(self) -> None:
         """Nobody reads the spare buffers from now on; only what a global average left there is waited for."""

@@ -12,7 +12,7 @@ import enum
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import torch
@@ -28,14 +28,9 @@ from shoal.tensors.codecs import Encoded, EncodedMeta, codec_from_name
 from shoal.tensors.codecs.base import FormatCodec
 
 _NAME = "parameter-server"
+_NEXT = f"{_NAME}'s next version"
 _ORDER = struct.Struct("<b?")
 _REPLY = struct.Struct("<qq")
-
-
-class _Versions:
-    """What this process has published as a server, in whichever group."""
-
-    next: ClassVar[int] = 0
 
 
 class Kind(enum.IntEnum):
@@ -166,7 +161,8 @@ class Channel:
 
     def end(self, last_version: int) -> None:
         """A server has published its last version."""
-        _Versions.next = max(_Versions.next, last_version + 1)
+        notes = self.group.notes
+        notes[_NEXT] = max(notes.get(_NEXT, 0), last_version + 1)
 
     def close(self) -> None:
         """Give everything back; collective."""
@@ -194,7 +190,7 @@ def open_channel(
     packings = [_packing(codec, chunk) for chunk in chunks]
     shares = [[chunk for chunk in chunks if chunk.server == server] for server in range(num_servers)]
     widths = [len(share) + sum(len(chunk.layout.slots) for chunk in share) for share in shares]
-    first_version = max(group.share(_Versions.next))
+    first_version = max(group.share(group.notes.get(_NEXT, 0)))
     is_server = group.rank < num_servers
     writers = workers if is_server else ()
     orders = group.window(f"{_NAME} orders", len(numbers.names) + max(widths), torch.float64, sources=writers)

@@ -16,8 +16,9 @@ def gaussian(*shape, seed=0):
 def test_matrices_of_low_rank_are_sent_whole(dtype, true_rank):
     matrix = (gaussian(50, true_rank) @ gaussian(true_rank, 40, seed=1)).to(dtype)
     codec = LowRank(4)
-    for _ in range(3):
-        assert torch.allclose(decode(codec.encode(matrix)), matrix, atol=1e-4)
+    # the first start is drawn, and its image may be badly conditioned: that multiplies what is rounded
+    for most in (1e-3, 5e-5, 5e-5):
+        assert torch.allclose(decode(codec.encode(matrix)), matrix, atol=most, rtol=0)
 
 
 def test_warm_start_approaches_the_best_approximation():
