@@ -15,7 +15,7 @@ from shoal.launch.channel import AGENT, PipeChannel, Station
 from shoal.launch.fleet import Fleet, RemoteWorker
 from shoal.launch.gathering import Present
 from shoal.launch.messages import MAGIC, Decoder, Hello, Job, Post, Seen, Up, encode
-from shoal.launch.notes import Copies, seen_here
+from shoal.launch.notes import Copies, seen_here, take_down
 
 CLOCK = ManualClock(wall_s=NOW_S)
 
@@ -57,9 +57,18 @@ def test_who_is_told_of_no_more_is_taken_down():
     assert [one.note.rank for one in look(CLOCK)] == [2]
 
 
+def test_what_killed_workers_have_left_is_taken_down_when_their_run_is_over(tmp_path):
+    for one in (note(0, pid=1, started="?"), note(1, "other")):
+        pin(".".join(map(str, one.who))).write(one)
+    take_down()
+    (left,) = (tmp_path / "shoal").iterdir()
+    assert "other" in left.name
+
+
 def test_nothing_that_fails_here_ends_an_agent_or_the_head(monkeypatch):
     monkeypatch.setattr(board, "look", lambda: 1 / 0)
     assert seen_here("job", [0]) == []
+    take_down()
     monkeypatch.setattr(board, "pin", lambda name: 1 / 0)
     Copies(CLOCK).take([Sighting(note(), "running", 0.0)], {})
 

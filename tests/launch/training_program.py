@@ -51,7 +51,7 @@ def main(fault=""):
     group = shoal.init()
     torch.manual_seed(group.rank)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     loader = DataLoader(Numbers(), batch_size=4, num_workers=2)
     num_steps = num_steps_after = 0
     with shoal.from_args(group).attach(model, optimizer):

@@ -94,17 +94,26 @@ class ExpertsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         return max(self.num_clients, _FILES_A_CLIENT * clients_a_process) + _OTHER_FILES
 
     def __post_init__(self) -> None:
-        if self.max_batch_size < self.batch_size:
-            raise UsageError(
-                f"No server that computes {self.max_batch_size} samples at once takes a batch of "
-                f"{self.batch_size}.",
-                next_step=f"give --max-batch-size {self.batch_size} or more.",
-            )
-        if not 1 <= self.client_processes <= self.num_clients:
-            raise UsageError(
-                f"{self.num_clients} clients cannot be spread over {self.client_processes} processes.",
-                next_step="give at least one client for each of --client-processes.",
-            )
+        check_batches(self.batch_size, self.max_batch_size)
+        check_clients(self.num_clients, self.client_processes, "one client")
+
+
+def check_batches(batch_size: int, max_batch_size: int) -> None:
+    """UsageError for those that no server takes."""
+    if max_batch_size < batch_size:
+        raise UsageError(
+            f"No server that computes {max_batch_size} samples at once takes a batch of {batch_size}.",
+            next_step=f"give --max-batch-size {batch_size} or more.",
+        )
+
+
+def check_clients(num_clients: int, num_processes: int, one: str) -> None:
+    """UsageError for processes that have none; `one` says how a client is asked for."""
+    if not 1 <= num_processes <= num_clients:
+        raise UsageError(
+            f"{num_clients} clients cannot be spread over {num_processes} processes.",
+            next_step=f"give at least {one} for each of --client-processes.",
+        )
 
 
 def preset_named(name: str) -> Preset:

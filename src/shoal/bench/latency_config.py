@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from shoal.bench.experts_config import default_device
+from shoal.bench.experts_config import check_batches, check_clients, default_device
 from shoal.bench.machine import gpus, memory, torch_build
 from shoal.bench.open_files import ensure_open_files
 from shoal.core import Address, UsageError
@@ -72,17 +72,8 @@ class LatencyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
                 cause="all methods compute the same model: --layers-per-gpu for each device, and each host.",
                 next_step="give as many --gpus as --hosts, or leave --gpus out.",
             )
-        if self.max_batch_size < self.batch_size:
-            raise UsageError(
-                f"No server that computes {self.max_batch_size} samples at once takes a batch of "
-                f"{self.batch_size}.",
-                next_step=f"give --max-batch-size {self.batch_size} or more.",
-            )
-        if not 1 <= self.client_processes <= self.jobs:
-            raise UsageError(
-                f"{self.jobs} clients cannot be spread over {self.client_processes} processes.",
-                next_step="give at least one of --jobs for each of --client-processes.",
-            )
+        check_batches(self.batch_size, self.max_batch_size)
+        check_clients(self.jobs, self.client_processes, "one of --jobs")
 
     @property
     def num_layers(self) -> int:

@@ -22,7 +22,7 @@ from shoal.group.host import HostGroup
 from shoal.group.mailbox import flat_bytes, view_of
 from shoal.group.mesh import MeshHandle
 from shoal.group.remote_window import Slots, TorchWindow
-from shoal.group.writing import Write
+from shoal.group.writing import CopiedSnapshot, Write
 from shoal.tensors.dtypes import DTYPES, dtype_name
 from shoal.transport import Head, Reply
 
@@ -433,18 +433,6 @@ class _RenamedSnapshot(Snapshot):
         return self._inner.is_intact()
 
 
-class _CopiedSnapshot(Snapshot):
-    """A copy, which stays what it is."""
-
-    def __init__(self, rank: int, version: int, tensor: torch.Tensor) -> None:
-        self.rank = rank
-        self.version = version
-        self.tensor = tensor
-
-    def is_intact(self) -> bool:
-        return True
-
-
 def _renamed(found: Snapshot | None, rank: int) -> Snapshot | None:
     return None if found is None else _RenamedSnapshot(found, rank)
 
@@ -455,7 +443,7 @@ def _snapshot_from(rank: int) -> Callable[[Reply], Snapshot | None]:
             return None
         version, dtype = reply.payload
         content = torch.frombuffer(reply.buffers[0], dtype=torch.uint8)
-        return _CopiedSnapshot(rank, version, content.view(DTYPES[dtype]))
+        return CopiedSnapshot(rank, version, content.view(DTYPES[dtype]))
 
     return convert
 

@@ -3,7 +3,7 @@
 Operations take as long as their bytes would over the links of a profile (`simulated_times`), by the same
 formulas as `Metered`: an all-reduce goes round a ring, everything else straight to its receivers. Values are
 those at the time of the call. Members that share memory with each other are no faster for it. What is written
-into windows is `simulated_window`'s.
+into windows is `simulated_window`'s. The file is long because it is one operation after another.
 """
 
 from __future__ import annotations

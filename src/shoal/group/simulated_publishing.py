@@ -10,23 +10,10 @@ import torch
 from shoal.core import UsageError
 from shoal.group.base import Done, Handle, Snapshot
 from shoal.group.simulated_hub import Hub, Pending
-from shoal.group.writing import copy_out
+from shoal.group.writing import CopiedSnapshot, copy_out
 
 Received = Callable[[int], None]
 """Is told how many bytes have come."""
-
-
-class CopiedSnapshot(Snapshot):
-    """Of its own memory: whatever the publisher does, it stays what it was."""
-
-    def __init__(self, rank: int, version: int, tensor: torch.Tensor) -> None:
-        self.rank = rank
-        self.version = version
-        self.tensor = tensor
-
-    def is_intact(self) -> bool:
-        """Always."""
-        return True
 
 
 class Publication:

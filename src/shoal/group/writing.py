@@ -15,6 +15,19 @@ from shoal.tensors.memory import copy_into
 MAX_NOTE_BYTES = 4064
 
 
+class CopiedSnapshot(Snapshot):
+    """Of its own memory: whatever the publisher does, it stays what it was."""
+
+    def __init__(self, rank: int, version: int, tensor: torch.Tensor) -> None:
+        self.rank = rank
+        self.version = version
+        self.tensor = tensor
+
+    def is_intact(self) -> bool:
+        """Always."""
+        return True
+
+
 @dataclass(frozen=True, slots=True)
 class Write:
     """What is to be written, and how."""

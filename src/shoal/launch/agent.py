@@ -44,7 +44,7 @@ from shoal.launch.messages import (
     Wrote,
     encode,
 )
-from shoal.launch.notes import seen_here
+from shoal.launch.notes import seen_here, take_down
 from shoal.launch.process import Pipe, Process
 from shoal.launch.settings import complete
 from shoal.launch.signals import SignalInbox
@@ -107,6 +107,7 @@ class Agent:
                         charge.process.wait()
                     charge.process.close()
                 self._guard.watch([])
+                take_down()
 
     def _turn(self) -> None:
         self._wait()

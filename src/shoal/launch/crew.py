@@ -17,6 +17,7 @@ from shoal.core import Clock
 from shoal.core.errors import UsageError
 from shoal.launch.channel import Interest
 from shoal.launch.guard import Guard
+from shoal.launch.notes import take_down
 from shoal.launch.output import LogFiles, Output
 from shoal.launch.process import Pipe, Process, has_piped_stdin
 from shoal.launch.settings import LaunchSettings, Surroundings
@@ -174,6 +175,7 @@ class LocalCrew(Crew):
             self._guard.watch([])
             self._guard.__exit__()
             self._guard = None
+        take_down()
 
     def _read(self, worker: LocalWorker, pipe: Pipe, reader: Reader) -> None:
         worker.read(pipe, reader, self._clock.now_s())

@@ -29,6 +29,13 @@ def seen_here(run: str, ranks: Collection[int]) -> list[Sighting]:
     return []
 
 
+def take_down() -> None:
+    """What workers of runs that are over have left on this machine's board: those that were killed."""
+    with contextlib.suppress(Exception):
+        if board.is_wanted():
+            board.look()
+
+
 class Copies:
     """The notes of another machine's workers that a head keeps, for as long as its agent tells of them."""
 

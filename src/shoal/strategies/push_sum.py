@@ -8,16 +8,14 @@ whoever pushes how often to whom. What is not pushed is kept, what is pushed arr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
-
-import torch
 
 from shoal.group import Group
 from shoal.group.kernels import mix_into
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.averaging import start_mean
-from shoal.strategies.masses import mass_factor, mean_over_masses
+from shoal.strategies.masses import MassStrategy
 from shoal.strategies.one_sided import OneSidedStrategy, round_of
 from shoal.strategies.options import CommonOptions, PushSumOptions
 from shoal.topology import Topology
@@ -25,7 +23,7 @@ from shoal.topology import Topology
 _ROUNDING = 1e-6
 
 
-class PushSum(OneSidedStrategy):
+class PushSum(MassStrategy, OneSidedStrategy):
     """After the step: push 1/(d + 1) of the mass to each of d neighbours, then add what has come.
 
     A step moves the parameters by 1/`weight` of what the optimizer would, so that every worker's gradient
@@ -39,8 +37,6 @@ class PushSum(OneSidedStrategy):
 
     def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
         super().__init__(group, options=options, **named)
-        self.weight = 1.0
-        """This worker's mass: 1 on average over all, less what is under way."""
         self.num_pushed = 0
         self.num_held = 0
         """Rounds in which nothing was pushed, since too little mass was left."""
@@ -57,19 +53,6 @@ class PushSum(OneSidedStrategy):
         super().settle()
         if not self.is_alone:
             self._gather()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Also the weight."""
-        return {**super().state_dict(), "weight": self.weight}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """With the parameters that go with it."""
-        super().load_state_dict(state)
-        self.weight = float(state["weight"])
-
-    def step_begins(self, num_missed: int) -> float:
-        """The optimizer works on the parameters, but steps in the sum."""
-        return super().step_begins(num_missed) / self.weight
 
     def _make_topology(self) -> Topology:
         return self._make(self.options.topology)
@@ -135,7 +118,7 @@ class PushSum(OneSidedStrategy):
     def _average_all(self) -> None:
         """The mean over the weights, which are 1 afterwards."""
         self._gather()
-        factor = mass_factor(self.group, self.weight)
+        factor = self._mass_factor()
         for flat in self._flats.tensors:
             flat.mul_(factor)
             start_mean(self.group, flat).wait()
@@ -145,18 +128,9 @@ class PushSum(OneSidedStrategy):
         if not self.is_alone:
             self._gather()
 
-    def _common_model(self) -> dict[str, torch.Tensor]:
-        common = super()._common_model()
-        if self.is_alone:
-            return common
-        return {**common, **mean_over_masses(self.group, self.attachment.model, self.weight)}
-
     def _state_at_end(self) -> dict[str, Any]:
         """What is under way then is nobody's: all begin anew with a weight of 1, as after a loss."""
         return {**self.state_dict(), "weight": 1.0}
-
-    def _load_common_state(self, state: Mapping[str, Any]) -> None:
-        self.load_state_dict({**state, "weight": 1.0})
 
     def _come_to_rest(self, *, should_leave: bool) -> None:
         if should_leave:

@@ -8,20 +8,19 @@ however many send to whom. The asynchronous form is `push_sum`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
 from shoal.group import Group
-from shoal.strategies.masses import mass_factor, mean_over_masses
+from shoal.strategies.masses import MassStrategy
 from shoal.strategies.options import CommonOptions
 from shoal.strategies.parameters import ParameterStrategy
 from shoal.strategies.research_options import SgpOptions
 from shoal.topology import Weights, make_topology
 
 
-class StochasticGradientPush(ParameterStrategy):
+class StochasticGradientPush(MassStrategy, ParameterStrategy):
     """`w_i ← Σ_j p_ij w_j`, `z_i ← Σ_j p_ij w_j z_j / w_i` after the step, with `p_ij = 1/(d_j + 1)`.
 
     z are the parameters that train, and d_j is to how many j sends in this round. The optimizer's learning
@@ -39,26 +38,11 @@ class StochasticGradientPush(ParameterStrategy):
         super().__init__(group, options=options, **named)
         local_size, rest = divmod(group.size, group.num_machines)
         self.topology = make_topology(self.options.topology, group.size, 1 if rest else local_size)
-        self.weight = 1.0
-        """Of this worker's parameters in the mean of all; 1 on average."""
 
     @property
     def stats(self) -> dict[str, Any]:
         """The weight."""
         return {"weight": self.weight}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Also the weight."""
-        return {**super().state_dict(), "weight": self.weight}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """With the parameters that go with it."""
-        super().load_state_dict(state)
-        self.weight = float(state["weight"])
-
-    def step_begins(self, num_missed: int) -> float:
-        """The optimizer works on the parameters, but steps in the sum."""
-        return super().step_begins(num_missed) / self.weight
 
     def _before_step(self) -> None:
         self._look_for_losses()
@@ -83,7 +67,7 @@ class StochasticGradientPush(ParameterStrategy):
 
     def _average_all(self) -> None:
         """The mean over the weights, which are 1 afterwards."""
-        factor, size = mass_factor(self.group, self.weight), len(self.group.members)
+        factor, size = self._mass_factor(), len(self.group.members)
         others = self._others
         self._mix(Weights(factor / size, dict.fromkeys(others, 1 / size), dict.fromkeys(others, factor)))
         self.weight = 1.0
@@ -107,12 +91,3 @@ class StochasticGradientPush(ParameterStrategy):
                 pair.spare.mul_(1 / mass.item())
         self._finish((), should_keep=not is_whole)
         return mass.item() if is_whole else self.weight
-
-    def _common_model(self) -> dict[str, torch.Tensor]:
-        common = super()._common_model()
-        if self.is_alone:
-            return common
-        return {**common, **mean_over_masses(self.group, self.attachment.model, self.weight)}
-
-    def _load_common_state(self, state: Mapping[str, Any]) -> None:
-        self.load_state_dict({**state, "weight": 1.0})
