@@ -71,7 +71,7 @@ def test_fewer_workers_reach_the_same_loss(train, tmp_path, strategy):
     assert "saved by 4 workers" in fewer.err
     assert told(fewer, "begins") == [f"begins at {SAVED_AT}"] * 2
     wanted, reached = loss_of(tmp_path / "whole"), loss_of(tmp_path / "checkpoint")
-    assert wanted < 0.1
+    assert wanted < 0.15  # of 2.3 at the start
     assert reached == pytest.approx(wanted, abs=TOLERANCES[strategy])
 
 
