@@ -38,7 +38,7 @@ def test_the_headline_names_the_first_ties_and_who_is_missing(race):
         "By bytes to 80 %: all-reduce and neighbor, 1.00 kB each.",
         "By steps to 80 %: all-reduce and neighbor, 10 each.",
     ]
-    assert sentences[3] == "Furthest at the end: all-reduce, 90.0 %."
+    assert sentences[3] == "Furthest at the end: all-reduce, 90.0 %, the mean of 2 seeds as all of these."
     assert sentences[4].startswith("pair did not reach 80 %: 1 of 2: still improving")
 
 

@@ -140,7 +140,8 @@ def winners(config: CompareConfig, outcomes: Mapping[str, Outcome]) -> list[str]
     if whole:
         best = facts.best(list(whole.values()))
         leaders = [name for name, value in whole.items() if value == best]
-        sentences.append(f"Furthest at the end: {_named(leaders)}, {shown_score(facts, best)}.")
+        of = f", the mean of {len(config.seeds)} seeds as all of these" if len(config.seeds) > 1 else ""
+        sentences.append(f"Furthest at the end: {_named(leaders)}, {shown_score(facts, best)}{of}.")
     return sentences
 
 
