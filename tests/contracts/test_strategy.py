@@ -16,7 +16,7 @@ def test_alone_it_is_plain_training(workers, kind):
     workers.run(checks.alone, 1, [name for name in CASES if CASES[name].is_plain_alone], kind=kind)
 
 
-@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4)), 5])
+@pytest.mark.parametrize("size", [2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5))])
 def test_each_tensor_goes_once_a_round_and_the_mean_stays(workers, size):
     workers.run(checks.rounds, size, list(EVERY if size < 4 else COUNTED))
 
