@@ -61,15 +61,19 @@ def test_others_are_killed_by_themselves(hurt, signals):
     assert signals == [(True, signal.SIGKILL)]
 
 
-def test_time_counts_from_the_construction(hurt, signals, sleeper):
-    sleeper.clock.advance(100)
-    group = hurt("[[fault]]\nkind = 'kill'\nat_s = 2")
+def assert_killed_after_2_s(group, signals, sleeper):
     sleeper.clock.advance(1.9)
     group.progress()
     assert signals == []
     sleeper.clock.advance(0.2)
     group.progress()
     assert signals == [(True, signal.SIGKILL)]
+
+
+def test_time_counts_from_the_construction(hurt, signals, sleeper):
+    sleeper.clock.advance(100)
+    group = hurt("[[fault]]\nkind = 'kill'\nat_s = 2")
+    assert_killed_after_2_s(group, signals, sleeper)
 
 
 def test_a_script_waits_for_its_beginning(hurt, signals, sleeper):
@@ -79,12 +83,7 @@ def test_a_script_waits_for_its_beginning(hurt, signals, sleeper):
     group.barrier().wait()
     assert signals == []
     group.restart()
-    sleeper.clock.advance(1.9)
-    group.progress()
-    assert signals == []
-    sleeper.clock.advance(0.2)
-    group.progress()
-    assert signals == [(True, signal.SIGKILL)]
+    assert_killed_after_2_s(group, signals, sleeper)
 
 
 def test_a_pause_of_known_length_sleeps_once(hurt, signals, sleeper):

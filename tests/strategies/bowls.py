@@ -52,6 +52,21 @@ class Bowls:
         model(self.hessians[rank], self.targets[rank]).backward()
 
 
+def step(model, optimizer, bowls, rank):
+    optimizer.zero_grad()
+    bowls.backward(model, rank)
+    optimizer.step()
+
+
+def after_a_step(strategy):
+    """A model and its optimizer after one step of four workers, and the strategy's state."""
+    model = Bowl()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    with strategy.attach(model, optimizer, stays=True):
+        step(model, optimizer, Bowls(4), strategy.group.rank)
+    return model, optimizer, strategy.state_dict()
+
+
 def everywhere(work, size):
     """What `work(group)` gives on each worker; the first error is raised."""
     outcomes = run_exact(World(num_workers=size), lambda worker: work(worker.group))

@@ -12,17 +12,11 @@ from shoal.strategies import make_strategy
 from shoal.strategies.choco import ChocoSGD
 from shoal.topology import make_topology
 from shoal.transport import FaultScript
-from strategies.bowls import RATE, Bowl, Bowls, course, everywhere
+from strategies.bowls import RATE, Bowl, Bowls, after_a_step, course, everywhere, step
 
 SLOTS = 16
 """Elements of the two parameters, each padded to 64 bytes; x lies in the first, and from the ninth on."""
 PLACES = [0, 8, 9]
-
-
-def step(model, optimizer, bowls, rank):
-    optimizer.zero_grad()
-    bowls.backward(model, rank)
-    optimizer.step()
 
 
 def largest(rows, k):
@@ -209,12 +203,7 @@ def test_states_that_do_not_fit_all_begin_anew():
     """Of another rank or another topology; while attached, that is an error."""
 
     def work(group):
-        model = Bowl()
-        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-        strategy = ChocoSGD(group)
-        with strategy.attach(model, optimizer, stays=True):
-            step(model, optimizer, Bowls(4), group.rank)
-        state = strategy.state_dict()
+        model, optimizer, state = after_a_step(ChocoSGD(group))
         one = {**state, "rank": 3 - group.rank} if group.rank == 0 else state
         for topology, loaded in (("full", state), ("ring", one)):
             resumed = ChocoSGD(group, topology=topology)

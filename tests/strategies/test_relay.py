@@ -10,7 +10,7 @@ from shoal.simulate.exact import run_exact
 from shoal.simulate.world import World
 from shoal.strategies.relay import RelaySGD
 from shoal.strategies.relay_tree import branches
-from strategies.bowls import RATE, Bowl, Bowls, course, everywhere
+from strategies.bowls import RATE, Bowl, Bowls, after_a_step, course, everywhere, step
 
 
 def reckoned(tree, size, num_steps, restarts=()):
@@ -55,12 +55,6 @@ def test_after_a_global_average_nothing_older_counts():
 def test_it_reaches_the_optimum_of_workers_that_differ():
     assert Bowls(4).distance(course("relay", 4, 120)[-1]) < 1e-9
     assert Bowls(4).distance(course("neighbor", 4, 60, topology="ring")[-1]) > 1e-2
-
-
-def step(model, optimizer, bowls, rank):
-    optimizer.zero_grad()
-    bowls.backward(model, rank)
-    optimizer.step()
 
 
 def test_the_parts_of_a_tree_go_on_when_a_worker_leaves(caplog):
@@ -126,12 +120,7 @@ def test_it_goes_on_from_its_state():
 
 def test_a_state_of_another_place_does_not_count():
     def work(group):
-        model = Bowl()
-        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-        strategy = RelaySGD(group)
-        with strategy.attach(model, optimizer, stays=True):
-            step(model, optimizer, Bowls(4), group.rank)
-        state = strategy.state_dict()
+        model, optimizer, state = after_a_step(RelaySGD(group))
         relayed = state["relayed"]
         for place in ({"rank": 3 - group.rank, "counts": [], "means": []}, {"tree": "chain"}, {"size": 5}):
             resumed = RelaySGD(group)

@@ -14,7 +14,7 @@ from shoal.simulate.tasks import make_task
 from shoal.simulate.world import World
 from shoal.strategies.names import canonical
 from shoal.tensors.codecs import codec_from_name
-from shoal.topology import make_topology
+from shoal.topology import make_topology, make_topology_on
 
 MAX_THREADS = 256
 """Workers up to which each may have a thread of its own."""
@@ -39,12 +39,11 @@ def _check_options(contender: Contender, world: World) -> None:
     """That what options name is there."""
     topology, codec = contender.options.get("topology"), contender.options.get("codec", _NO_CODEC)
     is_of_machines = canonical(contender.strategy) == "hierarchical"
-    local_size, rest = divmod(world.num_workers, world.num_machines)
     try:
         if is_of_machines:
             make_topology(topology, world.num_machines)
         elif topology is not None:
-            make_topology(topology, world.num_workers, 1 if rest else local_size)
+            make_topology_on(topology, world.num_workers, world.num_machines)
         if codec != _NO_CODEC:
             codec_from_name(codec)
     except UsageError as error:

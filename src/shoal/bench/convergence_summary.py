@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from shoal.bench.convergence import (
     ACCURACY,
@@ -18,6 +20,7 @@ from shoal.bench.convergence import (
     TRAIN_LOSS,
     VAL_LOSS,
     VIRTUAL,
+    ConvergenceConfig,
 )
 from shoal.report import Curve, Report
 from shoal.report.tables import Column, Table
@@ -96,17 +99,17 @@ def _conditions(report: Report) -> list[str]:
     return [
         f"{_setup(report)}, batch {config.get('batch_size')} each.",
         f"{config.get('steps'):,} updates of Adam with AMSGrad, {seeds}.",
-        *_how(config),
+        *_how(msgspec.convert(config, ConvergenceConfig)),
     ]
 
 
-def _how(config: Mapping[str, Any]) -> list[str]:
-    is_mixture, step_ms = config.get("model") == "dmoe", config.get("compute_ms") or 0.0
-    if config.get("is_faithful"):
+def _how(config: ConvergenceConfig) -> list[str]:
+    is_mixture, step_ms = config.has_gate, 1000 * config.compute_s
+    if config.is_faithful:
         changed = "gate not trained, experts' gradients not delayed, " * is_mixture
         return [f"As the original: {changed}one lock for all trainers, held {step_ms:,g} ms for an update."]
     trainers = f"Trainers compute side by side, {step_ms:,g} ms for an update"
-    window_ms = config.get("window_ms")
+    window_ms = 1000 * config.window_s
     together = f"; those that end within {window_ms:,g} ms do so together" if window_ms else ""
     return [f"{trainers}{together}.", *["The gate is trained, experts' gradients are delayed."] * is_mixture]
 

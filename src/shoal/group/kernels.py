@@ -12,12 +12,11 @@ import torch
 
 from shoal.core import UsageError
 from shoal.group.base import Reduction
+from shoal.topology.weights import are_differences
 
 _PIECE_BYTES = 1 << 18
 OPS: tuple[Reduction, ...] = ("sum", "mean", "min", "max")
 _HALF = (torch.float16, torch.bfloat16)
-_NOTHING = 1e-9
-"""Of weights: what a sum of them misses by rounding."""
 
 
 def check_reduction(tensor: torch.Tensor, op: Reduction) -> None:
@@ -81,11 +80,10 @@ def mix_into(
     Weights that sum to zero are those of differences, `Σ (source − own) · weight`: taken first, so that two
     workers get the same of each other but for the sign, and nothing where all are equal.
     """
-    rest = own_weight + sum(weight for _, weight in sources)
-    if len(sources) == 1 and rest == 1.0:
+    if len(sources) == 1 and own_weight + sources[0][1] == 1.0:
         torch.lerp(own, sources[0][0], sources[0][1], out=out)
         return
-    is_difference = own_weight < 0 and abs(rest) < _NOTHING
+    is_difference = are_differences(own_weight, [weight for _, weight in sources])
     for part in _pieces(out):
         parts = [(source[part], weight) for source, weight in sources]
         if is_difference:

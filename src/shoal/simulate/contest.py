@@ -16,7 +16,7 @@ from shoal.simulate.record import CourseRecord
 from shoal.simulate.stacked import refuse_unfit, run_stacked
 from shoal.simulate.task import Task
 from shoal.simulate.tasks import make_task
-from shoal.simulate.training import Trainer, serve
+from shoal.simulate.training import Trainer, first_line, serve
 from shoal.simulate.world import World
 
 Executor = Literal["exact", "stacked"]
@@ -59,7 +59,7 @@ def run_job(job: Job, world: World, executor: Executor = "exact") -> CourseRecor
     try:
         logs = run_stacked(job, world)
     except UsageError as error:
-        return CourseRecord(job=job, moments=[], error=_first_line(error))
+        return CourseRecord(job=job, moments=[], error=first_line(error))
     return course_of(task, logs)
 
 
@@ -90,10 +90,10 @@ def run_workers(task: Task, world: World) -> Ran:
     try:
         outcomes = run_exact(world, live)
     except ShoalError as error:
-        return Ran(logs, broken=_first_line(error))
+        return Ran(logs, broken=first_line(error))
     for outcome in outcomes:
         if outcome.role == "worker" and outcome.error is not None:
-            logs[outcome.rank].ended = _first_line(outcome.error)
+            logs[outcome.rank].ended = first_line(outcome.error)
     counted = [outcome.value for outcome in outcomes if outcome.role == "server" and outcome.value]
     return Ran(logs, counted[0] if counted else {})
 
@@ -117,7 +117,3 @@ class _Start:
         if self._num_awaited == 0:
             for script in self._scripts:
                 script.restart()
-
-
-def _first_line(error: ShoalError) -> str:
-    return str(error).splitlines()[0]

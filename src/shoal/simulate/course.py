@@ -39,7 +39,7 @@ def course_of(
         moments=moments,
         waited_s=[log.waited_s for log in logs],
         staleness=_added([*(log.staleness for log in logs), served or {}]),
-        ended={log.rank: log.ended for log in logs if log.ended and not _is_done(log, task.job.steps)},
+        ended={log.rank: log.ended for log in logs if log.ended and not log.is_done(task.job.steps)},
         error=error,
     )
 
@@ -141,11 +141,6 @@ def _why_none(logs: Sequence[WorkerLog]) -> str:
     if any(log.snapshots for log in logs):
         return ""
     return next((log.ended for log in logs if log.ended), "no worker has begun.")
-
-
-def _is_done(log: WorkerLog, steps: int) -> bool:
-    """Whether it did all its steps, whatever came after them."""
-    return bool(log.snapshots) and log.snapshots[-1].step == steps
 
 
 def _added(counts: Sequence[Mapping[int, int]]) -> dict[int, int]:

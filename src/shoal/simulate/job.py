@@ -63,3 +63,7 @@ class WorkerLog(msgspec.Struct, kw_only=True):
     """Why it did not do all its steps; empty when it did."""
     ended_at_s: float | None = None
     """When that was, by its clock; its model counts no longer."""
+
+    def is_done(self, steps: int) -> bool:
+        """Whether it did all of them, whatever came after."""
+        return bool(self.snapshots) and self.snapshots[-1].step == steps

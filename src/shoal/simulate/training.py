@@ -51,10 +51,10 @@ class Trainer:
         try:
             self._train(metered, clock, charged, begin)
         except ShoalError as error:
-            self.log.ended = str(error).splitlines()[0]
+            self.log.ended = first_line(error)
             group.abandon()
         finally:
-            if not self._is_done:
+            if not self.log.is_done(self._task.job.steps):
                 self.log.ended_at_s = clock.now_s()
 
     def _train(self, group: Metered, clock: Clock, charged: Charged, begin: Callable[[], None]) -> None:
@@ -91,9 +91,10 @@ class Trainer:
         )
         self.log.snapshots.append(snapshot)
 
-    @property
-    def _is_done(self) -> bool:
-        return bool(self.log.snapshots) and self.log.snapshots[-1].step == self._task.job.steps
+
+def first_line(error: ShoalError) -> str:
+    """What happened, without why and what next."""
+    return str(error).splitlines()[0]
 
 
 def serve(task: Task, group: Group) -> dict[int, int]:

@@ -101,6 +101,12 @@ class Attachment:
         }
         self._num_optimized = _num_optimized(optimizer)
 
+    @property
+    def is_void(self) -> bool:
+        """Whether the step under way moves nothing: a GradScaler tells a fused optimizer of an inf."""
+        found_inf = getattr(self.optimizer, "found_inf", None)
+        return found_inf is not None and bool(found_inf)
+
     def add(self, hook: Removable) -> None:
         """A hook that is removed on detaching."""
         self._hooks.append(hook)

@@ -27,7 +27,7 @@ from shoal.strategies.options import CommonOptions
 from shoal.strategies.parameters import SurvivingStrategy
 from shoal.strategies.research_options import ChocoOptions
 from shoal.tensors.codecs import codec_from_name
-from shoal.topology import Weights, make_topology
+from shoal.topology import Weights, make_topology_on
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +49,7 @@ class ChocoSGD(SurvivingStrategy):
 
     def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
         super().__init__(group, options=options, **named)
-        local_size, rest = divmod(group.size, group.num_machines)
-        self.topology = make_topology(self.options.topology, group.size, 1 if rest else local_size)
+        self.topology = make_topology_on(self.options.topology, group.size, group.num_machines)
         require_symmetric(self.topology, self.name)
         self._codec = codec_from_name(self.options.codec)
         self._flats_or_none: Flats | None = None

@@ -90,7 +90,7 @@ class DiffusionStrategy(CorrectedStrategy):
         return super()._make_kept(attachment)
 
     def _after_step(self) -> None:
-        if self._is_void:
+        if self.attachment.is_void:
             self._skipped_step()
             return
         self._twins.adopt()

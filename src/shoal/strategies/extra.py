@@ -43,7 +43,7 @@ class Extra(CorrectedStrategy):
 
     def _before_step(self) -> None:
         self._look_for_losses()
-        if self._is_void:
+        if self.attachment.is_void:
             self._skipped_step()
             return
         if self.is_round:

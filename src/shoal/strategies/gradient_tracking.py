@@ -77,7 +77,7 @@ class GradientTracking(MixStrategy):
         return scale
 
     def _are_gradients_finite(self) -> bool:
-        if self._is_void:
+        if self.attachment.is_void:
             return False
         gradients = [parameter.grad for parameter in self.attachment.parameters if parameter.grad is not None]
         return all(bool(_dense(gradient).isfinite().all()) for gradient in gradients)

@@ -19,7 +19,7 @@ from shoal.strategies.companions import Companion
 from shoal.strategies.exact_options import MixOptions
 from shoal.strategies.options import CommonOptions
 from shoal.strategies.parameters import ExchangeStrategy
-from shoal.topology import Topology, make_topology
+from shoal.topology import Topology, make_topology_on
 
 
 class MixStrategy(ExchangeStrategy):
@@ -68,8 +68,7 @@ class MixStrategy(ExchangeStrategy):
     # For subclasses.
 
     def _make_topology(self) -> Topology:
-        local_size, rest = divmod(self.group.size, self.group.num_machines)
-        return make_topology(self.options.topology, self.group.size, 1 if rest else local_size)
+        return make_topology_on(self.options.topology, self.group.size, self.group.num_machines)
 
     def _make_kept(self, attachment: Attachment) -> dict[str, Companion]:
         """What is remembered, by its name in the state; scratch is made here too. All do the same here."""
@@ -85,11 +84,6 @@ class MixStrategy(ExchangeStrategy):
     def _shared(self, attachment: Attachment) -> Companion:
         """Zeros in memory of the group, for what travels. Collective."""
         return Companion(attachment.named_parameters, self._allocate)
-
-    @property
-    def _is_void(self) -> bool:
-        """Whether the step under way moves nothing: a GradScaler tells a fused optimizer of an inf."""
-        return bool(getattr(self.attachment.optimizer, "found_inf", False))
 
     # What the base asks for.
 

@@ -10,7 +10,7 @@ import torch
 from shoal.group import Group, Handle
 from shoal.strategies.options import CommonOptions, NeighborOptions
 from shoal.strategies.parameters import ExchangeStrategy
-from shoal.topology import Topology, Weights, make_topology
+from shoal.topology import Topology, Weights, make_topology_on
 
 WeightsRule: TypeAlias = Callable[[int], Weights]
 """From the number of the round, counted from 0, to this worker's weights in it."""
@@ -58,8 +58,7 @@ class NeighborAverage(ExchangeStrategy):
         return self.group.rank
 
     def _make_topology(self) -> Topology:
-        local_size, rest = divmod(self.group.size, self.group.num_machines)
-        return make_topology(self.options.topology, self.group.size, 1 if rest else local_size)
+        return make_topology_on(self.options.topology, self.group.size, self.group.num_machines)
 
     def _round_weights(self) -> Weights:
         weights = self._weights

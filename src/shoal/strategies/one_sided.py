@@ -24,7 +24,7 @@ from shoal.strategies.flats import Flats
 from shoal.strategies.options import CommonOptions
 from shoal.strategies.parameters import SurvivingStrategy
 from shoal.strategies.staleness import Staleness
-from shoal.topology import Topology, make_topology
+from shoal.topology import Topology, make_topology_on
 
 _ROUND = struct.Struct("<q")
 _MANY_TURNS = 64
@@ -87,8 +87,7 @@ class OneSidedStrategy(SurvivingStrategy):
         return self._flats_or_none
 
     def _make(self, topology: object) -> Topology:
-        local_size, rest = divmod(self.group.size, self.group.num_machines)
-        return make_topology(topology, self.group.size, 1 if rest else local_size)
+        return make_topology_on(topology, self.group.size, self.group.num_machines)
 
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In which parameters of a dtype are written."""

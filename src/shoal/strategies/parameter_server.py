@@ -189,8 +189,7 @@ class ParameterServer(Strategy):
                 next_step="use an optimizer that steps by gradients (SGD, Adam), or another strategy.",
             )
         # a GradScaler leaves it to fused optimizers to divide by the scale, and to do nothing with an inf
-        found_inf = getattr(self.attachment.optimizer, "found_inf", None)
-        self._is_void = found_inf is not None and bool(found_inf)
+        self._is_void = self.attachment.is_void
         if self._is_void:
             self._hide()
             return

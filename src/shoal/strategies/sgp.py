@@ -17,7 +17,7 @@ from shoal.strategies.masses import MassStrategy
 from shoal.strategies.options import CommonOptions
 from shoal.strategies.parameters import ParameterStrategy
 from shoal.strategies.research_options import SgpOptions
-from shoal.topology import Weights, make_topology
+from shoal.topology import Weights, make_topology_on
 
 
 class StochasticGradientPush(MassStrategy, ParameterStrategy):
@@ -36,8 +36,7 @@ class StochasticGradientPush(MassStrategy, ParameterStrategy):
 
     def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
         super().__init__(group, options=options, **named)
-        local_size, rest = divmod(group.size, group.num_machines)
-        self.topology = make_topology(self.options.topology, group.size, 1 if rest else local_size)
+        self.topology = make_topology_on(self.options.topology, group.size, group.num_machines)
 
     @property
     def stats(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from shoal.topology.machines import (
 from shoal.topology.mixing import metropolis_hastings, uniform
 from shoal.topology.own import from_graph, from_matrices, from_matrix
 from shoal.topology.plan import Topology
-from shoal.topology.registry import TOPOLOGIES, make_topology
+from shoal.topology.registry import TOPOLOGIES, make_topology, make_topology_on
 from shoal.topology.schedules import one_peer, one_peer_exponential, random_matching
 from shoal.topology.sides import destinations_from_sources, sources_from_destinations
 from shoal.topology.speed import consensus_time, spectral_gap
@@ -60,6 +60,7 @@ __all__ = [
     "is_row_stochastic",
     "machine_exponential",
     "make_topology",
+    "make_topology_on",
     "mesh",
     "metropolis_hastings",
     "one_peer",

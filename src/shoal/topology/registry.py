@@ -73,6 +73,12 @@ _PARAMETERS: Mapping[str, tuple[str, Callable[[str], Any], str]] = {
 """What stands after the colon: which argument it is, how it is read, and an example."""
 
 
+def make_topology_on(spec: object, size: int, num_machines: int) -> Topology:
+    """As `make_topology`, of workers on machines; those that have unequal numbers count as one's own each."""
+    local_size, rest = divmod(size, num_machines)
+    return make_topology(spec, size, 1 if rest else local_size)
+
+
 def make_topology(spec: object, size: int, local_size: int = 1) -> Topology:
     """The topology of `size` ranks that `spec` means; UsageError when it means none.
 

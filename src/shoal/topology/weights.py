@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -11,6 +11,11 @@ from shoal.core.errors import UsageError
 _NOBODY: Mapping[int, float] = MappingProxyType({})
 _NOTHING = 1e-9
 """What a sum of weights misses by rounding."""
+
+
+def are_differences(own: float, sources: Iterable[float]) -> bool:
+    """Whether weights sum to zero, so that what is summed are differences from oneself."""
+    return own < 0 and abs(own + sum(sources)) < _NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,7 @@ class Weights:
     @property
     def is_difference(self) -> bool:
         """Whether the sum is zero."""
-        return self.own < 0 and abs(self.own + sum(self.sources.values())) < _NOTHING
+        return are_differences(self.own, self.sources.values())
 
     def differences(self) -> Weights:
         """`Σ_j sources[j] · (x_j − x_i)`: what mixing changes, where weights sum to 1 and factors are 1."""
