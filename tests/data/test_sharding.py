@@ -131,7 +131,7 @@ class AcceleratesBatchSampler(BatchSampler):
         return iter([*self.batch_sampler][:: self.num_processes])
 
     def __len__(self):
-        return len([*self])
+        return sum(1 for _ in self)
 
 
 def twice(kind):
