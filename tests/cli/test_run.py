@@ -132,17 +132,6 @@ def test_bad_usage_is_told_before_anything_runs(capfd, words, told):
     assert "Traceback" not in complaint
 
 
-def test_programs_of_torchrun_are_told_how_to_start(capfd, folder):
-    (folder / "theirs.py").write_text("import os\nprint(os.environ['LOCAL_RANK'], os.environ['WORLD_SIZE'])")
-    assert run(["run", "-np", "1", "theirs.py"]) == 1
-    complaint = capfd.readouterr().err
-    assert "KeyError: 'LOCAL_RANK'" in complaint
-    assert "--env torchrun" in complaint.splitlines()[-1]
-    assert "group.local_rank" in complaint.splitlines()[-1]
-    assert run(["run", "-np", "1", "--env", "torchrun", "theirs.py"]) == 0
-    assert capfd.readouterr().out == "[0] 0 1\n"
-
-
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
 @pytest.mark.parametrize("words", ["--bad", "-np 0 x.py", "--help"])
 def test_bad_usage_is_told_where_somebody_listens(folder, words, closed):

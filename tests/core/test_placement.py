@@ -63,7 +63,9 @@ OWN = {f"SHOAL_{name}": text for name, text in TORCHRUN.items()} | {"SHOAL_RUN_I
 
 @pytest.mark.parametrize("name", [None, "TORCHELASTIC_RUN_ID"])
 def test_what_a_program_sets_itself_does_not_move_a_worker_of_shoal_run(name):
-    placed = Placement.from_environment(OWN | {"RANK": "0", "WORLD_SIZE": "1"} | ({name: "a"} if name else {}))
+    placed = Placement.from_environment(
+        OWN | {"RANK": "0", "WORLD_SIZE": "1"} | ({name: "a"} if name else {})
+    )
     assert placed == Placement(5, 8, 1, 4, "shoal run", Address("node0", 29500))
 
 

@@ -155,7 +155,7 @@ KINDS = "a sampler,inside a batch sampler,accelerate,a sharded loader,of a shard
 @pytest.mark.parametrize("kind", [*KINDS.split(","), "inside a subset", "a sharded stream"])
 def test_what_is_divided_already_is_refused(kind):
     data = twice(kind)
-    with pytest.raises(UsageError, match="already gives each of 2 workers|one worker's part already"):
+    with pytest.raises(UsageError, match=r"already gives each of 2 workers|one worker's part already"):
         shard(data, PAIR[0])
     shard(data, ALONE)
 

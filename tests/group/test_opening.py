@@ -46,7 +46,11 @@ def workers(size, body, local_size=None, **options):
     options = RunOptions(run_id=f"test {os.getpid()}", **options)
     local_size = local_size or size
     shared = {**os.environ, **options.to_environment(), "SHOAL_RUN_ID": options.run_id}
-    shared |= {"SHOAL_WORLD_SIZE": str(size), "SHOAL_LOCAL_WORLD_SIZE": str(local_size), "OMP_NUM_THREADS": "1"}
+    shared |= {
+        "SHOAL_WORLD_SIZE": str(size),
+        "SHOAL_LOCAL_WORLD_SIZE": str(local_size),
+        "OMP_NUM_THREADS": "1",
+    }
     with socket.create_server(("127.0.0.1", 0)) as probe:
         shared |= {"SHOAL_MASTER_ADDR": "127.0.0.1", "SHOAL_MASTER_PORT": str(probe.getsockname()[1])}
     with contextlib.ExitStack() as stack:

@@ -93,7 +93,7 @@ class ShardSampler(Sampler[Any]):
 
 
 def refuse_divided(data: object) -> None:
-    """UsageError when a sampler, dataset or loader, or one inside of it, gives but a worker's part already."""
+    """UsageError when a sampler or dataset, or one inside of it, gives a part of the data already."""
     one: Any = data
     for _ in range(_MAX_DEPTH):
         num_parts = next((getattr(one, name) for name in _COUNTS if hasattr(one, name)), 1)

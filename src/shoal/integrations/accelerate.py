@@ -17,7 +17,12 @@ from shoal.strategies.attachment import Attachment
 
 
 def attach(
-    accelerator: Accelerator, strategy: Strategy, model: nn.Module, optimizer: Optimizer, *, stays: bool = False
+    accelerator: Accelerator,
+    strategy: Strategy,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    stays: bool = False,
 ) -> Attachment:
     """Attach a strategy to what `accelerator.prepare` has returned; as `strategy.attach` otherwise.
 
@@ -38,7 +43,7 @@ def number(accelerator: Accelerator, group: Group) -> None:
     """Give Accelerate this worker's rank, so that rank 0 alone saves and logs; UsageError if it shares."""
     if accelerator.num_processes > 1:
         raise UsageError(
-            f"Accelerate shares the work among {accelerator.num_processes} processes itself, and divides data.",
+            f"Accelerate shares the work among {accelerator.num_processes} processes itself.",
             cause="RANK and WORLD_SIZE are set, or `accelerate launch` has started this.",
             next_step="start with `shoal run` and without --env torchrun.",
         )
@@ -50,12 +55,12 @@ def let_accumulate(accelerator: Accelerator, strategy: Strategy, model: nn.Modul
     """Let passes that Accelerate does not want to be synchronised be the strategy's `accumulate`."""
     others = accelerator.no_sync
 
-    def no_sync(model_now: nn.Module) -> contextlib.AbstractContextManager[Any]:
-        is_own = accelerator.unwrap_model(model_now) is accelerator.unwrap_model(model)
-        return strategy.accumulate() if is_own else others(model_now)
+    own = accelerator.unwrap_model(model)
 
-    # keyword and positional: `accumulate` and Trainer call it by either
-    accelerator.no_sync = lambda model: no_sync(model)
+    def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        return strategy.accumulate() if accelerator.unwrap_model(model) is own else others(model)
+
+    accelerator.no_sync = no_sync
 
 
 def bare(optimizer: Optimizer) -> Optimizer:

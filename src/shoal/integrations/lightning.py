@@ -122,7 +122,7 @@ class ShoalStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
         self._close(is_failed=False)
 
     def teardown(self) -> None:
-        """After an exception nothing is said to the group, whose other workers learn of it when this one ends."""
+        """After an exception nothing is said to the group: the others learn of it when this worker ends."""
         self._close(is_failed=True)
         super().teardown()
 

@@ -99,7 +99,7 @@ def _divide(trainer: Trainer, group: Group) -> None:
         if type(batches) is not BatchSampler:
             raise UsageError(
                 f"The batches of {type(batches).__name__} cannot be divided among workers here.",
-                next_step="give Trainer a dataset of shoal.shard(dataset, group), and use ShoalCallback alone.",
+                next_step="give Trainer shoal.shard(dataset, group) and a ShoalCallback, without share().",
             )
         batches.sampler = ShardSampler(batches.sampler, Part(group.rank, group.size), seed=seed)
         return loader

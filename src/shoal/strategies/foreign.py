@@ -1,9 +1,9 @@
 """What already shares a model among the same workers, beside Shoal: `attach` refuses it.
 
-Two that average the same gradients hide each other's work: under DDP the workers of `local-sgd` never differ,
-and the loss looks plausible. Certain signs are a wrapper of torch's (DistributedDataParallel, FSDP) around the
-model or around a module that shares its parameters, an FSDP mesh, and Accelerate with several processes. A
-default process group alone is no sign: programs open one to log, and Shoal itself meets and computes by it.
+Two that average the same gradients hide each other's work: under DDP the workers of `local-sgd` never
+differ, and the loss looks plausible. Certain signs are a wrapper of torch's (DistributedDataParallel, FSDP)
+around the model or around a module that shares its parameters, an FSDP mesh, and Accelerate with several
+processes. A default process group alone is no sign: programs open one to log, and Shoal computes by it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from shoal.group import Group
 
 OWN_MARK = "is_wrapped_by_shoal"
 """An attribute of modules around which a strategy of Shoal itself puts such a wrapper."""
-_NEXT_STEP = (
-    "let one of the two share it. By Shoal: start with `shoal run --env shoal` (the default), which hides "
-    "RANK and WORLD_SIZE, and give attach() the bare model. By the other: leave attach() and shoal.shard() out."
-)
+_NEXT_STEP = """start without torchrun's variables, and attach the model without a wrapper:
+    shoal run --env shoal -np {size} train.py
+    strategy.attach(model, optimizer)
+  or leave attach() and shoal.shard() out, and let the other share it."""
 
 
 def refuse_foreign(model: nn.Module, group: Group) -> None:
@@ -34,7 +34,7 @@ def refuse_foreign(model: nn.Module, group: Group) -> None:
     if state is not None:
         num_processes = state.PartialState._shared_state.get("num_processes", 1)
         if num_processes > 1:
-            raise _refusal(f"Accelerate shares this model among {num_processes} processes")
+            raise _refusal(f"Accelerate shares this model among {num_processes} processes", group)
     if not dist.is_available() or not dist.is_initialized():
         return
     # a world of other ranks is a mesh inside of one worker's own processes
@@ -72,12 +72,12 @@ def _refuse_ranks(name: str, ranks: Sequence[int], group: Group) -> None:
     """Unless they are some of the group's, inside of one machine: those are one worker to the others."""
     is_inside = len({group.machine_of(rank) for rank in ranks}) == 1
     if len(ranks) > 1 and not (is_inside and len(ranks) < group.size):
-        raise _refusal(f"{name} shares this model among {len(ranks)} ranks of torch.distributed")
+        raise _refusal(f"{name} shares this model among {len(ranks)} ranks of torch.distributed", group)
 
 
-def _refusal(what: str) -> UsageError:
+def _refusal(what: str, group: Group) -> UsageError:
     return UsageError(
         f"{what}, and so would Shoal.",
         cause="the two would average the same gradients, and hide from each other what they did.",
-        next_step=_NEXT_STEP,
+        next_step=_NEXT_STEP.format(size=group.size),
     )
