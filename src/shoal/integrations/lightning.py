@@ -141,7 +141,7 @@ class _Passing(nn.Module):
         self.module = module
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         return self.module.training
 
     @training.setter
