@@ -22,7 +22,13 @@ def trainer_of(folder, data, **more):
     from integrations.points import LR, Plane
     from transformers import Trainer, TrainingArguments
 
-    settings = {"per_device_train_batch_size": 8, "learning_rate": LR, "save_steps": 6, "optim": "sgd", **more}
+    settings = {
+        "per_device_train_batch_size": 8,
+        "learning_rate": LR,
+        "save_steps": 6,
+        "optim": "sgd",
+        **more,
+    }
     settings |= {"report_to": [], "remove_unused_columns": False, "use_cpu": True, "disable_tqdm": True}
     args = TrainingArguments(output_dir=folder, **settings)
     return Trainer(model=Plane(), args=args, train_dataset=data)
