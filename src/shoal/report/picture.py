@@ -1,7 +1,7 @@
 """Draws one metric of a report over one axis as an SVG image, for a README or a paper.
 
-The image needs no script and no network. Every line is the mean over independent runs, with a band from the lowest
-to the highest of them.
+The image needs no script and no network. Every line is the mean over independent runs, with a band from the
+lowest to the highest of them.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _chosen(report: Report, metric: str | None, axis: str | None) -> tuple[list[
     if axis is None or not chosen:
         known = ", ".join({curve.metric: True for curve in curves}) or "none"
         raise ReportError(
-            f"the report of {report.benchmark} has no curve of {metric or 'a metric'} over {axis or 'an axis'}.",
+            f"the report of {report.benchmark} has no curve of {metric or 'a metric'} over {axis or 'time'}.",
             next_step=f"choose one of its curves: {known}; axes: {', '.join(axes_of(curves)) or 'none'}.",
         )
     return chosen, axis
