@@ -1,4 +1,4 @@
-"""Momentum of parameters that only some workers use is mixed among those, and not with zeros of the others."""
+"""Momentum of parameters that only some workers use is mixed among those, not with zeros of the others."""
 
 import pytest
 import torch

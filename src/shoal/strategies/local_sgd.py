@@ -40,7 +40,7 @@ class LocalSGD(ExchangeStrategy):
 
     def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
         super().__init__(group, options=options, **named)
-        self._codec = make_codec(self.options.codec)
+        self._codec = make_codec(self.options.codec, group.rank)
         self._stepped = SteppedParameters()
         self._fragment: Fragment | None = None
         self._loaded: Mapping[str, Any] | None = None
