@@ -93,7 +93,7 @@ def test_errors_of_the_mean_at_a_server_cancel():
 def test_a_codec_goes_on_drawing():
     """What one worker rounds up in one step it may round down in the next."""
     codec = codec_from_name(CODEC)
-    codec.seed(3)
+    codec.reseed(3)
     rows = torch.stack([codec.decode(codec.encode(-direction())) for _ in range(16)])
     assert errors(rows).tolist() == pytest.approx([ALONE] * 16, rel=0.05)
     assert errors(rows.mean(0)).item() == pytest.approx(ALONE / 4, rel=0.05)
@@ -102,7 +102,7 @@ def test_a_codec_goes_on_drawing():
 def test_the_state_of_another_rank_does_not_make_two_round_alike():
     first, second, again = (codec_from_name(CODEC) for _ in range(3))
     for number, codec in enumerate((first, second, again)):
-        codec.seed(number % 2)
+        codec.reseed(number % 2)
     first.encode(direction())
     second.load_state_dict(first.state_dict())
     again.load_state_dict(first.state_dict())
@@ -113,7 +113,7 @@ def test_the_state_of_another_rank_does_not_make_two_round_alike():
 def test_a_seed_of_ones_own_is_mixed_with_the_number():
     def rounded(seed, number):
         codec = Int8(None, torch.Generator().manual_seed(seed))
-        codec.seed(number)
+        codec.reseed(number)
         return codec.encode(direction()).buffers[0].tobytes()
 
     texts = {rounded(seed, number) for seed in (0, 1, 2) for number in (0, 1, 2)}

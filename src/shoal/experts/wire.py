@@ -90,7 +90,7 @@ def make_wire_codec(name: str) -> Codec | None:
     if name == PLAIN:
         return None
     codec = codec_from_name(name)
-    codec.seed(secrets.randbits(32))
+    codec.reseed(secrets.randbits(32))
     return codec
 
 

@@ -28,7 +28,7 @@ def make_codec(name: str, rank: int, *, has_feedback: bool = True) -> Codec | No
     if name.strip().lower() == "none":
         return None
     codec = codec_from_name(name)
-    codec.seed(rank)
+    codec.reseed(rank)
     return ErrorFeedback(codec) if has_feedback else codec
 
 

@@ -24,7 +24,7 @@ class Int8(FormatCodec):
 
     Smaller blocks lose less and send more scales; `block_size=None` has one scale for the whole tensor.
     A `generator` turns on stochastic rounding, which is right on average; one on the tensors' device saves a
-    copy. Peers whose errors should cancel need different seeds: `seed` makes them from the generator's own
+    copy. Peers whose errors should cancel need different seeds: `reseed` makes them from the generator's own
     and a number of the peer. A block of zeros, or of values below 4e-37, is sent as zeros.
     """
 
@@ -99,7 +99,7 @@ class Int8(FormatCodec):
             rows.mul_(scales[which, None])
         return saturating_cast(values, dtype_named(spec.dtype))
 
-    def seed(self, number: int) -> None:
+    def reseed(self, number: int) -> None:
         """Round by the generator's own seed and this number, from the start; equal numbers round equally."""
         self._number = number
         if self.generator is not None:
