@@ -96,10 +96,6 @@ class LocalSGD(ExchangeStrategy):
         self._stepped.add_step(self.attachment)
         super()._after_step()
 
-    def _skipped_step(self) -> None:
-        self._stepped.add_skipped_step(self.attachment)
-        super()._skipped_step()
-
     def _finish_round(self) -> None:
         if self._fragment is None:
             super()._finish_round()

@@ -7,7 +7,7 @@ parameters and one of momentum, and workers come to agree as fast as on the stat
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -76,10 +76,6 @@ class NeighborMomentum(MixStrategy):
         self._stepped.add_step(self.attachment)
         super()._after_step()
 
-    def _skipped_step(self) -> None:
-        self._stepped.add_skipped_step(self.attachment)
-        super()._skipped_step()
-
     def _finish_round(self) -> None:
         self._share_all(self.topology.weights(self.group.rank, self.rounds))
 
@@ -103,20 +99,26 @@ class NeighborMomentum(MixStrategy):
 
     def _momentum_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Its momentum in the optimizer, dense; None where this worker has none that is new."""
-        state = self.attachment.optimizer.state.get(parameter, {}) if parameter in self._stepped else {}
-        momentum: torch.Tensor | None = state.get(_key(state))
+        state, key = self._place_of(parameter)
+        momentum: torch.Tensor | None = state.get(key)
         return momentum.to_dense() if momentum is not None and momentum.is_sparse else momentum
 
     def _take_momentum(self, parameter: nn.Parameter, mixed: torch.Tensor) -> None:
-        if self._momentum_of(parameter) is None:
+        """Put what has come where the optimizer keeps its momentum, if it has some that is new."""
+        state, key = self._place_of(parameter)
+        momentum = state.get(key)
+        if momentum is None:
             return
-        state = self.attachment.optimizer.state[parameter]
-        momentum = state[_key(state)]
         if momentum.is_sparse:
-            # SGD adds sparse gradients of the next step to it, and with nesterov only to a sparse one
-            state[_key(state)] = mixed.to_sparse(momentum.sparse_dim())
+            # a sparse one again: with nesterov, SGD cannot add a dense one to sparse gradients
+            state[key] = mixed.to_sparse(momentum.sparse_dim())
         else:
             momentum.copy_(mixed)
+
+    def _place_of(self, parameter: nn.Parameter) -> tuple[dict[str, Any], str]:
+        """The optimizer's state of a parameter, empty unless it was stepped, and the key of its momentum."""
+        state = self.attachment.optimizer.state.get(parameter, {}) if parameter in self._stepped else {}
+        return state, "momentum_buffer" if "momentum_buffer" in state else "exp_avg"
 
 
 class _MomentumBuckets:
@@ -153,11 +155,6 @@ class _MomentumBuckets:
     def swap(self) -> None:
         """Let the bucket that has come be the next one that is sent."""
         self.own, self.mixed = self.mixed, self.own
-
-
-def _key(state: Mapping[str, Any]) -> str:
-    """The name that the optimizer has given to a parameter's momentum."""
-    return "momentum_buffer" if "momentum_buffer" in state else "exp_avg"
 
 
 def _require_momentum(optimizer: Optimizer) -> None:

@@ -81,7 +81,8 @@ class SteppedParameters:
 
     torch leaves out a parameter without a gradient, and its state then stays what it was. So in a round only
     the workers that have stepped a parameter have momentum of it that is new: to average in that of the
-    others, or zeros for those that have none, would take momentum away from those that use the parameter.
+    others, or zeros for those that have none, would take momentum away from those that use the parameter. A
+    worker all of whose steps were skipped (a GradScaler's) takes part as in the round before.
     """
 
     def __init__(self) -> None:
@@ -94,22 +95,16 @@ class SteppedParameters:
 
     def add_step(self, attachment: Attachment) -> None:
         """Take note of a step, before its gradients are gone."""
-        self._add([parameter for parameter in attachment.parameters if parameter.grad is not None])
-
-    def add_skipped_step(self, attachment: Attachment) -> None:
-        """Take note of a step that was skipped as a whole: the worker takes part with the state it has."""
-        state = attachment.optimizer.state
-        self._add([parameter for parameter in attachment.parameters if state.get(parameter)])
+        if self._is_round_over:
+            self._stepped = {}
+            self._is_round_over = False
+        for parameter in attachment.parameters:
+            if parameter.grad is not None:
+                self._stepped[parameter] = None
 
     def end_round(self) -> None:
         """Begin anew at the next step; until then the round's parameters are known."""
         self._is_round_over = True
-
-    def _add(self, parameters: Sequence[nn.Parameter]) -> None:
-        if self._is_round_over:
-            self._stepped = {}
-            self._is_round_over = False
-        self._stepped.update(dict.fromkeys(parameters))
 
 
 def _account(rank: int, optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> Account:
