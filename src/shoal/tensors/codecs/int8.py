@@ -112,10 +112,14 @@ class Int8(FormatCodec):
         return {"generator": self.generator.get_state(), "number": torch.tensor(self._number)}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on with the rounding where the state was taken; that of another number stays its own."""
-        if self.generator is None or "generator" not in state or len(state) > 1 + ("number" in state):
+        """Go on with the rounding where the state was taken, if it was by this number.
+
+        Otherwise two workers would round alike: this one goes on as it was seeded. So it does with a state
+        from before there were numbers, which all workers had alike.
+        """
+        if self.generator is None or set(state) - {"number"} != {"generator"}:
             super().load_state_dict(state)
-        elif int(state.get("number", self._number)) == self._number:
+        elif "number" in state and int(state["number"]) == self._number:
             self.generator.set_state(state["generator"].cpu())
 
     def _round(self, scaled: torch.Tensor) -> torch.Tensor:
