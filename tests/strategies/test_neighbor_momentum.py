@@ -36,7 +36,7 @@ def test_who_skips_a_step_takes_part_with_the_momentum_it_has():
     for turn in range(5):
         is_stepping = torch.tensor([[rank > 0 or turn != skipped] for rank in range(size)])
         momentum = torch.where(is_stepping, beta * momentum + bowls.gradients(x), momentum)
-        x, momentum = mixing @ (x - RATE * is_stepping * momentum), mixing @ momentum
+        x, momentum = mixing @ (x - RATE * (is_stepping * momentum)), mixing @ momentum
         torch.testing.assert_close(rows[turn], x, rtol=0, atol=1e-12)
 
 
