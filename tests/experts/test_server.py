@@ -142,6 +142,16 @@ def test_tensors_travel_compressed(codec):
         assert expert.num_updates == 1
 
 
+def test_stochastic_rounding_draws_anew_for_each_answer():
+    expert = linear_expert(num_features=64)
+    with remote(expert, client_settings=ClientSettings(codec="int8:tensor,stochastic")) as (module, _):
+        with torch.no_grad():
+            answers = [module(torch.zeros(16, 64)) for _ in range(2)]  # zeros are not rounded on the way
+        for answer in answers:
+            torch.testing.assert_close(answer[0], expert.module(torch.zeros(64)), rtol=0, atol=0.01)
+        assert not torch.equal(*answers)
+
+
 def test_requests_of_many_clients_are_computed_together_and_come_apart_again():
     gate = Gate()
     with serving(gate.expert()) as served, client_of() as client:

@@ -39,7 +39,7 @@ class DiLoCo(SurvivingStrategy):
     def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
         super().__init__(group, options=options, **named)
         _check(self.options)
-        self._codec = make_codec(self.options.codec, has_feedback=self.options.error_feedback)
+        self._codec = make_codec(self.options.codec, group.rank, has_feedback=self.options.error_feedback)
         self._rule = OuterRule(self.options.outer_lr, self.options.outer_momentum, self.options.mixing)
         self._fragments: list[Fragment] = []
         self._loaded: Mapping[str, Any] | None = None

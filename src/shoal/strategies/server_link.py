@@ -51,6 +51,7 @@ class Link:
         self._due = [0] * len(channel.chunks)
         """How much its server must have handled before a chunk is read."""
         self._feedback = ErrorFeedback(codec_from_name(channel.options.compression))
+        self._feedback.reseed(channel.group.rank)
         self.clock = 0
         self.num_pushes = self.num_pulls = 0
         self.pushed_bytes = [0] * channel.num_servers

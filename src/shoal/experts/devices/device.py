@@ -18,9 +18,7 @@ from shoal.experts.expert import Expert
 from shoal.experts.jobs import Job, JobKind, Outcome
 from shoal.experts.kept import KeptInputs
 from shoal.experts.settings import ServerSettings
-from shoal.experts.wire import from_wire, to_wire
-from shoal.tensors import codec_from_name
-from shoal.tensors.codecs.base import PLAIN
+from shoal.experts.wire import from_wire, make_wire_codec, to_wire
 from shoal.transport.messages import Head
 
 log = logging.getLogger(__name__)
@@ -93,7 +91,7 @@ def received_tensors(job: Job) -> list[list[torch.Tensor]]:
 def encoded(job: Job, tensors: Tensors) -> Outcome | Exception:
     """An answer as its client wants it."""
     try:
-        return to_wire(tensors, None if job.codec == PLAIN else codec_from_name(job.codec))
+        return to_wire(tensors, make_wire_codec(job.codec))
     except Exception as error:  # noqa: BLE001 - memory may be short; the others of its batch have their answers
         return explained(error, job.expert)
 
