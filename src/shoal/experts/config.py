@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from shoal.core.errors import UsageError
+from shoal.experts.clipping import DEFAULT_FACTOR
 
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
@@ -59,6 +60,10 @@ class HostingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Count | None, Meta(description="updates after which the linear scheduler has come to 0")
     ] = None
     max_grad_norm: Annotated[Seconds | None, Meta(description="clip gradients to this norm")] = None
+    clip_gradients: Annotated[
+        Factor,
+        Meta(description="clip gradients to so many times the expert's usual norm; 0 is off"),
+    ] = DEFAULT_FACTOR
 
     device: Annotated[
         str | None,
