@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from shoal.core import UsageError
-from shoal.experts.classes import expert_class, make_expert
+from shoal.experts.classes import ExpertClass, expert_class, make_expert
 from shoal.experts.clipping import GradientClip
+from shoal.experts.errors import MergedTooLarge
 from shoal.experts.training import TrainingSettings
 
 HIDDEN_DIM, BATCH_SIZE = 16, 8
@@ -28,7 +28,7 @@ def new_expert(**settings):
 
 
 def honest_steps(expert, num_steps, scale=1.0, seed=0):
-    """Teach the expert to give a fixed target, so that it moves on and on in one direction."""
+    """Teach the expert to answer 10, which is far off."""
     rng = torch.Generator().manual_seed(seed)
     for _ in range(num_steps):
         x = torch.randn(BATCH_SIZE, HIDDEN_DIM, generator=rng)
@@ -46,16 +46,16 @@ def weights(expert):
     return torch.cat([tensor.detach().reshape(-1).clone() for tensor in expert.module.parameters()])
 
 
-def moved(expert, num_steps=100, **options):
-    """By what honest steps change the weights."""
-    before = weights(expert)
-    honest_steps(expert, num_steps, **options)
-    return weights(expert) - before
+def progress(expert, **options):
+    """By how much a hundred honest steps lower the loss."""
+    before = loss(expert)
+    honest_steps(expert, 100, seed=2, **options)
+    return before - loss(expert)
 
 
-def share(moved, expected):
-    """How far one has come on the way of the other: momentum of a lie goes elsewhere."""
-    return (moved @ expected / expected.square().sum()).item()
+def loss(expert):
+    x = torch.randn(64, HIDDEN_DIM, generator=torch.Generator().manual_seed(9))
+    return (expert.forward([x])[0] - 10.0).square().mean().item()
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 50])
@@ -70,7 +70,7 @@ def test_one_huge_gradient_does_not_stop_training(optimizer, scale, num_before):
     huge_step(lied_to)
     # what it does by itself is bounded: by the learning rate, or by a hundredth of the weights' norm
     assert (weights(lied_to) - before).norm() < 0.05 * before.norm()
-    assert 0.5 < share(moved(lied_to, scale=scale, seed=2), moved(honest, scale=scale, seed=2)) < 2
+    assert 0.55 < progress(lied_to, scale=scale) / progress(honest, scale=scale) < 1.1
 
 
 def test_a_huge_input_does_not_stop_training_either():
@@ -78,28 +78,26 @@ def test_a_huge_input_does_not_stop_training_either():
         def __init__(self, hidden_dim):
             super().__init__(hidden_dim, hidden_dim)
 
-    from shoal.experts.classes import ExpertClass
-
     bare = ExpertClass("bare", Bare, lambda dim, size: ((torch.randn(size, dim),), {}))
     experts = [make_expert("expert0", bare, HIDDEN_DIM, TrainingSettings(), seed=0) for _ in range(2)]
     honest, lied_to = experts
     for expert in experts:
         honest_steps(expert, 50)
     lied_to.backward([torch.full((1, HIDDEN_DIM), 1e17)], [torch.ones(1, HIDDEN_DIM)])
-    assert share(moved(lied_to, seed=2), moved(honest, seed=2)) > 0.5
+    assert progress(lied_to) > 0.6 * progress(honest)
 
 
 def test_a_tiny_first_gradient_does_not_hold_the_others_down():
     expert, untouched = new_expert(optimizer="sgd"), new_expert(optimizer="sgd")
     huge_step(expert, 1e-25)
-    assert share(moved(expert), moved(untouched)) > 0.8
+    assert progress(expert) > 0.8 * progress(untouched)
 
 
 def test_without_clipping_a_huge_gradient_freezes_the_expert():
     """So that the tests above show something."""
     honest, lied_to = new_expert(clip_gradients=0.0), new_expert(clip_gradients=0.0)
     huge_step(lied_to)
-    assert abs(share(moved(lied_to), moved(honest))) < 0.1
+    assert progress(lied_to) < 0.1 * progress(honest)
     assert lied_to.statistics.num_clipped_updates == 0
 
 
@@ -128,9 +126,9 @@ def test_a_minority_of_huge_gradients_shifts_nothing():
     for step in range(60):
         honest_steps(honest, 1, seed=step)
         honest_steps(lied_to, 1, seed=step)
-        if step % 3 == 0:
+        if step % 6 == 5:
             huge_step(lied_to)
-    assert lied_to.statistics.num_clipped_updates == 20
+    assert lied_to.statistics.num_clipped_updates == 10
     usual = GradientClip(10.0)
     usual.restore(honest.state().numbers["gradient_norms"])
     shifted = GradientClip(10.0)
@@ -173,8 +171,6 @@ def test_a_restart_of_the_optimizer_is_told_and_happens_once(caplog):
 
 
 def test_merged_requests_above_the_limit_are_refused_together_and_taken_apart():
-    from shoal.experts.errors import MergedTooLarge
-
     expert = new_expert()
     honest_steps(expert, 20)
     before = copy.deepcopy(expert.state())
@@ -187,9 +183,3 @@ def test_merged_requests_above_the_limit_are_refused_together_and_taken_apart():
     assert all(torch.equal(before.tensors[name], after.tensors[name]) for name in before.tensors)
     expert.backward([x[:1]], [grad[:1]], [bytes(16)])
     assert expert.statistics.num_clipped_updates == 1
-
-
-def test_a_factor_that_cannot_be_is_refused():
-    for factor in (-1.0, 0.5, math.nan):
-        with pytest.raises(UsageError, match="clip_gradients"):
-            TrainingSettings(clip_gradients=factor)

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from shoal.core.errors import UsageError
-from shoal.experts.clipping import DEFAULT_FACTOR
+from shoal.experts.clipping import DEFAULT_FACTOR, GradientClip
 
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
@@ -169,6 +169,7 @@ class HostingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 "--adopt needs a folder of saved experts.",
                 next_step="add --checkpoint-dir DIR, the folder that the other servers save to.",
             )
+        GradientClip(self.clip_gradients)  # refuses what is no factor
         if self.device is not None and _DEVICE.fullmatch(self.device) is None:
             raise UsageError(
                 f"Experts cannot be served on {self.device!r}.", next_step="use cpu, cuda, or cuda:1."

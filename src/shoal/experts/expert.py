@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shoal.core import UsageError
-from shoal.experts.clipping import DEFAULT_FACTOR, MIN_FACTOR, GradientClip, is_factor
+from shoal.experts.clipping import DEFAULT_FACTOR, GradientClip
 from shoal.experts.discovery import discover_schema, run_on
 from shoal.experts.errors import MergedTooLarge, RefusedUpdate
 from shoal.experts.schema import Example, ExpertSchema
@@ -68,7 +68,7 @@ class Expert:
     ) -> None:
         if not uid:
             raise UsageError("An expert needs a uid.", next_step="name it, such as 'expert0' or 'ffn.3.14'.")
-        _check_training(module, optimizer, scheduler, max_grad_norm, clip_gradients)
+        _check_training(module, optimizer, scheduler, max_grad_norm)
         self.uid = uid
         self.module = module
         self.optimizer = optimizer
@@ -342,13 +342,7 @@ def _check_training(
     optimizer: torch.optim.Optimizer | None,
     scheduler: LRScheduler | None,
     max_grad_norm: float | None,
-    clip_gradients: float,
 ) -> None:
-    if not is_factor(clip_gradients):
-        raise UsageError(
-            f"clip_gradients must be 0 or at least {MIN_FACTOR:g}, not {clip_gradients}.",
-            next_step="0 never clips.",
-        )
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise UsageError(
             f"max_grad_norm must be above 0, not {max_grad_norm}.", next_step="None never clips."

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from shoal.core import UsageError
-from shoal.experts.clipping import DEFAULT_FACTOR, MIN_FACTOR, is_factor
+from shoal.experts.clipping import DEFAULT_FACTOR, GradientClip
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer] | None] = {
     "adam": torch.optim.Adam,
@@ -53,11 +53,7 @@ class TrainingSettings:
                 f"max_grad_norm must be above 0, not {self.max_grad_norm}.",
                 next_step="leave it out to never clip gradients.",
             )
-        if not is_factor(self.clip_gradients):
-            raise UsageError(
-                f"clip_gradients must be 0 or at least {MIN_FACTOR:g}, not {self.clip_gradients}.",
-                next_step="0 never clips.",
-            )
+        GradientClip(self.clip_gradients)  # refuses what is no factor
         if self.scheduler == "none":
             return
         if self.num_training_steps is None or not 0 <= self.num_warmup_steps <= self.num_training_steps:
