@@ -74,13 +74,21 @@ class Device(ABC):
         return contextlib.nullcontext()
 
     def compute(
-        self, expert: Expert, kind: JobKind, inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+        self,
+        expert: Expert,
+        kind: JobKind,
+        inputs: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        jobs: Sequence[Job] = (),
     ) -> Tensors:
-        """Run an expert on tensors of this device; outputs, or gradients of inputs, as its schema says."""
+        """Run an expert on tensors of this device; outputs, or gradients of inputs, as its schema says.
+
+        Of a backward, `jobs` are those that the batch consists of.
+        """
         with self.precision():
             if kind is JobKind.FORWARD:
                 return expert.forward(inputs)
-            return expert.backward(inputs, grads)
+            return expert.backward(inputs, grads, [job.request_id for job in jobs])
 
 
 def received_tensors(job: Job) -> list[list[torch.Tensor]]:
