@@ -20,7 +20,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-TESTS = Path(__file__).parent.parent / "tests"
+ROOT = Path(__file__).parent.parent
+TESTS = ROOT / "tests"
 FIRST = ("contracts", "core", "data", "models", "report", "tensors", "topology", "transport")
 """Folders of the first half; everything else is in the second."""
 NO_TESTS = 5  # pytest's exit code when nothing was selected
@@ -64,6 +65,8 @@ def _run(folder: Path, mark: str, options: list[str]) -> int:
             temporary = folder / str(number)
             temporary.mkdir()
             environment = {
+                # what torch compiles is kept for the next run, and is no temporary file
+                "TORCHINDUCTOR_CACHE_DIR": str(ROOT / ".pytest_cache" / "torchinductor"),
                 **os.environ,
                 MARK: f"{os.environ.get(MARK, '')}/{mark}",
                 "TMPDIR": str(temporary),
