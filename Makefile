@@ -43,6 +43,7 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/law.py src/shoal
+	$(BIN)/python tools/packaging_checks.py
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from shoal.core.errors import UsageError
+from shoal.core.untrusted import decode_json
 
 VARIABLE = "SHOAL_RUN"
 SECRET_VARIABLE = "SHOAL_RUN_SECRET"
@@ -58,7 +59,7 @@ class RunOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         if text is None:
             return cls()
         try:
-            options = msgspec.json.decode(text, type=cls)
+            options = decode_json(text, cls)
         except msgspec.DecodeError as error:
             raise UsageError(
                 f"{VARIABLE} cannot be read: {error}.",
