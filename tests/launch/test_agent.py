@@ -75,7 +75,10 @@ print("out", os.environ["RANK"], os.getcwd()); print("err", file=sys.stderr); sy
     )
     ends = head.wait_for(Ended, 2)
     assert sorted((end.rank, end.code) for end in ends) == [(0, 3), (1, 3)]
-    assert sorted(one.rank for one in head.came if isinstance(one, Told) and one.survives_loss) == [0, 1]
+    assert sorted(one.rank for one in head.came if isinstance(one, Told) and one.status.survives_loss) == [
+        0,
+        1,
+    ]
     assert head.written(1, "stdout") == b"out 1 /\n"
     assert head.written(0, "stderr") == b"err\n"
 
