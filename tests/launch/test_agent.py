@@ -1,5 +1,6 @@
 import os
 import select
+import signal
 import sys
 import time
 
@@ -107,3 +108,17 @@ def test_signals_are_sent_on(head):
 def test_a_folder_that_is_not_there_is_named(head):
     head.start("", cwd="/nowhere")
     assert "no folder /nowhere" in head.wait_for(Failed).what
+
+
+def test_its_workers_obey_interrupts_where_the_head_ignores_them():
+    earlier = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        head = Head()
+    finally:
+        signal.signal(signal.SIGINT, earlier)
+    try:
+        head.start("import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)")
+        head.wait_for(Ended)
+        assert head.written(0, "stdout") == b"True\n"
+    finally:
+        head.channel.close()

@@ -519,6 +519,23 @@ def test_a_signal_ends_all_without_tracebacks(start, tmp_path, number, told):
     assert_no_children(tmp_path)
 
 
+def test_workers_obey_interrupts_where_the_launcher_was_told_to_ignore_them(shoal_run, write):
+    """As a shell tells what it starts in the background."""
+    program = write("""
+        print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(100)
+        except KeyboardInterrupt:
+            print("interrupted")
+    """)
+    process = shoal_run(
+        "-np", 1, "--no-prefix", program, preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    )
+    out, complaint = process.communicate(timeout=60)
+    assert (process.returncode, out, complaint) == (0, "True\ninterrupted\n", "")
+
+
 def test_after_an_interrupt_workers_may_clean_up(start):
     body = """
         try:
