@@ -17,7 +17,6 @@ from pathlib import Path
 from shoal.core import SYSTEM_CLOCK, Clock
 from shoal.core.board import name_of_run
 from shoal.core.errors import ProtocolError, ShoalError
-from shoal.core.processes import obey_interrupts
 from shoal.core.run_options import RUN_ID_VARIABLE
 from shoal.launch.channel import Interest
 from shoal.launch.crew import groups_of
@@ -298,7 +297,6 @@ def _wake() -> None:
 
 def main() -> None:
     """Keep the way to the head to oneself: what anything else prints goes to stderr."""
-    obey_interrupts()  # workers inherit it
     source, sink = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
