@@ -61,7 +61,7 @@ def draw(fault, index):
     num_servers = 1 if strategy in ("parameter-server", "staleness-aware") else 0
     num_workers = 4 if strategy == "hierarchical" else dice.randint(2, 4)
     lost = dice.randrange(num_workers + num_servers)
-    patience = 1.0 if index % 10 == 0 else 0.4
+    patience = 1.0 if fault == "stop" else 3.0  # a process waits for seconds for a core of a busy machine
     return strategy, num_workers, num_servers, lost, dice.randint(1, 60), dice.uniform(0, 0.05), patience
 
 
