@@ -1,6 +1,6 @@
 """`shoal run`: a program in several workers, on this machine or on several.
 
-Exit codes: 0 done, by all workers or by those that could do without the others; the failing worker's own if
+Exit codes: 0 done, by all workers or by those that could do without lost ones; the failing worker's own if
 it is 1 to 125, else 1; 128 + N when a worker or the launcher got signal N; 124 after --timeout; 2 bad usage.
 """
 
@@ -131,6 +131,13 @@ def run(
     checkpoint_every: Annotated[
         int | None, typer.Option(metavar="N", help="Steps from one saving to the next.")
     ] = None,
+    allow_failures: Annotated[
+        bool,
+        typer.Option(
+            "--allow-failures",
+            help="Where workers go on without a lost one: also without one that raises or exits with a code.",
+        ),
+    ] = False,
     engine: Annotated[
         str, typer.Option(metavar="NAME", help="ssh, or ray: workers as actors on a Ray cluster.")
     ] = "ssh",
@@ -140,10 +147,11 @@ def run(
 ) -> None:
     """Run a program in several workers, on this machine or on others, with torchrun's variables set.
 
-    Lines come with their worker's rank before them. When a worker fails, its traceback is shown and the
-    others are ended; under neighbor, pair, window, push-sum, local-sgd and diloco they go on without it, and
-    finishing is exit code 0. Other
-    hosts are reached by ssh, with a key; they need the same Python, Shoal and program at the same paths.
+    Lines come with their worker's rank before them. When a worker raises, its traceback is shown, the others
+    are ended, and the exit code is that worker's. When one is lost (killed by a signal, or with its machine),
+    the run ends, too; under neighbor, pair, window, push-sum, local-sgd, diloco and other strategies that
+    outlive a loss the rest go on without it, and finishing is exit code 0. Other hosts are reached by ssh,
+    with a key; they need the same Python, Shoal and program at the same paths.
     """
     from shoal.launch import (
         Elastic,
@@ -198,6 +206,7 @@ def run(
         timeout_s=timeout,
         log_dir=log_dir,
         variables=parse_variables(variable or []),
+        allows_failures=allow_failures,
         elastic=Elastic(max_restarts, min_np, max_np),
     )
     output = Terminal(has_prefix=not no_prefix)

@@ -24,6 +24,7 @@ from shoal.core import Deadline, Placement
 from shoal.core.board import name_of_run
 from shoal.core.processes import started
 from shoal.core.run_options import RUN_ID_VARIABLE, RunOptions
+from shoal.core.status import tell_launcher
 from shoal.group.base import Group
 from shoal.group.host import HostGroup, open_host_group
 from shoal.group.rendezvous import Rendezvous, Seat
@@ -77,6 +78,7 @@ def init(
     check_servers(servers, placement.size)
     group = _open_with_servers(placement, settings, servers) if servers else open_group(placement, settings)
     group.run = name_of_run(settings.key)
+    tell_launcher(phase="joined")
     if placement.size > 1:
         _exits.listen()
     if options.timeline is not None:
@@ -184,9 +186,11 @@ def _end(group: Group, pid: int, earlier_error: object) -> None:
     if os.getpid() != pid:
         return
     if _exits.is_failed or getattr(sys, "last_value", None) is not earlier_error:
+        tell_launcher(phase="failing")
         group.abandon()
     else:
         group.close()
+        tell_launcher(phase="left")
 
 
 def _write_when_terminated(timeline: Timeline) -> None:

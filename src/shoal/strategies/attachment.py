@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from shoal.core.errors import UsageError
+from shoal.core.status import tell_launcher
 from shoal.strategies.hooks import Hook
 
 
@@ -35,6 +36,7 @@ class Listener(Protocol):
     name: ClassVar[str]
     runs_on_devices: ClassVar[bool]
     """Whether the model may be on a device."""
+    steps: int
 
     @property
     def is_alone(self) -> bool:
@@ -170,6 +172,8 @@ class Attachment:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, SystemExit) and not error.code:
+            tell_launcher(early_step=self._strategy.steps)
         self.close(is_failed=error is not None)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -124,7 +124,7 @@ class Strategy(Checkpointed):
             raise UsageError(
                 f"this {self.name} is attached already.", next_step="make one strategy for each model."
             )
-        tell_launcher(rank=self.group.rank, survives_loss=self.survives_loss)
+        tell_launcher(survives_loss=self.survives_loss)
         attachment = Attachment(self, model, optimizer, stays=stays)
         self._open(attachment, should_start_equal=should_start_equal)
         return attachment
@@ -152,6 +152,7 @@ class Strategy(Checkpointed):
             self._attachment.close()
         else:
             self.group.leave()
+            self._beats.tell("left")
 
     def settle(self) -> None:
         """Take part in rounds that a skipped step still owes; call it before collectives of your own.
@@ -289,6 +290,8 @@ class Strategy(Checkpointed):
         is_last = move_out(self.group, survives_loss=self.survives_loss)
         if not is_last:
             apply_survival(self.group)
+        elif not is_failed:
+            self._beats.tell("joined")
         if not self.is_alone:
             self._stopped()
         if is_failed:
@@ -297,6 +300,7 @@ class Strategy(Checkpointed):
             # others may still read this one's memory, and are not waited for: it goes with the group's
             if is_last:
                 self.group.leave()
+                self._beats.tell("left")
             return
         for tensor in memory:
             self.group.free(tensor)

@@ -112,8 +112,6 @@ class ParameterServer(Strategy):
                 f"{self.name} has no server among its workers.",
                 next_step="shoal run --num-servers 1, or shoal.init(num_servers=1).",
             )
-        if self.group.everybody is not None:
-            tell_launcher(rank=self.group.everybody.rank, survives_loss=self.survives_loss)
         return super().attach(model, optimizer, stays=stays, should_start_equal=should_start_equal)
 
     def serve(self, model: nn.Module, optimizer: Optimizer) -> bool:
@@ -123,7 +121,7 @@ class ParameterServer(Strategy):
             raise UsageError(
                 "serve() is for a parameter server.", next_step="call attach(), on workers and servers alike."
             )
-        tell_launcher(rank=everybody.rank, survives_loss=self.survives_loss)
+        tell_launcher(survives_loss=self.survives_loss)
         everybody.barrier().wait(Deadline.never())
         if all(rank < self.group.num_servers for rank in everybody.members):
             return False
