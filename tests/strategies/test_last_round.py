@@ -1,4 +1,4 @@
-"""At the end of training the steps since the last round are shared too, by those who end after the same step."""
+"""At the end of training the steps since the last round are shared, by all who end after the same step."""
 
 import logging
 

@@ -169,8 +169,10 @@ class Strategy(Checkpointed):
     def settle(self) -> None:
         """Take part in rounds that a skipped step still owes; call it before collectives of your own.
 
-        When a GradScaler skips a step on one worker alone, that worker would do so at its next forward, and
-        the others wait until then. Not to be called between the backward passes of one step. Nearly free.
+        When a GradScaler skips a step on one worker alone, or your loop leaves one out there, that worker
+        would do so at its next forward, and the others wait until then. Call it between two steps, never
+        between `backward()` and `step()`: a step that has not come by then counts as left out, and one that
+        comes nevertheless is a UsageError. Nearly free.
         """
         self.attachment.settle()
 
@@ -195,7 +197,8 @@ class Strategy(Checkpointed):
         """Go on from the newest whole checkpoint in `folder`; before `attach`, which then takes it up.
 
         With as many workers as it was saved by, exactly there; with another number, from the common model.
-        While attached it is collective. CheckpointError when there is none.
+        `loaders` are those that were saved first, in that order; other loaders of the group follow in the
+        order in which they were divided, also those that are divided later. While attached it is collective. CheckpointError when there is none.
         """
         self._keeper.ask(Path(folder), loaders)
         attachment = self._attachment

@@ -81,7 +81,8 @@ class Keeper:
                     next_step="give the folder that `strategy.save` was given, as rank 0 sees it.",
                 )
             return None
-        keep(self._group, loaders).load(resumed.loaders)
+        given = [loader.course for loader in loaders or ()]
+        kept_loaders(self._group).load(resumed.loaders, given)
         self._random = resumed.random
         self._saved_step = resumed.step if folder == self._folder else None
         if self._group.rank == 0:
