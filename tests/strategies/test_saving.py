@@ -253,7 +253,7 @@ def test_two_loaders_go_on_where_they_were(workers, tmp_path, when, is_given):
     for number, num_examples, epoch in ((0, 24, 0), (1, 12, 1)):
         seen = [example for part in before + after for example in part[number]]
         assert sorted(seen_in(seen, epoch)) == list(range(num_examples))
-        assert [each for each, _ in after[0][number]][0] == epoch
+        assert after[0][number][0][0] == epoch
 
 
 def seen_in(seen, epoch):

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, Protocol, Self
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -45,6 +46,10 @@ class Listener(Protocol):
         """Whether the group is one of one."""
 
     @property
+    def shares_gradients(self) -> bool:
+        """Whether the gradients of all trainable parameters are shared, whichever optimizer has them."""
+
+    @property
     def is_accumulating(self) -> bool:
         """Whether a backward pass now shares nothing, and no step follows it."""
 
@@ -71,7 +76,11 @@ class Attachment:
     """A context manager: on a clean end this worker leaves the group in order, on an exception it doesn't."""
 
     named_parameters: dict[str, nn.Parameter]
-    """The trainable ones, each once, in the order of the model; then those that only the optimizer has."""
+    """The trainable ones that are shared, each once, in the order of the model; then the optimizer's own.
+
+    Of the model those that the optimizer has: others may have another optimizer, and are between its steps.
+    Where gradients are shared instead, all, but for those that a strategy on this model shares already.
+    """
     parameters: list[nn.Parameter]
 
     def __init__(self, strategy: Listener, model: nn.Module, optimizer: Optimizer, *, stays: bool) -> None:
@@ -101,18 +110,36 @@ class Attachment:
         self.has_closure = False
         """Whether the step under way computes its gradients itself."""
         self.named_tensors = _named_tensors(model, optimizer)
-        self.named_parameters = {
+        trainable = {
             name: tensor
             for name, tensor in self.named_tensors.items()
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad
         }
+        known = _ids([tensor for group in optimizer.param_groups for tensor in group["params"]])
+        taken = _shared_of(model, by_gradients=True)
+        self.named_parameters = {
+            name: tensor
+            for name, tensor in trainable.items()
+            if (id(tensor) not in taken if strategy.shares_gradients else id(tensor) in known)
+        }
+        self._not_shared = {
+            name: tensor for name, tensor in trainable.items() if name not in self.named_parameters
+        }
         self.parameters = list(self.named_parameters.values())
         is_any_device = strategy.is_alone or strategy.runs_on_devices
         self.device = _device_of(self.parameters, strategy.name, is_any_device=is_any_device)
-        self._frozen = {
-            name: tensor for name, tensor in self.named_tensors.items() if name not in self.named_parameters
-        }
+        self._frozen = {name: tensor for name, tensor in self.named_tensors.items() if name not in trainable}
         self._num_optimized = _num_optimized(optimizer)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the strategy is attached."""
+        return self._is_open
+
+    @property
+    def shares_gradients(self) -> bool:
+        """Whether the strategy shares gradients."""
+        return self._strategy.shares_gradients
 
     @property
     def is_void(self) -> bool:
@@ -134,6 +161,7 @@ class Attachment:
         self.add(self.optimizer.register_step_post_hook(self._after_step))
         if self._strategy.is_alone:
             return
+        _attached.setdefault(self.model, []).append(ref(self))
         self.add(self.model.register_forward_pre_hook(Hook(self._before_forward)))
         self.add(self.model.register_forward_hook(Hook(self._after_forward)))
         for parameter in self.parameters:
@@ -167,6 +195,7 @@ class Attachment:
         if not self._is_open:
             return
         self._is_open = False
+        self._not_shared = {}
         num_missed = self._num_missed + self._has_backward
         self.silence()
         if not is_failed:
@@ -193,6 +222,7 @@ class Attachment:
         self._restore_rates()
         self._require_unchanged()
         self._require_unsettled()
+        self._warn_of_others()
         # the first of `args` is the optimizer
         self.has_closure = (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
         missed, self._num_missed = self._num_missed, 0
@@ -266,6 +296,25 @@ class Attachment:
                 self._strategy.name,
             )
 
+    def _warn_of_others(self) -> None:
+        """At the first step: name what has gradients, and is shared by no strategy on this model."""
+        others, self._not_shared = self._not_shared, {}
+        if not others or self._strategy.is_alone:
+            return
+        shared = _shared_of(self.model)
+        names = [
+            name for name, tensor in others.items() if tensor.grad is not None and id(tensor) not in shared
+        ]
+        if names:
+            log.warning(
+                "%s: %s %s trained, and not by this optimizer: the workers' values were equal at the start, "
+                "and are not shared. Where a second optimizer trains them, attach a strategy of its own to "
+                "it, before the first step: `shoal.from_args(group).attach(model, second_optimizer)`.",
+                self._strategy.name,
+                ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
+                "are" if len(names) > 1 else "is",
+            )
+
     def _require_unsettled(self) -> None:
         is_settled, self._is_settled = self._is_settled, False
         if is_settled and not self._has_backward:
@@ -287,6 +336,27 @@ class Attachment:
 
     def _are_gradients_gone(self) -> bool:
         return all(parameter.grad is None or not bool(parameter.grad.any()) for parameter in self.parameters)
+
+
+_attached: WeakKeyDictionary[nn.Module, list[ReferenceType[Attachment]]] = WeakKeyDictionary()
+"""What was attached to a model, to see which of its parameters are shared."""
+
+
+def _shared_of(model: nn.Module, *, by_gradients: bool = False) -> dict[int, bool]:
+    """The parameters of a model that are shared by strategies, or by those alone that share gradients."""
+    attachments = [known() for known in _attached.get(model, ())]
+    return _ids(
+        [
+            tensor
+            for each in attachments
+            if each is not None and each.is_open and (each.shares_gradients or not by_gradients)
+            for tensor in each.parameters
+        ]
+    )
+
+
+def _ids(tensors: Sequence[torch.Tensor]) -> dict[int, bool]:
+    return {id(tensor): True for tensor in tensors}
 
 
 def _num_optimized(optimizer: Optimizer) -> int:

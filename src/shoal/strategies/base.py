@@ -198,7 +198,8 @@ class Strategy(Checkpointed):
 
         With as many workers as it was saved by, exactly there; with another number, from the common model.
         `loaders` are those that were saved first, in that order; other loaders of the group follow in the
-        order in which they were divided, also those that are divided later. While attached it is collective. CheckpointError when there is none.
+        order in which they were divided, also those that are divided later. While attached it is collective.
+        CheckpointError when there is none.
         """
         self._keeper.ask(Path(folder), loaders)
         attachment = self._attachment

@@ -77,7 +77,7 @@ class TorchDDP(Strategy):
 
     def _started(self, attachment: Attachment) -> None:
         open_process_group(self.group, attachment.device, self._exit)
-        if not self.shares_gradients:
+        if not self.shares_gradients or not attachment.parameters:
             return
         model = attachment.model
         # parameters and buffers are what they should be: equal, or each worker's own of a checkpoint
