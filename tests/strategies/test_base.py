@@ -128,6 +128,18 @@ def test_an_exception_in_the_loop_takes_the_hooks_off_and_leaves_nobody():
     assert not strategy.take()
 
 
+def test_close_ends_a_loop_without_with():
+    model, optimizer, strategy = setup()
+    strategy.close()
+    strategy.attach(model, optimizer)
+    backward(model)
+    optimizer.step()
+    strategy.close()
+    strategy.close()
+    assert strategy.take() == ["started", "forward", "before", "after round", "stopped"]
+    assert strategy.group.members == ()
+
+
 def test_join_detaches_and_leaves():
     model, optimizer, strategy = setup()
     with strategy.attach(model, optimizer, stays=True):

@@ -107,7 +107,7 @@ def test_who_ends_before_the_others_leaves_without_them(workers, strategy, has_c
     early, *late = workers.run(leaves, 3, arguments)
     assert early["after"] == early["before"]
     assert any(
-        f"{strategy}: rank 0 ends with a model of its own: 1 steps since the last round" in line
+        f"{strategy}: rank 0 ends with a model of its own: 1 step since the last round" in line
         for line in early["told"]
     )
     assert torch.allclose(*(torch.tensor(result["after"]) for result in late), rtol=0, atol=1e-12)

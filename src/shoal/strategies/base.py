@@ -23,6 +23,7 @@ from shoal.core.errors import ShoalError, UsageError
 from shoal.core.status import tell_launcher
 from shoal.data import ShardedLoader
 from shoal.group import Group
+from shoal.strategies.at_exit import close_at_exit, forget
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.beats import Beats
 from shoal.strategies.buffers import average_buffers, copy_buffers
@@ -123,6 +124,8 @@ class Strategy(Checkpointed):
     ) -> Attachment:
         """Take rank 0's parameters and buffers, and share from now on until the `with` block ends.
 
+        Without `with`, until `close()`, or the end of the program.
+
         An optimizer that has state on rank 0 is taken from there too, lr and the like included. Where a
         checkpoint is to be taken up (`load`, `shoal run --checkpoint`), that comes before. Without
         `should_start_equal` each worker keeps its own values, to resume a run whose workers differed; only
@@ -154,6 +157,16 @@ class Strategy(Checkpointed):
             yield
         finally:
             self._num_accumulating -= 1
+
+    def close(self) -> None:
+        """End training in order, as the end of the `with` block does; for a loop without one. Idempotent.
+
+        Where it is forgotten, it is called at the end of a program that ends well. One that ends in an
+        exception, or by `sys.exit` with another code than 0, does not leave in order: the others learn that
+        this worker has failed.
+        """
+        if self._attachment is not None:
+            self._attachment.close()
 
     def join(self) -> None:
         """Without data left, detach and leave the group; the others go on without this worker.
@@ -310,6 +323,7 @@ class Strategy(Checkpointed):
     def detached(self, *, should_leave: bool, is_failed: bool) -> None:
         """The last: the hooks are gone."""
         memory, self._memory = self._memory, []
+        forget(self._attachment)
         self._attachment = self._counter = None
         self._beats.closed()
         is_last = move_out(self.group, survives_loss=self.survives_loss)
@@ -340,6 +354,7 @@ class Strategy(Checkpointed):
                     self._counter = StepCounter(self.group, self._allocate(1, torch.float32), self.steps)
             apply_survival(self.group)
             attachment.listen()
+            close_at_exit(attachment)
             self._keeper.opened()
             self._beats.opened(self.steps)
         except BaseException:
@@ -373,13 +388,14 @@ class Strategy(Checkpointed):
         """Share the steps since the last round, if all members end after the same step; say so if not."""
         if not self.has_last_round or self.group.size == 1 or self.steps == self._equal_step:
             return
+        members = self.group.members
         period, has_had_none = self.options.local_steps, self.rounds == 0
         num_steps = self.steps % period or period
         if should_leave:
-            is_even = self._counter is not None and self._counter.meet(self.steps)
+            is_even = bool(members) and self._counter is not None and self._counter.meet(self.steps)
         else:
-            is_even = len(self.group.members) > 1
-        is_first = self.group.rank == self.group.members[0]  # which may leave right after
+            is_even = len(members) > 1
+        is_first = self.group.rank in members[:1]  # which may leave right after
         why = "other workers have ended before it, or go on"
         if is_even:
             try:
@@ -388,8 +404,8 @@ class Strategy(Checkpointed):
                 is_even, why = False, error.what
         if not is_even:
             log.warning(
-                "%s: rank %d ends with a model of its own: %d steps since the last round (%s).",
-                self.name, self.group.rank, num_steps, why,
+                "%s: rank %d ends with a model of its own: %d step%s since the last round (%s).",
+                self.name, self.group.rank, num_steps, "" if num_steps == 1 else "s", why,
             )  # fmt: skip
             return
         self.rounds += 1
