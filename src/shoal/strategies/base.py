@@ -354,7 +354,9 @@ class Strategy(Checkpointed):
                     self._counter = StepCounter(self.group, self._allocate(1, torch.float32), self.steps)
             apply_survival(self.group)
             attachment.listen()
-            close_at_exit(attachment)
+            if self.group.size > 1 or self._keeper.folder is not None:
+                # who is alone, and keeps no checkpoints, owes nobody an end
+                close_at_exit(attachment)
             self._keeper.opened()
             self._beats.opened(self.steps)
         except BaseException:
