@@ -181,11 +181,19 @@ class _Exits:
 _exits = _Exits()
 
 
+def has_failed(earlier_error: object) -> bool:
+    """Whether the program ends in an exception, or by `sys.exit` with another code than 0; for its end.
+
+    `earlier_error` is what `sys.last_value` was before: an interactive session keeps what it has shown.
+    """
+    return _exits.is_failed or getattr(sys, "last_value", None) is not earlier_error
+
+
 def _end(group: Group, pid: int, earlier_error: object) -> None:
     """At the end of the program, for the process that has joined: a forked child inherits this call."""
     if os.getpid() != pid:
         return
-    if _exits.is_failed or getattr(sys, "last_value", None) is not earlier_error:
+    if has_failed(earlier_error):
         tell_launcher(phase="failing")
         group.abandon()
     else:

@@ -12,7 +12,7 @@ from shoal.strategies.attachment import Attachment
 from shoal.strategies.averaging import packed, start_mean
 from shoal.strategies.buffers import average_buffers
 from shoal.strategies.coded import make_codec
-from shoal.strategies.fragments import Fragment, OuterRule, private_memory
+from shoal.strategies.fragments import TAKE_MEAN, Fragment, private_memory
 from shoal.strategies.optimizers import SteppedParameters
 from shoal.strategies.options import CommonOptions, LocalSGDOptions
 from shoal.strategies.parameters import ExchangeStrategy
@@ -23,7 +23,6 @@ from shoal.topology import Weights
 _Label = tuple[str, str, str]
 """Of a tensor of the optimizer's state: the parameter's name, the key and the dtype."""
 _STEP = "step"
-_TAKE_MEAN = OuterRule(lr=1.0)
 
 
 class LocalSGD(ExchangeStrategy):
@@ -102,10 +101,18 @@ class LocalSGD(ExchangeStrategy):
         else:
             self._look_for_losses()
             self._fragment.send(self.group, self._codec)
-            self._fragment.step(_TAKE_MEAN)
+            self._fragment.step(TAKE_MEAN)
         average_buffers(self.group, self.attachment.model)
         if self.options.average_momentum:
             self._average_state()
+
+    @property
+    def has_last_round(self) -> bool:
+        """Unless every step has its round."""
+        return self.options.local_steps > 1
+
+    def _last_round(self) -> None:
+        self._finish_round()
 
     def _average_all(self) -> None:
         """Nothing: a round is one."""
