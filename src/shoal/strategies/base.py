@@ -29,6 +29,7 @@ from shoal.strategies.checkpointed import Checkpointed
 from shoal.strategies.consensus import consensus_distance
 from shoal.strategies.keeping import Keeper
 from shoal.strategies.monitors import Monitors
+from shoal.strategies.nonfinite import FiniteCheck, Sent
 from shoal.strategies.optimizers import start_optimizers
 from shoal.strategies.options import CommonOptions, read_options
 from shoal.strategies.resuming import Resumed
@@ -66,6 +67,8 @@ class Strategy(Checkpointed):
         self.rounds = 0
         self._monitors = Monitors(self.options.batch_size) if self.options.monitor else None
         self._attachment: Attachment | None = None
+        self._finite: FiniteCheck | None = None
+        """While attached."""
         self._num_accumulating = 0
         self._memory: list[torch.Tensor] = []
         self._keeper = Keeper(group, self.save)
@@ -256,15 +259,19 @@ class Strategy(Checkpointed):
         if not self.is_alone:
             for _ in range(num_missed):
                 self.step_skipped()
-            self._monitor(is_skipped=False)
+            self._check.before_step(self.steps)
+            self._monitor(is_skipped=self.attachment.is_left_out)
             self._before_step()
+            self._check.before_optimizer()
         return rate_factor(self.options, self.steps)
 
     def step_ended(self) -> None:
         """After the optimizer's step."""
         if not self.is_alone:
+            self._check.after_optimizer(self.steps)
             self._after_step()
         self._count_step()
+        self._check.after_step(self.steps - 1)
         self._keeper.stepped(self.steps)
         self._beats.stepped(self.steps)
 
@@ -274,11 +281,14 @@ class Strategy(Checkpointed):
             self._monitor(is_skipped=True)
             self._skipped_step()
         self._count_step()
+        self._check.after_step(self.steps - 1)
         self._keeper.stepped(self.steps)
         self._beats.stepped(self.steps)
 
     def ending(self, *, should_leave: bool) -> None:
         """The loop is over and nothing has failed; called before `detached`."""
+        lost = self.group.lost
+        self._check.closed(speaks_for_all=all(rank in lost for rank in range(self.group.rank)))
         self._save_at_end(should_leave=should_leave)
 
     def detached(self, *, should_leave: bool, is_failed: bool) -> None:
@@ -309,6 +319,8 @@ class Strategy(Checkpointed):
                 self._take_up()
             else:
                 self._start(attachment, should_start_equal=should_start_equal)
+            self._finite = FiniteCheck(self.options.on_nonfinite, self.group.rank, attachment, self._checked)
+            if not self.is_alone:
                 self._started(attachment)
             apply_survival(self.group)
             attachment.listen()
@@ -339,6 +351,18 @@ class Strategy(Checkpointed):
     def _monitor(self, *, is_skipped: bool) -> None:
         if self._monitors is not None and not self.shares_gradients:
             self._monitors.observe_locally(self.group, self.attachment.parameters, is_skipped=is_skipped)
+
+    @property
+    def _checked(self) -> Sent:
+        """What this worker looks at for values that are not finite, before it sends them."""
+        if self.is_alone or self.group.size == 1:
+            return "nothing"
+        return "gradients" if self.shares_gradients else "parameters"
+
+    @property
+    def _check(self) -> FiniteCheck:
+        assert self._finite is not None, "not attached"
+        return self._finite
 
     def _count_step(self) -> None:
         was_round = self.is_round
