@@ -29,7 +29,7 @@ from shoal.strategies.checkpointed import Checkpointed
 from shoal.strategies.consensus import consensus_distance
 from shoal.strategies.keeping import Keeper
 from shoal.strategies.monitors import Monitors
-from shoal.strategies.nonfinite import FiniteCheck, Sent
+from shoal.strategies.nonfinite import Checked, FiniteCheck
 from shoal.strategies.optimizers import start_optimizers
 from shoal.strategies.options import CommonOptions, read_options
 from shoal.strategies.resuming import Resumed
@@ -262,13 +262,12 @@ class Strategy(Checkpointed):
             self._check.before_step(self.steps)
             self._monitor(is_skipped=self.attachment.is_left_out)
             self._before_step()
-            self._check.before_optimizer()
         return rate_factor(self.options, self.steps)
 
     def step_ended(self) -> None:
         """After the optimizer's step."""
         if not self.is_alone:
-            self._check.after_optimizer(self.steps)
+            self._check.after_optimizer()
             self._after_step()
         self._count_step()
         self._check.after_step(self.steps - 1)
@@ -278,6 +277,7 @@ class Strategy(Checkpointed):
     def step_skipped(self) -> None:
         """Instead of both."""
         if not self.is_alone:
+            self._check.skipped_step()
             self._monitor(is_skipped=True)
             self._skipped_step()
         self._count_step()
@@ -353,11 +353,11 @@ class Strategy(Checkpointed):
             self._monitors.observe_locally(self.group, self.attachment.parameters, is_skipped=is_skipped)
 
     @property
-    def _checked(self) -> Sent:
-        """What this worker looks at for values that are not finite, before it sends them."""
+    def _checked(self) -> Checked:
+        """When this worker looks for gradients that are not finite."""
         if self.is_alone or self.group.size == 1:
-            return "nothing"
-        return "gradients" if self.shares_gradients else "parameters"
+            return "never"
+        return "in backward" if self.shares_gradients else "before the step"
 
     @property
     def _check(self) -> FiniteCheck:

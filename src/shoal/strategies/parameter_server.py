@@ -22,7 +22,7 @@ from shoal.core.status import tell_launcher
 from shoal.group import Group
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.base import Strategy
-from shoal.strategies.nonfinite import Sent
+from shoal.strategies.nonfinite import Checked
 from shoal.strategies.options import CommonOptions
 from shoal.strategies.replicas import own_model
 from shoal.strategies.saving import Contents
@@ -221,9 +221,9 @@ class ParameterServer(Strategy):
                 self._check.refused(self.steps, "The servers refused it, and go on without it.")
 
     @property
-    def _checked(self) -> Sent:
-        """Nothing: servers refuse what is not finite, and it goes nowhere else."""
-        return "nothing"
+    def _checked(self) -> Checked:
+        """Never: servers refuse gradients that are not finite, and they go nowhere else."""
+        return "never"
 
     def _skipped_step(self) -> None:
         if self.is_round and self.options.mode != "async":
