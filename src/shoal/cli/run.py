@@ -68,6 +68,10 @@ def run(
     order: Annotated[
         str | None, typer.Option(metavar="NAME", help="adapt-then-combine or adapt-while-combine.")
     ] = None,
+    on_nonfinite: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="At a NaN or an infinity: warn (by default), skip, or stop."),
+    ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Any other option of the strategy; may be given often."),
@@ -178,6 +182,7 @@ def run(
         "decay_every": decay_every,
         "alpha": alpha,
         "order": order,
+        "on_nonfinite": on_nonfinite,
     }
     options = parse_options(option or [])
     options.update({name: value for name, value in named.items() if value is not None})

@@ -111,6 +111,8 @@ class Attachment:
         self._has_warned = False
         self.has_closure = False
         """Whether the step under way computes its gradients itself."""
+        self.is_left_out = False
+        """Whether the step under way finds no gradients, since some are not finite."""
         self.named_tensors = _named_tensors(model, optimizer)
         trainable = {
             name: tensor
@@ -145,7 +147,9 @@ class Attachment:
 
     @property
     def is_void(self) -> bool:
-        """Whether the step under way moves nothing: a GradScaler tells a fused optimizer of an inf."""
+        """Whether the step under way moves nothing: it is left out, or GradScaler found an inf for it."""
+        if self.is_left_out:
+            return True
         found_inf = getattr(self.optimizer, "found_inf", None)
         return found_inf is not None and bool(found_inf)
 

@@ -32,6 +32,7 @@ from shoal.strategies.consensus import consensus_distance
 from shoal.strategies.keeping import Keeper
 from shoal.strategies.last_round import StepCounter
 from shoal.strategies.monitors import Monitors
+from shoal.strategies.nonfinite import Checked, FiniteCheck
 from shoal.strategies.optimizers import start_optimizers
 from shoal.strategies.options import CommonOptions, read_options
 from shoal.strategies.resuming import Resumed
@@ -71,6 +72,8 @@ class Strategy(Checkpointed):
         self.rounds = 0
         self._monitors = Monitors(self.options.batch_size) if self.options.monitor else None
         self._attachment: Attachment | None = None
+        self._finite: FiniteCheck | None = None
+        """While attached."""
         self._num_accumulating = 0
         self._memory: list[torch.Tensor] = []
         self._counter: StepCounter | None = None
@@ -295,30 +298,37 @@ class Strategy(Checkpointed):
         if not self.is_alone:
             for _ in range(num_missed):
                 self.step_skipped()
-            self._monitor(is_skipped=False)
+            self._check.before_step(self.steps)
+            self._monitor(is_skipped=self.attachment.is_left_out)
             self._before_step()
         return rate_factor(self.options, self.steps)
 
     def step_ended(self) -> None:
         """After the optimizer's step."""
         if not self.is_alone:
+            self._check.after_optimizer()
             self._after_step()
         self._count_step()
+        self._check.after_step(self.steps - 1)
         self._keeper.stepped(self.steps)
         self._beats.stepped(self.steps)
 
     def step_skipped(self) -> None:
         """Instead of both."""
         if not self.is_alone:
+            self._check.skipped_step()
             self._monitor(is_skipped=True)
             self._skipped_step()
         self._count_step()
+        self._check.after_step(self.steps - 1)
         self._keeper.stepped(self.steps)
         self._beats.stepped(self.steps)
 
     def ending(self, *, should_leave: bool) -> None:
         """The loop is over and nothing has failed; called before `detached`."""
         self._share_rest(should_leave=should_leave)
+        lost = self.group.lost
+        self._check.closed(speaks_for_all=all(rank in lost for rank in range(self.group.rank)))
         self._save_at_end(should_leave=should_leave)
 
     def detached(self, *, should_leave: bool, is_failed: bool) -> None:
@@ -353,6 +363,8 @@ class Strategy(Checkpointed):
                 self._take_up()
             else:
                 self._start(attachment, should_start_equal=should_start_equal)
+            self._finite = FiniteCheck(self.options.on_nonfinite, self.group.rank, attachment, self._checked)
+            if not self.is_alone:
                 self._started(attachment)
                 if self.has_last_round and self.group.size > 1 and not attachment.stays:
                     self._counter = StepCounter(self.group, self._allocate(1, torch.float32), self.steps)
@@ -422,6 +434,18 @@ class Strategy(Checkpointed):
                 "only once, at the end. Set --local-steps to less.",
                 self.name, self.steps, period,
             )  # fmt: skip
+
+    @property
+    def _checked(self) -> Checked:
+        """When this worker looks for gradients that are not finite."""
+        if self.is_alone or self.group.size == 1:
+            return "never"
+        return "in backward" if self.shares_gradients else "before the step"
+
+    @property
+    def _check(self) -> FiniteCheck:
+        assert self._finite is not None, "not attached"
+        return self._finite
 
     def _count_step(self) -> None:
         was_round = self.is_round

@@ -57,6 +57,8 @@ class GradientTracking(MixStrategy):
         scale = self._scale()
         if self._are_gradients_finite():
             self._follow_gradients(scale)
+        elif not self.attachment.is_void:
+            self._check.refused(self.steps, "Its last gradient counts instead.")
         if self.is_round:
             self._mix_trackers()
         self._hand_out(scale)
