@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, ShoalError, UsageError
-from shoal.group.base import Loss
 from shoal.group.control import (
     ARRIVED,
     ASLEEP,
@@ -114,6 +113,8 @@ class Engine:
         self.should_survive = False
         self.waited_s = [0.0] * size
         self.issued = 0
+        self.blamed: object = None
+        """The rank, as people know it, without which an operation could not be finished."""
         self.besides: Callable[[], None] | None = None
         """Other work that can make progress whenever this does."""
         self._rank = rank
@@ -359,8 +360,11 @@ class Engine:
         return None
 
     def lost_error(self, rank: int) -> PeerLost:
-        """That nothing goes on without a rank that is gone."""
-        return Loss(self._name(rank), self._watch.reason(rank)).error()
+        """That nothing goes on without a rank that is gone; names the one because of which it is."""
+        error = self._watch.loss(rank).error()
+        if self.blamed is None and error.peer != self._name(self._rank):
+            self.blamed = error.peer
+        return error
 
     def _given_up(self) -> PeerLost:
         return PeerLost(

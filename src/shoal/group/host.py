@@ -22,13 +22,13 @@ from shoal.group.channels import Channels
 from shoal.group.control import (
     ARRIVED,
     BEAT,
-    FAILED,
     LEFT,
     NOT_YET,
     Bells,
     Control,
     clear,
     code_of,
+    failed_beat,
     new_bell,
     region_bytes,
 )
@@ -458,8 +458,11 @@ class HostGroup(Group):
             return  # all of it is the parent's
         self._watch.close()  # first: it would beat over what is said here
         if self._control.gone_after(self.rank) == NOT_YET:
+            culprit = self._engine.blamed if self.blamed is None else self.blamed
+            beat = failed_beat(culprit if isinstance(culprit, int) else None)
+            self._control.set(BEAT, beat)  # first: who sees the verdict shall know whom to blame
             self._control.judge(self.rank, self._control.get(self.rank, ARRIVED))
-            self._bells.tell(BEAT, FAILED)
+            self._bells.tell(BEAT, beat)
         self._bells.close()
         self._locks.close()
         self._arena.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import select
@@ -21,7 +22,17 @@ from shoal.core import LoopThread
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.core.processes import stat_fields
 from shoal.group.base import Loss
-from shoal.group.control import ARRIVED, BEAT, FAILED, LEFT, NOT_YET, VERDICT, Bells, Control
+from shoal.group.control import (
+    ARRIVED,
+    BEAT,
+    LEFT,
+    NOT_YET,
+    VERDICT,
+    Bells,
+    Control,
+    culprit_of,
+    has_failed,
+)
 from shoal.group.settings import GroupSettings
 
 log = logging.getLogger(__name__)
@@ -79,13 +90,14 @@ class Watch:
         """Seconds since a rank's last beat."""
         return (time.monotonic_ns() - self._control.get(rank, BEAT)) / 1e9
 
-    def reason(self, rank: int) -> str:
-        """Why a rank is gone."""
+    def loss(self, rank: int) -> Loss:
+        """Why a rank is gone, by the name that people know it by."""
         if rank in self.lost:
-            return self.lost[rank].reason
+            return dataclasses.replace(self.lost[rank], rank=self._name(rank))
         if self._control.get(rank, LEFT) != NOT_YET:
-            return "it left in the middle of an operation"
-        return "it failed" if self._control.get(rank, BEAT) == FAILED else "it is silent"
+            return Loss(self._name(rank), "it left in the middle of an operation")
+        is_failed = has_failed(self._control.get(rank, BEAT))
+        return self._with_culprit(rank, Loss(self._name(rank), "it failed" if is_failed else "it is silent"))
 
     def pid(self, rank: int) -> int:
         """A rank's process."""
@@ -115,7 +127,7 @@ class Watch:
                 self._forget(rank)
             elif not self._is_process_there(rank):
                 self._ended(rank)
-            elif self._control.get(rank, BEAT) == FAILED:
+            elif has_failed(self._control.get(rank, BEAT)):
                 self._lose(rank, "it failed")
             elif self._control.get(rank, VERDICT) != NOT_YET:
                 self._lose(rank, f"silent for {self._silence_s:g} s{_stopped(self._pids[rank])}")
@@ -157,10 +169,22 @@ class Watch:
         self._lose(rank, f"its process {self._pids[rank]} ended")
 
     def _lose(self, rank: int, reason: str) -> None:
-        self.lost[rank] = Loss(rank, reason)
+        self.lost[rank] = self._with_culprit(rank, Loss(rank, reason))
         log.warning("rank %d is lost: %s", self._name(rank), reason)
         self._forget(rank)
         self._bells.wake_self()
+
+    def _with_culprit(self, rank: int, loss: Loss) -> Loss:
+        """The loss, with the earlier one that it follows from, if that rank has told."""
+        culprit = culprit_of(self._control.get(rank, BEAT))
+        if culprit is None:
+            return loss
+        if culprit == self._name(self._rank):
+            own = Loss(culprit, f"it was silent, and rank {self._name(rank)} went on without it")
+            return dataclasses.replace(loss, kind="verdict", because=own)
+        known = {self._name(other): found for other, found in self.lost.items()}
+        reason = known[culprit].reason if culprit in known else f"rank {self._name(rank)} has lost it"
+        return dataclasses.replace(loss, because=Loss(culprit, reason))
 
     def _forget(self, rank: int) -> None:
         self._present.remove(rank)

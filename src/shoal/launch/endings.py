@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 TIMED_OUT = 124
 """As timeout(1) says it."""
-_CONSEQUENCES = ("PeerLost", "Connection closed by peer", "Connection reset by peer")
+_CONSEQUENCES = ("PeerLost", "NetworkSplit", "Connection closed by peer", "Connection reset by peer")
 """Errors that say that somebody else has gone: Shoal's own, and gloo's under `ddp`."""
 _ECHOES = ("ConnectionResetError", "BrokenPipeError", "ConnectionRefusedError", "EOFError")
 """What a child process says when the worker that it works for has gone."""
