@@ -8,6 +8,7 @@ because arriving, working and waiting are one state machine.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -264,6 +265,10 @@ class Engine:
         """Who takes part in the next operation."""
         return [rank for rank in self._everybody if self._is_member(rank, self.issued + 1)]
 
+    def judged(self) -> list[int]:
+        """Who is gone without having left, by the verdicts."""
+        return [rank for rank in self._others if self._is_lost(rank)]
+
     def is_finished(self, seq: int) -> bool:
         """Whether everybody who is still there has finished an operation, this worker included."""
         if not seq:
@@ -331,6 +336,8 @@ class Engine:
         if task.error is None and task.work is not None:
             try:
                 task.work(task, present)
+                # the others write over what this worker was reading as soon as they have given it up
+                self.check_own_verdict()
             except ShoalError as error:
                 task.error = error
         task.present = present
@@ -361,7 +368,7 @@ class Engine:
 
     def lost_error(self, rank: int) -> PeerLost:
         """That nothing goes on without a rank that is gone; names the one because of which it is."""
-        error = self._watch.loss(rank).error()
+        error = dataclasses.replace(self._watch.loss(rank), rank=self._name(rank)).error()
         if self.blamed is None and error.peer != self._name(self._rank):
             self.blamed = error.peer
         return error

@@ -141,7 +141,10 @@ class HostGroup(Group):
     @property
     def lost(self) -> Mapping[int, Loss]:
         """Peers that ended or fell silent without having left."""
-        return self._watch.lost
+        # operations go on without one as soon as it is judged, which the watch notices up to a beat later
+        lost = self._watch.lost
+        judged = [rank for rank in self._engine.judged() if rank not in lost] if self._is_open else []
+        return {**lost, **{rank: self._watch.loss(rank) for rank in judged}} if judged else lost
 
     @property
     def waited_s(self) -> Sequence[float]:

@@ -256,7 +256,8 @@ class TorchGroup(Group):
 
     def check_split(self) -> None:
         """NetworkSplit, or PeerLost where others say so, when this worker is on the side that stops."""
-        if self._mesh.lost is not self._judged and not self._is_undecided():
+        is_new = self._breakage is None and self._mesh.lost is not self._judged
+        if is_new and not self._is_undecided():
             self._judged = self._mesh.lost
             self._judge_split()
         if self._split is not None:

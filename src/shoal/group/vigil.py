@@ -168,9 +168,12 @@ class Vigil:
                 self.left = {**self.left, rank: ending.after}
                 self._end(rank)
         elif ending.kind == "verdict" or ending.culprit == self._rank:
-            own = Loss(self._rank, f"{ending.reason}, and rank {rank} went on without it")
             reason = f"it has gone on without this worker ({ending.reason})"
-            self._part(Loss(rank, reason, "verdict", because=own))
+            if self._ending is None:
+                own = Loss(self._rank, f"{ending.reason}, and rank {rank} went on without it")
+                self._part(Loss(rank, reason, "verdict", because=own))
+            else:  # this worker has said itself that it goes
+                self.lose(rank, reason)
         elif ending.culprit is None:
             self.lose(rank, "it failed")
         else:

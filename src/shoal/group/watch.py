@@ -91,13 +91,13 @@ class Watch:
         return (time.monotonic_ns() - self._control.get(rank, BEAT)) / 1e9
 
     def loss(self, rank: int) -> Loss:
-        """Why a rank is gone, by the name that people know it by."""
+        """Why a rank is gone."""
         if rank in self.lost:
-            return dataclasses.replace(self.lost[rank], rank=self._name(rank))
+            return self.lost[rank]
         if self._control.get(rank, LEFT) != NOT_YET:
-            return Loss(self._name(rank), "it left in the middle of an operation")
+            return Loss(rank, "it left in the middle of an operation")
         is_failed = has_failed(self._control.get(rank, BEAT))
-        return self._with_culprit(rank, Loss(self._name(rank), "it failed" if is_failed else "it is silent"))
+        return self._with_culprit(rank, Loss(rank, "it failed" if is_failed else "it is silent"))
 
     def pid(self, rank: int) -> int:
         """A rank's process."""
