@@ -80,8 +80,8 @@ def test_both_sides_go_on_where_that_is_allowed(cables, caplog):
         ended = run_cut([[0, 1], [2, 3]], [0, 1], cables, on_split="continue")
     assert ended == [[2, 3], [2, 3], [0, 1], [0, 1]]
     assert sorted(said(caplog)) == sorted(
-        f"rank {rank}: ranks {other} fell silent at once, and ranks {here} are left here: this side goes on, "
-        "by --allow-split, and the other may train another model"
+        f"rank {rank}: ranks {other} fell silent at once, and ranks {here} are on this side: this side "
+        "goes on, by --allow-split, and the other may train another model"
         for rank, here, other in [
             (0, "0 and 1", "2 and 3"),
             (1, "0 and 1", "2 and 3"),
@@ -103,3 +103,18 @@ def test_workers_that_end_are_no_split(caplog):
         assert list(groups[3].members) == [3]
         groups[3].barrier()
         assert not said(caplog)
+
+
+def test_one_that_has_left_since_the_cut_is_counted_on_its_side(cables):
+    """It could tell this worker, and the others take it for silent."""
+
+    def leave_or_train(group):
+        if group.rank != 0:
+            return train(group)
+        return group.leave()
+
+    with open_cluster([[0], [1], [2, 3]], cables, patience=PATIENCE) as groups:
+        cables.cut(0, 1)
+        ended = together(groups, leave_or_train)
+    assert ended[1] == [2, 3]
+    assert [type(each) for each in ended[2:]] == [NetworkSplit] * 2

@@ -39,13 +39,13 @@ def train(group, arguments):
                 optimizer.step()
                 outcome["digests"].append(digest(model))
     except PeerLost as error:
-        outcome |= {"peer": error.peer, "what": error.what}
+        outcome |= {"peer": error.peer, "what": error.what, "lost": sorted(group.lost)}
         group.blame(error)
         group.abandon()
     finally:
         if stopper.ident is not None:
             stopper.join()
-    return {**outcome, "lost": sorted(group.lost)}
+    return {"lost": sorted(group.lost), **outcome}
 
 
 def digest(model):

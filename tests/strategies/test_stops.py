@@ -28,11 +28,11 @@ def run(workers, kind, strategy, victims=(), stop_s=0.0, size=3, patience=PATIEN
     )
 
 
-def assert_right(outcomes, undisturbed, victims, strategy):
-    """Of one run, in which the victims were stopped."""
+def assert_right(outcomes, undisturbed, victims, strategy, stopping=()):
+    """Of one run, in which the victims were stopped, and these may end because of that."""
     for rank, outcome in enumerate(outcomes):
         if outcome["peer"] is not None:
-            blamed = [rank] if rank in victims else victims
+            blamed = [rank] if victims == [rank] else victims
             assert outcome["peer"] in blamed, describe(outcomes)
         if rank not in victims:
             assert set(outcome["lost"]) <= {*victims, *echoes(outcomes)}, describe(outcomes)
@@ -40,7 +40,7 @@ def assert_right(outcomes, undisturbed, victims, strategy):
             # what was done was done with everybody
             done = outcome["digests"]
             assert done == undisturbed[rank]["digests"][: len(done)], f"rank {rank}: {describe(outcomes)}"
-        if strategy == "neighbor" and rank not in victims:
+        if strategy == "neighbor" and rank not in victims and rank not in stopping:
             assert len(outcome["digests"]) == NUM_STEPS + 1, describe(outcomes)
     if strategy != "neighbor" and any(outcome["lost"] for outcome in outcomes):
         assert all(outcome["peer"] is not None for outcome in outcomes), describe(outcomes)
@@ -72,8 +72,9 @@ def check_stops(workers, kind, strategy, patience, num_runs):
 @pytest.mark.parametrize("strategy", ["all-reduce", "neighbor", "sma"])
 @pytest.mark.parametrize("kind", GROUPS, ids=["one machine", "three machines"])
 def test_one_that_wakes_up_as_it_is_given_up(workers, kind, strategy):
-    num_lost = check_stops(workers, kind, strategy, PATIENCE, num_runs=50)
-    print(f"{num_lost} of 50 were lost")  # noqa: T201
+    num_runs = 50 if kind[0] == "host" else 25
+    num_lost = check_stops(workers, kind, strategy, PATIENCE, num_runs)
+    print(f"{num_lost} of {num_runs} were lost")
 
 
 @pytest.mark.parametrize("strategy", ["all-reduce", "neighbor", "sma"])
@@ -92,5 +93,9 @@ def test_the_same_with_the_patience_of_every_run(workers, kind, strategy):
 def test_two_that_are_lost_at_once(workers, kind, victims, strategy):
     undisturbed = run(workers, kind, strategy, size=4)
     outcomes = run(workers, kind, strategy, victims, 3 * SILENCE_S * PATIENCE, size=4)
-    assert_right(outcomes, undisturbed, victims, strategy)
-    assert all(outcomes[rank]["lost"] for rank in range(4) if rank not in victims)
+    # on several machines the half without the lowest rank stops, and the other one goes on when it wakes up
+    stopping = [2, 3] if kind[0] == "torch" and victims == [0, 1] else []
+    assert_right(outcomes, undisturbed, victims, strategy, stopping)
+    assert all(outcomes[rank]["lost"] for rank in range(4) if rank not in victims), describe(outcomes)
+    if strategy == "neighbor" and stopping:
+        assert [outcome["peer"] is not None for outcome in outcomes] == [False, False, True, True]

@@ -269,6 +269,10 @@ class Engine:
         """Who is gone without having left, by the verdicts."""
         return [rank for rank in self._others if self._is_lost(rank)]
 
+    def left(self) -> list[int]:
+        """Who has left in order."""
+        return [rank for rank in self._others if self._control.get(rank, LEFT) != NOT_YET]
+
     def is_finished(self, seq: int) -> bool:
         """Whether everybody who is still there has finished an operation, this worker included."""
         if not seq:
@@ -390,6 +394,8 @@ class Engine:
                 next_step="let the workers of a DataLoader load data and nothing else.",
             )
         if self._breakage is not None:
+            if isinstance(self._breakage, PeerLost) and self._breakage.peer == self._name(self._rank):
+                raise self._breakage  # given up by the others: whoever asks first shall hear that
             raise UsageError(
                 f"rank {self._name(self._rank)} is out of step with the others since an operation was "
                 f"broken off: {type(self._breakage).__name__}.",

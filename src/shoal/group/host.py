@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
@@ -145,6 +146,12 @@ class HostGroup(Group):
         lost = self._watch.lost
         judged = [rank for rank in self._engine.judged() if rank not in lost] if self._is_open else []
         return {**lost, **{rank: self._watch.loss(rank) for rank in judged}} if judged else lost
+
+    @property
+    def left_at_s(self) -> Mapping[int, float]:
+        """When those have left that have, by the monotonic clock, to within a beat."""
+        unseen = [rank for rank in self._engine.left() if rank not in self._watch.left_at_s]
+        return {**self._watch.left_at_s, **dict.fromkeys(unseen, time.monotonic())}
 
     @property
     def waited_s(self) -> Sequence[float]:

@@ -265,6 +265,11 @@ class Mesh:
         """Workers of other machines that have left, and the last operation in which each takes part."""
         return self._vigil.left
 
+    @property
+    def left_at_s(self) -> Mapping[int, float]:
+        """When those have left that have, by the monotonic clock."""
+        return self._vigil.left_at_s
+
     def silent_s(self, rank: int) -> float:
         """Seconds since something came from a rank, to within a beat."""
         return self._vigil.silent_s(rank)

@@ -8,11 +8,14 @@ cut. Workers that end one by one leave no side behind, and the others go on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.core import NetworkSplit
 from shoal.group.base import Loss
+
+_NOTICING = 1.25
+"""How long after a cut silence is noticed, at the latest: a beat may have been answered just before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,9 @@ class Partition:
 
     def _what(self) -> str:
         here, silent = _ranks(self.here), _ranks(self.silent)
-        return f"{silent} fell silent at once, and {here} {'is' if len(self.here) == 1 else 'are'} left here"
+        return (
+            f"{silent} fell silent at once, and {here} {'is' if len(self.here) == 1 else 'are'} on this side"
+        )
 
     def _reason(self) -> str:
         if len(self.here) != len(self.silent):
@@ -68,19 +73,25 @@ class Partition:
         return "because the lowest rank is on " + ("the other" if self.should_stop else "it")
 
 
-def find_partition(losses: Iterable[Loss], here: Sequence[int], window_s: float) -> Partition | None:
-    """The latest workers that may be alive elsewhere, each lost at most `window_s` after the one before.
+def find_partition(
+    losses: Iterable[Loss], members: Sequence[int], left_at_s: Mapping[int, float], silence_s: float
+) -> Partition | None:
+    """The latest workers that may be alive elsewhere, each lost at most `silence_s` after the one before.
 
-    Those that were lost longer ago are not counted on any side: the others have gone on without them.
+    Those that were lost longer ago are not counted on any side: the others have gone on without them. One
+    that has left in order since the cut, and could tell this worker, is counted here: to the others it is
+    silent.
     """
     unconfirmed = sorted((loss for loss in losses if loss.kind != "ended"), key=lambda loss: -loss.at_s)
     latest: list[Loss] = []
     for loss in unconfirmed:
-        if latest and latest[-1].at_s - loss.at_s > window_s:
+        if latest and latest[-1].at_s - loss.at_s > silence_s:
             break
         latest.append(loss)
     if not latest:
         return None
+    cut_at_s = latest[-1].at_s - _NOTICING * silence_s
+    here = [*members, *(rank for rank, at_s in left_at_s.items() if at_s > cut_at_s)]
     verdict = next((loss for loss in latest if loss.kind == "verdict"), None)
     return Partition(sorted(here), sorted(loss.rank for loss in latest), verdict)
 

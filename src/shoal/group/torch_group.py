@@ -272,7 +272,10 @@ class TorchGroup(Group):
         )
 
     def _find_partition(self) -> Partition | None:
-        return find_partition(self._mesh.lost.values(), self.members, self._silence_s)
+        left_at_s = dict(self._mesh.left_at_s)
+        if isinstance(self._local, HostGroup):
+            left_at_s |= {self._mates[place]: at_s for place, at_s in self._local.left_at_s.items()}
+        return find_partition(self._mesh.lost.values(), self.members, left_at_s, self._silence_s)
 
     def _judge_split(self) -> None:
         found = self._find_partition()
@@ -632,6 +635,8 @@ class TorchGroup(Group):
         self._check_forked()
         self.check_split()
         if self._breakage is not None:
+            if isinstance(self._breakage, PeerLost) and self._breakage.peer == self.rank:
+                raise self._breakage  # given up by the others: whoever asks first shall hear that
             raise UsageError(
                 f"rank {self.rank} is out of step with the others since an operation was broken off: "
                 f"{type(self._breakage).__name__}.",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
@@ -54,6 +55,7 @@ class Vigil:
         # both are replaced, never changed: other threads look at them
         self.lost: Mapping[int, Loss] = {}
         self.left: Mapping[int, int] = {}
+        self.left_at_s: dict[int, float] = {}
         self._rank = rank
         self._transport = transport
         self._scope = scope
@@ -145,7 +147,7 @@ class Vigil:
 
     def _part(self, loss: Loss) -> None:
         if loss.rank not in self._going and loss.rank not in self.left:
-            loss = dataclasses.replace(loss, at_s=asyncio.get_running_loop().time())
+            loss = dataclasses.replace(loss, at_s=time.monotonic())
             self._going[loss.rank] = loss
             self._scope.start_soon(self._lose(loss), name=f"lose rank {loss.rank}")
 
@@ -165,6 +167,7 @@ class Vigil:
                 return
         if ending.kind == "left":
             if rank not in self._going:
+                self.left_at_s[rank] = time.monotonic()
                 self.left = {**self.left, rank: ending.after}
                 self._end(rank)
         elif ending.kind == "verdict" or ending.culprit == self._rank:

@@ -47,6 +47,8 @@ class Watch:
         self, rank: int, pids: Sequence[int], control: Control, bells: Bells, settings: GroupSettings
     ) -> None:
         self.lost: dict[int, Loss] = {}
+        self.left_at_s: dict[int, float] = {}
+        """When those were seen to have left that have, by the monotonic clock."""
         self._rank = rank
         self._pids = list(pids)
         self._control = control
@@ -124,7 +126,7 @@ class Watch:
     def _look(self, passed_s: float) -> None:
         for rank in tuple(self._present):
             if self._control.get(rank, LEFT) != NOT_YET:
-                self._forget(rank)
+                self._note_left(rank)
             elif not self._is_process_there(rank):
                 self._ended(rank)
             elif has_failed(self._control.get(rank, BEAT)):
@@ -162,11 +164,15 @@ class Watch:
         if rank not in self._present:
             return
         if self._control.get(rank, LEFT) != NOT_YET:
-            self._forget(rank)
+            self._note_left(rank)
             return
         # it writes no more: all who look see the same number
         self._control.judge(rank, self._control.get(rank, ARRIVED))
         self._lose(rank, f"its process {self._pids[rank]} ended")
+
+    def _note_left(self, rank: int) -> None:
+        self.left_at_s[rank] = time.monotonic()
+        self._forget(rank)
 
     def _lose(self, rank: int, reason: str) -> None:
         self.lost[rank] = self._with_culprit(rank, Loss(rank, reason))
