@@ -14,7 +14,7 @@ from shoal.core.run_options import RunOptions
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PROGRAM = Path(__file__).with_name("enduring.py")
-PATIENCE = 0.4
+PATIENCE = 0.8
 START_S = 150
 
 
@@ -53,8 +53,10 @@ class Workers:
         try:
             for rank, run in enumerate(self.runs):
                 run.wait_for(lambda run=run: run.out, f"rank {rank} trains", START_S)
-        except BaseException:
+        except BaseException as error:
             self.__exit__()
+            for rank, run in enumerate(self.runs):
+                error.add_note(f"rank {rank}: {run.out}\n{run.err}")
             raise
         return self
 

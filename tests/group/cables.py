@@ -32,9 +32,9 @@ class Cables:
         """Where `source` reaches the peer that is rank `to`."""
         return Peer(self._loop.run(self._lay(source, to, peer.address)), peer.id)
 
-    def cut(self, *side):
-        """Between these ranks and all others."""
-        self._loop.run(self._cut(side))
+    def cut(self, side, others=None):
+        """Between these ranks and those, by default all others."""
+        self._loop.run(self._cut(side, others))
 
     async def _lay(self, source, to, address):
         is_whole = self._is_whole[source, to] = asyncio.Event()
@@ -56,9 +56,10 @@ class Cables:
         self._servers.append(server)
         return Address("127.0.0.1", server.sockets[0].getsockname()[1])
 
-    async def _cut(self, side):
-        for (source, to), is_whole in self._is_whole.items():
-            if (source in side) != (to in side):
+    async def _cut(self, side, others):
+        for pair, is_whole in self._is_whole.items():
+            beyond = [rank for rank in pair if rank not in side]
+            if len(beyond) == 1 and (others is None or beyond[0] in others):
                 is_whole.clear()
 
     async def _close(self):

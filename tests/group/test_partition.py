@@ -43,7 +43,7 @@ def train(group):
 
 def run_cut(machines, side, cables, **settings):
     with open_cluster(machines, cables, patience=PATIENCE, **settings) as groups:
-        cables.cut(*side)
+        cables.cut(side)
         return together(groups, train)
 
 
@@ -114,7 +114,7 @@ def test_one_that_has_left_since_the_cut_is_counted_on_its_side(cables):
         return group.leave()
 
     with open_cluster([[0], [1], [2, 3]], cables, patience=PATIENCE) as groups:
-        cables.cut(0, 1)
+        cables.cut([0, 1])
         ended = together(groups, leave_or_train)
     assert ended[1] == [2, 3]
     assert [type(each) for each in ended[2:]] == [NetworkSplit] * 2

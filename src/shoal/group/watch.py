@@ -96,10 +96,14 @@ class Watch:
         """Why a rank is gone."""
         if rank in self.lost:
             return self.lost[rank]
+        return self._with_culprit(rank, Loss(rank, self._reason(rank)))
+
+    def _reason(self, rank: int) -> str:
+        if rank in self.lost:
+            return self.lost[rank].reason
         if self._control.get(rank, LEFT) != NOT_YET:
-            return Loss(rank, "it left in the middle of an operation")
-        is_failed = has_failed(self._control.get(rank, BEAT))
-        return self._with_culprit(rank, Loss(rank, "it failed" if is_failed else "it is silent"))
+            return "it left in the middle of an operation"
+        return "it failed" if has_failed(self._control.get(rank, BEAT)) else "it is silent"
 
     def pid(self, rank: int) -> int:
         """A rank's process."""
@@ -188,8 +192,8 @@ class Watch:
         if culprit == self._name(self._rank):
             own = Loss(culprit, f"it was silent, and rank {self._name(rank)} went on without it")
             return dataclasses.replace(loss, kind="verdict", because=own)
-        known = {self._name(other): found for other, found in self.lost.items()}
-        reason = known[culprit].reason if culprit in known else f"rank {self._name(rank)} has lost it"
+        mates = {self._name(mate): mate for mate in range(len(self._pids))}
+        reason = self._reason(mates[culprit]) if culprit in mates else f"rank {self._name(rank)} has lost it"
         return dataclasses.replace(loss, because=Loss(culprit, reason))
 
     def _forget(self, rank: int) -> None:
