@@ -44,8 +44,8 @@ def test_what_follows_the_program_is_its_own(capfd, program):
 def test_options_reach_the_workers(capfd):
     words = "--np 1 --strategy neighbor_allreduce --topology ring --local_steps 4 --warmup-steps 10 --order"
     words += " adapt-while-combine --option decay-factor=0.5 --option monitor=true --patience 2 --threads 3"
-    words += " --workers_per_machine 1 --peer-timeout 7 --global-average-every 5 --decay-every 6 tell.py"
-    (told,) = told_by(capfd, *words.split()).values()
+    words += " --workers_per_machine 1 --peer-timeout 7 --global-average-every 5 --decay-every 6"
+    (told,) = told_by(capfd, *words.split(), "--allow-split", "tell.py").values()
     options = RunOptions.from_environment(told)
     assert options.strategy == "neighbor"
     assert options.options == {
@@ -59,6 +59,7 @@ def test_options_reach_the_workers(capfd):
         "decay_every": 6,
     }
     assert (options.patience, options.workers_per_machine, options.timeout_s) == (2.0, 1, 7.0)
+    assert options.allow_split
     assert told["OMP_NUM_THREADS"] == "3"
     assert RunOptions.from_environment({**told, "TORCHELASTIC_RUN_ID": "another"}) == RunOptions()
 

@@ -85,6 +85,12 @@ def run(
     patience: Annotated[
         float, typer.Option(metavar="X", help="A peer that is silent for 5 s times X is lost.")
     ] = 1.0,
+    allow_split: Annotated[
+        bool,
+        typer.Option(
+            "--allow-split", help="Let each side of a cut network go on, not only the larger; models differ."
+        ),
+    ] = False,
     threads: Annotated[
         int | None,
         typer.Option(
@@ -201,6 +207,7 @@ def run(
             workers_per_machine=workers_per_machine,
             patience=patience,
             timeout_s=peer_timeout,
+            allow_split=allow_split,
             timeline=None if timeline is None else str(timeline.absolute()),
             num_servers=num_servers,
             network_interface=network_interface,

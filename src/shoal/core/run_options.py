@@ -41,6 +41,8 @@ class RunOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """A peer that is silent for SILENCE_S times this is lost."""
     timeout_s: float | None = None
     """The longest wait for a peer that is alive; None waits on."""
+    allow_split: bool = False
+    """Whether each side of a network that is cut goes on; otherwise the smaller one stops."""
     timeline: str | None = None
     """Each worker writes its part of the Chrome trace to this path with `.RANK` behind it."""
     status_fd: int | None = None
