@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+INTEGRATED := $(VENV)/.ready-integrations
 DEMO := shoal-reports/demo
 
 .PHONY: setup demo test test-slow check format bench clean
@@ -34,7 +35,12 @@ demo: setup
 test: setup
 	$(BIN)/python tools/halves.py -m "not slow"
 
-test-slow: setup
+# the libraries that Shoal works with are large, and only slow tests need them
+$(INTEGRATED): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[integrations]'
+	touch $(INTEGRATED)
+
+test-slow: $(INTEGRATED)
 	$(BIN)/python -m pytest -m slow
 
 check: setup

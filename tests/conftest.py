@@ -20,7 +20,7 @@ LOOPS = {"uvloop": new_event_loop, "asyncio": asyncio.new_event_loop}
 def _state_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("SHOAL_STATE", str(tmp_path / "state"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
-    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "SHOAL_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -11,7 +11,7 @@ from shoal.core.run_options import RunOptions
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="workers are started on POSIX only")
 TELL = """
 import json, os, sys
-names = "RANK WORLD_SIZE OMP_NUM_THREADS SHOAL_RUN TORCHELASTIC_RUN_ID".split()
+names = "SHOAL_RANK SHOAL_WORLD_SIZE OMP_NUM_THREADS SHOAL_RUN SHOAL_RUN_ID".split()
 told = {name: os.environ.get(name) for name in names}
 print(json.dumps({"arguments": sys.argv[1:], **told}))
 """
@@ -37,8 +37,8 @@ def test_what_follows_the_program_is_its_own(capfd, program):
     own = ["--foo_bar", "-np", "3", "--strategy", "x", "--", "a_b", "", "--help"]
     told = told_by(capfd, "-np", "2", *program, *own)
     assert sorted(told) == ["[0]", "[1]"]
-    assert {text["RANK"] for text in told.values()} == {"0", "1"}
-    assert all(text["WORLD_SIZE"] == "2" and text["arguments"] == own for text in told.values())
+    assert {text["SHOAL_RANK"] for text in told.values()} == {"0", "1"}
+    assert all(text["SHOAL_WORLD_SIZE"] == "2" and text["arguments"] == own for text in told.values())
 
 
 def test_options_reach_the_workers(capfd):
@@ -61,7 +61,7 @@ def test_options_reach_the_workers(capfd):
     assert (options.patience, options.workers_per_machine, options.timeout_s) == (2.0, 1, 7.0)
     assert options.allow_split
     assert told["OMP_NUM_THREADS"] == "3"
-    assert RunOptions.from_environment({**told, "TORCHELASTIC_RUN_ID": "another"}) == RunOptions()
+    assert RunOptions.from_environment({**told, "SHOAL_RUN_ID": "another"}) == RunOptions()
 
 
 def test_options_of_several_machines_reach_the_workers(capfd, monkeypatch, folder):
@@ -70,10 +70,11 @@ def test_options_of_several_machines_reach_the_workers(capfd, monkeypatch, folde
         "-H localhost:2,127.0.0.1:1 --num-servers 1 --network-interface lo -x MINE -x OTHER=8 --checkpoint"
     )
     words += " saved --checkpoint-every 5 --max-restarts 2 --min-np 1 --max-np 3"
-    (folder / "more.py").write_text(TELL.replace("RANK ", "RANK MINE OTHER GROUP_RANK ", 1))
+    (folder / "more.py").write_text(TELL.replace("SHOAL_RANK ", "SHOAL_RANK MINE OTHER SHOAL_MACHINE ", 1))
     told = told_by(capfd, *words.split(), "more.py")
     assert sorted(told) == ["[0]", "[1]", "[2]"]
-    assert {(text["WORLD_SIZE"], text["MINE"], text["OTHER"]) for text in told.values()} == {("3", "7", "8")}
+    found = {(text["SHOAL_WORLD_SIZE"], text["MINE"], text["OTHER"]) for text in told.values()}
+    assert found == {("3", "7", "8")}
     options = RunOptions.from_environment(told["[0]"])
     assert (options.num_servers, options.network_interface) == (1, "lo")
     assert (options.checkpoint, options.checkpoint_every) == (str(folder / "saved"), 5)
@@ -143,9 +144,21 @@ def test_bad_usage_is_told_where_somebody_listens(folder, words, closed):
     assert "Traceback" not in done.stderr
 
 
+def test_programs_of_torchrun_are_told_how_to_start(capfd, folder):
+    (folder / "theirs.py").write_text("import os\nprint(os.environ['LOCAL_RANK'], os.environ['WORLD_SIZE'])")
+    assert run(["run", "-np", "1", "theirs.py"]) == 1
+    complaint = capfd.readouterr().err
+    assert "KeyError: 'LOCAL_RANK'" in complaint
+    assert "--env torchrun" in complaint.splitlines()[-1]
+    assert "group.local_rank" in complaint.splitlines()[-1]
+    assert run(["run", "-np", "1", "--env", "torchrun", "theirs.py"]) == 0
+    assert capfd.readouterr().out == "[0] 0 1\n"
+
+
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
 def test_it_runs_where_nobody_listens(folder, closed):
-    (folder / "touch.py").write_text("import os, sys\nprint(1)\nopen(os.environ['RANK'], 'w')\nsys.exit(3)")
+    program = "import os, sys\nprint(1)\nopen(os.environ['SHOAL_RANK'], 'w')\nsys.exit(3)"
+    (folder / "touch.py").write_text(program)
     command = f'exec "{sys.executable}" -m shoal run -np 1 touch.py {closed}'
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 3, done.stderr

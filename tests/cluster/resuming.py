@@ -39,7 +39,7 @@ def main(stop_at_step=0):
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(x), y).backward()
                 optimizer.step()
-                if strategy.steps == stop_at_step and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                if strategy.steps == stop_at_step and os.environ["SHOAL_RESTART_COUNT"] == "0":
                     print("training", os.getpid(), flush=True)
                     time.sleep(600)
         print("ends at", strategy.steps, flush=True)

@@ -58,6 +58,22 @@ def test_the_innermost_launcher_counts():
         everything = {name: text for name, text in everything.items() if name not in own}
 
 
+OWN = {f"SHOAL_{name}": text for name, text in TORCHRUN.items()} | {"SHOAL_RUN_ID": "a"}
+
+
+@pytest.mark.parametrize("name", [None, "TORCHELASTIC_RUN_ID"])
+def test_what_a_program_sets_itself_does_not_move_a_worker_of_shoal_run(name):
+    placed = Placement.from_environment(
+        OWN | {"RANK": "0", "WORLD_SIZE": "1"} | ({name: "a"} if name else {})
+    )
+    assert placed == Placement(5, 8, 1, 4, "shoal run", Address("node0", 29500))
+
+
+def test_torchrun_inside_of_shoal_run_counts():
+    inner = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+    assert Placement.from_environment(OWN | inner) == Placement(1, 2, 0, 1, "torchrun")
+
+
 def test_rank_and_size_alone_mean_one_worker_a_machine():
     assert Placement.from_environment({"RANK": "3", "WORLD_SIZE": "4"}) == Placement(3, 4, 0, 1, "torchrun")
 

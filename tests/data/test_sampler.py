@@ -169,5 +169,5 @@ def test_the_users_sampler_is_told_the_epoch():
 def test_what_already_gives_parts_is_refused():
     parted = DistributedSampler(EXAMPLES, num_replicas=2, rank=0)
     for sampler in (parted, BatchSampler(parted, 4, drop_last=False)):
-        with pytest.raises(UsageError, match="DistributedSampler already gives each worker a part"):
+        with pytest.raises(UsageError, match="DistributedSampler already gives each of 2 workers a part"):
             ShardSampler(sampler, Part(0, 2))

@@ -3,7 +3,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+)
 
 from shoal.core import UsageError
 from shoal.data import ShardedLoader, shard
@@ -110,3 +118,48 @@ def test_a_tuple_of_tensors_is_refused_because_it_may_be_columns():
 def test_too_little_data_is_refused_at_once():
     with pytest.raises(UsageError, match="1 items cannot be divided among 2"):
         shard(DataLoader(TensorDataset(torch.ones(1))), PAIR[0])
+
+
+class AcceleratesBatchSampler(BatchSampler):
+    """As Accelerate and Hugging Face's Trainer leave it in a loader: a part of another's batches."""
+
+    def __init__(self, batch_sampler, num_processes):
+        self.batch_sampler, self.num_processes = batch_sampler, num_processes
+        self.batch_size, self.drop_last = 2, False
+
+    def __iter__(self):
+        return iter([*self.batch_sampler][:: self.num_processes])
+
+    def __len__(self):
+        return sum(1 for _ in self)
+
+
+def twice(kind):
+    data, batches = Squares(), BatchSampler(range(7), 2, drop_last=False)
+    parted = DistributedSampler(data, num_replicas=2, rank=0)
+    return {
+        "a sampler": lambda: DataLoader(data, sampler=parted),
+        "inside a batch sampler": lambda: DataLoader(data, batch_sampler=BatchSampler(parted, 2, False)),
+        "accelerate": lambda: DataLoader(data, batch_sampler=AcceleratesBatchSampler(batches, 2)),
+        "a sharded loader": lambda: shard(DataLoader(data), PAIR[0]),
+        "of a sharded dataset": lambda: DataLoader(shard(data, PAIR[0])),
+        "a sharded dataset": lambda: shard(data, PAIR[0]),
+        "inside a subset": lambda: Subset(shard(data, PAIR[0]), [0, 1]),
+        "a sharded stream": lambda: DataLoader(shard(Stream(), PAIR[0])),
+    }[kind]()
+
+
+KINDS = "a sampler,inside a batch sampler,accelerate,a sharded loader,of a sharded dataset,a sharded dataset"
+
+
+@pytest.mark.parametrize("kind", [*KINDS.split(","), "inside a subset", "a sharded stream"])
+def test_what_is_divided_already_is_refused(kind):
+    data = twice(kind)
+    with pytest.raises(UsageError, match=r"already gives each of 2 workers|one worker's part already"):
+        shard(data, PAIR[0])
+    shard(data, ALONE)
+
+
+def test_one_process_of_accelerate_divides_nothing():
+    batches = AcceleratesBatchSampler(BatchSampler(range(7), 2, drop_last=False), 1)
+    assert len([*shard(DataLoader(Squares(), batch_sampler=batches), PAIR[0])]) == 2

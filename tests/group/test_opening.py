@@ -45,18 +45,22 @@ def workers(size, body, local_size=None, **options):
     """Started by hand, as another launcher would; with `local_size`, as if by several machines' launchers."""
     options = RunOptions(run_id=f"test {os.getpid()}", **options)
     local_size = local_size or size
-    shared = {**os.environ, **options.to_environment(), "TORCHELASTIC_RUN_ID": options.run_id}
-    shared |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(local_size), "OMP_NUM_THREADS": "1"}
+    shared = {**os.environ, **options.to_environment(), "SHOAL_RUN_ID": options.run_id}
+    shared |= {
+        "SHOAL_WORLD_SIZE": str(size),
+        "SHOAL_LOCAL_WORLD_SIZE": str(local_size),
+        "OMP_NUM_THREADS": "1",
+    }
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+        shared |= {"SHOAL_MASTER_ADDR": "127.0.0.1", "SHOAL_MASTER_PORT": str(probe.getsockname()[1])}
     with contextlib.ExitStack() as stack:
         started = []
         for rank in range(size):
             machine, local_rank = divmod(rank, local_size)
-            own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(machine)}
+            own = {"SHOAL_RANK": rank, "SHOAL_LOCAL_RANK": local_rank, "SHOAL_MACHINE": machine}
             process = subprocess.Popen(
                 [sys.executable, "-c", body],
-                env={**shared, **own},
+                env={**shared, **{name: str(value) for name, value in own.items()}},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

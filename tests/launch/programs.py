@@ -11,7 +11,7 @@ from shoal.launch import Outcome, Output
 PRELUDE = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+rank, size = int(os.environ["SHOAL_RANK"]), int(os.environ["SHOAL_WORLD_SIZE"])
 here = Path(__file__).parent
 def wait_for(name, seconds=20):
     end = time.monotonic() + seconds

@@ -50,8 +50,8 @@ class Head:
         return b"".join(one.data for one in pieces if (one.rank, one.stream) == (rank, stream))
 
     def start(self, body, count=1, cwd="/", patience=1.0):
-        posts = [Post(rank, {"RANK": str(rank)}) for rank in range(count)]
-        variables = {"LOCAL_WORLD_SIZE": str(count), "SHOAL_RUN": "{}"}
+        posts = [Post(rank, {"SHOAL_RANK": str(rank)}) for rank in range(count)]
+        variables = {"SHOAL_LOCAL_WORLD_SIZE": str(count), "SHOAL_RUN": "{}"}
         self.channel.send(Job([sys.executable, "-S", "-c", body], cwd, variables, posts, patience=patience))
 
 
@@ -70,7 +70,7 @@ def test_it_says_who_it_is_and_passes_on_what_workers_do(head):
         """
 import json, os, sys
 os.write(json.loads(os.environ["SHOAL_RUN"])["status_fd"], b'{"survives_loss": true}\\n')
-print("out", os.environ["RANK"], os.getcwd()); print("err", file=sys.stderr); sys.exit(3)
+print("out", os.environ["SHOAL_RANK"], os.getcwd()); print("err", file=sys.stderr); sys.exit(3)
 """,
         2,
     )

@@ -12,16 +12,16 @@ from shoal.launch import Elastic, LaunchSettings, launch
 from shoal.launch.channel import Engine, Station
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="workers are started on POSIX only")
-COUNT = 'count = int(os.environ["TORCHELASTIC_RESTART_COUNT"])\n'
+COUNT = 'count = int(os.environ["SHOAL_RESTART_COUNT"])\n'
 NAMES = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
 
 
 def test_one_machine_starts_anew_until_it_works(start, tmp_path):
     body = f"""{COUNT}
-print(*(os.environ[name] for name in {NAMES}), os.environ["TORCHELASTIC_RUN_ID"], os.environ["MASTER_PORT"])
+print(*(os.environ[name] for name in {NAMES}), os.environ["SHOAL_RUN_ID"], os.environ["SHOAL_MASTER_PORT"])
 if count < 2 and rank == 1: raise ValueError("boom")
 """
-    done = start(body, elastic=Elastic(max_restarts=3), log_dir=tmp_path / "logs")
+    done = start(body, elastic=Elastic(max_restarts=3), log_dir=tmp_path / "logs", env="torchrun")
     assert done.outcome.exit_code == 0
     told = [line.split() for line in done.out[1]]
     assert [words[:2] for words in told] == [["0", "3"], ["1", "3"], ["2", "3"]]

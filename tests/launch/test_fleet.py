@@ -36,7 +36,7 @@ def start(write):
 
 
 def test_lines_and_the_first_traceback_come_from_everywhere(start, tmp_path):
-    body = f"{TOGETHER}\nprint(os.environ['GROUP_RANK'])\nif rank == 3: raise ValueError('boom')"
+    body = f"{TOGETHER}\nprint(os.environ['SHOAL_MACHINE'])\nif rank == 3: raise ValueError('boom')"
     done = start(f"{body}\ntime.sleep(100)", log_dir=tmp_path / "logs")
     assert done.outcome.exit_code == 1
     assert done.outcome.elapsed_s < 10
@@ -114,11 +114,11 @@ def test_a_program_that_cannot_be_run_there_is_named(start, tmp_path):
 def test_a_run_starts_anew_with_who_answers_and_again(start, tmp_path):
     engine = Children(missing="b")
     body = f"""
-print(os.environ["TORCHELASTIC_RESTART_COUNT"], size, os.environ["TORCHELASTIC_RUN_ID"])
+print(os.environ["SHOAL_RESTART_COUNT"], size, os.environ["SHOAL_RUN_ID"])
 if size == 4:
     {TOGETHER.strip().replace(chr(10), chr(10) + "    ")}
     time.sleep(100)
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" and rank == 0: sys.exit(3)
+if os.environ["SHOAL_RESTART_COUNT"] == "1" and rank == 0: sys.exit(3)
 """
     done = start(
         body,

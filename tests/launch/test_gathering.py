@@ -54,9 +54,9 @@ def test_ranks_are_given_in_order_and_counted_on_each_machine():
     posts = place(chosen)
     assert [[post.rank for post in own] for own in posts] == [[0, 1], [2], [3, 4]]
     flat = [post.variables for own in posts for post in own]
-    assert [one["LOCAL_RANK"] for one in flat] == list("01012")
-    assert [one["LOCAL_WORLD_SIZE"] for one in flat] == list("22333")
-    assert [one["GROUP_RANK"] for one in flat] == list("00111")
+    assert [one["SHOAL_LOCAL_RANK"] for one in flat] == list("01012")
+    assert [one["SHOAL_LOCAL_WORLD_SIZE"] for one in flat] == list("22333")
+    assert [one["SHOAL_MACHINE"] for one in flat] == list("00111")
 
 
 def test_hosts_that_answer_are_told_from_those_that_do_not():

@@ -616,12 +616,12 @@ def test_two_runs_at_once_do_not_clash(write):
     program = write("""
         import json, socket
         if rank == 0:
-            with socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"]))) as server:
-                mark("port-" + os.environ["TORCHELASTIC_RUN_ID"])
+            with socket.create_server(("127.0.0.1", int(os.environ["SHOAL_MASTER_PORT"]))) as server:
+                mark("port-" + os.environ["SHOAL_RUN_ID"])
                 server.accept()[0].close()
         else:
-            wait_for("port-" + os.environ["TORCHELASTIC_RUN_ID"])
-            socket.create_connection(("127.0.0.1", int(os.environ["MASTER_PORT"]))).close()
+            wait_for("port-" + os.environ["SHOAL_RUN_ID"])
+            socket.create_connection(("127.0.0.1", int(os.environ["SHOAL_MASTER_PORT"]))).close()
         print(json.loads(os.environ["SHOAL_RUN"])["run_id"])
     """)
 

@@ -15,10 +15,13 @@ from launch.programs import PRELUDE, is_running, state_of
 from shoal.core.run_options import RunOptions
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
-NAMES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE MASTER_ADDR MASTER_PORT"
+NAMES = (
+    "SHOAL_RANK SHOAL_WORLD_SIZE SHOAL_LOCAL_RANK SHOAL_LOCAL_WORLD_SIZE SHOAL_MACHINE SHOAL_NUM_MACHINES "
+    "SHOAL_MASTER_ADDR SHOAL_MASTER_PORT"
+)
 TELL = f"""
 import json
-names = "{NAMES} SHOAL_RUN SHOAL_RUN_SECRET TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT MINE".split()
+names = "{NAMES} SHOAL_RUN SHOAL_RUN_SECRET SHOAL_RUN_ID SHOAL_RESTART_COUNT MINE".split()
 print(json.dumps({{name: os.environ.get(name) for name in names}} | {{"cwd": os.getcwd()}}))
 """
 TOGETHER = """
@@ -93,11 +96,11 @@ def test_workers_know_their_machine_and_where_they_meet(three, write, tmp_path):
     a, b, _ = three
     words = ["-np", 4, *hosts(a, b), "-x", "MINE=7", "--num-servers", 0, write(TELL)]
     workers = told(a.shoal_run(*words, cwd=tmp_path))
-    assert [worker["RANK"] for worker in workers] == list("0123")
-    assert [worker["GROUP_RANK"] for worker in workers] == list("0011")
-    assert [worker["LOCAL_RANK"] for worker in workers] == list("0101")
+    assert [worker["SHOAL_RANK"] for worker in workers] == list("0123")
+    assert [worker["SHOAL_MACHINE"] for worker in workers] == list("0011")
+    assert [worker["SHOAL_LOCAL_RANK"] for worker in workers] == list("0101")
     for worker in workers:
-        assert (worker["WORLD_SIZE"], worker["GROUP_WORLD_SIZE"], worker["MASTER_ADDR"]) == (
+        assert (worker["SHOAL_WORLD_SIZE"], worker["SHOAL_NUM_MACHINES"], worker["SHOAL_MASTER_ADDR"]) == (
             "4",
             "2",
             a.address,
@@ -106,7 +109,7 @@ def test_workers_know_their_machine_and_where_they_meet(three, write, tmp_path):
         assert RunOptions.from_environment(worker).status_fd is not None
     (secret,) = {worker["SHOAL_RUN_SECRET"] for worker in workers}
     assert len(bytes.fromhex(secret)) == 32
-    assert len({(worker["MASTER_PORT"], worker["TORCHELASTIC_RUN_ID"]) for worker in workers}) == 1
+    assert len({(worker["SHOAL_MASTER_PORT"], worker["SHOAL_RUN_ID"]) for worker in workers}) == 1
 
 
 def test_the_head_may_be_elsewhere_and_hosts_come_from_a_file(three, write, tmp_path):
@@ -114,10 +117,10 @@ def test_the_head_may_be_elsewhere_and_hosts_come_from_a_file(three, write, tmp_
     (tmp_path / "hosts").write_text(f"# two\n{a.address} slots=1\n\n{b.address}:3  # more\n")
     words = ["--hostfile", tmp_path / "hosts", "--num-servers", 1, "--network-interface", "eth0", write(TELL)]
     workers = told(c.shoal_run(*words))
-    assert [worker["GROUP_RANK"] for worker in workers] == list("0111")
-    assert {worker["MASTER_ADDR"] for worker in workers} == {a.address}
+    assert [worker["SHOAL_MACHINE"] for worker in workers] == list("0111")
+    assert {worker["SHOAL_MASTER_ADDR"] for worker in workers} == {a.address}
     assert {RunOptions.from_environment(worker).num_servers for worker in workers} == {1}
-    assert {worker["WORLD_SIZE"] for worker in workers} == {"4"}
+    assert {worker["SHOAL_WORLD_SIZE"] for worker in workers} == {"4"}
 
 
 def test_nothing_secret_is_in_arguments(three, write, tmp_path):
@@ -301,7 +304,7 @@ def test_a_head_that_vanishes_leaves_no_workers(two, write, tmp_path):
 
 def test_a_run_starts_anew_with_the_machines_that_are_left(two, write, tmp_path):
     a, b = two
-    body = TELL + "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+    body = TELL + "if os.environ['SHOAL_RESTART_COUNT'] == '0':\n"
     body += "".join(f"    {line}\n" for line in TOGETHER.strip().splitlines()) + "    time.sleep(100)"
     words = ["-np", 4, *hosts(a, b), "--max-restarts", 2, "--min-np", 2, "--log-dir", tmp_path / "logs"]
     process = a.start(*a.shoal_words(*words, write(body)))
@@ -314,9 +317,9 @@ def test_a_run_starts_anew_with_the_machines_that_are_left(two, write, tmp_path)
     assert process.returncode == 0, complaint
     assert elapsed_s < 20
     second = [json.loads(line.partition(" ")[2]) for line in out.splitlines()]
-    assert [(one["WORLD_SIZE"], one["TORCHELASTIC_RESTART_COUNT"]) for one in second] == [("2", "1")] * 2
-    earlier = json.loads(next(line for line in first if "RANK" in line).partition(" ")[2])
-    for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "SHOAL_RUN_SECRET"):
+    assert [(one["SHOAL_WORLD_SIZE"], one["SHOAL_RESTART_COUNT"]) for one in second] == [("2", "1")] * 2
+    earlier = json.loads(next(line for line in first if "SHOAL_RANK" in line).partition(" ")[2])
+    for name in ("SHOAL_RUN_ID", "SHOAL_MASTER_PORT", "SHOAL_RUN_SECRET"):
         assert second[0][name] != earlier[name]
     assert f"restart 1 of 2 with 2 workers on {a.address}" in complaint
     assert f"goes on without {b.address}: {b.address}" in complaint

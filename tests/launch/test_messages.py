@@ -17,7 +17,7 @@ from shoal.launch.messages import (
     encode,
 )
 
-JOB = Job(["python", "x.py"], "/home", {"A": "b"}, [Post(3, {"RANK": "3"})], patience=2.0)
+JOB = Job(["python", "x.py"], "/home", {"A": "b"}, [Post(3, {"SHOAL_RANK": "3"})], patience=2.0)
 
 
 def test_messages_arrive_in_order_however_they_are_cut():

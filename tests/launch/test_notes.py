@@ -113,11 +113,11 @@ def test_an_agent_tells_how_far_its_workers_are():
     body = """
 import os, sys
 from shoal.core.board import Note, pin
-run, pid = os.environ["TORCHELASTIC_RUN_ID"], os.getpid()
+run, pid = os.environ["SHOAL_RUN_ID"], os.getpid()
 pin("a").write(Note(run=run, rank=0, size=1, pid=pid, host="vm", noted_s=0.0, step=7))
 sys.stdin.read()
 """
-    variables = {"LOCAL_WORLD_SIZE": "1", "SHOAL_RUN": "{}", "TORCHELASTIC_RUN_ID": "job"}
+    variables = {"SHOAL_LOCAL_WORLD_SIZE": "1", "SHOAL_RUN": "{}", "SHOAL_RUN_ID": "job"}
     channel, came, end_s = PipeChannel("here", [sys.executable, *AGENT]), [], time.monotonic() + 20
     try:
         channel.send(

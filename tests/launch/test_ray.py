@@ -80,8 +80,9 @@ def test_an_address_where_no_cluster_is():
 def test_each_node_is_a_machine(run, tmp_path):
     done = run(
         """
-        names = "LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE WORLD_SIZE".split()
-        print(*[os.environ[name] for name in names], os.getcwd(), os.environ["MASTER_ADDR"] != "127.0.0.1")
+        names = "LOCAL_RANK LOCAL_WORLD_SIZE MACHINE NUM_MACHINES WORLD_SIZE".split()
+        told = [os.environ[f"SHOAL_{name}"] for name in names]
+        print(*told, os.getcwd(), os.environ["SHOAL_MASTER_ADDR"] != "127.0.0.1")
         print("to stderr", file=sys.stderr)
         """
     )
@@ -174,7 +175,7 @@ strategy = shoal.from_args(group)
 with strategy.attach(model, optimizer):
     print("begins at", strategy.steps, flush=True)
     while strategy.steps < 20:
-        is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        is_first = os.environ["SHOAL_RESTART_COUNT"] == "0"
         if strategy.steps == 12 and is_first and sys.argv[1] != "whole":
             mark(f"pid{rank}", os.getpid())
             wait_for("pid0"), wait_for("pid1")

@@ -3,7 +3,7 @@ import os
 import pytest
 
 from shoal.core import Placement, UsageError
-from shoal.core.placement import num_cores
+from shoal.core.placement import PLACING_VARIABLES, num_cores
 from shoal.core.run_options import RunOptions
 from shoal.launch.settings import LaunchSettings, Surroundings
 
@@ -16,28 +16,54 @@ def pipe():
         os.close(end)
 
 
-def test_a_worker_finds_torchruns_variables_and_its_options(pipe, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+INHERITED = {
+    "RANK": "7",
+    "WORLD_SIZE": "9",
+    "MASTER_ADDR": "elsewhere",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "SLURM_NTASKS": "8",
+    "NODE_RANK": "1",
+}
+"""What a launcher around `shoal run` may have said to it."""
+
+
+@pytest.mark.parametrize("env", ["shoal", "torchrun"])
+def test_a_worker_finds_its_place_and_its_options(pipe, monkeypatch, env):
+    for name, value in INHERITED.items():
+        monkeypatch.setenv(name, value)
     options = RunOptions(strategy="pair", options={"seed": 3}, patience=2.0)
-    surroundings = Surroundings(LaunchSettings(("x",), 4, options))
+    surroundings = Surroundings(LaunchSettings(("x",), 4, options, env=env))
     variables = surroundings.of(2, pipe[1])
     placement = Placement.from_environment(variables)
     assert (placement.rank, placement.size, placement.local_rank, placement.local_size) == (2, 4, 2, 4)
-    assert placement.source == "torchrun"
+    assert (placement.source, placement.machine) == ("shoal run", 0)
     assert placement.rendezvous is not None
-    assert {"ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"} <= set(variables)
     assert "TORCHELASTIC_USE_AGENT_STORE" not in variables
+    foreign = {*PLACING_VARIABLES} & {*variables}
+    if env == "shoal":
+        assert not foreign
+    else:
+        assert {"ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"} <= foreign
+        assert (variables["RANK"], variables["WORLD_SIZE"], variables["LOCAL_RANK"]) == ("2", "4", "2")
+        assert variables["MASTER_PORT"] == str(placement.rendezvous.port)
+        assert variables["TORCHELASTIC_RUN_ID"] == variables["SHOAL_RUN_ID"]
     found = RunOptions.from_environment(variables)
     assert (found.strategy, found.options, found.patience) == ("pair", {"seed": 3}, 2.0)
     assert found.status_fd == pipe[1]
-    assert found.run_id == variables["TORCHELASTIC_RUN_ID"] != ""
+    assert found.run_id == variables["SHOAL_RUN_ID"] != ""
     assert RunOptions.from_environment(surroundings.of(0, pipe[1])).run_id == found.run_id
 
 
 def test_two_runs_share_neither_name_nor_port(pipe):
     first, second = (Surroundings(LaunchSettings(("x",), 1)).of(0, pipe[1]) for _ in range(2))
-    assert first["TORCHELASTIC_RUN_ID"] != second["TORCHELASTIC_RUN_ID"]
-    assert first["MASTER_PORT"] != second["MASTER_PORT"]
+    assert first["SHOAL_RUN_ID"] != second["SHOAL_RUN_ID"]
+    assert first["SHOAL_MASTER_PORT"] != second["SHOAL_MASTER_PORT"]
+
+
+def test_a_variable_that_was_asked_for_stays(pipe):
+    settings = LaunchSettings(("x",), 1, variables={"WORLD_SIZE": "3"})
+    assert Surroundings(settings).of(0, pipe[1])["WORLD_SIZE"] == "3"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from shoal.cli.host_flags import (
     SshPort,
     SshUser,
 )
-from shoal.core.run_options import RunOptions
+from shoal.core.run_options import Env, RunOptions
 
 
 def run(
@@ -151,11 +151,18 @@ def run(
     engine: Annotated[
         str, typer.Option(metavar="NAME", help="ssh, or ray: workers as actors on a Ray cluster.")
     ] = "ssh",
+    env: Annotated[
+        Env,
+        typer.Option(
+            help="Variables that tell workers their place: SHOAL_RANK and the like alone, or torchrun's too, "
+            "for programs that bring up torch.distributed themselves."
+        ),
+    ] = "shoal",
     address: Annotated[
         str | None, typer.Option(metavar="ADDR", help="Of the Ray cluster; RAY_ADDRESS, or this machine's.")
     ] = None,
 ) -> None:
-    """Run a program in several workers, on this machine or on others, with torchrun's variables set.
+    """Run a program in several workers, on this machine or on others.
 
     Lines come with their worker's rank before them. When a worker raises, its traceback is shown, the others
     are ended, and the exit code is that worker's. When one is lost (killed by a signal, or with its machine),
@@ -220,6 +227,7 @@ def run(
         variables=parse_variables(variable or []),
         allows_failures=allow_failures,
         elastic=Elastic(max_restarts, min_np, max_np),
+        env=env,
     )
     output = Terminal(has_prefix=not no_prefix)
     if engine == "ray":

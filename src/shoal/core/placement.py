@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from shoal.core.errors import UsageError
 from shoal.core.ids import Address
+from shoal.core.run_options import own_run_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +43,14 @@ class Placement:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Placement:
-        """Read the variables of torchrun, Open MPI, other MPIs or Slurm, in this order; alone without any.
+        """Read the variables of `shoal run`, torchrun, Open MPI, other MPIs or Slurm; alone without any.
 
-        torchrun's come first: `mpirun torchrun` and `srun torchrun` set both, and the innermost launcher is
-        the one that placed this process.
+        They are read in this order: `mpirun torchrun` and `srun torchrun` set both, and the innermost
+        launcher is the one that placed this process. What a program sets itself, RANK and WORLD_SIZE for
+        another library say, does not change its place in a `shoal run`.
         """
         environ = os.environ if environ is None else environ
-        for dialect in _DIALECTS:
+        for dialect in _DIALECTS if own_run_id(environ) else _DIALECTS[1:]:
             if dialect.rank in environ and (dialect.marker is None or dialect.marker in environ):
                 return dialect.read(environ)
         return cls()
@@ -65,6 +67,8 @@ class _Dialect:
     local_size: tuple[str, ...]
     marker: str | None = None
     machine: str | None = None
+    prefix: str = ""
+    """Of the two variables that say where to meet."""
 
     def read(self, environ: Mapping[str, str]) -> Placement:
         rank, size = self._number(environ, self.rank), self._number(environ, self.size)
@@ -80,7 +84,7 @@ class _Dialect:
             local_rank,
             local_size,
             self.source,
-            _rendezvous(environ) or (_slurm_rendezvous(environ) if self.marker else None),
+            _rendezvous(environ, self.prefix) or (_slurm_rendezvous(environ) if self.marker else None),
             int(machine) if machine.isdecimal() else None,
         )
 
@@ -130,12 +134,12 @@ def _expand_counts(text: str) -> list[int]:
     return counts
 
 
-def _rendezvous(environ: Mapping[str, str]) -> Address | None:
-    host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+def _rendezvous(environ: Mapping[str, str], prefix: str) -> Address | None:
+    host, port = environ.get(f"{prefix}MASTER_ADDR"), environ.get(f"{prefix}MASTER_PORT")
     if not host or not port:
         return None
     if not port.isdecimal():
-        raise UsageError(f"MASTER_PORT={port!r} is not a number.", next_step="set it to a free port.")
+        raise UsageError(f"{prefix}MASTER_PORT={port!r} is not a number.", next_step="set it to a free port.")
     return Address(host, int(port))
 
 
@@ -164,6 +168,15 @@ _FIRST_PORT, _NUM_PORTS = 15_000, 15_000  # below those that systems hand out by
 _STEPS_PER_JOB = 16
 
 _DIALECTS = (
+    _Dialect(
+        "shoal run",
+        "SHOAL_RANK",
+        "SHOAL_WORLD_SIZE",
+        "SHOAL_LOCAL_RANK",
+        ("SHOAL_LOCAL_WORLD_SIZE",),
+        machine="SHOAL_MACHINE",
+        prefix="SHOAL_",
+    ),
     _Dialect("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE",), machine="GROUP_RANK"),
     _Dialect(
         "Open MPI",
@@ -184,6 +197,24 @@ _DIALECTS = (
         machine="SLURM_NODEID",
     ),
 )
+
+TORCHRUN_VARIABLES = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK", "ROLE_NAME"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+)
+"""By which a program that torchrun has started knows its place."""
+PLACING_VARIABLES = (
+    *TORCHRUN_VARIABLES,
+    *(
+        name
+        for one in _DIALECTS[2:]
+        for name in (one.rank, one.size, one.local_rank, *one.local_size, one.machine)
+        if name is not None
+    ),
+)
+"""By which libraries find out that a launcher, other than `shoal run`, has started several processes."""
 
 
 def num_cores() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -14,8 +14,12 @@ from shoal.core.untrusted import decode_json
 VARIABLE = "SHOAL_RUN"
 SECRET_VARIABLE = "SHOAL_RUN_SECRET"
 """The secret of a run over several machines, in hex; workers find it here, agents on standard input."""
-RUN_ID_VARIABLE = "TORCHELASTIC_RUN_ID"
-"""torchrun's name for a run, which `shoal run` sets too."""
+RUN_ID_VARIABLE = "SHOAL_RUN_ID"
+"""The name of one start of a run, another one after a restart."""
+TORCHRUN_ID_VARIABLE = "TORCHELASTIC_RUN_ID"
+"""torchrun's name for a run, which `shoal run --env torchrun` sets too."""
+Env = Literal["shoal", "torchrun"]
+"""Whose variables tell workers their place: Shoal's alone, or torchrun's as well."""
 SILENCE_S = 5.0
 """A peer that is silent or stopped for this long, times the patience, is lost."""
 
@@ -68,8 +72,17 @@ class RunOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
                 cause="it was set by hand, or by another version of Shoal.",
                 next_step=f"unset {VARIABLE}, or start through `shoal run`.",
             ) from None
-        return options if options.run_id == environ.get(RUN_ID_VARIABLE, "") else cls()
+        return options if options.run_id == own_run_id(environ) else cls()
 
     def to_environment(self) -> dict[str, str]:
         """The variable that workers are started with."""
         return {VARIABLE: msgspec.json.encode(self).decode()}
+
+
+def own_run_id(environ: Mapping[str, str]) -> str:
+    """The name of the `shoal run` whose worker this process is; empty where it is none.
+
+    It is none when torchrun, inside of that run, has started this process for a run of its own.
+    """
+    run_id = environ.get(RUN_ID_VARIABLE, "")
+    return run_id if environ.get(TORCHRUN_ID_VARIABLE, run_id) == run_id else ""

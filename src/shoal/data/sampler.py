@@ -22,6 +22,11 @@ from shoal.data.parts import Part
 from shoal.data.seeds import generator_states, kept_generators, mix, seeded, set_generators
 
 _NONE = object()
+_COUNTS = ("num_replicas", "num_processes", "num_parts")
+"""How many have a part: of torch's samplers and all that follow them, of Accelerate's, of Shoal's own."""
+_INSIDE = ("sampler", "batch_sampler", "dataset")
+"""Where a sampler or dataset keeps the one that it is made of."""
+_MAX_DEPTH = 16
 _BY_GENERATOR_ALONE: tuple[type, ...] = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -38,13 +43,8 @@ class ShardSampler(Sampler[Any]):
         self, sampler: Iterable[Any], part: Part, *, seed: int = 0, keeps_order: bool = False
     ) -> None:
         """With `keeps_order` the sampler draws by itself, as without Shoal; for a group of one."""
-        for one in () if keeps_order else (sampler, getattr(sampler, "sampler", None)):
-            if hasattr(one, "num_replicas"):
-                raise UsageError(
-                    f"{type(one).__name__} already gives each worker a part of the data.",
-                    cause="a loader that is divided twice loses examples.",
-                    next_step="make the loader with shuffle=True or a plain sampler; Shoal divides it.",
-                )
+        if not keeps_order:
+            refuse_divided(sampler)
         num_items = len(sampler) if isinstance(sampler, Sized) else None
         if num_items is not None and not keeps_order:
             part.check(num_items)
@@ -90,6 +90,20 @@ class ShardSampler(Sampler[Any]):
 
     def __len__(self) -> int:
         return self._part.length(len(cast(Sized, self._sampler)))
+
+
+def refuse_divided(data: object) -> None:
+    """UsageError when a sampler or dataset, or one inside of it, gives a part of the data already."""
+    one: Any = data
+    for _ in range(_MAX_DEPTH):
+        num_parts = next((getattr(one, name) for name in _COUNTS if hasattr(one, name)), 1)
+        if isinstance(num_parts, int) and num_parts > 1:
+            raise UsageError(
+                f"{type(one).__name__} already gives each of {num_parts} workers a part of the data.",
+                cause="data that is divided twice loses examples.",
+                next_step="make the loader with shuffle=True or a plain sampler; Shoal divides it.",
+            )
+        one = next((getattr(one, name) for name in _INSIDE if getattr(one, name, None) is not None), None)
 
 
 def own_generators(sampler: object) -> list[torch.Generator]:

@@ -13,6 +13,7 @@ from shoal.core import UsageError
 from shoal.data.kept import kept_loaders
 from shoal.data.loader import ShardedLoader
 from shoal.data.parts import Part, Remainder
+from shoal.data.sampler import refuse_divided
 
 T = TypeVar("T")
 Array = TypeVar("Array", torch.Tensor, "np.ndarray[Any, Any]")
@@ -30,12 +31,21 @@ class Placed(Protocol):
         """How many workers share the data."""
 
 
+class ShardedSubset(Subset[T]):
+    """One worker's items of a map-style dataset."""
+
+    def __init__(self, dataset: Dataset[T], part: Part) -> None:
+        super().__init__(dataset, part.indices(len(cast(Sized, dataset))))
+        self.num_parts = part.size
+
+
 class ShardedStream(IterableDataset[T]):
     """Every `size`-th item of an iterable, which must give the same order to all workers."""
 
     def __init__(self, items: Iterable[T], part: Part) -> None:
         self._items = items
         self._part = part
+        self.num_parts = part.size
 
     def __iter__(self) -> Iterator[T]:
         return self._part.take(self._items)
@@ -77,6 +87,8 @@ def shard(data: Any, group: Placed, *, seed: int = 0, remainder: Remainder = "dr
     many; with 'uneven' let a worker that is done call `strategy.join()`, or leave the `attach` block.
     """
     part = Part(group.rank, group.size, remainder)
+    if part.size > 1:
+        refuse_divided(data.dataset if isinstance(data, DataLoader) else data)
     if isinstance(data, DataLoader):
         if part.size == 1 and type(data) is not DataLoader:
             return data
@@ -91,7 +103,7 @@ def shard(data: Any, group: Placed, *, seed: int = 0, remainder: Remainder = "dr
     if isinstance(data, torch.Tensor | np.ndarray | Sequence):
         return _slice(data, part)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return Subset(data, part.indices(len(data)))
+        return ShardedSubset(data, part)
     return ShardedStream(data, part)
 
 

@@ -179,6 +179,9 @@ class Group(abc.ABC):
     """Members at the start; `members` are those that still take part."""
     run: str = ""
     """The name of the run that `shoal.init()` has opened it for; empty otherwise."""
+    local_rank: int = 0
+    """Among the processes of this machine, as the launcher of `shoal.init()` counts them: the number of the
+    GPU to take."""
     machine: int
     """Index of this worker's machine."""
     num_machines: int

@@ -23,7 +23,7 @@ import msgspec
 from shoal.core import Deadline, PeerLost, Placement
 from shoal.core.board import name_of_run
 from shoal.core.processes import started
-from shoal.core.run_options import RUN_ID_VARIABLE, RunOptions
+from shoal.core.run_options import TORCHRUN_ID_VARIABLE, RunOptions
 from shoal.core.status import tell_launcher
 from shoal.group.base import Group
 from shoal.group.host import HostGroup, open_host_group
@@ -35,7 +35,7 @@ from shoal.group.timeline import Timeline
 from shoal.group.traced import Traced
 
 _JOB_VARIABLES = (
-    RUN_ID_VARIABLE,
+    TORCHRUN_ID_VARIABLE,
     "TORCHELASTIC_RESTART_COUNT",
     "MASTER_ADDR",
     "MASTER_PORT",
@@ -81,6 +81,7 @@ def init(
     check_servers(servers, placement.size)
     group = _open_with_servers(placement, settings, servers) if servers else open_group(placement, settings)
     group.run = name_of_run(settings.key)
+    group.local_rank = placement.local_rank
     tell_launcher(phase="joined")
     if placement.size > 1:
         _exits.listen()

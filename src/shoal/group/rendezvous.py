@@ -23,7 +23,7 @@ import torch.distributed
 from shoal._version import __version__
 from shoal.core import Address, Deadline, DeadlineExceeded, PeerLost, PeerRefused, Placement, UsageError
 from shoal.core.identity import new_secret
-from shoal.core.run_options import RUN_ID_VARIABLE, SECRET_VARIABLE
+from shoal.core.run_options import RUN_ID_VARIABLE, SECRET_VARIABLE, TORCHRUN_ID_VARIABLE
 from shoal.group.addresses import LOOPBACK, host_id, own_address
 
 T = TypeVar("T")
@@ -88,7 +88,8 @@ class Rendezvous:
     def open(cls, placement: Placement, deadline: Deadline, name: str = "") -> Rendezvous:
         """Reach the store, which rank 0 opens where nobody else has; `name` tells groups of a run apart."""
         store = _initialised(placement) or _at_master(placement, deadline)
-        run = f"{os.environ.get(RUN_ID_VARIABLE, '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        names = (RUN_ID_VARIABLE, TORCHRUN_ID_VARIABLE, "TORCHELASTIC_RESTART_COUNT")
+        run = "/".join(os.environ.get(name, "") for name in names)
         # opened in the same order by all workers, as everything that is collective
         number = _opened[name] = _opened.get(name, 0) + 1
         prefix = dist.PrefixStore(f"shoal/{run}/{name}/{number}", store)

@@ -66,6 +66,6 @@ def check_servers(num_servers: int, size: int) -> None:
     if num_servers and num_servers >= size:
         raise UsageError(
             f"{num_servers} servers of {size} processes leave no worker.",
-            cause="WORLD_SIZE counts servers and workers together.",
+            cause="the world size counts servers and workers together.",
             next_step=f"start {num_servers + 1} processes or more; shoal run -np counts workers alone.",
         )

@@ -29,6 +29,7 @@ class GroupWrapper(Group):
     def __init__(self, inner: Group) -> None:
         self.inner = inner
         self.rank = inner.rank
+        self.local_rank = inner.local_rank
         self.size = inner.size
         self.machine = inner.machine
         self.num_machines = inner.num_machines

@@ -213,8 +213,7 @@ class Agent:
 
     def _start_one(self, job: Job, post: Post) -> None:
         variables = {**job.variables, **post.variables}
-        local_size = int(variables["LOCAL_WORLD_SIZE"])
-        process = Process.start(post.rank, job.command, partial(complete, variables, local_size), cwd=job.cwd)
+        process = Process.start(post.rank, job.command, partial(complete, variables), cwd=job.cwd)
         self._charges[post.rank] = _Charge(post.rank, process)
         self._watch()
         self._send(Started(post.rank, process.pid))

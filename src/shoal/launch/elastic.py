@@ -1,6 +1,6 @@
 """Starts a run, and starts it anew when a worker or a host has failed and restarts are left.
 
-A restart is a new start of all workers: another run id, port and `TORCHELASTIC_RESTART_COUNT`, with as many
+A restart is a new start of all workers: another run id, port and `SHOAL_RESTART_COUNT`, with as many
 workers as there are slots on the hosts that answer. What they resume from is the strategy's checkpoint.
 """
 

@@ -35,6 +35,11 @@ _HINTS: dict[int, str] = {
     signal.SIGSEGV: "a crash in native code; PYTHONFAULTHANDLER=1 shows where",
     signal.SIGABRT: "native code gave up; what it printed before is above",
 }
+_NO_TORCHRUN = re.compile(
+    r"KeyError: '(LOCAL_RANK|RANK|LOCAL_WORLD_SIZE|WORLD_SIZE|MASTER_ADDR|MASTER_PORT)'$"
+    r"|environment variable (RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT) expected, but not set"
+)
+"""How a program fails, itself or in torch.distributed, that takes its place from torchrun's variables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,11 @@ class Death:
         """What often lies behind it."""
         if self.stopped_s is not None:
             return "`kill -STOP`, a debugger or a batch system"
+        if _NO_TORCHRUN.search(self.error):
+            return (
+                "the program reads torchrun's variables; use group.rank, group.local_rank and group.size of "
+                "shoal.init(), or `shoal run --env torchrun` if it shares its work by itself"
+            )
         return _HINTS.get(-self.code, "")
 
     @property

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shoal.core import Clock
 from shoal.core.errors import PeerRefused, ProtocolError
-from shoal.core.run_options import SECRET_VARIABLE, SILENCE_S, VARIABLE
+from shoal.core.run_options import SECRET_VARIABLE, SILENCE_S, VARIABLE, Env
 from shoal.launch.channel import Channel, Interest
 from shoal.launch.crew import Crew
 from shoal.launch.endings import Death, name_ranks
@@ -104,7 +104,7 @@ class Fleet(Crew):
         meeting = meeting_of(chosen, self._settings.options.network_interface)
         shared = variables_of_all(self._settings, name_run(self._settings), meeting)
         shared = {**forwarded(os.environ), **shared}
-        posts = place(chosen)
+        posts = place(chosen, self._settings.env)
         for link, own in zip(self._links, posts, strict=True):
             link.workers = [RemoteWorker(post.rank, link.present, self._output, logs) for post in own]
             link.heard_s = self._clock.now_s()
@@ -231,7 +231,7 @@ def _channel(link: _Link) -> Channel:
     return link.present.station.channel
 
 
-def place(chosen: Sequence[Present]) -> list[list[Post]]:
+def place(chosen: Sequence[Present], env: Env = "shoal") -> list[list[Post]]:
     """Who gets which ranks: in order, and counted anew on each machine."""
     sizes: dict[str, int] = {}
     for present in chosen:
@@ -243,7 +243,8 @@ def place(chosen: Sequence[Present]) -> list[list[Post]]:
     for present in chosen:
         machine, own = present.station.machine, list[Post]()
         for _ in range(present.num_processes):
-            variables = variables_of_one(rank, placed[machine], sizes[machine], machines.index(machine))
+            index = machines.index(machine)
+            variables = variables_of_one(env, rank, placed[machine], sizes[machine], index)
             own.append(Post(rank, variables))
             placed[machine] += 1
             rank += 1

@@ -59,7 +59,7 @@ class Post(msgspec.Struct, frozen=True):
 
     rank: int
     variables: dict[str, str]
-    """RANK, LOCAL_RANK and the like: what is its own."""
+    """SHOAL_RANK, SHOAL_LOCAL_RANK and the like: what is its own."""
 
 
 class Job(Message, frozen=True):

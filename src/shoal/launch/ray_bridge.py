@@ -78,7 +78,7 @@ class Bridge:
 
 
 def variables_of(place: Place, places: list[Place]) -> dict[str, str]:
-    """As under other launchers, a worker sees the GPUs of its machine's workers; LOCAL_RANK's is its own."""
+    """As under other launchers, a worker sees its machine's GPUs; the one of its local rank is its own."""
     gpus = [gpu for other in places if other.node == place.node for gpu in other.gpus]
     return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(gpus))} if gpus else {}
 

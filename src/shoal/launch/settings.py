@@ -13,10 +13,11 @@ from pathlib import Path
 import msgspec
 
 from shoal.core.errors import UsageError
-from shoal.core.placement import num_cores
-from shoal.core.run_options import SECRET_VARIABLE, RunOptions
+from shoal.core.placement import PLACING_VARIABLES, TORCHRUN_VARIABLES, num_cores
+from shoal.core.run_options import RUN_ID_VARIABLE, SECRET_VARIABLE, Env, RunOptions
 
 _SECRET_BYTES = 32
+_LOCAL_SIZE = "SHOAL_LOCAL_WORLD_SIZE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,8 @@ class LaunchSettings:
     elastic: Elastic = Elastic()
     restart_count: int = 0
     """Of this start."""
+    env: Env = "shoal"
+    """With torchrun's variables, programs and libraries that find them share the work by themselves."""
 
     def __post_init__(self) -> None:
         if self.num_workers < 1:
@@ -129,41 +132,64 @@ def name_run(settings: LaunchSettings) -> str:
 
 def variables_of_all(settings: LaunchSettings, run_id: str, meeting: Meeting) -> dict[str, str]:
     """What all workers of a start have in common, wherever they run."""
+    size, restart_count = str(settings.num_processes), str(settings.restart_count)
     variables = {
         "PYTHONUNBUFFERED": "1",
-        "WORLD_SIZE": str(settings.num_processes),
-        "ROLE_WORLD_SIZE": str(settings.num_processes),
-        "ROLE_NAME": "default",
-        "GROUP_WORLD_SIZE": str(meeting.num_machines),
-        "MASTER_ADDR": meeting.address,
-        "MASTER_PORT": str(meeting.port),
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_RESTART_COUNT": str(settings.restart_count),
-        "TORCHELASTIC_MAX_RESTARTS": str(settings.elastic.max_restarts),
+        "SHOAL_WORLD_SIZE": size,
+        "SHOAL_NUM_MACHINES": str(meeting.num_machines),
+        "SHOAL_MASTER_ADDR": meeting.address,
+        "SHOAL_MASTER_PORT": str(meeting.port),
+        RUN_ID_VARIABLE: run_id,
+        "SHOAL_RESTART_COUNT": restart_count,
         **msgspec.structs.replace(settings.options, run_id=run_id).to_environment(),
     }
+    if settings.env == "torchrun":
+        variables |= {
+            "WORLD_SIZE": size,
+            "ROLE_WORLD_SIZE": size,
+            "ROLE_NAME": "default",
+            "GROUP_WORLD_SIZE": str(meeting.num_machines),
+            "MASTER_ADDR": meeting.address,
+            "MASTER_PORT": str(meeting.port),
+            "TORCHELASTIC_RUN_ID": run_id,
+            "TORCHELASTIC_RESTART_COUNT": restart_count,
+            "TORCHELASTIC_MAX_RESTARTS": str(settings.elastic.max_restarts),
+        }
     variables[SECRET_VARIABLE] = secrets.token_hex(_SECRET_BYTES)
     if settings.num_threads is not None:
         variables["OMP_NUM_THREADS"] = str(settings.num_threads)
     return {**variables, **settings.variables}
 
 
-def variables_of_one(rank: int, local_rank: int, local_size: int, machine: int = 0) -> dict[str, str]:
+def variables_of_one(
+    env: Env, rank: int, local_rank: int, local_size: int, machine: int = 0
+) -> dict[str, str]:
     """What is a worker's own."""
-    return {
-        **dict.fromkeys(("RANK", "ROLE_RANK"), str(rank)),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(local_size),
-        "GROUP_RANK": str(machine),
+    own = {
+        "SHOAL_RANK": str(rank),
+        "SHOAL_LOCAL_RANK": str(local_rank),
+        _LOCAL_SIZE: str(local_size),
+        "SHOAL_MACHINE": str(machine),
     }
+    if env == "torchrun":
+        own |= {
+            **dict.fromkeys(("RANK", "ROLE_RANK"), str(rank)),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(local_size),
+            "GROUP_RANK": str(machine),
+        }
+    return own
 
 
-def complete(variables: Mapping[str, str], local_size: int, status_fd: int) -> dict[str, str]:
-    """The whole environment of a worker that this process starts, with its pipe to the launcher."""
-    threads = max(1, num_cores() // local_size)
-    whole = {**TUNING, "OMP_NUM_THREADS": str(threads), **os.environ, **variables}
-    # under torchrun it says that the launcher holds the store at MASTER_PORT; here rank 0 does
-    whole.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+def complete(variables: Mapping[str, str], status_fd: int) -> dict[str, str]:
+    """The whole environment of a worker that this process starts, with its pipe to the launcher.
+
+    What another launcher has said to this process is not true of the worker, and is left out.
+    """
+    foreign = TORCHRUN_VARIABLES if "RANK" in variables else PLACING_VARIABLES
+    inherited = {name: value for name, value in os.environ.items() if name not in foreign}
+    threads = max(1, num_cores() // int(variables[_LOCAL_SIZE]))
+    whole = {**TUNING, "OMP_NUM_THREADS": str(threads), **inherited, **variables}
     options = msgspec.structs.replace(
         RunOptions.from_environment(whole), status_fd=status_fd, status_inode=os.fstat(status_fd).st_ino
     )
@@ -174,14 +200,14 @@ class Surroundings:
     """The environment of each worker of one run on this machine."""
 
     def __init__(self, settings: LaunchSettings) -> None:
-        self._num_processes = settings.num_processes
+        self._settings = settings
         self.run_id = name_run(settings)
         self._shared = variables_of_all(settings, self.run_id, Meeting("127.0.0.1", free_port("127.0.0.1")))
 
     def of(self, rank: int, status_fd: int) -> dict[str, str]:
         """Of one worker, which will find this pipe to the launcher."""
-        own = variables_of_one(rank, rank, self._num_processes)
-        return complete({**self._shared, **own}, self._num_processes, status_fd)
+        own = variables_of_one(self._settings.env, rank, rank, self._settings.num_processes)
+        return complete({**self._shared, **own}, status_fd)
 
 
 TUNING = {

@@ -29,6 +29,7 @@ from shoal.strategies.beats import Beats
 from shoal.strategies.buffers import average_buffers, copy_buffers
 from shoal.strategies.checkpointed import Checkpointed
 from shoal.strategies.consensus import consensus_distance
+from shoal.strategies.foreign import refuse_foreign
 from shoal.strategies.keeping import Keeper
 from shoal.strategies.last_round import StepCounter
 from shoal.strategies.monitors import Monitors
@@ -75,6 +76,7 @@ class Strategy(Checkpointed):
         self._finite: FiniteCheck | None = None
         """While attached."""
         self._num_accumulating = 0
+        self._has_stepped = False
         self._memory: list[torch.Tensor] = []
         self._counter: StepCounter | None = None
         self._equal_step = 0
@@ -143,6 +145,7 @@ class Strategy(Checkpointed):
             raise UsageError(
                 f"this {self.name} is attached already.", next_step="make one strategy for each model."
             )
+        self._refuse_foreign(model)
         tell_launcher(survives_loss=self.survives_loss)
         attachment = Attachment(self, model, optimizer, stays=stays)
         self._open(attachment, should_start_equal=should_start_equal)
@@ -296,6 +299,9 @@ class Strategy(Checkpointed):
     def step_begins(self, num_missed: int) -> float:
         """Before the optimizer's step; `num_missed` steps were skipped since. The factor for its rates."""
         if not self.is_alone:
+            if not self._has_stepped:
+                self._refuse_foreign(self.attachment.model)  # it may have come after attach
+                self._has_stepped = True
             for _ in range(num_missed):
                 self.step_skipped()
             self._check.before_step(self.steps)
@@ -355,8 +361,13 @@ class Strategy(Checkpointed):
         for tensor in memory:
             self.group.free(tensor)
 
+    def _refuse_foreign(self, model: nn.Module) -> None:
+        if not self.is_alone:
+            refuse_foreign(model, self.group)
+
     def _open(self, attachment: Attachment, *, should_start_equal: bool) -> None:
         self._attachment = attachment
+        self._has_stepped = False
         move_in(self.group, survives_loss=self.survives_loss)
         try:
             if self.is_alone:

@@ -126,6 +126,8 @@ class TorchDDP(Strategy):
 class _Shell(nn.Module):
     """What DDP wraps: the model's own forward, without the hooks that have run by then."""
 
+    is_wrapped_by_shoal = True
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
