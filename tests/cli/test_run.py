@@ -32,6 +32,22 @@ def told_by(capfd, *words):
     return {line.partition(" ")[0]: json.loads(line.partition(" ")[2]) for line in out.splitlines()}
 
 
+@pytest.mark.parametrize(("words", "exit_code"), [([], 7), (["--allow-failures"], 0)])
+def test_a_failure_of_one_worker_may_be_allowed(capfd, folder, words, exit_code):
+    """Both say that they go on without a lost one."""
+    (folder / "fail.py").write_text("""
+import json, os, pathlib, sys, time
+descriptor = json.loads(os.environ["SHOAL_RUN"])["status_fd"]
+os.write(descriptor, b'{"survives_loss": true}\\n')
+pathlib.Path("rank" + os.environ["RANK"]).touch()
+while not pathlib.Path("rank0").exists() or not pathlib.Path("rank1").exists():
+    time.sleep(0.01)
+sys.exit(7 if os.environ["RANK"] == "1" else 0)
+""")
+    assert run(["run", "-np", "2", *words, "fail.py"]) == exit_code
+    assert "shoal run: rank 1 failed with exit code 7" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("program", [["tell.py"], ["python", "tell.py"], ["-m", "tell"]], ids=" ".join)
 def test_what_follows_the_program_is_its_own(capfd, program):
     own = ["--foo_bar", "-np", "3", "--strategy", "x", "--", "a_b", "", "--help"]
