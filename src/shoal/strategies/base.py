@@ -294,7 +294,7 @@ class Strategy(Checkpointed):
     def detached(self, *, should_leave: bool, is_failed: bool) -> None:
         """The last: the hooks are gone."""
         memory, self._memory = self._memory, []
-        self._attachment = None
+        self._attachment = self._finite = None
         self._beats.closed()
         is_last = move_out(self.group, survives_loss=self.survives_loss)
         if not is_last:
