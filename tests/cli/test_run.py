@@ -61,6 +61,7 @@ def test_options_reach_the_workers(capfd):
     words = "--np 1 --strategy neighbor_allreduce --topology ring --local_steps 4 --warmup-steps 10 --order"
     words += " adapt-while-combine --option decay-factor=0.5 --option monitor=true --patience 2 --threads 3"
     words += " --workers_per_machine 1 --peer-timeout 7 --global-average-every 5 --decay-every 6"
+    words += " --on-nonfinite skip"
     (told,) = told_by(capfd, *words.split(), "--allow-split", "tell.py").values()
     options = RunOptions.from_environment(told)
     assert options.strategy == "neighbor"
@@ -73,6 +74,7 @@ def test_options_reach_the_workers(capfd):
         "monitor": True,
         "global_average_every": 5,
         "decay_every": 6,
+        "on_nonfinite": "skip",
     }
     assert (options.patience, options.workers_per_machine, options.timeout_s) == (2.0, 1, 7.0)
     assert options.allow_split

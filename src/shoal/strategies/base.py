@@ -341,7 +341,7 @@ class Strategy(Checkpointed):
         """The last: the hooks are gone."""
         memory, self._memory = self._memory, []
         forget(self._attachment)
-        self._attachment = self._counter = None
+        self._attachment = self._counter = self._finite = None
         self._beats.closed()
         is_last = move_out(self.group, survives_loss=self.survives_loss)
         if not is_last:
