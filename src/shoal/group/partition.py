@@ -62,10 +62,9 @@ class Partition:
         return f"{self._what()}: this side goes on, {self._reason()}"
 
     def _what(self) -> str:
-        here, silent = _ranks(self.here), _ranks(self.silent)
-        return (
-            f"{silent} fell silent at once, and {here} {'is' if len(self.here) == 1 else 'are'} on this side"
-        )
+        when = " at once" if len(self.silent) > 1 else ""
+        verb = "is" if len(self.here) == 1 else "are"
+        return f"{_ranks(self.silent)} fell silent{when}, and {_ranks(self.here)} {verb} on this side"
 
     def _reason(self) -> str:
         if len(self.here) != len(self.silent):
@@ -79,9 +78,10 @@ def find_partition(
     """The latest workers that may be alive elsewhere, each lost at most `silence_s` after the one before.
 
     Those that were lost longer ago are not counted on any side: the others have gone on without them. One
-    that has left in order since the cut, and could tell this worker, is counted here: to the others it is
-    silent.
+    that has left or ended since the cut, and this worker could learn of it, is counted here: to the others it
+    is silent.
     """
+    losses = list(losses)
     unconfirmed = sorted((loss for loss in losses if loss.kind != "ended"), key=lambda loss: -loss.at_s)
     latest: list[Loss] = []
     for loss in unconfirmed:
@@ -91,7 +91,9 @@ def find_partition(
     if not latest:
         return None
     cut_at_s = latest[-1].at_s - _NOTICING * silence_s
-    here = [*members, *(rank for rank, at_s in left_at_s.items() if at_s > cut_at_s)]
+    ended_at_s = {loss.rank: loss.at_s for loss in losses if loss.kind == "ended"}
+    gone = [rank for rank, at_s in {**ended_at_s, **left_at_s}.items() if at_s > cut_at_s]
+    here = dict.fromkeys([*members, *gone])
     verdict = next((loss for loss in latest if loss.kind == "verdict"), None)
     return Partition(sorted(here), sorted(loss.rank for loss in latest), verdict)
 

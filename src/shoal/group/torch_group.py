@@ -275,7 +275,7 @@ class TorchGroup(Group):
         left_at_s = dict(self._mesh.left_at_s)
         if isinstance(self._local, HostGroup):
             left_at_s |= {self._mates[place]: at_s for place, at_s in self._local.left_at_s.items()}
-        return find_partition(self._mesh.lost.values(), self.members, left_at_s, self._silence_s)
+        return find_partition(self.lost.values(), self.members, left_at_s, self._silence_s)
 
     def _judge_split(self) -> None:
         found = self._find_partition()

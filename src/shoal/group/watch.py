@@ -96,7 +96,7 @@ class Watch:
         """Why a rank is gone."""
         if rank in self.lost:
             return self.lost[rank]
-        return self._with_culprit(rank, Loss(rank, self._reason(rank)))
+        return self._with_culprit(rank, Loss(rank, self._reason(rank), at_s=time.monotonic()))
 
     def _reason(self, rank: int) -> str:
         if rank in self.lost:
@@ -179,7 +179,7 @@ class Watch:
         self._forget(rank)
 
     def _lose(self, rank: int, reason: str) -> None:
-        self.lost[rank] = self._with_culprit(rank, Loss(rank, reason))
+        self.lost[rank] = self._with_culprit(rank, Loss(rank, reason, at_s=time.monotonic()))
         log.warning("rank %d is lost: %s", self._name(rank), reason)
         self._forget(rank)
         self._bells.wake_self()
