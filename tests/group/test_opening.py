@@ -89,7 +89,8 @@ group = shoal.init()
 everybody = group.everybody
 total = everybody.all_reduce(torch.ones(3), "sum").wait()[0].item()
 among = group.all_reduce(torch.ones(3), "sum").wait()[0].item()
-print(group.role, group.rank, group.size, everybody.rank, total, among, everybody.num_machines, flush=True)
+counts = (total, among, everybody.num_machines, group.local_rank)
+print(group.role, group.rank, group.size, everybody.rank, *counts, flush=True)
 """
 
 
@@ -97,9 +98,9 @@ def test_servers_are_the_first_of_everybody():
     with workers(3, ROLES, num_servers=1) as started:
         said = [process.communicate(timeout=40) for process in started]
         assert [out for out, _ in said] == [
-            "server 0 1 0 3.0 1.0 1\n",
-            "worker 0 2 1 3.0 2.0 1\n",
-            "worker 1 2 2 3.0 2.0 1\n",
+            "server 0 1 0 3.0 1.0 1 0\n",
+            "worker 0 2 1 3.0 2.0 1 1\n",
+            "worker 1 2 2 3.0 2.0 1 2\n",
         ], said
 
 
@@ -111,10 +112,10 @@ def test_servers_on_several_machines(local_size):
     with workers(4, ROLES, local_size, num_servers=1, **options) as started:
         said = [process.communicate(timeout=40) for process in started]
         assert [out for out, _ in said] == [
-            "server 0 1 0 4.0 1.0 2\n",
-            "worker 0 3 1 4.0 3.0 2\n",
-            "worker 1 3 2 4.0 3.0 2\n",
-            "worker 2 3 3 4.0 3.0 2\n",
+            "server 0 1 0 4.0 1.0 2 0\n",
+            "worker 0 3 1 4.0 3.0 2 1\n",
+            f"worker 1 3 2 4.0 3.0 2 {0 if local_size else 2}\n",
+            f"worker 2 3 3 4.0 3.0 2 {1 if local_size else 3}\n",
         ], said
 
 

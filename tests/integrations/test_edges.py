@@ -1,4 +1,4 @@
-"""What Trainer and Accelerate do besides plain epochs: streams, resuming, several GPUs, reading in one process."""
+"""What Trainer and Accelerate do besides plain epochs: streams, resuming, several GPUs."""
 
 import pytest
 import torch
@@ -19,8 +19,9 @@ class Stream(IterableDataset):
 
 
 def trainer_of(folder, data, **more):
-    from integrations.points import LR, Plane
     from transformers import Trainer, TrainingArguments
+
+    from integrations.points import LR, Plane
 
     settings = {
         "per_device_train_batch_size": 8,

@@ -101,8 +101,6 @@ class ShoalStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **settings: Any
     ) -> Any:
         """Forward and backward come before the step, not inside of it: there strategies do not look."""
-        if isinstance(optimizer, LBFGS):
-            return super().optimizer_step(optimizer, closure, model, **settings)
         step = optimizer.step
 
         def step_after(closure: Callable[[], Any] | None = None, **more: Any) -> Any:
@@ -110,7 +108,9 @@ class ShoalStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
             step(**more)
             return result
 
-        optimizer.step, self._is_stepping = step_after, True  # type: ignore[method-assign]
+        self._is_stepping = True
+        if not isinstance(optimizer, LBFGS):  # which needs the closure again and again
+            optimizer.step = step_after  # type: ignore[method-assign]
         try:
             return super().optimizer_step(optimizer, closure, model, **settings)
         finally:
