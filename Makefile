@@ -24,8 +24,13 @@ demo: setup
 	$(BIN)/shoal bench experts --preset minimalistic --hidden-dim 256 --report $(DEMO)/2-experts.json
 	$(BIN)/shoal bench dht --num-peers 64 --num-experts 256 --report $(DEMO)/3-dht.json
 	$(BIN)/shoal bench transport --short --report $(DEMO)/4-transport.json
+	$(BIN)/shoal compare --task digits --workers 4 --strategies all-reduce,neighbor,pair,local-sgd --profile home \
+		--report $(DEMO)/5-home-network.json
 	$(BIN)/shoal report $(DEMO)/*.json -o report.html
+	$(BIN)/shoal report $(DEMO)/5-home-network.json -o $(DEMO)/home-network.html --picture home-network.svg \
+		--title "Four workers on home internet lines learn to read digits"
 	@echo "Open report.html in a browser: $(CURDIR)/report.html"
+	@echo "The picture of the README, drawn from this run: $(CURDIR)/home-network.svg"
 
 test: setup
 	$(BIN)/python tools/halves.py -m "not slow"
@@ -44,6 +49,7 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/law.py src/shoal
+	$(BIN)/python tools/packaging_checks.py
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -97,8 +97,9 @@ def test_ci_runs_the_readmes_commands():
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
-def test_the_readmes_example_runs(tmp_path):
-    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+def test_the_example_of_calls_runs(tmp_path):
+    page = (ROOT / "docs" / "networks.md").read_text().partition("## Calls between peers")[2]
+    example = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
     script = tmp_path / "example.py"
     script.write_text(example)
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, timeout=60)

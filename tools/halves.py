@@ -3,20 +3,35 @@
     python tools/halves.py [options of pytest]
 
 Some tests watch the time that things take; beside another half they may fail for want of a processor. Only
-what fails again, by itself, counts. Output comes half by half, the exit code is 0 when all passed.
+what fails again, by itself, counts. Output comes half by half, the exit code is 0 when all passed and nothing
+is left behind: no process, no temporary file, no shared memory. What is left is named, and removed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
-TESTS = Path(__file__).parent.parent / "tests"
+ROOT = Path(__file__).parent.parent
+TESTS = ROOT / "tests"
 FIRST = ("contracts", "core", "data", "models", "report", "tensors", "topology", "transport")
 """Folders of the first half; everything else is in the second."""
 NO_TESTS = 5  # pytest's exit code when nothing was selected
+MARK = "SHOAL_TESTS_RUN"
+"""The environment variable by which all descendants of a run are known, whoever their parent is by now."""
+PATIENCE_S = 10.0
+"""How long what is about to end may take to do so."""
+SHARED_MEMORY = Path("/dev/shm")
+BOARD = f"shoal-{os.getuid()}"
+"""The folder of `shoal top`, which stays."""
 
 
 def halves() -> list[list[str]]:
@@ -30,17 +45,42 @@ def halves() -> list[list[str]]:
 
 
 def main(options: list[str]) -> int:
-    """Run both halves, then what failed; the exit code."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Run both halves, then what failed, then look for what is left; the exit code."""
+    mark = secrets.token_hex(8)
+    shared = shared_memory()
+    # a short path: sockets of the tests have names of at most a hundred characters
+    with tempfile.TemporaryDirectory(prefix="s", ignore_cleanup_errors=True) as folder:
+        code = _run(Path(folder), mark, options)
+        left = [*end_processes(mark), *temporary_files(Path(folder)), *remove_shared_memory(shared)]
+    for line in left:
+        print(f"Left behind by the tests: {line}", flush=True)
+    return max(code, 1 if left else 0)
+
+
+def _run(folder: Path, mark: str, options: list[str]) -> int:
+    """Run both halves, each with a folder for its temporary files, then what failed; the exit code."""
+    with contextlib.ExitStack() as stack:
         running = []
-        for number, places in enumerate(halves()):
-            command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={folder}/{number}", *options]
-            log = Path(folder) / f"{number}.log"
+        for number, places in enumerate(filter(None, halves())):
+            temporary = folder / str(number)
+            temporary.mkdir()
+            environment = {
+                # what torch compiles is kept for the next run, and is no temporary file
+                "TORCHINDUCTOR_CACHE_DIR": str(ROOT / ".pytest_cache" / "torchinductor"),
+                **os.environ,
+                MARK: f"{os.environ.get(MARK, '')}/{mark}",
+                "TMPDIR": str(temporary),
+            }
+            command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={folder}/cache{number}", *options]
+            log = folder / f"{number}.log"
             with log.open("wb") as output:
-                process = subprocess.Popen([*command, *places], stdout=output, stderr=subprocess.STDOUT)
-            running.append((process, command, places, log))
+                process = subprocess.Popen(
+                    [*command, *places], stdout=output, stderr=subprocess.STDOUT, env=environment
+                )
+            stack.callback(process.terminate)  # where this is interrupted; else it has ended
+            running.append((process, command, places, log, environment))
         codes = []
-        for process, command, places, log in running:
+        for process, command, places, log, environment in running:
             code = process.wait()
             sys.stdout.write(log.read_text(errors="replace"))
             sys.stdout.flush()
@@ -48,9 +88,73 @@ def main(options: list[str]) -> int:
                 print("Once more, alone, what failed beside the other half:", flush=True)
                 for other, *_ in running:
                     other.wait()
-                code = subprocess.run([*command, "--last-failed", *places], check=False).returncode
+                again = [*command, "--last-failed", *places]
+                code = subprocess.run(again, check=False, env=environment).returncode
             codes.append(0 if code == NO_TESTS else code)
     return max(codes)
+
+
+def end_processes(mark: str) -> list[str]:
+    """The processes of this run that do not end by themselves, which are killed."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while (found := dict(processes(mark))) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return [f"process {pid}: {command}" for pid, command in found.items()]
+
+
+def processes(mark: str) -> Iterator[tuple[int, str]]:
+    """The number and the command of each process with this mark in its environment; Linux alone has them."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if mark.encode() in (folder / "environ").read_bytes():
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                yield int(folder.name), command.strip()
+
+
+def temporary_files(folder: Path) -> list[str]:
+    """What stands in the halves' folders for temporary files, but for pytest's own."""
+    return [
+        str(path)
+        for half in sorted(folder.glob("[0-9]"))
+        for path in sorted(half.iterdir())
+        if not path.name.startswith("pytest-of-")
+    ]
+
+
+def shared_memory() -> dict[str, bool]:
+    """The names of this user's shared memory, and of semaphores."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for path in SHARED_MEMORY.iterdir():
+            with contextlib.suppress(OSError):
+                found[path.name] = path.name != BOARD and path.stat().st_uid == os.getuid()
+    return {name: True for name, is_own in found.items() if is_own}
+
+
+def remove_shared_memory(before: dict[str, bool]) -> list[str]:
+    """What is new since `before` and no process uses, which is removed; others may run beside the tests."""
+    new = [name for name in shared_memory() if name not in before]
+    used = used_files(str(SHARED_MEMORY)) if new else ""
+    left = [SHARED_MEMORY / name for name in new if str(SHARED_MEMORY / name) not in used]
+    for path in left:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return [str(path) for path in left]
+
+
+def used_files(folder: str) -> str:
+    """All lines of the maps and open files of this machine's processes that name something in `folder`."""
+    lines = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            lines += [line for line in (process / "maps").read_text().splitlines() if folder in line]
+            for file in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    lines.append(str(file.readlink()))
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

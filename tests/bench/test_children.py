@@ -1,5 +1,6 @@
 import os
 import select
+import signal
 import subprocess
 import sys
 
@@ -68,6 +69,20 @@ with child("{SAMPLES}:busy", {{}}) as process:
         process.kill()
         assert select.select([watched], [], [], 10.0)[0]
         os.close(watched)
+
+
+def test_a_child_can_be_interrupted_whose_parent_ignores_interrupts():
+    """As a shell's background job does."""
+    earlier = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with child(f"{SAMPLES}:busy", {}) as process:
+            pid = process.expect()["pid"]
+            assert os.getpgid(pid) == pid  # a Ctrl-C that its parent ignores does not reach it
+            os.kill(pid, signal.SIGINT)
+            with pytest.raises(BenchmarkError, match="exit code 130"):
+                process.receive()
+    finally:
+        signal.signal(signal.SIGINT, earlier)
 
 
 def test_exits_in_words():

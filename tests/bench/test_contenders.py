@@ -1,3 +1,5 @@
+import importlib
+
 import pytest
 
 from shoal.bench.contenders import (
@@ -6,9 +8,11 @@ from shoal.bench.contenders import (
     is_free_running,
     needs_servers,
     options_of,
+    refusal_on,
     sends_by_itself,
 )
 from shoal.core import UsageError
+from shoal.strategies.names import STRATEGIES
 
 
 def test_what_is_named_is_measured_once_beside_none():
@@ -24,6 +28,16 @@ def test_kinds_are_known_by_any_name():
     assert needs_servers("ps")
     assert sends_by_itself("hvd")
     assert not any(kind("none") or kind("all-reduce") for kind in (is_ddp, needs_servers, sends_by_itself))
+
+
+def test_those_that_work_in_the_cpus_memory_are_refused_on_gpus_and_nobody_else():
+    for name, place in STRATEGIES.items():
+        module, _, kind = place.partition(":")
+        runs_there = getattr(importlib.import_module(module), kind).runs_on_devices
+        assert (refusal_on("cuda", name) is None) == runs_there, name
+        assert refusal_on("cpu", name) is None
+    assert refusal_on("cuda", "async_sgd") is not None
+    assert refusal_on("cuda", "none") is None
 
 
 def test_options_go_to_the_strategies_that_have_them():

@@ -104,7 +104,8 @@ def test_a_helper_that_fails_is_named_and_nobody_waits_for_it():
         assert not workers.is_running
 
 
-def test_workers_end_with_the_process_that_gives_the_orders():
+def test_workers_end_with_the_process_that_gives_the_orders(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # whoever is killed removes no folder of its own
     with child("bench.sample_workers:lead", {}, name="the leader") as leader:
         pids = leader.expect()["pids"]
         leader.kill()

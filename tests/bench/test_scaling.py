@@ -108,6 +108,15 @@ def test_what_sends_past_its_group_cannot_be_shaped():
     assert "no profile" in rows["images_per_s", "ddp", 2, None].error
 
 
+def test_what_cannot_train_on_a_gpu_is_a_row_that_says_so():
+    crew = StandInCrew()
+    config = msgspec.structs.replace(TINY, strategies=("pair", "neighbor"), device="cuda")
+    rows = by_key(measure(config, crew))
+    assert "pair cannot train on cuda yet" in rows["images_per_s", "pair", 2, None].error
+    assert rows["images_per_s", "neighbor", 2, None].samples == [4.0, 4.0]
+    assert "pair" not in {strategy for _, strategy, _ in crew.orders}
+
+
 def test_a_crew_may_be_larger_than_what_is_measured():
     crew = StandInCrew()
     measure(msgspec.structs.replace(TINY, crew_size=4), crew)

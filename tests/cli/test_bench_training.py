@@ -118,13 +118,13 @@ def two_gpus(monkeypatch, asked):
         ((), "cuda"),
         (("-np", 3), "cpu"),
         (("--no-cuda",), "cpu"),
-        (("--strategies", "all-reduce,pair"), "cpu"),
-        (("--kungfu", "async-sgd"), "cpu"),
+        (("--strategies", "all-reduce,pair"), "cuda"),
+        (("--kungfu", "async-sgd"), "cuda"),
         (("--device", "cuda", "--strategies", "pair", "-np", 3), "cuda"),
     ],
 )
 @pytest.mark.usefixtures("two_gpus")
-def test_gpus_are_taken_where_they_suffice_and_what_was_named_runs_there(call, asked, arguments, device):
+def test_gpus_are_taken_where_they_suffice_whatever_was_named(call, asked, arguments, device):
     call(*arguments, "--model", "resnet50")
     assert asked["config"].device == device
     assert asked["config"].image_size == (224 if device == "cuda" else 32)
@@ -132,8 +132,17 @@ def test_gpus_are_taken_where_they_suffice_and_what_was_named_runs_there(call, a
 
 @pytest.mark.usefixtures("two_gpus")
 def test_on_gpus_the_default_leaves_out_what_cannot_run_there(call, asked):
-    call()
+    _, _, err = call()
     assert asked["config"].strategies == ("all-reduce", "neighbor", "sma", "ddp")
+    assert "cannot train on GPUs yet: pair" in err
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_too_few_gpus_are_told(call, asked):
+    _, _, err = call("-np", 3)
+    assert asked["config"].device == "cpu"
+    assert "3 workers want a GPU each, and this machine has 2: all train on the CPU" in err
+    assert "32×32" in err
 
 
 ROLE = ("--ps_hosts", "127.0.0.1:2222", "--worker_hosts", "127.0.0.1:1,127.0.0.1:2")

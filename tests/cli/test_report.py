@@ -1,9 +1,11 @@
 import json
+from xml.etree import ElementTree
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from report import samples
 from shoal.cli.diff import diff
 from shoal.cli.report import report
 from shoal.core.errors import ReportError, UsageError
@@ -61,3 +63,27 @@ def test_a_file_that_is_no_report_writes_no_page(tmp_path):
     (tmp_path / "x.json").write_text("{}")
     assert isinstance(run(tmp_path / "x.json").exception, ReportError)
     assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_picture_is_drawn_of_the_metric_and_axis_that_are_asked_for(tmp_path):
+    report_file = save(samples.accuracy(), tmp_path / "a.json")
+    outcome = run(report_file, "--picture", tmp_path / "a.svg", "--along", "bytes", "--title", "A < B")
+    assert outcome.exit_code == 0, outcome.output
+    root = ElementTree.fromstring((tmp_path / "a.svg").read_text(encoding="utf-8"))
+    words = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert words[0] == "A < B"
+    assert "bytes sent" in words[1]
+    assert {"all-reduce split=iid", "local-sgd split=dirichlet:0.1"} <= set(words)
+    lines = list(root.iter("{http://www.w3.org/2000/svg}polyline"))
+    assert len(lines) == 8
+    points = [tuple(map(float, pair.split(","))) for pair in lines[0].get("points").split()]
+    assert points[0][1] > points[-1][1], "a higher accuracy stands higher"
+
+
+def test_a_picture_of_what_the_report_lacks_says_what_there_is(tmp_path):
+    report_file = save(samples.accuracy(), tmp_path / "a.json")
+    outcome = run(report_file, "--picture", tmp_path / "a.svg", "--metric", "speed")
+    assert isinstance(outcome.exception, ReportError)
+    assert "accuracy" in outcome.exception.next_step
+    assert not (tmp_path / "a.svg").exists()
+    assert isinstance(run(report_file, "--picture", report_file).exception, UsageError)

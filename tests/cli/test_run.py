@@ -32,6 +32,22 @@ def told_by(capfd, *words):
     return {line.partition(" ")[0]: json.loads(line.partition(" ")[2]) for line in out.splitlines()}
 
 
+@pytest.mark.parametrize(("words", "exit_code"), [([], 7), (["--allow-failures"], 0)])
+def test_a_failure_of_one_worker_may_be_allowed(capfd, folder, words, exit_code):
+    """Both say that they go on without a lost one."""
+    (folder / "fail.py").write_text("""
+import json, os, pathlib, sys, time
+descriptor = json.loads(os.environ["SHOAL_RUN"])["status_fd"]
+os.write(descriptor, b'{"survives_loss": true}\\n')
+pathlib.Path("rank" + os.environ["RANK"]).touch()
+while not pathlib.Path("rank0").exists() or not pathlib.Path("rank1").exists():
+    time.sleep(0.01)
+sys.exit(7 if os.environ["RANK"] == "1" else 0)
+""")
+    assert run(["run", "-np", "2", *words, "fail.py"]) == exit_code
+    assert "shoal run: rank 1 failed with exit code 7" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("program", [["tell.py"], ["python", "tell.py"], ["-m", "tell"]], ids=" ".join)
 def test_what_follows_the_program_is_its_own(capfd, program):
     own = ["--foo_bar", "-np", "3", "--strategy", "x", "--", "a_b", "", "--help"]
@@ -44,8 +60,9 @@ def test_what_follows_the_program_is_its_own(capfd, program):
 def test_options_reach_the_workers(capfd):
     words = "--np 1 --strategy neighbor_allreduce --topology ring --local_steps 4 --warmup-steps 10 --order"
     words += " adapt-while-combine --option decay-factor=0.5 --option monitor=true --patience 2 --threads 3"
-    words += " --workers_per_machine 1 --peer-timeout 7 --global-average-every 5 --decay-every 6 tell.py"
-    (told,) = told_by(capfd, *words.split()).values()
+    words += " --workers_per_machine 1 --peer-timeout 7 --global-average-every 5 --decay-every 6"
+    words += " --on-nonfinite skip"
+    (told,) = told_by(capfd, *words.split(), "--allow-split", "tell.py").values()
     options = RunOptions.from_environment(told)
     assert options.strategy == "neighbor"
     assert options.options == {
@@ -57,8 +74,10 @@ def test_options_reach_the_workers(capfd):
         "monitor": True,
         "global_average_every": 5,
         "decay_every": 6,
+        "on_nonfinite": "skip",
     }
     assert (options.patience, options.workers_per_machine, options.timeout_s) == (2.0, 1, 7.0)
+    assert options.allow_split
     assert told["OMP_NUM_THREADS"] == "3"
     assert RunOptions.from_environment({**told, "SHOAL_RUN_ID": "another"}) == RunOptions()
 

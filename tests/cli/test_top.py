@@ -1,4 +1,5 @@
 import json
+import math
 import subprocess
 import sys
 
@@ -6,6 +7,8 @@ import pytest
 
 from core.boards import note
 from shoal.cli.program import run
+from shoal.cli.top import _lines
+from shoal.cli.top_jobs import JobSource
 from shoal.core import SYSTEM_CLOCK
 from shoal.core.board import pin
 
@@ -109,3 +112,42 @@ def test_it_starts_without_torch():
 def test_an_address_is_no_run(capsys):
     assert run(["top", "--web", "127.0.0.1:8470"]) == 2
     assert "--web --listen 127.0.0.1:8470" in " ".join(capsys.readouterr().err.split())
+
+
+def unsafe(text):
+    return [character for character in text if character != "\n" and not character.isprintable()]
+
+
+def test_notes_cannot_steer_the_terminal(capsys):
+    evil = "\x1b[2J\u202e\x9b"
+    put(size=1, program=f"x{evil}", strategy=evil, host=evil, values={f"loss{evil}": 1.0})
+    put("other", size=1, role=evil, program=f"a\n{evil}")
+    for arguments in (["top"], ["top", "job"], ["top", "--json", "-"]):
+        assert run(arguments) == 0
+        captured = capsys.readouterr()
+        assert not unsafe(captured.out + captured.err)
+        assert "\\u001b[2J\\u202e\\u009b" in captured.out
+    shot = JobSource("job").look()
+    # the live view is drawn by rich on a terminal alone; these are its lines
+    assert not unsafe("".join(line for line, _ in _lines(shot)))
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, 1e308, -1e308, 5e-324])
+def test_any_number_in_a_note_is_shown(capsys, number):
+    wall_s = SYSTEM_CLOCK.wall_s()
+    numbers = dict.fromkeys(("steps_per_s", "examples_per_s", "wait_share"), number)
+    pin("job").write(note(run="job", noted_s=wall_s, began_s=number, waits_for=-1, step=2**63, **numbers))
+    pin("one").write(note(1, run="job", noted_s=number, began_s=number, waited_s={0: number}, **numbers))
+    assert run(["top"]) == 0
+    assert run(["top", "--json", "-"]) == 0
+    assert not unsafe(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x00", b"\xff" * 9, b"\x81\xa4run_" + b"\x91" * 60_000, b"\x81\xa3run\xa2\xff\xfe"]
+)
+def test_what_is_no_note_is_left_out(tmp_path, content):
+    put(step=7, size=1)
+    folder = next(tmp_path.rglob("*.note")).parent
+    (folder / "bad.note").write_bytes(content)
+    assert run(["top"]) == 0

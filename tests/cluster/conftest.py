@@ -31,10 +31,10 @@ class Run:
     def err(self):
         return "".join(f"{line}\n" for _, line in self._lines["err"])
 
-    def wait_for(self, is_there, what):
+    def wait_for(self, is_there, what, limit_s=LIMIT_S):
         """Until something can be seen in `out` and `err`."""
         with self._has_more:
-            is_so = self._has_more.wait_for(lambda: is_there() or self._has_ended, LIMIT_S)
+            is_so = self._has_more.wait_for(lambda: is_there() or self._has_ended, limit_s)
         assert is_so, f"{what}: {self.out}\n{self.err}"
         assert is_there(), f"{what}: {self.out}\n{self.err}"
 

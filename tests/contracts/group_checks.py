@@ -88,6 +88,12 @@ def reductions(group, arguments):
     close(group.all_reduce(wide).wait().T.reshape(-1), reduced(ranks, 33 * 65, torch.float32, "mean"))
     with pytest.raises(UsageError, match="median"):
         group.all_reduce(tall, "median")
+    mine = torch.tensor([group.rank == 0, True, False])
+    for op, refusal in (("sum", "Cannot sum bool tensors: convert to an integer type"), ("mean", "mean")):
+        with pytest.raises(UsageError, match=refusal):
+            group.all_reduce(mine.clone(), op)
+    for op, combined in (("max", [True, True, False]), ("min", [group.size == 1, True, False])):
+        assert group.all_reduce(mine.clone(), op).wait().tolist() == combined
     assert group.all_reduce(torch.empty(0)).wait().numel() == 0
     return bits_of([*results, wide])
 

@@ -5,7 +5,6 @@ A new group adds a line to KINDS and passes `test_group.py`.
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -47,7 +46,9 @@ def _torch(rank, size, key, workers_per_machine=None, **settings):
     from shoal.group.torch_group import open_torch_group
 
     digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
-    store = FileStore(str(Path(tempfile.gettempdir()) / f"shoal-test-{digest}"), size)
+    # beside the workers' state, whose folder goes with them: torch leaves the file of those that are killed
+    folder = Path(os.environ["SHOAL_STATE"]).parent
+    store = FileStore(str(folder / f"store-{digest}"), size)
     rendezvous = Rendezvous(store, rank, size)
     placement = Placement(rank, size, rank, size, "test")
     seat = Seat.here(placement, None, workers_per_machine or (2 if size > 2 else 1))

@@ -196,10 +196,13 @@ def metered(group, names):
             degrees = [len(topology.weights(group.rank, turn).sources) for turn in range(4)]
             op, wanted = "exchange", size * sum(degrees)
         elif case.strategy in MIXED:
-            # momentum, and what tracks gradients, go as parameters do
-            num_tensors = 2 if case.strategy in ("gradient-tracking", "momentum") else 1
+            # momentum, and what tracks gradients, go as parameters do; momentum with a flag for each tensor
+            more = {
+                "gradient-tracking": size,
+                "momentum": padded_bytes(list(model.parameters()), has_flags=True),
+            }
             degrees = [len(strategy.topology.sources(group.rank, turn)) for turn in range(4)]
-            op, wanted = "exchange", num_tensors * size * sum(degrees)
+            op, wanted = "exchange", (size + more.get(case.strategy, 0)) * sum(degrees)
         elif case.strategy == "sgp":
             # and a weight with the parameters, in double precision
             topology = make_topology("one-peer-exponential", n)

@@ -49,6 +49,12 @@ def test_a_launcher_that_has_gone_is_no_error(pipe):
     tell_launcher(rank=0)
 
 
+def test_a_launcher_that_does_not_read_is_not_waited_for(pipe):
+    for step in range(10_000):
+        tell_launcher(step=step)
+    assert json.loads(os.read(pipe[0], 4096).splitlines()[0]) == {"step": 0}
+
+
 def test_another_file_under_the_same_number_is_left_alone(pipe, tmp_path):
     """A process that a worker starts inherits the variable, not the pipe."""
     other, end = os.pipe()

@@ -43,6 +43,23 @@ def test_training_goes_on_from_a_checkpoint_to_the_bit(tmp_path):
     assert other.num_updates == 6
 
 
+def test_ids_of_what_was_applied_are_saved_with_it_and_checkpoints_without_them_are_read(tmp_path):
+    ids = [bytes([number] * 16) for number in range(3)]
+    expert, checkpoints = small_expert(num_updates=3), Checkpoints(tmp_path)
+    expert.backward([torch.randn(3, 4)], [torch.randn(3, 4)], ids[:2])
+    checkpoints.save(UID, expert.state())
+    restored = small_expert(seed=1)
+    assert restored.load(checkpoints.load(UID).state) == []
+    assert [restored.has_applied(one) for one in ids] == [True, True, False]
+
+    old = expert.state()
+    del old.tensors["applied_ids"], old.numbers["gradient_norms"]
+    checkpoints.save(UID, old)
+    assert restored.load(checkpoints.load(UID).state) == []
+    assert not any(map(restored.has_applied, ids))
+    assert torch.equal(values(restored), values(expert))
+
+
 def test_the_newest_few_are_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, num_kept=2)
     expert = small_expert()

@@ -64,6 +64,8 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
         ({"uid": ["a", "b"], "num_experts": 1}, "2 experts are named"),
         ({"uid": ["plain"], "join": ["a:1"]}, "'plain' is no expert's uid"),
         ({"scheduler": "linear"}, "when it ends"),
+        ({"clip_gradients": 1.5}, "cannot be clipped to 1.5 times"),
+        ({"clip_gradients": -1}, "--clip-gradients -1: "),
         ({"device": "tpu"}, "cannot be served on 'tpu'"),
     ],
 )

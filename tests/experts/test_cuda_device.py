@@ -190,6 +190,34 @@ def test_a_batch_is_computed_as_one_and_only_who_spoils_it_fails(gpu):
         assert isinstance(delivered.get(timeout=10)[0][1], TensorError)
 
 
+@pytest.mark.parametrize("are_kept", [False, True])
+def test_a_huge_gradient_in_a_batch_takes_nothing_from_the_others(gpu, are_kept):
+    expert = linear_expert()
+    torch.manual_seed(0)
+    for _ in range(8):
+        expert.backward([torch.randn(3, 8)], [torch.randn(3, 8)])
+    before = expert.module.bias.detach().clone()
+    gradients = [torch.randn(1 + index, 8) for index in range(5)]
+    gradients[2] = torch.full((3, 8), 1e15)
+    jobs = []
+    for index, gradient in enumerate(gradients):
+        job = Job(JobKind.BACKWARD, expert, len(gradient), "client", Deadline.never())
+        inputs = torch.randn(len(gradient), 8)
+        job.received = (wire.to_wire([gradient]), wire.to_wire([inputs]))[: 1 if are_kept else 2]
+        job.kept, job.request_id, job.codec = [inputs] if are_kept else None, bytes([index] * 16), "none"
+        jobs.append(job)
+    with opened(KeptInputs(1 << 20, 60.0)) as (device, delivered):
+        device.start(jobs)
+        results = dict(delivered.get(timeout=10))
+    for job, gradient in zip(jobs, gradients, strict=True):
+        assert expert.has_applied(job.request_id)
+        assert wire.from_wire(*results[job])[0].shape == gradient.shape
+    assert expert.statistics.num_clipped_updates == 1
+    honest = 0.1 * sum(gradient.sum(dim=0) for gradient in gradients if gradient is not gradients[2])
+    lied = before - honest - expert.module.bias.detach()
+    assert 0 < lied.norm() < 20
+
+
 def test_what_is_kept_of_a_batch_keeps_little_more_than_itself(gpu):
     kept = KeptInputs(1 << 20, 60.0)
     with opened(kept) as (device, delivered):

@@ -1,6 +1,7 @@
 """What docs/experts.md shows and quotes is so."""
 
 import contextlib
+import importlib
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -71,6 +72,17 @@ def test_tables_name_what_there_is():
     assert classes == list(EXPERT_CLASSES)
     assert all(expert_class(name) for name in classes)
     assert set(PRESETS) <= set(re.findall(r"`(\w+)`", PAGE.split("Presets:")[1]))
+
+
+def test_what_is_compared_with_hivemind_is_there():
+    cells = " ".join(row[1] for row in rows_of("hivemind"))
+    names = re.findall(r"shoal((?:\.\w+)+)", cells)
+    assert len(names) >= 8
+    for name in names:
+        parent, _, last = f"shoal{name}".rpartition(".")
+        assert hasattr(importlib.import_module(parent), last), name
+    flags = {name.replace("-", "_") for name in re.findall(r"--([\w-]+)", cells)}
+    assert flags <= set(HostingConfig.__struct_fields__)
 
 
 @pytest.mark.parametrize("message", [row[0] for row in rows_of("message")])

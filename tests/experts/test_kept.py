@@ -5,6 +5,7 @@ import torch
 
 from experts.loopback import linear_expert
 from shoal.core import Deadline, PeerRefused
+from shoal.experts import expert as expert_module
 from shoal.experts import kept as kept_module
 from shoal.experts.jobs import Job, JobKind
 from shoal.experts.kept import Applied, KeptInputs
@@ -53,53 +54,86 @@ def test_what_is_kept_goes_with_time_although_nothing_comes(monkeypatch):
     assert (len(kept), kept.used_bytes) == (0, 0)
 
 
-def job(request_id):
-    made = Job(JobKind.BACKWARD, linear_expert(), 1, "c", Deadline.never())
-    made.request_id = request_id
+EXPERT = linear_expert()
+
+
+def job(number, expert=EXPERT):
+    made = Job(JobKind.BACKWARD, expert, 1, "c", Deadline.never())
+    made.request_id = bytes([number] * 16)
     return made
 
 
+def apply(job):
+    job.expert.backward([torch.zeros(1, 8)], [torch.zeros(1, 8)], [job.request_id])
+
+
 def test_a_request_is_under_way_then_answered_and_known_when_its_answer_is_gone():
-    applied = Applied(ENTRY + 100)
-    first, second = job(b"1"), job(b"1")
-    assert applied.find(b"1") is None
-    assert applied.begin(b"1", first) is first
-    assert applied.begin(b"1", second) is first
+    applied, expert = Applied(ENTRY + 100), linear_expert()
+    first, second = job(1, expert), job(1, expert)
+    assert applied.find(expert, first.request_id) is None
+    assert applied.begin(first) is first
+    assert applied.begin(second) is first
     applied.end(second, None)  # it is not the one that is under way
-    assert applied.find(b"1") is first
+    assert applied.find(expert, first.request_id) is first
+    apply(first)
+    assert applied.find(expert, first.request_id) is first
     outcome = ((), [bytes(60)])
     applied.end(first, outcome)
-    assert applied.begin(b"1", second) is outcome
-    other = job(b"2")
-    applied.begin(b"2", other)
+    assert applied.begin(second) is outcome
+    other = job(2, expert)
+    applied.begin(other)
     applied.end(other, ((), [bytes(60)]))
     with pytest.raises(PeerRefused, match="applied before"):
-        applied.begin(b"1", second)
+        applied.begin(second)
     assert applied.used_bytes == ENTRY + 60
     assert applied.num_under_way == 0
 
 
+def test_equal_ids_of_two_experts_are_two_requests():
+    applied, others = Applied(1 << 20), linear_expert("expert1")
+    first, second = job(1), job(1, others)
+    assert applied.begin(first) is first
+    assert applied.begin(second) is second
+    applied.end(first, ((), [b"x"]))
+    assert applied.find(others, second.request_id) is second
+
+
 def test_answers_are_not_many_however_small_they_are(monkeypatch):
     monkeypatch.setattr(kept_module, "_MAX_ANSWERS", 3)
-    applied = Applied(1 << 30)
+    applied, expert = Applied(1 << 30), linear_expert()
     for number in range(5):
-        one = job(bytes([number]))
-        applied.begin(one.request_id, one)
+        one = job(number, expert)
+        applied.begin(one)
+        apply(one)
         applied.end(one, ((), [b"x"]))
     assert applied.used_bytes == 3 * (ENTRY + 1)
-    assert applied.find(bytes([4])) == ((), [b"x"])
+    assert applied.find(expert, job(4).request_id) == ((), [b"x"])
     with pytest.raises(PeerRefused, match="applied before"):
-        applied.find(bytes([1]))
+        applied.find(expert, job(1).request_id)
 
 
 def test_a_request_that_was_not_done_may_come_again_and_one_that_was_may_not():
-    applied = Applied(ENTRY + 100)
-    first = job(b"1")
-    applied.begin(b"1", first)
+    applied, expert = Applied(ENTRY + 100), linear_expert()
+    first = job(1, expert)
+    applied.begin(first)
     applied.end(first, None)
-    assert applied.find(b"1") is None
-    applied.begin(b"1", first)
-    first.is_applied = True  # but its answer could not be made
+    assert applied.find(expert, first.request_id) is None
+    applied.begin(first)
+    apply(first)  # but its answer could not be made
     applied.end(first, None)
     with pytest.raises(PeerRefused, match="applied before"):
-        applied.find(b"1")
+        applied.find(expert, first.request_id)
+
+
+def test_an_expert_remembers_the_latest_ids_and_not_all(monkeypatch):
+    monkeypatch.setattr(expert_module, "MAX_APPLIED_IDS", 3)
+    expert = linear_expert()
+    for number in range(5):
+        apply(job(number, expert))
+    assert [expert.has_applied(job(number).request_id) for number in range(5)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]

@@ -19,6 +19,7 @@ def test_the_text_is_what_prometheus_reads():
         num_backward_samples=60,
         num_updates=6,
         busy_s=1.5,
+        num_clipped=2,
     )
     text = metrics_text(
         Moment(
@@ -51,6 +52,7 @@ def test_the_text_is_what_prometheus_reads():
     assert [values[f"shoal_{name}_total"] for name in ("averages", "copies", "adoptions")] == [11, 12, 13]
     assert values['shoal_expert_samples_total{expert="odd\\"\\\\uid",kind="backward"}'] == 60
     assert values['shoal_expert_busy_seconds_total{expert="odd\\"\\\\uid"}'] == 1.5
+    assert values['shoal_expert_clipped_updates_total{expert="odd\\"\\\\uid"}'] == 2
     assert kinds["shoal_samples_total"] == "counter"
     assert kinds["shoal_up_seconds"] == "gauge"
 

@@ -96,11 +96,15 @@ def test_who_is_gone_is_passed_over():
 
 def test_a_newcomer_becomes_a_copy_and_then_learns_with_the_others():
     async def work(swarm, first, second):
-        old, new = small_expert(seed=1, num_updates=4), small_expert(seed=2)
+        old, new = small_expert(seed=1, num_updates=3), small_expert(seed=2)
+        old.backward([torch.randn(3, 4)], [torch.randn(3, 4)], [b"known to a client"[:16]])
         before = values(old)
         async with replicas_of((old, first), (new, second)) as (_, newcomer):
             await asyncio.sleep(10)
             assert torch.equal(values(new), before)
+            assert new.clip.norms == old.clip.norms
+            assert "applied_ids" in old.state().tensors
+            assert "applied_ids" not in new.state().tensors  # who knows an id may ask for its answer
             assert torch.equal(values(old), before)
             assert new.num_updates == 4
             assert new.num_changes == 1

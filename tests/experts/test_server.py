@@ -15,13 +15,14 @@ from shoal.core import (
     Deadline,
     DeadlineExceeded,
     LoopThread,
+    Peer,
     PeerBusy,
     PeerLeaving,
     PeerRefused,
     RemoteFailure,
     UsageError,
 )
-from shoal.experts import wire
+from shoal.experts import HostingConfig, hosted, wire
 from shoal.experts.expert import Expert
 from shoal.experts.jobs import JobKind
 from shoal.experts.settings import ClientSettings, ServerSettings
@@ -83,8 +84,8 @@ def remote(expert, settings=None, client_settings=None):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_outputs_and_gradients_are_those_of_the_module(dtype):
-    expert = linear_expert(dtype=dtype)
-    local = linear_expert(dtype=dtype)
+    expert = linear_expert(dtype=dtype, lr=0.01)
+    local = linear_expert(dtype=dtype, lr=0.01)
     with remote(expert) as (module, _):
         x = torch.randn(8, 5, dtype=dtype).t().requires_grad_()  # not contiguous
         twin = x.detach().clone().requires_grad_()
@@ -140,6 +141,16 @@ def test_tensors_travel_compressed(codec):
         y.square().sum().backward()
         assert x.grad.isfinite().all()
         assert expert.num_updates == 1
+
+
+def test_stochastic_rounding_draws_anew_for_each_answer():
+    expert = linear_expert(num_features=64)
+    with remote(expert, client_settings=ClientSettings(codec="int8:tensor,stochastic")) as (module, _):
+        with torch.no_grad():
+            answers = [module(torch.zeros(16, 64)) for _ in range(2)]  # zeros are not rounded on the way
+        for answer in answers:
+            torch.testing.assert_close(answer[0], expert.module(torch.zeros(64)), rtol=0, atol=0.01)
+        assert not torch.equal(*answers)
 
 
 def test_requests_of_many_clients_are_computed_together_and_come_apart_again():
@@ -277,6 +288,41 @@ def test_a_backward_that_comes_again_while_it_runs_updates_once(raw):
         assert expert.num_updates == 1
 
 
+def test_a_huge_gradient_in_a_batch_of_several_takes_nothing_from_the_others(raw):
+    gate, expert = Gate(), linear_expert()
+    x, grad = torch.randn(3, 8), torch.randn(3, 8)
+    for _ in range(10):
+        expert.backward([x], [grad])
+    huge = torch.full((3, 8), 1e12)
+    with serving(expert, gate.expert()) as served, client_of() as client:
+        gated = client.expert("gated", served.peer)
+        assert gated.schema
+        gate.module.is_open = False
+        before = expert.module.weight.detach().clone()
+        with LoopThread("busy") as loop:
+            blocking = loop.submit(_call(gated, torch.ones(1, 2)))
+            assert gate.begun.acquire(timeout=30)
+            waiting = [
+                raw.loop.submit(
+                    raw.transport.call(
+                        served.peer, wire.BACKWARD, request, buffers, deadline=Deadline.after(30)
+                    )
+                )
+                for request, buffers in (
+                    backward_request("expert0", x, gradient, secrets.token_bytes(16))
+                    for gradient in (grad, huge, grad, grad)
+                )
+            ]
+            _wait_until(lambda: served.server.num_waiting == 4)
+            gate.may_go.release()
+            assert blocking.result(30) is not None
+            assert all(future.result(30).buffers for future in waiting)
+    assert expert.statistics.num_clipped_updates == 1
+    honest = 0.1 * grad.t() @ x
+    lied = before - 3 * honest - expert.module.weight.detach()  # what is left of the huge one
+    assert 0 < lied.norm() < 15 * honest.norm()
+
+
 def test_an_answer_that_is_kept_no_longer_is_said_to_be_so(raw):
     expert = linear_expert()
     with serving(expert, settings=ServerSettings(remembered_bytes=1)) as served:
@@ -287,6 +333,40 @@ def test_an_answer_that_is_kept_no_longer_is_said_to_be_so(raw):
         with pytest.raises(PeerRefused, match="applied before"):
             raw(served.peer, wire.BACKWARD, request, buffers)
         assert expert.num_updates == 1
+
+
+def test_a_backward_is_applied_once_to_a_state_however_often_the_server_is_started_anew(raw, tmp_path):
+    config = HostingConfig(hidden_dim=8, device="cpu", num_loops=1, checkpoint_dir=str(tmp_path))
+    (first, first_buffers), (second, second_buffers) = (
+        backward_request("expert0", torch.randn(3, 8), torch.randn(3, 8), secrets.token_bytes(16))
+        for _ in range(2)
+    )
+
+    def state(hosting):
+        return hosting.server.experts["expert0"].state()
+
+    with hosted(config) as (hosting, _):
+        raw(Peer(hosting.address), wire.BACKWARD, first, first_buffers)
+    with contextlib.suppress(_Killed), hosted(config) as (hosting, _):  # it was saved with the first
+        with pytest.raises(PeerRefused, match="applied before"):
+            raw(Peer(hosting.address), wire.BACKWARD, first, first_buffers)
+        raw(Peer(hosting.address), wire.BACKWARD, second, second_buffers)
+        expected = state(hosting)
+        assert expected.num_updates == 2
+        raise _Killed
+    with hosted(config) as (hosting, _):  # the second was lost with the state that it had led to
+        assert state(hosting).num_updates == 1
+        raw(Peer(hosting.address), wire.BACKWARD, second, second_buffers)
+        with pytest.raises(PeerRefused, match="applied before"):
+            raw(Peer(hosting.address), wire.BACKWARD, first, first_buffers)
+        again = state(hosting)
+    assert again.numbers == expected.numbers
+    assert again.tensors.keys() == expected.tensors.keys()
+    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in expected.tensors.items())
+
+
+class _Killed(Exception):
+    """A server that ends by an error saves nothing."""
 
 
 def test_inputs_are_kept_for_backward_and_sent_again_when_they_are_gone(raw):

@@ -1,8 +1,8 @@
 from shoal.experts.status_line import ExpertMoment, Moment
 
 
-def expert(uid, num):
-    return ExpertMoment(uid, num, 10 * num, 2 * num, 20 * num, 2 * num, 0.5 * num)
+def expert(uid, num, num_clipped=0):
+    return ExpertMoment(uid, num, 10 * num, 2 * num, 20 * num, 2 * num, 0.5 * num, num_clipped)
 
 
 def moment(up_s, *experts, num_waiting=0, num_failed=0, is_leaving=False):
@@ -15,4 +15,6 @@ def test_the_line_tells_what_happened_since_the_one_before():
     assert (now.num_samples, now.num_batches) == (120, 12)
     assert now.line(before) == "45.0 samples/s, 4 waiting, 2 experts, 9 batches of 10.0, 2 failed"
     assert before.line(before) == "0 samples/s, 0 waiting, 1 expert, 0 batches"
+    clipped = moment(10.0, expert("a", 1, 3), expert("b", 1, 4), num_failed=1)
+    assert clipped.line(clipped).endswith("0 batches, 7 clipped, 1 failed")
     assert moment(13.0, is_leaving=True).line(moment(12.0)).endswith("0 experts, 0 batches, leaving")

@@ -82,6 +82,8 @@ def test_no_schedule():
         ({"lr": float("nan")}, "lr"),
         ({"weight_decay": float("inf")}, "weight_decay"),
         ({"max_grad_norm": 0.0}, "max_grad_norm"),
+        ({"clip_gradients": 0.5}, "clip_gradients"),
+        ({"clip_gradients": float("nan")}, "clip_gradients"),
         ({"scheduler": "linear"}, "num_training_steps"),
         ({"scheduler": "linear", "num_warmup_steps": 3, "num_training_steps": 2}, "3 warm-up steps"),
     ],

@@ -14,20 +14,24 @@ _numbers = itertools.count()
 
 
 @contextlib.contextmanager
-def open_cluster(machines, **settings):
+def open_cluster(machines, cables=None, **settings):
+    """The groups by rank; with `cables` all that machines say to each other passes through those."""
     key = f"cluster {os.getpid()} {next(_numbers)}"
     size = sum(map(len, machines))
     where = {rank: index for index, ranks in enumerate(machines) for rank in ranks}
     with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(size) as threads:
-        meshes = [Mesh(MeshSettings(rank, SECRET)) for rank in range(size)]
+        chosen = GroupSettings(key=key, **settings)
+        meshes = [Mesh(MeshSettings(rank, SECRET, silence_s=chosen.silence_s)) for rank in range(size)]
         peers = [mesh.listen() for mesh in meshes]
         for mesh in meshes:
             stack.callback(mesh.abandon)
 
         def join(mesh):
             others = {r: peers[r] for r in range(size) if where[r] != where[mesh.rank]}
+            if cables is not None:
+                others = {r: cables.lay(mesh.rank, r, peer) for r, peer in others.items()}
             mesh.connect(others)
-            return assemble(machines, mesh, GroupSettings(key=key, **settings))
+            return assemble(machines, mesh, chosen)
 
         groups = list(threads.map(join, meshes, timeout=30))
         for group in groups:

@@ -388,3 +388,15 @@ def test_what_is_broadcast_is_not_written_over_before_all_have_read_it():
         assert not handle.is_done()
         finish([groups[2].broadcast(tensors[2]), handle])
         assert tensors[2].unique().tolist() == [1.0]
+
+
+def test_one_that_fails_because_of_a_loss_is_not_blamed_for_it():
+    with open_hosts(3) as groups:
+        handles = [group.barrier() for group in groups[1:]]
+        groups[0].abandon()
+        with pytest.raises(PeerLost) as raised:
+            handles[1].wait(Deadline.after(20))
+        assert raised.value.peer == 0
+        groups[2].abandon()
+        with pytest.raises(PeerLost, match="rank 0 is lost: it failed"):
+            groups[1].barrier().wait(Deadline.after(20))

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from group.cables import Cables
 from group.clusters import open_cluster
 from group.hosts import together
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, ShoalError, TensorError, UsageError
@@ -279,6 +280,19 @@ def test_what_is_written_must_fit():
 
 
 # --- what cannot be finished ends everywhere ---
+
+
+def test_one_that_fails_because_of_a_loss_is_not_blamed_for_it():
+    """Also by those that hear of its failure first, or alone."""
+    with Cables() as cables, open_cluster([[0], [1], [2]], cables) as groups:
+        cables.cut([0], [1])
+        groups[0].abandon()
+        error = waiting_for(groups[2].barrier())
+        assert error.peer == 0
+        groups[2].abandon()
+        error = waiting_for(groups[1].barrier())
+        assert error.peer == 0
+        assert "rank 0 is lost: it failed" in str(error)
 
 
 def outcome(work):

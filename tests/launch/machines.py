@@ -126,17 +126,22 @@ class Machine:
 
 
 @contextlib.contextmanager
-def two_machines(folder, count=2):
+def two_machines(folder, count=2, *, has_sshd=True):
     """So many machines, two by default, that reach each other; the first may be the head."""
-    _skip_unless_possible()
+    _skip_unless_possible(has_sshd=has_sshd)
     mark = f"{os.getpid():x}{next(_COUNTER)}"
     with contextlib.ExitStack() as stack:
         bridge = f"shl{mark}"
         _ip("link", "add", bridge, "type", "bridge")
         stack.callback(_ip, "link", "del", bridge, check=False)
         _ip("link", "set", bridge, "up")
-        _make_key(folder / "key")
         machines = [_make_machine(stack, folder, bridge, mark, index) for index in range(count)]
+        if not has_sshd:
+            yield machines
+            return
+        _make_key(folder / "key")
+        for machine in machines:
+            _make_key(machine.host_key)
         known = [f"{one.address} {one.host_key.with_suffix('.pub').read_text()}" for one in machines]
         (folder / "known_hosts").write_text("".join(known))
         for machine in machines:
@@ -156,7 +161,6 @@ def _make_machine(stack, folder, bridge, mark, index):
     _ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
     _ip("-n", name, "link", "set", "eth0", "up")
     _ip("-n", name, "link", "set", "lo", "up")
-    _make_key(machine.host_key)
     return machine
 
 
@@ -176,13 +180,13 @@ def _make_key(path):
     )
 
 
-def _skip_unless_possible():
+def _skip_unless_possible(*, has_sshd):
     if sys.platform != "linux" or os.geteuid() != 0:
         pytest.skip("machines are network namespaces, which only root can make on Linux")
-    for tool in ("ip", "ssh", "ssh-keygen"):
+    for tool in ("ip", "ssh", "ssh-keygen") if has_sshd else ("ip",):
         if shutil.which(tool) is None:
             pytest.skip(f"there is no {tool}, which machines of a test need")
-    if SSHD is None:
+    if has_sshd and SSHD is None:
         pytest.skip("there is no sshd, which machines of a test need")
     probe = f"shoal-probe-{os.getpid():x}"
     done = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)

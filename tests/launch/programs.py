@@ -21,10 +21,14 @@ def wait_for(name, seconds=20):
 def mark(name, text=""):
     (here / f"{name}.tmp").write_text(str(text))
     (here / f"{name}.tmp").rename(here / name)
-def survive(answer=True):
+def wait_until_ended(other):
+    while Path("/proc", (here / f"here-{other}").read_text()).exists(): time.sleep(0.005)
+def tell(**message):
     import json
     options = json.loads(os.environ["SHOAL_RUN"])
-    os.write(options["status_fd"], json.dumps({"rank": rank, "survives_loss": answer}).encode() + b"\\n")
+    os.write(options["status_fd"], json.dumps(message).encode() + b"\\n")
+def survive(answer=True):
+    tell(survives_loss=answer)
 """
 """What every program of these tests begins with."""
 

@@ -1,5 +1,6 @@
 import os
 import select
+import signal
 import sys
 import time
 
@@ -75,7 +76,10 @@ print("out", os.environ["SHOAL_RANK"], os.getcwd()); print("err", file=sys.stder
     )
     ends = head.wait_for(Ended, 2)
     assert sorted((end.rank, end.code) for end in ends) == [(0, 3), (1, 3)]
-    assert sorted(one.rank for one in head.came if isinstance(one, Told) and one.survives_loss) == [0, 1]
+    assert sorted(one.rank for one in head.came if isinstance(one, Told) and one.status.survives_loss) == [
+        0,
+        1,
+    ]
     assert head.written(1, "stdout") == b"out 1 /\n"
     assert head.written(0, "stderr") == b"err\n"
 
@@ -104,3 +108,17 @@ def test_signals_are_sent_on(head):
 def test_a_folder_that_is_not_there_is_named(head):
     head.start("", cwd="/nowhere")
     assert "no folder /nowhere" in head.wait_for(Failed).what
+
+
+def test_its_workers_obey_interrupts_where_the_head_ignores_them():
+    earlier = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        head = Head()
+    finally:
+        signal.signal(signal.SIGINT, earlier)
+    try:
+        head.start("import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)")
+        head.wait_for(Ended)
+        assert head.written(0, "stdout") == b"True\n"
+    finally:
+        head.channel.close()

@@ -16,6 +16,16 @@ LOST = "shoal.core.errors.PeerLost: rank 2 is lost: its process 7 ended"
         (Death(2, 255), "rank 2 failed with exit code 255", 1),
         (Death(2, -9), "rank 2 was killed by signal 9 (SIGKILL)", 137),
         (Death(2, -15), "rank 2 was killed by signal 15 (SIGTERM)", 143),
+        (
+            Death(2, 0, manner="early", step=12),
+            "rank 2 ended early with exit code 0, at step 12, inside of attach",
+            1,
+        ),
+        (
+            Death(2, 0, manner="abrupt", step=9),
+            "rank 2 ended with exit code 0 without leaving its group (os._exit?), at step 9 or later",
+            1,
+        ),
         (Death(0, -signal.SIGSTOP, stopped_s=6.2), "rank 0 was stopped by signal 19 (SIGSTOP), 6 s ago", 147),
     ],
 )
@@ -74,7 +84,36 @@ def test_others_are_a_line_each_and_those_alike_share_one():
     ]
 
 
+def test_those_that_failed_alike_are_named_together():
+    """Ranks, processes and addresses in an error are each worker's own."""
+    cause = Death(1, 1, error="ValueError: rank 1 fails (process 71) in <object at 0x7f>")
+    alike = [Death(rank, 1, error=cause.error.replace("1", str(rank + 4))) for rank in (0, 2)]
+    other = Death(3, 1, error="ValueError: 5 parts")
+    assert summarise([cause, *alike, other], cause) == [
+        "ranks 0-2 failed with the same error: ValueError: rank 1 fails (process 71) in <object at 0x7f>",
+        "rank 3 failed after that: ValueError: 5 parts",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("death", "is_loss"),
+    [
+        (Death(0, -signal.SIGKILL), True),
+        (Death(0, -signal.SIGSTOP, stopped_s=6.2), True),
+        (Death(0, 1, error=LOST), True),
+        (Death(0, 1, host="elsewhere"), True),
+        (Death(0, 1, error="ValueError: boom"), False),
+        (Death(0, 7), False),
+        (Death(0, 0, manner="abrupt"), False),
+    ],
+)
+def test_a_signal_is_a_loss_and_an_exception_an_error(death, is_loss):
+    assert death.is_loss is is_loss
+
+
 def test_names():
     assert name_ranks([3]) == "rank 3"
     assert name_ranks([0, 1, 3]) == "ranks 0, 1 and 3"
+    assert name_ranks([0, 1, 2, 3]) == "ranks 0-3"
+    assert name_ranks([0, 1, 2, 4, 6, 7, 8]) == "ranks 0-2, 4 and 6-8"
     assert name_signal(250) == "signal 250"

@@ -41,7 +41,8 @@ if rank == 1: sys.exit(3)
 wait_for("told")
 sys.exit(4)
 """
-    done = start(body, 2, when={"the last one goes on": (tmp_path / "told").touch}, **SERVER)
+    told = {"the last one goes on": (tmp_path / "told").touch}
+    done = start(body, 2, when=told, allows_failures=True, **SERVER)
     assert (done.outcome.exit_code, done.outcome.cause.rank) == (3, 1)
     assert done.said == [
         "rank 1 failed with exit code 3; the last one goes on",
@@ -65,7 +66,7 @@ if rank == 0: os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.parametrize("server", ["", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_one_worker_less_finishes_and_so_does_its_server(start, server):
     body = f"""{TOGETHER}
-if rank == 1: sys.exit(3)
+if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
 if rank == 0:
     for name in ("here-1", "here-2"):
         while Path("/proc", (here / name).read_text()).exists(): time.sleep(0.005)
@@ -73,5 +74,10 @@ if rank == 0:
 """
     done = start(body, 2, **SERVER)
     assert (done.outcome.exit_code, done.outcome.cause) == (0, None)
-    assert done.said[0].startswith("rank 1 failed with exit code 3; ")
+    assert done.said[0].startswith("rank 1 was killed by signal 9 (SIGKILL); ")
     assert done.said[-1] == ("finished without ranks 0 and 1" if server else "finished without rank 1")
+
+
+def test_workers_that_raise_end_the_run_with_their_server(start):
+    done = start(f"{TOGETHER}\nif rank == 1: sys.exit(3)\ntime.sleep(100)", 2, **SERVER)
+    assert (done.outcome.exit_code, done.outcome.cause.rank) == (3, 1)

@@ -251,12 +251,20 @@ def test_a_process_that_left_its_group_does_not_hold_the_run(start, tmp_path, mo
     ("death", "told"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", "rank 2 was killed by signal 9 (SIGKILL)"),
+        (
+            "raise PeerLost('it has gone on without this worker')",
+            "rank 2 failed with exit code 1 (PeerLost: it",
+        ),
         ("raise ValueError('boom')", "rank 2 failed with exit code 1"),
     ],
 )
 def test_workers_that_survive_a_loss_go_on(start, tmp_path, death, told):
+    """Without one that was killed or cut off; without one that fails by itself if they are allowed to."""
+    allows_failures = "ValueError" in death
+    death = f"\n    class PeerLost(Exception): pass\n    {death}"
     body = f"{SURVIVORS}\nif rank == 2: {death}\nwait_for('told')\nprint('finished')"
-    done = start(body, 4, when={"go on without it": (tmp_path / "told").touch})
+    told_all = {"go on without it": (tmp_path / "told").touch}
+    done = start(body, 4, when=told_all, allows_failures=allows_failures)
     assert done.outcome.exit_code == 0
     assert [death.rank for death in done.outcome.deaths] == [2]
     assert done.out == {rank: ["finished"] for rank in (0, 1, 3)}
@@ -266,8 +274,156 @@ def test_workers_that_survive_a_loss_go_on(start, tmp_path, death, told):
     assert done.err.get(2, [""])[-1] == ("ValueError: boom" if "ValueError" in death else "")
 
 
+@pytest.mark.parametrize(("death", "exit_code"), [("raise ValueError('boom')", 1), ("sys.exit(7)", 7)])
+def test_an_error_of_the_program_ends_a_run_that_would_survive_a_loss(start, death, exit_code):
+    done = start(f"{SURVIVORS}\nif rank == 2: {death}\ntime.sleep(100)", 4)
+    assert done.outcome.exit_code == exit_code
+    assert done.outcome.cause.rank == 2
+    assert done.said == [f"rank 2 failed with exit code {exit_code}"]
+    assert [trace[-1] for trace in done.err.values()] == ["ValueError: boom"] * (exit_code == 1)
+
+
+def test_an_error_of_the_program_counts_when_the_others_have_finished(start):
+    body = f"{SURVIVORS}\nif rank == 0: sys.exit(0)\nwait_until_ended(0)\nraise ValueError('boom')"
+    done = start(body, 2)
+    assert done.outcome.exit_code == 1
+    assert done.err[1][-1] == "ValueError: boom"
+
+
+def test_an_error_of_the_last_one_left_is_the_cause_and_not_an_earlier_loss(start, tmp_path):
+    body = f"{SURVIVORS}\nif rank == 0: os.kill(os.getpid(), 9)\nwait_for('told')\nsys.exit(7)"
+    done = start(body, 2, when={"the last one goes on": (tmp_path / "told").touch})
+    assert (done.outcome.exit_code, done.outcome.cause.rank) == (7, 1)
+
+
+EARLY = f"tell(phase='training', step=8){TOGETHER}"
+
+
+def test_a_worker_that_ends_early_by_itself_is_told_of_and_the_others_go_on(start, tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal.launch.failures.SETTLE_S", 0.1)
+    body = f"""{EARLY}
+if rank == 1:
+    tell(early_step=12)
+    tell(phase="left")
+    sys.exit(0)
+wait_for("told")
+tell(phase="left")
+"""
+    done = start(body, 3, when={"rank 1 ended early": (tmp_path / "told").touch})
+    assert (done.outcome.exit_code, done.outcome.deaths) == (0, ())
+    where = "at step 12, inside of attach"
+    assert done.said == [f"rank 1 ended early with exit code 0, {where}; the other 2 go on without it"]
+
+
+@pytest.mark.parametrize("end", ["tell(early_step=12); tell(phase='left'); sys.exit(0)", "os._exit(0)"])
+@pytest.mark.parametrize("survives", [True, False])
+def test_workers_that_all_end_early_are_a_run_that_ended_well(start, end, survives):
+    """As programs end that stop at a step, or that have something in them which hangs at exit."""
+    done = start(f"survive({survives})\n{EARLY}\n{end}", 3)
+    assert (done.outcome.exit_code, done.said) == (0, [])
+
+
+@pytest.mark.parametrize("allows_failures", [False, True])
+def test_a_worker_that_is_gone_without_a_word_is_an_error_of_the_program(
+    start, tmp_path, monkeypatch, allows_failures
+):
+    monkeypatch.setattr("shoal.launch.failures.SETTLE_S", 0.1)
+    body = f"""survive()
+{EARLY}
+if rank == 1: os._exit(0)
+wait_for("told")
+tell(phase="left")
+"""
+    told = {"without leaving its group": (tmp_path / "told").touch}
+    done = start(body, 3, when=told, allows_failures=allows_failures)
+    said = "rank 1 ended with exit code 0 without leaving its group (os._exit?), at step 8 or later"
+    if allows_failures:
+        assert done.outcome.exit_code == 0
+        assert done.said == [f"{said}; the other 2 go on without it", "finished without rank 1"]
+    else:
+        assert (done.outcome.exit_code, done.outcome.cause.rank) == (1, 1)
+        assert done.said == [said]
+
+
+def test_a_worker_that_is_gone_without_a_word_is_the_cause_of_what_others_fail_by(start):
+    body = f"""survive(False)
+{EARLY}
+class PeerLost(Exception): pass
+if rank == 1: os._exit(0)
+wait_until_ended(1)
+raise PeerLost("rank 1 is lost: its process ended.")
+"""
+    done = start(body, 3)
+    assert (done.outcome.exit_code, done.outcome.cause.rank) == (1, 1)
+    assert done.said[0].startswith("rank 1 ended with exit code 0 without leaving its group (os._exit?)")
+    assert all("failed after that: PeerLost: rank 1 is lost" in said for said in done.said[1:])
+    assert done.err == {}
+
+
+def test_a_worker_that_left_in_order_may_end_as_it_likes(start, monkeypatch):
+    monkeypatch.setattr("shoal.launch.failures.SETTLE_S", 0.1)
+    leave = "tell(phase='left')\nif rank == 1: os._exit(0)\nwait_until_ended(1)"
+    body = f"survive()\n{EARLY}\n{leave}\ntime.sleep(0.5)"
+    done = start(body, 2)
+    assert (done.outcome.exit_code, done.said) == (0, [])
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_workers_that_fail_alike_show_one_traceback_and_are_named_together(start, monkeypatch, is_slow):
+    """Also when their processes take so long to end that tracebacks are held no longer."""
+    monkeypatch.setattr("shoal.launch.tracebacks.HOLD_S", 0.05)
+    wait = (
+        "import atexit; atexit.register(wait_for, 'seen'); atexit.register(time.sleep, 0.5)"
+        if is_slow
+        else ""
+    )
+    body = f"{TOGETHER}\n{wait}\nif rank == 0: mark('seen')\nraise ValueError(f'boom of rank {{rank}}')"
+    done = start(body, 3)
+    assert done.outcome.exit_code == 1
+    traces = [line for lines in done.err.values() for line in lines if line.startswith("Traceback")]
+    assert len(traces) == 1
+    if is_slow:
+        (said,) = done.said[1:]
+        assert said.startswith("ranks 0-2 failed with the same error: ValueError: boom of rank ")
+        lines = [line for lines in done.err.values() for line in lines]
+        assert sum("another rank has shown this traceback" in line for line in lines) == 2
+
+
+def test_a_worker_that_is_about_to_end_has_its_traceback_held(start, monkeypatch):
+    """The interpreter takes long to end; what it prints first is only what follows from another's error."""
+    monkeypatch.setattr("shoal.launch.tracebacks.HOLD_S", 0.0)
+    monkeypatch.setattr("shoal.launch.tracebacks.LONG_HOLD_S", 0.0)
+    body = f"""{TOGETHER}
+class PeerLost(Exception): pass
+import atexit
+tell(phase="failing")
+if rank == 0:
+    atexit.register(time.sleep, 1)
+    atexit.register(mark, "lost")
+    raise PeerLost("rank 1 is lost: it failed.")
+wait_for("lost")
+raise ValueError("boom")
+"""
+    done = start(body, 2)
+    assert done.said[0] == "rank 1 failed with exit code 1"
+    assert list(done.err) == [1]
+
+
+def test_a_worker_that_is_ended_while_it_prints_is_not_called_killed(start):
+    body = f"""{TOGETHER}
+if rank == 1:
+    print("Traceback (most recent call last):", file=sys.stderr, flush=True)
+    mark("printing")
+    time.sleep(100)
+wait_for("printing")
+raise ValueError("boom")
+"""
+    done = start(body, 2)
+    assert done.said == ["rank 0 failed with exit code 1"]
+
+
 def test_survivors_that_all_fail_are_a_failure_with_one_traceback(start):
-    done = start(f"{SURVIVORS}\nraise ValueError('boom')", 3)
+    done = start(f"{SURVIVORS}\nraise ValueError('boom')", 3, allows_failures=True)
     assert done.outcome.exit_code == 1
     assert len(done.outcome.deaths) == 3
     assert sum(trace.count("ValueError: boom") for trace in done.err.values()) == 1
@@ -361,6 +517,23 @@ def test_a_signal_ends_all_without_tracebacks(start, tmp_path, number, told):
     assert (done.err, done.outcome.deaths) == ({}, ())
     assert done.said == [f"{told}; the workers are being ended"]
     assert_no_children(tmp_path)
+
+
+def test_workers_obey_interrupts_where_the_launcher_was_told_to_ignore_them(shoal_run, write):
+    """As a shell tells what it starts in the background."""
+    program = write("""
+        print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(100)
+        except KeyboardInterrupt:
+            print("interrupted")
+    """)
+    process = shoal_run(
+        "-np", 1, "--no-prefix", program, preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    )
+    out, complaint = process.communicate(timeout=60)
+    assert (process.returncode, out, complaint) == (0, "True\ninterrupted\n", "")
 
 
 def test_after_an_interrupt_workers_may_clean_up(start):

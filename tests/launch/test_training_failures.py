@@ -1,6 +1,7 @@
 """Training in four workers, each with two of a DataLoader, meets what happens to processes in real life."""
 
 import os
+import re
 import signal
 import time
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from pkgutil import resolve_name
 import pytest
 
 from launch.programs import is_running
-from launch.training_program import FAULTY_RANK, STEPS_AFTER
+from launch.training_program import FAULTY_RANK, STEPS_AFTER, STEPS_BEFORE
 from shoal.group.settings import SILENCE_S
 from shoal.strategies.names import STRATEGIES
 
@@ -21,6 +22,7 @@ pytestmark = [
 PROGRAM = Path(__file__).with_name("training_program.py")
 ELSEWHERE = ("horovod", "parameter-server", "staleness-aware")
 """Strategies that need more than workers; with servers, `tests/strategies` loses workers and servers."""
+OWN_FAULTS = ("exception", "code", "early", "abrupt")
 PATIENCE = 0.2
 ENDING_S = 10
 
@@ -92,8 +94,10 @@ def train(shoal_run):
 
     def train(strategy, fault, num_workers=4):
         words = ["--workers-per-machine", 2] if strategy == "hierarchical" else []
-        own = [fault] if fault == "exception" else []
-        words += ["--strategy", strategy, "--patience", PATIENCE]
+        own = [fault] if fault in OWN_FAULTS else []
+        # only silence takes time to be noticed, and on a busy machine processes that run are silent, too
+        patience = {"stop": PATIENCE, "wake": 1}.get(fault, 3)
+        words += ["--strategy", strategy, "--patience", patience]
         process = shoal_run("-np", num_workers, *words, PROGRAM, *own)
         return Training(process, strategy, fault, num_workers)
 
@@ -119,24 +123,33 @@ def assert_the_others_finished(run):
 def assert_the_run_ended(run, exit_code, limit_s=ENDING_S):
     assert run.exit_code == exit_code, run.err
     assert run.elapsed_s < limit_s
-    assert run.out == ""
+    # a worker that fails by itself takes a while to end, and the others may finish in that time
+    assert run.out == "" or (run.fault in OWN_FAULTS and _survives(run)), run.out
     tracebacks = [line for line in run.err.splitlines() if "Traceback (most recent" in line]
     own = [f"[{FAULTY_RANK}] Traceback (most recent call last):"] if run.fault == "exception" else []
     assert tracebacks == own, run.err
 
 
+def _survives(run):
+    return resolve_name(STRATEGIES[run.strategy]).survives_loss
+
+
 def assert_right(run):
     """What a user is promised."""
-    survives = resolve_name(STRATEGIES[run.strategy]).survives_loss
     who = f"shoal run: rank {FAULTY_RANK}"
     if run.fault == "interrupt":
         assert_the_run_ended(run, 128 + signal.SIGINT)
         said = [line for line in run.err.splitlines() if line.startswith("shoal run: ")]
         assert said == ["shoal run: interrupted; the workers are being ended"]
-    elif survives:
+    elif run.fault == "early":
+        assert run.exit_code == 0, run.err
+        where = f"at step {2 * STEPS_BEFORE}, inside of attach"
+        assert f"{who} ended early with exit code 0, {where}; " in run.err
+        assert run.out.count("steps without []") == len(run.others)
+    elif run.fault in OWN_FAULTS:
+        assert_the_run_ended(run, 7 if run.fault == "code" else 1, 3 * ENDING_S)
+    elif _survives(run):
         assert_the_others_finished(run)
-    elif run.fault == "exception":
-        assert_the_run_ended(run, 1)
     else:
         number = signal.SIGKILL if run.fault == "kill" else signal.SIGSTOP
         silence_s = 0 if run.fault == "kill" else SILENCE_S * PATIENCE
@@ -145,8 +158,13 @@ def assert_right(run):
         assert f"{who} was killed by signal {signal.SIGKILL:d} (SIGKILL)" in run.err
     elif run.fault == "stop":
         assert f"{who} was stopped by signal {signal.SIGSTOP:d} (SIGSTOP)" in run.err
+    elif run.fault == "abrupt":
+        assert f"{who} ended with exit code 0 without leaving its group (os._exit?), at step " in run.err
+        assert not re.search(r"shoal run: rank [^1].* failed with", run.err)
+    elif run.fault == "code":
+        assert f"{who} failed with exit code 7\n" in run.err
     elif run.fault == "exception":
-        assert f"{who} failed with exit code 1" in run.err
+        assert f"{who} failed with exit code 1\n" in run.err
         trace = [line for line in run.err.splitlines() if line.startswith(f"[{FAULTY_RANK}]")]
         assert "Traceback (most recent call last)" in trace[0]
         assert "training_program.py" in trace[1]
@@ -163,6 +181,59 @@ def test_a_fault_in_training(train, strategy, fault):
     run.wait_until_training()
     run.meet_fault()
     assert_right(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["code", "early", "abrupt"])
+@pytest.mark.parametrize("strategy", ["all-reduce", "pair", "neighbor"])
+def test_a_worker_that_ends_by_itself(train, strategy, fault):
+    run = train(strategy, fault, num_workers=3)
+    run.wait_until_training()
+    run.meet_fault()
+    assert_right(run)
+
+
+@pytest.mark.slow
+def test_a_worker_that_the_others_have_gone_on_without_is_lost_when_it_wakes_up(train):
+    """It ends with a PeerLost of its own, which is no error of the program."""
+    run = train("neighbor", "wake")
+    run.wait_until_training()
+    os.kill(run.pids[FAULTY_RANK], signal.SIGSTOP)
+    before = iter(run.process.stderr.readline, "")
+    assert any(f"rank {FAULTY_RANK} is lost: silent for" in line for line in before)
+    os.kill(run.pids[FAULTY_RANK], signal.SIGCONT)
+    run.meet_fault()
+    assert run.exit_code == 0, run.err
+    assert f"shoal run: rank {FAULTY_RANK} failed with exit code 1 (PeerLost: " in run.err
+    assert f"shoal run: finished without rank {FAULTY_RANK}\n" in run.err
+    assert_nothing_is_left(run)
+
+
+RAISING = """
+import shoal, torch
+group = shoal.init()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with shoal.from_args(group).attach(model, optimizer):
+    for _ in range(5):
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+    raise ValueError(f"boom on rank {group.rank}")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attempt", range(4))
+@pytest.mark.parametrize("body", [RAISING, "import torch\nimport nowhere_to_be_found"])
+def test_workers_that_raise_at_once_show_one_traceback(shoal_run, write, body, attempt):
+    """Some are ended while they print, or end while others do; before `shoal.init()` and in training."""
+    process = shoal_run("-np", 3, write(body))
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 1, err
+    assert err.count("Traceback (most recent call last)") == 1, err
+    said = [line for line in err.splitlines() if line.startswith("shoal run: ")]
+    assert re.fullmatch(r"shoal run: rank \d failed with exit code 1", said[0]), err
+    assert all("failed with the same error: " in line or "PeerLost" in line for line in said[1:]), err
 
 
 @pytest.mark.slow

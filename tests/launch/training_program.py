@@ -45,6 +45,17 @@ def fill_memory():
     os.posix_fallocate = posix_fallocate
 
 
+def fail(fault):
+    if fault == "exception":
+        raise ValueError("boom")
+    if fault == "code":
+        sys.exit(7)
+    if fault == "early":
+        sys.exit(0)
+    if fault == "abrupt":
+        os._exit(0)
+
+
 def main(fault=""):
     if fault == "full":
         fill_memory()
@@ -63,9 +74,11 @@ def main(fault=""):
             if num_steps == STEPS_BEFORE:
                 children = [child.pid for child in multiprocessing.active_children()]
                 print("training", os.getpid(), *children, flush=True)
-            if num_steps == 2 * STEPS_BEFORE and fault == "exception" and group.rank == FAULTY_RANK:
-                raise ValueError("boom")
-            num_steps_after += bool(group.lost) or fault == "full"
+            if num_steps == 2 * STEPS_BEFORE and group.rank == FAULTY_RANK:
+                fail(fault)
+            num_steps_after += (
+                num_steps > 2 * STEPS_BEFORE if fault in ("full", "early") else bool(group.lost)
+            )
             if num_steps_after == STEPS_AFTER:
                 break
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())

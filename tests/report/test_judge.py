@@ -183,3 +183,27 @@ def test_equal_starts_that_took_turns_are_not_told_apart_more_often_than_allowed
         (judgement,) = judge([(row(old), row(new))], alpha=0.05, took_turns=True)
         num_different += judgement.verdict is not Verdict.NO_DIFFERENCE
     assert num_different <= 34
+
+
+def test_the_number_of_starts_that_is_asked_for_suffices_among_many_rows():
+    """With so many starts, a change of a tenth in one row of twelve is found nine times in ten."""
+    rng, num_rows, spread = random.Random(7), 12, 0.1
+    few = [(row([math.exp(-spread), 1.0, math.exp(spread)]), row([math.exp(-spread), 1.0, math.exp(spread)]))]
+    # the spread of the medians 1/e^s, 1, e^s is exactly s
+    needed = [judgement.starts_needed for judgement in judge(few * num_rows, effect_percent=10.0)]
+    assert needed == [needed[0]] * num_rows
+    assert needed[0] > judge(few, effect_percent=10.0)[0].starts_needed
+
+    def medians(median=1.0):
+        return row([median * rng.lognormvariate(0, spread) for _ in range(needed[0])])
+
+    equal = [(row([1.0] * 5), row([1.0] * 5))] * (num_rows - 1)
+    num_tries = 150
+    found = [judge([(medians(), medians(1.1)), *equal])[0].verdict for _ in range(num_tries)]
+    num_found = found.count(Verdict.WORSE)
+    assert 0.82 <= num_found / num_tries <= 0.97
+
+
+def test_rows_that_failed_ask_for_no_more_starts():
+    few, failed = (row([0.9, 1.0, 1.1]), row([0.9, 1.0, 1.1])), (row([], error="lost"), row([1.0]))
+    assert judge([few, failed, failed])[0].starts_needed == judge([few])[0].starts_needed

@@ -60,6 +60,8 @@ def refused(path):
         (b"\xff\xfe{}", "not JSON"),
         (b'{"schema": "shoal-rep', "ends in the middle"),
         (b"[1, 2]", "not a report"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"schema": "shoal-report", "config": ' + b"[" * 300 + b"]" * 300 + b"}", "100 levels deep"),
         (b'{"throughput": 3}', "not a report"),
         (b'{"schema": "shoal-report", "version": "1"}', "version is '1'"),
         (b'{"schema": "shoal-report", "version": 1}', "missing required field `benchmark`"),

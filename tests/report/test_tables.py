@@ -119,7 +119,13 @@ def test_a_terminal_gets_colours_and_the_same_words(monkeypatch):
 
 
 def test_a_key_cannot_steer_the_terminal():
-    assert "\x1b" not in shown(report_items(report(row(key={"scenario": "\x1b[2J"}))))
+    text = shown(report_items(report(row(key={"scenario": "\x1b[2J\u202e"}))))
+    assert "scenario=\\u001b[2J\\u202e" in text
+
+
+def test_a_name_with_a_line_break_is_one_line():
+    text = shown(report_items(report(row(key={"scenario": "x\nRESULT: {}"}))))
+    assert not any(line.startswith("RESULT") for line in text.splitlines())
 
 
 def test_a_stream_without_micro_gets_a_u():

@@ -128,6 +128,18 @@ def test_an_exception_in_the_loop_takes_the_hooks_off_and_leaves_nobody():
     assert not strategy.take()
 
 
+def test_close_ends_a_loop_without_with():
+    model, optimizer, strategy = setup()
+    strategy.close()
+    strategy.attach(model, optimizer)
+    backward(model)
+    optimizer.step()
+    strategy.close()
+    strategy.close()
+    assert strategy.take() == ["started", "forward", "before", "after round", "stopped"]
+    assert strategy.group.members == ()
+
+
 def test_join_detaches_and_leaves():
     model, optimizer, strategy = setup()
     with strategy.attach(model, optimizer, stays=True):
@@ -173,12 +185,50 @@ def test_accumulation_is_no_skipped_step():
                 backward(model, 0.0)
             backward(model)
             optimizer.step()
-        optimizer.zero_grad()
-        for _ in range(3):
-            backward(model)
-        optimizer.step()
         with strategy.accumulate():
             backward(model)
+    assert strategy.steps == 2
+    assert "skipped" not in strategy.take()
+
+
+def test_passes_that_add_up_in_every_step_are_no_skipped_steps():
+    model, optimizer, strategy = setup()
+    with strategy.attach(model, optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(3):
+                backward(model)
+            optimizer.step()
+    assert strategy.steps == 2
+    assert "skipped" not in strategy.take()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_step_that_the_loop_leaves_out_counts_at_the_next_forward(keeps, caplog):
+    model, optimizer, strategy = setup()
+    with strategy.attach(model, optimizer):
+        for number in range(4):
+            backward(model)
+            if number == 2:  # a loss that is too high, say
+                if not keeps:
+                    optimizer.zero_grad()
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+        assert strategy.steps == 4
+    step = ["forward", "before", "after round"]
+    assert strategy.take() == ["started", *step, *step, "forward", "skipped", *step, "stopped"]
+    assert ("accumulate()" in caplog.text) == keeps
+
+
+def test_a_look_at_the_model_between_backward_and_step_skips_none():
+    model, optimizer, strategy = setup()
+    with strategy.attach(model, optimizer):
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(model)
+            model(X)
+            optimizer.step()
     assert strategy.steps == 3
     assert "skipped" not in strategy.take()
 
@@ -238,18 +288,17 @@ def test_shared_inside_of_a_step():
         assert strategy.group.calls.count("all_reduce") >= 4
 
 
-@pytest.mark.parametrize("is_cleared", [False, True])
-def test_a_skipped_step_is_settled_before_collectives(is_cleared):
+@pytest.mark.parametrize("gradients", ["kept", "cleared", "not finite"])
+def test_a_step_that_has_not_come_is_settled_before_collectives(gradients):
     model, optimizer, strategy = setup()
     with strategy.attach(model, optimizer):
         for ask in (strategy.settle, strategy.consensus_distance, strategy.state_dict):
             backward(model)
-            ask()  # the step may still come
-            assert "skipped" not in strategy.take()
-            if is_cleared:
+            if gradients == "cleared":
                 optimizer.zero_grad()
-            else:
+            elif gradients == "not finite":
                 model[0].bias.grad[0] = torch.nan
+            strategy.take()
             ask()
             ask()
             assert strategy.take() == ["skipped"]
@@ -258,6 +307,19 @@ def test_a_skipped_step_is_settled_before_collectives(is_cleared):
         optimizer.step()
         assert strategy.steps == strategy.state_dict()["steps"] == 4
     assert "skipped" not in strategy.take()
+
+
+def test_a_step_that_comes_after_it_was_settled_is_refused():
+    model, optimizer, strategy = setup()
+    with strategy.attach(model, optimizer):
+        backward(model)
+        strategy.settle()
+        with pytest.raises(UsageError, match=r"between backward\(\) and step\(\)(.|\n)*after step\(\)"):
+            optimizer.step()
+        backward(model)
+        optimizer.step()
+        strategy.settle()
+        assert strategy.steps == 2
 
 
 @pytest.mark.parametrize("kind", [GradientAllReduce, Recorder])

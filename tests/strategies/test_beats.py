@@ -1,8 +1,15 @@
+import contextlib
+import json
+import os
+import sys
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from shoal.core import ManualClock, UsageError, board
+from shoal.core.fork import keep_in_children
+from shoal.core.run_options import VARIABLE, RunOptions
 from shoal.data import shard
 from shoal.group import Metered
 from shoal.group.solo import SoloGroup
@@ -31,6 +38,25 @@ class Pair(SoloGroup):
     @property
     def traffic_bytes(self):
         return self.traffic
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What the launcher of this process has been told since the last call."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    options = RunOptions(status_fd=writer, status_inode=os.fstat(writer).st_ino)
+    monkeypatch.setenv(VARIABLE, options.to_environment()[VARIABLE])
+
+    def told():
+        with contextlib.suppress(BlockingIOError):
+            return [json.loads(line) for line in os.read(reader, 1 << 16).splitlines()]
+        return []
+
+    yield told
+    keep_in_children(writer)
+    os.close(reader)
+    os.close(writer)
 
 
 def noted(clock):
@@ -196,3 +222,48 @@ def test_several_elements_are_refused_whether_or_not_anything_is_noted():
 def test_a_look_that_fails_keeps_the_first_worker_from_nothing(folder, monkeypatch):
     monkeypatch.setattr(module.board, "look", lambda clock: 1 / 0)
     assert opened()[2].is_open
+
+
+def test_the_launcher_is_told_the_step_often_at_first_and_then_once_a_second(told, folder):
+    clock = ManualClock()
+    beats = Beats(Pair(), "neighbor", clock)
+    beats.opened(0)
+    assert told() == [{"phase": "training", "step": 0}]
+    for step in range(1, 33):
+        clock.advance(0.125)
+        beats.stepped(step)
+    assert [one["step"] for one in told()] == [1, 2, 4, 8, 16, 24, 32]
+    beats.closed()
+    clock.advance(9)
+    beats.stepped(33)
+    assert told() == []
+
+
+@pytest.mark.parametrize("end", ["leaves", "stays", "exits"])
+def test_the_launcher_is_told_how_training_ends(told, folder, end):
+    group = SoloGroup()
+    group.run = "job"
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train():
+        with make_strategy(group, "neighbor").attach(model, optimizer, stays=end == "stays"):
+            optimizer.step()
+            optimizer.step()
+            if end == "exits":
+                sys.exit(0)
+
+    with pytest.raises(SystemExit) if end == "exits" else contextlib.nullcontext():
+        train()
+    said = [one for one in told() if "step" not in one]
+    ends = {"leaves": ["joined", "left"], "stays": ["joined"], "exits": []}
+    assert said[0] == {"survives_loss": True}
+    assert said[1:] == [*({"phase": phase} for phase in ends[end]), *[{"early_step": 2}] * (end == "exits")]
+
+
+def test_training_in_another_group_than_that_of_the_run_is_nobodys_business(told):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with make_strategy(SoloGroup(), "neighbor").attach(model, optimizer):
+        optimizer.step()
+    assert told() == [{"survives_loss": True}]

@@ -1,10 +1,28 @@
-"""One that takes the place of another of the same step: whenever it is stopped, one of them counts."""
+"""Checkpoints on disk that are damaged, half written, left behind, or written by an earlier Shoal."""
 
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader, TensorDataset
 
-from shoal.strategies import checkpoints
+from shoal.core import CheckpointError
+from shoal.data import shard
+from shoal.group.solo import SoloGroup
+from shoal.strategies import checkpoints, make_strategy
 from shoal.strategies.checkpoints import Manifest
+from workers import SOURCE
+
+WITHOUT_CHECKSUM = Path(__file__).parent / "checkpoint_format_1"
+"""Of two workers after three steps under `neighbor`, written before manifests had a checksum."""
 
 
 def write(folder, step, value):
@@ -28,11 +46,225 @@ def test_what_is_replaced_counts_until_the_new_one_is_there(tmp_path, monkeypatc
         with pytest.raises(OSError, match="power failed"):
             write(tmp_path, 2, 3.0)
     assert not path.exists()
-    assert checkpoints.newest(tmp_path).model()["x"].item() == 2.0
+    assert next(checkpoints.candidates(tmp_path)).model()["x"].item() == 2.0
     write(tmp_path, 3, 4.0)
     (replaced,) = tmp_path.glob(".*-replaced")
     assert not (tmp_path / "step-00000001").exists()
     assert checkpoints.open_checkpoint(replaced).model()["x"].item() == 2.0
     write(tmp_path, 2, 5.0)
     assert not list(tmp_path.glob(".*-replaced"))
-    assert checkpoints.newest(tmp_path).model()["x"].item() == 5.0
+    assert next(checkpoints.candidates(tmp_path)).model()["x"].item() == 5.0
+
+
+def flipped(content, position):
+    """The same bytes but for one bit."""
+    damaged = bytearray(content)
+    damaged[position // 8] ^= 1 << position % 8
+    return bytes(damaged)
+
+
+def test_no_bit_of_a_manifest_can_change_what_is_loaded(tmp_path):
+    path = write(tmp_path, 1, 2.0)
+    whole = checkpoints.open_checkpoint(path).manifest
+    content = (path / "manifest.json").read_bytes()
+    num_refused = 0
+    with (path / "manifest.json").open("rb+", buffering=0) as file:
+        for position in range(8 * len(content)):
+            place = position // 8
+            file.seek(place)
+            file.write(flipped(content, position)[place : place + 1])
+            try:
+                manifest = checkpoints.open_checkpoint(path).manifest
+            except CheckpointError:
+                num_refused += 1
+            else:
+                # what can be lost is the checksum's own name
+                assert msgspec.structs.replace(manifest, sha256=whole.sha256) == whole
+            file.seek(place)
+            file.write(content[place : place + 1])
+    assert checkpoints.open_checkpoint(path).manifest == whole
+    assert num_refused > 6 * len(content)
+
+
+def resumes(group, arguments):
+    """Resume; what was told, where it is, its weights, and the rest of the epoch."""
+    told = []
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    loader = shard(DataLoader(TensorDataset(torch.arange(12.0).view(12, 1))), group)
+    strategy = make_strategy(group, "neighbor", topology="ring", local_steps=2)
+    handler = Listening(told)
+    logging.getLogger("shoal.strategies").addHandler(handler)
+    try:
+        strategy.load(arguments["folder"], loaders=[loader])
+        with strategy.attach(model, optimizer, stays=True):
+            weight = model.weight.tolist()
+    finally:
+        logging.getLogger("shoal.strategies").removeHandler(handler)
+    return {
+        "step": strategy.steps,
+        "weight": weight,
+        "momentum": optimizer.state_dict()["state"][0]["momentum_buffer"].tolist(),
+        "rest": [int(item) for (item,) in loader],
+        "told": told,
+    }
+
+
+class Listening(logging.Handler):
+    def __init__(self, told):
+        super().__init__()
+        self._told = told
+
+    def emit(self, record):
+        self._told.append(record.getMessage())
+
+
+def test_checkpoints_without_a_checksum_are_still_taken_up(workers):
+    path = WITHOUT_CHECKSUM / "step-00000003"
+    arguments = {"folder": str(WITHOUT_CHECKSUM)}
+    both = workers.run(resumes, 2, arguments)
+    for rank, resumed in enumerate(both):
+        own = load_file(path / f"workers/rank-{rank}.safetensors")
+        assert resumed["step"] == 3
+        assert resumed["weight"] == own["tensors.weight"].tolist()
+        assert resumed["momentum"] == own["optimizer.state.0.momentum_buffer"].tolist()
+    assert sorted(both[0]["rest"] + both[1]["rest"]) == list(range(6, 12))
+    (alone,) = workers.run(resumes, 1, arguments, kind="solo")
+    assert alone["weight"] == load_file(path / "model.safetensors")["weight"].tolist()
+    assert alone["rest"] == list(range(6, 12))
+
+
+def saves_twice(group, arguments):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader = shard(DataLoader(TensorDataset(torch.arange(12.0).view(12, 1))), group)
+    strategy = make_strategy(group, "neighbor", topology="ring", local_steps=2)
+    with strategy.attach(model, optimizer, stays=True):
+        for (item,) in loader:
+            optimizer.zero_grad()
+            model(item.expand(1, 2)).sum().backward()
+            optimizer.step()
+            if strategy.steps in (1, 3):
+                strategy.save(arguments["folder"], loaders=[loader])
+
+
+@pytest.mark.parametrize("damage", ["cut", "one bit", "gone"])
+def test_all_workers_leave_out_what_is_damaged_for_one(workers, tmp_path, damage):
+    arguments = {"folder": str(tmp_path)}
+    workers.run(saves_twice, 2, arguments)
+    harm(tmp_path / "step-00000003" / "workers" / "rank-1.safetensors", damage)
+    before = workers.run(resumes, 2, arguments)
+    for rank, resumed in enumerate(before):
+        own = load_file(tmp_path / f"step-00000001/workers/rank-{rank}.safetensors")
+        assert resumed["step"] == 1
+        assert resumed["weight"] == own["tensors.weight"].tolist()
+    said = [line for resumed in before for line in resumed["told"] if "left out" in line]
+    assert len(said) == 1
+    assert "step-00000003 is left out" in said[0]
+    assert "(rank 1)" in said[0]
+    # the one before it, too: then the common part of the newest is better than nothing
+    harm(tmp_path / "step-00000001" / "workers" / "rank-0.json", damage)
+    common = load_file(tmp_path / "step-00000003" / "model.safetensors")
+    for resumed in workers.run(resumes, 2, arguments):
+        assert resumed["step"] == 3
+        assert resumed["weight"] == common["weight"].tolist()
+
+
+def harm(path, damage):
+    content = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(content[:-3] if damage == "cut" else flipped(content, 4 * len(content)))
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077, 0o002])
+def test_all_files_of_a_checkpoint_follow_the_umask(tmp_path, mask):
+    earlier = os.umask(mask)
+    try:
+        model = torch.nn.Linear(2, 2)
+        strategy = make_strategy(SoloGroup(), "all-reduce")
+        with strategy.attach(model, torch.optim.SGD(model.parameters(), lr=0.1)):
+            path = strategy.save(tmp_path / "run")
+    finally:
+        os.umask(earlier)
+    assert {one.stat().st_mode & 0o777 for one in path.rglob("*") if one.is_file()} == {0o666 & ~mask}
+    folders = [tmp_path / "run", path, path / "workers"]
+    assert {folder.stat().st_mode & 0o777 for folder in folders} == {0o777 & ~mask}
+
+
+SAVE_AND_STOP = """
+import sys, time
+from pathlib import Path
+import torch
+from shoal.strategies import checkpoints
+
+staging = checkpoints.stage(Path(sys.argv[1]), 7)
+checkpoints.write_model(staging, {"x": torch.zeros(4)})
+print(staging.name, flush=True)
+time.sleep(600)
+"""
+
+
+def staged(folder):
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith("."))
+
+
+@contextlib.contextmanager
+def processes(*commands):
+    """Started together, and killed at the end."""
+    with contextlib.ExitStack() as stack:
+        begun = [
+            subprocess.Popen(
+                [sys.executable, "-c", *command],
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": str(SOURCE)},
+            )
+            for command in commands
+        ]
+        for process in begun:
+            stack.callback(process.stdout.close)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        yield begun
+
+
+def test_what_killed_saves_leave_behind_is_cleared_at_the_next_start(tmp_path):
+    def attach(*, saves=True):
+        """The staging folders that are left when it has started, and when it has saved."""
+        model = torch.nn.Linear(1, 1)
+        strategy = make_strategy(SoloGroup(), "all-reduce")
+        if folder.exists():
+            strategy.load(folder)
+        with strategy.attach(model, torch.optim.SGD(model.parameters(), lr=0.1)):
+            if saves:
+                strategy.save(folder)
+            return staged(folder)
+
+    folder = tmp_path / "run"
+    attach()
+    with processes(*[(SAVE_AND_STOP, str(folder))] * 2) as (live, *killed):
+        names = [process.stdout.readline().decode().strip() for process in (live, *killed)]
+        assert staged(folder) == sorted(names)
+        for process in killed:
+            process.kill()
+            process.wait()
+        other = folder / ".step-00000009-deadbeef.1.1-00000000"
+        other.mkdir()
+        assert attach(saves=False) == sorted([names[0], other.name])
+        os.utime(other, (time.time() - 48 * 3600,) * 2)
+        assert attach() == [names[0]]
+    assert attach() == []
+
+
+def test_the_folder_of_the_end_stays_while_one_of_its_writers_runs(tmp_path):
+    machine, *_ = checkpoints.this_process().split(".")
+    with processes(["import time; time.sleep(600)"], [""]) as (live, gone):
+        gone.wait()
+        staging = tmp_path / f".end-{machine}.{gone.pid}.1-00000000"  # of the first worker, which has ended
+        staging.mkdir()
+        checkpoints.note_writers(staging, [f"{machine}.{gone.pid}.1", f"{machine}.{live.pid}."])
+        checkpoints.clear_leftovers(tmp_path)
+        assert staging.exists()
+    checkpoints.clear_leftovers(tmp_path)
+    assert not staging.exists()

@@ -18,16 +18,16 @@ def test_bytes_and_back(codec, count):
 
 
 def test_names():
-    assert make_codec("none") is None
-    assert isinstance(make_codec("int8"), ErrorFeedback)
-    assert isinstance(make_codec("int8", has_feedback=False), Int8)
+    assert make_codec("none", 0) is None
+    assert isinstance(make_codec("int8", 0), ErrorFeedback)
+    assert isinstance(make_codec("int8", 0, has_feedback=False), Int8)
     with pytest.raises(UsageError, match="unknown codec"):
-        make_codec("int9")
+        make_codec("int9", 0)
 
 
 def means(group, _):
     """Equal on all; an inf goes through as it is."""
-    codec = make_codec("int8")
+    codec = make_codec("int8", 0)
     tensor = torch.linspace(-1, 1, 5000) * (1 + group.rank)
     handle = start_coded_mean(group, tensor, codec, "a")
     assert handle.wait() is tensor

@@ -1,12 +1,19 @@
 """Messages of a fixed size: what each codec makes of a model, and that all who read one come to the same."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+from shoal import models
 from shoal.strategies.companions import Companion
+from shoal.strategies.gradients import flagged_bytes
 from shoal.strategies.messages import Format
+from shoal.tensors import BucketLayout
 from shoal.tensors.codecs import codec_from_name
+
+DOCS = Path(__file__).parents[2] / "docs" / "strategies.md"
 
 
 def model():
@@ -76,3 +83,37 @@ def test_it_is_added_to_what_is_there():
     form.add(form.encode(values), there)
     for value, got in zip(values, there, strict=True):
         assert torch.equal(got, 2 * value)
+
+
+class Small(nn.Module):
+    """200 tensors of 3 values."""
+
+    def __init__(self):
+        super().__init__()
+        self.values = nn.ParameterList(torch.zeros(3) for _ in range(200))
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("`resnet18`", models.resnet18),
+        ("`mobilenet_v2`", models.mobilenet_v2),
+        ("`mlp`", models.mlp),
+        ("200 tensors of 3 values", Small),
+    ],
+)
+def test_padding_costs_what_the_page_says(name, make):
+    parameters = list(make().parameters())
+    plain_bytes = sum(parameter.nbytes for parameter in parameters)
+    layouts = BucketLayout.plan(parameters, is_reversed=True)
+    padded_bytes = sum(layout.size_bytes for layout in layouts)
+    flags_bytes = sum(map(flagged_bytes, layouts)) - padded_bytes
+    message_bytes = Format(codec_from_name("int8"), parameters).size_bytes
+    num_values, num_padded = plain_bytes // 4, padded_bytes // 4
+    unpadded_bytes = num_values + 4 * -(-num_values // 4096)
+    assert message_bytes == num_padded + 4 * -(-num_padded // 4096)
+    row = (
+        f"| {name} | {len(parameters)} | {plain_bytes:,} | {padded_bytes - plain_bytes:,} | {flags_bytes} "
+        f"| {message_bytes:,}, with {message_bytes - unpadded_bytes:,} |"
+    )
+    assert row in DOCS.read_text()

@@ -27,6 +27,19 @@ def test_the_recursion():
         torch.testing.assert_close(rows[turn], x, rtol=0, atol=1e-12)
 
 
+def test_who_skips_a_step_takes_part_with_the_momentum_it_has():
+    size, beta, skipped = 4, 0.6, 2
+    bowls, mixing = Bowls(size), torch.from_numpy(make_topology("ring", size).matrix(0))
+    rows = course("momentum", size, 5, momentum=beta, topology="ring", skips=(skipped,))
+    x = torch.zeros_like(bowls.targets)
+    momentum = torch.zeros_like(x)
+    for turn in range(5):
+        is_stepping = torch.tensor([[rank > 0 or turn != skipped] for rank in range(size)])
+        momentum = torch.where(is_stepping, beta * momentum + bowls.gradients(x), momentum)
+        x, momentum = mixing @ (x - RATE * (is_stepping * momentum)), mixing @ momentum
+        torch.testing.assert_close(rows[turn], x, rtol=0, atol=1e-12)
+
+
 def test_first_moments_of_adam_are_momentum():
     model = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)

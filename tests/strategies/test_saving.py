@@ -105,7 +105,7 @@ def goes_on_exactly(group, arguments):
 
     with whole.attach():
         whole.train(17, save)
-        expected = whole.bits()
+        expected, rounds = whole.bits(), whole.strategy.rounds  # without the last one, at the end
     resumed = Run(group, strategy, seed=77, **options)
     resumed.strategy.load(folder, loaders=[resumed.loader])
     with resumed.attach():
@@ -114,7 +114,7 @@ def goes_on_exactly(group, arguments):
         assert resumed.seen == whole.seen[5:]
         assert resumed.bits() == expected
         assert resumed.model.num_seen == 34
-        assert resumed.strategy.rounds == whole.strategy.rounds
+        assert resumed.strategy.rounds == rounds
         # once more, without leaving
         resumed.strategy.load(folder, loaders=[resumed.loader])
         assert resumed.strategy.steps == 5
@@ -188,6 +188,76 @@ def test_another_number_of_workers_sees_the_rest_of_the_epoch_once(workers, tmp_
     model = Net(9)
     model.load_state_dict(saved, strict=False)
     assert [parameter.flatten().tolist() for parameter in model.parameters()] == second[0]["start"]
+
+
+class Pair:
+    """A loop over two loaders of different lengths: the second one begins again whenever it is through."""
+
+    def __init__(self, group):
+        self.group = group
+        self.model = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.strategy = make_strategy(group, "all-reduce")
+        self.long = self.divide(24)
+        self.seen = [[], []]
+
+    def divide(self, num_examples):
+        return shard(DataLoader(TensorDataset(torch.arange(num_examples)), shuffle=True), self.group)
+
+    def train(self, short, num_steps):
+        """Until the end of the long loader's epoch, at most so many steps."""
+        others = iter(())
+        for number, (example,) in enumerate(self.long, 1):
+            try:
+                (other,) = next(others)
+            except StopIteration:
+                others = iter(short)
+                (other,) = next(others)
+            self.seen[0].append([self.long.epoch - 1, int(example)])
+            self.seen[1].append([short.epoch - 1, int(other)])
+            self.optimizer.zero_grad()
+            self.model(example.float().view(1, 1)).sum().backward()
+            self.optimizer.step()
+            if number == num_steps:
+                self.strategy.save(self.folder)
+                return
+
+
+def saves_two(group, arguments):
+    run = Pair(group)
+    run.folder = arguments["folder"]
+    short = run.divide(12)
+    with run.strategy.attach(run.model, run.optimizer, stays=True):
+        run.train(short, 9)
+    return run.seen
+
+
+def resumes_two(group, arguments):
+    run = Pair(group)
+    if arguments["when"] == "before":
+        short = run.divide(12)
+    run.strategy.load(arguments["folder"], loaders=[run.long] if arguments["is_given"] else None)
+    with run.strategy.attach(run.model, run.optimizer, stays=True):
+        if arguments["when"] == "after":
+            short = run.divide(12)
+        run.train(short, None)
+    return run.seen
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("is_given", [False, True])
+def test_two_loaders_go_on_where_they_were(workers, tmp_path, when, is_given):
+    arguments = {"folder": str(tmp_path), "when": when, "is_given": is_given}
+    before = workers.run(saves_two, 2, arguments)
+    after = workers.run(resumes_two, 2, arguments)
+    for number, num_examples, epoch in ((0, 24, 0), (1, 12, 1)):
+        seen = [example for part in before + after for example in part[number]]
+        assert sorted(seen_in(seen, epoch)) == list(range(num_examples))
+        assert after[0][number][0][0] == epoch
+
+
+def seen_in(seen, epoch):
+    return [example for each, example in seen if each == epoch]
 
 
 def resumes_rate(group, folder):

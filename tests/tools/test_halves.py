@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import halves
+from shoal.core.processes import stat_fields
 
 
 def test_every_test_is_in_one_half():
@@ -12,6 +16,13 @@ def test_every_test_is_in_one_half():
     for path in halves.TESTS.rglob("test_*.py"):
         assert sum(path.is_relative_to(place) for place in covered) == 1
     assert {Path(place).name for place in first} == {*halves.FIRST}
+
+
+def options_for(folder, monkeypatch):
+    """Have the halves run the tests of this folder, with these options."""
+    monkeypatch.setattr(halves, "TESTS", folder)
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    return ["-q", "--rootdir", str(folder), "-c", str(folder / "pytest.ini")]
 
 
 def test_what_fails_is_tried_alone_and_counts_when_it_fails_again(tmp_path, monkeypatch, capfd):
@@ -25,10 +36,69 @@ def test_what_fails_is_tried_alone_and_counts_when_it_fails_again(tmp_path, monk
         "    assert was_there\n"
     )
     (tmp_path / "test_b.py").write_text("def test_good():\n    assert True\n")
-    monkeypatch.setattr(halves, "TESTS", tmp_path)
-    options = ["-q", "--rootdir", str(tmp_path), "-c", str(tmp_path / "pytest.ini")]
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    options = options_for(tmp_path, monkeypatch)
     assert halves.main(options) == 0
     assert "Once more, alone" in capfd.readouterr().out
     (tmp_path / "test_b.py").write_text("def test_bad():\n    assert False\n")
     assert halves.main(options) == 1
+
+
+def test_a_process_that_stays_is_named_and_ended(tmp_path, monkeypatch, capfd):
+    (tmp_path / "test_a.py").write_text(
+        "import pathlib, subprocess\n"
+        "def test_that_forgets_a_child():\n"
+        "    child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        f"    pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
+    )
+    monkeypatch.setattr(halves, "PATIENCE_S", 0.2)
+    assert halves.main(["-W", "ignore", *options_for(tmp_path, monkeypatch)]) == 1
+    pid = int((tmp_path / "pid").read_text())
+    assert f"Left behind by the tests: process {pid}: sleep 600" in capfd.readouterr().out
+    while process_is_there(pid):
+        time.sleep(0.01)
+
+
+def process_is_there(pid):
+    """Whether it runs; one that has ended may wait for whoever inherited it to notice."""
+    fields = stat_fields(pid)
+    return bool(fields) and fields[0] not in ("Z", "X")
+
+
+def test_a_temporary_file_that_stays_is_named_and_removed(tmp_path, monkeypatch, capfd):
+    (tmp_path / "test_a.py").write_text(
+        "import pathlib, tempfile\n"
+        "def test_that_forgets_a_folder(tmp_path):\n"
+        "    (tmp_path / 'fine').write_text('')\n"
+        f"    pathlib.Path({str(tmp_path / 'made')!r}).write_text(tempfile.mkdtemp(prefix='forgotten'))\n"
+    )
+    assert halves.main(options_for(tmp_path, monkeypatch)) == 1
+    made = (tmp_path / "made").read_text()
+    assert f"Left behind by the tests: {made}" in capfd.readouterr().out
+    assert not Path(made).parent.exists()
+
+
+def test_shared_memory_that_nobody_uses_any_more_is_named_and_removed(tmp_path, monkeypatch):
+    # a folder stands in for /dev/shm, in which other programs have theirs
+    monkeypatch.setattr(halves, "SHARED_MEMORY", tmp_path)
+    (tmp_path / "old").touch()
+    before = halves.shared_memory()
+    (tmp_path / halves.BOARD).touch()
+    (tmp_path / "new").touch()
+    with (tmp_path / "used").open("wb"):
+        assert halves.remove_shared_memory(before) == [str(tmp_path / "new")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["old", "used", halves.BOARD])
+
+
+def test_tests_that_are_started_in_the_background_can_interrupt_their_children():
+    program = (
+        "import signal, subprocess, sys\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "import conftest\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "child.send_signal(signal.SIGINT)\n"
+        "sys.exit(0 if child.wait() == -signal.SIGINT else 1)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=False, cwd=Path(__file__).parent.parent, timeout=50
+    )
+    assert done.returncode == 0

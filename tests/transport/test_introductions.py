@@ -97,7 +97,7 @@ def test_what_a_caller_calls_itself_cannot_steer_a_terminal(run, caplog):
                 await client.streams.call(there, ABOUT, {"software": "x" * 300}, deadline=soon())
 
     run(main())
-    assert caplog.messages[0].endswith("asks who is here, shoal 1?[2J?2")
+    assert caplog.messages[0].endswith(r"asks who is here, shoal 1\u001b[2J\u000a2")
 
 
 # --- dialing back ---

@@ -23,6 +23,7 @@ import msgspec
 
 from shoal.core import BenchmarkError
 from shoal.core.loop import own_the_process
+from shoal.core.processes import obey_interrupts
 
 _ENDING_S = 10.0
 _INTERRUPTED_S = 3.0
@@ -168,6 +169,8 @@ def child(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,
+        # in the background a script's Ctrl-C is not for us, and so not for our children, who would obey it
+        process_group=0 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else None,
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -212,6 +215,7 @@ def describe_exit(code: int) -> str:
 def main() -> None:
     """What a child does: read what to run, run it, and tell when it fails."""
     own_the_process()
+    obey_interrupts()
     stdin = sys.stdin.buffer
     # what the function prints must not mix with what it tells
     stdout = os.fdopen(os.dup(sys.stdout.fileno()), "wb")

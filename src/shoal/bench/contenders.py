@@ -18,6 +18,8 @@ NONE = "none"
 """Nothing is attached, and nothing shared: the ceiling."""
 ASYNCHRONOUS = ("pair", "parameter-server", "staleness-aware", "push-sum", "window")
 """Strategies under which nobody waits: with a slow worker the others do more iterations."""
+CPU_ONLY = (*ASYNCHRONOUS, "choco")
+"""Strategies that work in the CPU's memory (`Strategy.runs_on_devices` is false)."""
 _WITH_SERVERS = ("parameter-server", "staleness-aware")
 _OWN_CHANNELS = ("ddp", "horovod")
 
@@ -53,6 +55,16 @@ def sends_by_itself(strategy: str) -> bool:
 def is_asynchronous(strategy: str) -> bool:
     """Whether workers meet under none but special options."""
     return _is_one_of(ASYNCHRONOUS, strategy)
+
+
+def refusal_on(device: str, strategy: str) -> str | None:
+    """Why the strategy cannot train on this device, 'cpu' or 'cuda'; None where it can."""
+    if device == "cpu" or not _is_one_of(CPU_ONLY, strategy):
+        return None
+    return (
+        f"{strategy} cannot train on {device} yet: it works in the CPU's memory. "
+        "Try: --device cpu, which measures all strategies on the CPU."
+    )
 
 
 def is_free_running(strategy: str, options: Mapping[str, Mapping[str, Any]]) -> bool:

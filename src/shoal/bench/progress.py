@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 
+from shoal.core.untrusted import visible
 from shoal.report.tables import emit
 
 _COUNTED = re.compile(r"^(.*): (\d+) of ([1-9]\d*)$")
@@ -25,9 +26,10 @@ def show_progress(title: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: emit(f"{title}: {text}", sys.stderr) if is_news(text) else None
         return
     from rich.console import Console
+    from rich.text import Text
 
     with Console(stderr=True).status(title) as status:
-        yield lambda text: status.update(f"{title}: {with_bar(text)}")
+        yield lambda text: status.update(Text(visible(f"{title}: {with_bar(text)}")))
 
 
 def with_bar(text: str) -> str:

@@ -27,6 +27,7 @@ from shoal.cli.bench_common import (
     run_settings,
 )
 from shoal.cli.bench_trained import (
+    CPU_SIDE,
     DeviceKind,
     NoCuda,
     NumServers,
@@ -152,7 +153,7 @@ def _common(given: dict[str, Any], device: DeviceKind, usual_batch_size: int | N
 
 
 def _chosen(given: dict[str, Any], device: str) -> tuple[str, ...]:
-    from shoal.bench.contenders import is_asynchronous
+    from shoal.bench.contenders import refusal_on
     from shoal.bench.training import DEFAULT_STRATEGIES
     from shoal.bench.training_kungfu import strategy_of
 
@@ -165,26 +166,34 @@ def _chosen(given: dict[str, Any], device: str) -> tuple[str, ...]:
     named: tuple[str, ...] = DEFAULT_STRATEGIES
     if given["strategies"] is not None:
         named = tuple(listed(given["strategies"]))
-    elif device == "cuda":
-        named = tuple(name for name in named if not is_asynchronous(name))
+    else:
+        refused = [name for name in named if refusal_on(device, name) is not None]
+        named = tuple(name for name in named if name not in refused)
+        if refused:
+            emit(
+                f"Left out, for it cannot train on GPUs yet: {', '.join(refused)}. "
+                "--device cpu measures it on the CPU.",
+                sys.stderr,
+            )
     if given["strategies"] is None and given["workers_per_machine"] is not None:
         named = (*named, "hierarchical")
     return contenders(named, with_ddp=not given["no_ddp"])
 
 
 def _device(given: dict[str, Any], num_workers_here: int | None) -> DeviceKind:
-    """The one that was asked for, or GPUs where they suffice and all that was named runs on them."""
-    from shoal.bench.contenders import is_asynchronous
-    from shoal.bench.training_kungfu import strategy_of
-
+    """The one that was asked for, or GPUs where they suffice; where they do not, that is told."""
     is_here = not there.is_on_hosts(given)
     device = device_of(given["device"], no_cuda=given["no_cuda"], is_here=is_here)
     if device == "cpu" or given["device"] is not None:
         return device
-    named = listed(given["strategies"] or "") if given["kungfu"] is None else [strategy_of(given["kungfu"])]
-    if any(map(is_asynchronous, named)):
-        return "cpu"
-    return "cuda" if num_workers_here is None or num_workers_here <= num_gpus() else "cpu"
+    if num_workers_here is None or num_workers_here <= num_gpus():
+        return "cuda"
+    emit(
+        f"{num_workers_here} workers want a GPU each, and this machine has {num_gpus()}: all train on the "
+        f"CPU, by default with images of {CPU_SIDE}×{CPU_SIDE}. Fewer workers, by --np, train on GPUs.",
+        sys.stderr,
+    )
+    return "cpu"
 
 
 def _slow(given: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from shoal.core.untrusted import visible
 from shoal.report.tables import emit
 
 _EVERY_S, _EVERY_PLAIN_S = 1.0, 60.0
@@ -37,7 +38,10 @@ def live_line() -> Iterator[tuple[Callable[[str], None], float]]:
             if isinstance(handler, logging.StreamHandler) and handler.stream is terminal:
                 handler.setStream(sys.stderr)  # rich's by now, which prints above the line
                 stack.callback(handler.setStream, terminal)
-        yield lambda text: line.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True), _EVERY_S
+        yield (
+            lambda text: line.update(Text(visible(text), no_wrap=True, overflow="ellipsis"), refresh=True),
+            _EVERY_S,
+        )
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ compared or judged; 130 interrupted; `run` has more. Data goes to stdout, everyt
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -26,6 +27,7 @@ from shoal.cli.serve import serve
 from shoal.cli.status import status
 from shoal.cli.top import top
 from shoal.core.errors import ReportError, ShoalError, UsageError
+from shoal.core.untrusted import visible
 from shoal.report.tables import emit
 
 # Typer brings its own click in some versions and uses the installed one in others: take the one in use
@@ -69,6 +71,13 @@ app.add_typer(bench_app, name="bench", context_settings=CONTEXT)
 app.add_typer(keys_app, name="keys", context_settings=CONTEXT)
 
 
+class _Visible(logging.Formatter):
+    """What is logged may quote other machines, which must not steer the terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
 def print_version(is_wanted: bool) -> None:
     """What `--version` does."""
     if is_wanted:
@@ -85,11 +94,9 @@ def common(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more, to stderr.")] = False,
 ) -> None:
     """Options of every verb."""
-    logging.basicConfig(
-        level=logging.DEBUG if verbose else logging.WARNING,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Visible("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.DEBUG if verbose else logging.WARNING, handlers=[handler])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -112,10 +119,16 @@ def run(arguments: list[str]) -> int:
     return code
 
 
+@functools.cache
+def _command() -> Any:
+    """The whole tree of verbs; making it takes longer than many of them do."""
+    return typer.main.get_command(app)
+
+
 def _run(arguments: list[str]) -> int:
-    command = typer.main.get_command(app)
     try:
         # not `app()`: it turns interrupts, exits and closed pipes into something else on the way
+        command = _command()
         with command.make_context("shoal", list(arguments), obj=tuple(arguments)) as context:
             command.invoke(context)
     except ShoalError as error:

@@ -10,7 +10,8 @@ import typer
 
 from shoal.cli.diff import refuse_to_overwrite
 from shoal.report.html import write_reports
-from shoal.report.storage import load
+from shoal.report.picture import draw
+from shoal.report.storage import load, write_atomically
 from shoal.report.tables import emit, result_line, show
 from shoal.report.views import report_items
 
@@ -23,17 +24,38 @@ def report(
             "--output", "-o", metavar="FILE", help="The page; by default the first report's name with .html."
         ),
     ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            "--picture", metavar="FILE.svg", help="Also draw one metric of the first report as an SVG image."
+        ),
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option("--metric", help="The metric of --picture.", show_default="the first that has a curve"),
+    ] = None,
+    along: Annotated[
+        str | None,
+        typer.Option("--along", help="The axis of --picture: step, s or bytes.", show_default="s"),
+    ] = None,
+    title: Annotated[str | None, typer.Option("--title", help="The title of --picture.")] = None,
 ) -> None:
     """Write one self-contained HTML page of the reports, and print their figures."""
     path = output if output is not None else files[0].with_suffix(".html")
     refuse_to_overwrite("-o", path, tuple(files))
+    if picture is not None:
+        refuse_to_overwrite("--picture", picture, (*files, path))
     reports = [load(file) for file in files]
+    drawing = draw(reports[0], metric, along, title) if picture is not None else ""
     write_reports(reports, path, [str(file) for file in files])
     for file, item in zip(files, reports, strict=True):
         if len(files) > 1:
             emit(f"{file}", sys.stdout)
         show(report_items(item), sys.stdout)
     emit(f"Wrote {path}", sys.stdout)
+    if picture is not None:
+        write_atomically(picture, drawing.encode())
+        emit(f"Wrote {picture}", sys.stdout)
     result = {
         "html": str(path),
         "num_reports": len(reports),

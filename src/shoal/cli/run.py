@@ -1,6 +1,6 @@
 """`shoal run`: a program in several workers, on this machine or on several.
 
-Exit codes: 0 done, by all workers or by those that could do without the others; the failing worker's own if
+Exit codes: 0 done, by all workers or by those that could do without lost ones; the failing worker's own if
 it is 1 to 125, else 1; 128 + N when a worker or the launcher got signal N; 124 after --timeout; 2 bad usage.
 """
 
@@ -68,6 +68,10 @@ def run(
     order: Annotated[
         str | None, typer.Option(metavar="NAME", help="adapt-then-combine or adapt-while-combine.")
     ] = None,
+    on_nonfinite: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="At a NaN or an infinity: warn (by default), skip, or stop."),
+    ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Any other option of the strategy; may be given often."),
@@ -81,6 +85,12 @@ def run(
     patience: Annotated[
         float, typer.Option(metavar="X", help="A peer that is silent for 5 s times X is lost.")
     ] = 1.0,
+    allow_split: Annotated[
+        bool,
+        typer.Option(
+            "--allow-split", help="Let each side of a cut network go on, not only the larger; models differ."
+        ),
+    ] = False,
     threads: Annotated[
         int | None,
         typer.Option(
@@ -131,6 +141,13 @@ def run(
     checkpoint_every: Annotated[
         int | None, typer.Option(metavar="N", help="Steps from one saving to the next.")
     ] = None,
+    allow_failures: Annotated[
+        bool,
+        typer.Option(
+            "--allow-failures",
+            help="Where workers go on without a lost one: also without one that raises or exits with a code.",
+        ),
+    ] = False,
     engine: Annotated[
         str, typer.Option(metavar="NAME", help="ssh, or ray: workers as actors on a Ray cluster.")
     ] = "ssh",
@@ -147,10 +164,11 @@ def run(
 ) -> None:
     """Run a program in several workers, on this machine or on others.
 
-    Lines come with their worker's rank before them. When a worker fails, its traceback is shown and the
-    others are ended; under neighbor, pair, window, push-sum, local-sgd and diloco they go on without it, and
-    finishing is exit code 0. Other
-    hosts are reached by ssh, with a key; they need the same Python, Shoal and program at the same paths.
+    Lines come with their worker's rank before them. When a worker raises, its traceback is shown, the others
+    are ended, and the exit code is that worker's. When one is lost (killed by a signal, or with its machine),
+    the run ends, too; under neighbor, pair, window, push-sum, local-sgd, diloco and other strategies that
+    outlive a loss the rest go on without it, and finishing is exit code 0. Other hosts are reached by ssh,
+    with a key; they need the same Python, Shoal and program at the same paths.
     """
     from shoal.launch import (
         Elastic,
@@ -177,6 +195,7 @@ def run(
         "decay_every": decay_every,
         "alpha": alpha,
         "order": order,
+        "on_nonfinite": on_nonfinite,
     }
     options = parse_options(option or [])
     options.update({name: value for name, value in named.items() if value is not None})
@@ -195,6 +214,7 @@ def run(
             workers_per_machine=workers_per_machine,
             patience=patience,
             timeout_s=peer_timeout,
+            allow_split=allow_split,
             timeline=None if timeline is None else str(timeline.absolute()),
             num_servers=num_servers,
             network_interface=network_interface,
@@ -205,6 +225,7 @@ def run(
         timeout_s=timeout,
         log_dir=log_dir,
         variables=parse_variables(variable or []),
+        allows_failures=allow_failures,
         elastic=Elastic(max_restarts, min_np, max_np),
         env=env,
     )

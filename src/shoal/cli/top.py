@@ -25,6 +25,7 @@ from shoal.core.board import VARIABLE
 from shoal.core.board_folders import folders_to_read
 from shoal.core.errors import ShoalError, UsageError
 from shoal.core.ids import Address
+from shoal.core.untrusted import visible
 from shoal.report.tables import Line, Table, emit, result_line, show, wrap
 
 
@@ -150,7 +151,7 @@ def _watch(source: Source, last: Shot, interval_s: float) -> Shot:
     ):
         error = ""
         while True:
-            lines = [*_lines(last), (error, "red")]
+            lines = [*_lines(last), (visible(error), "red")]
             whole = Text("\n").join(Text(line, style=style, no_wrap=True) for line, style in lines)
             live.update(whole, refresh=True)
             time.sleep(interval_s)
@@ -188,7 +189,8 @@ def _lines(shot: Shot) -> list[Line]:
         if isinstance(item, Table):
             lines += [*item.lines(_width(), "─"), ("", "")]
         else:
-            lines.append((item, "") if isinstance(item, str) else item)
+            line, style = (item, "") if isinstance(item, str) else item
+            lines.append((visible(line), style))
     return [*lines, ("", ""), ("Ctrl-C ends it.", "dim")]
 
 

@@ -272,6 +272,8 @@ def _beat(one: Sighting) -> str:
 
 
 def _age(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return _NOTHING
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(int(seconds), 60)

@@ -50,7 +50,7 @@ Device = Annotated[
     Literal["cpu", "cuda"] | None,
     typer.Option(
         help="Where the models are.",
-        show_default="cuda with a GPU for each worker and strategies that run there",
+        show_default="cuda with a GPU for each worker",
     ),
 ]
 Fuse = Annotated[

@@ -222,7 +222,7 @@ def _notes(now_s: float) -> Iterable[tuple[Path, Note]]:
             if path.name.startswith(".") and path.name.endswith(_ENDING):
                 _drop_if_abandoned(path, now_s)
             elif path.name.endswith(_ENDING):
-                with contextlib.suppress(OSError, msgspec.MsgspecError):
+                with contextlib.suppress(OSError, ValueError, RecursionError, msgspec.MsgspecError):
                     if path.stat().st_size <= _MAX_BYTES:
                         yield path, msgspec.msgpack.decode(path.read_bytes(), type=Note)
 

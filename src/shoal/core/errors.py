@@ -13,6 +13,7 @@ into these at the seam where they arise.
     ├── PeerError                   a peer did not do what it was asked; names the peer
     │   ├── PeerUnreachable         no connection could be made
     │   ├── PeerLost                the connection ended while something depended on it
+    │   │   └── NetworkSplit        this worker is on the side of a cut network that stops
     │   ├── PeerRefused             the peer said no: unknown method, not allowed, too large
     │   ├── PeerBusy                the peer said 'not now'; trying again later may work
     │   │   └── PeerLeaving         the peer is about to go; trying another one may work
@@ -83,6 +84,10 @@ class PeerUnreachable(PeerError):
 
 class PeerLost(PeerError):
     """The connection to the peer ended while something depended on it."""
+
+
+class NetworkSplit(PeerLost):
+    """The network is cut, and this worker is on the side that stops: otherwise there would be two models."""
 
 
 class PeerRefused(PeerError):

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +16,16 @@ TEMPORARY = ".tmp"
 
 @contextlib.contextmanager
 def written(path: Path) -> Iterator[Path]:
-    """A file to fill, which comes to be at `path`, durably, when the block ends without an error."""
+    """A file to fill, which comes to be at `path`, durably, when the block ends without an error.
+
+    Its permissions follow the umask and the folder, whatever the library that fills it gives its files.
+    """
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
+        temporary.touch()
+        mode = stat.S_IMODE(temporary.stat().st_mode)
         yield temporary
+        temporary.chmod(mode)
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         temporary.replace(path)

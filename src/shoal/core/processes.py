@@ -1,9 +1,13 @@
-"""Other processes of this machine, by number: when they began, whether they run, whose numbers these are."""
+"""Other processes of this machine, by number: when they began, whether they run, whose numbers these are.
+
+And what a process that Shoal has started puts right at its start.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +15,16 @@ State = Literal["running", "stopped", "gone"]
 _HAS_PROC = Path("/proc/self/stat").exists()
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = Path("/proc/self/ns/pid")
+
+
+def obey_interrupts() -> None:
+    """Let SIGINT interrupt this process again where it was started with that signal ignored.
+
+    A shell has it ignored by what it starts in the background, and whatever is started from there inherits
+    that, though nobody wished it for them. For the main thread of a process that Shoal has started.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def stat_fields(pid: int) -> list[str]:

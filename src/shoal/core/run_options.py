@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from shoal.core.errors import UsageError
+from shoal.core.untrusted import decode_json
 
 VARIABLE = "SHOAL_RUN"
 SECRET_VARIABLE = "SHOAL_RUN_SECRET"
@@ -44,6 +45,8 @@ class RunOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """A peer that is silent for SILENCE_S times this is lost."""
     timeout_s: float | None = None
     """The longest wait for a peer that is alive; None waits on."""
+    allow_split: bool = False
+    """Whether each side of a network that is cut goes on; otherwise the smaller one stops."""
     timeline: str | None = None
     """Each worker writes its part of the Chrome trace to this path with `.RANK` behind it."""
     status_fd: int | None = None
@@ -62,7 +65,7 @@ class RunOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         if text is None:
             return cls()
         try:
-            options = msgspec.json.decode(text, type=cls)
+            options = decode_json(text, cls)
         except msgspec.DecodeError as error:
             raise UsageError(
                 f"{VARIABLE} cannot be read: {error}.",

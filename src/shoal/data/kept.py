@@ -40,15 +40,22 @@ class KeptLoaders:
         courses = [known() for known in self._courses]
         return [None if course is None else course.state_dict() for course in courses]
 
-    def load(self, states: Sequence[Mapping[str, Any] | None]) -> None:
-        """Go on from there, also those that come later."""
-        courses = [known() for known in self._courses]
+    def load(self, states: Sequence[Mapping[str, Any] | None], first: Sequence[Course] = ()) -> None:
+        """Go on from there, also those that come later; `first` are those that the first states are of.
+
+        The other states are of the other loaders, in the order in which they were divided.
+        """
+        courses: list[Course | None] = [known() for known in self._courses]
+        if first:
+            rest = [course for course in courses if course is not None and course not in first]
+            courses = [*first, *rest]
         self._waiting = {}
         for number, state in enumerate(states):
-            course = courses[number] if number < len(courses) else None
-            if state is not None and number >= len(courses):
-                self._waiting[number] = state
-            elif state is not None and course is not None:
+            if state is None:
+                continue
+            if number >= len(courses):
+                self._waiting[number - len(courses) + len(self._courses)] = state
+            elif (course := courses[number]) is not None:
                 _load(course, state)
 
 

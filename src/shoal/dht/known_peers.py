@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.core import Address, Peer, PeerId, ReportError, UsageError
+from shoal.core.untrusted import decode_json
 from shoal.report.storage import write_atomically
 from shoal.transport import Membership
 
@@ -56,7 +57,7 @@ class KnownPeers:
         try:
             if self.path.stat().st_size > _MAX_FILE_BYTES:
                 raise ValueError("it is too large")
-            document = msgspec.json.decode(self.path.read_bytes(), type=_Document)
+            document = decode_json(self.path.read_bytes(), _Document)
             if document.schema != _SCHEMA:
                 raise ValueError("it is something else")
             found = [Peer(Address.parse(line.address), PeerId.parse(line.id)) for line in document.peers]

@@ -53,6 +53,7 @@ def make_expert(
         optimizer=optimizer,
         scheduler=None if optimizer is None else make_scheduler(optimizer, training),
         max_grad_norm=training.max_grad_norm,
+        clip_gradients=training.clip_gradients,
     )
 
 

@@ -52,10 +52,10 @@ from shoal.experts.wire import (
     Info,
     InfoRequest,
     from_wire,
+    make_wire_codec,
     to_wire,
 )
-from shoal.tensors import TensorSpec, codec_from_name
-from shoal.tensors.codecs.base import PLAIN
+from shoal.tensors import TensorSpec
 from shoal.tensors.dtypes import dtype_name
 from shoal.transport import Membership, Reply, StreamTransport
 
@@ -111,7 +111,7 @@ class ExpertClient:
     ) -> None:
         self.swarm = swarm
         self.settings = settings or ClientSettings()
-        self._codec = None if self.settings.codec == PLAIN else codec_from_name(self.settings.codec)
+        self._codec = make_wire_codec(self.settings.codec)
         self._membership = membership
         self._given_loop = loop
         self._run: Callable[..., Any] | None = None

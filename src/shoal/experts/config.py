@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from shoal.core.errors import UsageError
+from shoal.experts.clipping import DEFAULT_FACTOR, GradientClip
 
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
@@ -59,6 +60,10 @@ class HostingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Count | None, Meta(description="updates after which the linear scheduler has come to 0")
     ] = None
     max_grad_norm: Annotated[Seconds | None, Meta(description="clip gradients to this norm")] = None
+    clip_gradients: Annotated[
+        Factor,
+        Meta(description="clip gradients to so many times the expert's usual norm; 0 is off"),
+    ] = DEFAULT_FACTOR
 
     device: Annotated[
         str | None,
@@ -164,6 +169,7 @@ class HostingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 "--adopt needs a folder of saved experts.",
                 next_step="add --checkpoint-dir DIR, the folder that the other servers save to.",
             )
+        GradientClip(self.clip_gradients)  # refuses what is no factor
         if self.device is not None and _DEVICE.fullmatch(self.device) is None:
             raise UsageError(
                 f"Experts cannot be served on {self.device!r}.", next_step="use cpu, cuda, or cuda:1."

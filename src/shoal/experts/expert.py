@@ -16,13 +16,17 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shoal.core import UsageError
+from shoal.experts.clipping import DEFAULT_FACTOR, GradientClip
 from shoal.experts.discovery import discover_schema, run_on
-from shoal.experts.errors import RefusedUpdate
+from shoal.experts.errors import MergedTooLarge, RefusedUpdate
 from shoal.experts.schema import Example, ExpertSchema
 from shoal.experts.state import (
+    APPLIED_IDS,
     ExpertState,
+    applied_ids,
     check_module_state,
     cpu_copy,
+    ids_as_tensor,
     move_optimizer,
     optimizer_state,
     replace_parameters,
@@ -36,6 +40,9 @@ from shoal.tensors.dtypes import dtype_named
 __all__ = ["Expert", "ExpertState"]
 
 log = logging.getLogger(__name__)
+
+MAX_APPLIED_IDS = 1 << 14
+"""Of 16 bytes each: what is sent again comes soon, while its client waits."""
 
 
 class Expert:
@@ -57,6 +64,7 @@ class Expert:
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: LRScheduler | None = None,
         max_grad_norm: float | None = None,
+        clip_gradients: float = DEFAULT_FACTOR,
     ) -> None:
         if not uid:
             raise UsageError("An expert needs a uid.", next_step="name it, such as 'expert0' or 'ffn.3.14'.")
@@ -67,6 +75,8 @@ class Expert:
         self.scheduler = scheduler
         self.max_grad_norm = max_grad_norm
         """Gradients of all parameters together are scaled down to this norm; None never does."""
+        self.clip = GradientClip(clip_gradients)
+        """Gradients are also scaled down to so many times the usual norm of this expert's; 0 never does."""
         self.schema: ExpertSchema = discover_schema(module, example)
         self.statistics = ExpertStatistics()
         self.num_updates = 0
@@ -74,6 +84,7 @@ class Expert:
         self.num_changes = 0
         """Times that anybody has changed its weights: steps, averages, loads. Who restores it from a file
         that need not be written again sets this back to 0."""
+        self._applied_ids: dict[bytes, None] = {}
         self._is_schedule_over = False
         self._parameters = list(module.parameters())
         saved = module.state_dict()
@@ -106,12 +117,17 @@ class Expert:
         return outputs
 
     def backward(
-        self, inputs: Sequence[torch.Tensor], grad_outputs: Sequence[torch.Tensor]
+        self,
+        inputs: Sequence[torch.Tensor],
+        grad_outputs: Sequence[torch.Tensor],
+        request_ids: Sequence[bytes] = (),
     ) -> list[torch.Tensor | None]:
         """Gradients for the inputs (None for integers and booleans), after one step of the optimizer.
 
-        Without an optimizer nothing is trained. RefusedUpdate when a gradient is not finite: then, and after
-        any other error of the module, the expert is as it was before.
+        `request_ids` name the requests that the batch consists of, which `has_applied` knows from then on.
+        Without an optimizer nothing is trained. RefusedUpdate when a gradient is not finite, MergedTooLarge
+        when that of several requests would have to be clipped: then, and after any other error of the module,
+        the expert is as it was before.
         """
         leaves = [
             tensor.detach().requires_grad_(has_gradient)
@@ -123,9 +139,10 @@ class Expert:
                 outputs = self._call(leaves)
                 is_update = self._differentiate(leaves, outputs, grad_outputs)
             gradients = [leaf.grad for leaf in leaves]
-            self._check_and_clip(gradients)
+            self._check_and_clip(gradients, is_merged=len(request_ids) > 1)
             if is_update:
                 self._step()
+            self._note_applied(request_ids)
         except BaseException as error:
             _restore(buffers)
             self.statistics.num_refused_updates += isinstance(error, RefusedUpdate)
@@ -140,6 +157,10 @@ class Expert:
             for leaf, gradient, has_gradient in zip(leaves, gradients, self._has_gradient, strict=True)
         ]
 
+    def has_applied(self, request_id: bytes) -> bool:
+        """Whether a backward with this id is part of what the expert has learned. For any thread."""
+        return request_id in self._applied_ids
+
     def state(self) -> ExpertState:
         """All that `load` needs to go on training to the bit, copied to memory of the CPU."""
         tensors: dict[str, torch.Tensor] = {}
@@ -150,7 +171,9 @@ class Expert:
                     next_step="let the module's get_extra_state() give a tensor, or nothing.",
                 )
             tensors[f"module.{name}"] = cpu_copy(value)
-        numbers: dict[str, Any] = {"num_updates": self.num_updates}
+        if self._applied_ids:
+            tensors[APPLIED_IDS] = ids_as_tensor(self._applied_ids)
+        numbers: dict[str, Any] = {"num_updates": self.num_updates, "gradient_norms": self.clip.norms}
         if self.optimizer is not None:
             optimizer_tensors, numbers["optimizer"] = optimizer_state(self.optimizer)
             tensors |= optimizer_tensors
@@ -162,12 +185,16 @@ class Expert:
         """Take over a state; what it lacks beside the module's tensors starts anew, and is told as warnings.
 
         With `keeps_settings`, learning rates and all other settings of optimizer and scheduler stay this
-        expert's own. UsageError, and nothing changed, when the module's tensors are not those of this expert.
+        expert's own, and so do the ids of requests that it has applied. UsageError, and nothing changed, when
+        the module's tensors are not those of this expert.
         """
         module_tensors = check_module_state(self.uid, self.module, state.tensors)
         self.num_changes += 1
         self.module.load_state_dict(module_tensors)
         self.num_updates = state.num_updates
+        self.clip.restore(state.numbers.get("gradient_norms"))
+        if not keeps_settings:
+            self._applied_ids = dict.fromkeys(applied_ids(state))
         self._is_schedule_over = False
         warnings: list[str] = []
         if self.optimizer is not None:
@@ -215,12 +242,12 @@ class Expert:
                 leaf.grad = gradient
         return False
 
-    def _check_and_clip(self, input_gradients: Sequence[torch.Tensor | None]) -> None:
+    def _check_and_clip(self, input_gradients: Sequence[torch.Tensor | None], *, is_merged: bool) -> None:
         of_inputs = [gradient for gradient in input_gradients if gradient is not None]
         of_parameters = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         if not of_inputs and not of_parameters:
             return
-        norms = _as_floats([_norm(gradient) for gradient in (*of_inputs, *of_parameters)])
+        norms = _norms([*of_inputs, *of_parameters])
         total = math.hypot(*norms[len(of_inputs) :])
         if not math.isfinite(total) or not all(map(math.isfinite, norms)):
             where = "inputs" if math.isfinite(total) else "parameters"
@@ -229,10 +256,32 @@ class Expert:
                 cause="NaN or infinity in the inputs or the gradients that were sent, or training diverges.",
                 next_step="check the loss before backward(), lower the learning rate, or clip gradients.",
             )
-        if self.max_grad_norm is not None and total > self.max_grad_norm:
-            scale = self.max_grad_norm / (total + 1e-6)
+        if total == 0:
+            return  # nothing to scale, and it says nothing of what is usual
+        limit = self.clip.limit(self._weight_norm)
+        if total > limit:
+            if is_merged:
+                raise MergedTooLarge(f"The gradient of several requests for {self.uid} would be clipped.")
+            self.statistics.num_clipped_updates += 1
+        applied = min(total, limit, self.max_grad_norm or math.inf)
+        if applied < total:
             for gradient in of_parameters:
-                gradient.mul_(scale)
+                gradient.mul_(applied / total)
+        is_to_start_anew = self.clip.remember(applied, self._weight_norm)
+        if is_to_start_anew and self.optimizer is not None and self.optimizer.state:
+            self.optimizer.state.clear()
+            log.warning(
+                "The optimizer of expert %s starts anew: one of its first gradients was far too large.",
+                self.uid,
+            )
+
+    def _weight_norm(self) -> float:
+        return math.hypot(*_norms(self._parameters))
+
+    def _note_applied(self, request_ids: Sequence[bytes]) -> None:
+        self._applied_ids.update(dict.fromkeys(request_ids))
+        while len(self._applied_ids) > MAX_APPLIED_IDS:
+            del self._applied_ids[next(iter(self._applied_ids))]
 
     def _step(self) -> None:
         assert self.optimizer is not None
@@ -271,19 +320,21 @@ def _restore(buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
                 buffer.copy_(copy)
 
 
+@torch.no_grad()
+def _norms(tensors: Sequence[torch.Tensor]) -> list[float]:
+    norms = [_norm(tensor) for tensor in tensors]
+    if norms[0].is_cpu:
+        return [norm.item() for norm in norms]
+    # One wait for the device, however many there are.
+    floats: list[float] = torch.stack(norms).tolist()
+    return floats
+
+
 def _norm(tensor: torch.Tensor) -> torch.Tensor:
     # The norm of a large half-precision tensor is soon beyond what its own type can hold.
     dtype = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
     norm: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
     return norm
-
-
-def _as_floats(numbers: Sequence[torch.Tensor]) -> list[float]:
-    if numbers[0].is_cpu:
-        return [number.item() for number in numbers]
-    # One wait for the device, however many there are.
-    floats: list[float] = torch.stack(tuple(numbers)).tolist()
-    return floats
 
 
 def _check_training(

@@ -302,6 +302,7 @@ def _moment_of(expert: Expert) -> ExpertMoment:
         num_backward_samples=done.num_backward_samples,
         num_updates=expert.num_updates,
         busy_s=done.busy_s,
+        num_clipped=done.num_clipped_updates,
     )
 
 

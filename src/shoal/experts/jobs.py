@@ -48,7 +48,6 @@ class Job:
         "codec",
         "deadline",
         "expert",
-        "is_applied",
         "is_dropped",
         "is_taken",
         "keep_as",
@@ -82,8 +81,6 @@ class Job:
         self.turn = 0
         """Where it stands in line: see `JobQueue`."""
         self.waited_s = 0.0
-        self.is_applied = False
-        """Of a backward: the expert has made its step, whatever happens to the answer."""
         self.is_taken = False
         self.is_dropped = False
         self.waiters: list[tuple[asyncio.AbstractEventLoop, Waiter]] = []

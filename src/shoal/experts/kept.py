@@ -15,11 +15,14 @@ import msgspec
 import torch
 
 from shoal.core import PeerRefused
+from shoal.experts.expert import Expert
 from shoal.experts.jobs import Job, Outcome
 
 _ENTRY_BYTES = 2 << 10  # what an entry takes beside its tensors
 _MAX_ANSWERS = 8192  # seconds of small requests: one that is sent again comes soon
-_MAX_IDS = 1 << 16  # of applied requests, 16 bytes each: remembered for longer than their answers
+
+
+_Key = tuple[str, bytes]  # an expert's uid, and the id of a request
 
 
 class KeptInputs:
@@ -74,13 +77,16 @@ class KeptInputs:
 
 
 class Applied:
-    """Backward requests by their ids: those under way, and what was answered to those that are done."""
+    """Backward requests by their ids: those under way, and what was answered to those that are done.
+
+    That a request was applied is remembered by its expert, together with what it has learned from it: for
+    longer than the answer, and in its checkpoints.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._under_way: dict[bytes, Job] = {}
-        self._answers: collections.OrderedDict[bytes, Outcome] = collections.OrderedDict()
-        self._ids: collections.OrderedDict[bytes, None] = collections.OrderedDict()
+        self._under_way: dict[_Key, Job] = {}
+        self._answers: collections.OrderedDict[_Key, Outcome] = collections.OrderedDict()
         self._lock = threading.Lock()
         self.used_bytes = 0
 
@@ -89,45 +95,42 @@ class Applied:
         """Requests that are not answered yet."""
         return len(self._under_way)
 
-    def find(self, request_id: bytes) -> Job | Outcome | None:
+    def find(self, expert: Expert, request_id: bytes) -> Job | Outcome | None:
         """The job that does it, or what it was answered with; PeerRefused when that is kept no longer."""
         with self._lock:
-            return self._find(request_id)
+            return self._find(expert, request_id)
 
-    def begin(self, request_id: bytes, job: Job) -> Job | Outcome:
+    def begin(self, job: Job) -> Job | Outcome:
         """Note that a job does it, and give that job back; or what `find` gives, where that is something."""
         with self._lock:
-            known = self._find(request_id)
+            known = self._find(job.expert, job.request_id)
             if known is None:
-                self._under_way[request_id] = job
+                self._under_way[job.expert.uid, job.request_id] = job
                 return job
             return known
 
     def end(self, job: Job, outcome: Outcome | None) -> None:
         """A job is over, with this answer; with None it has none, and may not have been done at all."""
-        request_id = job.request_id
+        key = job.expert.uid, job.request_id
         with self._lock:
-            if self._under_way.get(request_id) is not job:
+            if self._under_way.get(key) is not job:
                 return
-            del self._under_way[request_id]
-            if outcome is None and not job.is_applied:
-                return
-            self._ids[request_id] = None
-            if len(self._ids) > _MAX_IDS:
-                self._ids.popitem(last=False)
+            del self._under_way[key]
             if outcome is None:
                 return
-            self._answers[request_id] = outcome
+            self._answers[key] = outcome
             self.used_bytes += _bytes_of(outcome)
             while self._answers and (self.used_bytes > self._max_bytes or len(self._answers) > _MAX_ANSWERS):
                 _, oldest = self._answers.popitem(last=False)
                 self.used_bytes -= _bytes_of(oldest)
 
-    def _find(self, request_id: bytes) -> Job | Outcome | None:
-        known = self._under_way.get(request_id) or self._answers.get(request_id)
-        if known is None and request_id in self._ids:
+    def _find(self, expert: Expert, request_id: bytes) -> Job | Outcome | None:
+        key = expert.uid, request_id
+        known = self._under_way.get(key) or self._answers.get(key)
+        if known is None and expert.has_applied(request_id):
             raise PeerRefused(
                 "this backward was applied before, and its answer is kept no longer.",
+                cause="it was sent again late, or after this server was started anew.",
                 next_step="go on without its gradient.",
             )
         return known

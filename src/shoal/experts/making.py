@@ -33,6 +33,7 @@ class ExpertMaker:
             num_warmup_steps=config.num_warmup_steps,
             num_training_steps=config.num_training_steps,
             max_grad_norm=config.max_grad_norm,
+            clip_gradients=config.clip_gradients,
         )
         self.about = {"expert_class": self._class.name, "hidden_dim": config.hidden_dim}
         """What is saved beside an expert, so that it is not mistaken for one of another kind."""

@@ -19,7 +19,7 @@ import torch
 from shoal.core import DeadlineExceeded, LimitExceeded, Peer, PeerError, TensorError, UsageError
 from shoal.experts import averaging
 from shoal.experts.averaging import Part
-from shoal.experts.state import ExpertState
+from shoal.experts.state import APPLIED_IDS, ExpertState
 from shoal.tensors import TensorLimits, TensorSpec, check, describe, pack, size_bytes, unpack
 from shoal.tensors.dtypes import dtype_named
 from shoal.transport import Channel, Reply
@@ -106,10 +106,11 @@ async def copy_state(expert: Expert, peer: Peer, channel: Channel, on_device: On
 async def answer_state(expert: Expert, channel: Channel, on_device: OnDevice) -> None:
     """Send the expert's state to whoever asks."""
     state = await on_device(expert.state)
-    specs = {name: describe(tensor) for name, tensor in state.tensors.items()}
+    tensors = {name: tensor for name, tensor in state.tensors.items() if name != APPLIED_IDS}
+    specs = {name: describe(tensor) for name, tensor in tensors.items()}
     await channel.send(StateHead(is_newcomer=False, specs=specs, numbers=state.numbers))
-    for part in averaging.plan(state.tensors):
-        await channel.send(part, pack(averaging.take(state.tensors, part))[1])
+    for part in averaging.plan(tensors):
+        await channel.send(part, pack(averaging.take(tensors, part))[1])
 
 
 def _move(

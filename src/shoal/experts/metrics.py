@@ -59,6 +59,12 @@ def metrics_text(moment: Moment) -> str:
     updates = [expert.num_updates for expert in moment.experts]
     busy = [expert.busy_s for expert in moment.experts]
     add("expert_updates_total", "counter", "Steps of the optimizer.", zip(names, updates, strict=True))
+    add(
+        "expert_clipped_updates_total",
+        "counter",
+        "Steps whose gradient was clipped, being far above the usual norm.",
+        zip(names, [expert.num_clipped for expert in moment.experts], strict=True),
+    )
     add("expert_busy_seconds_total", "counter", "Seconds of computing.", zip(names, busy, strict=True))
     return "\n".join(lines) + "\n"
 

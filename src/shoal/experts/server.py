@@ -219,10 +219,10 @@ class ExpertServer:
         request: BackwardRequest = head.payload
         if not head.sizes:
             self._check_backward(head)
-        known = self._applied.find(request.request_id)
+        expert = self._expert(request.uid)
+        known = self._applied.find(expert, request.request_id)
         if known is not None:
             return self._reply_again(known)
-        expert = self._expert(request.uid)
         kept = None
         if not request.inputs and (kept := self.kept.find(request.kept_as, request.uid)) is None:
             return Reply(Answer((), is_missing_inputs=True))
@@ -237,7 +237,7 @@ class ExpertServer:
         job.kept, job.keep_as = kept, request.kept_as
         job.request_id = request.request_id
         job.codec = request.codec
-        first = self._applied.begin(request.request_id, job)
+        first = self._applied.begin(job)
         return self._reply_to(job) if first is job else self._reply_again(first)
 
     def _reply_again(self, known: Job | Outcome) -> Waiter | Reply:

@@ -1,14 +1,14 @@
 """What an expert is, as tensors and numbers: copied out, and put back so that training goes on to the bit.
 
 Names are `module.<name>` and `optimizer.<index>.<key>`, where the index counts the optimizer's parameters
-through all of its groups. Files are left to the checkpoints.
+through all of its groups, and `applied_ids`. Files are left to the checkpoints.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,10 @@ from shoal.experts.fitting import example_state, misfit_of_settings, misfit_of_s
 
 # How an optimizer computes is not part of what it has learned, and may differ from device to device.
 _WAYS_TO_COMPUTE = ("foreach", "fused", "capturable", "differentiable")
+APPLIED_IDS = "applied_ids"
+"""The name of a tensor of bytes, a row for each request. Who knows an id may ask for its answer, so that ids
+are saved, and are given to no other peer."""
+_ID_BYTES = 16
 _PROGRESS = ("last_epoch", "_step_count")  # of a scheduler: all but how it was set up
 
 
@@ -32,7 +36,7 @@ class ExpertState:
     tensors: dict[str, torch.Tensor]
     """Contiguous, on the CPU."""
     numbers: dict[str, Any]
-    """Whatever JSON can hold: `num_updates`, `optimizer`, `scheduler`."""
+    """Whatever JSON can hold: `num_updates`, `gradient_norms`, `optimizer`, `scheduler`."""
 
     @property
     def num_updates(self) -> int:
@@ -58,6 +62,19 @@ class _SchedulerNumbers(msgspec.Struct, forbid_unknown_fields=True):
 def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous copy with memory of its own."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def ids_as_tensor(ids: Iterable[bytes]) -> torch.Tensor:
+    """The ids of requests, to be saved in one step with what these have taught."""
+    return torch.frombuffer(bytearray(b"".join(ids)), dtype=torch.uint8).view(-1, _ID_BYTES)
+
+
+def applied_ids(state: ExpertState) -> list[bytes]:
+    """What `ids_as_tensor` was given; none where the state has no such tensor."""
+    rows = state.tensors.get(APPLIED_IDS)
+    if rows is None or rows.dtype is not torch.uint8 or rows.dim() != 2 or rows.shape[1] != _ID_BYTES:
+        return []
+    return [bytes(row) for row in rows.tolist()]
 
 
 def check_module_state(

@@ -14,6 +14,8 @@ class ExpertStatistics:
     num_backward_batches: int = 0
     num_backward_samples: int = 0
     num_refused_updates: int = 0
+    num_clipped_updates: int = 0
+    """Steps whose gradient was far above what is usual for the expert."""
     busy_s: float = 0.0
     """Time that the device spent on this expert."""
 

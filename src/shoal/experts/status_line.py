@@ -17,6 +17,8 @@ class ExpertMoment(msgspec.Struct, frozen=True):
     num_backward_samples: int
     num_updates: int
     busy_s: float
+    num_clipped: int = 0
+    """Steps whose gradient was far above what is usual for the expert."""
 
 
 class Moment(msgspec.Struct, frozen=True):
@@ -59,6 +61,8 @@ class Moment(msgspec.Struct, frozen=True):
             f"{len(self.experts):,} expert{'' if len(self.experts) == 1 else 's'}",
             f"{num_batches:,} batch{'' if num_batches == 1 else 'es'}{mean}",
         ]
+        if num_clipped := sum(expert.num_clipped for expert in self.experts):
+            parts.append(f"{num_clipped:,} clipped")
         if self.num_failed:
             parts.append(f"{self.num_failed:,} failed")
         if self.is_leaving:

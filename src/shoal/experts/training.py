@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from shoal.core import UsageError
+from shoal.experts.clipping import DEFAULT_FACTOR, GradientClip
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer] | None] = {
     "adam": torch.optim.Adam,
@@ -37,6 +38,8 @@ class TrainingSettings:
     num_training_steps: int | None = None
     max_grad_norm: float | None = None
     """Gradients of all parameters together are scaled down to this norm; None never does."""
+    clip_gradients: float = DEFAULT_FACTOR
+    """They are also scaled down to so many times the usual norm of the expert's gradients; 0 never does."""
 
     def __post_init__(self) -> None:
         _check_name("optimizer", self.optimizer, OPTIMIZERS)
@@ -50,6 +53,7 @@ class TrainingSettings:
                 f"max_grad_norm must be above 0, not {self.max_grad_norm}.",
                 next_step="leave it out to never clip gradients.",
             )
+        GradientClip(self.clip_gradients)  # refuses what is no factor
         if self.scheduler == "none":
             return
         if self.num_training_steps is None or not 0 <= self.num_warmup_steps <= self.num_training_steps:

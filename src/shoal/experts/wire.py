@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ import torch
 from shoal.core import TensorError
 from shoal.experts.schema import ExpertSchema
 from shoal.tensors import EncodedMeta, TensorSpec, pack, size_bytes, unpack
-from shoal.tensors.codecs import CODECS, Codec, Encoded, decode
+from shoal.tensors.codecs import CODECS, Codec, Encoded, codec_from_name, decode
 from shoal.tensors.codecs.base import PLAIN
 from shoal.tensors.dtypes import dtype_named
 
@@ -78,6 +79,19 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     """How long the request stood in line."""
     is_missing_inputs: bool = False
     """Of a backward: its inputs are kept no longer, send it again with them. Nothing was done."""
+
+
+def make_wire_codec(name: str) -> Codec | None:
+    """The codec of this name; None for plain tensors.
+
+    Peers have no ranks: what a codec draws is seeded anew each time, so that the rounding errors of several
+    clients, and of several answers, cancel.
+    """
+    if name == PLAIN:
+        return None
+    codec = codec_from_name(name)
+    codec.reseed(secrets.randbits(32))
+    return codec
 
 
 def to_wire(

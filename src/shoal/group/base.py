@@ -140,12 +140,32 @@ class Loss:
     rank: int
     reason: str
     """'its process 4711 ended', 'silent for 5.2 s'."""
+    kind: Literal["ended", "silent", "verdict"] = "ended"
+    """Whether its end is known; or nothing comes from it, and it may be alive beyond a cut network; or it has
+    said that it goes on without this worker."""
+    at_s: float = 0.0
+    """When it was noticed, by the monotonic clock; 0 where nobody needs it."""
+    because: Loss | None = None
+    """The earlier loss because of which it failed: the one to blame."""
+
+    @property
+    def root(self) -> Loss:
+        """The loss that this one follows from, if it follows from another."""
+        return self if self.because is None else self.because.root
 
     def error(self, when: str = "") -> PeerLost:
         """What is raised where nothing goes on without that peer; `when` is said before the reason."""
+        root = self.root
+        if self.kind == "verdict":
+            return PeerLost(
+                f"rank {root.rank}, this worker, is lost{when}: {root.reason}.",
+                peer=root.rank,
+                cause="this worker was stopped, or its machine or network was.",
+                next_step="start again with a larger --patience.",
+            )
         return PeerLost(
-            f"rank {self.rank} is lost{when}: {self.reason}.",
-            peer=self.rank,
+            f"rank {root.rank} is lost{when}: {root.reason}.",
+            peer=root.rank,
             cause="it was killed, stopped, or failed; its own output says more.",
             next_step="start again, or use a strategy that outlives a lost worker (neighbor, pair).",
         )
@@ -173,6 +193,8 @@ class Group(abc.ABC):
     group is that of the workers alone, and on a server a group of one."""
     num_servers: int = 0
     role: Literal["worker", "server"] = "worker"
+    blamed: int | None = None
+    """The lost rank because of which this worker fails, for `abandon` to tell the others."""
 
     @cached_property
     def notes(self) -> dict[str, Any]:
@@ -318,6 +340,18 @@ class Group(abc.ABC):
     def abandon(self) -> None:
         """Give everything back without leaving in order: the others find this worker lost. Idempotent."""
 
+    def blame(self, error: BaseException | None) -> None:
+        """Remember whose loss this worker fails of, if the error tells, so that the others blame the same."""
+        peer = error.peer if isinstance(error, PeerLost) else None
+        if isinstance(peer, int) and peer != self.rank and self.blamed is None:
+            self.blamed = peer
+
+    def check_split(self) -> None:  # noqa: B027 - most groups cannot be cut
+        """NetworkSplit when the network is cut and this worker is on the side that stops; never blocks.
+
+        Strategies that outlive losses ask this in every round. Groups of one machine have nothing to ask.
+        """
+
     def __enter__(self) -> Self:
         return self
 
@@ -327,6 +361,7 @@ class Group(abc.ABC):
         if error is None:
             self.close()
         else:
+            self.blame(error)
             self.abandon()
 
     def exchange_machines(

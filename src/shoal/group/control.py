@@ -31,8 +31,7 @@ CHANNELS = 512
 """Names under which one worker may publish."""
 CHANNEL_WORDS = 16
 NOT_YET = -1
-FAILED = -1
-"""The beat of a worker that has given up."""
+_FAILED = -1
 _MESSAGE = struct.Struct("<iiq")
 _TOLD = (ARRIVED, FINISHED, PUBLISHED)
 _WAKE = _MESSAGE.pack(0, ASLEEP, 0)
@@ -51,6 +50,21 @@ def clear(segment: Segment, size: int) -> None:
     """Before the first use: nobody has left, nobody is judged."""
     words = segment.flat.view(torch.int64).view(size, -1)
     words[:, LEFT] = words[:, VERDICT] = NOT_YET
+
+
+def failed_beat(culprit: int | None) -> int:
+    """The last beat of a worker that has given up; it tells because of whose loss, if that is why."""
+    return _FAILED if culprit is None else _FAILED - 1 - culprit
+
+
+def has_failed(beat: int) -> bool:
+    """Whether it is the beat of a worker that has given up."""
+    return beat < 0
+
+
+def culprit_of(beat: int) -> int | None:
+    """The rank because of which a worker has given up, if it has told."""
+    return _FAILED - 1 - beat if beat < _FAILED else None
 
 
 def code_of(dtype: torch.dtype) -> int:
@@ -92,8 +106,13 @@ class Control:
         self._words[self._own_at + name] = value
 
     def judge(self, rank: int, value: int) -> None:
-        """Say that a rank is gone after its operation `value`."""
-        self._words[rank * self._stride + VERDICT] = value
+        """Say that a rank is gone after its operation `value`; the first verdict stands.
+
+        One that woke up when it was judged, and went one operation further, must not be judged again by its
+        end: the others have begun that operation without it.
+        """
+        if self._words[rank * self._stride + VERDICT] == NOT_YET:
+            self._words[rank * self._stride + VERDICT] = value
 
     def gone_after(self, rank: int) -> int:
         """The last operation that a rank takes part in, NOT_YET for one that is there."""

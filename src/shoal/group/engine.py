@@ -8,6 +8,7 @@ because arriving, working and waiting are one state machine.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -15,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, ShoalError, UsageError
-from shoal.group.base import Loss
 from shoal.group.control import (
     ARRIVED,
     ASLEEP,
@@ -114,6 +114,8 @@ class Engine:
         self.should_survive = False
         self.waited_s = [0.0] * size
         self.issued = 0
+        self.blamed: object = None
+        """The rank, as people know it, without which an operation could not be finished."""
         self.besides: Callable[[], None] | None = None
         """Other work that can make progress whenever this does."""
         self._rank = rank
@@ -263,6 +265,14 @@ class Engine:
         """Who takes part in the next operation."""
         return [rank for rank in self._everybody if self._is_member(rank, self.issued + 1)]
 
+    def judged(self) -> list[int]:
+        """Who is gone without having left, by the verdicts."""
+        return [rank for rank in self._others if self._is_lost(rank)]
+
+    def left(self) -> list[int]:
+        """Who has left in order."""
+        return [rank for rank in self._others if self._control.get(rank, LEFT) != NOT_YET]
+
     def is_finished(self, seq: int) -> bool:
         """Whether everybody who is still there has finished an operation, this worker included."""
         if not seq:
@@ -330,6 +340,8 @@ class Engine:
         if task.error is None and task.work is not None:
             try:
                 task.work(task, present)
+                # the others write over what this worker was reading as soon as they have given it up
+                self.check_own_verdict()
             except ShoalError as error:
                 task.error = error
         task.present = present
@@ -359,8 +371,11 @@ class Engine:
         return None
 
     def lost_error(self, rank: int) -> PeerLost:
-        """That nothing goes on without a rank that is gone."""
-        return Loss(self._name(rank), self._watch.reason(rank)).error()
+        """That nothing goes on without a rank that is gone; names the one because of which it is."""
+        error = dataclasses.replace(self._watch.loss(rank), rank=self._name(rank)).error()
+        if self.blamed is None and error.peer != self._name(self._rank):
+            self.blamed = error.peer
+        return error
 
     def _given_up(self) -> PeerLost:
         return PeerLost(
@@ -379,6 +394,8 @@ class Engine:
                 next_step="let the workers of a DataLoader load data and nothing else.",
             )
         if self._breakage is not None:
+            if isinstance(self._breakage, PeerLost) and self._breakage.peer == self._name(self._rank):
+                raise self._breakage  # given up by the others: whoever asks first shall hear that
             raise UsageError(
                 f"rank {self._name(self._rank)} is out of step with the others since an operation was "
                 f"broken off: {type(self._breakage).__name__}.",

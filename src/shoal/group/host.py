@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
@@ -22,13 +23,13 @@ from shoal.group.channels import Channels
 from shoal.group.control import (
     ARRIVED,
     BEAT,
-    FAILED,
     LEFT,
     NOT_YET,
     Bells,
     Control,
     clear,
     code_of,
+    failed_beat,
     new_bell,
     region_bytes,
 )
@@ -141,7 +142,16 @@ class HostGroup(Group):
     @property
     def lost(self) -> Mapping[int, Loss]:
         """Peers that ended or fell silent without having left."""
-        return self._watch.lost
+        # operations go on without one as soon as it is judged, which the watch notices up to a beat later
+        lost = self._watch.lost
+        judged = [rank for rank in self._engine.judged() if rank not in lost] if self._is_open else []
+        return {**lost, **{rank: self._watch.loss(rank) for rank in judged}} if judged else lost
+
+    @property
+    def left_at_s(self) -> Mapping[int, float]:
+        """When those have left that have, by the monotonic clock, to within a beat."""
+        unseen = [rank for rank in self._engine.left() if rank not in self._watch.left_at_s]
+        return {**self._watch.left_at_s, **dict.fromkeys(unseen, time.monotonic())}
 
     @property
     def waited_s(self) -> Sequence[float]:
@@ -458,8 +468,11 @@ class HostGroup(Group):
             return  # all of it is the parent's
         self._watch.close()  # first: it would beat over what is said here
         if self._control.gone_after(self.rank) == NOT_YET:
+            culprit = self._engine.blamed if self.blamed is None else self.blamed
+            beat = failed_beat(culprit if isinstance(culprit, int) else None)
+            self._control.set(BEAT, beat)  # first: who sees the verdict shall know whom to blame
             self._control.judge(self.rank, self._control.get(self.rank, ARRIVED))
-            self._bells.tell(BEAT, FAILED)
+            self._bells.tell(BEAT, beat)
         self._bells.close()
         self._locks.close()
         self._arena.close()

@@ -25,7 +25,15 @@ def check_reduction(tensor: torch.Tensor, op: Reduction) -> None:
         raise UsageError(f"There is no reduction {op!r}.", next_step=f"take one of {', '.join(OPS)}.")
     if op == "mean" and not tensor.is_floating_point():
         raise UsageError(
-            f"The mean of {tensor.dtype} is no {tensor.dtype}.", next_step="take the sum, or floating point."
+            f"Cannot take the mean of {str(tensor.dtype).removeprefix('torch.')} tensors: "
+            "convert the tensor to a floating-point type first.",
+            next_step="all_reduce(tensor.float()), or another reduction.",
+        )
+    if op == "sum" and tensor.dtype is torch.bool:
+        # torch adds booleans as OR, so that the number of true values would always be 1
+        raise UsageError(
+            "Cannot sum bool tensors: convert to an integer type first.",
+            next_step="all_reduce(tensor.int(), 'sum') counts; 'max' is OR and 'min' is AND of bool tensors.",
         )
 
 

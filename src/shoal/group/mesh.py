@@ -166,7 +166,7 @@ class Mesh:
     async def _listen(self) -> Peer:
         scope = await self._standing.open()
         await self._transport.__aenter__()
-        self._vigil = Vigil(self._transport, scope, self._settings.silence_s, self._on_change)
+        self._vigil = Vigil(self.rank, self._transport, scope, self._settings.silence_s, self._on_change)
         self._transport.handle(_SEND, self._take, allocate=self._place, payload_type=tuple[int | str, ...])
         self._transport.handle(_AGAIN, self._send_again, payload_type=tuple[int | str, ...])
         address = await self._transport.listen(Address(self._settings.host, 0))
@@ -200,12 +200,16 @@ class Mesh:
             await self._is_idle.wait()
         self._vigil.tell(Ending("left", after))
 
-    def fail(self) -> None:
-        """Tell all that this worker takes part in nothing more, without having left; it can still ask."""
-        self._cross(self._fail())
+    def fail(self, culprit: int | None = None) -> None:
+        """Tell all that this worker takes part in nothing more, without having left; it can still ask.
 
-    async def _fail(self) -> None:
-        self._vigil.tell(Ending("failed"))
+        The others blame the lost `culprit`, if that is why, and not this worker.
+        """
+        self._cross(self._fail(culprit))
+
+    async def _fail(self, culprit: int | None) -> None:
+        loss = self.lost.get(culprit) if culprit is not None else None
+        self._vigil.tell(Ending("failed", reason=loss.reason if loss else "it failed", culprit=culprit))
 
     def close(self) -> None:
         """End, in order when `leave` was called; otherwise the others find this worker failed. Idempotent."""
@@ -260,6 +264,15 @@ class Mesh:
     def left(self) -> Mapping[int, int]:
         """Workers of other machines that have left, and the last operation in which each takes part."""
         return self._vigil.left
+
+    @property
+    def left_at_s(self) -> Mapping[int, float]:
+        """When those have left that have, by the monotonic clock."""
+        return self._vigil.left_at_s
+
+    def silent_s(self, rank: int) -> float:
+        """Seconds since something came from a rank, to within a beat."""
+        return self._vigil.silent_s(rank)
 
     def describe(self, rank: int) -> str:
         """Who a rank is and when it was last heard, for people."""

@@ -20,10 +20,11 @@ from typing import Literal, NoReturn
 
 import msgspec
 
-from shoal.core import Deadline, Placement
+from shoal.core import Deadline, PeerLost, Placement
 from shoal.core.board import name_of_run
 from shoal.core.processes import started
 from shoal.core.run_options import TORCHRUN_ID_VARIABLE, RunOptions
+from shoal.core.status import tell_launcher
 from shoal.group.base import Group
 from shoal.group.host import HostGroup, open_host_group
 from shoal.group.rendezvous import Rendezvous, Seat
@@ -55,13 +56,15 @@ def init(
     workers_per_machine: int | None = None,
     num_servers: int | None = None,
     backend: Literal["gloo", "nccl"] | None = None,
+    allow_split: bool | None = None,
 ) -> Group:
     """Join the group: all workers of `shoal run`, torchrun, MPI or Slurm; a group of one when alone.
 
     Waits for the others. What is given here wins over what `shoal run` was asked for. So many of the first
     processes as `num_servers` says are parameter servers, and no workers. With a `backend` tensors travel
-    through torch.distributed. The group may be closed with `with`; otherwise this worker leaves it when its
-    program ends well.
+    through torch.distributed. With `allow_split` each side of a network that is cut goes on, with a model of
+    its own; without, the smaller side stops (`partition`). The group may be closed with `with`; otherwise
+    this worker leaves it when its program ends well.
     """
     placement = Placement.from_environment()
     options = RunOptions.from_environment()
@@ -72,12 +75,14 @@ def init(
         workers_per_machine=workers_per_machine or options.workers_per_machine,
         network_interface=options.network_interface,
         backend=backend,
+        on_split="continue" if (options.allow_split if allow_split is None else allow_split) else "stop",
     )
     servers = options.num_servers if num_servers is None else num_servers
     check_servers(servers, placement.size)
     group = _open_with_servers(placement, settings, servers) if servers else open_group(placement, settings)
     group.run = name_of_run(settings.key)
     group.local_rank = placement.local_rank
+    tell_launcher(phase="joined")
     if placement.size > 1:
         _exits.listen()
     if options.timeline is not None:
@@ -120,6 +125,8 @@ def _is_one_machine(placement: Placement, settings: GroupSettings) -> bool:
 
 
 def _open_with_servers(placement: Placement, settings: GroupSettings, num_servers: int) -> Group:
+    # there is one model, that of the servers: whoever does not reach them all ends anyway
+    settings = msgspec.structs.replace(settings, on_split="ignore")
     everybody = open_group(placement, settings)
     try:
         if placement.rank < num_servers:
@@ -180,14 +187,32 @@ class _Exits:
 _exits = _Exits()
 
 
+def has_failed(earlier_error: object) -> bool:
+    """Whether the program ends in an exception, or by `sys.exit` with another code than 0; for its end.
+
+    `earlier_error` is what `sys.last_value` was before: an interactive session keeps what it has shown.
+    """
+    return _exits.is_failed or getattr(sys, "last_value", None) is not earlier_error
+
+
 def _end(group: Group, pid: int, earlier_error: object) -> None:
     """At the end of the program, for the process that has joined: a forked child inherits this call."""
     if os.getpid() != pid:
         return
-    if _exits.is_failed or getattr(sys, "last_value", None) is not earlier_error:
+    if has_failed(earlier_error):
+        tell_launcher(phase="failing")
+        group.blame(getattr(sys, "last_value", None))
         group.abandon()
-    else:
+        return
+    try:
         group.close()
+    except PeerLost as error:
+        # Python would say this, and exit with 0 as if the work were done
+        tell_launcher(phase="failing")
+        print(error, file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)
+    tell_launcher(phase="left")
 
 
 def _write_when_terminated(timeline: Timeline) -> None:

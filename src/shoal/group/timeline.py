@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self
 import msgspec
 
 from shoal.core import SYSTEM_CLOCK, Clock, ReportError
+from shoal.core.untrusted import decode_json
 from shoal.report.storage import write_atomically
 
 MAX_EVENTS = 200_000
@@ -147,7 +148,7 @@ def merge(paths: Iterable[Path | str], out: Path | str, shifts_s: Mapping[int, f
     other: dict[str, Any] = {"ranks": [], "left_out": 0, "missing": []}
     for path in map(Path, paths):
         try:
-            part = msgspec.json.decode(path.read_bytes())
+            part = decode_json(path.read_bytes())
             events += part["traceEvents"]
             other["ranks"] += part["otherData"]["ranks"]
             other["left_out"] += part["otherData"]["left_out"]

@@ -10,6 +10,8 @@ is long because it is one operation after another, each of a few lines.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,7 +20,7 @@ from typing import Any
 import msgspec
 import torch
 
-from shoal.core import Deadline, PeerLost, Placement, ShoalError, UsageError
+from shoal.core import Deadline, DeadlineExceeded, PeerLost, Placement, ShoalError, UsageError
 from shoal.group.addresses import interface_of
 from shoal.group.base import Group, Handle, Loss, Reduction, Snapshot, Window
 from shoal.group.collectives import Collectives, on_host
@@ -27,6 +29,7 @@ from shoal.group.host import HostGroup, open_host_group
 from shoal.group.kernels import check_reduction
 from shoal.group.lane import Lane, Operation, Steps
 from shoal.group.mesh import Mesh
+from shoal.group.partition import Partition, find_partition
 from shoal.group.remote import Remote
 from shoal.group.rendezvous import Rendezvous, Seat
 from shoal.group.settings import GroupSettings
@@ -36,6 +39,7 @@ from shoal.group.tally import Tally
 from shoal.group.waiting import LocalWait, SoloWait, Waiter
 from shoal.topology import Weights
 
+log = logging.getLogger(__name__)
 _LEAVING_S = 10.0
 _DEPARTURES = "shoal: departures"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -139,6 +143,14 @@ class TorchGroup(Group):
         self._pid = os.getpid()
         self._breakage: BaseException | None = None
         self._lost: dict[int, Loss] = {}
+        self._silence_s = settings.silence_s
+        self._on_split = settings.on_split
+        self._judged: Mapping[int, Loss] = mesh.lost
+        """The losses for which it is settled which side of a cut network this worker is on."""
+        self._said: Sequence[int] = ()
+        """The silent ranks that were spoken of last."""
+        self._split: Exception | None = None
+        """Why this worker stops, if it is on the wrong side of a cut network."""
         self._waited_s = [0.0] * self.size
         self._tally = Tally(rank, self.size)
         """Of what goes through torch.distributed."""
@@ -173,7 +185,8 @@ class TorchGroup(Group):
     @property
     def lost(self) -> Mapping[int, Loss]:
         """Peers that ended or fell silent without having left."""
-        found = [Loss(self._mates[place], loss.reason) for place, loss in tuple(self._local.lost.items())]
+        inside = tuple(self._local.lost.items())
+        found = [dataclasses.replace(loss, rank=self._mates[place]) for place, loss in inside]
         for loss in (*found, *tuple(self._mesh.lost.values())):
             self._lost.setdefault(loss.rank, loss)
         return self._lost
@@ -240,6 +253,41 @@ class TorchGroup(Group):
     def place_of(self, rank: int) -> int | None:
         """A rank's place inside this machine; None for those of others."""
         return self._mates.index(rank) if rank in self._mates else None
+
+    def check_split(self) -> None:
+        """NetworkSplit, or PeerLost where others say so, when this worker is on the side that stops."""
+        is_new = self._breakage is None and self._mesh.lost is not self._judged
+        if is_new and not self._is_undecided():
+            self._judged = self._mesh.lost
+            self._judge_split()
+        if self._split is not None:
+            raise self._split
+
+    def _is_undecided(self) -> bool:
+        """Whether somebody else seems to fall silent too, so that it is not clear yet who is where."""
+        return self._find_partition() is not None and any(
+            self._mesh.silent_s(rank) > self._silence_s / 2
+            for rank in self.members
+            if self.place_of(rank) is None
+        )
+
+    def _find_partition(self) -> Partition | None:
+        left_at_s = dict(self._mesh.left_at_s)
+        if isinstance(self._local, HostGroup):
+            left_at_s |= {self._mates[place]: at_s for place, at_s in self._local.left_at_s.items()}
+        return find_partition(self.lost.values(), self.members, left_at_s, self._silence_s)
+
+    def _judge_split(self) -> None:
+        found = self._find_partition()
+        if found is None or self._on_split == "ignore":
+            return
+        is_allowed = self._on_split == "continue"
+        if found.should_stop and not is_allowed:
+            self._split = self._breakage = found.error()
+            self._mesh.fail()
+        elif found.is_worth_saying and found.silent != self._said:
+            self._said = found.silent
+            log.warning("rank %d: %s", self.rank, found.line(is_allowed=is_allowed))
 
     def has_left(self, rank: int, seq: int) -> bool:
         """Whether a rank of another machine left in order before an operation."""
@@ -441,6 +489,10 @@ class TorchGroup(Group):
         self._finish()
         if self._has_failed():
             return
+        with contextlib.suppress(DeadlineExceeded):
+            deadline = Deadline.after(_LEAVING_S + self._silence_s)
+            self.wait(lambda: not self._is_undecided(), deadline, "leave")
+        self.check_split()
         last = self._issued if self._lane.is_idle else self._lane.first_seq - 1
         self._has_left = True
         self._lane.drop()
@@ -452,14 +504,22 @@ class TorchGroup(Group):
         """Leave; tensors of the group stay usable in this process."""
         if not self._is_open or os.getpid() != self._pid:
             return  # in a forked child all of it is the parent's
-        self.leave()
-        self._is_open = False
         with contextlib.ExitStack() as stack:
             # the last comes first, whatever fails
-            stack.callback(self._local.abandon if self._breakage is not None else self._local.close)
+            stack.callback(self._close_local)
             stack.callback(self._mesh.close)
             stack.callback(self._remote.close)
             stack.callback(self._devices.close)
+            try:
+                self.leave()
+            finally:
+                self._is_open = False
+
+    def _close_local(self) -> None:
+        if self._breakage is not None:
+            self._local.abandon()
+        else:
+            self._local.close()
 
     def abandon(self) -> None:
         """Give everything back; the others find this worker lost, unless it has left."""
@@ -469,6 +529,9 @@ class TorchGroup(Group):
         self._lane.drop()
         self._devices.abandon()
         self._remote.close()
+        self._local.blamed = self.blamed
+        if self.blamed is not None:
+            self._mesh.fail(self.blamed)
         self._mesh.abandon()
         self._local.abandon()
 
@@ -504,11 +567,11 @@ class TorchGroup(Group):
             return (yield from steps)
         except Exception as error:
             self._breakage = self._breakage or error
+            self.blame(error)
             if self._own_departures is not None:
-                blamed = error.peer if isinstance(error, PeerLost) else None
-                self._own_departures[self.size + 1] = blamed + 1 if isinstance(blamed, int) else 0
+                self._own_departures[self.size + 1] = 0 if self.blamed is None else self.blamed + 1
                 self._own_departures[self.size] = seq
-            self._mesh.fail()
+            self._mesh.fail(self.blamed)
             raise
         finally:
             self._collectives.close_talks(seq)
@@ -568,9 +631,12 @@ class TorchGroup(Group):
         return self._breakage is not None
 
     def check_usable(self) -> None:
-        """UsageError in a forked child, and when this worker is out of step."""
+        """UsageError in a forked child, and when this worker is out of step; else as `check_split`."""
         self._check_forked()
+        self.check_split()
         if self._breakage is not None:
+            if isinstance(self._breakage, PeerLost) and self._breakage.peer == self.rank:
+                raise self._breakage  # given up by the others: whoever asks first shall hear that
             raise UsageError(
                 f"rank {self.rank} is out of step with the others since an operation was broken off: "
                 f"{type(self._breakage).__name__}.",

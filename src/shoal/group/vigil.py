@@ -1,15 +1,17 @@
 """Who of the other machines' workers is there: each beats, and asks every other to tell when it goes.
 
 The question stays open as long as the other takes part. Its answer says how it went: it has left in order, it
-failed, or it has found the asker silent. Where the connection ends without an answer, or nothing is heard for
-longer than `silence_s`, the other is lost; then all connections with it are ended, so that nothing of it
-comes any more. Lives on the mesh's loop.
+failed, and because of whose loss, or it has found the asker silent. Where the connection ends without an
+answer, or nothing is heard for longer than `silence_s`, the other is lost; then all connections with it are
+ended, so that nothing of it comes any more. Lives on the mesh's loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
@@ -23,6 +25,7 @@ log = logging.getLogger(__name__)
 _GREET, _WATCH, _BEAT, _FAREWELL = "mesh.greet", "mesh.watch", "mesh.beat", "mesh.farewell"
 _BEAT_S = 1.0
 _LOOKS_PER_BEAT = 4
+_ASK_AGAIN_S = 1.0
 _TURN_S = 0.005  # for a verdict to leave before its connection is ended, and for that end to be noticed
 
 
@@ -33,18 +36,27 @@ class Ending(msgspec.Struct, frozen=True):
     after: int = 0
     """Of one that leaves: the last operation in which it takes part."""
     reason: str = ""
-    """Of a verdict: why the asked one goes on without the asker."""
+    """Of a verdict: why the asked one goes on without the asker; of a failure: why `culprit` is lost."""
+    culprit: int | None = None
+    """Of a failure: the lost rank because of which it failed."""
 
 
 class Vigil:
     """Beats to the others, and knows who of them is lost or has left; `on_change` is called for each."""
 
     def __init__(
-        self, transport: StreamTransport, scope: Scope, silence_s: float, on_change: Callable[[int], None]
+        self,
+        rank: int,
+        transport: StreamTransport,
+        scope: Scope,
+        silence_s: float,
+        on_change: Callable[[int], None],
     ) -> None:
         # both are replaced, never changed: other threads look at them
         self.lost: Mapping[int, Loss] = {}
         self.left: Mapping[int, int] = {}
+        self.left_at_s: dict[int, float] = {}
+        self._rank = rank
         self._transport = transport
         self._scope = scope
         self._silence_s = silence_s
@@ -55,8 +67,8 @@ class Vigil:
         self._ready = asyncio.get_running_loop().create_future()
         self._askers: dict[PeerId, asyncio.Future[Reply | None]] = {}
         self._ending: Ending | None = None
-        self._going: dict[int, str] = {}
-        """Why those are lost with whom connections are being ended."""
+        self._going: dict[int, Loss] = {}
+        """Of those with whom connections are being ended, and have been."""
         self._silent_s: dict[int, float] = {}
         self._unanswered: dict[int, None] = {}
         self._ends: dict[int, asyncio.Future[None]] = {}
@@ -102,7 +114,7 @@ class Vigil:
                 cause="its program has ended, or closed its group, before this one.",
                 next_step="let all workers take the same number of steps.",
             )
-        return Loss(rank, self._going.get(rank, "the mesh was closed")).error()
+        return self._going.get(rank, Loss(rank, "the mesh was closed")).error()
 
     def tell(self, ending: Ending) -> None:
         """Answer all who ask, and all who will, that this worker goes; the first time counts."""
@@ -130,28 +142,50 @@ class Vigil:
         self._silent_s[rank] = 0.0
 
     def lose(self, rank: int, reason: str) -> None:
-        """Go on without it; idempotent."""
-        if rank not in self._going and rank not in self.left:
-            self._going[rank] = reason
-            self._scope.start_soon(self._lose(rank, reason), name=f"lose rank {rank}")
+        """Go on without one that has ended; idempotent."""
+        self._part(Loss(rank, reason))
+
+    def _part(self, loss: Loss) -> None:
+        if loss.rank not in self._going and loss.rank not in self.left:
+            loss = dataclasses.replace(loss, at_s=time.monotonic())
+            self._going[loss.rank] = loss
+            self._scope.start_soon(self._lose(loss), name=f"lose rank {loss.rank}")
 
     # --- asking ---
 
     async def _watch(self, rank: int) -> None:
         try:
-            reply = await self._transport.call(self._peers[rank], _WATCH, deadline=Deadline.never())
-            ending = msgspec.convert(reply.payload, Ending)
+            ending = await self._ask(rank, Deadline.never())
         except (ShoalError, msgspec.ValidationError):
-            self.lose(rank, f"the connection to {self._names.get(rank, 'it')} ended")
-            return
+            # one that has ended refuses; one that has gone on without this worker says so, or is not reached
+            again = Deadline.after(min(_ASK_AGAIN_S, self._silence_s / 5))
+            try:
+                ending = await self._ask(rank, again)
+            except (ShoalError, msgspec.ValidationError) as error:
+                kind: Literal["ended", "silent"] = "silent" if _is_out_of_reach(error) else "ended"
+                self._part(Loss(rank, f"the connection to {self._names.get(rank, 'it')} ended", kind))
+                return
         if ending.kind == "left":
             if rank not in self._going:
+                self.left_at_s[rank] = time.monotonic()
                 self.left = {**self.left, rank: ending.after}
                 self._end(rank)
-        elif ending.kind == "failed":
+        elif ending.kind == "verdict" or ending.culprit == self._rank:
+            reason = f"it has gone on without this worker ({ending.reason})"
+            if self._ending is None:
+                own = Loss(self._rank, f"{ending.reason}, and rank {rank} went on without it")
+                self._part(Loss(rank, reason, "verdict", because=own))
+            else:  # this worker has said itself that it goes
+                self.lose(rank, reason)
+        elif ending.culprit is None:
             self.lose(rank, "it failed")
         else:
-            self.lose(rank, f"it has gone on without this worker ({ending.reason})")
+            because = self._going.get(ending.culprit) or Loss(ending.culprit, ending.reason)
+            self._part(Loss(rank, f"it failed because rank {ending.culprit} is lost", because=because))
+
+    async def _ask(self, rank: int, deadline: Deadline) -> Ending:
+        reply = await self._transport.call(self._peers[rank], _WATCH, deadline=deadline)
+        return msgspec.convert(reply.payload, Ending)
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
@@ -170,7 +204,7 @@ class Vigil:
             for rank in tuple(self._unanswered):
                 self._silent_s[rank] += passed_s
                 if self._silent_s[rank] > self._silence_s and not self.is_gone(rank):
-                    self.lose(rank, f"silent for {self._silent_s[rank]:.1f} s")
+                    self._part(Loss(rank, f"silent for {self._silent_s[rank]:.1f} s", "silent"))
 
     async def _beat_to(self, rank: int) -> None:
         try:
@@ -182,17 +216,18 @@ class Vigil:
         finally:
             self._unanswered.pop(rank, None)
 
-    async def _lose(self, rank: int, reason: str) -> None:
+    async def _lose(self, loss: Loss) -> None:
+        rank = loss.rank
         peer_id = self._peers[rank].id
         assert peer_id is not None
         asker = self._askers.get(peer_id)
         if asker is not None and not asker.done():
-            asker.set_result(Reply(Ending("verdict", reason=reason)))
+            asker.set_result(Reply(Ending("verdict", reason=loss.reason)))
             await asyncio.sleep(_TURN_S)
         self._transport.cut_off(peer_id)
         await asyncio.sleep(_TURN_S)
-        self.lost = {**self.lost, rank: Loss(rank, reason)}
-        log.warning("rank %d is lost: %s", rank, reason)
+        self.lost = {**self.lost, rank: loss}
+        log.warning("rank %d is lost: %s", rank, loss.reason)
         self._end(rank)
 
     def _end(self, rank: int) -> None:
@@ -220,6 +255,9 @@ class Vigil:
         assert head.peer.id is not None
         if self._ending is not None:
             return Reply(self._ending)
+        rank = self.rank_of(head)
+        if rank in self._going:
+            return Reply(Ending("verdict", reason=self._going[rank].reason))
         asker = self._askers[head.peer.id] = asyncio.get_running_loop().create_future()
         return asker
 
@@ -231,3 +269,11 @@ class Vigil:
         """Once this worker has heard how the caller went."""
         if (rank := self.rank_of(head)) is not None:
             await asyncio.shield(self._ends[rank])
+
+
+def _is_out_of_reach(error: Exception) -> bool:
+    """Whether no answer came at all; where a process has ended, its machine refuses the connection."""
+    cause = error.__cause__
+    return isinstance(error, TimeoutError) or (
+        isinstance(cause, OSError) and not isinstance(cause, ConnectionError)
+    )

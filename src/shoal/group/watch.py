@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import select
@@ -21,7 +22,17 @@ from shoal.core import LoopThread
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.core.processes import stat_fields
 from shoal.group.base import Loss
-from shoal.group.control import ARRIVED, BEAT, FAILED, LEFT, NOT_YET, VERDICT, Bells, Control
+from shoal.group.control import (
+    ARRIVED,
+    BEAT,
+    LEFT,
+    NOT_YET,
+    VERDICT,
+    Bells,
+    Control,
+    culprit_of,
+    has_failed,
+)
 from shoal.group.settings import GroupSettings
 
 log = logging.getLogger(__name__)
@@ -36,6 +47,8 @@ class Watch:
         self, rank: int, pids: Sequence[int], control: Control, bells: Bells, settings: GroupSettings
     ) -> None:
         self.lost: dict[int, Loss] = {}
+        self.left_at_s: dict[int, float] = {}
+        """When those were seen to have left that have, by the monotonic clock."""
         self._rank = rank
         self._pids = list(pids)
         self._control = control
@@ -79,13 +92,18 @@ class Watch:
         """Seconds since a rank's last beat."""
         return (time.monotonic_ns() - self._control.get(rank, BEAT)) / 1e9
 
-    def reason(self, rank: int) -> str:
+    def loss(self, rank: int) -> Loss:
         """Why a rank is gone."""
+        if rank in self.lost:
+            return self.lost[rank]
+        return self._with_culprit(rank, Loss(rank, self._reason(rank), at_s=time.monotonic()))
+
+    def _reason(self, rank: int) -> str:
         if rank in self.lost:
             return self.lost[rank].reason
         if self._control.get(rank, LEFT) != NOT_YET:
             return "it left in the middle of an operation"
-        return "it failed" if self._control.get(rank, BEAT) == FAILED else "it is silent"
+        return "it failed" if has_failed(self._control.get(rank, BEAT)) else "it is silent"
 
     def pid(self, rank: int) -> int:
         """A rank's process."""
@@ -112,10 +130,10 @@ class Watch:
     def _look(self, passed_s: float) -> None:
         for rank in tuple(self._present):
             if self._control.get(rank, LEFT) != NOT_YET:
-                self._forget(rank)
+                self._note_left(rank)
             elif not self._is_process_there(rank):
                 self._ended(rank)
-            elif self._control.get(rank, BEAT) == FAILED:
+            elif has_failed(self._control.get(rank, BEAT)):
                 self._lose(rank, "it failed")
             elif self._control.get(rank, VERDICT) != NOT_YET:
                 self._lose(rank, f"silent for {self._silence_s:g} s{_stopped(self._pids[rank])}")
@@ -150,17 +168,33 @@ class Watch:
         if rank not in self._present:
             return
         if self._control.get(rank, LEFT) != NOT_YET:
-            self._forget(rank)
+            self._note_left(rank)
             return
         # it writes no more: all who look see the same number
         self._control.judge(rank, self._control.get(rank, ARRIVED))
         self._lose(rank, f"its process {self._pids[rank]} ended")
 
+    def _note_left(self, rank: int) -> None:
+        self.left_at_s[rank] = time.monotonic()
+        self._forget(rank)
+
     def _lose(self, rank: int, reason: str) -> None:
-        self.lost[rank] = Loss(rank, reason)
+        self.lost[rank] = self._with_culprit(rank, Loss(rank, reason, at_s=time.monotonic()))
         log.warning("rank %d is lost: %s", self._name(rank), reason)
         self._forget(rank)
         self._bells.wake_self()
+
+    def _with_culprit(self, rank: int, loss: Loss) -> Loss:
+        """The loss, with the earlier one that it follows from, if that rank has told."""
+        culprit = culprit_of(self._control.get(rank, BEAT))
+        if culprit is None:
+            return loss
+        if culprit == self._name(self._rank):
+            own = Loss(culprit, f"it was silent, and rank {self._name(rank)} went on without it")
+            return dataclasses.replace(loss, kind="verdict", because=own)
+        mates = {self._name(mate): mate for mate in range(len(self._pids))}
+        reason = self._reason(mates[culprit]) if culprit in mates else f"rank {self._name(rank)} has lost it"
+        return dataclasses.replace(loss, because=Loss(culprit, reason))
 
     def _forget(self, rank: int) -> None:
         self._present.remove(rank)

@@ -82,6 +82,14 @@ class GroupWrapper(Group):
         """As the inner group's."""
         return self.inner.traffic_bytes
 
+    def blame(self, error: BaseException | None) -> None:
+        """The inner group tells."""
+        self.inner.blame(error)
+
+    def check_split(self) -> None:
+        """As the inner group's."""
+        self.inner.check_split()
+
     def machine_of(self, rank: int) -> int:
         """As the inner group's."""
         return self.inner.machine_of(rank)

@@ -256,8 +256,7 @@ class Agent:
 
     def _read_status(self, charge: _Charge) -> None:
         for told in charge.process.read_status():
-            if told.survives_loss is not None:
-                self._send(Told(charge.rank, told.survives_loss))
+            self._send(Told(charge.rank, told))
 
     def _send(self, message: Message) -> None:
         if self._is_sink_open:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from shoal.core.errors import UsageError
+from shoal.core.untrusted import decode_json
 from shoal.strategies.names import resolve
 from shoal.strategies.options import OPTIONS, read_options
 
@@ -24,7 +25,7 @@ def parse_options(words: Iterable[str]) -> dict[str, Any]:
         if not equals or not name.strip():
             raise UsageError(f"--option {word} has no value.", next_step="write --option name=value.")
         try:
-            options[name.strip()] = msgspec.json.decode(value)
+            options[name.strip()] = decode_json(value)
         except msgspec.DecodeError:
             options[name.strip()] = value
     return options

@@ -85,11 +85,10 @@ class LocalWorker(Worker):
         elif not pipe.is_open:
             reader.close(now_s)
 
-    def read_status(self) -> None:
+    def read_status(self, clock: Clock) -> None:
         """Take what it has told."""
         for told in self.process.read_status():
-            if told.survives_loss is not None:
-                self.survives_loss = told.survives_loss
+            self.hear(told, clock.now_s())
 
     def finish_output(self, now_s: float) -> None:
         """Pass on what is left in its pipes, and close them."""
@@ -141,7 +140,9 @@ class LocalCrew(Crew):
         for worker in self._locals:
             process = worker.process
             if process.status_descriptor >= 0:
-                wanted.append((process.status_descriptor, select.POLLIN, worker.read_status))
+                wanted.append(
+                    (process.status_descriptor, select.POLLIN, partial(worker.read_status, self._clock))
+                )
             if worker.is_alive and process.exit_descriptor >= 0:
                 wanted.append((process.exit_descriptor, select.POLLIN, _wake))
             if not is_full:
@@ -160,7 +161,7 @@ class LocalCrew(Crew):
     def read_status(self) -> None:
         """From all pipes."""
         for worker in self._locals:
-            worker.read_status()
+            worker.read_status(self._clock)
 
     def close(self, now_s: float) -> None:
         """Kill who is left: that happens by an error of the launcher itself."""

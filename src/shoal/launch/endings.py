@@ -6,11 +6,27 @@ import re
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+from shoal.core import errors
 
 TIMED_OUT = 124
 """As timeout(1) says it."""
-_CONSEQUENCES = ("PeerLost", "Connection closed by peer", "Connection reset by peer")
-"""Errors that say that somebody else has gone: Shoal's own, and gloo's under `ddp`."""
+_CONSEQUENCES = (
+    *(
+        name
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, errors.PeerLost)
+    ),
+    "Connection closed by peer",
+    "Connection reset by peer",
+)
+"""Errors that say that this worker and others have lost each other: Shoal's own, and gloo's under `ddp`."""
+_LOST_RANK = re.compile(r"\brank (\d+) is lost")
+_OWN_NUMBERS = re.compile(
+    r"(\brank[ =]?|\bprocess |\bpid[ =]?|\bcuda:|\d\.\d+:)\d+|\b0x[0-9a-f]+\b", re.IGNORECASE
+)
+"""What differs between workers that fail alike: ranks, processes, devices, ports, and addresses in memory."""
 _ECHOES = ("ConnectionResetError", "BrokenPipeError", "ConnectionRefusedError", "EOFError")
 """What a child process says when the worker that it works for has gone."""
 _HINTS: dict[int, str] = {
@@ -41,6 +57,15 @@ class Death:
     """For how long it had been stopped by that signal, when it was given up."""
     host: str = ""
     """The machine that was lost with it."""
+    manner: Literal["", "early", "abrupt"] = ""
+    """With code 0: told to exit inside of `attach`, or gone without a word (`os._exit`) out of its group."""
+    step: int | None = None
+    """At which it was then, or had been when it last told."""
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether it was lost by what no program can help; all else is an error of the program."""
+        return self.code < 0 or bool(self.host) or self.is_consequence
 
     @property
     def is_consequence(self) -> bool:
@@ -66,7 +91,17 @@ class Death:
             return 128 - self.code
         return self.code if 1 <= self.code <= 125 else 1
 
+    @property
+    def lost_ranks(self) -> list[int]:
+        """Whom its error says that it has lost."""
+        return [int(rank) for rank in _LOST_RANK.findall(self.error)]
+
     def __str__(self) -> str:
+        if self.manner == "early":
+            return f"rank {self.rank} ended early with exit code 0, at step {self.step}, inside of attach"
+        if self.manner == "abrupt":
+            when = "" if self.step is None else f", at step {self.step} or later"
+            return f"rank {self.rank} ended with exit code 0 without leaving its group (os._exit?){when}"
         if self.host:
             return f"rank {self.rank} was lost with {self.host}"
         if self.stopped_s is not None:
@@ -113,10 +148,18 @@ def name_signal(number: int) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """'rank 3', 'ranks 0, 1 and 3'."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    """'rank 3', 'ranks 0, 1 and 3', 'ranks 0-3 and 6'; they must be in order."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts: list[str] = []
+    for run in runs:
+        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+    named = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {named}"
 
 
 def describe(death: Death) -> str:
@@ -128,6 +171,11 @@ def is_consequence(error: str) -> bool:
     """Whether the last line of a traceback says that another worker has gone."""
     name, _, message = error.partition(":")
     return any(name.endswith(sign) or sign in message for sign in _CONSEQUENCES)
+
+
+def without_own_numbers(text: str) -> str:
+    """A text of a worker that is the same for all that say the same of themselves."""
+    return _OWN_NUMBERS.sub(lambda match: f"{match[1] or ''}#", text)
 
 
 def is_echo(error: str) -> bool:
@@ -142,13 +190,15 @@ def first_cause(deaths: Iterable[Death]) -> Death:
 
 def summarise(deaths: Iterable[Death], cause: Death) -> list[str]:
     """A line for each of the others; one for all that failed alike."""
-    others = [death for death in deaths if death.rank != cause.rank]
+    same = [death for death in deaths if cause.error and _is_same(death.error, cause.error)]
+    others = [death for death in deaths if death.rank != cause.rank and death not in same]
     alike: dict[str, list[int]] = {}
     for death in others:
         if death.error:
             alike.setdefault(shorten(death.error), []).append(death.rank)
     # with an error, the code says nothing more: a worker may be ended while it is ending
     return [
+        *([f"{_name_all(same)} failed with the same error: {shorten(cause.error)}"] if len(same) > 1 else []),
         *(f"{name_ranks(sorted(ranks))} failed after that: {error}" for error, ranks in alike.items()),
         *(f"{death} after that" for death in others if not death.error),
     ]
@@ -158,3 +208,11 @@ def shorten(error: str) -> str:
     """One line of at most 200 characters, the error's name without its module."""
     name, colon, message = error.partition(":")
     return f"{name.rpartition('.')[2]}{colon}{message}"[:200]
+
+
+def _is_same(error: str, other: str) -> bool:
+    return without_own_numbers(error) == without_own_numbers(other)
+
+
+def _name_all(deaths: Iterable[Death]) -> str:
+    return name_ranks(sorted({death.rank for death in deaths}))

@@ -1,18 +1,34 @@
 """What follows from the end of a worker.
 
-- A worker that fails takes the run with it, unless all that live on have told that they survive a loss. A
-  parameter server takes it along whatever they told, and is itself no worker that lives on or has finished.
+- A worker that is lost (killed by a signal, gone with its machine, cut off from the others) takes the run
+  with it, unless all that live on have told that they survive a loss. A parameter server takes it along
+  whatever they told, and is itself no worker that lives on or has finished.
+- A worker that fails by an error of its own takes the run with it in any case, unless failures are allowed.
+- A worker that ends with exit code 0 before its work was done is told of. It ends the run if others fail for
+  it, or if it was gone without a word and they went on: `os._exit` in the middle of training is an error.
 - Where workers fail one after the other until none is left, the first of them is the cause.
 - A failure that only says that a peer is lost is not the cause: that one is looked for, for a moment.
-- The traceback of the cause is shown whole; failures that follow from it are a line each.
+- The traceback of the cause is shown whole, and once if several fail alike; failures that follow from it are
+  a line each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.launch.endings import Death, Ending, describe, first_cause, is_echo, name_ranks, shorten, summarise
+from shoal.launch.endings import (
+    Death,
+    Ending,
+    describe,
+    first_cause,
+    is_consequence,
+    is_echo,
+    name_ranks,
+    shorten,
+    summarise,
+)
 from shoal.launch.output import Output
+from shoal.launch.tracebacks import ENDING_HOLD_S, ShownTracebacks
 from shoal.launch.worker import Worker
 
 SETTLE_S = 2.0
@@ -22,17 +38,29 @@ SETTLE_S = 2.0
 class Failures:
     """Of one run."""
 
-    def __init__(self, workers: Sequence[Worker], output: Output, num_servers: int = 0) -> None:
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        output: Output,
+        num_servers: int = 0,
+        *,
+        allows_failures: bool = False,
+    ) -> None:
         self.deaths: list[Death] = []
         """All workers that failed of themselves."""
         self.traceback: list[bytes] = []
         """Of the cause."""
+        self.shown = ShownTracebacks()
+        self._allows_failures = allows_failures
+        self._quitters: list[Death] = []
+        """Those that ended with exit code 0 before their work was done."""
+        self._named: list[Death] = []
+        """Those of them that have been told of."""
         self._fatal: list[Death] = []
         self._workers = workers
         self._num_servers = num_servers
         self._output = output
         self._settle_until_s = 0.0
-        self._shown_errors: dict[str, None] = {}
 
     @property
     def is_fatal(self) -> bool:
@@ -50,31 +78,44 @@ class Failures:
             # what happens to a worker that is being ended says nothing, but that it had lost a peer
             has_failed = death.code > 0 and death.is_consequence and ending.cause is not None
             worker.tracebacks.release()
+        elif ending is not None and not death.error and worker.was_told(-death.code):
+            # it was ended in the middle of a traceback, which says nothing
+            has_failed = False
+            worker.tracebacks.release()
         if not has_failed:
+            if ending is None and death.manner:
+                self._quitters.append(death)
             worker.show_held()
             return
         self.deaths.append(death)
-        if ending is None and not self._fatal and self._can_do_without(worker):
-            self._go_on_without(worker, death)
+        is_bearable = death.is_loss or self._allows_failures
+        if ending is None and not self._fatal and is_bearable and self._can_do_without(worker):
+            self._go_on_without(worker, death, now_s)
         elif ending is None:
             self._settle_until_s = self._settle_until_s or now_s + SETTLE_S
             self._fatal.append(death)
 
     def find_cause(self, now_s: float, *, is_uncertain: bool = False) -> Death | None:
         """The failure that ends the run, once it is known; its traceback is shown."""
+        self._judge_quitters(now_s)
         if not self._fatal or any(not worker.is_alive and not worker.is_done for worker in self._workers):
             return None
         cause = first_cause(self._fatal)
-        if cause.is_consequence:
+        quitter = self._quitter_behind(self._fatal)
+        if quitter is not None:
+            cause = quitter
+            self.deaths.insert(0, quitter)
+        elif cause.is_consequence:
             stopped = [worker for worker in self._workers if worker.stop_signal is not None]
             if stopped:
                 return self.give_up(min(stopped, key=lambda worker: worker.stopped_s), now_s)
-            is_settling = is_uncertain or now_s < self._settle_until_s
+            is_settling = is_uncertain or now_s < self._settle_until_s or self._is_cause_ending(now_s)
             if is_settling and any(worker.is_alive for worker in self._workers):
                 return None
-        if cause.rank >= self._num_servers and all(worker.code for worker in self._trainers()):
+        is_bearable = cause.is_loss or self._allows_failures
+        if is_bearable and cause.rank >= self._num_servers and all(one.code for one in self._trainers()):
             cause = first_cause(self.deaths)
-        self.traceback = self._show(self._workers[cause.rank], cause)
+        self.traceback = self._show(self._workers[cause.rank], cause, now_s)
         self._output.say(describe(cause))
         return cause
 
@@ -93,6 +134,53 @@ class Failures:
             for line in summarise(self.deaths, ending.cause):
                 self._output.say(line)
 
+    def _judge_quitters(self, now_s: float) -> None:
+        """Tell of those that ended with exit code 0 too early, once it is clear that others have not.
+
+        All may end so at the same step, which is how some programs end. Where others have failed, they say
+        themselves whom they have lost.
+        """
+        if self._fatal:
+            return
+        for death in self._quitters:
+            worker = self._workers[death.rank]
+            if death in self._named or worker not in self._trainers():
+                continue
+            others = [other for other in self._trainers() if other is not worker]
+            going = [
+                other for other in others if other.is_alive and not other.is_ending and other.phase != "left"
+            ]
+            if going and now_s < death.at_s + SETTLE_S:
+                continue
+            if not going and not all(other.is_done for other in others):
+                continue
+            later = [other for other in others if other.left_s > death.at_s]
+            is_missed = any(other.is_alive or not other.death().manner for other in later)
+            is_error = death.manner == "abrupt"
+            if not is_missed or (is_error and not (worker.phase == "training" and worker.survives_loss)):
+                continue
+            self._named.append(death)
+            if is_error:
+                self.deaths.append(death)
+            if is_error and not self._allows_failures:
+                self._fatal.append(death)
+            else:
+                self._output.say(f"{death}; {self._who_goes_on()}")
+
+    def _quitter_behind(self, fatal: Sequence[Death]) -> Death | None:
+        """Who ended with exit code 0 and was lost by all that have failed since."""
+        if not all(death.is_consequence for death in fatal):
+            return None
+        lost = [rank for death in fatal for rank in death.lost_ranks]
+        behind = [death for death in self._quitters if not lost or death.rank in lost]
+        return min(behind, key=lambda death: death.at_s, default=None)
+
+    def _is_cause_ending(self, now_s: float) -> bool:
+        """Whether a worker is about to end that did not fail because it has lost another one."""
+        ending = [worker for worker in self._workers if worker.is_ending]
+        is_open = any(not is_consequence(worker.tracebacks.error) for worker in ending)
+        return is_open and now_s < self._settle_until_s + ENDING_HOLD_S
+
     def _can_do_without(self, worker: Worker) -> bool:
         others = [other for other in self._trainers() if other is not worker]
         if any(other.is_alive for other in others):
@@ -104,24 +192,24 @@ class Failures:
         """Without the parameter servers, whose ranks are the first."""
         return self._workers[self._num_servers :]
 
-    def _show(self, worker: Worker, death: Death) -> list[bytes]:
+    def _show(self, worker: Worker, death: Death, now_s: float) -> list[bytes]:
         """Its traceback, which is shown unless one like it has been."""
         printed = worker.tracebacks.error
         # children print it of a worker that was killed, and are killed over it
         is_foreign = death.code < 0 and not death.error and (not printed or is_echo(printed))
-        if death.error in self._shown_errors or is_foreign:
+        if is_foreign or (death.error and self.shown.is_known(death.rank, worker.tracebacks.lines, now_s)):
             worker.tracebacks.release()
         worker.show_held()
-        if not death.error:
-            return []
-        self._shown_errors[death.error] = None
-        return worker.tracebacks.lines
+        return worker.tracebacks.lines if death.error else []
 
-    def _go_on_without(self, worker: Worker, death: Death) -> None:
+    def _go_on_without(self, worker: Worker, death: Death, now_s: float) -> None:
         if death.is_consequence:
             worker.tracebacks.release()
-        self._show(worker, death)
+        self._show(worker, death, now_s)
         why = f" ({shorten(death.error)})" if death.is_consequence else ""
+        self._output.say(f"{death}{why}; {self._who_goes_on()}")
+
+    def _who_goes_on(self) -> str:
         num_living = sum(other.is_alive for other in self._trainers())
         follows = f"the other {num_living} go on without it" if num_living > 1 else "the last one goes on"
-        self._output.say(f"{death}{why}; {follows if num_living else 'the others had finished'}")
+        return follows if num_living else "the others had finished"

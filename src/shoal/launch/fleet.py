@@ -203,7 +203,7 @@ class Fleet(Crew):
             case Wrote():
                 worker.readers[0 if message.stream == "stdout" else 1].feed(message.data, now_s)
             case Told():
-                worker.survives_loss = message.survives_loss
+                worker.hear(message.status, now_s)
             case Stopped():
                 worker.note_stop(message.signal, now_s)
             case Ended():

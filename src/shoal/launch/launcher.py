@@ -47,7 +47,12 @@ class Launcher:
         self._clock = clock
         self._crew = LocalCrew(settings, output, clock) if crew is None else crew
         self._workers = self._crew.workers
-        self._failures = Failures(self._workers, output, settings.options.num_servers)
+        self._failures = Failures(
+            self._workers,
+            output,
+            settings.options.num_servers,
+            allows_failures=settings.allows_failures,
+        )
         self._stops = Stops(self._workers, SILENCE_S * settings.options.patience, output.say)
         self._ending: Ending | None = None
         self._signals_left: list[int] = []
@@ -97,8 +102,7 @@ class Launcher:
         should_hold = self._ending is not None or self._failures.is_fatal
         for worker in self._workers:
             if not worker.is_done:
-                for reader in worker.readers:
-                    reader.tick(now_s, should_hold=should_hold)
+                worker.tick(now_s, self._failures.shown, should_hold=should_hold)
 
     def _wait(self) -> None:
         """Until something happens, or a tick is over; do what reading and writing there is to do."""

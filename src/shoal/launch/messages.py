@@ -14,6 +14,7 @@ import msgspec
 
 from shoal.core.board import Sighting
 from shoal.core.errors import ProtocolError
+from shoal.core.status import Status
 from shoal.launch.output import Stream
 
 MAGIC = b"\xf5SHOAL\x01\n"
@@ -138,7 +139,7 @@ class Told(Message, frozen=True):
     """Up: what a worker told its launcher by `core.status`."""
 
     rank: int
-    survives_loss: bool
+    status: Status
 
 
 class Stopped(Message, frozen=True):

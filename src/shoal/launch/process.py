@@ -17,20 +17,17 @@ from typing import IO
 import msgspec
 
 from shoal.core.errors import ShoalError, UsageError
+from shoal.core.status import Status
 from shoal.launch.output import Stream
 
 READ_BYTES = 1 << 16
 _MAX_LAST_BYTES = 1 << 22
 """Of output that is still in a pipe when its worker's time is over: somebody else may fill it for ever."""
 _MAX_STATUS_BYTES = 4096
+_MAX_STATUS_READS = 16
+"""As much as a pipe holds; the rest waits for the next turn."""
 _KILLED_S = 5.0
 _SHORTAGES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-
-
-class Status(msgspec.Struct, frozen=True):
-    """What a worker may tell by `core.status.tell_launcher`; anything else is passed over."""
-
-    survives_loss: bool | None = None
 
 
 class Pipe:
@@ -159,22 +156,22 @@ class Process:
                 os.killpg(self.pid, signal.SIGCONT)
 
     def read_status(self) -> list[Status]:
-        """What it has told since."""
-        if self.status_descriptor < 0:
-            return []
-        try:
-            data = os.read(self.status_descriptor, _MAX_STATUS_BYTES)
-        except BlockingIOError:
-            return []
-        if not data:
-            self._close_status()
-            return []
-        *lines, rest = bytes(self._status + data).split(b"\n")
-        self._status[:] = rest[-_MAX_STATUS_BYTES:]
+        """What it has told since; what is not understood is passed over."""
         told: list[Status] = []
-        for line in lines:
-            with contextlib.suppress(msgspec.DecodeError):
-                told.append(msgspec.json.decode(line, type=Status))
+        for _ in range(_MAX_STATUS_READS):
+            if self.status_descriptor < 0:
+                break
+            try:
+                data = os.read(self.status_descriptor, _MAX_STATUS_BYTES)
+            except BlockingIOError:
+                break
+            if not data:
+                self._close_status()
+            *lines, rest = bytes(self._status + data).split(b"\n")
+            self._status[:] = rest[-_MAX_STATUS_BYTES:]
+            for line in lines:
+                with contextlib.suppress(msgspec.DecodeError):
+                    told.append(msgspec.json.decode(line, type=Status))
         return told
 
     def wait(self) -> None:

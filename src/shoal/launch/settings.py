@@ -54,6 +54,8 @@ class LaunchSettings:
     log_dir: Path | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
     """More of them, for all workers."""
+    allows_failures: bool = False
+    """Whether workers that can do without a lost one also go on when one fails by an error of its own."""
     elastic: Elastic = Elastic()
     restart_count: int = 0
     """Of this start."""

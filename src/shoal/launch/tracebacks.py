@@ -9,12 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from shoal.launch.endings import is_consequence
+from shoal.launch.endings import is_consequence, without_own_numbers
 
 HOLD_S = 1.0
 """A worker that lives on for so long has only printed a traceback."""
 LONG_HOLD_S = 5.0
 """One that has lost a peer hardly ever lives on, but its interpreter may take seconds to end."""
+ENDING_HOLD_S = 20.0
+"""One that has told that it is about to end: on a loaded machine the interpreter takes long for that."""
+SAME_S = 30.0
+"""A traceback that another worker has shown within this time is not shown again."""
 MAX_HELD_BYTES = 1 << 18
 _HEADER = b"Traceback (most recent call last):"
 _SYNTAX_ERROR = b'  File "'
@@ -52,13 +56,13 @@ class Tracebacks:
             passed += self.release()
         return passed
 
-    def release_due(self, now_s: float) -> list[bytes]:
-        """What has been held for too long."""
+    def release_due(self, now_s: float, *, is_ending: bool = False) -> list[bytes]:
+        """What has been held for too long, for a worker that has told that it is about to end, or has not."""
         if not self._is_held or self.since_s is None or now_s < self.since_s + HOLD_S:
             return []
         if now_s < self.since_s + LONG_HOLD_S and is_consequence(self.error):
             return []
-        return self.release()
+        return [] if is_ending and now_s < self.since_s + ENDING_HOLD_S else self.release()
 
     def release(self) -> list[bytes]:
         """Whatever is held."""
@@ -80,13 +84,59 @@ class Tracebacks:
 
 def last_error(lines: Sequence[bytes]) -> str:
     """'ValueError: too large' of a traceback; of several that follow from each other, the last."""
-    error, is_inside = b"", False
-    for line in map(_bare, lines):
+    index = _index_of_error(lines)
+    return "" if index is None else _bare(lines[index]).decode(errors="replace")
+
+
+class ShownTracebacks:
+    """What has been shown of all workers of a run, so that workers that fail alike show it once."""
+
+    def __init__(self) -> None:
+        self._shown: dict[str, tuple[int, float]] = {}
+        """By the text, without what is a worker's own: who showed it, and when."""
+
+    def is_known(self, rank: int, lines: Sequence[bytes], now_s: float) -> bool:
+        """Whether another worker has shown this traceback within SAME_S; if not, this one counts as shown."""
+        end = _end_of_error(lines)
+        if end == 0:
+            return False
+        text = without_own_numbers(b"\n".join(lines[:end]).decode(errors="replace"))
+        by, at_s = self._shown.get(text, (rank, now_s))
+        if by != rank and now_s < at_s + SAME_S:
+            return True
+        self._shown[text] = rank, now_s
+        return False
+
+    def shorten(self, rank: int, lines: list[bytes], now_s: float) -> list[bytes]:
+        """A block of lines that begins with a traceback; a line instead of that if another has shown it."""
+        if not self.is_known(rank, lines, now_s):
+            return lines
+        return [
+            f"{last_error(lines)} (another rank has shown this traceback)".encode(),
+            *lines[_end_of_error(lines) :],
+        ]
+
+
+def _index_of_error(lines: Sequence[bytes]) -> int | None:
+    """The line that names the error; of several tracebacks that follow from each other, the last."""
+    found, is_inside = None, False
+    for index, line in enumerate(map(_bare, lines)):
         if _begins(line):
             is_inside = True
         elif is_inside and line and not line[:1].isspace():
-            error, is_inside = line, False
-    return error.decode(errors="replace")
+            found, is_inside = index, False
+    return found
+
+
+def _end_of_error(lines: Sequence[bytes]) -> int:
+    """Behind the traceback and what its error says in further lines; 0 when there is no whole one."""
+    index = _index_of_error(lines)
+    if index is None:
+        return 0
+    end = index + 1
+    while end < len(lines) and lines[end][:1].isspace():
+        end += 1
+    return end
 
 
 def _begins(line: bytes) -> bool:

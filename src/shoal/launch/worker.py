@@ -5,13 +5,15 @@ Nothing here waits, and nothing decides: the launcher asks, and says what is to 
 
 from __future__ import annotations
 
+import math
 import signal
 from abc import ABC, abstractmethod
 
+from shoal.core.status import Phase, Status
 from shoal.launch.endings import Death, is_echo
 from shoal.launch.lines import Lines
 from shoal.launch.output import LogFiles, Output, Stream
-from shoal.launch.tracebacks import Tracebacks
+from shoal.launch.tracebacks import ShownTracebacks, Tracebacks
 
 _SLOW_END_S = 30.0
 """From a traceback to the end of its process: one that is older has nothing to do with it."""
@@ -33,13 +35,11 @@ class Reader:
         """Pass on what was read."""
         self._take(self._lines.feed(data), now_s)
 
-    def tick(self, now_s: float, *, should_hold: bool) -> None:
-        """Show a bar that moved, and the traceback of a worker that goes on, unless it should be held."""
+    def tick(self, now_s: float) -> None:
+        """Show a bar that moved."""
         bar = self._lines.bar(now_s)
         if bar:
             self.show(self._sift(bar, now_s))
-        if not should_hold:
-            self.show(self.tracebacks.release_due(now_s))
 
     def show(self, lines: list[bytes]) -> None:
         """Have them shown as this stream's."""
@@ -80,6 +80,14 @@ class Worker(ABC):
         """Why it counts as ended, if that was not by its own end."""
         self.survives_loss: bool | None = None
         """What it told; None when it has told nothing."""
+        self.phase: Phase | None = None
+        """Where it told to be on its way; None when it has told nothing."""
+        self.step: int | None = None
+        """What it told last."""
+        self.early_step: int | None = None
+        """Where it was told to exit with code 0, inside of `attach`."""
+        self._phase_s = self._early_s = 0.0
+        """When it told these."""
         self.is_done = False
         """Whether the launcher has drawn its conclusions from its end."""
         self.readers = (Reader(rank, "stdout", output, logs), Reader(rank, "stderr", output, logs))
@@ -96,6 +104,33 @@ class Worker(ABC):
         """What is held of its stderr."""
         return self.readers[1].tracebacks
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether it is alive and has told that it is about to end before its work was done."""
+        return self.is_alive and (self.phase == "failing" or self.early_step is not None)
+
+    @property
+    def left_s(self) -> float:
+        """When it left its group in order, or ended; not yet is infinity."""
+        if self.phase == "left":
+            return self._phase_s
+        return math.inf if self.is_alive else self.ended_s
+
+    def hear(self, told: Status, now_s: float) -> None:
+        """Take what it has told."""
+        if told.survives_loss is not None:
+            self.survives_loss = told.survives_loss
+        if told.phase is not None:
+            self.phase, self._phase_s = told.phase, now_s
+        if told.step is not None:
+            self.step = told.step
+        if told.early_step is not None:
+            self.early_step, self._early_s = told.early_step, now_s
+
+    def was_told(self, number: int) -> bool:
+        """Whether the launcher has sent it this signal."""
+        return number in self._signals
+
     def signal_group(self, number: int) -> None:
         """Send to the worker and all its children."""
         if self.is_alive:
@@ -108,6 +143,14 @@ class Worker(ABC):
     def is_silent(self, since_s: float) -> bool:
         """Whether an ended worker's pipes have ended too, or it has ended before that."""
         return self.ended_s < since_s or not any(reader.is_open for reader in self.readers)
+
+    def tick(self, now_s: float, shown: ShownTracebacks, *, should_hold: bool) -> None:
+        """Show a bar that moved, and the traceback of a worker that goes on, unless it should be held."""
+        for reader in self.readers:
+            reader.tick(now_s)
+        if not should_hold:
+            due = self.tracebacks.release_due(now_s, is_ending=self.is_ending)
+            self.readers[1].show(shown.shorten(self.rank, due, now_s))
 
     def show_held(self) -> None:
         """Have shown what is held of its stderr."""
@@ -133,6 +176,10 @@ class Worker(ABC):
         assert self.code is not None
         if self.given_up is not None:
             return self.given_up
+        if self.code == 0 and self.early_step is not None:
+            return Death(self.rank, 0, self._early_s, manner="early", step=self.early_step)
+        if self.code == 0 and self.phase in ("joined", "training"):
+            return Death(self.rank, 0, self.ended_s, manner="abrupt", step=self.step)
         since_s = self.tracebacks.since_s
         if since_s is None or self.ended_s > since_s + _SLOW_END_S or not self._may_have_raised():
             return Death(self.rank, self.code, self.ended_s)
@@ -141,7 +188,7 @@ class Worker(ABC):
     def _may_have_raised(self) -> bool:
         """Whether a traceback can be its own: who is killed prints none, but its children may."""
         assert self.code is not None
-        if self.code >= 0 or -self.code in self._signals:
+        if self.code >= 0 or self.was_told(-self.code):
             return True
         return -self.code in _OWN_SIGNALS and not is_echo(self.tracebacks.error)
 

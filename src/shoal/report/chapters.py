@@ -24,7 +24,7 @@ from shoal.report.lines import (
     scaling_groups,
     scaling_plots,
 )
-from shoal.report.schema import Row, text
+from shoal.report.schema import Row, label_of
 from shoal.report.views import shared_key
 from shoal.report.waits import is_wait, wait_plots
 
@@ -119,8 +119,11 @@ def _metric(group: Group, shown: Sequence[Shown], figures: Figures) -> Section:
     name = "Figures" if group.is_mixed else group.metric
     table = sections.statistics_table(group, shown)
     content = table + _distribution(group, shown, figures) + _closer(group, shown, figures)
-    where = " ".join(f"{key}={text(value)}" for key, value in shared_key(group.present).items())
-    about = [group.unit, f"{group.direction} is better" if group.direction else "", where]
+    about = [
+        group.unit,
+        f"{group.direction} is better" if group.direction else "",
+        label_of(shared_key(group.present)),
+    ]
     return Section(name, content, " · ".join(part for part in about if part))
 
 

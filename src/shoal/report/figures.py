@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from shoal.report.schema import Report, Scalar, text
+from shoal.report.schema import Report, Scalar, label_of, text
 
 NUM_COLOURS = 12
 SHOWN_SERIES = 12
@@ -125,4 +125,4 @@ class Contest:
 
 
 def _label(key: dict[str, Scalar], without: Sequence[str]) -> str:
-    return " ".join(f"{name}={text(value)}" for name, value in key.items() if name not in without)
+    return label_of({name: value for name, value in key.items() if name not in without})

@@ -20,6 +20,8 @@ BAR_WIDTH = 40
 MAX_TEXT_BARS = 16
 MAX_BARS = 60
 """Of a plot."""
+MAX_COUNT = 2**53
+"""A larger float is no count: it has no units digit."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,14 @@ class Histogram:
 
     def lines(self) -> list[str]:
         """As bars of text; the one hundredth that is furthest behind is in one of them."""
-        shown = self.in_classes(class_width(min(self.counts), self.most(0.99), MAX_TEXT_BARS))
+        width = class_width(min(self.counts), self.most(0.99), MAX_TEXT_BARS)
+        end = self.most(0.99) // width * width + width - 1
+        near = {behind: count for behind, count in self.counts.items() if behind <= end}
+        far = [count for behind, count in self.counts.items() if behind > end]
+        shown = Histogram(near, self.width).in_classes(width)
         bars = {shown.name(behind): count for behind, count in shown.counts.items()}
-        for behind in [behind for behind in shown.counts if behind > self.most(0.99)]:
-            tail = f"over {self.most(0.99) // shown.width * shown.width + shown.width - 1}"
-            bars[tail] = bars.get(tail, 0.0) + bars.pop(shown.name(behind))
+        if far:
+            bars[f"over {end}"] = sum(far)
         longest, size = max(bars.values()), max(map(len, bars))
         lines = []
         for name, count in bars.items():
@@ -88,9 +93,10 @@ def class_width(low: int, high: int, max_classes: int) -> int:
 
 
 def is_histogram(row: Row) -> bool:
-    """Whether a row says how many were so far behind."""
+    """Whether a row says how many were so far behind; anything but counts is a figure like others."""
     behind = row.key.get(BEHIND)
-    return row.metric == METRIC and isinstance(behind, int) and not isinstance(behind, bool)
+    is_number = isinstance(behind, int) and not isinstance(behind, bool)
+    return row.metric == METRIC and is_number and all(0 <= count <= MAX_COUNT for count in row.samples)
 
 
 def histogram_of(rows: Sequence[Row]) -> Histogram:

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.core.errors import ReportError, UsageError
+from shoal.core.untrusted import visible, visible_line
 from shoal.report.chapters import Section, chapter, environments, folded, how_it_ran
 from shoal.report.charts import forest_data
 from shoal.report.context import facts, headlines, notices, reports_table
@@ -161,7 +162,8 @@ def _write(
     path: Path | str, title: str, head: Sequence[str], content: Sequence[str], figures: Figures
 ) -> Path:
     data = {"plots": figures.plots, "sets": figures.sets}
-    encoded = msgspec.json.encode(data).decode().replace("<", "\\u003c")
+    encoded = visible(msgspec.json.encode(data).decode()).replace("<", "\\u003c")
+    title = visible_line(title)
     page = f"""<!doctype html>
 <html lang="en">
 <head>
@@ -177,11 +179,11 @@ def _write(
 <header>
 <div class="bar"><span class="brand">Shoal</span><button id="theme" type="button">theme</button></div>
 <h1>{escape(title)}</h1>
-{_joined(head)}
+{visible(_joined(head))}
 </header>
 <main>
 <noscript><p class="notices">The plots need JavaScript; the tables do not.</p></noscript>
-{_joined(content)}
+{visible(_joined(content))}
 </main>
 <script type="application/json" id="shoal-data">{encoded}</script>
 <script>{_plotly()}</script>

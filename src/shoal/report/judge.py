@@ -24,6 +24,8 @@ MIN_STARTS = 5
 """On either side. With fewer, the spread between starts is a guess and so is any verdict."""
 EFFECT_PERCENT = 5.0
 POWER = 0.9
+MAX_STARTS = 1_000_000
+"""The most that `starts_needed` says: a row whose mean is near zero would need any number of them."""
 
 
 class Verdict(StrEnum):
@@ -87,6 +89,8 @@ class _Test:
             return 0.0 if difference == 0 else None
         else:
             change = 100 * difference / abs(self.base)
+        if not math.isfinite(change):
+            return None
         return change if direction == "higher" else -change
 
 
@@ -109,10 +113,13 @@ def judge(
     ]
     p_values = [test.p_value for test in tests if test is not None]
     adjusted, levels = holm(p_values, alpha)
+    # with enough starts a row joins the family; Holm's strictest step holds whatever the other rows show
+    num_family = sum(old.error is None and new.error is None for old, new in pairs)
+    strictest = alpha / max(1, num_family)
     judgements, decided = [], 0
     for (old, new), test in zip(pairs, tests, strict=True):
         if test is None:
-            judgements.append(_unjudged(old, new, alpha, effect_percent))
+            judgements.append(_unjudged(old, new, strictest, effect_percent))
         else:
             judgements.append(_judged(test, old.direction, adjusted[decided], levels[decided], alpha))
             decided += 1
@@ -145,21 +152,23 @@ def starts_needed(
 ) -> int:
     """How many starts each side needs to find a change of `effect_percent` nine times in ten; at least five.
 
-    Takes start medians. The normal approximation with Guenther's correction for the t distribution; where no
-    side has two starts the spread is unknown, and the answer is the least that can be judged.
+    Takes start medians. `level` is the one at which the row will be tested: for a family of rows, `judge`
+    gives Holm's strictest step, alpha over the number of rows. The normal approximation with Guenther's
+    correction for the t distribution; where no side has two starts the spread is unknown, and the answer is
+    the least that can be judged.
     """
-    values = [*baseline, *test]
-    is_log = all(value > 0 for value in values)
-    sides = [[math.log(value) for value in side] if is_log else list(side) for side in (baseline, test)]
+    old, new, is_log = _on_one_scale(baseline, test)
+    sides = (old, new)
     freedom = sum(len(side) - 1 for side in sides if side)
-    size = math.log1p(effect_percent / 100) * (1.0 if is_log else abs(mean_of(values)))
+    size = math.log1p(effect_percent / 100) * (1.0 if is_log else abs(mean_of([*old, *new])))
     if freedom <= 0 or size <= 0:
         return MIN_STARTS
     variance = sum(variance_of(side) * (len(side) - 1) for side in sides if len(side) > 1) / freedom
     normal = NormalDist()
     z_level, z_power = normal.inv_cdf(1 - level / 2), normal.inv_cdf(POWER)
-    count = 2 * (z_level + z_power) ** 2 * variance / (size * size) + z_level**2 / 4
-    return max(MIN_STARTS, math.ceil(count))
+    spread = math.sqrt(variance) / size
+    count = 2 * (z_level + z_power) ** 2 * spread * spread + z_level**2 / 4
+    return max(MIN_STARTS, math.ceil(min(count, MAX_STARTS)))
 
 
 def _can_judge(old: Row, new: Row) -> bool:
@@ -180,11 +189,26 @@ def _unjudged(old: Row, new: Row, level: float, effect_percent: float) -> Judgem
     )
 
 
-def _t_test(old: list[float], new: list[float], *, are_pairs: bool) -> _Test:
+def _on_one_scale(old: Sequence[float], new: Sequence[float]) -> tuple[list[float], list[float], bool]:
+    """Both sides as they are tested, and whether that is by logarithms: where all are positive.
+
+    Others are divided by one power of two, which no ratio of them notices, so that squares of any float are
+    floats too.
+    """
+    values = [*old, *new]
+    if all(value > 0 for value in values):
+        return [math.log(value) for value in old], [math.log(value) for value in new], True
+    exponent = math.frexp(max(abs(value) for value in values))[1]
+    return (
+        [math.ldexp(value, -exponent) for value in old],
+        [math.ldexp(value, -exponent) for value in new],
+        False,
+    )
+
+
+def _t_test(baseline: list[float], test: list[float], *, are_pairs: bool) -> _Test:
     """Paired where every start has its neighbour, Welch's elsewhere."""
-    is_log = min(*old, *new) > 0
-    if is_log:
-        old, new = [math.log(value) for value in old], [math.log(value) for value in new]
+    old, new, is_log = _on_one_scale(baseline, test)
     base = mean_of(old)
     difference = mean_of(new) - base
     if are_pairs and len(old) == len(new):
@@ -205,10 +229,12 @@ def _paired_error(differences: list[float]) -> tuple[float, float]:
 def _welch_error(old: list[float], new: list[float]) -> tuple[float, float]:
     """Of the difference of means: its error, and degrees of freedom."""
     shares = variance_of(old) / len(old), variance_of(new) / len(new)
-    if sum(shares) == 0:
+    total = sum(shares)
+    if total == 0:
         return 0.0, 1.0
-    freedom = sum(shares) ** 2 / (shares[0] ** 2 / (len(old) - 1) + shares[1] ** 2 / (len(new) - 1))
-    return math.sqrt(sum(shares)), freedom
+    # of the shares' shares, for the square of a small variance may be no float
+    parts = (shares[0] / total) ** 2 / (len(old) - 1) + (shares[1] / total) ** 2 / (len(new) - 1)
+    return math.sqrt(total), 1 / parts
 
 
 def _judged(test: _Test, direction: Direction, p_adjusted: float, level: float, alpha: float) -> Judgement:

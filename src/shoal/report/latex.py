@@ -53,8 +53,8 @@ def plus_minus(samples: Sequence[float]) -> str:
 
 
 def _decimals(value: float, significant: int) -> int:
-    """Digits after the point that leave so many significant ones; none for zero."""
-    if value == 0:
+    """Digits after the point that leave so many significant ones; none for zero and what is not finite."""
+    if value == 0 or not math.isfinite(value):
         return 0
     return min(MAX_DECIMALS, max(0, significant - 1 - math.floor(math.log10(abs(value)))))
 

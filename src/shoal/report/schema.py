@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from shoal.core.errors import ReportError
+from shoal.core.untrusted import visible_line
 
 SCHEMA = "shoal-report"
 VERSION = 1
@@ -48,10 +49,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
                 next_step="say 'higher' or 'lower' (is better)",
             )
         for name, value in self.key.items():
-            if not isinstance(value, Scalar) or (isinstance(value, float) and not math.isfinite(value)):
+            if not isinstance(value, Scalar) or not _is_plain(value):
                 raise ReportError(
                     f"{self.name}: {name!r} in its key is {value!r}",
-                    cause="a key holds text, finite numbers and booleans",
+                    cause="a key holds text, finite numbers of at most 64 bits and booleans",
                     next_step="put anything larger into the report's config",
                 )
         starts = [self._checked(number, start) for number, start in enumerate(self.starts, 1)]
@@ -70,7 +71,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     def _checked(self, number: int, start: list[float]) -> list[float]:
         try:
             samples = [float(sample) for sample in start]
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ReportError(
                 f"{self.name}: start {number} holds something that is no number: {error}"
             ) from error
@@ -95,7 +96,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     @property
     def name(self) -> str:
         """Key and metric as one line, for messages."""
-        return f"row '{self.label} {self.metric}'" if self.key else f"row '{self.metric}'"
+        metric = visible_line(self.metric)
+        return f"row '{self.label} {metric}'" if self.key else f"row '{metric}'"
 
     @property
     def identity(self) -> Identity:
@@ -192,17 +194,27 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return [row for row in self.rows if row.error is not None]
 
 
+def _is_plain(value: Scalar) -> bool:
+    """Whether tables and plots can show it: sums and axes are made of floats."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return not isinstance(value, int) or abs(value) < 1 << 64
+
+
 def label_of(key: dict[str, Scalar]) -> str:
     """A key as one line, in its own order."""
-    return " ".join(f"{name}={text(value)}" for name, value in key.items())
+    return " ".join(f"{visible_line(name)}={text(value)}" for name, value in key.items())
 
 
 def text(value: object) -> str:
-    """A configuration value as a person writes it: true, null, 1, cpu; containers as JSON."""
+    """A configuration value as a person writes it: true, null, 1, cpu; containers as JSON.
+
+    It is one line: whatever cannot be seen is written out, as `visible_line` does it.
+    """
     if isinstance(value, str):
-        return value
+        return visible_line(value)
     if isinstance(value, dict | list | tuple | bool) or value is None:
-        return msgspec.json.encode(value, enc_hook=str).decode()
+        return visible_line(msgspec.json.encode(value, enc_hook=str).decode())
     return str(value)
 
 

@@ -14,6 +14,8 @@ from shoal.core.errors import UsageError
 from shoal.report.schema import Row
 
 PERCENTILES = (50, 75, 90, 95)
+_LARGE = 1e300
+"""Near the largest float: sums of such values overflow."""
 
 
 def percentile(samples: Sequence[float], q: float) -> float:
@@ -36,6 +38,8 @@ def _at(ordered: Sequence[float], q: float) -> float:
     lower = math.floor(position)
     upper = min(lower + 1, len(ordered) - 1)
     low, high, fraction = ordered[lower], ordered[upper], position - lower
+    if math.isinf(high - low):
+        return low * (1 - fraction) + high * fraction
     if fraction < 0.5:
         return low + (high - low) * fraction
     return high - (high - low) * (1 - fraction)  # exact at a fraction of one, as numpy does it
@@ -114,26 +118,44 @@ def noise_floor(row: Row) -> float | None:
 
 def _apart(first: float, second: float) -> float:
     """The difference in percent of the mean size, the same from either side; at most 200."""
+    if max(abs(first), abs(second)) > _LARGE:
+        first, second = first / _LARGE, second / _LARGE
     size = abs(first) + abs(second)
     return 200 * abs(first - second) / size if size else 0.0
 
 
 def change_percent(baseline: float, test: float, direction: str) -> float | None:
-    """The change from baseline to test, negative when worse; None where a zero baseline has no percentage."""
+    """The change from baseline to test, negative when worse; None where it has no percentage.
+
+    That is where the baseline is zero, or so small that the percentage is too large for a float.
+    """
     if baseline == test:
         return 0.0
     if baseline == 0:
         return None
     change = 100 * (test - baseline) / abs(baseline)
+    if not math.isfinite(change):
+        return None
     return change if direction == "higher" else -change
 
 
 def mean_of(values: Sequence[float]) -> float:
     """The mean; exactly the common value where all are equal."""
-    return values[0] if min(values) == max(values) else math.fsum(values) / len(values)
+    if min(values) == max(values):
+        return values[0]
+    try:
+        return math.fsum(values) / len(values)
+    except OverflowError:
+        return math.fsum(value / len(values) for value in values)
 
 
 def variance_of(values: Sequence[float]) -> float:
-    """The sample variance (n - 1); exactly zero where all are equal. Needs two values."""
+    """The sample variance (n - 1); exactly zero where all are equal, infinite where it is no float.
+
+    Needs two values.
+    """
     mean = mean_of(values)
-    return math.fsum((value - mean) * (value - mean) for value in values) / (len(values) - 1)
+    try:
+        return math.fsum((value - mean) * (value - mean) for value in values) / (len(values) - 1)
+    except OverflowError:
+        return math.inf

@@ -12,6 +12,7 @@ import msgspec
 
 from shoal.core.errors import ReportError
 from shoal.core.files import written
+from shoal.core.untrusted import MAX_DEPTH, decode_json, depth_exceeds
 from shoal.report import pytorch
 from shoal.report.schema import SCHEMA, VERSION, Report
 
@@ -130,7 +131,7 @@ def _decode(path: Path, raw: bytes) -> Any:
             f"{path} is empty", cause="a run that ended before it wrote", next_step="run the benchmark again"
         )
     try:
-        return msgspec.json.decode(raw)
+        document = decode_json(raw)
     except msgspec.DecodeError as error:
         if "truncated" in str(error):
             raise ReportError(
@@ -139,10 +140,13 @@ def _decode(path: Path, raw: bytes) -> Any:
                 next_step="copy it again from where the benchmark ran",
             ) from error
         raise ReportError(
-            f"{path} is not JSON: {error}",
+            f"{path} is not JSON that can be read: {error}",
             next_step="give the file that a benchmark saved (it prints the path)",
         ) from error
-    except UnicodeDecodeError as error:
+    if depth_exceeds(document):
         raise ReportError(
-            f"{path} is not JSON: it is not UTF-8 text", next_step="give a report file"
-        ) from error
+            f"{path} is nested more than {MAX_DEPTH} levels deep",
+            cause="it is no report, or was made to confuse its reader",
+            next_step="give the file that a benchmark saved (it prints the path)",
+        )
+    return document

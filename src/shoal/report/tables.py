@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TextIO
 
 import msgspec
+
+from shoal.core.untrusted import visible
 
 WIDTH = 80
 """Of text that does not go to a terminal."""
 GAP = "  "
 Line = tuple[str, str]
 """A line and its style, in rich's words; '' for none."""
-_CONTROLS = dict.fromkeys((*range(32), *range(127, 160)), "?")
-"""A key read from a file must not steer the terminal."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,18 @@ class Table:
     """Under the row of that index, as wide as the table."""
 
     def lines(self, width: int = WIDTH, rule: str = "-") -> list[Line]:
-        """At most `width` columns wide where the cells allow it."""
+        """At most `width` columns wide where the cells allow it; none of them can steer a terminal."""
+        return self._visible()._lines(width, rule)
+
+    def _visible(self) -> Table:
+        return Table(
+            visible(self.title),
+            tuple(replace(column, name=visible(column.name)) for column in self.columns),
+            [tuple(visible(cell) for cell in row) for row in self.rows],
+            {index: (visible(note), style) for index, (note, style) in self.notes.items()},
+        )
+
+    def _lines(self, width: int, rule: str) -> list[Line]:
         widths = self._widths(width)
         total = sum(widths) + len(GAP) * (len(widths) - 1)
         blocks = [[(line, "") for line in self._block(cells, widths)] for cells in self.rows]
@@ -117,8 +128,8 @@ def show(items: Sequence[Table | Line | str], stream: TextIO) -> None:
         if isinstance(item, Table):
             lines += [*item.lines(width, "─" if is_terminal else "-"), ("", "")]
         else:
-            lines.append((item, "") if isinstance(item, str) else item)
-    lines = [(line.translate(_CONTROLS), style) for line, style in lines]
+            line, style = (item, "") if isinstance(item, str) else item
+            lines.append((visible(line), style))
     if not is_terminal:
         emit("\n".join(line for line, _ in lines), stream)
         return
@@ -131,7 +142,11 @@ def show(items: Sequence[Table | Line | str], stream: TextIO) -> None:
 
 
 def emit(text: str, stream: TextIO) -> None:
-    """Write text and a newline; where the stream cannot encode a character (µ in ASCII) it is replaced."""
+    """Write text and a newline; where the stream cannot encode a character (µ in ASCII) it is replaced.
+
+    What cannot be seen is written out: names from files and other machines must not steer the terminal.
+    """
+    text = visible(text)
     try:
         print(text, file=stream)
     except UnicodeEncodeError:

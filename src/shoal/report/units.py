@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 _TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
@@ -58,6 +59,8 @@ def digits(value: float, significant: int = 3) -> str:
     size = abs(value)
     if size == 0:
         return "0"
+    if not math.isfinite(size):
+        return str(value)
     if size >= 1e9 or size < 1e-4:
         return f"{value:.{significant - 1}e}"
     exponent = int(f"{size:.{significant - 1}e}".partition("e")[2])

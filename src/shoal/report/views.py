@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeVar
 
+from shoal.core.untrusted import visible_line
 from shoal.report.curves import averaged, axes_of
 from shoal.report.diff import Diff, RowDiff
 from shoal.report.histograms import BEHIND, histogram_of, is_histogram
@@ -47,15 +48,16 @@ def shared_key(rows: Iterable[Row | Curve]) -> dict[str, Scalar]:
 
 def short_label(row: Row | Curve, shared: dict[str, Scalar]) -> str:
     """The row's key without the shared entries; the metric where nothing else is left."""
-    parts = [f"{name}={text(value)}" for name, value in row.key.items() if name not in shared]
-    return " ".join(parts) or row.metric
+    return label_of({name: row.key[name] for name in row.key if name not in shared}) or visible_line(
+        row.metric
+    )
 
 
 def group_title(group: Group, shared: dict[str, Scalar]) -> str:
     """Metric, unit and direction, then what all rows of the group share."""
     metric, unit, direction = group
-    where = " ".join(f"{name}={text(value)}" for name, value in shared.items())
-    return f"{metric} ({unit + ', ' if unit else ''}{direction} is better)" + (f"  {where}" if where else "")
+    about = visible_line(f"{metric} ({unit + ', ' if unit else ''}{direction} is better)")
+    return about + (f"  {label_of(shared)}" if shared else "")
 
 
 def headline(report: Report) -> list[str]:

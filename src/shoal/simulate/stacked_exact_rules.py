@@ -6,14 +6,21 @@ mean gradient, and corrections.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from shoal.simulate.stacked_mixing import Mix
 from shoal.simulate.stacked_rules import NeighborRule, Stage
+from shoal.strategies.gradients import flagged_bytes
 
 
 class MomentumRule(NeighborRule):
-    """Momentum takes the parameters' ways."""
+    """Momentum takes the parameters' ways, with a flag for each parameter."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage)
+        self._momentum_bytes = sum(map(flagged_bytes, stage.model.layouts(sys.maxsize)))
 
     def after_step(self) -> None:
         """Both at once."""
@@ -27,7 +34,8 @@ class MomentumRule(NeighborRule):
     def _share_all(self, mix: Mix) -> None:
         momentum = self._optimizer.momentum_buffer
         assert momentum is not None, "an optimizer with momentum that has stepped"
-        for number in [self._tape.exchange(mix.edges, self._size_bytes) for _ in range(2)]:
+        sizes = (self._size_bytes, self._momentum_bytes)
+        for number in [self._tape.exchange(mix.edges, size_bytes) for size_bytes in sizes]:
             self._tape.wait(number)
         self._model.values = mix(self._model.values)
         self._optimizer.momentum_buffer = mix(momentum)

@@ -18,12 +18,14 @@ from shoal.simulate.stacked_tape import Ring, Tape
 from shoal.simulate.world import World
 from shoal.strategies.all_reduce import GradientAllReduce
 from shoal.strategies.base import Strategy
+from shoal.strategies.gradients import flagged_bytes
 from shoal.strategies.local_sgd import LocalSGD
 from shoal.strategies.mixing import MixStrategy
 from shoal.strategies.neighbor import NeighborAverage
 from shoal.strategies.parameters import ExchangeStrategy
 from shoal.strategies.sma import SynchronousModelAverage
-from shoal.tensors import ALIGNMENT_BYTES, DEFAULT_BUCKET_BYTES, DTYPES, BucketLayout
+from shoal.tensors import DEFAULT_BUCKET_BYTES, BucketLayout
+from shoal.tensors.dtypes import dtype_name
 
 
 class StackedSGD:
@@ -131,9 +133,7 @@ class AllReduceRule(Rule):
         self._model.values = self._model.values.mean(0).repeat(self._size, 1)
 
     def _start(self, layout: BucketLayout) -> int:
-        flag_bytes = len(layout.slots) * DTYPES[layout.dtype].itemsize
-        aligned_bytes = -(-flag_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        return self._tape.issue(Ring(self._size, layout.size_bytes + aligned_bytes))
+        return self._tape.issue(Ring(self._size, flagged_bytes(layout)))
 
 
 class ExchangeRule(Rule):
@@ -205,8 +205,9 @@ class LocalSGDRule(ExchangeRule):
     def _average_momentum(self) -> None:
         """After all have said which state they have."""
         momentum = self._optimizer.momentum_buffer
-        names = [] if momentum is None else sorted(f"{name} momentum_buffer" for name in self._model.named)
-        size_bytes = len(msgspec.msgpack.encode(names))
+        dtype = dtype_name(self._model.values.dtype)
+        labels = [] if momentum is None else [(name, "momentum_buffer", dtype) for name in self._model.named]
+        size_bytes = len(msgspec.msgpack.encode(labels))
         self._tape.wait(self._tape.exchange(self._everybody.edges, size_bytes, is_for_all=True))
         if momentum is not None:
             self._optimizer.momentum_buffer = self._exchange(self._everybody, momentum)

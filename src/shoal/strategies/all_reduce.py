@@ -88,6 +88,14 @@ class GradientAllReduce(Strategy):
         if self._copies and self.is_round:
             self._average_parameters()
 
+    @property
+    def has_last_round(self) -> bool:
+        """Where it shares parameters, which is after every so many steps."""
+        return not self.shares_gradients
+
+    def _last_round(self) -> None:
+        self._average_parameters()
+
     def _average_parameters(self) -> None:
         """Nothing is written until all has arrived."""
         with torch.no_grad():

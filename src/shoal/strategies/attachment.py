@@ -1,17 +1,20 @@
 """One model and optimizer under a strategy: what they hold, and the hooks through which it is told of them.
 
 The hooks are the optimizer's step hooks and, in a group of more than one, the model's forward hooks and the
-parameters' hooks in backward. A step that was skipped (GradScaler calls no `step()` when it met an inf) is
-noticed when, after a backward pass in training that no step followed, the gradients are gone at the next
-forward or backward. Gradients that are still there are being accumulated. What an optimizer computes inside
-of its step (LBFGS) is part of that step.
+parameters' hooks in backward. A step that was skipped (GradScaler calls no `step()` when it met an inf, or
+the user's loop leaves one out) is noticed when, after a backward pass in training that no step followed, the
+gradients are gone at the next forward or backward, or `settle` is called. Gradients that are still there at
+the next forward are being accumulated, unless every step until then had one backward pass: then the step was
+left out. What an optimizer computes inside of its step (LBFGS) is part of that step.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, Protocol, Self
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -19,7 +22,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from shoal.core.errors import UsageError
+from shoal.core.status import tell_launcher
 from shoal.strategies.hooks import Hook
+
+log = logging.getLogger(__name__)
 
 
 class Removable(Protocol):
@@ -35,10 +41,15 @@ class Listener(Protocol):
     name: ClassVar[str]
     runs_on_devices: ClassVar[bool]
     """Whether the model may be on a device."""
+    steps: int
 
     @property
     def is_alone(self) -> bool:
         """Whether the group is one of one."""
+
+    @property
+    def shares_gradients(self) -> bool:
+        """Whether the gradients of all trainable parameters are shared, whichever optimizer has them."""
 
     @property
     def is_accumulating(self) -> bool:
@@ -67,7 +78,11 @@ class Attachment:
     """A context manager: on a clean end this worker leaves the group in order, on an exception it doesn't."""
 
     named_parameters: dict[str, nn.Parameter]
-    """The trainable ones, each once, in the order of the model; then those that only the optimizer has."""
+    """The trainable ones that are shared, each once, in the order of the model; then the optimizer's own.
+
+    Of the model those that the optimizer has: others may have another optimizer, and are between its steps.
+    Where gradients are shared instead, all, but for those that a strategy on this model shares already.
+    """
     parameters: list[nn.Parameter]
 
     def __init__(self, strategy: Listener, model: nn.Module, optimizer: Optimizer, *, stays: bool) -> None:
@@ -85,25 +100,56 @@ class Attachment:
         self._is_stepping = False
         """Also after a step that raised, until the next one: there is no hook for that."""
         self._num_missed = 0
+        self._is_settled = False
+        """The step of the last backward pass was counted as left out, by `settle`."""
+        self._is_between = False
+        """A forward in training has come after the last backward pass, and no step yet."""
+        self._is_simple: bool | None = None
+        """Whether each step until now had one forward and one backward pass; None before the first."""
+        self._is_tried = False
+        """A step was called for the last backward pass, and has raised or is under way."""
+        self._has_warned = False
         self.has_closure = False
         """Whether the step under way computes its gradients itself."""
+        self.is_left_out = False
+        """Whether the step under way finds no gradients, since some are not finite."""
         self.named_tensors = _named_tensors(model, optimizer)
-        self.named_parameters = {
+        trainable = {
             name: tensor
             for name, tensor in self.named_tensors.items()
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad
         }
+        known = _ids([tensor for group in optimizer.param_groups for tensor in group["params"]])
+        taken = _shared_of(model, by_gradients=True)
+        self.named_parameters = {
+            name: tensor
+            for name, tensor in trainable.items()
+            if (id(tensor) not in taken if strategy.shares_gradients else id(tensor) in known)
+        }
+        self._not_shared = {
+            name: tensor for name, tensor in trainable.items() if name not in self.named_parameters
+        }
         self.parameters = list(self.named_parameters.values())
         is_any_device = strategy.is_alone or strategy.runs_on_devices
         self.device = _device_of(self.parameters, strategy.name, is_any_device=is_any_device)
-        self._frozen = {
-            name: tensor for name, tensor in self.named_tensors.items() if name not in self.named_parameters
-        }
+        self._frozen = {name: tensor for name, tensor in self.named_tensors.items() if name not in trainable}
         self._num_optimized = _num_optimized(optimizer)
 
     @property
+    def is_open(self) -> bool:
+        """Whether the strategy is attached."""
+        return self._is_open
+
+    @property
+    def shares_gradients(self) -> bool:
+        """Whether the strategy shares gradients."""
+        return self._strategy.shares_gradients
+
+    @property
     def is_void(self) -> bool:
-        """Whether the step under way moves nothing: a GradScaler tells a fused optimizer of an inf."""
+        """Whether the step under way moves nothing: it is left out, or GradScaler found an inf for it."""
+        if self.is_left_out:
+            return True
         found_inf = getattr(self.optimizer, "found_inf", None)
         return found_inf is not None and bool(found_inf)
 
@@ -121,6 +167,7 @@ class Attachment:
         self.add(self.optimizer.register_step_post_hook(self._after_step))
         if self._strategy.is_alone:
             return
+        _attached.setdefault(self.model, []).append(ref(self))
         self.add(self.model.register_forward_pre_hook(Hook(self._before_forward)))
         self.add(self.model.register_forward_hook(Hook(self._after_forward)))
         for parameter in self.parameters:
@@ -128,11 +175,12 @@ class Attachment:
             self.on_accumulated(parameter, self._after_accumulation)
 
     def settle(self) -> None:
-        """Make up for steps that were skipped; one whose gradients are not finite will be, or was."""
+        """Make up for steps that were skipped: no step will follow the last backward pass any more."""
         if self._is_stepping:
             return
-        if self._has_backward and (self._are_gradients_gone() or not self._are_gradients_finite()):
-            self._has_backward = False
+        if self._has_backward:
+            self._has_backward = self._is_between = False
+            self._is_settled = True
             self._num_missed += 1
         while self._num_missed:
             self._num_missed -= 1
@@ -145,6 +193,7 @@ class Attachment:
         self._hooks.clear()
         self._restore_rates()
         self._has_backward = self._is_seen = self._is_stepping = False
+        self._is_settled = self._is_between = self._is_tried = False
         self._num_missed = 0
 
     def close(self, *, is_failed: bool = False) -> None:
@@ -152,6 +201,7 @@ class Attachment:
         if not self._is_open:
             return
         self._is_open = False
+        self._not_shared = {}
         num_missed = self._num_missed + self._has_backward
         self.silence()
         if not is_failed:
@@ -170,12 +220,17 @@ class Attachment:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, SystemExit) and not error.code:
+            tell_launcher(early_step=self._strategy.steps)
         self.close(is_failed=error is not None)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._is_stepping = False
+        self._is_tried = True
         self._restore_rates()
         self._require_unchanged()
+        self._require_unsettled()
+        self._warn_of_others()
         # the first of `args` is the optimizer
         self.has_closure = (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
         missed, self._num_missed = self._num_missed, 0
@@ -188,7 +243,9 @@ class Attachment:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._restore_rates()
-        self._has_backward = self._is_seen = self._is_stepping = False
+        self._is_simple = self._is_simple is not False and not self._is_between and not self.has_closure
+        self._has_backward = self._is_seen = self._is_stepping = self._is_between = False
+        self._is_tried = False
         self._strategy.step_ended()
 
     def _restore_rates(self) -> None:
@@ -201,9 +258,16 @@ class Attachment:
         if self._is_stepping:
             return
         self._is_seen = False
-        if self._has_backward and self._are_gradients_gone():
-            self._has_backward = False
+        if not self._has_backward:
+            return
+        is_gone = self._are_gradients_gone()
+        if is_gone or self._is_left_out():
+            if not is_gone:
+                self._warn_once()
+            self._has_backward = self._is_between = False
             self._strategy.step_skipped()
+        elif model.training and torch.is_grad_enabled():
+            self._is_between = True
 
     def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
         if model.training and torch.is_grad_enabled() and not self._is_stepping:
@@ -224,6 +288,51 @@ class Attachment:
         if not (self._has_backward or self._is_stepping or self._strategy.is_accumulating):
             self._has_backward = self.model.training
 
+    def _is_left_out(self) -> bool:
+        """Whether no step will follow the last backward pass, though its gradients are there."""
+        is_training = self.model.training and torch.is_grad_enabled()
+        is_open = self._is_tried or self._strategy.is_accumulating
+        return bool(self._is_simple) and is_training and not is_open
+
+    def _warn_once(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%s: no step() followed a backward pass, as after all others before, and its gradients were "
+                "kept: this counts as a step that was skipped. To add gradients up over several passes, put "
+                "all but the last one into `with strategy.accumulate():`.",
+                self._strategy.name,
+            )
+
+    def _warn_of_others(self) -> None:
+        """At the first step: name what has gradients, and is shared by no strategy on this model."""
+        others, self._not_shared = self._not_shared, {}
+        if not others or self._strategy.is_alone:
+            return
+        shared = _shared_of(self.model)
+        names = [
+            name for name, tensor in others.items() if tensor.grad is not None and id(tensor) not in shared
+        ]
+        if names:
+            log.warning(
+                "%s: %s %s trained, and not by this optimizer: the workers' values were equal at the start, "
+                "and are not shared. Where a second optimizer trains them, attach a strategy of its own to "
+                "it, before the first step: `shoal.from_args(group).attach(model, second_optimizer)`.",
+                self._strategy.name,
+                ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
+                "are" if len(names) > 1 else "is",
+            )
+
+    def _require_unsettled(self) -> None:
+        is_settled, self._is_settled = self._is_settled, False
+        if is_settled and not self._has_backward:
+            raise UsageError(
+                "step() for gradients whose step has been counted as skipped.",
+                cause="settle(), consensus_distance(), state_dict() or save() was called between backward() "
+                "and step(); they take a step that has not come by then for one that was left out.",
+                next_step="call them after step().",
+            )
+
     def _require_unchanged(self) -> None:
         thawed = [name for name, tensor in self._frozen.items() if tensor.requires_grad]
         if thawed or _num_optimized(self.optimizer) != self._num_optimized:
@@ -236,10 +345,26 @@ class Attachment:
     def _are_gradients_gone(self) -> bool:
         return all(parameter.grad is None or not bool(parameter.grad.any()) for parameter in self.parameters)
 
-    def _are_gradients_finite(self) -> bool:
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        dense = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
-        return all(bool(gradient.isfinite().all()) for gradient in dense)
+
+_attached: WeakKeyDictionary[nn.Module, list[ReferenceType[Attachment]]] = WeakKeyDictionary()
+"""What was attached to a model, to see which of its parameters are shared."""
+
+
+def _shared_of(model: nn.Module, *, by_gradients: bool = False) -> dict[int, bool]:
+    """The parameters of a model that are shared by strategies, or by those alone that share gradients."""
+    attachments = [known() for known in _attached.get(model, ())]
+    return _ids(
+        [
+            tensor
+            for each in attachments
+            if each is not None and each.is_open and (each.shares_gradients or not by_gradients)
+            for tensor in each.parameters
+        ]
+    )
+
+
+def _ids(tensors: Sequence[torch.Tensor]) -> dict[int, bool]:
+    return {id(tensor): True for tensor in tensors}
 
 
 def _num_optimized(optimizer: Optimizer) -> int:

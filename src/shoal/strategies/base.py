@@ -9,6 +9,7 @@ a step that was skipped is not noticed.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,10 +19,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.core.errors import UsageError
+from shoal.core.errors import ShoalError, UsageError
 from shoal.core.status import tell_launcher
 from shoal.data import ShardedLoader
 from shoal.group import Group
+from shoal.strategies.at_exit import close_at_exit, forget
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.beats import Beats
 from shoal.strategies.buffers import average_buffers, copy_buffers
@@ -29,13 +31,17 @@ from shoal.strategies.checkpointed import Checkpointed
 from shoal.strategies.consensus import consensus_distance
 from shoal.strategies.foreign import refuse_foreign
 from shoal.strategies.keeping import Keeper
+from shoal.strategies.last_round import StepCounter
 from shoal.strategies.monitors import Monitors
+from shoal.strategies.nonfinite import Checked, FiniteCheck
 from shoal.strategies.optimizers import start_optimizers
 from shoal.strategies.options import CommonOptions, read_options
 from shoal.strategies.resuming import Resumed
 from shoal.strategies.schedule import rate_factor
 from shoal.strategies.start import require_equal, require_same_count, take_values
 from shoal.strategies.tenants import apply_survival, move_in, move_out
+
+log = logging.getLogger(__name__)
 
 
 class Strategy(Checkpointed):
@@ -67,9 +73,14 @@ class Strategy(Checkpointed):
         self.rounds = 0
         self._monitors = Monitors(self.options.batch_size) if self.options.monitor else None
         self._attachment: Attachment | None = None
+        self._finite: FiniteCheck | None = None
+        """While attached."""
         self._num_accumulating = 0
         self._has_stepped = False
         self._memory: list[torch.Tensor] = []
+        self._counter: StepCounter | None = None
+        self._equal_step = 0
+        """The step after which all models were equal the last time."""
         self._keeper = Keeper(group, self.save)
         self._beats = Beats(group, self.name)
 
@@ -104,6 +115,11 @@ class Strategy(Checkpointed):
         return False
 
     @property
+    def has_last_round(self) -> bool:
+        """Whether the models of all members are made equal once more at the end of training."""
+        return False
+
+    @property
     def monitors(self) -> Mapping[str, float]:
         """`gradient_noise_scale` and `gradient_variance` when monitored and known; otherwise empty."""
         return {} if self._monitors is None else self._monitors.values()
@@ -113,21 +129,24 @@ class Strategy(Checkpointed):
     ) -> Attachment:
         """Take rank 0's parameters and buffers, and share from now on until the `with` block ends.
 
+        Without `with`, until `close()`, or the end of the program.
+
         An optimizer that has state on rank 0 is taken from there too, lr and the like included. Where a
         checkpoint is to be taken up (`load`, `shoal run --checkpoint`), that comes before. Without
         `should_start_equal` each worker keeps its own values, to resume a run whose workers differed; only
         names and shapes are compared.
 
         At its end this worker leaves the group (see `join`), so that workers with more data go on; with
-        `stays` it doesn't, and all members must do equally many steps. Several strategies can be attached in
-        one group, each to its own model and optimizer: the last one to end leaves. Collective.
+        `stays` it doesn't, and all members must do equally many steps. Where `has_last_round`, the models are
+        made equal before that, if all end after the same step. Several strategies can be attached in one
+        group, each to its own model and optimizer: the last one to end leaves. Collective.
         """
         if self._attachment is not None:
             raise UsageError(
                 f"this {self.name} is attached already.", next_step="make one strategy for each model."
             )
         self._refuse_foreign(model)
-        tell_launcher(rank=self.group.rank, survives_loss=self.survives_loss)
+        tell_launcher(survives_loss=self.survives_loss)
         attachment = Attachment(self, model, optimizer, stays=stays)
         self._open(attachment, should_start_equal=should_start_equal)
         return attachment
@@ -145,6 +164,16 @@ class Strategy(Checkpointed):
         finally:
             self._num_accumulating -= 1
 
+    def close(self) -> None:
+        """End training in order, as the end of the `with` block does; for a loop without one. Idempotent.
+
+        Where it is forgotten, it is called at the end of a program that ends well. One that ends in an
+        exception, or by `sys.exit` with another code than 0, does not leave in order: the others learn that
+        this worker has failed.
+        """
+        if self._attachment is not None:
+            self._attachment.close()
+
     def join(self) -> None:
         """Without data left, detach and leave the group; the others go on without this worker.
 
@@ -155,12 +184,15 @@ class Strategy(Checkpointed):
             self._attachment.close()
         else:
             self.group.leave()
+            self._beats.tell("left")
 
     def settle(self) -> None:
         """Take part in rounds that a skipped step still owes; call it before collectives of your own.
 
-        When a GradScaler skips a step on one worker alone, that worker would do so at its next forward, and
-        the others wait until then. Not to be called between the backward passes of one step. Nearly free.
+        When a GradScaler skips a step on one worker alone, or your loop leaves one out there, that worker
+        would do so at its next forward, and the others wait until then. Call it between two steps, never
+        between `backward()` and `step()`: a step that has not come by then counts as left out, and one that
+        comes nevertheless is a UsageError. Nearly free.
         """
         self.attachment.settle()
 
@@ -185,7 +217,9 @@ class Strategy(Checkpointed):
         """Go on from the newest whole checkpoint in `folder`; before `attach`, which then takes it up.
 
         With as many workers as it was saved by, exactly there; with another number, from the common model.
-        While attached it is collective. CheckpointError when there is none.
+        `loaders` are those that were saved first, in that order; other loaders of the group follow in the
+        order in which they were divided, also those that are divided later. While attached it is collective.
+        CheckpointError when there is none.
         """
         self._keeper.ask(Path(folder), loaders)
         attachment = self._attachment
@@ -232,6 +266,14 @@ class Strategy(Checkpointed):
     def _skipped_step(self) -> None:
         """The optimizer did not step (GradScaler met an inf): take part, with unchanged parameters."""
 
+    @property
+    def _is_equal_after_round(self) -> bool:
+        """Whether a round leaves all members with equal models, where there is a last one."""
+        return self.has_last_round
+
+    def _last_round(self) -> None:
+        """At the end of training, after the same step on all members: make their models equal."""
+
     def _average_all(self) -> None:
         """Average parameters over the whole group; the base averages buffers after it."""
 
@@ -262,39 +304,50 @@ class Strategy(Checkpointed):
                 self._has_stepped = True
             for _ in range(num_missed):
                 self.step_skipped()
-            self._monitor(is_skipped=False)
+            self._check.before_step(self.steps)
+            self._monitor(is_skipped=self.attachment.is_left_out)
             self._before_step()
         return rate_factor(self.options, self.steps)
 
     def step_ended(self) -> None:
         """After the optimizer's step."""
         if not self.is_alone:
+            self._check.after_optimizer()
             self._after_step()
         self._count_step()
+        self._check.after_step(self.steps - 1)
         self._keeper.stepped(self.steps)
         self._beats.stepped(self.steps)
 
     def step_skipped(self) -> None:
         """Instead of both."""
         if not self.is_alone:
+            self._check.skipped_step()
             self._monitor(is_skipped=True)
             self._skipped_step()
         self._count_step()
+        self._check.after_step(self.steps - 1)
         self._keeper.stepped(self.steps)
         self._beats.stepped(self.steps)
 
     def ending(self, *, should_leave: bool) -> None:
         """The loop is over and nothing has failed; called before `detached`."""
+        self._share_rest(should_leave=should_leave)
+        lost = self.group.lost
+        self._check.closed(speaks_for_all=all(rank in lost for rank in range(self.group.rank)))
         self._save_at_end(should_leave=should_leave)
 
     def detached(self, *, should_leave: bool, is_failed: bool) -> None:
         """The last: the hooks are gone."""
         memory, self._memory = self._memory, []
-        self._attachment = None
+        forget(self._attachment)
+        self._attachment = self._counter = self._finite = None
         self._beats.closed()
         is_last = move_out(self.group, survives_loss=self.survives_loss)
         if not is_last:
             apply_survival(self.group)
+        elif not is_failed:
+            self._beats.tell("joined")
         if not self.is_alone:
             self._stopped()
         if is_failed:
@@ -303,6 +356,7 @@ class Strategy(Checkpointed):
             # others may still read this one's memory, and are not waited for: it goes with the group's
             if is_last:
                 self.group.leave()
+                self._beats.tell("left")
             return
         for tensor in memory:
             self.group.free(tensor)
@@ -320,9 +374,16 @@ class Strategy(Checkpointed):
                 self._take_up()
             else:
                 self._start(attachment, should_start_equal=should_start_equal)
+            self._finite = FiniteCheck(self.options.on_nonfinite, self.group.rank, attachment, self._checked)
+            if not self.is_alone:
                 self._started(attachment)
+                if self.has_last_round and self.group.size > 1 and not attachment.stays:
+                    self._counter = StepCounter(self.group, self._allocate(1, torch.float32), self.steps)
             apply_survival(self.group)
             attachment.listen()
+            if self.group.size > 1 or self._keeper.folder is not None:
+                # who is alone, and keeps no checkpoints, owes nobody an end
+                close_at_exit(attachment)
             self._keeper.opened()
             self._beats.opened(self.steps)
         except BaseException:
@@ -338,6 +399,7 @@ class Strategy(Checkpointed):
             require_same_count(self.group, self.name, self.steps, self.rounds)
         if should_start_equal:
             take_values(self.group, list(attachment.named_tensors.values()))
+        self._equal_step = self.steps - (0 if should_start_equal else self.steps % self.options.local_steps)
         start_optimizers(
             self.group,
             attachment.optimizer,
@@ -351,10 +413,59 @@ class Strategy(Checkpointed):
         if self._monitors is not None and not self.shares_gradients:
             self._monitors.observe_locally(self.group, self.attachment.parameters, is_skipped=is_skipped)
 
+    def _share_rest(self, *, should_leave: bool) -> None:
+        """Share the steps since the last round, if all members end after the same step; say so if not."""
+        if not self.has_last_round or self.group.size == 1 or self.steps == self._equal_step:
+            return
+        members = self.group.members
+        period, has_had_none = self.options.local_steps, self.rounds == 0
+        num_steps = self.steps % period or period
+        if should_leave:
+            is_even = bool(members) and self._counter is not None and self._counter.meet(self.steps)
+        else:
+            is_even = len(members) > 1
+        is_first = self.group.rank in members[:1]  # which may leave right after
+        why = "other workers have ended before it, or go on"
+        if is_even:
+            try:
+                self._last_round()
+            except ShoalError as error:
+                is_even, why = False, error.what
+        if not is_even:
+            log.warning(
+                "%s: rank %d ends with a model of its own: %d step%s since the last round (%s).",
+                self.name, self.group.rank, num_steps, "" if num_steps == 1 else "s", why,
+            )  # fmt: skip
+            return
+        self.rounds += 1
+        self._equal_step = self.steps
+        if has_had_none and is_first:
+            log.warning(
+                "%s: this training had %d steps, and a round comes after every %d: the models were averaged "
+                "only once, at the end. Set --local-steps to less.",
+                self.name, self.steps, period,
+            )  # fmt: skip
+
+    @property
+    def _checked(self) -> Checked:
+        """When this worker looks for gradients that are not finite."""
+        if self.is_alone or self.group.size == 1:
+            return "never"
+        return "in backward" if self.shares_gradients else "before the step"
+
+    @property
+    def _check(self) -> FiniteCheck:
+        assert self._finite is not None, "not attached"
+        return self._finite
+
     def _count_step(self) -> None:
         was_round = self.is_round
         self.steps += 1
         self.rounds += was_round
+        if self._counter is not None:
+            self._counter.publish(self.steps)
+        if was_round and self._is_equal_after_round:
+            self._equal_step = self.steps
         if self.is_alone:
             return
         every = self.options.global_average_every

@@ -1,4 +1,4 @@
-"""What an attached strategy notes on the board about once a second, for `shoal top`.
+"""What an attached strategy notes on the board about once a second, for `shoal top`, and tells its launcher.
 
 Between two notes a step costs a look at the clock, 0.3 µs; a note took 0.06 ms where it was measured. Only
 strategies of a group that `shoal.init()` has opened note anything, in the user's thread, so that a worker
@@ -20,6 +20,7 @@ import torch
 
 from shoal.core import SYSTEM_CLOCK, Clock, UsageError, board
 from shoal.core.processes import namespace, started
+from shoal.core.status import Phase, tell_launcher
 from shoal.data.kept import kept_loaders
 from shoal.group import Group
 from shoal.strategies.tenants import innermost
@@ -45,6 +46,9 @@ class Beats:
         self._number: int | None = None
         self._noted_s = 0.0
         self._due_s = 0.0
+        self._opened_s = 0.0
+        self._tell_s: float | None = None
+        """When the launcher is told the step again; None when nobody is."""
         self._waited_s: Sequence[float] = ()
 
     @property
@@ -55,7 +59,11 @@ class Beats:
     def opened(self, step: int) -> None:
         """The strategy is attached."""
         run = run_of(self._group)
-        if not run or not board.is_wanted():
+        if not run:
+            return
+        self._opened_s = self._tell_s = self._clock.now_s()
+        tell_launcher(phase="training", step=step)
+        if not board.is_wanted():
             return
         with contextlib.suppress(Exception):
             self._note = self._first(run, step)
@@ -70,18 +78,28 @@ class Beats:
 
     def stepped(self, step: int) -> None:
         """After each step."""
-        if self._pin is not None:
-            now_s = self._clock.now_s()
-            if now_s >= self._due_s:
-                self._due_s = now_s + board.NOTE_S
-                self._write(step, now_s)
+        if self._tell_s is None:
+            return
+        now_s = self._clock.now_s()
+        if now_s >= self._tell_s:
+            # often at first, so that the step of a worker that ends within a second is known too
+            self._tell_s = now_s + min(board.NOTE_S, now_s - self._opened_s)
+            tell_launcher(step=step)
+        if self._pin is not None and now_s >= self._due_s:
+            self._due_s = now_s + board.NOTE_S
+            self._write(step, now_s)
 
     def closed(self) -> None:
         """The strategy is detached."""
         if self._pin is not None:
             self._pin.remove()
-        self._pin = self._note = None
+        self._pin = self._note = self._tell_s = None
         self._values.clear()
+
+    def tell(self, phase: Phase) -> None:
+        """Tell the launcher where this worker is on its way, if the group is that of its run."""
+        if run_of(self._group):
+            tell_launcher(phase=phase)
 
     def log(self, values: dict[str, Any]) -> None:
         """Keep what is to be noted next; tensors are read then, and not before."""

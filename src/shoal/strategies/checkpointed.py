@@ -120,7 +120,8 @@ class Checkpointed(abc.ABC):
             contents = replace(self._contents(None, model, optimizer, state), complete=self._completed)
             if not self._keeper.is_common:
                 return save_first_at_end(self.group, staging, contents)
-            return save_at_end(self.group, staging, contents, attachment if self.has_own_replica else None)
+            replica = attachment if self.has_own_replica else None
+            return save_at_end(self.group, staging, self._keeper.writers, contents, replica)
 
         self._keeper.end(self.steps, save_last)
 

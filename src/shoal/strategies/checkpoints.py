@@ -2,18 +2,26 @@
 
 `step-00000120/` holds `model.safetensors`, by the names of the model's `state_dict`, for any program to load;
 and `optimizer`, `strategy` and `workers/rank-3`, each of these a `.json` (see `states`) beside a
-`.safetensors` with its tensors. `manifest.json` is written last and knows every file's size and hash; then
-the folder gets its name. Who writes what, and what is done with it, is left to `saving` and `resuming`.
+`.safetensors` with its tensors. `manifest.json` is written last and knows every file's size and hash, and its
+own; then the folder gets its name. Who writes what, and what is done with it, is left to `saving` and
+`resuming`.
+
+Until then the files lie in a staging folder, whose name says which process made it: what a killed process has
+left behind is removed by the next one that starts or saves there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import logging
+import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +33,7 @@ from safetensors.torch import load_file, save_file
 from shoal.core import SYSTEM_CLOCK
 from shoal.core.errors import CheckpointError, UsageError
 from shoal.core.files import sha256_of, sync_folder, written
+from shoal.core.processes import namespace, started, state_of
 from shoal.strategies.states import flatten, rebuild
 
 log = logging.getLogger(__name__)
@@ -34,12 +43,15 @@ NUM_KEPT = 2
 """The newest ones, by default."""
 _NAME = re.compile(r"step-(\d{8,})")
 _STAGING = re.compile(r"\.(step|end)-.*")
+_OWNER = re.compile(r"[0-9a-f]{8}\.\d+\.\d*")
 _MANIFEST = "manifest.json"
 _REPLACED = re.compile(r"\.(step-\d{8,})-.*-replaced")
 """Out of the way of one of the same step; counts until that one has its name."""
 _UNREADABLE = -1
 _MAX_JSON_BYTES = 256 << 20
-_LEFTOVER_S = 3600.0  # what somebody began to write so long ago will not be finished
+_WRITERS = "writers"
+_LEFTOVER_S = 24 * 3600.0
+"""What processes of other machines began so long ago will not be finished; their clocks may differ."""
 
 
 class FileNote(msgspec.Struct, frozen=True):
@@ -60,6 +72,13 @@ class Manifest(msgspec.Struct, frozen=True):
     number: int = 0
     """Of the checkpoint in its folder: a later one has a higher number, whatever its step."""
     format: int = FORMAT
+    sha256: str = ""
+    """Of all the above; empty in checkpoints that were written without."""
+
+    def sealed(self) -> Manifest:
+        """The same manifest with its checksum."""
+        content = msgspec.json.encode(msgspec.structs.replace(self, sha256=""))
+        return msgspec.structs.replace(self, sha256=hashlib.sha256(content).hexdigest())
 
 
 class Checkpoint:
@@ -104,44 +123,68 @@ class Checkpoint:
             raise _damaged(self.path, f"{name}.safetensors: {error}") from error
 
 
-def newest(folder: Path) -> Checkpoint | None:
-    """The newest whose common files are whole and all others at least there; tells of those that aren't."""
+def candidates(folder: Path) -> Iterator[Checkpoint]:
+    """Those whose common files are whole, the newest first; tells of those that are not.
+
+    The workers' own files are left to the workers to check.
+    """
     found = _found(folder)
     unreadable = [path for number, path in found if number == _UNREADABLE]
     for path in (*unreadable, *(path for _, path in reversed(found) if path not in unreadable)):
         try:
             checkpoint = open_checkpoint(path)
-            files = checkpoint.manifest.files
-            for name, note in files.items():
-                if (path / name).stat().st_size != note.size_bytes:
-                    raise _damaged(path, f"{name} is not what was written")
-            checkpoint.check([name for name in files if "/" not in name])
-        except OSError as error:
-            log.warning("%s", _damaged(path, str(error)))
+            checkpoint.check([name for name in checkpoint.manifest.files if "/" not in name])
         except CheckpointError as error:
             log.warning("%s", error)
         else:
-            return checkpoint
-    return None
+            yield checkpoint
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """By its manifest alone; CheckpointError when there is none, or one of another format."""
+    """By its manifest alone; CheckpointError when there is none, a damaged one, or one of another format."""
     try:
         content = msgspec.json.decode((path / _MANIFEST).read_bytes())
         if isinstance(content, dict) and content.get("format") != FORMAT:
             raise _damaged(path, f"its format is {content.get('format')!r}, and this Shoal reads {FORMAT}")
-        return Checkpoint(path, msgspec.convert(content, Manifest))
+        manifest = msgspec.convert(content, Manifest)
     except (OSError, msgspec.MsgspecError, ValueError) as error:
         raise _damaged(path, str(error)) from error
+    if manifest.sha256 and manifest != manifest.sealed():
+        raise _damaged(path, f"{_MANIFEST} is not what was written")
+    return Checkpoint(path, manifest)
 
 
 def stage(folder: Path, step: int) -> Path:
     """A new folder to write a checkpoint's files to, beside its place."""
     folder.mkdir(parents=True, exist_ok=True)
-    staging = folder / f".step-{step:08d}-{secrets.token_hex(4)}"
+    staging = folder / f".step-{step:08d}-{this_process()}-{secrets.token_hex(4)}"
     (staging / "workers").mkdir(parents=True)
     return staging
+
+
+def this_process() -> str:
+    """A word for this process in the names of staging folders: machine, number, and when it began."""
+    return f"{_machine()}.{os.getpid()}.{started(os.getpid())}"
+
+
+def note_writers(staging: Path, writers: Sequence[str]) -> None:
+    """Say which processes write to a staging folder, where these are others than the one in its name."""
+    with written(staging / _WRITERS) as path:
+        path.write_text("\n".join(writers))
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove the staging folders of processes that are gone.
+
+    Only this machine's processes can be looked for. What others have begun stays for a day.
+    """
+    try:
+        found = sorted(path for path in folder.iterdir() if _is_staging(path))
+    except OSError:
+        return
+    for path in found:
+        if not _is_in_use(path):
+            discard(path)
 
 
 def write_model(staging: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, FileNote]:
@@ -159,7 +202,8 @@ def seal(staging: Path, manifest: Manifest, num_kept: int = NUM_KEPT) -> Path:
     """Make a checkpoint of what was written, and forget the oldest; where it is."""
     folder, name = staging.parent, f"step-{manifest.step:08d}"
     number = 1 + max((number for number, _ in _found(folder)), default=0)
-    _write_json(staging, _MANIFEST, msgspec.structs.replace(manifest, number=number))
+    _write_json(staging, _MANIFEST, msgspec.structs.replace(manifest, number=number).sealed())
+    (staging / _WRITERS).unlink(missing_ok=True)
     path = folder / name
     if path.exists():
         path.rename(folder / f".{name}-{secrets.token_hex(4)}-replaced")
@@ -177,12 +221,43 @@ def discard(staging: Path) -> None:
 def _prune(folder: Path, num_kept: int) -> None:
     found = [path for _, path in _found(folder)]
     for path in sorted(folder.iterdir()):
-        if _STAGING.fullmatch(path.name) is not None and path.is_dir() and path not in found:
-            age_s = SYSTEM_CLOCK.wall_s() - path.stat().st_mtime
-            if _REPLACED.fullmatch(path.name) is not None or age_s > _LEFTOVER_S:
-                discard(path)
+        if _REPLACED.fullmatch(path.name) is not None and path not in found:
+            discard(path)
+    clear_leftovers(folder)
     for path in found[:-num_kept]:
         discard(path)
+
+
+def _is_staging(path: Path) -> bool:
+    is_named_so = _STAGING.fullmatch(path.name) is not None and _REPLACED.fullmatch(path.name) is None
+    return is_named_so and path.is_dir()
+
+
+def _is_in_use(staging: Path) -> bool:
+    """Whether somebody may still write there."""
+    try:
+        writers = (staging / _WRITERS).read_text().split()
+    except OSError:
+        writers = []
+    named = [*_OWNER.findall(staging.name), *writers]
+    here, is_any_running = _machine(), False
+    for machine, pid, began in (name.split(".") for name in named if _OWNER.fullmatch(name)):
+        if machine != here:
+            break
+        is_any_running = is_any_running or state_of(int(pid), began) != "gone"
+    else:
+        if named:
+            return is_any_running
+    try:
+        return SYSTEM_CLOCK.wall_s() - staging.stat().st_mtime <= _LEFTOVER_S
+    except OSError:
+        return False
+
+
+@functools.cache
+def _machine() -> str:
+    """A word for this machine since it was started; a container counts for itself."""
+    return hashlib.sha256(f"{socket.gethostname()} {namespace()}".encode()).hexdigest()[:8]
 
 
 def _found(folder: Path) -> list[tuple[int, Path]]:

@@ -52,6 +52,7 @@ class ChocoSGD(SurvivingStrategy):
         self.topology = make_topology_on(self.options.topology, group.size, group.num_machines)
         require_symmetric(self.topology, self.name)
         self._codec = codec_from_name(self.options.codec)
+        self._codec.reseed(group.rank)
         self._flats_or_none: Flats | None = None
         self._format: Format | None = None
         self._mail: Mail | None = None

@@ -20,11 +20,15 @@ from shoal.tensors.memory import bytes_of, tensor_over
 _HEAD = struct.Struct("<Q")
 
 
-def make_codec(name: str, *, has_feedback: bool = True) -> Codec | None:
-    """The codec of this name, with error feedback if it should have it; None for 'none'."""
+def make_codec(name: str, rank: int, *, has_feedback: bool = True) -> Codec | None:
+    """The codec of this name, with error feedback if it should have it; None for 'none'.
+
+    It rounds by the rank, so that errors of stochastic rounding cancel in a mean over the workers.
+    """
     if name.strip().lower() == "none":
         return None
     codec = codec_from_name(name)
+    codec.reseed(rank)
     return ErrorFeedback(codec) if has_feedback else codec
 
 

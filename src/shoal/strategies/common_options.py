@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 Count = Annotated[int, Meta(ge=0)]
 Factor = Annotated[float, Meta(ge=0)]
+OnNonfinite: TypeAlias = Literal["warn", "skip", "stop"]
 
 
 class CommonOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,6 +36,10 @@ class CommonOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     monitor: Annotated[
         bool, Meta(description="measure gradient noise scale and variance; all wait for all in each step")
     ] = False
+    on_nonfinite: Annotated[
+        OnNonfinite,
+        Meta(description="when this worker has a NaN or an infinity: say so, leave the step out, or fail"),
+    ] = "warn"
     batch_size: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="of one worker; without it the noise scale counts in batches of one worker"),

@@ -77,7 +77,7 @@ class TorchDDP(Strategy):
 
     def _started(self, attachment: Attachment) -> None:
         open_process_group(self.group, attachment.device, self._exit)
-        if not self.shares_gradients:
+        if not self.shares_gradients or not attachment.parameters:
             return
         model = attachment.model
         # parameters and buffers are what they should be: equal, or each worker's own of a checkpoint
@@ -87,11 +87,21 @@ class TorchDDP(Strategy):
             joining = Join([self._module], divide_by_initial_world_size=False)
             self._exit.enter_context(joining)
 
+    @property
+    def has_last_round(self) -> bool:
+        """Where it shares parameters, which is after every so many steps."""
+        return not self.shares_gradients
+
     def _after_step(self) -> None:
         if not self.shares_gradients and self.is_round:
-            world = dist.group.WORLD
-            assert world is not None, "attached without torch.distributed"
-            average_parameters(iter(self.attachment.parameters), world)
+            self._last_round()
+
+    def _last_round(self) -> None:
+        if len(self.group.members) < self.group.size:
+            raise ShoalError("torch.distributed averages over all workers, and some have ended.")
+        world = dist.group.WORLD
+        assert world is not None, "attached without torch.distributed"
+        average_parameters(iter(self.attachment.parameters), world)
 
     def _skipped_step(self) -> None:
         self._after_step()

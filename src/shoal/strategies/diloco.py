@@ -17,7 +17,7 @@ from shoal.strategies.attachment import Attachment
 from shoal.strategies.averaging import packed, start_mean
 from shoal.strategies.buffers import average_buffers
 from shoal.strategies.coded import make_codec
-from shoal.strategies.fragments import Fragment, OuterRule, private_memory, split
+from shoal.strategies.fragments import TAKE_MEAN, Fragment, OuterRule, private_memory, split
 from shoal.strategies.options import CommonOptions, DiLoCoOptions
 from shoal.strategies.parameters import SurvivingStrategy
 
@@ -39,7 +39,7 @@ class DiLoCo(SurvivingStrategy):
     def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
         super().__init__(group, options=options, **named)
         _check(self.options)
-        self._codec = make_codec(self.options.codec, has_feedback=self.options.error_feedback)
+        self._codec = make_codec(self.options.codec, group.rank, has_feedback=self.options.error_feedback)
         self._rule = OuterRule(self.options.outer_lr, self.options.outer_momentum, self.options.mixing)
         self._fragments: list[Fragment] = []
         self._loaded: Mapping[str, Any] | None = None
@@ -122,6 +122,29 @@ class DiLoCo(SurvivingStrategy):
     def _skipped_step(self) -> None:
         self._after_step()
 
+    @property
+    def has_last_round(self) -> bool:
+        """Always: fragments that take turns, or are mixed, differ even right after their outer steps."""
+        return True
+
+    @property
+    def _is_equal_after_round(self) -> bool:
+        options = self.options
+        return options.fragments == 1 and not options.overlap_steps and not options.mixing
+
+    def _last_round(self) -> None:
+        """Outer steps under way are taken; then parameters become the mean of all, without outer momentum."""
+        self._finish_steps()
+        for fragment in self._fragments:
+            fragment.send(self.group, self._codec)
+            fragment.step(TAKE_MEAN)
+        average_buffers(self.group, self.attachment.model)
+
+    def _finish_steps(self) -> None:
+        for fragment in self._fragments:
+            if fragment.due is not None:
+                fragment.step(self._rule)
+
     def _average_all(self) -> None:
         """Of the members' parameters; their common copy is what it was."""
         with torch.no_grad():
@@ -132,9 +155,8 @@ class DiLoCo(SurvivingStrategy):
     def detached(self, *, should_leave: bool, is_failed: bool) -> None:
         """What is under way is waited for and applied, unless this worker failed."""
         try:
-            for fragment in self._fragments if not is_failed else ():
-                if fragment.due is not None:
-                    fragment.step(self._rule)
+            if not is_failed:
+                self._finish_steps()
         except BaseException:
             super().detached(should_leave=False, is_failed=True)
             raise

@@ -34,14 +34,17 @@ class _Part(msgspec.Struct):
 
 
 def save_at_end(
-    group: Group, staging: Path, contents: Contents, attachment: Attachment | None
+    group: Group, staging: Path, writers: Sequence[str], contents: Contents, attachment: Attachment | None
 ) -> Path | None:
     """The checkpoint, if this worker is the last to end; `staging` is the same folder on all workers.
 
-    With an attachment, models differ, and their mean is written. A part that a lost worker would have left is
-    not waited for. CheckpointError when it cannot be written.
+    `writers` are their processes: while one of them runs, nobody else removes the folder. With an attachment,
+    models differ, and their mean is written. A part that a lost worker would have left is not waited for.
+    CheckpointError when it cannot be written.
     """
     with _told(staging.parent):
+        (staging / "workers").mkdir(parents=True, exist_ok=True)
+        checkpoints.note_writers(staging, writers)
         return _save(group, staging, contents, attachment)
 
 
@@ -71,7 +74,6 @@ def _told(folder: Path) -> Iterator[None]:
 
 
 def _save(group: Group, staging: Path, contents: Contents, attachment: Attachment | None) -> Path | None:
-    (staging / "workers").mkdir(parents=True, exist_ok=True)
     notes = checkpoints.write_state(staging, f"workers/rank-{group.rank}", contents.own)
     with written(_said(staging, group.rank)) as path:
         path.write_bytes(msgspec.json.encode(_Part(contents.step, _places(contents), notes)))

@@ -41,6 +41,10 @@ class OuterRule:
     mixing: float = 0.0
 
 
+TAKE_MEAN = OuterRule(lr=1.0)
+"""Copy and parameters become the mean of all members' parameters, and the momentum stays what it is."""
+
+
 def split(named: Mapping[str, nn.Parameter], num_parts: int) -> list[dict[str, nn.Parameter]]:
     """Consecutive parameters, in parts of about equal size; fewer parts where there are fewer parameters."""
     total = sum(parameter.numel() for parameter in named.values())
@@ -135,7 +139,7 @@ class Fragment:
         self.arrive()
         self.due = None
         for part in self._parts:
-            momentum = None if part.momentum is None else part.momentum.flat
+            momentum = part.momentum.flat if part.momentum is not None and rule.momentum else None
             _outer_step(part.copy.flat, part.difference.flat, momentum, rule)
             with torch.no_grad():
                 for parameter, copy in zip(part.parameters, part.copy.views, strict=True):

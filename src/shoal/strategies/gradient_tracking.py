@@ -1,7 +1,9 @@
 """`gradient-tracking`: every worker steps along an estimate of the mean gradient, which it shares as well.
 
-Di Lorenzo and Scutari 2016 (NEXT, algorithm 1); Nedić, Olshevsky, Shi 2017 (DIGing, algorithm 1), here with
-adapt-then-combine. The trackers are mixed before their first step too.
+Trackers and parameters adapt, then combine: Aug-DGM (Xu, Zhu, Soh and Xie 2015), also known as ATC-DIGing
+(Nedić, Olshevsky, Shi and Uribe 2017), with one rate for all. DIGing itself (Nedić, Olshevsky and Shi 2017,
+algorithm 1) combines both first: `x ← Wx − lr·y`, `y ← Wy + g − g'`; NEXT (Di Lorenzo and Scutari 2016) so
+combines y alone. In the papers y begins as g; here it is mixed before its first step too, and begins as Wg.
 """
 
 from __future__ import annotations
@@ -55,6 +57,8 @@ class GradientTracking(MixStrategy):
         scale = self._scale()
         if self._are_gradients_finite():
             self._follow_gradients(scale)
+        elif not self.attachment.is_void:
+            self._check.refused(self.steps, "Its last gradient counts instead.")
         if self.is_round:
             self._mix_trackers()
         self._hand_out(scale)

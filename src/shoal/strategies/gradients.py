@@ -42,6 +42,12 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+def flagged_bytes(layout: BucketLayout) -> int:
+    """The size of a bucket that has a flag for each of its tensors at its end."""
+    flags_bytes = len(layout.slots) * DTYPES[layout.dtype].itemsize
+    return layout.size_bytes - (-flags_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
 class GroupBucket:
     """Flat memory of the group with views for some tensors and, at its end, a flag for each of them."""
 
@@ -54,10 +60,10 @@ class GroupBucket:
         self.handle = None
         dtype = DTYPES[layout.dtype]
         real = dtype.to_real()
-        end = layout.size_bytes
-        size = -(-self.num_slots * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        flags = BucketSlot(-1, TensorSpec(layout.dtype, (self.num_slots,)), end)
-        layout = msgspec.structs.replace(layout, slots=(*layout.slots, flags), size_bytes=end + size)
+        flags = BucketSlot(-1, TensorSpec(layout.dtype, (self.num_slots,)), layout.size_bytes)
+        layout = msgspec.structs.replace(
+            layout, slots=(*layout.slots, flags), size_bytes=flagged_bytes(layout)
+        )
         self.memory = allocate(layout.size_bytes // real.itemsize, real)
         bucket = Bucket(layout, memory=self.memory)
         *self.views, self.flags = bucket.views

@@ -110,6 +110,14 @@ class HorovodAllReduce(Strategy):
     def _skipped_step(self) -> None:
         self._after_step()
 
+    @property
+    def has_last_round(self) -> bool:
+        """Where it shares parameters, which is after every so many steps."""
+        return not self.shares_gradients
+
+    def _last_round(self) -> None:
+        self._average_all()
+
     def _average_all(self) -> None:
         horovod = self._horovod
         handles = [

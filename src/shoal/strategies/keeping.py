@@ -20,6 +20,7 @@ from shoal.data import ShardedLoader
 from shoal.data.kept import KeptLoaders, kept_loaders
 from shoal.group import Group
 from shoal.strategies.attachment import Attachment
+from shoal.strategies.checkpoints import this_process
 from shoal.strategies.resuming import Resumed, resume, set_random_states
 from shoal.strategies.tenants import crew, innermost
 
@@ -40,7 +41,8 @@ class Keeper:
         self._every: int | None = None
         self._is_known = False
         self._is_common = True
-        self._token = ""
+        self._staging = ""
+        self._writers: list[str] = []
         self._random: Mapping[str, Any] | None = None
         self._saved_step: int | None = None
         self._is_failing = False
@@ -54,6 +56,11 @@ class Keeper:
     def is_common(self) -> bool:
         """Whether all workers see the same folder there."""
         return self._is_common
+
+    @property
+    def writers(self) -> Sequence[str]:
+        """The processes of all workers, as names of staging folders have them."""
+        return self._writers
 
     def ask(self, folder: Path, loaders: Sequence[ShardedLoader[Any]] | None) -> None:
         """Take up what is there when the strategy is attached next."""
@@ -74,7 +81,8 @@ class Keeper:
                     next_step="give the folder that `strategy.save` was given, as rank 0 sees it.",
                 )
             return None
-        keep(self._group, loaders).load(resumed.loaders)
+        given = [loader.course for loader in loaders or ()]
+        kept_loaders(self._group).load(resumed.loaders, given)
         self._random = resumed.random
         self._saved_step = resumed.step if folder == self._folder else None
         if self._group.rank == 0:
@@ -102,7 +110,7 @@ class Keeper:
     def end(self, step: int, save: Callable[[Path], Path | None]) -> None:
         """At the end of a run, unless that step is saved; `save` is called with a folder for the parts."""
         if self._folder is not None and self._saved_step != step:
-            staging = self._folder / f".end-{self._token}"
+            staging = self._folder / self._staging
             self._try(step, lambda: save(staging))
 
     def _try(self, step: int, save: Callable[[], Path | None]) -> None:
@@ -127,17 +135,20 @@ class Keeper:
         folder = Path(options.checkpoint)
         self._folder = folder if number == 1 else folder / f"strategy-{number}"
         self._every = options.checkpoint_every
-        self._token, self._is_common = _meet(crew(self._group), self._folder)
+        self._staging, self._writers, self._is_common = _meet(crew(self._group), self._folder)
 
 
-def _meet(group: Group, folder: Path) -> tuple[str, bool]:
-    """A word for what all write there together, and whether all can. Collective."""
-    first, token = group.members[0], secrets.token_hex(4)
-    is_made = group.rank == first and _make(folder / f".end-{token}")
-    token, is_made = group.share([token, is_made])[0]
-    sign = folder / f".end-{token}"
+def _meet(group: Group, folder: Path) -> tuple[str, list[str], bool]:
+    """The staging folder of all workers for the end, their processes, and whether all see it. Collective."""
+    first, own = group.members[0], this_process()
+    name = f".end-{own}-{secrets.token_hex(4)}"
+    is_made = group.rank == first and _make(folder / name)
+    answers = group.share([name, is_made, own])
+    name, is_made, _ = answers[0]
+    writers = [writer for *_, writer in answers]
+    sign = folder / name
     if not is_made:  # the first to save says why
-        return token, True
+        return name, writers, True
     sees = group.share(_sees(sign))
     if group.rank == first:
         with contextlib.suppress(OSError):
@@ -149,7 +160,7 @@ def _meet(group: Group, folder: Path) -> tuple[str, bool]:
                 "parts, and that of a clean end is what rank %d has then.",
                 folder, first, ", ".join(blind), first,
             )  # fmt: skip
-    return token, all(sees)
+    return name, writers, all(sees)
 
 
 def _sees(folder: Path) -> bool:

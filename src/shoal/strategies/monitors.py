@@ -80,7 +80,7 @@ class Monitors:
         gradients = [
             torch.full_like(parameter, nothing)
             if is_skipped or parameter.grad is None
-            else parameter.grad.detach()
+            else parameter.grad.detach().to_dense()
             for parameter in parameters
         ]
         num_workers = len(group.members)

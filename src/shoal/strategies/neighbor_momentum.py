@@ -6,19 +6,24 @@ parameters and one of momentum, and workers come to agree as fast as on the stat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from shoal.core.errors import UsageError
-from shoal.group import Handle
+from shoal.group import Group
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.companions import Companion
 from shoal.strategies.exact_options import MomentumOptions
+from shoal.strategies.gradients import GroupBucket
 from shoal.strategies.mixing import MixStrategy
+from shoal.strategies.optimizers import SteppedParameters
 from shoal.strategies.options import CommonOptions
+from shoal.tensors import BucketLayout
 from shoal.topology import Weights
 
 
@@ -26,8 +31,14 @@ class NeighborMomentum(MixStrategy):
     """`x_i ← Σ_j W_ij x_j` and `m_i ← Σ_j W_ij m_j` after the step, over the neighbours of the round.
 
     m is the optimizer's own: the momentum buffers of SGD or RMSprop, the first moments of Adam and its kin.
-    A worker that has none of a parameter yet (its step was skipped, or did not use it) counts as zero there,
-    and leaves out what comes. Outlives lost peers, as `neighbor` does.
+    Outlives lost peers, as `neighbor` does.
+
+    A parameter that only some workers use is mixed among those, U, that have stepped it since the last round:
+    `m_i ← Σ_{j∈U} W_ij m_j + (1 − Σ_{j∈U} W_ij) m_i` for i in U, and who has not stepped it keeps what it
+    has. torch moves neither a parameter without a gradient nor its momentum, so such a worker adds
+    `x_j` to the mix of parameters and nothing to that of momentum. If W is symmetric, the sum over U follows
+    `Σm ← β Σm + Σg`, which is how the mean of x moves. A worker outside of U that counted as zero would
+    take its weight off the momentum in every round. A global average takes the mean over U.
     """
 
     name = "momentum"
@@ -35,49 +46,115 @@ class NeighborMomentum(MixStrategy):
     Options: ClassVar[type[CommonOptions]] = MomentumOptions
     options: MomentumOptions
 
+    def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
+        super().__init__(group, options=options, **named)
+        self._stepped = SteppedParameters()
+        self._buckets: list[_MomentumBuckets] = []
+
     def _make_kept(self, attachment: Attachment) -> dict[str, Companion]:
         """Nothing: momentum is part of the optimizer's state."""
-        self._scratch = {"own": self._shared(attachment), "mixed": self._shared(attachment)}
+        self._stepped = SteppedParameters()
+        self._buckets = [
+            _MomentumBuckets(
+                layout.pick(attachment.parameters),
+                GroupBucket(layout, self._allocate),
+                GroupBucket(layout, self._allocate),
+            )
+            for layout in BucketLayout.plan(attachment.parameters, max_bytes=sys.maxsize)
+        ]
         return {}
 
     def _started(self, attachment: Attachment) -> None:
         _require_momentum(attachment.optimizer)
         super()._started(attachment)
 
+    def _stopped(self) -> None:
+        self._buckets = []
+        super()._stopped()
+
+    def _after_step(self) -> None:
+        self._stepped.add_step(self.attachment)
+        super()._after_step()
+
     def _finish_round(self) -> None:
         self._share_all(self.topology.weights(self.group.rank, self.rounds))
 
     def _average_all(self) -> None:
-        self._share_all(Weights.uniform(self._others, self._others))
+        self._share_all(Weights.uniform(self._others, self._others), is_mean=True)
 
-    def _share_all(self, weights: Weights) -> None:
+    def _share_all(self, weights: Weights, *, is_mean: bool = False) -> None:
         """Both or, when something fails, neither."""
         self._twins.adopt()
         handles = [self.group.exchange(live, weights, out=spare) for live, spare in self._twins.pairs]
-        self._finish([*handles, *self._send_momentum(weights)])
-        own, mixed = self._scratch["own"], self._scratch["mixed"]
-        for momentum, came in self._places(mixed):
-            if momentum is not None:
-                momentum.copy_(came)
-        # what was sent may be read by others until an exchange writes it
-        self._scratch = {"own": mixed, "mixed": own}
+        for buckets in self._buckets:
+            buckets.load([self._momentum_of(parameter) for parameter in buckets.parameters])
+            handles.append(self.group.exchange(buckets.own.memory, weights, out=buckets.mixed.memory))
+        self._finish(handles)
+        for buckets in self._buckets:
+            for parameter, momentum in zip(buckets.parameters, buckets.mixes(is_mean=is_mean), strict=True):
+                self._take_momentum(parameter, momentum)
+            # what was sent may be read by others until an exchange writes it
+            buckets.swap()
+        self._stepped.end_round()
 
-    def _send_momentum(self, weights: Weights) -> list[Handle[torch.Tensor]]:
-        own, mixed = self._scratch["own"], self._scratch["mixed"]
-        for momentum, place in self._places(own):
+    def _momentum_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Its momentum in the optimizer, dense; None where this worker has none that is new."""
+        state, key = self._place_of(parameter)
+        momentum: torch.Tensor | None = state.get(key)
+        return momentum.to_dense() if momentum is not None and momentum.is_sparse else momentum
+
+    def _take_momentum(self, parameter: nn.Parameter, mixed: torch.Tensor) -> None:
+        """Put what has come where the optimizer keeps its momentum, if it has some that is new."""
+        state, key = self._place_of(parameter)
+        momentum = state.get(key)
+        if momentum is None:
+            return
+        if momentum.is_sparse:
+            # a sparse one again: with nesterov, SGD cannot add a dense one to sparse gradients
+            state[key] = mixed.to_sparse(momentum.sparse_dim())
+        else:
+            momentum.copy_(mixed)
+
+    def _place_of(self, parameter: nn.Parameter) -> tuple[dict[str, Any], str]:
+        """The optimizer's state of a parameter, empty unless it was stepped, and the key of its momentum."""
+        state = self.attachment.optimizer.state.get(parameter, {}) if parameter in self._stepped else {}
+        return state, "momentum_buffer" if "momentum_buffer" in state else "exp_avg"
+
+
+class _MomentumBuckets:
+    """The momentum of one dtype's parameters as it is sent and as it comes, in two buckets of the group.
+
+    A flag for each parameter goes with it: 1 from who has no momentum of it. So what comes in its place is
+    the weight of those that have none, and exactly 0 where all have some.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], own: GroupBucket, mixed: GroupBucket) -> None:
+        self.parameters = parameters
+        self.own = own
+        self.mixed = mixed
+
+    def load(self, momenta: Sequence[torch.Tensor | None]) -> None:
+        """Fill what is sent."""
+        for momentum, view in zip(momenta, self.own.views, strict=True):
             if momentum is None:
-                place.zero_()
+                view.zero_()
             else:
-                place.copy_(momentum)
-        flats = zip(own.flats, mixed.flats, strict=True)
-        return [self.group.exchange(sent, weights, out=came) for sent, came in flats]
+                view.copy_(momentum)
+        self.own.flags.copy_(torch.tensor([momentum is None for momentum in momenta]))
 
-    def _places(self, companion: Companion) -> Iterator[tuple[torch.Tensor | None, torch.Tensor]]:
-        """Each parameter's momentum in the optimizer, and its tensor in a companion."""
-        state = self.attachment.optimizer.state
-        for parameter, view in companion:
-            entry = state.get(parameter, {})
-            yield entry.get("momentum_buffer", entry.get("exp_avg")), view
+    def mixes(self, *, is_mean: bool) -> Iterator[torch.Tensor]:
+        """Give what has come for each parameter; of no meaning where this worker has no momentum."""
+        missing = self.mixed.flags.real.tolist()
+        for weight, own, mixed in zip(missing, self.own.views, self.mixed.views, strict=True):
+            if is_mean and 0 < weight < 1:
+                mixed.div_(1 - weight)
+            elif weight:
+                mixed.add_(own, alpha=weight)
+            yield mixed
+
+    def swap(self) -> None:
+        """Let the bucket that has come be the next one that is sent."""
+        self.own, self.mixed = self.mixed, self.own
 
 
 def _require_momentum(optimizer: Optimizer) -> None:

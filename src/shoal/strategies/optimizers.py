@@ -1,7 +1,8 @@
 """Optimizers at the start: built alike on all members, or with what rank 0 has, where that is further on.
 
 So a checkpoint that only rank 0 has loaded is everybody's. State goes by the order of the parameters in the
-optimizer, which is compared by name; schedulers are no part of it.
+optimizer, which is compared by name; schedulers are no part of it. Later, `SteppedParameters` tells which
+part of the state a round may average.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from shoal.core.errors import UsageError
 from shoal.group import Group
+from shoal.strategies.attachment import Attachment
 from shoal.strategies.states import is_scalar, scalar, take_state
 
 log = logging.getLogger(__name__)
@@ -71,6 +74,37 @@ def start_optimizers(
         )
     if difference and group.rank == first.rank:
         log.warning("%s", difference)
+
+
+class SteppedParameters:
+    """Remembers which parameters this worker's optimizer has stepped since the round before.
+
+    torch leaves out a parameter without a gradient, and its state then stays what it was. So in a round only
+    the workers that have stepped a parameter have momentum of it that is new: to average in that of the
+    others, or zeros for those that have none, would take momentum away from those that use the parameter. A
+    worker all of whose steps were skipped (a GradScaler's) takes part as in the round before.
+    """
+
+    def __init__(self) -> None:
+        self._stepped: dict[nn.Parameter, None] = {}
+        self._is_round_over = False
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        """Say whether the round that is under way, or was the last, has momentum of this parameter."""
+        return parameter in self._stepped
+
+    def add_step(self, attachment: Attachment) -> None:
+        """Take note of a step, before its gradients are gone."""
+        if self._is_round_over:
+            self._stepped = {}
+            self._is_round_over = False
+        for parameter in attachment.parameters:
+            if parameter.grad is not None:
+                self._stepped[parameter] = None
+
+    def end_round(self) -> None:
+        """Begin anew at the next step; until then the round's parameters are known."""
+        self._is_round_over = True
 
 
 def _account(rank: int, optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> Account:

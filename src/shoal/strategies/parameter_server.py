@@ -22,6 +22,7 @@ from shoal.core.status import tell_launcher
 from shoal.group import Group
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.base import Strategy
+from shoal.strategies.nonfinite import Checked
 from shoal.strategies.options import CommonOptions
 from shoal.strategies.replicas import own_model
 from shoal.strategies.saving import Contents
@@ -63,6 +64,7 @@ class ParameterServer(Strategy):
         self._sums: list[torch.Tensor | None] = []
         self._hidden: list[tuple[nn.Parameter, torch.Tensor | None]] = []
         self._is_void = False
+        self._num_refused = 0
         self._stats: dict[str, Any] = {}
         self.staleness: Staleness | None = None
         """On a server: of the pushes that it has taken."""
@@ -112,8 +114,6 @@ class ParameterServer(Strategy):
                 f"{self.name} has no server among its workers.",
                 next_step="shoal run --num-servers 1, or shoal.init(num_servers=1).",
             )
-        if self.group.everybody is not None:
-            tell_launcher(rank=self.group.everybody.rank, survives_loss=self.survives_loss)
         return super().attach(model, optimizer, stays=stays, should_start_equal=should_start_equal)
 
     def serve(self, model: nn.Module, optimizer: Optimizer) -> bool:
@@ -123,7 +123,7 @@ class ParameterServer(Strategy):
             raise UsageError(
                 "serve() is for a parameter server.", next_step="call attach(), on workers and servers alike."
             )
-        tell_launcher(rank=everybody.rank, survives_loss=self.survives_loss)
+        tell_launcher(survives_loss=self.survives_loss)
         everybody.barrier().wait(Deadline.never())
         if all(rank < self.group.num_servers for rank in everybody.members):
             return False
@@ -168,6 +168,7 @@ class ParameterServer(Strategy):
         assert self._channel is not None
         parameters = _optimized(attachment)
         self._link = Link(self._channel, parameters)
+        self._num_refused = 0
         self._sums = [None] * len(parameters)
         self._channel.group.barrier().wait()
         self._channel.group.should_survive = True
@@ -212,6 +213,15 @@ class ParameterServer(Strategy):
             self._sums = [None] * len(self._sums)
             if self._is_pulling:
                 self._link.pull()
+            num_refused = self._link.num_refused
+            if num_refused > self._num_refused:
+                self._num_refused = num_refused
+                self._check.refused(self.steps, "The servers refused it, and go on without it.")
+
+    @property
+    def _checked(self) -> Checked:
+        """Never: servers refuse gradients that are not finite, and they go nowhere else."""
+        return "never"
 
     def _skipped_step(self) -> None:
         if self.is_round and self.options.mode != "async":

@@ -36,7 +36,11 @@ class SurvivingStrategy(Strategy):
         return [rank for rank in self.group.members if rank != self.group.rank]
 
     def _look_for_losses(self) -> None:
-        """Go on without lost peers, saying so once for each; PeerLost where the strategy needs everybody."""
+        """Go on without lost peers, saying so once for each; PeerLost where the strategy needs everybody.
+
+        NetworkSplit on the side of a cut network that stops.
+        """
+        self.group.check_split()
         if len(self.group.lost) == len(self._missed):
             return
         for rank, loss in list(self.group.lost.items()):

@@ -47,21 +47,18 @@ class Resumed:
 
 
 def resume(group: Group, folder: Path, attachment: Attachment, strategy: str) -> Resumed | None:
-    """Load the newest whole checkpoint; None when there is none. Collective."""
-    found = checkpoints.newest(folder) if group.rank == 0 else None
-    name = next((name for name in group.share("" if found is None else found.path.name) if name), "")
-    if not name:
+    """Load the newest checkpoint that is whole for all workers; None when there is none. Collective."""
+    chosen = _choose(group, folder, strategy)
+    if chosen is None:
         return None
-    own = _own(group, found, folder / name, strategy)
-    is_exact = all(group.share(own is not None))
-    if is_exact:
-        assert own is not None, "all have their own part"
+    path, found, own = chosen
+    if own is not None:
         mine = own.state(f"workers/rank-{group.rank}")
         common, optimizer = own.state("strategy"), mine.get("optimizer") or own.state("optimizer")
         _load(attachment, own, {**common["tensors"], **mine["tensors"]}, common["model"], optimizer)
         manifest = own.manifest
         return Resumed(
-            folder / name, manifest.step, manifest.num_workers, strategy, is_exact=True,
+            path, manifest.step, manifest.num_workers, strategy, is_exact=True,
             state=mine["strategy"], loaders=mine["loaders"], random=mine["random"],
         )  # fmt: skip
     problem = ""
@@ -71,10 +68,10 @@ def resume(group: Group, folder: Path, attachment: Attachment, strategy: str) ->
             _load(attachment, found, common["tensors"], common["model"], found.state("optimizer"))
         except (CheckpointError, UsageError) as error:
             problem = error.what
-    _raise(folder / name, group.share(problem))
+    _raise(f"{path} cannot be taken up: ", group.share(problem))
     known = take_state(group, lambda: _common(found))
     return Resumed(
-        folder / name, known["step"], known["num_workers"], known["saved by"], is_exact=False,
+        path, known["step"], known["num_workers"], known["saved by"], is_exact=False,
         state=known["strategy"], loaders=known["loaders"], random=None,
     )  # fmt: skip
 
@@ -92,22 +89,69 @@ def set_random_states(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(states["cuda"])
 
 
-def _own(group: Group, found: Checkpoint | None, path: Path, strategy: str) -> Checkpoint | None:
-    """The checkpoint, if this worker's own part is in it and whole."""
+def _choose(
+    group: Group, folder: Path, strategy: str
+) -> tuple[Path, Checkpoint | None, Checkpoint | None] | None:
+    """Where the checkpoint is, it on rank 0, and it on a worker that has its own part, as all of them do.
+
+    All workers decide together: one that is damaged for some worker is left out by all. When every one is,
+    the newest is taken from its common part.
+    """
+    if group.rank == 0:
+        checkpoints.clear_leftovers(folder)
+    candidates = checkpoints.candidates(folder) if group.rank == 0 else iter(())
+    newest: tuple[Path, Checkpoint | None] | None = None
+    while True:
+        found, problem = None, ""
+        try:
+            found = next(candidates, None)
+        except CheckpointError as error:
+            problem = error.what
+        answers = group.share(["" if found is None else found.path.name, problem])
+        _raise("", [trouble for _, trouble in answers])
+        name = next((name for name, _ in answers if name), "")
+        if not name:
+            break
+        path = folder / name
+        own, problem = _own(group, found, path, strategy)
+        answers = group.share([own is not None, problem])
+        damages = [
+            f"{trouble} (rank {rank})"
+            for rank, (_, trouble) in zip(group.members, answers, strict=True)
+            if trouble
+        ]
+        if not damages:
+            return path, found, own if all(has_own for has_own, _ in answers) else None
+        if group.rank == 0:
+            log.warning("%s All workers leave it out.", " ".join(damages))
+        newest = newest or (path, found)
+    if newest is None:
+        return None
+    if group.rank == 0:
+        log.warning(
+            "No checkpoint in %s is whole for all workers: all begin with the common model and optimizer of "
+            "%s, whose common part is whole.",
+            folder,
+            newest[0].name,
+        )
+    return *newest, None
+
+
+def _own(group: Group, found: Checkpoint | None, path: Path, strategy: str) -> tuple[Checkpoint | None, str]:
+    """The checkpoint, if this worker's own part is in it; and why, if that part is damaged."""
     name = f"workers/rank-{group.rank}"
     if found is None and not path.exists():
         log.warning("rank %d does not see %s, and begins with what rank 0 gives it", group.rank, path)
-        return None
+        return None, ""
     try:
         checkpoint = found or checkpoints.open_checkpoint(path)
         manifest = checkpoint.manifest
         if (manifest.num_workers, manifest.strategy) != (group.size, strategy) or not checkpoint.has(name):
-            return None
+            return None, ""
         checkpoint.check([f"{name}.json", f"{name}.safetensors"])
     except CheckpointError as error:
-        log.warning("%s", error)
-        return None
-    return checkpoint
+        return None, error.what
+    return checkpoint, ""
 
 
 def _common(found: Checkpoint | None) -> dict[str, Any]:
@@ -139,10 +183,10 @@ def _load(
         ) from error
 
 
-def _raise(path: Path, problems: list[str]) -> None:
+def _raise(words: str, problems: list[str]) -> None:
     problem = next((problem for problem in problems if problem), "")
     if problem:
-        raise CheckpointError(f"{path} cannot be taken up: {problem}")
+        raise CheckpointError(f"{words}{problem}")
 
 
 def extra_state(model: nn.Module) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from shoal.strategies.server_handing import hand_state
 from shoal.strategies.server_start import give_servers_state
 from shoal.strategies.server_update import Updater
 from shoal.strategies.staleness import Staleness
+from shoal.tensors.codecs.base import is_finite
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,8 @@ class Server:
         self.staleness = Staleness()
         self.leads = Staleness()
         self.num_pushes = self.num_applied = self.num_dropped = self.num_skipped = self.pushed_bytes = 0
+        self.num_refused = 0
+        """Chunks of gradients that were not finite."""
         self._told: dict[int, Handle[None]] = {}
         ends = itertools.accumulate((len(chunk.layout.slots) for chunk in self._share), initial=0)
         self._bounds = list(itertools.pairwise(ends))
@@ -119,7 +122,7 @@ class Server:
         if not self._is_there(visitor, visitor.position):
             return False
         with self._taken(visitor, visitor.position) as gradient:
-            if gradient is not None and not visitor.is_dropped:
+            if gradient is not None and not visitor.is_dropped and self._accepts(visitor, gradient):
                 self._apply(visitor, visitor.position, gradient)
         self._finish_chunk(visitor)
         return True
@@ -233,6 +236,14 @@ class Server:
             else:
                 yield None
 
+    def _accepts(self, visitor: Visitor, gradient: torch.Tensor) -> bool:
+        """Whether a chunk is finite: one that is not would spoil the model for all workers."""
+        if not gradient.numel() or is_finite(gradient):
+            return True
+        visitor.reply.num_refused += 1
+        self.num_refused += 1
+        return False
+
     def _apply(self, visitor: Visitor, position: int, gradient: torch.Tensor) -> None:
         assert visitor.order is not None
         options, order = self._channel.options, visitor.order
@@ -334,6 +345,7 @@ class Server:
             "num_applied": self.num_applied,
             "num_dropped": self.num_dropped,
             "num_skipped": self.num_skipped,
+            "num_refused": self.num_refused,
             "pushed_bytes": self.pushed_bytes,
             "staleness": self.staleness.summary(),
             "leads": self.leads.summary(),

@@ -30,7 +30,7 @@ from shoal.tensors.codecs.base import FormatCodec
 _NAME = "parameter-server"
 _NEXT = f"{_NAME}'s next version"
 _ORDER = struct.Struct("<b?")
-_REPLY = struct.Struct("<qq")
+_REPLY = struct.Struct("<qqq")
 
 
 class Kind(enum.IntEnum):
@@ -71,20 +71,22 @@ class Reply:
     """Chunks, and orders that none follow."""
     released: int = 0
     """The worker may begin with rounds up to this number."""
+    num_refused: int = 0
+    """Chunks that held a NaN or an infinity, and were not applied."""
     summary: dict[str, Any] | None = None
     """What the server has counted, with the last one."""
 
     def note(self) -> bytes:
         """As it travels."""
         summary = b"" if self.summary is None else msgspec.msgpack.encode(self.summary)
-        return _REPLY.pack(self.num_handled, self.released) + summary
+        return _REPLY.pack(self.num_handled, self.released, self.num_refused) + summary
 
     @classmethod
     def of(cls, note: bytes) -> Reply:
         """The inverse of `note`."""
         summary = note[_REPLY.size :]
-        num_handled, released = _REPLY.unpack_from(note)
-        return cls(num_handled, released, msgspec.msgpack.decode(summary) if summary else None)
+        num_handled, released, num_refused = _REPLY.unpack_from(note)
+        return cls(num_handled, released, num_refused, msgspec.msgpack.decode(summary) if summary else None)
 
 
 @dataclass(frozen=True, slots=True)

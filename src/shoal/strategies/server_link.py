@@ -51,6 +51,8 @@ class Link:
         self._due = [0] * len(channel.chunks)
         """How much its server must have handled before a chunk is read."""
         self._feedback = ErrorFeedback(codec_from_name(channel.options.compression))
+        self._feedback.reseed(channel.group.rank)
+        self._num_unsent = 0
         self.clock = 0
         self.num_pushes = self.num_pulls = 0
         self.pushed_bytes = [0] * channel.num_servers
@@ -60,6 +62,11 @@ class Link:
     def summaries(self) -> list[dict[str, object]]:
         """What each server has counted; known after the goodbye."""
         return [reply.summary for reply in self._replies if reply.summary is not None]
+
+    @property
+    def num_refused(self) -> int:
+        """Chunks of gradients that held a NaN or an infinity, and were not applied, as far as is known."""
+        return self._num_unsent + sum(reply.num_refused for reply in self._replies)
 
     def push(self, gradients: Gradients, numbers: Sequence[float]) -> None:
         """Start to send gradients; they must not be written until `finish_push`."""
@@ -75,6 +82,7 @@ class Link:
         for number, payload in encoded.items():
             if payload is None:
                 flags[number] = [False] * len(flags[number])
+                self._num_unsent += 1
         for server, share in enumerate(channel.shares):
             versions = [self._versions[chunk.number] for chunk in share]
             has_gradient = [flag for chunk in share for flag in flags[chunk.number]]

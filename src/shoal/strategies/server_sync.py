@@ -82,8 +82,10 @@ class SyncServer(Server):
         if not all(self._is_there(visitor, position) for visitor in pushers):
             return False
         with contextlib.ExitStack() as stack:
-            taken = [stack.enter_context(self._taken(visitor, position)) for visitor in pushers]
-            gradients = [gradient for gradient in taken if gradient is not None]
+            taken = [(visitor, stack.enter_context(self._taken(visitor, position))) for visitor in pushers]
+            accepted = [(one, given) for one, given in taken if given is None or self._accepts(one, given)]
+            pushers = [visitor for visitor, _ in accepted]
+            gradients = [gradient for _, gradient in accepted if gradient is not None]
             if gradients:
                 share = 1 / len(pushers)
                 first, *others = gradients

@@ -26,6 +26,7 @@ from shoal.core import (
     VersionMismatch,
     fanout,
 )
+from shoal.core.untrusted import visible_line
 from shoal.transport.datagrams.transport import DatagramTransport
 from shoal.transport.frames import VERSION
 from shoal.transport.limits import KIB, MIB
@@ -55,7 +56,6 @@ WAYS: tuple[Way, ...] = ("tcp", "udp")
 Outcome = Literal["ok", "refused", "silent", "unreachable", "unknown host", "other version", "failed"]
 """How an attempt to talk to a peer ended; `silent` means that nothing came back at all."""
 
-_CONTROLS = dict.fromkeys((*range(32), *range(127, 160)), "?")  # what a peer says must not steer a terminal
 _Text = Annotated[str, msgspec.Meta(max_length=200)]
 
 
@@ -123,7 +123,7 @@ class Introductions:
         endpoint, caller = self._endpoint, head.payload
         software = f", shoal {caller.software}" if caller.software else ""
         way = f" over {caller.way.upper()}" if caller.way in WAYS else ""
-        log.info("%s asks who is here%s%s", head.peer, way, software.translate(_CONTROLS))
+        log.info("%s asks who is here%s%s", head.peer, way, visible_line(software))
         return Reply(
             About(
                 software=__version__,

@@ -68,14 +68,13 @@ class CpuDevice(Device):
         try:
             inputs = merged([inputs for _, (inputs, _) in batch])
             grads = merged([grads for _, (_, grads) in batch])
-            outputs = self.compute(expert, kind, inputs, grads)
+            outputs = self.compute(expert, kind, inputs, grads, jobs)
         except Exception as error:  # noqa: BLE001 - whatever a module raises is told to its clients
             if len(batch) == 1:
                 return [(jobs[0], explained(error, expert))]
-            # one request must not spoil the others: each by itself, and only the culprit fails
-            return [result for part in batch for result in self._results([part])]
-        for job in jobs:
-            job.is_applied = kind is JobKind.BACKWARD
+            # one request must not spoil the others: in halves, until the culprit is by itself
+            half = len(batch) // 2
+            return self._results(batch[:half]) + self._results(batch[half:])
         if kind is JobKind.FORWARD:
             for job, (tensors, _) in batch:
                 if job.keep_as:

@@ -215,21 +215,22 @@ class CudaDevice(Device):
         grads: Sequence[torch.Tensor],
         running: _Running,
     ) -> Iterator[tuple[list[Job], Tensors]]:
-        """Outputs of all jobs together; of each by itself when that fails, so that only the culprit does."""
+        """Outputs of all jobs together; in halves when that fails, until the culprit is by itself."""
         expert, kind = jobs[0].expert, jobs[0].kind
         try:
             together = merged(inputs.parts) if isinstance(inputs, _Apart) else inputs
-            outputs = self.compute(expert, kind, together, grads)
+            outputs = self.compute(expert, kind, together, grads, jobs)
         except Exception as error:  # noqa: BLE001 - whatever a module raises is told to its clients
             if len(jobs) == 1:
                 running.failed.append((jobs[0], explained(error, expert)))
                 return
-            for index, (job, start, end) in enumerate(places(jobs)):
-                alone = inputs.parts[index] if isinstance(inputs, _Apart) else _cut(inputs, start, end)
-                yield from self._computed([job], alone, _cut(grads, start, end), running)
+            half = len(jobs) // 2
+            middle = sum(job.num_samples for job in jobs[:half])
+            for some, start, end in ((slice(half), 0, middle), (slice(half, None), middle, None)):
+                yield from self._computed(
+                    jobs[some], _half(inputs, some, start, end), _cut(grads, start, end), running
+                )
             return
-        for job in jobs:
-            job.is_applied = kind is JobKind.BACKWARD
         if kind is JobKind.FORWARD:
             for job, start, end in places(jobs):
                 if job.keep_as:
@@ -292,7 +293,15 @@ class _Running(msgspec.Struct, eq=False):
     done: Any = None
 
 
-def _cut(tensors: Sequence[torch.Tensor], start: int, end: int) -> Sequence[torch.Tensor]:
+def _half(inputs: Sequence[torch.Tensor], jobs: slice, start: int, end: int | None) -> Sequence[torch.Tensor]:
+    """Inputs of these jobs, whose samples are those from `start` to `end`."""
+    if not isinstance(inputs, _Apart):
+        return _cut(inputs, start, end)
+    parts = inputs.parts[jobs]
+    return parts[0] if len(parts) == 1 else _Apart(parts)
+
+
+def _cut(tensors: Sequence[torch.Tensor], start: int, end: int | None) -> Sequence[torch.Tensor]:
     return [tensor[start:end] for tensor in tensors]
 
 

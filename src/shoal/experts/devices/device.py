@@ -18,9 +18,7 @@ from shoal.experts.expert import Expert
 from shoal.experts.jobs import Job, JobKind, Outcome
 from shoal.experts.kept import KeptInputs
 from shoal.experts.settings import ServerSettings
-from shoal.experts.wire import from_wire, to_wire
-from shoal.tensors import codec_from_name
-from shoal.tensors.codecs.base import PLAIN
+from shoal.experts.wire import from_wire, make_wire_codec, to_wire
 from shoal.transport.messages import Head
 
 log = logging.getLogger(__name__)
@@ -76,13 +74,21 @@ class Device(ABC):
         return contextlib.nullcontext()
 
     def compute(
-        self, expert: Expert, kind: JobKind, inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+        self,
+        expert: Expert,
+        kind: JobKind,
+        inputs: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        jobs: Sequence[Job] = (),
     ) -> Tensors:
-        """Run an expert on tensors of this device; outputs, or gradients of inputs, as its schema says."""
+        """Run an expert on tensors of this device; outputs, or gradients of inputs, as its schema says.
+
+        Of a backward, `jobs` are those that the batch consists of.
+        """
         with self.precision():
             if kind is JobKind.FORWARD:
                 return expert.forward(inputs)
-            return expert.backward(inputs, grads)
+            return expert.backward(inputs, grads, [job.request_id for job in jobs])
 
 
 def received_tensors(job: Job) -> list[list[torch.Tensor]]:
@@ -93,7 +99,7 @@ def received_tensors(job: Job) -> list[list[torch.Tensor]]:
 def encoded(job: Job, tensors: Tensors) -> Outcome | Exception:
     """An answer as its client wants it."""
     try:
-        return to_wire(tensors, None if job.codec == PLAIN else codec_from_name(job.codec))
+        return to_wire(tensors, make_wire_codec(job.codec))
     except Exception as error:  # noqa: BLE001 - memory may be short; the others of its batch have their answers
         return explained(error, job.expert)
 

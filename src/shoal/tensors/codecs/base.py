@@ -83,6 +83,12 @@ class Codec(ABC):
         anything is allocated, when the tensor would take more than `max_bytes`.
         """
 
+    def reseed(self, number: int) -> None:  # noqa: B027 - most codecs draw nothing
+        """Draw what is random by this number from now on; a codec that draws nothing stays as it is.
+
+        Workers whose rounding errors should cancel in a mean give their ranks.
+        """
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What a checkpoint needs, flat, as safetensors stores it."""
         return {}

@@ -68,6 +68,10 @@ class ErrorFeedback(Codec):
         """As the codec inside does."""
         return self.codec.decode(encoded, max_bytes)
 
+    def reseed(self, number: int) -> None:
+        """Seed the codec inside."""
+        self.codec.reseed(number)
+
     def forget(self) -> None:
         """Drop what all slots have kept, as when parameters were replaced from outside."""
         self.residuals.clear()

@@ -14,6 +14,8 @@ from shoal.tensors.specs import TensorSpec
 
 _STEPS = 127
 _CACHED_VALUES = 65_536
+_NUM_SEEDS = 2**32  # torch's generator on the CPU uses no more of one
+_SEED_STRIDE = 1_000_003
 _MAX_DIGITS = 18  # of a number that travels as a 64-bit one
 
 
@@ -21,9 +23,9 @@ class Int8(FormatCodec):
     """Values as multiples of their block's scale, largest magnitude / 127.
 
     Smaller blocks lose less and send more scales; `block_size=None` has one scale for the whole tensor.
-    A `generator` turns on stochastic rounding, which is right on average; peers whose errors should cancel
-    need different seeds, and one on the tensors' device saves a copy. A block of zeros, or of values below
-    4e-37, is sent as zeros.
+    A `generator` turns on stochastic rounding, which is right on average; one on the tensors' device saves a
+    copy. Peers whose errors should cancel need different seeds: `reseed` makes them from the generator's own
+    and a number of the peer. A block of zeros, or of values below 4e-37, is sent as zeros.
     """
 
     name = "int8"
@@ -33,10 +35,15 @@ class Int8(FormatCodec):
             raise UsageError(f"a block holds at least one value, not {block_size}")
         self.block_size = block_size
         self.generator = generator
+        self._first_seed = 0 if generator is None else generator.initial_seed()
+        self._number = 0
 
     @classmethod
     def from_text(cls, text: str) -> Int8:
-        """`1024`, `tensor` (one scale), `stochastic` (seed 0), or two of them with a comma between."""
+        """`1024`, `tensor` (one scale), `stochastic`, or two of them with a comma between.
+
+        Who encodes gives the seed of stochastic rounding: its rank.
+        """
         block_size: int | None = 4096
         generator = None
         for word in text.split(",") if text else []:
@@ -92,15 +99,27 @@ class Int8(FormatCodec):
             rows.mul_(scales[which, None])
         return saturating_cast(values, dtype_named(spec.dtype))
 
+    def reseed(self, number: int) -> None:
+        """Round by the generator's own seed and this number, from the start; equal numbers round equally."""
+        self._number = number
+        if self.generator is not None:
+            self.generator.manual_seed((self._first_seed * _SEED_STRIDE + number) % _NUM_SEEDS)
+
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The generator's state, if there is one."""
-        return {} if self.generator is None else {"generator": self.generator.get_state()}
+        """The generator's state and the number that it was seeded with, if there is a generator."""
+        if self.generator is None:
+            return {}
+        return {"generator": self.generator.get_state(), "number": torch.tensor(self._number)}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on with the rounding where the state was taken."""
-        if self.generator is None or set(state) != {"generator"}:
+        """Go on with the rounding where the state was taken, if it was by this number.
+
+        Otherwise two workers would round alike: this one goes on as it was seeded. So it does with a state
+        from before there were numbers, which all workers had alike.
+        """
+        if self.generator is None or set(state) - {"number"} != {"generator"}:
             super().load_state_dict(state)
-        else:
+        elif "number" in state and int(state["number"]) == self._number:
             self.generator.set_state(state["generator"].cpu())
 
     def _round(self, scaled: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,69 @@
+"""Whether all workers end their training after the same step, so that they can share a last time.
+
+Workers with more data than others go on, and nobody may wait for them: an operation of the whole group is
+safe only when everybody has come to the end. So each worker publishes how many steps it has done, and at its
+end waits until every other one has ended too, has done more steps, or is gone.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.core import SYSTEM_CLOCK, Deadline, DeadlineExceeded
+from shoal.group import Group
+
+_NO_PROGRESS_S = 10.0
+"""A worker that makes no step for so long, and for as many steps as `_NO_PROGRESS_STEPS` take this one, may
+wait for this worker in an operation of the user's own."""
+_NO_PROGRESS_STEPS = 4.0
+
+
+class StepCounter:
+    """The steps of this worker, for the others to see; made on all members together.
+
+    `memory` is the group's own, and stays as it is: only the version counts, 2 for each step and 1 for the
+    end.
+    """
+
+    def __init__(self, group: Group, memory: torch.Tensor, steps: int) -> None:
+        self._group = group
+        self._memory = memory
+        self._name = f"steps {group.next_number('step counters')}"
+        self._stepped_s = SYSTEM_CLOCK.now_s()
+        self._longest_s = 0.0
+        self.publish(steps)
+
+    def publish(self, steps: int) -> None:
+        """Say how many steps this worker has done."""
+        now_s = SYSTEM_CLOCK.now_s()
+        self._longest_s = max(self._longest_s, now_s - self._stepped_s)
+        self._stepped_s = now_s
+        self._group.publish(self._name, self._memory, 2 * steps)
+
+    def meet(self, steps: int) -> bool:
+        """At the end of training: whether another worker ends after the same step, and none goes on."""
+        ended = 2 * steps + 1
+        self._group.publish(self._name, self._memory, ended)
+        others = [rank for rank in self._group.members if rank != self._group.rank]
+        versions = []
+        for rank in others:
+            version = self._wait_for(rank, ended)
+            if version is not None and version != ended:
+                return False
+            versions.append(version)
+        return ended in versions
+
+    def _wait_for(self, rank: int, ended: int) -> int | None:
+        """Of a worker, once it has come so far; -1 when it makes no step, None when it is gone."""
+        into = torch.empty_like(self._memory)
+        before = -1
+        while True:
+            patience_s = max(_NO_PROGRESS_S, _NO_PROGRESS_STEPS * self._longest_s) * self._group.patience
+            handle = self._group.read(self._name, rank, into, version=ended)
+            try:
+                return handle.wait(Deadline.after(patience_s))
+            except DeadlineExceeded:
+                now = self._group.read(self._name, rank, into).wait()
+            if now is None or now == before:
+                return None if now is None else -1
+            before = now

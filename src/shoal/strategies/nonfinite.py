@@ -1,0 +1,251 @@
+"""Values that are not finite (NaN, infinities): which rank had them first, in which step, and what follows.
+
+Each worker looks at the gradients that it has computed itself, before they are shared, and at its parameters
+when the step is over. Gradients that are not finite, from parameters that were, are its own doing, and nobody
+has to be asked. Parameters that are not, where its gradients were, hold what others have sent.
+
+`warn` looks at the first row of large tensors: one pass over all of a model's values costs 2 to 3 % of a step
+where a step does little else. A NaN in a loss or in an activation reaches all gradients before it, and is not
+missed; a single value of a large tensor can be. `skip` and `stop` promise that no such gradient is used, and
+look at every value of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+
+from shoal.core.errors import ShoalError
+from shoal.strategies.attachment import Attachment
+from shoal.strategies.common_options import OnNonfinite
+
+log = logging.getLogger(__name__)
+
+Checked: TypeAlias = Literal["in backward", "before the step", "never"]
+"""When gradients are looked at: before they are shared, if they are."""
+
+_WHOLE_ELEMENTS = 1 << 16
+"""Up to this size a tensor is looked at as a whole, above it at its first row."""
+_DEVICE_STEPS = 16
+"""So many steps are judged at once on a device: to judge is to wait for it."""
+
+
+class _Look(NamedTuple):
+    """What one step has left, as sums that are not finite where a value is not."""
+
+    step: int
+    gradients: Sequence[torch.Tensor]
+    """Of this worker alone, before they were shared."""
+    parameters: Sequence[torch.Tensor]
+    """At the end, with what has come from others."""
+
+
+class FiniteCheck:
+    """Looks at one worker's gradients and parameters in every step, while a strategy is attached."""
+
+    def __init__(self, mode: OnNonfinite, rank: int, attachment: Attachment, checked: Checked) -> None:
+        self._mode = mode
+        self._rank = rank
+        self._attachment = attachment
+        self._checked = checked
+        self._own: list[torch.Tensor] = []
+        """Sums of the gradients that this worker has computed since the last step."""
+        self._looks: list[_Look] = []
+        """Of the steps that are not judged yet."""
+        self._first_received: int | None = None
+        """The step since which the parameters hold values of others that are not finite."""
+        self._hidden: list[torch.Tensor | None] = []
+        self._num_left_out = 0
+        self._has_told = False
+        if checked == "in backward":
+            for parameter in attachment.parameters:
+                attachment.on_accumulated(parameter, self._ready)
+
+    # What the strategy reports, in the order of a step.
+
+    def before_step(self, step: int) -> None:
+        """The gradients are final. ShoalError with `stop`; with `skip` the optimizer finds none of them."""
+        if self._checked == "never":
+            return
+        if self._attachment.is_void:
+            # a GradScaler that has found an infinity leaves the step out: that is what it is there for
+            self._own = []
+        elif self._mode != "warn":
+            if not self._attachment.has_closure:
+                self._leave_out(step)
+        elif self._checked == "before the step" and not self._is_on_cpu:
+            self._own = self._sums(self._gradients().values())
+
+    def after_optimizer(self) -> None:
+        """The optimizer has stepped, if it was to."""
+        hidden, self._hidden = self._hidden, []
+        for parameter, gradient in zip(self._attachment.parameters, hidden, strict=False):
+            parameter.grad = gradient
+
+    def after_step(self, step: int) -> None:
+        """The step is over; also one that was skipped."""
+        if self._checked == "never":
+            return
+        self._attachment.is_left_out = False
+        own, self._own = self._own, []
+        with torch.no_grad():
+            parameters = self._sums(self._attachment.parameters, is_whole=False)
+        self._looks.append(_Look(step, own, parameters))
+        if self._is_on_cpu or len(self._looks) == _DEVICE_STEPS:
+            self._judge()
+
+    def skipped_step(self) -> None:
+        """A GradScaler has found an infinity, and the optimizer does not step."""
+        self._own = []
+
+    def refused(self, step: int, consequence: str) -> None:
+        """A gradient of this worker was not finite, and nobody has used it. ShoalError with `stop`."""
+        if self._first_received is not None:
+            return
+        where = _first(self._gradients()) or "a gradient holds nan or inf"
+        if self._mode == "stop":
+            raise self._error(step, where)
+        self._num_left_out += 1
+        self._tell(f"{self._what(step, where)} {consequence}")
+
+    def closed(self, *, speaks_for_all: bool) -> None:
+        """The loop has ended well. One worker says so if the model is spoiled: maybe no other has."""
+        self._judge()
+        if self._num_left_out > 1:
+            log.warning("rank %d: %d steps were left out in all.", self._rank, self._num_left_out)
+        if speaks_for_all and self._first_received is not None and not self._has_told:
+            log.warning(
+                "rank %d ends with parameters that are not finite, since step %d (counted from 0); what it "
+                "sent until then was finite. To prevent it: --on-nonfinite skip or stop.",
+                self._rank, self._first_received,
+            )  # fmt: skip
+
+    # Sums are taken in passing, and judged when the step is over.
+
+    def _ready(self, parameter: torch.Tensor) -> None:
+        """The hook of a parameter whose gradient backward has computed; the strategy's own comes later."""
+        if parameter.grad is not None:
+            self._own += self._sums((parameter.grad,))
+
+    def _judge(self) -> None:
+        looks, self._looks = self._looks, []
+        if not looks:
+            return
+        if _are_finite([total for look in looks for total in (*look.gradients, *look.parameters)]):
+            self._first_received = None
+            return
+        for look in looks:
+            was_finite = self._first_received is None
+            gradients = look.gradients
+            if self._is_on_cpu and self._checked == "before the step":
+                gradients = self._sums(self._gradients().values(), is_whole=True)  # they are still there
+            if was_finite and not self._has_told and not _are_finite(gradients):
+                self._warn(look.step)
+            if _are_finite(look.parameters):
+                self._first_received = None
+            elif was_finite:
+                self._first_received = look.step
+                where = _first(self._parameters()) if self._mode != "warn" else None
+                if where is not None:
+                    raise self._error(look.step, where)
+
+    def _warn(self, step: int) -> None:
+        where = _first(self._gradients()) or _first(self._parameters())
+        if where is not None:  # else a sum was too large, and no value
+            self._tell(
+                f"{self._what(step, where, 'sent')} It spreads to the other workers. To prevent that: a "
+                "lower learning rate, clipped gradients, or --on-nonfinite skip or stop."
+            )
+
+    def _leave_out(self, step: int) -> None:
+        own, self._own = self._own, []
+        gradients = self._gradients()
+        where = None if _are_finite(self._sums(gradients.values())) else _first(gradients)
+        if where is None:
+            return
+        # A mean that is not finite is so on all members: all leave the step out, whoever was the cause.
+        is_own = self._checked == "before the step" or not _are_finite(own)
+        if is_own and self._mode == "stop":
+            raise self._error(step, where)
+        self._attachment.is_left_out = True
+        self._hidden = [parameter.grad for parameter in self._attachment.parameters]
+        for parameter in self._attachment.parameters:
+            parameter.grad = None
+        if is_own:
+            self._num_left_out += 1
+            who = "It leaves" if self._checked == "before the step" else "All workers leave"
+            self._tell(f"{self._what(step, where)} {who} this step out.")
+
+    # What is looked at, and what is said.
+
+    def _sums(self, tensors: Iterable[torch.Tensor], *, is_whole: bool | None = None) -> list[torch.Tensor]:
+        is_whole = self._mode != "warn" if is_whole is None else is_whole
+        sums = []
+        for given in tensors:
+            tensor = _real(given)
+            is_small = tensor.numel() <= _WHOLE_ELEMENTS or tensor.dim() < 2
+            sums.append(_sum(tensor if is_whole or is_small else tensor[0]))
+        return sums
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return self._attachment.device.type == "cpu"
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach() for name, tensor in self._attachment.named_parameters.items()}
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        named = self._attachment.named_parameters.items()
+        return {
+            f"the gradient of {name}": tensor.grad.detach()
+            for name, tensor in named
+            if tensor.grad is not None
+        }
+
+    def _what(self, step: int, where: str, verb: str = "has") -> str:
+        rank = self._rank
+        return f"rank {rank} {verb} a value that is not finite in step {step} (counted from 0): {where}."
+
+    def _tell(self, line: str) -> None:
+        if not self._has_told:
+            self._has_told = True
+            log.warning("%s", line)
+
+    def _error(self, step: int, where: str) -> ShoalError:
+        return ShoalError(
+            self._what(step, where),
+            cause="the learning rate is too high, a batch holds a NaN, or a loss divides by zero.",
+            next_step="lower the learning rate, clip gradients, check the data, or leave such steps out with "
+            "--on-nonfinite skip.",
+        )
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype is torch.float32 and not tensor.is_sparse:
+        return tensor
+    tensor = tensor._values() if tensor.is_sparse else tensor
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    """In single precision: that of halves would overflow where no value does."""
+    if tensor.dtype is torch.float32:
+        return tensor.sum()
+    return tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)).float()
+
+
+def _are_finite(sums: Sequence[torch.Tensor]) -> bool:
+    return not sums or math.isfinite(torch.stack(list(sums)).sum().item())
+
+
+def _first(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """Which one holds a value that is not finite; looks at every value."""
+    for name, tensor in tensors.items():
+        values = _real(tensor)
+        if not bool(values.isfinite().all()):
+            return f"{name} holds {'nan' if bool(values.isnan().any()) else 'inf'}"
+    return None
