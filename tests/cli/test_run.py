@@ -39,10 +39,10 @@ def test_a_failure_of_one_worker_may_be_allowed(capfd, folder, words, exit_code)
 import json, os, pathlib, sys, time
 descriptor = json.loads(os.environ["SHOAL_RUN"])["status_fd"]
 os.write(descriptor, b'{"survives_loss": true}\\n')
-pathlib.Path("rank" + os.environ["RANK"]).touch()
+pathlib.Path("rank" + os.environ["SHOAL_RANK"]).touch()
 while not pathlib.Path("rank0").exists() or not pathlib.Path("rank1").exists():
     time.sleep(0.01)
-sys.exit(7 if os.environ["RANK"] == "1" else 0)
+sys.exit(7 if os.environ["SHOAL_RANK"] == "1" else 0)
 """)
     assert run(["run", "-np", "2", *words, "fail.py"]) == exit_code
     assert "shoal run: rank 1 failed with exit code 7" in capfd.readouterr().err

@@ -25,7 +25,7 @@ def four(tmp_path_factory):
 
 
 class Workers:
-    """Four processes on the first of these machines, evenly, as torchrun or srun would start them."""
+    """Four processes on the first of these machines, evenly, as a launcher on each would start them."""
 
     def __init__(self, machines, strategy, num_lost, **options):
         options = RunOptions(run_id=f"test {id(self)}", strategy=strategy, patience=PATIENCE, **options)
@@ -36,14 +36,14 @@ class Workers:
             index, local_rank = divmod(rank, per_machine)
             variables = {
                 **options.to_environment(),
-                "TORCHELASTIC_RUN_ID": options.run_id,
-                "MASTER_ADDR": machines[0].address,
-                "MASTER_PORT": "29871",  # of a network that nobody else is in
-                "WORLD_SIZE": 4,
-                "LOCAL_WORLD_SIZE": per_machine,
-                "RANK": rank,
-                "LOCAL_RANK": local_rank,
-                "GROUP_RANK": index,
+                "SHOAL_RUN_ID": options.run_id,
+                "SHOAL_MASTER_ADDR": machines[0].address,
+                "SHOAL_MASTER_PORT": "29871",  # of a network that nobody else is in
+                "SHOAL_WORLD_SIZE": 4,
+                "SHOAL_LOCAL_WORLD_SIZE": per_machine,
+                "SHOAL_RANK": rank,
+                "SHOAL_LOCAL_RANK": local_rank,
+                "SHOAL_MACHINE": index,
                 "OMP_NUM_THREADS": 1,
             }
             words = ["env", *(f"{name}={value}" for name, value in variables.items())]
