@@ -370,12 +370,12 @@ def test_an_exchange_outlives_a_killed_peer_and_a_reduction_names_it(pair):
 
 def test_a_stopped_peer_is_lost_when_patience_ends_and_learns_of_it(pair):
     group, child, live, spare = pair
+    assert child.stdout.readline() == "ready\n"
     child.send_signal(signal.SIGSTOP)
     exchange_until_lost(group, live, spare)
     assert "silent for" in group.lost[1].reason
     assert "SIGSTOP" in group.lost[1].reason
     child.send_signal(signal.SIGCONT)
-    assert child.stdout.readline() == "ready\n"
     assert child.stdout.readline().startswith("PeerLost rank 1, this worker, was silent")
 
 

@@ -103,7 +103,11 @@ class Watch:
             return self.lost[rank].reason
         if self._control.get(rank, LEFT) != NOT_YET:
             return "it left in the middle of an operation"
-        return "it failed" if has_failed(self._control.get(rank, BEAT)) else "it is silent"
+        if has_failed(self._control.get(rank, BEAT)):
+            return "it failed"
+        if not self._is_process_there(rank):
+            return f"its process {self._pids[rank]} ended"
+        return f"silent for {self._silence_s:g} s{_stopped(self._pids[rank])}"
 
     def pid(self, rank: int) -> int:
         """A rank's process."""
@@ -156,8 +160,8 @@ class Watch:
             self._cpu_s[rank] = used_s
             self._silent_s[rank] = 0.0
         elif silent_s > self._silence_s and self._rank == min([self._rank, *self._beating(rank)]):
-            self._control.judge(rank, self._control.get(rank, ARRIVED))
-            self._lose(rank, f"silent for {silent_s:.1f} s{_stopped(self._pids[rank])}")
+            reason = f"silent for {silent_s:.1f} s{_stopped(self._pids[rank])}"
+            self._lose(rank, reason, after=self._control.get(rank, ARRIVED))
 
     def _beating(self, suspect: int) -> list[int]:
         return [
@@ -171,15 +175,17 @@ class Watch:
             self._note_left(rank)
             return
         # it writes no more: all who look see the same number
-        self._control.judge(rank, self._control.get(rank, ARRIVED))
-        self._lose(rank, f"its process {self._pids[rank]} ended")
+        self._lose(rank, f"its process {self._pids[rank]} ended", after=self._control.get(rank, ARRIVED))
 
     def _note_left(self, rank: int) -> None:
         self.left_at_s[rank] = time.monotonic()
         self._forget(rank)
 
-    def _lose(self, rank: int, reason: str) -> None:
+    def _lose(self, rank: int, reason: str, *, after: int | None = None) -> None:
+        """Go on without a rank, and judge it where nobody has: it takes part in nothing `after` that."""
         self.lost[rank] = self._with_culprit(rank, Loss(rank, reason, at_s=time.monotonic()))
+        if after is not None:
+            self._control.judge(rank, after)  # now that whoever sees the verdict finds the reason
         log.warning("rank %d is lost: %s", self._name(rank), reason)
         self._forget(rank)
         self._bells.wake_self()
