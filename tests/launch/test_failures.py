@@ -63,6 +63,18 @@ if rank == 0: os.kill(os.getpid(), signal.SIGKILL)
     assert "finished without" not in " ".join(done.said)
 
 
+def test_nobody_is_said_to_go_on_without_a_server_that_is_stopped(start):
+    body = f"""{TOGETHER}
+if rank == 0: os.kill(os.getpid(), signal.SIGSTOP)
+if rank == 1: time.sleep(100)
+raise PeerLost("parameter server 0 is lost in round 7: it is silent.")
+"""
+    done = start(body, 2, **SERVER)
+    assert done.outcome.exit_code == 128 + signal.SIGSTOP
+    assert done.outcome.cause.rank == 0
+    assert not any("goes on" in said for said in done.said)
+
+
 @pytest.mark.parametrize("server", ["", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_one_worker_less_finishes_and_so_does_its_server(start, server):
     body = f"""{TOGETHER}

@@ -23,6 +23,7 @@ _CONSEQUENCES = (
 )
 """Errors that say that this worker and others have lost each other: Shoal's own, and gloo's under `ddp`."""
 _LOST_RANK = re.compile(r"\brank (\d+) is lost")
+_LOST_SERVER = re.compile(r"\bparameter server \d+ is lost")
 _OWN_NUMBERS = re.compile(
     r"(\brank[ =]?|\bprocess |\bpid[ =]?|\bcuda:|\d\.\d+:)\d+|\b0x[0-9a-f]+\b", re.IGNORECASE
 )
@@ -90,6 +91,11 @@ class Death:
         if self.code < 0:
             return 128 - self.code
         return self.code if 1 <= self.code <= 125 else 1
+
+    @property
+    def has_lost_server(self) -> bool:
+        """Whether it failed because a parameter server is lost, without which no worker can go on."""
+        return self.is_consequence and _LOST_SERVER.search(self.error) is not None
 
     @property
     def lost_ranks(self) -> list[int]:

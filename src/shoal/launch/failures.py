@@ -88,7 +88,7 @@ class Failures:
             worker.show_held()
             return
         self.deaths.append(death)
-        is_bearable = death.is_loss or self._allows_failures
+        is_bearable = (death.is_loss and not death.has_lost_server) or self._allows_failures
         if ending is None and not self._fatal and is_bearable and self._can_do_without(worker):
             self._go_on_without(worker, death, now_s)
         elif ending is None:
