@@ -115,7 +115,7 @@ def test_the_mix_of_those_that_use_it(topology):
 
 def test_the_mean_of_those_that_use_it():
     """Of `local-sgd`: after each round those that have used it since the one before have equal momentum."""
-    size, num_steps, num_local = 4, 9, 2
+    size, num_steps, num_local = 4, 10, 2
     x, momentum = torch.zeros(size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64)
     users = torch.zeros(size, dtype=torch.bool)
     for number in range(num_steps):
