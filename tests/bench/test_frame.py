@@ -1,5 +1,6 @@
 import pytest
 
+from shoal.bench.contenders import options_of
 from shoal.bench.frame import RunSettings, Version, run_benchmark
 from shoal.core import UsageError
 
@@ -64,6 +65,21 @@ def test_two_versions_take_turns(request):
         "start 4 of 4 (old)",
     ]
     assert [len(report.rows) for report in reports] == [2, 2]
+
+
+def test_another_version_is_not_asked_for_options_that_it_may_not_know(request):
+    asked = {}
+
+    def starter(arguments, version, receive):
+        asked[version.name] = arguments["config"]["options"]
+
+    options = options_of(["local-sgd"], {"local_steps": "16"})
+    source = request.config.rootpath / "src"
+    reports, _ = measure(
+        {"options": options}, 1, versions=[Version("old", source), Version("new")], starter=starter
+    )
+    assert asked == {"old": {"local-sgd": {"local_steps": 16}}, "new": options}
+    assert [report.config for report in reports] == [{"options": options}] * 2
 
 
 def test_no_start_is_refused():

@@ -90,6 +90,15 @@ def all_options(strategy: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
+def without_defaults(options: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Leave out the options that have their default value: another version of Shoal may not know them."""
+    return {
+        strategy: {name: value for name, value in own.items() if value != defaults.get(name)}
+        for strategy, own in options.items()
+        for defaults in [all_options(strategy, {})]
+    }
+
+
 def shares_of(strategies: Sequence[str], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """For each strategy those of the given options that it has; UsageError for one that none of them has."""
     shares = {

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from shoal.bench.children import Parent, child, end_with_parent
+from shoal.bench.contenders import without_defaults
 from shoal.bench.environment import Watch, describe_code, describe_machine
 from shoal.core import BenchmarkError, UsageError
 from shoal.report import Curve, Report, Row
@@ -150,7 +151,8 @@ def run_benchmark(
         for version in versions if start % 2 == 0 else reversed(versions):
             number += 1
             label = f"start {number} of {total}" + (f" ({version.name})" if len(versions) > 1 else "")
-            arguments = {"benchmark": benchmark, "config": dict(config), "seed": settings.seed + start}
+            asked = config if version.source is None else _for_another_version(config)
+            arguments = {"benchmark": benchmark, "config": dict(asked), "seed": settings.seed + start}
             tell_at = functools.partial(_tell_at, tell, label)
             collected[version.name].measure(start, functools.partial(starter, arguments, version), tell_at)
     environment = {**machine, "before": before, "after": watch.look()}
@@ -169,6 +171,12 @@ def run_benchmark(
         )
         for version in versions
     ]
+
+
+def _for_another_version(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same settings, without strategies' options that this version alone may know."""
+    options = config.get("options")
+    return {**config, "options": without_defaults(options)} if isinstance(options, Mapping) else config
 
 
 def run_start(arguments: dict[str, Any], parent: Parent) -> None:
