@@ -81,9 +81,9 @@ class Seat(abc.ABC):
             return torch.device("cpu")
         if not torch.cuda.is_available() or self.local_rank >= torch.cuda.device_count():
             raise UsageError(
-                f"Worker {self.rank} is the {self.local_rank + 1}. of its machine, which has "
-                f"{torch.cuda.device_count()} GPUs that torch can use.",
-                next_step="take fewer workers a machine, or --device cpu.",
+                f"Worker {self.rank} needs a GPU of its own, and all {torch.cuda.device_count()} GPUs of "
+                "this machine are taken by other workers.",
+                next_step="start fewer workers on each machine, or give --device cpu.",
             )
         device = torch.device("cuda", self.local_rank)
         torch.cuda.set_device(device)

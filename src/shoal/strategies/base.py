@@ -378,7 +378,8 @@ class Strategy(Checkpointed):
             if not self.is_alone:
                 self._started(attachment)
                 if self.has_last_round and self.group.size > 1 and not attachment.stays:
-                    self._counter = StepCounter(self.group, self._allocate(1, torch.float32), self.steps)
+                    self._counter = StepCounter(self.group, self.steps)
+                    self._memory.append(self._counter.memory)
             apply_survival(self.group)
             attachment.listen()
             if self.group.size > 1 or self._keeper.folder is not None:

@@ -21,13 +21,13 @@ _NO_PROGRESS_STEPS = 4.0
 class StepCounter:
     """The steps of this worker, for the others to see; made on all members together.
 
-    `memory` is the group's own, and stays as it is: only the version counts, 2 for each step and 1 for the
-    end.
+    `memory` stays as it is: only the version counts, 2 for each step and 1 for the end. It is memory of the
+    CPU also where the model is on a GPU, because only that can be published. Who makes the counter frees it.
     """
 
-    def __init__(self, group: Group, memory: torch.Tensor, steps: int) -> None:
+    def __init__(self, group: Group, steps: int) -> None:
         self._group = group
-        self._memory = memory
+        self.memory = group.empty(1)
         self._name = f"steps {group.next_number('step counters')}"
         self._stepped_s = SYSTEM_CLOCK.now_s()
         self._longest_s = 0.0
@@ -38,12 +38,12 @@ class StepCounter:
         now_s = SYSTEM_CLOCK.now_s()
         self._longest_s = max(self._longest_s, now_s - self._stepped_s)
         self._stepped_s = now_s
-        self._group.publish(self._name, self._memory, 2 * steps)
+        self._group.publish(self._name, self.memory, 2 * steps)
 
     def meet(self, steps: int) -> bool:
         """At the end of training: whether another worker ends after the same step, and none goes on."""
         ended = 2 * steps + 1
-        self._group.publish(self._name, self._memory, ended)
+        self._group.publish(self._name, self.memory, ended)
         others = [rank for rank in self._group.members if rank != self._group.rank]
         versions = []
         for rank in others:
@@ -55,7 +55,7 @@ class StepCounter:
 
     def _wait_for(self, rank: int, ended: int) -> int | None:
         """Of a worker, once it has come so far; -1 when it makes no step, None when it is gone."""
-        into = torch.empty_like(self._memory)
+        into = torch.empty_like(self.memory)
         before = -1
         while True:
             patience_s = max(_NO_PROGRESS_S, _NO_PROGRESS_STEPS * self._longest_s) * self._group.patience
