@@ -65,7 +65,8 @@ app.command(context_settings=CONTEXT)(top)
 app.command(
     "run",
     context_settings={**CONTEXT, "allow_interspersed_args": False},
-    epilog="Exit codes: 0 done, 2 bad usage, 124 timed out, 128 + N by signal N, else the failing worker's.",
+    epilog="Exit codes: 0 done, 2 wrong usage, 124 after --timeout, 128 + N after signal N, otherwise the "
+    "code of the worker that failed.",
 )(run_program)
 app.add_typer(bench_app, name="bench", context_settings=CONTEXT)
 app.add_typer(keys_app, name="keys", context_settings=CONTEXT)

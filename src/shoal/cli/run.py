@@ -1,7 +1,8 @@
-"""`shoal run`: a program in several workers, on this machine or on several.
+"""`shoal run` starts a program in several workers, on this machine or on several.
 
-Exit codes: 0 done, by all workers or by those that could do without lost ones; the failing worker's own if
-it is 1 to 125, else 1; 128 + N when a worker or the launcher got signal N; 124 after --timeout; 2 bad usage.
+Exit codes: 0 if all workers are done, or all that survived a lost worker; the code of the worker that failed
+if it is 1 to 125, otherwise 1; 128 + N if signal N ended a worker or the launcher; 124 after --timeout; 2 for
+wrong usage.
 """
 
 from __future__ import annotations
@@ -28,92 +29,112 @@ def run(
         list[str],
         typer.Argument(
             metavar="PROGRAM",
-            help="x.py, python x.py, -m module, or any executable; all that follows is its own.",
+            help="x.py, python x.py, -m module, or any executable. All arguments after it go to the program.",
             show_default=False,
         ),
     ],
     num_workers: Annotated[
         int | None,
-        typer.Option("-np", "--np", metavar="N", help="Workers; by default one for each core or slot."),
+        typer.Option(
+            "-np", "--np", metavar="N", help="Number of workers. Default: one for each core or slot."
+        ),
     ] = None,
     is_module: Annotated[
-        bool, typer.Option("-m", "--module", help="PROGRAM is a module, as for python -m.")
+        bool, typer.Option("-m", "--module", help="PROGRAM is a module, as in python -m.")
     ] = False,
     strategy: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="What shoal.from_args gives the program; all-reduce by default."),
+        typer.Option(metavar="NAME", help="The strategy that shoal.from_args() makes. Default: all-reduce."),
     ] = None,
     topology: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Who exchanges with whom: ring, exponential:3, …")
+        str | None, typer.Option(metavar="NAME", help="Which workers are neighbours: ring, exponential:3, …")
     ] = None,
     workers_per_machine: Annotated[
         int | None,
-        typer.Option(metavar="K", help="Split each machine into machines of K workers."),
+        typer.Option(metavar="K", help="Split each machine into several machines of K workers."),
     ] = None,
     local_steps: Annotated[
-        int | None, typer.Option(metavar="N", help="Optimizer steps from one round to the next.")
+        int | None, typer.Option(metavar="N", help="Number of optimizer steps from one round to the next.")
     ] = None,
     warmup_steps: Annotated[
-        int | None, typer.Option(metavar="N", help="Steps over which the learning rate rises to its value.")
+        int | None,
+        typer.Option(metavar="N", help="Number of steps in which the learning rate rises to its full value."),
     ] = None,
     global_average_every: Annotated[
-        int | None, typer.Option(metavar="N", help="Rounds between averages of the whole group.")
+        int | None, typer.Option(metavar="N", help="Average over the whole group every N rounds.")
     ] = None,
     decay_every: Annotated[
-        int | None, typer.Option(metavar="N", help="Steps after which the learning rate decays again.")
+        int | None, typer.Option(metavar="N", help="Decay the learning rate every N steps.")
     ] = None,
     alpha: Annotated[
-        float | None, typer.Option(metavar="A", help="Of sma: how far to move toward the mean in a round.")
+        float | None,
+        typer.Option(metavar="A", help="For sma: how far a round moves parameters toward the mean."),
     ] = None,
     order: Annotated[
-        str | None, typer.Option(metavar="NAME", help="adapt-then-combine or adapt-while-combine.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="For neighbor and hierarchical: adapt-then-combine or adapt-while-combine."
+        ),
     ] = None,
     on_nonfinite: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="At a NaN or an infinity: warn (by default), skip, or stop."),
+        typer.Option(
+            metavar="NAME", help="What to do at a NaN or an infinity: warn (default), skip or stop."
+        ),
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Any other option of the strategy; may be given often."),
+        typer.Option(metavar="NAME=VALUE", help="Any other option of the strategy. Can be repeated."),
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(metavar="S", help="End the whole run after so many seconds, exit 124.")
+        float | None, typer.Option(metavar="S", help="End the whole run after S seconds, with exit code 124.")
     ] = None,
     peer_timeout: Annotated[
-        float | None, typer.Option(metavar="S", help="Wait no longer for a peer that is alive but not there.")
+        float | None,
+        typer.Option(
+            metavar="S", help="Wait at most S seconds for a worker that is alive but late. Default: no limit."
+        ),
     ] = None,
     patience: Annotated[
-        float, typer.Option(metavar="X", help="A peer that is silent for 5 s times X is lost.")
+        float, typer.Option(metavar="X", help="A worker without a heartbeat for X times 5 s counts as lost.")
     ] = 1.0,
     allow_split: Annotated[
         bool,
         typer.Option(
-            "--allow-split", help="Let each side of a cut network go on, not only the larger; models differ."
+            "--allow-split",
+            help="After a network cut let every side go on, not only the larger one. The models then differ.",
         ),
     ] = False,
     threads: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="OMP_NUM_THREADS of each worker; by default as it is set, else cores / workers."
+            metavar="N",
+            help="OMP_NUM_THREADS of each worker. Default: the value in your shell, or cores / workers.",
         ),
     ] = None,
     log_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Also write all that rank R prints to DIR/rank-R.log."),
+        typer.Option(metavar="DIR", help="Also write the output of rank R to DIR/rank-R.log."),
     ] = None,
     timeline: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a Chrome trace of every operation.")
+        Path | None, typer.Option(metavar="FILE", help="Write a Chrome trace of all operations.")
     ] = None,
     no_prefix: Annotated[
-        bool, typer.Option("--no-prefix", help="Print lines without their worker's rank.")
+        bool, typer.Option("--no-prefix", help="Print lines without the rank in front.")
     ] = False,
     hosts: Annotated[
         str | None,
-        typer.Option("-H", "--hosts", metavar="HOST:N,…", help="Machines, and how many workers each takes."),
+        typer.Option(
+            "-H", "--hosts", metavar="HOST:N,…", help="The machines, and the number of workers on each."
+        ),
     ] = None,
     hostfile: Hostfile = None,
     num_servers: Annotated[
-        int, typer.Option(metavar="S", help="Parameter servers besides the workers: the first S ranks.")
+        int,
+        typer.Option(
+            metavar="S",
+            help="Number of parameter servers, in addition to the workers. They get the first S ranks.",
+        ),
     ] = 0,
     network_interface: NetworkInterface = None,
     ssh_port: SshPort = None,
@@ -123,52 +144,68 @@ def run(
     remote_cwd: RemoteCwd = None,
     variable: Annotated[
         list[str] | None,
-        typer.Option("-x", metavar="NAME[=VALUE]", help="A variable for all workers; may be given often."),
+        typer.Option(
+            "-x", metavar="NAME[=VALUE]", help="An environment variable for all workers. Can be repeated."
+        ),
     ] = None,
-    start_timeout: Annotated[float, typer.Option(metavar="S", help="For the other hosts to answer.")] = 30.0,
+    start_timeout: Annotated[
+        float, typer.Option(metavar="S", help="Wait S seconds for the other hosts to answer.")
+    ] = 30.0,
     max_restarts: Annotated[
-        int, typer.Option(metavar="N", help="Start anew so often when a worker or a host fails.")
+        int, typer.Option(metavar="N", help="Restart at most N times when a worker or a host fails.")
     ] = 0,
     min_np: Annotated[
-        int | None, typer.Option(metavar="N", help="Start with fewer hosts if so many workers fit; -np.")
+        int | None,
+        typer.Option(
+            metavar="N", help="Start without missing hosts if at least N workers fit. Default: -np."
+        ),
     ] = None,
     max_np: Annotated[
-        int | None, typer.Option(metavar="N", help="At most so many workers in a restart; -np.")
+        int | None, typer.Option(metavar="N", help="A restart has at most N workers. Default: -np.")
     ] = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where strategies save, and resume from.")
+        Path | None, typer.Option(metavar="DIR", help="Save checkpoints in DIR, and resume from them.")
     ] = None,
     checkpoint_every: Annotated[
-        int | None, typer.Option(metavar="N", help="Steps from one saving to the next.")
+        int | None, typer.Option(metavar="N", help="Save a checkpoint every N steps.")
     ] = None,
     allow_failures: Annotated[
         bool,
         typer.Option(
             "--allow-failures",
-            help="Where workers go on without a lost one: also without one that raises or exits with a code.",
+            help="If the strategy survives a lost worker: go on also without a worker that raises or exits "
+            "with an error code.",
         ),
     ] = False,
     engine: Annotated[
-        str, typer.Option(metavar="NAME", help="ssh, or ray: workers as actors on a Ray cluster.")
+        str, typer.Option(metavar="NAME", help="ssh, or ray to run the workers as actors on a Ray cluster.")
     ] = "ssh",
     env: Annotated[
         Env,
         typer.Option(
-            help="Variables that tell workers their place: SHOAL_RANK and the like alone, or torchrun's too, "
-            "for programs that bring up torch.distributed themselves."
+            help="Environment variables that workers see: only Shoal's (SHOAL_RANK, …), or also torchrun's, "
+            "for programs that start torch.distributed themselves."
         ),
     ] = "shoal",
     address: Annotated[
-        str | None, typer.Option(metavar="ADDR", help="Of the Ray cluster; RAY_ADDRESS, or this machine's.")
+        str | None,
+        typer.Option(
+            metavar="ADDR",
+            help="Address of the Ray cluster. Default: RAY_ADDRESS, or the cluster of this machine.",
+        ),
     ] = None,
 ) -> None:
     """Run a program in several workers, on this machine or on others.
 
-    Lines come with their worker's rank before them. When a worker raises, its traceback is shown, the others
-    are ended, and the exit code is that worker's. When one is lost (killed by a signal, or with its machine),
-    the run ends, too; under neighbor, pair, window, push-sum, local-sgd, diloco and other strategies that
-    outlive a loss the rest go on without it, and finishing is exit code 0. Other hosts are reached by ssh,
-    with a key; they need the same Python, Shoal and program at the same paths.
+    Each line that a worker prints has its rank in front. When a worker raises an exception, shoal run shows
+    its traceback, ends the other workers, and exits with the exit code of that worker.
+
+    When a worker is lost (a signal kills it, or its machine fails), the run ends, too. Under strategies that
+    survive a lost worker (neighbor, pair, window, push-sum, local-sgd, diloco and others) the other workers
+    go on, and the exit code is 0 when they finish.
+
+    shoal run reaches other hosts by ssh, with a key. They need the same Python, Shoal and program at the same
+    paths.
     """
     from shoal.launch import (
         Elastic,
