@@ -98,6 +98,8 @@ def test_two_that_are_lost_at_once(workers, kind, victims, strategy):
     # on several machines the half without the lowest rank stops, and the other one goes on when it wakes up
     stopping = [2, 3] if kind[0] == "torch" and victims == [0, 1] else []
     assert_right(outcomes, undisturbed, victims, strategy, stopping)
-    assert all(outcomes[rank]["lost"] for rank in range(4) if rank not in victims), describe(outcomes)
+    # a worker may learn of the loss from one of its own machine, which fails because of it, before it notices itself
+    survivors = [outcomes[rank] for rank in range(4) if rank not in victims]
+    assert all(one["lost"] or one["peer"] in victims for one in survivors), describe(outcomes)
     if strategy == "neighbor" and stopping:
         assert [outcome["peer"] is not None for outcome in outcomes] == [False, False, True, True]
