@@ -98,7 +98,7 @@ def test_two_that_are_lost_at_once(workers, kind, victims, strategy):
     # on several machines the half without the lowest rank stops, and the other one goes on when it wakes up
     stopping = [2, 3] if kind[0] == "torch" and victims == [0, 1] else []
     assert_right(outcomes, undisturbed, victims, strategy, stopping)
-    # a worker may learn of the loss from one of its own machine, which fails because of it, before it notices itself
+    # a worker may hear of the loss from another of its machine, which fails of it, before it notices itself
     survivors = [outcomes[rank] for rank in range(4) if rank not in victims]
     assert all(one["lost"] or one["peer"] in victims for one in survivors), describe(outcomes)
     if strategy == "neighbor" and stopping:
