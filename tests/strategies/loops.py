@@ -1,5 +1,7 @@
 """Models that are hard to share, and what each must come to: one worker that has everybody's batches."""
 
+import logging
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -122,3 +124,14 @@ def distance(model, other):
         (mine - theirs).abs().max().item()
         for mine, theirs in zip(model.parameters(), other.parameters(), strict=True)
     )
+
+
+class LogLines(logging.Handler):
+    """Keeps the lines that are logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from shoal.strategies import make_strategy
+from strategies.loops import LogLines
 from strategies.quadratics import Point, step, targets
 
 CASES = [
@@ -20,18 +21,9 @@ CASES = [
 ]
 
 
-class Told(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
 def train(group, strategy, num_steps, *, each=None, **settings):
     """The model at its end and before, and what was said of it."""
-    told = Told()
+    told = LogLines()
     logging.getLogger("shoal.strategies.base").addHandler(told)
     model = nn.ModuleDict({name: Point() for name in "abc"})
     model.forward = lambda goal: sum(model[name](goal) for name in "abc")

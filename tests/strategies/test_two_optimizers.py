@@ -7,18 +7,10 @@ import torch
 from torch import nn
 
 from shoal.strategies import make_strategy
+from strategies.loops import LogLines
 from strategies.quadratics import Point, close, targets
 
 RATES = {"one": 0.1, "two": 0.3}
-
-
-class Told(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
 
 
 def halves():
@@ -42,7 +34,7 @@ def each_with_its_own(group, arguments):
     goals = targets(group.size, 6)
     model, first, second = halves()
     one, two = (make_strategy(group, name, **options) for _ in range(2))
-    told = Told()
+    told = LogLines()
     logging.getLogger("shoal.strategies").addHandler(told)
     with one.attach(model, first, stays=True), two.attach(model, second, stays=True):
         for goal in goals:
@@ -81,7 +73,7 @@ def only_one_is_attached(group, arguments):
     goals = targets(group.size, 4)
     model, first, second = halves()
     strategy = make_strategy(group, arguments["strategy"], **arguments["options"])
-    told = Told()
+    told = LogLines()
     logging.getLogger("shoal.strategies.attachment").addHandler(told)
     with strategy.attach(model, first, stays=True):
         for goal in goals:

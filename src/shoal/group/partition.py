@@ -19,7 +19,7 @@ _NOTICING = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class Partition:
+class NetworkPartition:
     """The two sides of a network that may be cut, as one worker sees them."""
 
     here: Sequence[int]
@@ -74,7 +74,7 @@ class Partition:
 
 def find_partition(
     losses: Iterable[Loss], members: Sequence[int], left_at_s: Mapping[int, float], silence_s: float
-) -> Partition | None:
+) -> NetworkPartition | None:
     """The latest workers that may be alive elsewhere, each lost at most `silence_s` after the one before.
 
     Those that were lost longer ago are not counted on any side: the others have gone on without them. One
@@ -95,7 +95,7 @@ def find_partition(
     gone = [rank for rank, at_s in {**ended_at_s, **left_at_s}.items() if at_s > cut_at_s]
     here = dict.fromkeys([*members, *gone])
     verdict = next((loss for loss in latest if loss.kind == "verdict"), None)
-    return Partition(sorted(here), sorted(loss.rank for loss in latest), verdict)
+    return NetworkPartition(sorted(here), sorted(loss.rank for loss in latest), verdict)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -29,7 +29,7 @@ from shoal.group.host import HostGroup, open_host_group
 from shoal.group.kernels import check_reduction
 from shoal.group.lane import Lane, Operation, Steps
 from shoal.group.mesh import Mesh
-from shoal.group.partition import Partition, find_partition
+from shoal.group.partition import NetworkPartition, find_partition
 from shoal.group.remote import Remote
 from shoal.group.rendezvous import Rendezvous, Seat
 from shoal.group.settings import GroupSettings
@@ -271,7 +271,7 @@ class TorchGroup(Group):
             if self.place_of(rank) is None
         )
 
-    def _find_partition(self) -> Partition | None:
+    def _find_partition(self) -> NetworkPartition | None:
         left_at_s = dict(self._mesh.left_at_s)
         if isinstance(self._local, HostGroup):
             left_at_s |= {self._mates[place]: at_s for place, at_s in self._local.left_at_s.items()}
