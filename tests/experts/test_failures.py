@@ -309,7 +309,7 @@ def test_a_server_that_is_told_to_end_finishes_saves_and_withdraws(processes, sw
         list(pool.map(ask, range(16)))
     code, result = server.end()
     assert code == 0, server.said
-    assert {type(error) for error in endings} == {PeerLeaving}
+    assert {type(error) for error in endings} == {PeerLeaving}, endings
     assert len(endings) == 16
     assert swarm.run(get_experts(swarm.dht, uids, latest=True)) == [None] * 4
     checkpoints = Checkpoints(tmp_path)
