@@ -28,7 +28,7 @@ demo: setup
 		--report $(DEMO)/5-home-network.json
 	$(BIN)/shoal report $(DEMO)/*.json -o report.html
 	$(BIN)/shoal report $(DEMO)/5-home-network.json -o $(DEMO)/home-network.html --picture home-network.svg \
-		--title "Four workers behind simulated 20 Mbit/s lines learn to read digits"
+		--title "Four workers behind simulated 20 Mbit/s lines learn to read digits" > /dev/null
 	@echo "Open report.html in a browser: $(CURDIR)/report.html"
 	@echo "The picture of the README, drawn from this run: $(CURDIR)/home-network.svg"
 
