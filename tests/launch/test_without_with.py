@@ -42,7 +42,7 @@ def test_a_program_that_ends_well_ends_its_training_in_order(shoal_run, tmp_path
     [
         ("all-reduce", "raised", 1),
         slowly("all-reduce", "exit 3", 3),
-        slowly("local-sgd", "raised", 0),  # which goes on without it
+        slowly("local-sgd", "raised", 1),
     ],
 )
 def test_a_program_that_fails_is_lost_to_the_others(shoal_run, tmp_path, strategy, ending, code):
