@@ -2,16 +2,14 @@
 
 import asyncio
 import gc
-import signal
 
 import pytest
 
 from shoal.core.loop import new_event_loop
+from shoal.core.processes import obey_interrupts
 
-# A shell starts what it runs in the background with SIGINT ignored, and children inherit that: Ctrl-C would
-# mean nothing to the programs that tests start and interrupt. Handlers are not inherited, unlike that.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Started in the background, the programs that tests start and interrupt would inherit that SIGINT is ignored.
+obey_interrupts()
 
 LOOPS = {"uvloop": new_event_loop, "asyncio": asyncio.new_event_loop}
 
