@@ -4,7 +4,7 @@ import torch
 
 from shoal.bench.contest_worker import Pace, RealErrand, shaped
 from shoal.core import Address
-from shoal.group.servers import WithServers
+from shoal.group.opening import WithServers
 from shoal.group.solo import SoloGroup
 from shoal.simulate.job import Job
 from shoal.simulate.world import Compute, StepCosts, World

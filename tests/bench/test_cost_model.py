@@ -7,7 +7,7 @@ from group.pretender import ManualSleeper, Pretender, ones
 from shoal.bench.cost_model import Link, Method, Network, Terms, Turn, Work, iteration_s, traffic_of
 from shoal.bench.profile_links import shaped_network
 from shoal.core import UsageError
-from shoal.group.shaped import Shaped
+from shoal.group.conditions import Shaped
 from shoal.topology import Weights
 from shoal.transport import Profile
 

@@ -11,13 +11,11 @@ from functools import partial
 from pathlib import Path
 
 from shoal.core import Deadline, Placement
-from shoal.group.faulty import Faulty
-from shoal.group.metered import Metered
-from shoal.group.settings import GroupSettings
-from shoal.group.shaped import Shaped
+from shoal.group.base import GroupSettings
+from shoal.group.conditions import Faulty, Shaped
+from shoal.group.observed import Metered, Traced
 from shoal.group.solo import SoloGroup
-from shoal.group.timeline import Timeline
-from shoal.group.traced import Traced
+from shoal.report.timeline import Timeline
 from shoal.transport import FaultScript, Profile
 
 NEAR = Profile.parse("[ways.default]\ndelay_ms = 0.05\nmbit_s = 50000")

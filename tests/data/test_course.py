@@ -7,7 +7,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from shoal.data import Part, ShardedLoader, shard
 from shoal.data.course import merge
 from shoal.data.kept import kept_loaders
-from shoal.group.metered import Metered
+from shoal.group.observed import Metered
 from shoal.group.solo import SoloGroup
 
 NUM_EXAMPLES = 45

@@ -5,8 +5,8 @@ import contextlib
 import itertools
 import os
 
+from shoal.group.base import GroupSettings
 from shoal.group.mesh import Mesh, MeshSettings
-from shoal.group.settings import GroupSettings
 from shoal.group.torch_group import assemble
 
 SECRET = "s" * 40

@@ -4,9 +4,8 @@ import torch
 
 from shoal.core import DeadlineExceeded, ManualClock
 from shoal.group.base import Done, Handle
-from shoal.group.sleeper import Sleeper
-from shoal.group.solo import SoloGroup
-from shoal.group.solo_window import SoloWindow
+from shoal.group.operations import Sleeper
+from shoal.group.solo import SoloGroup, SoloWindow
 
 
 class Pretender(SoloGroup):

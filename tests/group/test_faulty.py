@@ -8,8 +8,7 @@ import torch
 
 from group.pretender import ManualSleeper, Pretender, ones
 from shoal.core import PeerLost, UsageError
-from shoal.group.damage import damage
-from shoal.group.faulty import Faulty
+from shoal.group.conditions import Faulty, damage
 from shoal.topology import Weights
 from shoal.transport import FaultScript
 from shoal.transport.conditions.distributions import Draws

@@ -8,7 +8,7 @@ import torch
 from group.hosts import open_hosts, together
 from shoal.core import UsageError
 from shoal.group import SoloGroup
-from shoal.group.servers import WithServers, check_servers
+from shoal.group.opening import WithServers, check_servers
 
 
 @contextlib.contextmanager

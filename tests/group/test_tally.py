@@ -6,8 +6,8 @@ from contracts import group_checks
 from group.clusters import open_cluster
 from group.hosts import finish, open_hosts, together
 from shoal.group import Metered, SoloGroup
-from shoal.group.servers import WithServers
-from shoal.group.tally import Tally
+from shoal.group.opening import WithServers
+from shoal.group.operations import Tally
 from shoal.topology import Weights
 
 

@@ -7,8 +7,8 @@ import torch
 
 from group.pretender import Pending, Pretender, ones
 from shoal.core import ManualClock, ReportError
-from shoal.group.timeline import Timeline, merge
-from shoal.group.traced import Traced
+from shoal.group.observed import Traced
+from shoal.report.timeline import Timeline, merge
 
 
 def read(path):

@@ -7,7 +7,7 @@ import pytest
 from group.pretender import Pretender
 from shoal.core import UsageError
 from shoal.group.base import Group
-from shoal.group.wrapper import GroupWrapper
+from shoal.group.operations import GroupWrapper
 
 MADE_OF_OTHERS = {"next_number", "share"}
 """What goes through operations that are forwarded."""

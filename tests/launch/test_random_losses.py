@@ -15,7 +15,7 @@ from pkgutil import resolve_name
 
 import pytest
 
-from shoal.group.settings import SILENCE_S
+from shoal.group.base import SILENCE_S
 from shoal.strategies.names import STRATEGIES
 
 NUM_LOSSES = int(os.environ.get("SHOAL_NUM_LOSSES", "3"))

@@ -8,7 +8,6 @@ from shoal.launch import LaunchSettings, timeline
 
 
 def test_parts_are_merged_and_old_ones_forgotten(start, tmp_path):
-    pytest.importorskip("shoal.group.timeline")
     (tmp_path / "trace.json.1").write_text("of an earlier run")
     body = """
         import json

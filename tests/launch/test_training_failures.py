@@ -12,7 +12,7 @@ import pytest
 
 from launch.programs import is_running
 from launch.training_program import FAULTY_RANK, STEPS_AFTER, STEPS_BEFORE
-from shoal.group.settings import SILENCE_S
+from shoal.group.base import SILENCE_S
 from shoal.strategies.names import STRATEGIES
 
 pytestmark = [

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from group.hosts import open_hosts
-from shoal.group.servers import WithServers
+from shoal.group.opening import WithServers
 from shoal.group.solo import SoloGroup
 from shoal.strategies.parameter_server import ParameterServer
 

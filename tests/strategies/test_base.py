@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shoal.core import PeerLost, UsageError
-from shoal.group.metered import Metered
+from shoal.group.observed import Metered
 from shoal.group.solo import SoloGroup
 from shoal.strategies.all_reduce import GradientAllReduce
 from shoal.strategies.base import Strategy

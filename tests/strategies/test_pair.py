@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shoal.group import Done, Snapshot
-from shoal.group.wrapper import GroupWrapper
+from shoal.group.operations import GroupWrapper
 from shoal.strategies.pair import PairAverage
 from shoal.strategies.staleness import Staleness
 from strategies.quadratics import Point, close, step, targets

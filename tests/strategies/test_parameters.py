@@ -18,9 +18,9 @@ import torch
 
 from shoal.core import PeerLost, Placement
 from shoal.group import Loss
+from shoal.group.base import GroupSettings
 from shoal.group.host import open_host_group
-from shoal.group.settings import GroupSettings
-from shoal.group.wrapper import GroupWrapper
+from shoal.group.operations import GroupWrapper
 from shoal.strategies import make_strategy
 from strategies.quadratics import Point, step, targets
 

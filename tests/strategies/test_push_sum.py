@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shoal.core.run_options import VARIABLE, RunOptions
-from shoal.group.wrapper import GroupWrapper
+from shoal.group.operations import GroupWrapper
 from shoal.strategies.push_sum import PushSum
 from shoal.topology import from_matrix
 from strategies.quadratics import Point, close, step, targets

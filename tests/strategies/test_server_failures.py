@@ -15,7 +15,7 @@ import torch
 
 from shoal.core import PeerLost, Placement
 from shoal.group import GroupSettings, open_host_group
-from shoal.group.servers import WithServers
+from shoal.group.opening import WithServers
 from shoal.group.solo import SoloGroup
 from shoal.strategies.parameter_server import ParameterServer
 from strategies.servers import model_and_optimizer, train

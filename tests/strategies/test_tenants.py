@@ -3,7 +3,7 @@
 import gc
 import weakref
 
-from shoal.group.metered import Metered
+from shoal.group.observed import Metered
 from shoal.group.solo import SoloGroup
 from shoal.strategies.tenants import apply_survival, move_in, move_out
 

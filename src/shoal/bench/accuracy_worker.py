@@ -19,7 +19,7 @@ from shoal.bench.trainee import Batch, Trainee, make_contender
 from shoal.data import digits, mnist
 from shoal.data.seeds import mix
 from shoal.data.splits import divide
-from shoal.group.metered import Metered
+from shoal.group.observed import Metered
 from shoal.models import mlp, small_cnn, small_mlp
 from shoal.simulate.classified import MNIST_WIDTHS
 from shoal.simulate.examples import accuracy_of, batches_of

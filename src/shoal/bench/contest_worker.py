@@ -19,8 +19,8 @@ from shoal.bench.crew import Answers, Place
 from shoal.bench.seat import Seat, seat_of
 from shoal.core import SYSTEM_CLOCK, Address, Deadline
 from shoal.group.base import Group
-from shoal.group.shaped import Shaped
-from shoal.group.sleeper import Sleeper
+from shoal.group.conditions import Shaped
+from shoal.group.operations import Sleeper
 from shoal.report.storage import write_atomically
 from shoal.simulate.charging import charged
 from shoal.simulate.job import Job, WorkerLog

@@ -21,7 +21,7 @@ from shoal.bench.trainee import Recipe, Trainee, make_contender, usual_backend
 from shoal.core import UsageError
 from shoal.core.placement import num_cores
 from shoal.group.base import Group
-from shoal.group.shaped import Shaped
+from shoal.group.conditions import Shaped
 from shoal.models import model_named
 from shoal.strategies import Strategy
 

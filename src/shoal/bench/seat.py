@@ -18,13 +18,11 @@ from shoal.bench.crew import Place
 from shoal.core import Deadline, UsageError
 from shoal.core.placement import Placement
 from shoal.core.run_options import RunOptions
-from shoal.group.base import Group
+from shoal.group.base import Group, GroupSettings
 from shoal.group.host import open_host_group
-from shoal.group.opening import open_group
+from shoal.group.opening import WithServers, open_group
 from shoal.group.rendezvous import Rendezvous
 from shoal.group.rendezvous import Seat as SeatThere
-from shoal.group.servers import WithServers
-from shoal.group.settings import GroupSettings
 from shoal.group.solo import SoloGroup
 from shoal.group.torch_world import destroy_world
 

@@ -14,9 +14,9 @@ import torch
 from shoal.core import UsageError
 from shoal.group.base import Handle
 from shoal.group.channels import CHANGING, SETTLED, WANTED, Channels
+from shoal.group.kernels import copy_out
 from shoal.group.locks import place_of
 from shoal.group.one_sided import OneSided
-from shoal.group.writing import copy_out
 
 
 class Copies:

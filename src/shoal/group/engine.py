@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, ShoalError, UsageError
+from shoal.group.base import GroupSettings
 from shoal.group.control import (
     ARRIVED,
     ASLEEP,
@@ -29,7 +30,6 @@ from shoal.group.control import (
     Control,
 )
 from shoal.group.kernels import OPS
-from shoal.group.settings import GroupSettings
 from shoal.group.watch import Watch
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import torch
 
 from shoal.core import Deadline, DeadlineExceeded, Placement, ShoalError, UsageError
 from shoal.group.arena import Arena, MemoryFull, Place, Segment, open_files
-from shoal.group.base import Group, Handle, Loss, Reduction, Snapshot, T
+from shoal.group.base import Group, GroupSettings, Handle, Loss, Reduction, Snapshot, T
 from shoal.group.channels import Channels
 from shoal.group.control import (
     ARRIVED,
@@ -36,14 +36,20 @@ from shoal.group.control import (
 from shoal.group.copies import Copies
 from shoal.group.engine import KINDS, Engine, Span, Task, is_overlapping
 from shoal.group.host_window import HostWindow, layout_of
-from shoal.group.kernels import OPS, check_reduction, mix_into, reduce_into, reduce_to_all, share
+from shoal.group.kernels import (
+    OPS,
+    WritingWindow,
+    check_reduction,
+    mix_into,
+    reduce_into,
+    reduce_to_all,
+    share,
+)
 from shoal.group.locks import Locks
 from shoal.group.meeting import Gift, Hello, meet
 from shoal.group.one_sided import OneSided
-from shoal.group.settings import GroupSettings
 from shoal.group.staging import STAGE_BYTES, Staging, TasksHandle, regions, span_of
 from shoal.group.watch import Watch
-from shoal.group.writing import WritingWindow
 from shoal.tensors.memory import copy_into
 from shoal.topology import Weights
 

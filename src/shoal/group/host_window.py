@@ -16,8 +16,8 @@ from shoal.core import Deadline, DeadlineExceeded, UsageError
 from shoal.group.arena import Segment
 from shoal.group.base import Group, Handle, Slot
 from shoal.group.control import DTYPES, code_of
+from shoal.group.kernels import MAX_NOTE_BYTES, Write, WritingWindow, check_write, write_first, write_more
 from shoal.group.one_sided import OneSided
-from shoal.group.writing import MAX_NOTE_BYTES, Write, WritingWindow, check_write, write_first, write_more
 
 _NUM, _TORN, _MASS, _NOTE_BYTES, _NOTE = range(5)
 _WHOLE, _BEING_WRITTEN, _BEING_ADDED_TO = range(3)

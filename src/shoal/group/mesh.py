@@ -55,8 +55,8 @@ from shoal.transport import (
 )
 
 if TYPE_CHECKING:
+    from shoal.group.base import GroupSettings
     from shoal.group.rendezvous import Rendezvous, Seat
-    from shoal.group.settings import GroupSettings
 
 __all__ = ["Mesh", "MeshHandle", "MeshSettings", "MeshTraffic"]
 log = logging.getLogger(__name__)

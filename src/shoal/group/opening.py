@@ -4,6 +4,10 @@ A program that ends well leaves the group in order. One that fails doesn't, so t
 ended in an exception, or by `sys.exit` with another code than 0 (which Python tells nobody at its end, so
 `sys.exit` is replaced by one that remembers it; a `SystemExit` that is raised otherwise counts as an end in
 order). What it has of a timeline is written in any case, save when it is killed.
+
+In a run with parameter servers workers see each other alone, and `everybody` holds them all. The first ranks
+of `everybody` are the servers; a worker's rank there is its own plus their number. On a server the group is
+one of its own. What servers do is the business of the strategy.
 """
 
 from __future__ import annotations
@@ -20,19 +24,18 @@ from typing import Literal, NoReturn
 
 import msgspec
 
-from shoal.core import Deadline, PeerLost, Placement
+from shoal.core import Deadline, PeerLost, Placement, UsageError
 from shoal.core.board import name_of_run
 from shoal.core.processes import started
 from shoal.core.run_options import TORCHRUN_ID_VARIABLE, RunOptions
 from shoal.core.status import tell_launcher
-from shoal.group.base import Group
+from shoal.group.base import Group, GroupSettings
 from shoal.group.host import HostGroup, open_host_group
+from shoal.group.observed import Traced
+from shoal.group.operations import GroupWrapper
 from shoal.group.rendezvous import Rendezvous, Seat
-from shoal.group.servers import WithServers, check_servers
-from shoal.group.settings import GroupSettings
 from shoal.group.solo import SoloGroup
-from shoal.group.timeline import Timeline
-from shoal.group.traced import Traced
+from shoal.report.timeline import Timeline
 
 _JOB_VARIABLES = (
     TORCHRUN_ID_VARIABLE,
@@ -240,3 +243,61 @@ def _key(placement: Placement, options: RunOptions, environ: Mapping[str, str]) 
         # the launcher's process tells runs apart that were started alike
         job.append(f"{os.getppid()} {started(os.getppid())}")
     return " ".join([placement.source, *job])
+
+
+class WithServers(GroupWrapper):
+    """`inner` for everything, and `everybody` beside it; both end together."""
+
+    def __init__(self, inner: Group, everybody: Group, num_servers: int) -> None:
+        super().__init__(inner)
+        self.everybody = everybody
+        self.num_servers = num_servers
+        self.role: Literal["worker", "server"] = "server" if everybody.rank < num_servers else "worker"
+
+    @property
+    def traffic_bytes(self) -> tuple[int, int]:
+        """In both."""
+        sent, received = self.inner.traffic_bytes
+        sent_to_all, received_from_all = self._all.traffic_bytes
+        return sent + sent_to_all, received + received_from_all
+
+    def progress(self) -> None:
+        """Of both."""
+        self.inner.progress()
+        self._all.progress()
+
+    def leave(self) -> None:
+        """Leave both."""
+        self.inner.leave()
+        self._all.leave()
+
+    def close(self) -> None:
+        """Close both."""
+        try:
+            self.inner.close()
+        finally:
+            self._all.close()
+
+    def abandon(self) -> None:
+        """Abandon both."""
+        try:
+            self.inner.abandon()
+        finally:
+            self._all.abandon()
+
+    @property
+    def _all(self) -> Group:
+        assert self.everybody is not None
+        return self.everybody
+
+
+def check_servers(num_servers: int, size: int) -> None:
+    """UsageError when nobody would be left to work."""
+    if num_servers < 0:
+        raise UsageError(f"{num_servers} servers are impossible.", next_step="give 0 or more.")
+    if num_servers and num_servers >= size:
+        raise UsageError(
+            f"{num_servers} servers of {size} processes leave no worker.",
+            cause="the world size counts servers and workers together.",
+            next_step=f"start {num_servers + 1} processes or more; shoal run -np counts workers alone.",
+        )

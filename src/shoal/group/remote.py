@@ -19,10 +19,10 @@ import torch
 from shoal.core import Deadline, PeerLost, TensorError, UsageError
 from shoal.group.base import Handle, Snapshot, T, Window
 from shoal.group.host import HostGroup
+from shoal.group.kernels import CopiedSnapshot, Write
 from shoal.group.mailbox import flat_bytes, view_of
 from shoal.group.mesh import MeshHandle
 from shoal.group.remote_window import Slots, TorchWindow
-from shoal.group.writing import CopiedSnapshot, Write
 from shoal.tensors.dtypes import DTYPES, dtype_name
 from shoal.transport import Head, Reply
 

@@ -12,7 +12,7 @@ import torch
 
 from shoal.core import Deadline, DeadlineExceeded, TensorError, UsageError
 from shoal.group.base import Done, Handle, Slot
-from shoal.group.writing import Write, WritingWindow, check_write, write_first, write_more
+from shoal.group.kernels import Write, WritingWindow, check_write, write_first, write_more
 from shoal.tensors.memory import tensor_over
 
 if TYPE_CHECKING:

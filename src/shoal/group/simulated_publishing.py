@@ -9,8 +9,8 @@ import torch
 
 from shoal.core import UsageError
 from shoal.group.base import Done, Handle, Snapshot
+from shoal.group.kernels import CopiedSnapshot, copy_out
 from shoal.group.simulated_hub import Hub, Pending
-from shoal.group.writing import CopiedSnapshot, copy_out
 
 Received = Callable[[int], None]
 """Is told how many bytes have come."""

@@ -12,8 +12,8 @@ import torch
 from shoal.core import Deadline, UsageError
 from shoal.core.turns import Turn
 from shoal.group.base import Done, Handle, Slot
+from shoal.group.kernels import Write, WritingWindow, check_write, write_first, write_more
 from shoal.group.simulated_hub import Hub, Pending
-from shoal.group.writing import Write, WritingWindow, check_write, write_first, write_more
 
 
 class SimulatedWindow(WritingWindow):

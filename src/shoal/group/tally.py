@@ -13,40 +13,8 @@ import torch
 from shoal.core import Deadline
 from shoal.group.base import Handle, Snapshot
 from shoal.group.control import LEFT, NOT_YET, VERDICT, Control
+from shoal.group.operations import Tally
 from shoal.topology import Weights
-
-
-class Tally:
-    """Of a worker in a group that nobody leaves."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.sent_bytes = 0
-        self.received_bytes = 0
-        self._rank = rank
-        self._size = size
-
-    def all_reduce(self, size_bytes: int) -> None:
-        """In a ring of the members."""
-        num_members = self._num_members()
-        moved_bytes = 2 * (num_members - 1) * size_bytes // num_members
-        self.sent_bytes += moved_bytes
-        self.received_bytes += moved_bytes
-
-    def broadcast(self, size_bytes: int, root: int) -> None:
-        """From the root straight to everybody."""
-        if self._rank == root:
-            self.sent_bytes += size_bytes * (self._num_members() - 1)
-        else:
-            self.received_bytes += size_bytes
-
-    def all_gather(self, size_bytes: int, received_bytes: int) -> None:
-        """From everybody straight to everybody."""
-        self.sent_bytes += size_bytes * (self._num_members() - 1)
-        self.received_bytes += received_bytes
-
-    def _num_members(self) -> int:
-        """Oneself included."""
-        return self._size
 
 
 class HostTally(Tally):

@@ -22,20 +22,19 @@ import torch
 
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, Placement, ShoalError, UsageError
 from shoal.group.addresses import interface_of
-from shoal.group.base import Group, Handle, Loss, Reduction, Snapshot, Window
+from shoal.group.base import Group, GroupSettings, Handle, Loss, Reduction, Snapshot, Window
 from shoal.group.collectives import Collectives, on_host
 from shoal.group.device_operations import DeviceOperations
 from shoal.group.host import HostGroup, open_host_group
 from shoal.group.kernels import check_reduction
 from shoal.group.lane import Lane, Operation, Steps
 from shoal.group.mesh import Mesh
+from shoal.group.operations import Tally
 from shoal.group.partition import NetworkPartition, find_partition
 from shoal.group.remote import Remote
 from shoal.group.rendezvous import Rendezvous, Seat
-from shoal.group.settings import GroupSettings
 from shoal.group.solo import SoloGroup
 from shoal.group.staging import span_of
-from shoal.group.tally import Tally
 from shoal.group.waiting import LocalWait, SoloWait, Waiter
 from shoal.topology import Weights
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from shoal.core import LoopThread
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.core.processes import stat_fields
-from shoal.group.base import Loss
+from shoal.group.base import GroupSettings, Loss
 from shoal.group.control import (
     ARRIVED,
     BEAT,
@@ -33,7 +33,6 @@ from shoal.group.control import (
     culprit_of,
     has_failed,
 )
-from shoal.group.settings import GroupSettings
 
 log = logging.getLogger(__name__)
 _BEAT_S = 0.2

@@ -10,6 +10,7 @@ from typing import IO
 from shoal.core.errors import ReportError, UsageError
 from shoal.launch.endings import Outcome, name_ranks
 from shoal.launch.settings import LaunchSettings
+from shoal.report.timeline import merge
 
 MAX_PART_BYTES = 1 << 26
 """Of a part that is sent from another machine; a larger one stays there."""
@@ -44,8 +45,6 @@ def collect(
         reason = "they were killed, or had not called" if has_failed else "none of them has called"
         say(f"no worker wrote a timeline: {reason} shoal.init()")
         return
-    from shoal.group.timeline import merge  # not before: it brings torch along
-
     try:
         merge(parts, path, shifts_s)
     except ReportError as error:

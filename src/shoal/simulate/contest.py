@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from shoal.core import ShoalError, UsageError
-from shoal.group.faulty import Faulty
+from shoal.group.conditions import Faulty
 from shoal.simulate.course import course_of
 from shoal.simulate.exact import Worker, run_exact
 from shoal.simulate.job import Job, WorkerLog

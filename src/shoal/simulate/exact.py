@@ -17,11 +17,11 @@ from torch import nn
 from shoal.core import Address, Clock, PeerLost, ShoalError
 from shoal.core.turns import Ended, Turn, Turns
 from shoal.group.base import Group
-from shoal.group.faulty import Faulty
-from shoal.group.servers import WithServers
+from shoal.group.conditions import Faulty
+from shoal.group.opening import WithServers
+from shoal.group.operations import Sleeper
 from shoal.group.simulated import SimulatedGroup
 from shoal.group.simulated_hub import Hub
-from shoal.group.sleeper import Sleeper
 from shoal.group.solo import SoloGroup
 from shoal.simulate.charging import charged
 from shoal.simulate.world import StepCosts, World

@@ -16,7 +16,7 @@ from torch.optim import SGD
 from shoal.core import ShoalError
 from shoal.core.clock import Clock
 from shoal.group import Group
-from shoal.group.metered import Metered
+from shoal.group.observed import Metered
 from shoal.simulate.job import Snapshot, WorkerLog
 from shoal.simulate.task import Task
 from shoal.strategies import Strategy, make_strategy

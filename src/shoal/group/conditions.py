@@ -1,6 +1,6 @@
-"""A group in which things go wrong as a fault script says.
+"""Groups under the conditions of a worse network: slow as a profile says, or failing as a fault script says.
 
-The file is long because it is one operation after another, each of a few lines.
+A script may also have bits come out wrong, of what operations move and of what is written into windows.
 """
 
 from __future__ import annotations
@@ -12,19 +12,15 @@ import signal
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
-from shoal.core import Address, Deadline, PeerLost
+from shoal.core import Address, Deadline, PeerLost, ShoalError
 from shoal.group.base import Done, Group, Handle, Reduction, Snapshot, Window
-from shoal.group.damage import damage, damage_snapshot
-from shoal.group.faulty_window import FaultyWindow
-from shoal.group.operations import Operation
-from shoal.group.sleeper import Sleeper
-from shoal.group.wrapper import GroupWrapper
+from shoal.group.operations import Bytes, GroupWrapper, Issue, Operation, Sleeper, WrappedWindow
 from shoal.topology import Weights
-from shoal.transport import FaultScript
+from shoal.transport import Conditions, FaultScript, Profile
 from shoal.transport.conditions import documents
 from shoal.transport.conditions.distributions import Draws
 from shoal.transport.conditions.faults import (
@@ -41,10 +37,127 @@ from shoal.transport.conditions.faults import (
 from shoal.transport.conditions.faulty_links import Effects, effects_on
 
 T = TypeVar("T")
-
 _WHAT = "The fault script of a group"
 _MOMENT_S = 1e-6
 """By which a change of the script is surely past."""
+Meddle = Callable[[int, torch.Tensor, bool], torch.Tensor | None]
+"""What arrives of a tensor that is written to a rank, None for nothing; whether it would be sent again."""
+Listen = Callable[[Deadline | None], Sequence[int]]
+"""Waits as a window does."""
+
+
+class Shaped(GroupWrapper):
+    """Holds back each operation's end until its bytes would have come over the links of a profile.
+
+    What is sent, and to whom, is what `shoal.group.operations` says. Links are those of the transport's
+    profiles: queues with a bandwidth, a delay, jitter, loss as a pause; the same seed gives the same delays.
+    With `between="workers"` every worker is a peer of its own, which a profile calls `rank:0`, `rank:1`, …;
+    with "machines" the workers of one machine reach each other at once, and peers are `machine:0`, ….
+    Each worker reckons with the links at its own end: a slow link elsewhere in a ring delays the others only
+    by the next operation. Waits hold the caller's thread, and end by their deadline.
+    """
+
+    def __init__(
+        self,
+        inner: Group,
+        profile: Profile | str | Path,
+        *,
+        between: Literal["workers", "machines"] = "workers",
+        seed: int = 0,
+        sleeper: Sleeper | None = None,
+    ) -> None:
+        super().__init__(inner)
+        self._conditions = Conditions(
+            profile if isinstance(profile, Profile) else Profile.load(profile), seed=seed
+        )
+        self._is_by_machine = between == "machines"
+        self._sleeper = sleeper or Sleeper()
+        self._here = self._address(inner.rank)
+
+    def _issue(self, operation: Operation, start: Callable[[], Handle[T]]) -> Handle[T]:
+        issued_s = self._sleeper.clock.now_s()
+        handle = start()
+        due_s = issued_s
+        step_sends = {rank: size // operation.num_steps for rank, size in operation.sends.items()}
+        step_receives = {rank: size // operation.num_steps for rank, size in operation.receives.items()}
+        for _ in range(operation.num_steps):
+            began_s = due_s
+            due_s = self._sent_s(began_s, step_sends, has_to_arrive=operation.is_request)
+            due_s = max(due_s, self._received_s(began_s, step_receives))
+        learn = None
+        if operation.learns is not None:
+            learn = partial(self._learn, operation.learns, due_s if operation.is_request else issued_s)
+        return _DelayedHandle(handle, self, operation.name, due_s, learn)
+
+    def _learn(self, learns: Callable[[object], Bytes], began_s: float, result: object) -> float:
+        return self._received_s(began_s, learns(result))
+
+    def _sent_s(self, now_s: float, sends: Bytes, *, has_to_arrive: bool) -> float:
+        """When the last byte has left this worker, or reached the other side."""
+        ends_s = [now_s]
+        for rank, size_bytes in sends.items():
+            passage = self._conditions.link(self._here, self._address(rank)).carry_stream(now_s, size_bytes)
+            ends_s.append(passage.arrives_at_s if has_to_arrive else passage.left_at_s)
+        return max(ends_s)
+
+    def _received_s(self, now_s: float, receives: Bytes) -> float:
+        """When the last byte has come."""
+        ends_s = [now_s]
+        for rank, size_bytes in receives.items():
+            passage = self._conditions.link(self._address(rank), self._here).carry_stream(now_s, size_bytes)
+            ends_s.append(passage.arrives_at_s)
+        return max(ends_s)
+
+    def _address(self, rank: int) -> Address:
+        if self._is_by_machine:
+            return Address("machine", self.inner.machine_of(rank))
+        return Address("rank", rank)
+
+
+class _DelayedHandle(Handle[T]):
+    """Over when the inner one is, and not before it is due."""
+
+    def __init__(
+        self,
+        inner: Handle[T],
+        group: Shaped,
+        name: str,
+        due_s: float,
+        learn: Callable[[object], float] | None,
+    ) -> None:
+        self._inner = inner
+        self._group = group
+        self._name = name
+        self._due_s = due_s
+        self._learn = learn
+
+    def wait(self, deadline: Deadline | None = None) -> T:
+        """As the inner handle's, later."""
+        result = self._inner.wait(deadline)
+        self._take(result)
+        self._group._sleeper.until(
+            self._due_s,
+            self._group.inner.progress,
+            deadline or Deadline.never(),
+            f"{self._name} over a shaped link",
+        )
+        return result
+
+    def is_done(self) -> bool:
+        """Not before it is due."""
+        if not self._inner.is_done():
+            return False
+        if self._learn is not None:
+            try:
+                self._take(self._inner.wait())
+            except ShoalError:
+                return True  # `wait` says it at once
+        return self._group._sleeper.clock.now_s() >= self._due_s
+
+    def _take(self, result: T) -> None:
+        if self._learn is not None:
+            self._due_s = max(self._due_s, self._learn(result))
+            self._learn = None
 
 
 class Faulty(GroupWrapper):
@@ -446,3 +559,84 @@ def _impossible(fault: AnyFault) -> str:
     if isinstance(fault, Pause) and fault.for_steps is not None:
         return "a worker that is paused takes no steps; give 'for_s'"
     return ""
+
+
+class FaultyWindow(WrappedWindow):
+    """Does what `inner` does with what `meddle` leaves of a write; `listen` waits for others'."""
+
+    def __init__(self, inner: Window, group: Group, issue: Issue, meddle: Meddle, listen: Listen) -> None:
+        super().__init__(inner, group, issue, _at_once)
+        self._meddle = meddle
+        self._listen = listen
+
+    def wait(self, deadline: Deadline | None = None) -> Sequence[int]:
+        """Not for those beyond a partition, unless there is a deadline."""
+        return self._listen(deadline)
+
+    def put(
+        self, to: int, tensor: torch.Tensor, *, weight: float = 1.0, mass: float = 0.0, note: bytes = b""
+    ) -> Handle[None]:
+        """Not at all when it is dropped."""
+        put = partial(super().put, weight=weight, mass=mass, note=note)
+        return self._write(to, tensor, put, is_sent_again=False)
+
+    def accumulate(
+        self, to: int, tensor: torch.Tensor, *, weight: float = 1.0, mass: float = 0.0, note: bytes = b""
+    ) -> Handle[None]:
+        """Not at all beyond a partition."""
+        accumulate = partial(super().accumulate, weight=weight, mass=mass, note=note)
+        return self._write(to, tensor, accumulate, is_sent_again=True)
+
+    def send(self, to: int, tensor: torch.Tensor, *, note: bytes = b"") -> Handle[None]:
+        """Not at all beyond a partition."""
+        return self._write(to, tensor, partial(super().send, note=note), is_sent_again=True)
+
+    def _write(
+        self,
+        to: int,
+        tensor: torch.Tensor,
+        write: Callable[[int, torch.Tensor], Handle[None]],
+        *,
+        is_sent_again: bool,
+    ) -> Handle[None]:
+        arriving = self._meddle(to, tensor, is_sent_again)
+        return Done(None) if arriving is None else write(to, arriving)
+
+
+def _at_once(operation: Operation, act: Callable[[], Sequence[int]]) -> Sequence[int]:
+    return act()
+
+
+def damage(tensor: torch.Tensor, draws: Draws) -> None:
+    """Turn one bit of one element over, in place."""
+    if not tensor.numel():
+        return
+    rest = int(draws.uniform() * tensor.numel())
+    place = []
+    for extent in reversed(tensor.shape):
+        rest, index = divmod(rest, extent)
+        place.append(index)
+    bit = int(draws.uniform() * 8 * tensor.element_size())
+    with torch.no_grad():
+        element = tensor[tuple(reversed(place))]
+        raw = element.reshape(1).view(torch.uint8).clone()
+        raw[bit // 8] ^= 1 << bit % 8
+        element.copy_(raw.view(tensor.dtype)[0])
+
+
+def damage_snapshot(snapshot: Snapshot, draws: Draws) -> Snapshot:
+    """A copy with a wrong bit: the publisher's own memory stays as it is."""
+    return _DamagedSnapshot(snapshot, draws)
+
+
+class _DamagedSnapshot(Snapshot):
+    def __init__(self, inner: Snapshot, draws: Draws) -> None:
+        self.rank = inner.rank
+        self.version = inner.version
+        self.tensor = inner.tensor.clone()
+        self._inner = inner
+        damage(self.tensor, draws)
+
+    def is_intact(self) -> bool:
+        """As the one that was copied."""
+        return self._inner.is_intact()
