@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.core import UsageError
-from shoal.group.arena import Arena, MemoryFull, open_files
+from shoal.group.host.memory import Arena, MemoryFull, open_files
 
 
 @pytest.fixture

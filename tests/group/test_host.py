@@ -13,7 +13,8 @@ import torch
 
 from group.hosts import finish, open_hosts, open_member, together
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, Placement, ShoalError, UsageError
-from shoal.group import GroupSettings, MemoryFull, control, open_host_group
+from shoal.group import GroupSettings, MemoryFull, open_host_group
+from shoal.group.host import control
 from shoal.topology import Weights
 
 
@@ -55,7 +56,7 @@ def test_the_groups_timeout_counts_without_a_deadline():
 
 
 def test_a_long_wait_says_for_whom(monkeypatch, caplog):
-    monkeypatch.setattr("shoal.group.engine._LINE_EVERY_S", 0.01)
+    monkeypatch.setattr("shoal.group.host.engine._LINE_EVERY_S", 0.01)
     with open_hosts(2) as (first, _), caplog.at_level(logging.WARNING):
         with pytest.raises(DeadlineExceeded):
             first.barrier().wait(Deadline.after(0.1))
@@ -194,7 +195,7 @@ def test_an_operation_that_was_broken_off_is_not_done_again(monkeypatch):
         def interrupt(*_):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("shoal.group.host.reduce_into", interrupt)
+        monkeypatch.setattr("shoal.group.host.group.reduce_into", interrupt)
         with pytest.raises(KeyboardInterrupt):
             second.all_reduce(torch.ones(3))
         monkeypatch.undo()
@@ -207,7 +208,7 @@ def test_an_operation_that_was_broken_off_is_not_done_again(monkeypatch):
 
 
 def test_a_share_that_never_comes_is_a_loss(monkeypatch):
-    monkeypatch.setattr("shoal.group.host._LEAVING_S", 0.05)
+    monkeypatch.setattr("shoal.group.host.group._LEAVING_S", 0.05)
     with open_hosts(3) as groups:
         tensors = together(groups, lambda group: group.empty(100))
         handle = groups[1].all_reduce(tensors[1])

@@ -5,15 +5,15 @@ import threading
 
 import pytest
 
-from shoal.group import locks
-from shoal.group.locks import Locks, place_of
+from shoal.group.host import window
+from shoal.group.host.window import Locks, place_of
 
 
 @pytest.fixture(params=[True, False], ids=["by description", "by process"])
 def pair(request, monkeypatch):
     """Two workers' locks in one file; a system without descriptions of its own locks by process."""
     if not request.param:
-        monkeypatch.setattr(locks.sys, "platform", "another")
+        monkeypatch.setattr(window.sys, "platform", "another")
     with tempfile.TemporaryFile() as file:
         two = Locks(file.fileno()), Locks(file.fileno())
         yield two

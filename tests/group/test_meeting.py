@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from shoal.core import Deadline, DeadlineExceeded, LimitExceeded, PeerLost, PeerRefused, UsageError
-from shoal.group import meeting
-from shoal.group.letters import Failed, receive, send
-from shoal.group.meeting import MAX_WORKERS, Gift, Hello, Met, _address, meet
+from shoal.group.host import meeting
+from shoal.group.host.meeting import MAX_WORKERS, Failed, Gift, Hello, Met, _address, meet, receive, send
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import torch
 
 from group.hosts import open_hosts, open_member, together
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, UsageError
-from shoal.group import GroupSettings, SoloGroup, control
+from shoal.group import GroupSettings, SoloGroup
+from shoal.group.host import control
 
 
 def test_processors_that_reorder_stores(monkeypatch):
@@ -136,7 +137,8 @@ CHILD = """
 import os, signal, sys, torch
 sys.path[:0] = {path!r}
 from group.hosts import open_member
-from shoal.group import GroupSettings, host_window
+from shoal.group import GroupSettings
+from shoal.group.host import window
 group = open_member(1, 2, GroupSettings(key={key!r}, patience=0.06))
 put, added = group.window("put", 1000), group.window("added", 1000)
 memory = group.empty(1000)
@@ -145,7 +147,7 @@ put.put(0, torch.ones(1000)).wait()
 added.accumulate(0, torch.ones(1000)).wait()
 
 def in_the_middle_of_adding(slot, write):
-    host_window.write_first = in_the_middle_of_putting
+    window.write_first = in_the_middle_of_putting
     put.put(0, torch.ones(1000))
 
 def in_the_middle_of_putting(slot, write):
@@ -154,7 +156,7 @@ def in_the_middle_of_putting(slot, write):
         group.barrier().wait()
         os.kill(os.getpid(), signal.{signal})
 
-host_window.write_more = in_the_middle_of_adding
+window.write_more = in_the_middle_of_adding
 added.accumulate(0, torch.ones(1000))
 """
 

@@ -1,9 +1,9 @@
 """The peers that train together, and the operations between them."""
 
-from shoal.group.arena import MemoryFull
 from shoal.group.base import Done, Group, GroupSettings, Handle, Loss, Reduction, Slot, Snapshot, Window
 from shoal.group.conditions import Faulty, Shaped
 from shoal.group.host import HostGroup, open_host_group
+from shoal.group.host.memory import MemoryFull
 from shoal.group.observed import Metered, Traced, Traffic
 from shoal.group.opening import init
 from shoal.group.operations import GroupWrapper

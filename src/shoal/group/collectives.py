@@ -12,12 +12,11 @@ import torch
 from shoal.core import PeerLost, UsageError
 from shoal.group.base import Handle, Reduction
 from shoal.group.between import ABSENT, Action, Arrived, Conversation, Words, gone_from
-from shoal.group.engine import Span, is_overlapping
+from shoal.group.host.engine import Span, is_overlapping, put_back, span_of
 from shoal.group.kernels import add_differences, mix_into
 from shoal.group.lane import FREE, Step, Steps
 from shoal.group.mesh import MeshHandle
 from shoal.group.solo import SoloGroup
-from shoal.group.staging import put_back, span_of
 from shoal.topology import Weights
 from shoal.transport import Reply
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
-from shoal.group.engine import Span, is_overlapping
+from shoal.group.host.engine import Span, is_overlapping
 
 
 class Waitable(Protocol):

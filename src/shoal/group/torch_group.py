@@ -26,6 +26,7 @@ from shoal.group.base import Group, GroupSettings, Handle, Loss, Reduction, Snap
 from shoal.group.collectives import Collectives, on_host
 from shoal.group.device_operations import DeviceOperations
 from shoal.group.host import HostGroup, open_host_group
+from shoal.group.host.engine import span_of
 from shoal.group.kernels import check_reduction
 from shoal.group.lane import Lane, Operation, Steps
 from shoal.group.mesh import Mesh
@@ -34,7 +35,6 @@ from shoal.group.partition import NetworkPartition, find_partition
 from shoal.group.remote import Remote
 from shoal.group.rendezvous import Rendezvous, Seat
 from shoal.group.solo import SoloGroup
-from shoal.group.staging import span_of
 from shoal.group.waiting import LocalWait, SoloWait, Waiter
 from shoal.topology import Weights
 

@@ -19,7 +19,7 @@ import torch
 
 from shoal.core import UsageError
 from shoal.core.fork import close_in_children, keep_in_children
-from shoal.group.arena import Segment
+from shoal.group.host.memory import Segment
 
 _LINE = 8  # words of 8 bytes: a cache line, so that two writers never share one
 ARRIVED, FINISHED, PUBLISHED, BEAT, LEFT, VERDICT, ASLEEP = (line * _LINE for line in range(7))

@@ -1,8 +1,7 @@
 """The group of one machine's workers: tensors in shared memory, and each reduces its share of them.
 
 A tensor of the group's own memory (`empty`) is exchanged where it lies. Any other passes through staging
-memory, in pieces. `all_gather` waits for the others before it returns: it must learn their sizes. The file is
-long because it is one operation after another, each of a few lines.
+memory, in pieces. `all_gather` waits for the others before it returns: it must learn their sizes.
 """
 
 from __future__ import annotations
@@ -17,10 +16,8 @@ import msgspec
 import torch
 
 from shoal.core import Deadline, DeadlineExceeded, Placement, ShoalError, UsageError
-from shoal.group.arena import Arena, MemoryFull, Place, Segment, open_files
 from shoal.group.base import Group, GroupSettings, Handle, Loss, Reduction, Snapshot, T
-from shoal.group.channels import Channels
-from shoal.group.control import (
+from shoal.group.host.control import (
     ARRIVED,
     BEAT,
     LEFT,
@@ -33,9 +30,22 @@ from shoal.group.control import (
     new_bell,
     region_bytes,
 )
-from shoal.group.copies import Copies
-from shoal.group.engine import KINDS, Engine, Span, Task, is_overlapping
-from shoal.group.host_window import HostWindow, layout_of
+from shoal.group.host.engine import (
+    KINDS,
+    STAGE_BYTES,
+    Engine,
+    Span,
+    Staging,
+    Task,
+    TasksHandle,
+    is_overlapping,
+    regions,
+    span_of,
+)
+from shoal.group.host.heartbeat import Watch
+from shoal.group.host.meeting import Gift, Hello, meet
+from shoal.group.host.memory import Arena, MemoryFull, Place, Segment, open_files
+from shoal.group.host.window import Channels, Copies, HostWindow, Locks, OneSided, layout_of
 from shoal.group.kernels import (
     OPS,
     WritingWindow,
@@ -45,11 +55,6 @@ from shoal.group.kernels import (
     reduce_to_all,
     share,
 )
-from shoal.group.locks import Locks
-from shoal.group.meeting import Gift, Hello, meet
-from shoal.group.one_sided import OneSided
-from shoal.group.staging import STAGE_BYTES, Staging, TasksHandle, regions, span_of
-from shoal.group.watch import Watch
 from shoal.tensors.memory import copy_into
 from shoal.topology import Weights
 

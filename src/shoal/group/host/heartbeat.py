@@ -22,7 +22,7 @@ from shoal.core import LoopThread
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.core.processes import stat_fields
 from shoal.group.base import GroupSettings, Loss
-from shoal.group.control import (
+from shoal.group.host.control import (
     ARRIVED,
     BEAT,
     LEFT,
