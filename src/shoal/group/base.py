@@ -1,18 +1,21 @@
-"""What a group of peers that train together gives to a strategy, and what it is opened with.
+"""The interface between a strategy and the peers that it trains with, and what a group is opened with.
 
-All members issue the collective operations (`empty`, `all_reduce`, `broadcast`, `all_gather`, `exchange`,
-`barrier`) in the same order; a group that notices otherwise says who called what. Every operation returns a
-handle at once, and goes on while the caller computes; operations on the same memory follow each other. The
-one-sided ones (`publish`, `reclaim`, `fetch`, `read`, `mutex`, and what a `window` does) wait for nobody, or
-for one peer alone. A `with` block that ends in an exception does not leave in order, so that the others learn
-of it.
+All members issue the collective operations (`empty`, `free`, `all_reduce`, `broadcast`, `all_gather`,
+`exchange`, `barrier`, `window`) in the same order; a group that notices otherwise says who called what. An
+operation returns a handle at once and goes on while the caller computes; operations on the same memory follow
+each other. What a `Window` does is one-sided: it waits for nobody, or for one peer alone. A `with` block that
+ends in an exception does not leave in order, so that the others learn of it. What can be said with these
+operations (`share`, `mutex`, ...) is a function in `functions`.
+
+Tensors may lie on a GPU. There `Handle.wait` returns as soon as the operation is ordered before whatever the
+caller gives to its current stream afterwards, as with any other work of a GPU.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,14 +27,15 @@ import torch
 
 from shoal.core import Deadline, PeerLost, UsageError
 from shoal.core.run_options import SILENCE_S
-from shoal.topology import Weights
+from shoal.report.timeline import Timeline
+from shoal.topology import MachineWeights, Weights
 
 T = TypeVar("T")
 Reduction = Literal["sum", "mean", "min", "max"]
 
 
 class Handle(abc.ABC, Generic[T]):
-    """An operation under way."""
+    """An operation that is under way."""
 
     @abc.abstractmethod
     def wait(self, deadline: Deadline | None = None) -> T:
@@ -52,16 +56,16 @@ class Done(Handle[T]):
         self._result = result
 
     def wait(self, deadline: Deadline | None = None) -> T:
-        """The result."""
+        """Returns the result."""
         return self._result
 
     def is_done(self) -> bool:
-        """Yes."""
+        """Returns True."""
         return True
 
 
 class Snapshot(abc.ABC):
-    """What a peer has published, as it was at some moment."""
+    """A tensor that a peer has published, as it was at some moment."""
 
     rank: int
     version: int
@@ -70,69 +74,123 @@ class Snapshot(abc.ABC):
 
     @abc.abstractmethod
     def is_intact(self) -> bool:
-        """Whether all that was read of `tensor` until now is of `version`; if not, fetch again."""
+        """Tells whether all that was read of `tensor` until now is of `version`; if not, fetch again.
+
+        On a GPU this says that the caller has issued its reads; call it once, after them.
+        """
 
 
 class Slot(abc.ABC):
-    """What one source has written to this worker; nobody else touches it inside `with window.slot(...)`."""
+    """The memory that one source writes at this worker; held inside `with window.slot(...)`."""
 
     source: int
     num_writes: int
-    """Since it was cleared; 0: there is nothing in it, and `tensor` has no meaning."""
+    """Writes since it was cleared; with 0 there is nothing in it, and `tensor` has no meaning."""
     mass: float
-    """The push-sum weight that came with the writes: the last one's after a `put`, their sum after adding."""
+    """The push-sum weight that came with the writes: the last one's after a `put`, their sum after `add`."""
     note: bytes
-    """What the last write said besides."""
+    """The bytes that came with the last write."""
     tensor: torch.Tensor
-    """Flat; valid inside the `with` block only."""
+    """A flat tensor that is valid inside the `with` block only."""
 
     @abc.abstractmethod
     def clear(self) -> None:
-        """Empty it: the next write starts from nothing, and a `send` that waits may go on."""
+        """Empties it: the next write starts from nothing, and a `send` that waits may go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One write into a slot of a window."""
+
+    kind: Literal["put", "add", "send"]
+    tensor: torch.Tensor
+    weight: float = 1.0
+    mass: float = 0.0
+    note: bytes = b""
 
 
 class Window(abc.ABC):
-    """Memory of every member that others write without asking: one slot for each source.
+    """Memory of every member that others use without asking: one slot for each source, and one publication.
 
-    Weights are applied on the way: what is in the slot is `weight` times what was given. A lost peer's slots
-    can still be read. Writes to a peer that is gone are over at once and do nothing.
+    A slot is written by its source: what is in it is `weight` times what was given. A lost peer's slots can
+    still be read. Writes to a peer that is gone are over at once and do nothing. A publication is a tensor of
+    the group's memory with a version, which others read.
     """
 
     name: str
     num_elements: int
     dtype: torch.dtype
+    device: torch.device
 
-    @abc.abstractmethod
     def put(
         self, to: int, tensor: torch.Tensor, *, weight: float = 1.0, mass: float = 0.0, note: bytes = b""
     ) -> Handle[None]:
-        """Overwrite this worker's slot at `to`. Until the handle is done `tensor` must not be written."""
+        """Overwrites this worker's slot at `to`. Until the handle is done `tensor` must not be written."""
+        return self._write(to, Write("put", tensor, weight, mass, note))
 
-    @abc.abstractmethod
-    def accumulate(
+    def add(
         self, to: int, tensor: torch.Tensor, *, weight: float = 1.0, mass: float = 0.0, note: bytes = b""
     ) -> Handle[None]:
-        """Add to this worker's slot at `to`; nothing is ever added twice or lost."""
+        """Adds to this worker's slot at `to`; nothing is ever added twice or lost."""
+        return self._write(to, Write("add", tensor, weight, mass, note))
+
+    def send(self, to: int, tensor: torch.Tensor, *, note: bytes = b"") -> Handle[None]:
+        """Puts, once the slot is empty: `to` takes one after the other, and none is missed."""
+        return self._write(to, Write("send", tensor, note=note))
 
     @abc.abstractmethod
-    def send(self, to: int, tensor: torch.Tensor, *, note: bytes = b"") -> Handle[None]:
-        """Put, once the slot is empty: `to` takes one after the other, and none is missed."""
+    def _write(self, to: int, write: Write) -> Handle[None]:
+        """Begins a write of any kind."""
 
     @abc.abstractmethod
     def slot(self, source: int) -> contextlib.AbstractContextManager[Slot]:
-        """One source's slot at this worker, held: a writer waits until the block ends."""
+        """Holds one source's slot at this worker: a writer waits until the block ends."""
 
     @abc.abstractmethod
     def filled(self) -> Sequence[int]:
-        """Sources whose slots have something in them, in rank order; never blocks."""
+        """Lists the sources whose slots have something in them, in rank order; never blocks."""
 
     @abc.abstractmethod
     def wait(self, deadline: Deadline | None = None) -> Sequence[int]:
-        """As `filled`, once there is one; empty at the deadline, or when all sources are gone."""
+        """Lists as `filled` does, once one is; empty at the deadline, or when all sources are gone."""
+
+    @abc.abstractmethod
+    def publish(self, tensor: torch.Tensor, version: int) -> None:
+        """Lets others fetch or read `tensor`, which is memory of the group.
+
+        It may not be written until `reclaim(version)`, nor reclaimed before a newer version is published, so
+        that there is always one to fetch.
+        """
+
+    @abc.abstractmethod
+    def reclaim(self, version: int) -> None:
+        """Makes snapshots of this version and older ones void; their memory may be written again."""
+
+    @abc.abstractmethod
+    def changing(self, version: int) -> contextlib.AbstractContextManager[None]:
+        """Lets this worker write, inside the block, what it has published, which is then of that version.
+
+        Nobody can `read` it meanwhile. For what is published once and then changed in place; who fetches it
+        instead gets snapshots that are not intact.
+        """
+
+    @abc.abstractmethod
+    def fetch(self, peer: int) -> Handle[Snapshot | None]:
+        """Gets the newest that `peer` has published, without a copy where it can be reached.
+
+        None when it has published nothing, or is gone.
+        """
+
+    @abc.abstractmethod
+    def read(self, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
+        """Copies what `peer` has published, whole, once it is of this version or newer; gives its version.
+
+        None when the peer is gone; with `version` 0 also when it has published nothing.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Give the memory back; collective, as `Group.free`."""
+        """Gives the memory back; collective as `Group.free`, unless the window has no slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,30 +231,41 @@ class Loss:
         )
 
 
+class GroupStats(msgspec.Struct, frozen=True):
+    """What a group has cost this worker since it was opened."""
+
+    sent_bytes: int
+    """Inside a machine what the table of operations says, between machines what went over the streams."""
+    received_bytes: int
+    waited_s: Sequence[float]
+    """Seconds that this worker has waited for each rank, the last to arrive each time."""
+
+
 class Group(abc.ABC):
     """The peers that train together, seen from one of them; a context manager."""
 
     rank: int
     size: int
     """Members at the start; `members` are those that still take part."""
+    machine: int
+    """Index of this worker's machine."""
+    machines: Sequence[int]
+    """The index of each rank's machine."""
+    num_machines: int
     run: str = ""
     """The name of the run that `shoal.init()` has opened it for; empty otherwise."""
     local_rank: int = 0
-    """Among the processes of this machine, as the launcher of `shoal.init()` counts them: the number of the
-    GPU to take."""
-    machine: int
-    """Index of this worker's machine."""
-    num_machines: int
+    """This worker's number among the processes of its machine, by its launcher: the GPU to take."""
     patience: float
     should_survive: bool = False
-    """Whether all operations go on without lost peers; `exchange` and `fetch` always do."""
+    """Whether all operations go on without lost peers; `exchange` and windows always do."""
     everybody: Group | None = None
     """Workers and parameter servers together, the servers first; None where there are no servers. Then this
     group is that of the workers alone, and on a server a group of one."""
     num_servers: int = 0
     role: Literal["worker", "server"] = "worker"
-    blamed: int | None = None
-    """The lost rank because of which this worker fails, for `abandon` to tell the others."""
+    timeline: Timeline | None = None
+    """Where operations are recorded, if they are."""
 
     @cached_property
     def notes(self) -> dict[str, Any]:
@@ -206,60 +275,56 @@ class Group(abc.ABC):
     @property
     @abc.abstractmethod
     def members(self) -> Sequence[int]:
-        """Ranks that still take part, in order, oneself included."""
+        """The ranks that still take part, in order, this worker included."""
 
     @property
     @abc.abstractmethod
     def lost(self) -> Mapping[int, Loss]:
-        """Peers that were lost (not those that left in order), in the order in which it was noticed."""
+        """The peers that were lost (not those that left in order), in the order in which it was noticed."""
 
     @property
     @abc.abstractmethod
-    def waited_s(self) -> Sequence[float]:
-        """Seconds that this worker has waited for each rank, the last to arrive each time."""
+    def stats(self) -> GroupStats:
+        """Bytes and waiting so far."""
 
     @property
-    @abc.abstractmethod
-    def traffic_bytes(self) -> tuple[int, int]:
-        """Sent and received by this worker since the group was opened.
+    def split(self) -> Exception | None:
+        """The error that ends this worker when the network is cut and it is on the side that stops.
 
-        Inside a machine they are what `Metered`'s formulas say, between machines what went over the streams.
+        Strategies that outlive losses look at it in every round. Groups of one machine cannot be cut.
         """
-
-    @abc.abstractmethod
-    def machine_of(self, rank: int) -> int:
-        """Index of a rank's machine."""
+        return None
 
     @abc.abstractmethod
     def empty(
         self, num_elements: int, dtype: torch.dtype = torch.float32, *, device: torch.device | None = None
     ) -> torch.Tensor:
-        """A flat tensor of zeros, 64-byte aligned, in memory that exchanges fastest; collective, blocking.
+        """Makes a flat tensor of zeros, 64-byte aligned, in memory that peers reach; collective, blocking.
 
         UsageError for a `device` whose memory the group cannot exchange.
         """
 
     @abc.abstractmethod
     def free(self, tensor: torch.Tensor) -> None:
-        """Give back what `empty` gave; collective. Views of it may not be used any more."""
+        """Gives back what `empty` gave; collective. Views of it may not be used any more."""
 
     @abc.abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "mean") -> Handle[torch.Tensor]:
-        """In place; all members end with equal bits. Members that have left count neither in sum nor mean."""
+        """Reduces in place; all members end with equal bits. Members that have left do not count."""
 
     @abc.abstractmethod
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
-        """In place, from `root`."""
+        """Copies the root's tensor to all, in place."""
 
     @abc.abstractmethod
     def all_gather(self, tensor: torch.Tensor) -> Handle[list[torch.Tensor]]:
-        """Everybody's tensor, by member in rank order; the first dimensions may differ."""
+        """Collects everybody's tensor, by member in rank order; the first dimensions may differ."""
 
     @abc.abstractmethod
     def exchange(
-        self, tensor: torch.Tensor, weights: Weights, *, out: torch.Tensor | None = None
+        self, tensor: torch.Tensor, weights: Weights | MachineWeights, *, out: torch.Tensor | None = None
     ) -> Handle[torch.Tensor]:
-        """The weighted average with neighbours, into `out` or, without it, in place.
+        """Takes the weighted average with neighbours, into `out` or, without it, in place.
 
         With `out`, `tensor` must be memory of the group (`empty`), and others read it there: it may be
         written again only by a later exchange that has it as `out`, or after `settle(tensor)`. Peers that
@@ -268,42 +333,11 @@ class Group(abc.ABC):
 
     @abc.abstractmethod
     def settle(self, tensor: torch.Tensor) -> None:
-        """Wait until nobody reads `tensor` any more, so that it may be written."""
+        """Waits until nobody reads `tensor` any more, so that it may be written."""
 
     @abc.abstractmethod
     def barrier(self) -> Handle[None]:
-        """Done when all members have come to it."""
-
-    @abc.abstractmethod
-    def publish(self, name: str, tensor: torch.Tensor, version: int) -> None:
-        """Let others fetch `tensor`, memory of the group.
-
-        It may not be written until `reclaim(name, version)`, nor reclaimed before a newer version is
-        published, so that there is always one to fetch.
-        """
-
-    @abc.abstractmethod
-    def reclaim(self, name: str, version: int) -> None:
-        """Snapshots of this version and older ones are void from now on; their memory may be written."""
-
-    @abc.abstractmethod
-    def fetch(self, name: str, peer: int) -> Handle[Snapshot | None]:
-        """The newest that `peer` has published; None when it has published nothing, or is gone."""
-
-    @abc.abstractmethod
-    def changing(self, name: str, version: int) -> contextlib.AbstractContextManager[None]:
-        """Inside, this worker may write what it has published, which is then of that version.
-
-        Nobody can `read` it meanwhile. For what is published once and then changed in place; who fetches it
-        instead gets snapshots that are not intact.
-        """
-
-    @abc.abstractmethod
-    def read(self, name: str, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
-        """Copy what `peer` has published, in one piece, once it is of this version or newer; its version.
-
-        None when the peer is gone; with `version` 0 also when it has published nothing.
-        """
+        """Is done when all members have come to it."""
 
     @abc.abstractmethod
     def window(
@@ -313,45 +347,28 @@ class Group(abc.ABC):
         dtype: torch.dtype = torch.float32,
         *,
         sources: Collection[int] | None = None,
+        device: torch.device | None = None,
     ) -> Window:
-        """Memory for others to write; `sources` are those that may write to this worker, by default all.
+        """Makes memory for one-sided operations; `sources` write to this worker, by default all others.
 
-        Collective, blocking; each may name other sources. A name can be used again after `Window.close`.
-        """
-
-    @abc.abstractmethod
-    def mutex(self, name: str, owner: int) -> contextlib.AbstractContextManager[None]:
-        """One holder at a time of this name at this rank, in the whole group; freed when the holder is lost.
-
-        PeerLost when the owner is.
+        Collective, blocking; each may name other sources. With `sources=()` on all members it has no slots
+        and only publishes; then nobody is waited for. A name can be used again after `Window.close`.
         """
 
     @abc.abstractmethod
     def progress(self) -> None:
-        """Do what work of operations under way can be done now; never blocks."""
+        """Does what work of operations under way can be done now; never blocks."""
 
     @abc.abstractmethod
     def leave(self) -> None:
-        """Take part in nothing more; others go on without this worker, and it is not lost. Idempotent."""
+        """Takes part in nothing more; others go on without this worker, and it is not lost. Idempotent."""
 
     @abc.abstractmethod
-    def close(self) -> None:
-        """Leave, and give everything back. Idempotent."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Leaves and gives everything back. Idempotent.
 
-    @abc.abstractmethod
-    def abandon(self) -> None:
-        """Give everything back without leaving in order: the others find this worker lost. Idempotent."""
-
-    def blame(self, error: BaseException | None) -> None:
-        """Remember whose loss this worker fails of, if the error tells, so that the others blame the same."""
-        peer = error.peer if isinstance(error, PeerLost) else None
-        if isinstance(peer, int) and peer != self.rank and self.blamed is None:
-            self.blamed = peer
-
-    def check_split(self) -> None:  # noqa: B027 - most groups cannot be cut
-        """NetworkSplit when the network is cut and this worker is on the side that stops; never blocks.
-
-        Strategies that outlive losses ask this in every round. Groups of one machine have nothing to ask.
+        With an error this worker does not leave in order: the others find it lost, or, when the error is the
+        loss of another rank, blame that one.
         """
 
     def __enter__(self) -> Self:
@@ -360,51 +377,13 @@ class Group(abc.ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self.blame(error)
-            self.abandon()
+        self.close(error)
 
-    def exchange_machines(
-        self, tensor: torch.Tensor, weights: Weights, *, out: torch.Tensor | None = None
-    ) -> Handle[torch.Tensor]:
-        """Average inside each machine, and with other machines by `weights` over machine indices.
 
-        Factors for sending (`weights.destinations`) don't count: all of a machine's workers receive.
-        """
-        factors = {self.machine: weights.own, **weights.sources}
-        ranks: dict[int, list[int]] = {}
-        for rank in self.members:
-            ranks.setdefault(self.machine_of(rank), []).append(rank)
-        gone = [machine for machine in weights.sources if machine not in ranks]
-        factors[self.machine] += sum(factors.pop(machine) for machine in gone)
-        spread = {
-            rank: factor / len(ranks[machine])
-            for machine, factor in factors.items()
-            for rank in ranks[machine]
-        }
-        return self.exchange(tensor, Weights(spread.pop(self.rank), spread), out=out)
-
-    def pair_gossip(self, tensor: torch.Tensor, peer: int, weight: float = 0.5) -> Handle[torch.Tensor]:
-        """`(1 − weight) · own + weight · peer's`, in place; a collective in which each may name another."""
-        return self.exchange(tensor, Weights(1 - weight, {peer: weight}))
-
-    def share(self, value: Any) -> list[Any]:
-        """Everybody's small value (numbers, strings, lists, dicts), by member in rank order. Collective."""
-        encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
-        return [msgspec.msgpack.decode(part.numpy().data) for part in self.all_gather(encoded).wait()]
-
-    def next_number(self, kind: str) -> int:
-        """One that nothing of this kind has had in this group, the same for all members. Collective."""
-        number: int = max(self.share(self.notes.get(kind, 0)))
-        self.notes[kind] = number + 1
-        return number
-
-    @contextlib.contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """A named part of the user's program, for the timeline; does nothing without one."""
-        yield
+def rank_to_blame(error: BaseException | None, own_rank: int) -> int | None:
+    """Finds the lost rank because of which a worker fails, if its error names another one."""
+    peer = error.peer if isinstance(error, PeerLost) else None
+    return peer if isinstance(peer, int) and peer != own_rank else None
 
 
 class GroupSettings(msgspec.Struct, frozen=True):

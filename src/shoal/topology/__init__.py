@@ -34,10 +34,11 @@ from shoal.topology.registry import TOPOLOGIES, make_topology, make_topology_on
 from shoal.topology.schedules import one_peer, one_peer_exponential, random_matching
 from shoal.topology.sides import destinations_from_sources, sources_from_destinations
 from shoal.topology.speed import consensus_time, spectral_gap
-from shoal.topology.weights import Weights
+from shoal.topology.weights import MachineWeights, Weights
 
 __all__ = [
     "TOPOLOGIES",
+    "MachineWeights",
     "Topology",
     "Weights",
     "base_graph",

@@ -64,3 +64,13 @@ class Weights:
         if sends is not None:
             sends = {peer: weight for peer, weight in sends.items() if peer not in gone}
         return Weights(self.own + lost, sources, sends)
+
+
+@dataclass(frozen=True, slots=True)
+class MachineWeights:
+    """Weights between machines by their indices: the workers of each machine are averaged first.
+
+    Factors for sending (`weights.destinations`) do not count: all of a machine's workers receive.
+    """
+
+    weights: Weights
