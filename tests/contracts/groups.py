@@ -40,8 +40,8 @@ def _torch(rank, size, key, workers_per_machine=None, **settings):
     """Two workers a machine, or one where there are only two; the store is a file that all know."""
     from torch.distributed import FileStore
 
-    from shoal.group.rendezvous import Rendezvous, Seat
-    from shoal.group.torch_group import open_torch_group
+    from shoal.group.cluster import open_torch_group
+    from shoal.group.cluster.rendezvous import Rendezvous, Seat
 
     digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
     # beside the workers' state, whose folder goes with them: torch leaves the file of those that are killed

@@ -6,8 +6,8 @@ import itertools
 import os
 
 from shoal.group.base import GroupSettings
-from shoal.group.mesh import Mesh, MeshSettings
-from shoal.group.torch_group import assemble
+from shoal.group.cluster.group import assemble
+from shoal.group.cluster.mesh import Mesh, MeshSettings
 
 SECRET = "s" * 40
 _numbers = itertools.count()

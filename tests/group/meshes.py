@@ -4,7 +4,7 @@ import concurrent.futures
 import contextlib
 
 from shoal.core.identity import new_secret
-from shoal.group.mesh import Mesh, MeshSettings
+from shoal.group.cluster.mesh import Mesh, MeshSettings
 
 
 @contextlib.contextmanager

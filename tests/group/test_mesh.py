@@ -14,7 +14,7 @@ import torch
 from group.meshes import open_meshes
 from shoal.core import Address, Deadline, Peer, PeerId, PeerLost, ShoalError, TensorError, UsageError
 from shoal.core.identity import new_secret
-from shoal.group.mesh import Mesh, MeshSettings
+from shoal.group.cluster.mesh import Mesh, MeshSettings
 from shoal.transport import Reply
 
 SOON = 20.0
@@ -231,7 +231,7 @@ def test_only_workers_of_other_machines_are_spoken_to():
 PEER = """
 import sys
 from shoal.core import Peer, Address, PeerId
-from shoal.group.mesh import Mesh, MeshSettings
+from shoal.group.cluster.mesh import Mesh, MeshSettings
 mesh = Mesh(MeshSettings(1, sys.argv[1]))
 own = mesh.listen()
 print(own.address, own.id, flush=True)

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from shoal.core import Address, Deadline, DeadlineExceeded, PeerRefused, Placement, UsageError
 from shoal.core.run_options import SECRET_VARIABLE
-from shoal.group import addresses
-from shoal.group.rendezvous import Rendezvous, Seat
+from shoal.group.cluster.rendezvous import Rendezvous, Seat, host_id, own_address
 
 
 def soon():
@@ -89,7 +88,7 @@ def test_one_machine_that_is_split_counts_as_several():
 
 def test_without_the_launchers_word_machines_are_told_apart_by_what_they_are():
     here = Seat.here(Placement(1, 2, 0, 1, "torchrun"), "127.0.0.1")
-    assert here.machine == here.host_id == addresses.host_id()
+    assert here.machine == here.host_id == host_id()
 
 
 @pytest.fixture
@@ -131,17 +130,17 @@ def test_without_a_place_to_meet_the_error_says_how_to_name_one(source, line):
 
 
 def test_an_interface_is_named_or_found():
-    assert addresses.own_address("127.0.0.1", None) == "127.0.0.1"
+    assert own_address("127.0.0.1", None) == "127.0.0.1"
     names = [name for _, name in socket.if_nameindex()]
     with pytest.raises(UsageError, match="no network interface 'nowhere0'") as raised:
-        addresses.own_address("nowhere0", None)
+        own_address("nowhere0", None)
     assert names[0] in raised.value.cause
-    assert addresses.own_address(None, Address("localhost", 29500))
+    assert own_address(None, Address("localhost", 29500))
 
 
 @pytest.mark.skipif("lo" not in [name for _, name in socket.if_nameindex()], reason="not on this system")
 def test_the_address_of_an_interface():
-    assert addresses.own_address("lo", None) == "127.0.0.1"
+    assert own_address("lo", None) == "127.0.0.1"
 
 
 def test_a_seat_travels_as_it_is():

@@ -15,8 +15,8 @@ from shoal.bench.ddp import NUM_CLASSES, DdpConfig
 from shoal.bench.environment import describe_machine
 from shoal.bench.seat import Backend, Seat, seat_of
 from shoal.bench.trainee import Trainee, make_contender, new_model
-from shoal.group.addresses import host_id
 from shoal.group.base import Group
+from shoal.group.cluster.rendezvous import host_id
 from shoal.group.solo import SoloGroup
 from shoal.models import model_named
 from shoal.strategies.ddp import open_process_group, wrap

@@ -19,12 +19,12 @@ from shoal.core import Deadline, UsageError
 from shoal.core.placement import Placement
 from shoal.core.run_options import RunOptions
 from shoal.group.base import Group, GroupSettings
+from shoal.group.cluster.collectives import destroy_world
+from shoal.group.cluster.rendezvous import Rendezvous
+from shoal.group.cluster.rendezvous import Seat as SeatThere
 from shoal.group.host import open_host_group
 from shoal.group.opening import WithServers, open_group
-from shoal.group.rendezvous import Rendezvous
-from shoal.group.rendezvous import Seat as SeatThere
 from shoal.group.solo import SoloGroup
-from shoal.group.torch_world import destroy_world
 
 stores: Any = distributed  # whose stubs leave the stores out
 USUAL_SWITCH_INTERVAL_S = 0.005
@@ -120,7 +120,7 @@ class HostSeat(Seat):
         return SoloGroup() if size == 1 else open_host_group(placement, settings)
 
     def _open_over_torch(self, name: str, placement: Placement, settings: GroupSettings) -> Group:
-        from shoal.group.torch_group import open_torch_group
+        from shoal.group.cluster import open_torch_group
 
         file = str(self._folder / f"meeting-{name}-{placement.size}")
         meeting = Rendezvous(stores.FileStore(file, placement.size), placement.rank, placement.size)

@@ -1,6 +1,7 @@
 """The peers that train together, and the operations between them."""
 
 from shoal.group.base import Done, Group, GroupSettings, Handle, Loss, Reduction, Slot, Snapshot, Window
+from shoal.group.cluster import TorchGroup
 from shoal.group.conditions import Faulty, Shaped
 from shoal.group.host import HostGroup, open_host_group
 from shoal.group.host.memory import MemoryFull
@@ -8,7 +9,6 @@ from shoal.group.observed import Metered, Traced, Traffic
 from shoal.group.opening import init
 from shoal.group.operations import GroupWrapper
 from shoal.group.solo import SoloGroup
-from shoal.group.torch_group import TorchGroup
 from shoal.report.timeline import Timeline, merge
 
 __all__ = [

@@ -30,10 +30,10 @@ from shoal.core.processes import started
 from shoal.core.run_options import TORCHRUN_ID_VARIABLE, RunOptions
 from shoal.core.status import tell_launcher
 from shoal.group.base import Group, GroupSettings
+from shoal.group.cluster.rendezvous import Rendezvous, Seat
 from shoal.group.host import HostGroup, open_host_group
 from shoal.group.observed import Traced
 from shoal.group.operations import GroupWrapper
-from shoal.group.rendezvous import Rendezvous, Seat
 from shoal.group.solo import SoloGroup
 from shoal.report.timeline import Timeline
 
@@ -66,7 +66,7 @@ def init(
     Waits for the others. What is given here wins over what `shoal run` was asked for. So many of the first
     processes as `num_servers` says are parameter servers, and no workers. With a `backend` tensors travel
     through torch.distributed. With `allow_split` each side of a network that is cut goes on, with a model of
-    its own; without, the smaller side stops (`partition`). The group may be closed with `with`; otherwise
+    its own; without, the smaller side stops (`heartbeat`). The group may be closed with `with`; otherwise
     this worker leaves it when its program ends well.
     """
     placement = Placement.from_environment()
@@ -105,7 +105,7 @@ def open_group(placement: Placement, settings: GroupSettings, name: str = "") ->
         return SoloGroup(settings.patience)
     if _is_one_machine(placement, settings):
         return open_host_group(placement, settings)
-    from shoal.group.torch_group import open_torch_group
+    from shoal.group.cluster import open_torch_group
 
     deadline = Deadline.after(settings.timeout_s or _MEETING_S)
     rendezvous = Rendezvous.open(placement, deadline, name)

@@ -21,7 +21,7 @@ from shoal.group.conditions import Faulty
 from shoal.group.opening import WithServers
 from shoal.group.operations import Sleeper
 from shoal.group.simulated import SimulatedGroup
-from shoal.group.simulated_hub import Hub
+from shoal.group.simulated.hub import Hub
 from shoal.group.solo import SoloGroup
 from shoal.simulate.charging import charged
 from shoal.simulate.world import StepCosts, World

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.core.errors import ShoalError, UsageError
 from shoal.group import Group
-from shoal.group.torch_world import destroy_world
+from shoal.group.cluster.collectives import destroy_world
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.base import Strategy
 from shoal.strategies.options import CommonOptions, DDPOptions

@@ -2,20 +2,25 @@
 
 Every pair of workers on different machines is connected from the start, by TLS with the secret of the run. A
 tensor travels as one message out of the memory where it lies into the memory where it was asked for. What the
-messages mean is the business of others, as are workers of one's own machine; what waits to be taken lies in
-the `mailbox`, and the `vigil` knows who is there. The file is long because tensors and calls begin and end in
-the same ways, best seen in one place.
+messages mean is the business of others, as are workers of one's own machine; the `Vigil` knows who is there.
+
+What waits to be taken lies in the `Mailbox`, where each tensor that has come and each that is waited for
+finds its counterpart by its key. What was asked for before it came is received where it belongs. What nobody
+has asked for yet lies in memory of the mailbox, up to a bound; beyond it a sender is told to keep its tensor
+until it is asked for. The mailbox, and the handles of what is under way, are for any thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import inspect
 import logging
+import threading
 import time
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
 import msgspec
 import torch
@@ -23,6 +28,7 @@ import torch
 from shoal.core import (
     Address,
     Deadline,
+    DeadlineExceeded,
     LoopThread,
     Peer,
     PeerBusy,
@@ -34,17 +40,17 @@ from shoal.core import (
     PeerUnreachable,
     ShoalError,
     StandingScope,
+    TensorError,
     UsageError,
 )
 from shoal.core.identity import Identity
-from shoal.group.addresses import LOOPBACK
-from shoal.group.base import Loss
-from shoal.group.mailbox import NO_ROOM, Key, Mailbox, NoRoom, flat_bytes, view_of
-from shoal.group.mesh_handle import MeshHandle, Wake
-from shoal.group.mesh_traffic import MeshTraffic, size_of
-from shoal.group.vigil import Ending, Vigil
+from shoal.group.base import GroupSettings, Loss
+from shoal.group.cluster.heartbeat import Ending, Vigil
+from shoal.group.cluster.rendezvous import LOOPBACK, Rendezvous, Seat
+from shoal.tensors.memory import copy_into, tensor_over
 from shoal.transport import (
     Allocate,
+    BufferPool,
     Head,
     Limits,
     Membership,
@@ -52,14 +58,17 @@ from shoal.transport import (
     Serve,
     StreamTransport,
     SwarmSecret,
+    byte_view,
 )
 
 if TYPE_CHECKING:
-    from shoal.group.base import GroupSettings
-    from shoal.group.rendezvous import Rendezvous, Seat
+    from typing_extensions import Buffer
 
-__all__ = ["Mesh", "MeshHandle", "MeshSettings", "MeshTraffic"]
+T = TypeVar("T")
 log = logging.getLogger(__name__)
+_waiting = threading.Lock()
+Key = tuple[int | str, ...]
+_Lines = dict[Key, collections.deque[T]]
 _SEND, _AGAIN = "mesh.send", "mesh.again"
 _CONNECTING_S = 60.0
 _FAREWELL_S = 2.0
@@ -67,6 +76,277 @@ _BUSY_S = 0.02
 _SETTING_S = 30.0
 """How much later than one worker another may set its handlers."""
 _ANY_SIZE = 1 << 50  # what is in flight is bounded by the mailbox, and by memory that others have given
+
+
+class MeshHandle(Generic[T]):
+    """A result or an error, once there is one; the first that is given counts."""
+
+    __slots__ = ("_ended", "_is_done", "_result", "error", "what")
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.error: Exception | None = None
+        self._result: T | None = None
+        self._is_done = False
+        self._ended: threading.Event | None = None
+
+    def is_done(self) -> bool:
+        """Whether `result` would return, or raise, at once."""
+        return self._is_done
+
+    def result(self) -> T:
+        """What has come of it; DeadlineExceeded when nothing has yet."""
+        if not self._is_done:
+            raise DeadlineExceeded(f"{self.what} is not over yet.", next_step="wait for it first.")
+        if self.error is not None:
+            raise self.error
+        return cast("T", self._result)
+
+    def wait(self, deadline: Deadline | None = None) -> T:
+        """The result, when there is one; not for the mesh's own loop, which it would block."""
+        if not self._is_done:
+            with _waiting:
+                ended = self._ended = self._ended or threading.Event()
+            # a result that came in this moment may not have seen the event
+            if not self._is_done and not ended.wait(None if deadline is None else deadline.timeout_s):
+                raise DeadlineExceeded(f"{self.what} was not over before its deadline.")
+        return self.result()
+
+    def finish(self, result: T | Exception) -> bool:
+        """Give it its end; False when it had one."""
+        with _waiting:
+            if self._is_done:
+                return False
+            if isinstance(result, Exception):
+                self.error = result
+            else:
+                self._result = result
+            self._is_done = True
+            ended = self._ended
+        if ended is not None:
+            ended.set()
+        return True
+
+
+Wake = Callable[[], None]
+"""Called on the mesh's loop: must be quick, and may look at handles only."""
+
+
+class MeshTraffic:
+    """What has passed over the mesh, by rank: buffers and heads, without beats. Read it from any thread."""
+
+    def __init__(self) -> None:
+        self.sent_bytes: dict[int, int] = {}
+        self.received_bytes: dict[int, int] = {}
+        self.num_sent: dict[int, int] = {}
+        self.num_received: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def sent(self, to: int, size_bytes: int) -> None:
+        """A message has left."""
+        with self._lock:
+            self.sent_bytes[to] = self.sent_bytes.get(to, 0) + size_bytes
+            self.num_sent[to] = self.num_sent.get(to, 0) + 1
+
+    def received(self, source: int, size_bytes: int) -> None:
+        """A message has come."""
+        with self._lock:
+            self.received_bytes[source] = self.received_bytes.get(source, 0) + size_bytes
+            self.num_received[source] = self.num_received.get(source, 0) + 1
+
+
+def size_of(payload: Any, buffers: Sequence[Any]) -> int:
+    """Bytes of a message as it travels, but for its frames."""
+    head_bytes = 0 if payload is None else len(msgspec.msgpack.encode(payload))
+    return head_bytes + sum(memoryview(buffer).nbytes for buffer in buffers)
+
+
+class NoRoom(ShoalError):
+    """The tensor must wait at its sender until somebody asks for it."""
+
+
+class Wanted(msgspec.Struct, eq=False):
+    """A tensor that somebody waits for."""
+
+    source: int | None
+    into: torch.Tensor | None
+    handle: MeshHandle[torch.Tensor | None]
+
+    def takes(self, source: int) -> bool:
+        """Whether one from there will do."""
+        return self.source is None or self.source == source
+
+
+class Coming(msgspec.Struct, eq=False):
+    """A tensor whose bytes are arriving."""
+
+    message: object
+    """What it comes with, kept because its id names it."""
+    source: int
+    key: Key
+    tensor: torch.Tensor
+    """Flat, uint8."""
+    wanted: Wanted | None
+
+
+class Mailbox:
+    """Everything that was sent to this worker and is not taken yet, and everything that it waits for."""
+
+    def __init__(self, max_unclaimed_bytes: int) -> None:
+        self._max_unclaimed_bytes = max_unclaimed_bytes
+        self.unclaimed_bytes = 0
+        self._pool = BufferPool()
+        self._lock = threading.Lock()
+        self._wanted: dict[Key, collections.deque[Wanted]] = {}
+        self._arrived: dict[Key, collections.deque[Coming]] = {}
+        self._kept: dict[Key, collections.deque[int]] = {}
+        """Who keeps a tensor of this key until it is asked for."""
+        self._coming: dict[int, Coming] = {}
+
+    def want(
+        self, source: int | None, key: Key, into: torch.Tensor | None, handle: MeshHandle[torch.Tensor | None]
+    ) -> int | None:
+        """Finish the handle with this tensor, now or when it comes; who keeps it and must be asked."""
+        wanted = Wanted(source, into, handle)
+        with self._lock:
+            arrived = _take(self._arrived, key, lambda coming: wanted.takes(coming.source))
+            if arrived is None:
+                self._wanted.setdefault(key, collections.deque()).append(wanted)
+                return _take(self._kept, key, wanted.takes)
+            self.unclaimed_bytes -= arrived.tensor.nbytes
+        if into is None:
+            handle.finish(arrived.tensor)
+        elif into.nbytes != arrived.tensor.nbytes:
+            handle.finish(_other_size(arrived.source, key, arrived.tensor.nbytes, into.nbytes))
+        else:
+            copy_into(flat_bytes(into), arrived.tensor)
+            handle.finish(into)
+        return None
+
+    def expect(self, message: object, source: int, key: Key, size_bytes: int) -> memoryview:
+        """Memory for a tensor that begins to arrive; `message` names it to `complete`.
+
+        NoRoom when it must wait at its sender; TensorError when it is not of the size that is wanted.
+        """
+        with self._lock:
+            wanted = _take(self._wanted, key, lambda wanted: wanted.takes(source))
+            into = None if wanted is None else wanted.into
+            if into is not None and into.nbytes != size_bytes:
+                assert wanted is not None
+                error = _other_size(source, key, size_bytes, into.nbytes)
+                wanted.handle.finish(error)
+                raise error
+            if wanted is None:
+                if self.unclaimed_bytes + size_bytes > self._max_unclaimed_bytes:
+                    self._kept.setdefault(key, collections.deque()).append(source)
+                    raise NoRoom(NO_ROOM)
+                self.unclaimed_bytes += size_bytes
+            tensor = self._memory(size_bytes) if into is None else flat_bytes(into)
+            self._coming[id(message)] = Coming(message, source, key, tensor, wanted)
+        return view_of(tensor)
+
+    def complete(self, message: object) -> MeshHandle[torch.Tensor | None] | None:
+        """All bytes of a tensor are here; the handle that this has finished."""
+        with self._lock:
+            coming = self._coming.pop(id(message))
+            wanted = coming.wanted
+            if wanted is None:
+                wanted = _take(self._wanted, coming.key, lambda wanted: wanted.takes(coming.source))
+                if wanted is None:
+                    self._arrived.setdefault(coming.key, collections.deque()).append(coming)
+                    return None
+                self.unclaimed_bytes -= coming.tensor.nbytes
+        if wanted.into is None:
+            wanted.handle.finish(coming.tensor)
+        elif wanted.into.nbytes != coming.tensor.nbytes:
+            size_bytes = coming.tensor.nbytes
+            wanted.handle.finish(_other_size(coming.source, coming.key, size_bytes, wanted.into.nbytes))
+        else:
+            if coming.wanted is None:
+                copy_into(flat_bytes(wanted.into), coming.tensor)
+            wanted.handle.finish(wanted.into)
+        return wanted.handle
+
+    def forget(self, handle: MeshHandle[torch.Tensor | None]) -> bool:
+        """Wait no more for this; False when it has come, or is coming."""
+        with self._lock:
+            before = sum(map(len, self._wanted.values()))
+            self._wanted = _without(self._wanted, lambda wanted: wanted.handle is handle)
+            return sum(map(len, self._wanted.values())) < before
+
+    def give_up(self, is_hopeless: Callable[[int | None], bool]) -> list[Wanted]:
+        """Wait no more for what comes from sources of which `is_hopeless` is true; what was waited for.
+
+        What has arrived from them stays.
+        """
+        with self._lock:
+            hopeless = [
+                wanted for line in self._wanted.values() for wanted in line if is_hopeless(wanted.source)
+            ]
+            self._wanted = _without(self._wanted, lambda wanted: is_hopeless(wanted.source))
+            self._kept = _without(self._kept, is_hopeless)
+            for token, coming in tuple(self._coming.items()):
+                if not is_hopeless(coming.source):
+                    continue
+                del self._coming[token]
+                if coming.wanted is None:
+                    self.unclaimed_bytes -= coming.tensor.nbytes
+                elif is_hopeless(coming.wanted.source):
+                    hopeless.append(coming.wanted)
+                else:  # somebody else may send it
+                    self._wanted.setdefault(coming.key, collections.deque()).appendleft(coming.wanted)
+        return hopeless
+
+    def _memory(self, size_bytes: int) -> torch.Tensor:
+        return (
+            tensor_over(self._pool.allocate(size_bytes)) if size_bytes else torch.empty(0, dtype=torch.uint8)
+        )
+
+
+NO_ROOM = "there is no room for this tensor until it is asked for."
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor of this machine's own memory; TensorError for any other."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise TensorError(
+            f"A tensor on {tensor.device} of strides {list(tensor.stride())} cannot travel as it is.",
+            next_step="give a contiguous tensor on the CPU.",
+        )
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def view_of(flat: torch.Tensor) -> memoryview:
+    """The memory of a flat uint8 tensor."""
+    return byte_view(cast("Buffer", flat.numpy()))
+
+
+def _other_size(source: int, key: Key, size_bytes: int, into_bytes: int) -> TensorError:
+    return TensorError(
+        f"rank {source} sent {size_bytes:,} bytes as {key}, for which there are {into_bytes:,} here.",
+        cause="the workers disagree on a tensor's shape or dtype.",
+        next_step="call the same operations with equal shapes on all workers.",
+    )
+
+
+def _take(lines: _Lines[T], key: Key, is_it: Callable[[T], bool]) -> T | None:
+    line = lines.get(key)
+    if line is None:
+        return None
+    for index, item in enumerate(line):
+        if is_it(item):
+            del line[index]
+            if not line:
+                del lines[key]
+            return item
+    return None
+
+
+def _without(
+    lines: dict[Key, collections.deque[T]], is_out: Callable[[T], bool]
+) -> dict[Key, collections.deque[T]]:
+    kept = {key: collections.deque(item for item in line if not is_out(item)) for key, line in lines.items()}
+    return {key: line for key, line in kept.items() if line}
 
 
 class MeshSettings(msgspec.Struct, frozen=True):

@@ -1,10 +1,10 @@
 """The group of workers on several machines: shared memory inside each, streams between them.
 
 Whatever all take part in happens first inside a machine; then the first of its workers that has come speaks
-with those of other machines (`between`), and passes the result on. An `exchange` goes from rank to rank.
+with those of other machines (`conversation`), and passes the result on. An `exchange` goes from rank to rank.
 Tensors on a device, and all tensors where a backend was asked for, go through torch.distributed instead
-(`device_operations`). One-sided operations are `remote`'s. The order of operations is the `lane`'s. The file
-is long because it is one operation after another, each of a few lines.
+(`DeviceOperations`). One-sided operations are `remote`'s. The order of operations is the `Lane`'s. A worker
+that waits is woken by its mates, or by its streams.
 """
 
 from __future__ import annotations
@@ -13,35 +13,107 @@ import contextlib
 import dataclasses
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
 
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, Placement, ShoalError, UsageError
-from shoal.group.addresses import interface_of
 from shoal.group.base import Group, GroupSettings, Handle, Loss, Reduction, Snapshot, Window
-from shoal.group.collectives import Collectives, on_host
-from shoal.group.device_operations import DeviceOperations
+from shoal.group.cluster.collectives import Collectives, DeviceOperations, on_host
+from shoal.group.cluster.conversation import Lane, Operation, Steps
+from shoal.group.cluster.heartbeat import NetworkPartition, find_partition
+from shoal.group.cluster.mesh import Mesh
+from shoal.group.cluster.remote import Remote
+from shoal.group.cluster.rendezvous import Rendezvous, Seat, interface_of
 from shoal.group.host import HostGroup, open_host_group
 from shoal.group.host.engine import span_of
 from shoal.group.kernels import check_reduction
-from shoal.group.lane import Lane, Operation, Steps
-from shoal.group.mesh import Mesh
 from shoal.group.operations import Tally
-from shoal.group.partition import NetworkPartition, find_partition
-from shoal.group.remote import Remote
-from shoal.group.rendezvous import Rendezvous, Seat
 from shoal.group.solo import SoloGroup
-from shoal.group.waiting import LocalWait, SoloWait, Waiter
 from shoal.topology import Weights
 
 log = logging.getLogger(__name__)
+_SPIN_S = 5e-4
+_NAP_S = 5e-3
+_LINE_EVERY_S = 10.0
 _LEAVING_S = 10.0
 _DEPARTURES = "shoal: departures"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+class Waiter(Protocol):
+    """Waits in the caller's thread."""
+
+    def wait(
+        self, is_done: Callable[[], bool], deadline: Deadline | None, what: str, whom: Callable[[], str]
+    ) -> None:
+        """Until `is_done`; a line every ten seconds says what for, and `whom` if that is known."""
+
+    def wake(self) -> None:
+        """Look again; from any thread."""
+
+
+class LocalWait:
+    """Beside mates on the same machine, whose bells ring for this worker too."""
+
+    def __init__(self, local: HostGroup) -> None:
+        self._local = local
+
+    def wait(
+        self, is_done: Callable[[], bool], deadline: Deadline | None, what: str, whom: Callable[[], str]
+    ) -> None:
+        """As the machine's group waits."""
+        self._local.wait_until(is_done, deadline, what, whom)
+
+    def wake(self) -> None:
+        """Ring one's own bell."""
+        self._local.wake()
+
+
+class SoloWait:
+    """Alone on a machine."""
+
+    def __init__(self, rank: int, timeout_s: float | None) -> None:
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._bell = threading.Event()  # law: rung by the mesh's loop thread, heard by the caller's
+
+    def wait(
+        self, is_done: Callable[[], bool], deadline: Deadline | None, what: str, whom: Callable[[], str]
+    ) -> None:
+        """Spin briefly, then sleep."""
+        if deadline is None and self._timeout_s is not None:
+            deadline = Deadline.after(self._timeout_s)
+        began_s = time.perf_counter()
+        next_line_s = began_s + _LINE_EVERY_S
+        while True:
+            self._bell.clear()
+            if is_done():
+                return
+            now_s = time.perf_counter()
+            if now_s - began_s < _SPIN_S:
+                time.sleep(0)
+                continue
+            if deadline is not None and deadline.is_past:
+                raise DeadlineExceeded(
+                    f"{self._line(what, whom(), now_s - began_s)}: the deadline has passed.",
+                    next_step="see what that rank does, or give a longer --peer-timeout.",
+                )
+            if now_s > next_line_s:
+                next_line_s += _LINE_EVERY_S
+                log.warning("%s", self._line(what, whom(), now_s - began_s))
+            self._bell.wait(_NAP_S)
+
+    def wake(self) -> None:
+        """Set the event."""
+        self._bell.set()
+
+    def _line(self, what: str, whom: str, waited_s: float) -> str:
+        return f"rank {self._rank}: {what}: waiting{' for ' if whom else ''}{whom}, {waited_s:.0f} s"
 
 
 def open_torch_group(
