@@ -287,9 +287,6 @@ class Faulty(GroupWrapper):
         damaged = self._damaged(rest.sources)
         return self._handle(self.inner.exchange(tensor, rest, out=out), partial(self._damage, damaged))
 
-    exchange_machines = Group.exchange_machines
-    pair_gossip = Group.pair_gossip
-
     def fetch(self, name: str, peer: int) -> Handle[Snapshot | None]:
         """None when the peer cannot be reached."""
         self._begin()

@@ -7,15 +7,12 @@ what is published, is checked here before it is done.
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from shoal.core import LimitExceeded, TensorError, UsageError
-from shoal.group.base import Handle, Reduction, Snapshot, Window
+from shoal.group.base import Reduction, Slot, Snapshot, Window, Write
 from shoal.tensors.memory import copy_into
 from shoal.topology.weights import are_differences
 
@@ -156,39 +153,42 @@ class CopiedSnapshot(Snapshot):
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
-    """What is to be written, and how."""
+class MemorySlot(Slot):
+    """A slot in memory of this process alone, which is taken when something is written for the first time."""
 
-    kind: Literal["put", "accumulate", "send"]
-    tensor: torch.Tensor
-    weight: float = 1.0
-    mass: float = 0.0
-    note: bytes = b""
+    def __init__(
+        self, source: int, num_elements: int, dtype: torch.dtype, device: torch.device | None
+    ) -> None:
+        self.source = source
+        self.num_writes = 0
+        self.mass = 0.0
+        self.note = b""
+        self._kind = num_elements, dtype, device
+        self._memory: torch.Tensor | None = None
 
+    @property
+    def tensor(self) -> torch.Tensor:  # type: ignore[override]
+        """What was written."""
+        if self._memory is None:
+            num_elements, dtype, device = self._kind
+            self._memory = torch.zeros(num_elements, dtype=dtype, device=device)
+        return self._memory
 
-class WritingWindow(Window):
-    """A window whose three kinds of writes go one way."""
+    def clear(self) -> None:
+        """Empties it; the memory is left as it is."""
+        self.num_writes, self.mass, self.note = 0, 0.0, b""
 
-    @abc.abstractmethod
-    def write(self, to: int, write: Write) -> Handle[None]:
-        """Do so."""
+    def may_take(self, write: Write) -> bool:
+        """Tells whether there is room: a `send` waits for an empty slot."""
+        return write.kind != "send" or self.num_writes == 0
 
-    def put(
-        self, to: int, tensor: torch.Tensor, *, weight: float = 1.0, mass: float = 0.0, note: bytes = b""
-    ) -> Handle[None]:
-        """Overwrite."""
-        return self.write(to, Write("put", tensor, weight, mass, note))
-
-    def accumulate(
-        self, to: int, tensor: torch.Tensor, *, weight: float = 1.0, mass: float = 0.0, note: bytes = b""
-    ) -> Handle[None]:
-        """Add."""
-        return self.write(to, Write("accumulate", tensor, weight, mass, note))
-
-    def send(self, to: int, tensor: torch.Tensor, *, note: bytes = b"") -> Handle[None]:
-        """Put, once there is room."""
-        return self.write(to, Write("send", tensor, note=note))
+    def take(self, write: Write) -> None:
+        """Does one write."""
+        has_more = write.kind == "add" and self.num_writes > 0
+        (write_more if has_more else write_first)(self.tensor, write)
+        self.mass = write.mass + (self.mass if has_more else 0.0)
+        self.note = write.note
+        self.num_writes += 1
 
 
 def check_write(write: Write, name: str, num_elements: int, dtype: torch.dtype) -> None:
@@ -239,3 +239,6 @@ def copy_out(snapshot: Snapshot, into: torch.Tensor, name: str) -> int:
         )
     copy_into(into, source.view(into.shape))
     return snapshot.version
+
+
+WritingWindow = Window
