@@ -1,0 +1,123 @@
+"""A GPU made of a thread: its side stream lags behind by random moments, and its memory is mapped by handles.
+
+The caller's own stream is the caller's thread itself, so tensors may be filled and looked at as usual; what a
+group forgets to order shows as stale values.
+"""
+
+import ctypes
+import mmap
+import os
+import queue
+import random
+import threading
+import time
+
+import torch
+
+from shoal.group.host.cuda import Device, Stream
+from shoal.group.host.memory import MemoryFull
+
+_LOOK_S = 5e-5
+
+
+class FakeDevice(Device):
+    """`capacity_bytes` is what it has room for; with `identity` workers are on GPUs of their own."""
+
+    def __init__(self, *, seed=0, identity="fake", capacity_bytes=1 << 40, longest_s=1e-3):
+        self.name = self.identity = identity
+        self.capacity_bytes = capacity_bytes
+        self.side = _LaggingStream(random.Random(seed), longest_s)
+        self._caller = _CallerStream()
+        self.is_registered = False
+
+    @property
+    def caller(self):
+        return self._caller
+
+    def mark(self, stream):
+        return stream.mark()
+
+    def allocate(self, size_bytes):
+        if size_bytes > self.capacity_bytes:
+            raise MemoryFull(f"{self.name} has no room for {size_bytes} bytes.")
+        self.capacity_bytes -= size_bytes
+        descriptor = os.memfd_create("fake gpu")
+        os.ftruncate(descriptor, size_bytes)
+        handle = f"/proc/{os.getpid()}/fd/{descriptor}".encode()
+        return _tensor(descriptor, size_bytes), handle
+
+    def attach(self, handle, size_bytes):
+        descriptor = os.open(handle.decode(), os.O_RDWR)
+        try:
+            return _tensor(descriptor, size_bytes)
+        finally:
+            os.close(descriptor)
+
+    def register(self, memory):
+        self.is_registered = True
+
+    def unregister(self, memory):
+        self.is_registered = False
+
+    def synchronize(self):
+        self._caller.follow(self.side.mark())
+
+
+def _tensor(descriptor, size_bytes):
+    return torch.frombuffer(mmap.mmap(descriptor, size_bytes), dtype=torch.uint8)
+
+
+def _word(address):
+    return ctypes.c_int32.from_address(address)
+
+
+class _CallerStream(Stream):
+    def run(self, work):
+        work()
+
+    def signal(self, address, value):
+        _word(address).value = value
+
+    def wait(self, address, value):
+        while _word(address).value < value:
+            time.sleep(_LOOK_S)
+
+    def follow(self, mark):
+        if mark is not None:
+            mark.wait()
+
+    def mark(self):
+        return None
+
+
+class _LaggingStream(Stream):
+    def __init__(self, choice, longest_s):
+        self._choice = choice
+        self._longest_s = longest_s
+        self._items = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def run(self, work):
+        self._items.put(work)
+
+    def signal(self, address, value):
+        self._items.put(lambda: _CallerStream().signal(address, value))
+
+    def wait(self, address, value):
+        self._items.put(lambda: _CallerStream().wait(address, value))
+
+    def follow(self, mark):
+        if mark is not None:
+            self._items.put(mark.wait)
+
+    def mark(self):
+        reached = threading.Event()
+        self._items.put(reached.set)
+        return reached
+
+    def _work(self):
+        while True:
+            item = self._items.get()
+            if self._choice.random() < 0.3:
+                time.sleep(self._choice.random() * self._longest_s)
+            item()
