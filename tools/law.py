@@ -6,13 +6,23 @@ What it forbids, and where an exception stands:
 - anywhere: classes that inherit from Thread or Process, `__del__`, pickle, os.fork, multiprocessing's fork
 It reads names, not types: a set that comes out of a call or a table is not seen.
 An expression that must break it has `# law: REASON` at the end of one of its lines.
+
+It also holds counts of what makes the code hard to read, which may only fall (tools/ratchet.json): public class
+names that stand twice, docstrings of three words or fewer on public names, folders over twenty files.
 """
 
 from __future__ import annotations
 
 import ast
+import collections
+import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+RATCHET = Path(__file__).with_name("ratchet.json")
+MAX_FILES = 20
+FEW_WORDS = 3
 
 EVERYWHERE = {
     "pickle.load": "nothing unpickles",
@@ -198,9 +208,52 @@ def check(folder: Path) -> list[str]:
     return findings
 
 
+def hard_to_read(folder: Path) -> dict[str, list[str]]:
+    """Lists, by kind, what the ratchet counts."""
+    classes: dict[str, list[str]] = collections.defaultdict(list)
+    short: list[str] = []
+    files: collections.Counter[str] = collections.Counter()
+    for path in sorted(folder.rglob("*.py")):
+        files[str(path.parent)] += 1
+        for name, node in _public(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and "." not in name:
+                classes[name].append(str(path))
+            text = ast.get_docstring(node)
+            if text is not None and len(text.split()) <= FEW_WORDS:
+                short.append(f"{path}:{node.lineno}: {name}: {text}")
+    return {
+        "class names that stand twice": [f"{n}: {', '.join(p)}" for n, p in classes.items() if len(p) > 1],
+        "docstrings of three words or fewer": short,
+        "folders over twenty files": [f"{n}: {num}" for n, num in files.items() if num > MAX_FILES],
+    }
+
+
+def _public(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.ClassDef | ast.FunctionDef]]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if node.name.startswith("_"):
+                continue
+            yield prefix + node.name, node
+            if isinstance(node, ast.ClassDef):
+                yield from _public(node, f"{prefix}{node.name}.")
+
+
+def check_ratchet(folder: Path, allowed: dict[str, int]) -> list[str]:
+    """Says which counts have risen, with all that is counted, so that what is new can be found."""
+    findings = []
+    for kind, found in hard_to_read(folder).items():
+        if len(found) > allowed[kind]:
+            findings += [*found, f"{len(found)} {kind}, where {allowed[kind]} were: the number may only fall."]
+        elif len(found) < allowed[kind]:
+            print(f"{kind}: {len(found)}, where {allowed[kind]} were. Write {len(found)} into {RATCHET.name}.")
+    return findings
+
+
 def main() -> int:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "src/shoal")
     findings = check(folder)
+    if len(sys.argv) < 2 or folder == Path("src/shoal"):
+        findings += check_ratchet(folder, json.loads(RATCHET.read_text()))
     print("\n".join(findings) or f"The law holds in {folder}.")
     return 1 if findings else 0
 

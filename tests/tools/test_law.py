@@ -203,3 +203,19 @@ def test_a_finding_is_printed_with_its_place_and_the_exit_code_says_so(tmp_path)
     done = run_tool(tmp_path)
     assert done.returncode == 1
     assert done.stdout == f"{tmp_path / 'bad.py'}:3: time.time: use a core.Clock\n"
+
+
+def test_what_is_hard_to_read_may_only_become_less(tmp_path, capsys):
+    for room in ("dht", "group"):
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "seat.py").write_text('class Seat:\n    """By name."""\n\n    def _own(self): ...\n')
+    found = law.hard_to_read(tmp_path)
+    twice, short, folders = found
+    assert [len(found[kind]) for kind in found] == [1, 2, 0]
+    assert "dht/seat.py" in found[twice][0]
+    assert "group/seat.py" in found[twice][0]
+    assert not law.check_ratchet(tmp_path, {twice: 1, short: 2, folders: 0})
+    risen = law.check_ratchet(tmp_path, {twice: 0, short: 2, folders: 0})
+    assert "1 class names that stand twice, where 0 were" in risen[-1]
+    assert not law.check_ratchet(tmp_path, {twice: 5, short: 2, folders: 0})
+    assert "Write 1 into ratchet.json" in capsys.readouterr().out

@@ -36,6 +36,9 @@ from shoal.group.kernels import reduce_into, share
 if TYPE_CHECKING:
     from shoal.group.host.group import HostGroup
 
+_HAS_FACTORS, _IS_FULL, _RESULT = 4, 5, 6
+"""Words of the description of an exchange: whether its factors for sending count, whether it mixes with
+everybody, and where its result lies."""
 _STAGE_BYTES = 128 << 20
 """The largest piece of memory of others that passes through group memory at once."""
 _GRAIN_BYTES = 2 << 20
@@ -178,7 +181,7 @@ class DeviceCollectives:
         place = None if self._group.should_survive else self.place(tensor)
         if place is None:
 
-            def reduce(part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
+            def reduce(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
                 reduce_into(part, list(stages.values()), op)
 
             return self._through_stage(tensor, words, reduce)
@@ -207,7 +210,7 @@ class DeviceCollectives:
         sources = None if self._rank == root else (root,)
         if place is None:
 
-            def take(part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
+            def take(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
                 if self._rank != root:
                     part.copy_(_sent_by(root, stages))
 
@@ -244,7 +247,9 @@ class DeviceCollectives:
         for start in range(0, max(longest, 1), piece):
             part = slice(start, start + piece)
 
-            def take(mine: torch.Tensor, stages: dict[int, torch.Tensor], part: slice = part) -> None:
+            def take(
+                task: Task, mine: torch.Tensor, stages: dict[int, torch.Tensor], part: slice = part
+            ) -> None:
                 for rank, staged in stages.items():
                     theirs = flats[rank][part]
                     theirs.copy_(mine if rank == self._rank else staged[: theirs.numel()])
@@ -263,21 +268,19 @@ class DeviceCollectives:
         return self._begin(tasks, those_who_stayed)
 
     def exchange(
-        self,
-        tensor: torch.Tensor,
-        words: list[int],
-        address: Callable[[Task], None],
-        mix: Callable[[Task, torch.Tensor, torch.Tensor, dict[int, torch.Tensor]], None],
-        out: torch.Tensor | None,
+        self, tensor: torch.Tensor, weights: Weights, words: list[int], out: torch.Tensor | None
     ) -> Handle[torch.Tensor]:
-        """Mixes once the sources' tensors are complete: `mix(task, out, own, views)` does the arithmetic."""
+        """Mixes once the sources' tensors are complete.
+
+        Where workers share one GPU and everybody mixes with everybody, one of them mixes for all.
+        """
         if out is None:
 
             def step(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
-                mix(task, part, part, stages)
+                self._mix(self._rank, task.seq, part, {**stages, self._rank: part})
 
-            return self._through_stage(tensor, words, step, address=address, needs_task=True)
-        place = self.place(tensor)
+            return self._through_stage(tensor, words, step, weights=weights)
+        place, result_place = self.place(tensor), self.place(out)
         is_alike = out.shape == tensor.shape and out.dtype == tensor.dtype and out.is_contiguous()
         if place is None or not is_alike or is_overlapping([span_of(out)], [span_of(tensor)]):
             raise UsageError(
@@ -288,17 +291,83 @@ class DeviceCollectives:
         own, result = tensor.detach().view(-1), out.detach().view(-1)
         after = self._forget_readers(span_of(out))
 
+        def may_work(task: Task, present: list[int]) -> bool:
+            mixer = self._mixer(task, present)
+            if mixer in (None, self._rank):
+                return self._engine.are_complete_on_device(DEVICE_ARRIVED, task.seq, present)
+            return self._engine.are_complete_on_device(DEVICE_FINISHED, task.seq, [mixer])
+
         def work(task: Task, present: list[int]) -> None:
-            views = {rank: segment.region(rank, offset, own.numel(), own.dtype) for rank in present}
-            self._side.run(lambda: mix(task, result, own, views))
+            mixer = self._mixer(task, present)
+            if mixer in (None, self._rank):
+                views = {rank: segment.region(rank, offset, own.numel(), own.dtype) for rank in present}
+                results = {self._rank: result}
+                if mixer is not None:
+                    results |= {rank: self._result_of(rank, task.seq, own) for rank in present if rank != mixer}
+                for rank, out in results.items():
+                    self._side.run(partial(self._mix, rank, task.seq, out, views))
             self._signal(DEVICE_FINISHED, task.seq)
 
         task = self._task([*words, segment.code + offset], work, own, result)
-        address(task)
-        task.may_work = lambda task, present: self._is_finished(after) and self._are_complete(task, present)
+        self._address(task, weights)
+        # where all mix with all, one may mix for the others, into memory that it reaches
+        is_full = set(weights.sources) >= {*self._engine.members()} - {self._rank}
+        is_reached = result_place is not None and self._is_one_device
+        task.words += [int(is_full and is_reached), result_place[0].code + result_place[1] if result_place else 0]
+        task.may_arrive = lambda task: self._is_finished(after)
+        task.may_work = may_work
         handle = self._begin([task], lambda: out)
         self._read_at[span_of(tensor)] = task.seq
         return handle
+
+    def _mixer(self, task: Task, present: Sequence[int]) -> int | None:
+        """Finds who mixes for all: the lowest rank, where all mix with all in memory that all reach.
+
+        All come to the same, since the descriptions of all are there. Should that one be lost, each mixes.
+        """
+        everybody = self._engine.members_at(task.seq)
+        if len(present) < len(everybody):
+            return None
+        for rank in present:
+            if self._control.description(rank, task.seq)[_IS_FULL] != 1:
+                return None
+        mixer = min(present)
+        return None if self._engine.is_gone(mixer) else mixer
+
+    def _result_of(self, rank: int, seq: int, like: torch.Tensor) -> torch.Tensor:
+        segment, offset = self.at(self._control.description(rank, seq)[_RESULT])
+        return segment.region(rank, offset, like.numel(), like.dtype)
+
+    def _address(self, task: Task, weights: Weights) -> None:
+        """Says from whom, and to whom with which factors, an exchange goes."""
+        size, sends = self._group.size, weights.destinations
+        task.sources = tuple(weights.sources)
+        task.is_survivable = True
+        task.must_match = 4
+        task.words.append(int(sends is not None))
+        received = [weights.sources.get(rank, math.nan) for rank in range(size)]
+        received[self._rank] = weights.own
+        sent = [math.nan if sends is None else sends.get(rank, math.nan) for rank in range(size)]
+        task.factors = [*sent, *received]
+
+    def _mix(self, rank: int, seq: int, out: torch.Tensor, views: Mapping[int, torch.Tensor]) -> None:
+        """Takes a rank's weighted average, by the weights that it and its sources have told."""
+        received = [
+            self._control.factor(rank, seq, self._group.size + other) for other in range(self._group.size)
+        ]
+        sources = {
+            other: weight for other, weight in enumerate(received) if other != rank and not math.isnan(weight)
+        }
+        weights = Weights(received[rank], sources).without([other for other in sources if other not in views])
+        parts = []
+        for other, weight in weights.sources.items():
+            factor = 1.0
+            if self._control.description(other, seq)[_HAS_FACTORS]:
+                factor = self._control.factor(other, seq, rank)
+                if math.isnan(factor):
+                    raise not_sent(self._engine.name_of(rank), self._engine.name_of(other))
+            parts.append((views[other], weight * factor))
+        mix_into(out, views[rank], weights.own, parts)
 
     def settle(self, tensor: torch.Tensor) -> None:
         """Waits until nobody's GPU reads `tensor` any more."""
@@ -315,8 +384,7 @@ class DeviceCollectives:
         step: Callable[..., None],
         *,
         sources: Sequence[int] | None = None,
-        address: Callable[[Task], None] | None = None,
-        needs_task: bool = False,
+        weights: Weights | None = None,
     ) -> Handle[torch.Tensor]:
         """Copies pieces into group memory, where the others read them, and does a step on each piece."""
         flat = tensor.detach().reshape(-1)
@@ -346,8 +414,6 @@ class DeviceCollectives:
         words: list[int],
         step: Callable[..., None],
         num_staged: int,
-        *,
-        needs_task: bool = False,
     ) -> Task:
         """Makes the task of one piece, in the half of the stage that was not used last."""
         stage = self._stage
@@ -366,7 +432,7 @@ class DeviceCollectives:
             stages = {rank: segment.region(rank, offset, num_staged, part.dtype) for rank in present}
             if self._rank in stages:
                 stages[self._rank] = stages[self._rank][: part.numel()]
-            self._side.run(partial(step, task, part, stages) if needs_task else partial(step, part, stages))
+            self._side.run(partial(step, task, part, stages))
             self._signal(DEVICE_FINISHED, task.seq)
             self._note(task.seq, present)
 
