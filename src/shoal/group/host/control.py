@@ -23,13 +23,7 @@ from shoal.group.host.memory import Segment
 
 _LINE = 8  # words of 8 bytes: a cache line, so that two writers never share one
 ARRIVED, FINISHED, PUBLISHED, BEAT, LEFT, VERDICT, ASLEEP = (line * _LINE for line in range(7))
-DEVICE_ARRIVED, DEVICE_FINISHED, DEVICE_COMPLETE, DEVICE_PUBLISHED = (line * _LINE for line in range(7, 11))
-"""What a worker's GPU has written: the operations in which its part is complete."""
-_COUNTERS = 11 * _LINE
-_FREED = 0x7FFFFFFF
-"""Written over what the GPU of a lost worker owes, so that nobody's stream waits for it."""
-DEVICE_CODE = 1 << 60
-"""From here on, and below its negative, places that descriptions name are in GPU memory."""
+_COUNTERS = 7 * _LINE
 SLOTS = 512
 """Operations that one worker may be ahead of the slowest."""
 SLOT_WORDS = 8
@@ -85,7 +79,6 @@ class Control:
     """All ranks' words, read by all."""
 
     def __init__(self, segment: Segment, rank: int, size: int) -> None:
-        self.memory = segment.flat
         self._words = segment.flat.numpy().data.cast("B").cast("q")
         self._numbers = segment.flat.numpy().data.cast("B").cast("d")
         self._stride = segment.stride_bytes // 8
@@ -126,31 +119,6 @@ class Control:
         at = rank * self._stride
         left = self._words[at + LEFT]
         return left if left != NOT_YET else self._words[at + VERDICT]
-
-    def address(self, rank: int, name: int) -> int:
-        """Gives the address of a word, for a GPU that writes it or waits for it."""
-        return self.memory.data_ptr() + (rank * self._stride + name) * 8
-
-    def is_complete_on_device(self, rank: int, name: int, seq: int) -> bool:
-        """Tells whether a rank's GPU has said so of an operation, and not somebody else for it."""
-        return seq <= self._words[rank * self._stride + name] < _FREED
-
-    def free_device(self, rank: int) -> None:
-        """Lets no stream wait for the GPU of a lost rank any more."""
-        for name in (DEVICE_ARRIVED, DEVICE_FINISHED, DEVICE_COMPLETE):
-            self._words[rank * self._stride + name] = _FREED
-
-    def last_given(self, rank: int) -> int:
-        """Finds the last operation to which a rank that is gone has given its part, on its GPU too.
-
-        All who ask come to the same number: neither the worker nor its GPU writes any more.
-        """
-        arrived = self.get(rank, ARRIVED)
-        complete = self._words[rank * self._stride + DEVICE_ARRIVED]
-        for seq in range(max(complete, arrived - SLOTS) + 1, arrived + 1):
-            if any(abs(word) >= DEVICE_CODE for word in self.description(rank, seq)[3:5]):
-                return seq - 1
-        return arrived
 
     def describe(self, seq: int, words: Sequence[int], factors: Sequence[float] | None = None) -> None:
         """Say what this worker's operation `seq` is."""

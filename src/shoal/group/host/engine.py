@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,7 +24,6 @@ from shoal.group.base import GroupSettings, Handle, Reduction, T
 from shoal.group.host.control import (
     ARRIVED,
     ASLEEP,
-    DEVICE_COMPLETE,
     DTYPES,
     FINISHED,
     LEFT,
@@ -63,8 +62,6 @@ class Task:
         "is_shared",
         "is_staged",
         "is_survivable",
-        "may_arrive",
-        "may_work",
         "must_match",
         "needs_shares",
         "num_holding",
@@ -90,10 +87,6 @@ class Task:
         """The memory that it reads or writes here: a later task on any of it waits for this one."""
         self.prepare: Callable[[Task], None] | None = None
         """Called before this worker arrives."""
-        self.may_arrive: Callable[[Task], bool] | None = None
-        """Asked before this worker arrives: whether what `prepare` writes is free on all GPUs."""
-        self.may_work: Callable[[Task, list[int]], bool] | None = None
-        """Asked before `work`: whether what it reads is complete on the GPUs of those who take part."""
         self.is_staged = False
         """Whether it writes staging memory before it arrives."""
         self.half = -1
@@ -146,11 +139,6 @@ class Engine:
         self._halves = [0, 0]
         self._pid = os.getpid()
         self._breakage: BaseException | None = None
-        self._void: PeerLost | None = None
-        """The loss that leaves the result of an operation on the GPU without meaning."""
-        self._on_device: deque[tuple[int, Sequence[int]]] = deque()
-        """Operations in which streams may still wait for each other, and who takes part."""
-        watch.on_loss = self._lost_on_device
         self._blocker: int | None = None
         self._spin_s = _SPIN_S if size <= (os.cpu_count() or 1) else _SPIN_CROWDED_S
 
@@ -188,8 +176,6 @@ class Engine:
         if self.besides is not None:
             self.besides()
         if not self._to_work:
-            if self._void is not None:
-                raise self._void
             return
         self.check_usable()
         self._bells.hear()
@@ -305,32 +291,6 @@ class Engine:
                 return False
         return True
 
-    def are_complete_on_device(self, name: int, seq: int, ranks: Iterable[int]) -> bool:
-        """Tells whether the GPUs of those of some ranks that are there have done their part."""
-        for rank in ranks:
-            if self._control.is_complete_on_device(rank, name, seq):
-                continue
-            if rank == self._rank or self._control.gone_after(rank) == NOT_YET:
-                self._blocker = None if rank == self._rank else rank
-                return False
-        return True
-
-    def note_on_device(self, seq: int, present: Sequence[int]) -> None:
-        """Remembers an operation until this worker's stream has come through."""
-        self._on_device.append((seq, present))
-        while self._control.is_complete_on_device(self._rank, DEVICE_COMPLETE, self._on_device[0][0]):
-            self._on_device.popleft()
-            if not self._on_device:
-                break
-
-    def _lost_on_device(self, rank: int) -> None:
-        """Frees the streams that wait for a lost rank; in the watching thread."""
-        for seq, present in tuple(self._on_device):
-            is_over = self._control.is_complete_on_device(self._rank, DEVICE_COMPLETE, seq)
-            if rank in present and not is_over and not self.should_survive and self._void is None:
-                self._void = self.lost_error(rank)
-        self._control.free_device(rank)
-
     def _blame(self, waited_s: float) -> None:
         """A wait was for the one who came last."""
         if self._blocker is not None:
@@ -341,7 +301,7 @@ class Engine:
             return False
         if task.is_staged and not self.is_finished(self._halves[task.half]):
             return False
-        if self._is_in_use(task) or (task.may_arrive is not None and not task.may_arrive(task)):
+        if self._is_in_use(task):
             return False
         self.check_own_verdict()
         if task.prepare is not None:
@@ -383,8 +343,6 @@ class Engine:
         if task.error is None:
             present.sort()
             task.error = self._mismatch(task, present)
-        if task.error is None and task.may_work is not None and not task.may_work(task, present):
-            return False
         if task.error is None and task.work is not None:
             try:
                 task.work(task, present)
@@ -441,8 +399,6 @@ class Engine:
                 "The group belongs to the process that opened it, and this one was forked from it.",
                 next_step="let the workers of a DataLoader load data and nothing else.",
             )
-        if self._void is not None:
-            raise self._void
         if self._breakage is not None:
             if isinstance(self._breakage, PeerLost) and self._breakage.peer == self._name(self._rank):
                 raise self._breakage  # given up by the others: whoever asks first shall hear that

@@ -11,7 +11,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 
 import msgspec
 import torch
@@ -31,8 +30,6 @@ from shoal.group.host.control import (
     new_bell,
     region_bytes,
 )
-from shoal.group.host.cuda import Device, open_device
-from shoal.group.host.device import DeviceCollectives
 from shoal.group.host.engine import (
     KINDS,
     STAGE_BYTES,
@@ -71,11 +68,7 @@ _SMALL_BYTES = 1 << 16
 _opened: dict[tuple[str, int], int] = {}
 
 
-def open_host_group(
-    placement: Placement,
-    settings: GroupSettings,
-    make_device: Callable[[torch.device], Device] = open_device,
-) -> HostGroup:
+def open_host_group(placement: Placement, settings: GroupSettings) -> HostGroup:
     """Meet the other workers of this machine; DeadlineExceeded names who did not come."""
     if placement.size != placement.local_size:
         raise UsageError(
@@ -112,7 +105,7 @@ def open_host_group(
         watch.open()
         undo.pop_all()
     _opened[settings.key, rank] = number
-    return HostGroup(placement, settings, Shared(arena, stage, control, bells, watch), make_device)
+    return HostGroup(placement, settings, Shared(arena, stage, control, bells, watch))
 
 
 class Shared(msgspec.Struct, frozen=True):
@@ -128,13 +121,7 @@ class Shared(msgspec.Struct, frozen=True):
 class HostGroup(Group):
     """Workers of one machine; `open_host_group` makes one."""
 
-    def __init__(
-        self,
-        placement: Placement,
-        settings: GroupSettings,
-        shared: Shared,
-        make_device: Callable[[torch.device], Device] = open_device,
-    ) -> None:
+    def __init__(self, placement: Placement, settings: GroupSettings, shared: Shared) -> None:
         self.rank = placement.rank
         self.size = placement.size
         self.patience = settings.patience
@@ -147,7 +134,6 @@ class HostGroup(Group):
         self._bells = shared.bells
         self._watch = shared.watch
         self._engine = Engine(self.rank, self.size, self._control, self._bells, self._watch, settings)
-        self._devices = DeviceCollectives(self, self._engine, self._control, make_device)
         self._staging = Staging(self.rank, shared.stage, self._engine)
         self._channels = Channels(self.rank, self._arena, self._control, self._bells)
         self._locks = Locks(self._arena.lock_file)
@@ -163,10 +149,6 @@ class HostGroup(Group):
     def members(self) -> Sequence[int]:
         """Ranks that still take part."""
         return self._engine.members()
-
-    @property
-    def stats(self):
-        return None
 
     @property
     def lost(self) -> Mapping[int, Loss]:
@@ -210,8 +192,11 @@ class HostGroup(Group):
     ) -> torch.Tensor:
         """Shared memory; MemoryFull on all members when there is none left."""
         if device is not None and device.type != "cpu":
-            with self._tally.paused():
-                return self._devices.empty(num_elements, dtype, device)
+            raise UsageError(
+                f"workers of one machine share memory of the CPU, not of {device}.",
+                next_step='open the group with shoal.init(backend="nccl"), or "gloo" for workers that share '
+                "one device; or keep the model on the CPU.",
+            )
         if num_elements <= 0:
             return torch.empty(0, dtype=dtype)
         region = -(-num_elements * dtype.itemsize // _PAGE) * _PAGE
@@ -229,9 +214,6 @@ class HostGroup(Group):
 
     def free(self, tensor: torch.Tensor) -> None:
         """Give the pages back to the system."""
-        if self._devices.takes(tensor):
-            self._devices.free(tensor, lambda: self._meet(Task([_FREE, 0, 0, 0])))
-            return
         segment = self._arena.find(tensor)
         if segment is None:
             return
@@ -251,8 +233,6 @@ class HostGroup(Group):
         check_reduction(tensor, op)
         self._tally.all_reduce(tensor.nbytes)
         words = [_ALL_REDUCE, code_of(tensor.dtype), tensor.numel(), OPS.index(op)]
-        if self._devices.takes(tensor):
-            return self._devices.all_reduce(given, op, words)
         place = None if self.should_survive else self._own_place(tensor)
         if place is None:
             if self.size > 2 and not self.should_survive:
@@ -283,8 +263,6 @@ class HostGroup(Group):
             )
         self._tally.broadcast(tensor.nbytes, root)
         words = [_BROADCAST, code_of(tensor.dtype), tensor.numel(), root]
-        if self._devices.takes(tensor):
-            return self._devices.broadcast(given, root, words)
         sources = () if self.rank == root else (root,)
         place = self._own_place(tensor)
         # of what is small the root gives a copy, and need not wait until all have read it
@@ -325,12 +303,9 @@ class HostGroup(Group):
         sizes = Task([_ALL_GATHER, code_of(tensor.dtype), width, len(rest), rows, code], learn)
         sizes.must_match = 4
         self._meet(sizes)
+        results = {rank: tensor.new_empty((rows, *rest)) for rank, (rows, _) in told.items()}
         row_bytes = width * tensor.element_size()
         self._tally.all_gather(tensor.nbytes, sum(row_bytes * told[rank][0] for rank in told) - tensor.nbytes)
-        if self._devices.takes(tensor):
-            shapes = {rank: (rows, *rest) for rank, (rows, _) in told.items()}
-            return self._devices.all_gather(tensor, shapes, [_ALL_GATHER, code_of(tensor.dtype)])
-        results = {rank: tensor.new_empty((rows, *rest)) for rank, (rows, _) in told.items()}
         copy_into(results[self.rank], tensor.reshape(rows, *rest))
         flats = {rank: result.view(-1) for rank, result in results.items()}
         piece = STAGE_BYTES // tensor.element_size()
@@ -366,9 +341,6 @@ class HostGroup(Group):
             )
         words = [_EXCHANGE, code_of(tensor.dtype), tensor.numel()]
         self._tally.exchange(tensor.nbytes, weights)
-        if self._devices.takes(tensor):
-            mix = partial(self._mix, weights=weights)
-            return self._devices.exchange(given, words, lambda task: self._address(task, weights), mix, out)
         if out is None:
 
             def mix(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
@@ -398,9 +370,6 @@ class HostGroup(Group):
 
     def settle(self, tensor: torch.Tensor) -> None:
         """Wait until nobody reads `tensor` any more."""
-        if self._devices.takes(tensor):
-            self._devices.settle(tensor)
-            return
         seq = self._forget_readers(span_of(tensor))
         if not self._engine.is_finished(seq):
             self._engine.wait_until(lambda: self._engine.is_finished(seq), None, "settle")
@@ -517,7 +486,6 @@ class HostGroup(Group):
             self._bells.tell(BEAT, beat)
         self._bells.close()
         self._locks.close()
-        self._devices.close()
         self._arena.close()
 
     def _is_idle(self) -> bool:
