@@ -14,13 +14,13 @@ import time
 
 import torch
 
-from shoal.group.host.cuda import Device, Stream
+from shoal.group.host.cuda import DeviceStream, SharedDevice
 from shoal.group.host.memory import MemoryFull
 
 _LOOK_S = 5e-5
 
 
-class FakeDevice(Device):
+class FakeDevice(SharedDevice):
     """`capacity_bytes` is what it has room for; with `identity` workers are on GPUs of their own."""
 
     def __init__(self, *, seed=0, identity="fake", capacity_bytes=1 << 40, longest_s=1e-3):
@@ -71,7 +71,7 @@ def _word(address):
     return ctypes.c_int32.from_address(address)
 
 
-class _CallerStream(Stream):
+class _CallerStream(DeviceStream):
     def run(self, work):
         work()
 
@@ -89,8 +89,11 @@ class _CallerStream(Stream):
     def mark(self):
         return None
 
+    def synchronize(self):
+        pass
 
-class _LaggingStream(Stream):
+
+class _LaggingStream(DeviceStream):
     def __init__(self, choice, longest_s):
         self._choice = choice
         self._longest_s = longest_s
@@ -109,6 +112,9 @@ class _LaggingStream(Stream):
     def follow(self, mark):
         if mark is not None:
             self._items.put(mark.wait)
+
+    def synchronize(self):
+        self.mark().wait()
 
     def mark(self):
         reached = threading.Event()

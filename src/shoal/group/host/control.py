@@ -23,7 +23,19 @@ from shoal.group.host.memory import Segment
 
 _LINE = 8  # words of 8 bytes: a cache line, so that two writers never share one
 ARRIVED, FINISHED, PUBLISHED, BEAT, LEFT, VERDICT, ASLEEP = (line * _LINE for line in range(7))
-_COUNTERS = 7 * _LINE
+DEVICE_ARRIVED, DEVICE_FINISHED, DEVICE_COMPLETE, DEVICE_PUBLISHED = (line * _LINE for line in range(7, 11))
+"""Words that a worker's GPU writes when it has come so far: its part of an operation is there, its work is
+done, all that it waits for is done; and the number of the last publication whose memory is written."""
+NUM_READS = 4
+"""Publications in GPU memory that one worker may be reading at the same time."""
+READ_CLAIMS, READ_TICKETS, READS_DONE = (
+    [(line + 3 * index) * _LINE for index in range(NUM_READS)] for line in range(11, 14)
+)
+_COUNTERS = (11 + 3 * NUM_READS) * _LINE
+FREED = 0x7FFFFFFF
+"""Written over what the GPU of a lost worker owes, so that nobody's stream waits for it."""
+DEVICE_CODE = 1 << 60
+"""From here on, and below its negative, places that descriptions name are in GPU memory."""
 MAX_AHEAD = 512
 """Operations that one worker may be ahead of the slowest: so many descriptions are kept."""
 _DESCRIPTION_WORDS = 8
@@ -72,6 +84,7 @@ class ControlPage:
     """The words of all ranks, which everybody reads; a worker writes its own, and verdicts."""
 
     def __init__(self, segment: Segment, rank: int, size: int) -> None:
+        self.memory = segment.flat
         self._words = segment.flat.numpy().data.cast("B").cast("q")
         self._numbers = segment.flat.numpy().data.cast("B").cast("d")
         self._stride = segment.stride_bytes // 8
@@ -79,7 +92,7 @@ class ControlPage:
         self._size = size
         self._descriptions_at = _COUNTERS
         self._factors_at = self._descriptions_at + MAX_AHEAD * _DESCRIPTION_WORDS
-        self._publications_at = self._factors_at + MAX_AHEAD * size
+        self._publications_at = self._factors_at + MAX_AHEAD * 2 * size
         self._own_at = rank * self._stride
         self._left = self._words[LEFT :: self._stride]
         self._verdicts = self._words[VERDICT :: self._stride]
@@ -90,7 +103,7 @@ class ControlPage:
     @staticmethod
     def region_bytes(size: int) -> int:
         """Says how much of the page's memory each rank needs."""
-        words = _COUNTERS + MAX_AHEAD * (_DESCRIPTION_WORDS + size) + PUBLICATIONS * PUBLICATION_WORDS
+        words = _COUNTERS + MAX_AHEAD * (_DESCRIPTION_WORDS + 2 * size) + PUBLICATIONS * PUBLICATION_WORDS
         return -(-words * 8 // 4096) * 4096
 
     def clear(self) -> None:
@@ -138,7 +151,7 @@ class ControlPage:
         for index, word in enumerate(words):
             self._words[at + index] = word
         if factors is not None:
-            at = self._own_at + self._factors_at + seq % MAX_AHEAD * self._size
+            at = self._own_at + self._factors_at + seq % MAX_AHEAD * 2 * self._size
             for index, factor in enumerate(factors):
                 self._numbers[at + index] = factor
 
@@ -148,8 +161,39 @@ class ControlPage:
         return self._words[at : at + _DESCRIPTION_WORDS].tolist()
 
     def factor(self, rank: int, seq: int, receiver: int) -> float:
-        """Reads what a rank multiplies with before it sends to `receiver`."""
-        return self._numbers[rank * self._stride + self._factors_at + seq % MAX_AHEAD * self._size + receiver]
+        """Reads what a rank multiplies with before it sends to `receiver`.
+
+        On a GPU `size + source` stands for what the rank multiplies with that it receives from a source.
+        """
+        at = self._factors_at + seq % MAX_AHEAD * 2 * self._size
+        return self._numbers[rank * self._stride + at + receiver]
+
+    # --- what GPUs say ---
+
+    def address(self, rank: int, name: int) -> int:
+        """Gives the address of a word, for a GPU that writes it or waits for it."""
+        return self.memory.data_ptr() + (rank * self._stride + name) * 8
+
+    def is_done_on_device(self, rank: int, name: int, seq: int) -> bool:
+        """Tells whether a rank's GPU has said so of an operation, and not somebody else for it."""
+        return seq <= self._words[rank * self._stride + name] < FREED
+
+    def free_device(self, rank: int) -> None:
+        """Lets no stream wait for the GPU of a lost rank any more."""
+        for name in (DEVICE_ARRIVED, DEVICE_FINISHED, DEVICE_COMPLETE, *READS_DONE):
+            self._words[rank * self._stride + name] = FREED
+
+    def last_given(self, rank: int) -> int:
+        """Finds the last operation to which a rank that is gone has given its part, on its GPU too.
+
+        All who ask come to the same number: neither the worker nor its GPU writes any more.
+        """
+        arrived = self.get(rank, ARRIVED)
+        given = self._words[rank * self._stride + DEVICE_ARRIVED]
+        for seq in range(max(given, arrived - MAX_AHEAD) + 1, arrived + 1):
+            if any(abs(word) >= DEVICE_CODE for word in self.description(rank, seq)[3:5]):
+                return seq - 1
+        return arrived
 
     def publication(self, rank: int, index: int) -> list[int]:
         """Reads one entry of a rank's table of publications; `window` says what the words mean."""

@@ -28,7 +28,7 @@ _ALREADY_REGISTERED = 712
 _PEER_ACCESS = 1
 
 
-class Stream(abc.ABC):
+class DeviceStream(abc.ABC):
     """A queue of work that a device does in order, while the caller goes on."""
 
     @abc.abstractmethod
@@ -44,17 +44,21 @@ class Stream(abc.ABC):
         """Lets it wait until a word of registered host memory is `value` or more."""
 
     @abc.abstractmethod
+    def synchronize(self) -> None:
+        """Waits until it has done all that it was given."""
+
+    @abc.abstractmethod
     def follow(self, mark: object) -> None:
-        """Lets what comes next wait for what a stream was given before `Device.mark`."""
+        """Lets what comes next wait for what a stream was given before `SharedDevice.mark`."""
 
 
-class Device(abc.ABC):
+class SharedDevice(abc.ABC):
     """One accelerator, as one process sees it."""
 
     name: str
     identity: str
     """Equal for all processes that use the same accelerator."""
-    side: Stream
+    side: DeviceStream
     """The stream of collectives, which overlap with the caller's own work."""
 
     def takes(self, tensor: torch.Tensor) -> bool:
@@ -63,12 +67,12 @@ class Device(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def caller(self) -> Stream:
+    def caller(self) -> DeviceStream:
         """The stream that the caller's operations go to now."""
 
     @abc.abstractmethod
-    def mark(self, stream: Stream) -> object:
-        """Names the place that a stream has come to, for `Stream.follow`."""
+    def mark(self, stream: DeviceStream) -> object:
+        """Names the place that a stream has come to, for `DeviceStream.follow`."""
 
     @abc.abstractmethod
     def allocate(self, size_bytes: int) -> tuple[torch.Tensor, bytes]:
@@ -94,17 +98,20 @@ class Device(abc.ABC):
         """Waits until the device has done all that this process gave it."""
 
 
-def open_device(device: torch.device) -> Device:
+MakeDevice = Callable[[torch.device], SharedDevice]
+
+
+def open_device(device: torch.device) -> SharedDevice:
     """Gives the device of a tensor; UsageError for kinds whose memory processes cannot share."""
     if device.type != "cuda" or torch.version.hip is not None:
         raise UsageError(
             f"workers of one machine share memory of the CPU and of NVIDIA GPUs, not of {device}.",
             next_step='open the group with shoal.init(backend="gloo"), or keep the model on the CPU.',
         )
-    return CudaDevice(torch.cuda.current_device() if device.index is None else device.index)
+    return CudaSharedDevice(torch.cuda.current_device() if device.index is None else device.index)
 
 
-class CudaDevice(Device):
+class CudaSharedDevice(SharedDevice):
     """A GPU of this machine."""
 
     def __init__(self, index: int) -> None:
@@ -120,11 +127,11 @@ class CudaDevice(Device):
         """By the first address of registered memory: its end, and how far off the GPU sees it."""
 
     @property
-    def caller(self) -> Stream:
+    def caller(self) -> DeviceStream:
         """torch's current stream of this thread."""
         return _CudaStream(self, torch.cuda.current_stream(self._index))
 
-    def mark(self, stream: Stream) -> object:
+    def mark(self, stream: DeviceStream) -> object:
         """Records an event."""
         assert isinstance(stream, _CudaStream)
         return stream.stream.record_event()
@@ -214,8 +221,8 @@ class CudaDevice(Device):
         return torch.as_tensor(memory, device=f"cuda:{self._index}")
 
 
-class _CudaStream(Stream):
-    def __init__(self, device: CudaDevice, stream: torch.cuda.Stream) -> None:
+class _CudaStream(DeviceStream):
+    def __init__(self, device: CudaSharedDevice, stream: torch.cuda.Stream) -> None:
         self.stream = stream
         self._device = device
 
@@ -228,6 +235,9 @@ class _CudaStream(Stream):
 
     def wait(self, address: int, value: int) -> None:
         self._device.wait_value(self.stream, address, value)
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
 
     def follow(self, mark: object) -> None:
         assert isinstance(mark, torch.cuda.Event)

@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -24,6 +24,7 @@ from shoal.group.base import GroupSettings, Handle, Reduction, T, rank_to_blame
 from shoal.group.host.control import (
     ARRIVED,
     ASLEEP,
+    DEVICE_COMPLETE,
     DTYPES,
     FINISHED,
     LEFT,
@@ -64,6 +65,8 @@ class Task:
         "is_shared",
         "is_staged",
         "is_survivable",
+        "may_arrive",
+        "may_work",
         "must_match",
         "needs_shares",
         "num_holding",
@@ -89,6 +92,10 @@ class Task:
         """The memory that it reads or writes here: a later task on any of it waits for this one."""
         self.prepare: Callable[[Task], None] | None = None
         """Called before this worker arrives."""
+        self.may_arrive: Callable[[Task], bool] | None = None
+        """Asked before this worker arrives: whether the GPU memory that it writes then is free."""
+        self.may_work: Callable[[Task, list[int]], bool] | None = None
+        """Asked before `work`: whether the GPU memory that it reads is written by those that take part."""
         self.is_staged = False
         """Whether it writes staging memory before it arrives."""
         self.half = -1
@@ -148,6 +155,13 @@ class ProgressEngine:
         self._halves = [0, 0]
         self._pid = os.getpid()
         self._breakage: BaseException | None = None
+        self._void: PeerLost | None = None
+        """The loss that leaves the result of an operation on the GPU without meaning."""
+        self._on_device: deque[tuple[int, Sequence[int]]] = deque()
+        """Operations in which streams may still wait for each other, and who takes part."""
+        self.on_loss: list[Callable[[int], None]] = []
+        """Called in the watching thread with a rank that is lost."""
+        watch.on_loss = self._free_streams
         self._blocker: int | None = None
         self._spin_s = _SPIN_S if size <= (os.cpu_count() or 1) else _SPIN_CROWDED_S
 
@@ -190,6 +204,8 @@ class ProgressEngine:
         if self.besides is not None:
             self.besides()
         if not self._to_work:
+            if self._void is not None:
+                raise self._void
             return
         self.check_usable()
         self.pipes.take_in()
@@ -281,9 +297,10 @@ class ProgressEngine:
         if self.control.get(self.rank, VERDICT) != NOT_YET:
             raise self._given_up()
 
-    def members(self) -> list[int]:
-        """Lists who takes part in the next operation."""
-        return [rank for rank in self._everybody if self._is_member(rank, self.issued + 1)]
+    def members(self, seq: int | None = None) -> list[int]:
+        """Lists who takes part in an operation, by default the next one."""
+        seq = self.issued + 1 if seq is None else seq
+        return [rank for rank in self._everybody if self._is_member(rank, seq)]
 
     def is_gone(self, rank: int) -> bool:
         """Tells whether another rank is lost or has left."""
@@ -309,6 +326,37 @@ class ProgressEngine:
                 return False
         return True
 
+    def are_done_on_device(self, name: int, seq: int, ranks: Iterable[int]) -> bool:
+        """Tells whether the GPUs of those of some ranks that are there have come so far."""
+        for rank in ranks:
+            if self.control.is_done_on_device(rank, name, seq):
+                continue
+            if rank == self.rank or self.control.gone_after(rank) == NOT_YET:
+                self._blocker = None if rank == self.rank else rank
+                return False
+        return True
+
+    def note_on_device(self, seq: int, present: Sequence[int]) -> None:
+        """Remembers an operation until this worker's stream has come through."""
+        self._on_device.append((seq, present))
+        while self._on_device and self.control.is_done_on_device(
+            self.rank, DEVICE_COMPLETE, self._on_device[0][0]
+        ):
+            self._on_device.popleft()
+
+    def _free_streams(self, rank: int) -> None:
+        """Frees the streams that wait for a lost rank, in the watching thread.
+
+        What they were waiting for never came, so where a loss ends the run no more operation may follow.
+        """
+        for seq, present in tuple(self._on_device):
+            is_over = self.control.is_done_on_device(self.rank, DEVICE_COMPLETE, seq)
+            if rank in present and not is_over and not self.should_survive and self._void is None:
+                self._void = self.lost_error(rank)
+        self.control.free_device(rank)
+        for callback in self.on_loss:
+            callback(rank)
+
     def _blame(self, waited_s: float) -> None:
         """Puts a wait down to the one who came last."""
         if self._blocker is not None:
@@ -319,7 +367,7 @@ class ProgressEngine:
             return False
         if task.is_staged and not self.is_finished(self._halves[task.half]):
             return False
-        if self._is_in_use(task):
+        if self._is_in_use(task) or (task.may_arrive is not None and not task.may_arrive(task)):
             return False
         self.check_own_verdict()
         if task.prepare is not None:
@@ -361,6 +409,8 @@ class ProgressEngine:
         if task.error is None:
             present.sort()
             task.error = self._mismatch(task, present)
+        if task.error is None and task.may_work is not None and not task.may_work(task, present):
+            return False
         if task.error is None and task.work is not None:
             try:
                 task.work(task, present)
@@ -401,6 +451,14 @@ class ProgressEngine:
             self.culprit = rank_to_blame(error, self.name_of(self.rank))
         return error
 
+    def not_sent_error(self, source: int, receiver: int) -> UsageError:
+        """Makes the error for a rank that names a source which does not name it as a destination."""
+        return UsageError(
+            f"rank {self.name_of(receiver)} wants to receive from rank {self.name_of(source)}, which does "
+            "not send to it.",
+            next_step="let sources and destinations agree; a Topology's weights do.",
+        )
+
     def _given_up(self) -> PeerLost:
         return PeerLost(
             f"rank {self.name_of(self.rank)}, this worker, was silent for more than "
@@ -417,6 +475,8 @@ class ProgressEngine:
                 "The group belongs to the process that opened it, and this one was forked from it.",
                 next_step="let the workers of a DataLoader load data and nothing else.",
             )
+        if self._void is not None:
+            raise self._void
         if self._breakage is not None:
             if isinstance(self._breakage, PeerLost) and self._breakage.peer == self.name_of(self.rank):
                 raise self._breakage  # given up by the others: whoever asks first shall hear that
@@ -652,6 +712,15 @@ def span_of(tensor: torch.Tensor) -> Span:
     """Finds the memory of a tensor without gaps."""
     start = tensor.data_ptr()
     return start, start + tensor.numel() * tensor.element_size()
+
+
+def sent_by(root: int, views: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """Finds the root's tensor; UsageError when it has left."""
+    if root not in views:
+        raise UsageError(
+            f"rank {root}, which should broadcast, has left the group.", next_step="broadcast from a member."
+        )
+    return views[root]
 
 
 def regions(

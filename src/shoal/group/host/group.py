@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -27,6 +27,8 @@ from shoal.group.host.control import (
     code_of,
     failed_beat,
 )
+from shoal.group.host.cuda import MakeDevice, open_device
+from shoal.group.host.device import DeviceCollectives, DeviceMemory
 from shoal.group.host.engine import (
     KINDS,
     STAGE_BYTES,
@@ -38,6 +40,7 @@ from shoal.group.host.engine import (
     TasksHandle,
     is_overlapping,
     regions,
+    sent_by,
     span_of,
 )
 from shoal.group.host.heartbeat import ProcessWatch
@@ -58,8 +61,13 @@ _SMALL_BYTES = 1 << 16
 _opened: dict[tuple[str, int], int] = {}
 
 
-def open_host_group(placement: Placement, settings: GroupSettings) -> HostGroup:
-    """Meets the other workers of this machine; DeadlineExceeded names who did not come."""
+def open_host_group(
+    placement: Placement, settings: GroupSettings, make_device: MakeDevice = open_device
+) -> HostGroup:
+    """Meets the other workers of this machine; DeadlineExceeded names who did not come.
+
+    `make_device` gives what is needed of a GPU when memory on it is first used.
+    """
     if placement.size != placement.local_size:
         raise UsageError(
             f"{placement.size} workers on several machines cannot share memory.",
@@ -97,13 +105,20 @@ def open_host_group(placement: Placement, settings: GroupSettings) -> HostGroup:
         undo.pop_all()
     _opened[settings.key, rank] = number
     engine = ProgressEngine(rank, size, control, pipes, watch, settings)
-    return HostGroup(settings, arena, stage, engine)
+    return HostGroup(settings, arena, stage, engine, make_device)
 
 
 class HostGroup(Group):
     """The workers of one machine; `open_host_group` makes one."""
 
-    def __init__(self, settings: GroupSettings, arena: Arena, stage: Segment, engine: ProgressEngine) -> None:
+    def __init__(
+        self,
+        settings: GroupSettings,
+        arena: Arena,
+        stage: Segment,
+        engine: ProgressEngine,
+        make_device: MakeDevice = open_device,
+    ) -> None:
         self.rank = engine.rank
         self.size = engine.size
         self.patience = settings.patience
@@ -116,9 +131,11 @@ class HostGroup(Group):
         self._control = engine.control
         self._pipes = engine.pipes
         self._watch = engine.watch
+        self._devices = DeviceMemory(self, engine, make_device)
+        self._on_device = DeviceCollectives(self._devices, engine)
         self._staging = Staging(self.rank, stage, engine)
         self._counter = HostTrafficCounter(engine)
-        self._windows = WindowSet(engine, arena, self._counter)
+        self._windows = WindowSet(engine, arena, self._counter, self._devices)
         self._read_at: dict[Span, int] = {}
         """Memory that others read, and the last operation in which they do."""
         self._is_open = True
@@ -162,7 +179,9 @@ class HostGroup(Group):
         self, num_elements: int, dtype: torch.dtype = torch.float32, *, device: torch.device | None = None
     ) -> torch.Tensor:
         """Takes shared memory; MemoryFull on all members when there is none left."""
-        _check_device(device)
+        if device is not None and device.type != "cpu":
+            with self._uncounted():
+                return self._devices.empty(num_elements, dtype, device)
         if num_elements <= 0:
             return torch.empty(0, dtype=dtype)
         region = -(-num_elements * dtype.itemsize // _PAGE) * _PAGE
@@ -179,7 +198,10 @@ class HostGroup(Group):
         return segment.new_region(self.rank, 0, num_elements, dtype)
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Gives the pages back to the system."""
+        """Gives the memory back to the system."""
+        if self._devices.takes(tensor):
+            self._devices.free(tensor, lambda: self._meet(Task([_FREE, 0, 0, 0])))
+            return
         segment = self._arena.find(tensor)
         if segment is None:
             return
@@ -199,6 +221,8 @@ class HostGroup(Group):
         check_reduction(tensor, op)
         self._counter.all_reduce(tensor.nbytes)
         words = [_ALL_REDUCE, code_of(tensor.dtype), tensor.numel(), OPS.index(op)]
+        if self._devices.takes(tensor):
+            return self._on_device.all_reduce(given, op, words)
         should_survive = self._engine.should_survive
         place = None if should_survive else self._arena.find_own(tensor, self.rank)
         if place is None:
@@ -230,6 +254,8 @@ class HostGroup(Group):
             )
         self._counter.broadcast(tensor.nbytes, root)
         words = [_BROADCAST, code_of(tensor.dtype), tensor.numel(), root]
+        if self._devices.takes(tensor):
+            return self._on_device.broadcast(given, root, words)
         sources = () if self.rank == root else (root,)
         place = self._arena.find_own(tensor, self.rank)
         # of what is small the root gives a copy, and need not wait until all have read it
@@ -237,7 +263,7 @@ class HostGroup(Group):
 
             def take(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
                 if self.rank != root:
-                    part.copy_(_sent_by(root, stages))
+                    part.copy_(sent_by(root, stages))
 
             def address(task: Task) -> None:
                 task.sources = sources
@@ -247,7 +273,7 @@ class HostGroup(Group):
 
         def work(task: Task, present: list[int]) -> None:
             if self.rank != root:
-                copy_into(tensor.view(-1), _sent_by(root, regions(segment, offset, tensor, present)))
+                copy_into(tensor.view(-1), sent_by(root, regions(segment, offset, tensor, present)))
 
         task = Task([*words, segment.code + offset], work, span_of(tensor))
         # the root waits for everybody: they read its memory
@@ -270,11 +296,14 @@ class HostGroup(Group):
         sizes = Task([_ALL_GATHER, code_of(tensor.dtype), width, len(rest), rows, code], learn)
         sizes.must_match = 4
         self._meet(sizes)
-        results = {rank: tensor.new_empty((rows, *rest)) for rank, (rows, _) in told.items()}
         row_bytes = width * tensor.element_size()
         self._counter.all_gather(
             tensor.nbytes, sum(row_bytes * told[rank][0] for rank in told) - tensor.nbytes
         )
+        if self._devices.takes(tensor):
+            shapes = {rank: (rows, *rest) for rank, (rows, _) in told.items()}
+            return self._on_device.all_gather(tensor, shapes, [_ALL_GATHER, code_of(tensor.dtype)])
+        results = {rank: tensor.new_empty((rows, *rest)) for rank, (rows, _) in told.items()}
         copy_into(results[self.rank], tensor.reshape(rows, *rest))
         flats = {rank: result.view(-1) for rank, result in results.items()}
         piece = STAGE_BYTES // tensor.element_size()
@@ -312,6 +341,8 @@ class HostGroup(Group):
             )
         words = [_EXCHANGE, code_of(tensor.dtype), tensor.numel()]
         self._counter.exchange(tensor.nbytes, weights)
+        if self._devices.takes(tensor):
+            return self._on_device.exchange(given, weights, words, out)
         if out is None:
 
             def mix(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
@@ -341,6 +372,9 @@ class HostGroup(Group):
 
     def settle(self, tensor: torch.Tensor) -> None:
         """Waits until nobody reads `tensor` any more."""
+        if self._devices.takes(tensor):
+            self._on_device.settle(tensor)
+            return
         seq = self._forget_readers(span_of(tensor))
         if not self._engine.is_finished(seq):
             self._engine.wait_until(lambda: self._engine.is_finished(seq), None, "settle")
@@ -359,18 +393,24 @@ class HostGroup(Group):
         device: torch.device | None = None,
     ) -> HostWindow:
         """Makes a window whose slots lie in shared memory, where each source writes its own."""
-        _check_device(device)
         if num_elements < 1:
             raise UsageError(f"Window {name!r} would have no elements.", next_step="give it one at least.")
         code_of(dtype)  # refuses here what could not be described later
+        is_on_device = device is not None and device.type != "cpu"
         if sources is not None and len(sources) == 0:
-            return HostWindow(name, SlotLayout({}, num_elements, dtype), None, self._windows)
-        counted = self._counter.sent_bytes, self._counter.received_bytes
-        layout = SlotLayout.agree(self, name, num_elements, dtype, sources)
-        self._counter.sent_bytes, self._counter.received_bytes = counted  # what is agreed on is no data
-        memory = self.empty(-(-layout.size_bytes // self.size) or 1, torch.uint8)
-        segment = self._arena.find(memory)
-        return HostWindow(name, layout, segment, self._windows, lambda: self.free(memory))
+            return HostWindow(name, SlotLayout({}, num_elements, dtype), None, self._windows, device)
+        with self._uncounted():
+            layout = SlotLayout.agree(self, name, num_elements, dtype, sources, is_on_device=is_on_device)
+        memory = [self.empty(-(-layout.size_bytes // self.size) or 1, torch.uint8)]
+        if is_on_device:
+            memory.append(self.empty(layout.device_bytes or 1, torch.uint8, device=device))
+
+        def free() -> None:
+            self._windows.forget(memory[0])
+            for tensor in memory:
+                self.free(tensor)
+
+        return HostWindow(name, layout, memory, self._windows, device, free)
 
     def wait_until(
         self, is_done: Callable[[], bool], deadline: Deadline | None, what: str, whom: Callable[[], str]
@@ -421,7 +461,16 @@ class HostGroup(Group):
             self._pipes.tell(BEAT, beat)
         self._pipes.close()
         self._windows.locks.close()
+        self._on_device.close()
+        self._devices.close()
         self._arena.close()
+
+    @contextlib.contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """Counts nothing of what happens inside: what workers agree on is no data."""
+        counted = self._counter.sent_bytes, self._counter.received_bytes
+        yield
+        self._counter.sent_bytes, self._counter.received_bytes = counted
 
     def _is_idle(self) -> bool:
         return not (self._engine.is_busy or self._windows.pending.is_busy)
@@ -514,28 +563,6 @@ class HostGroup(Group):
             if self._control.description(rank, task.seq)[4]:
                 factor = self._control.factor(rank, task.seq, self.rank)
                 if math.isnan(factor):
-                    name = self._engine.name_of
-                    raise UsageError(
-                        f"rank {name(self.rank)} wants to receive from rank {name(rank)}, which does not "
-                        "send to it.",
-                        next_step="let sources and destinations agree; a Topology's weights do.",
-                    )
+                    raise self._engine.not_sent_error(rank, self.rank)
             sources.append((views[rank], weight * factor))
         mix_into(out, own, weights.own, sources)
-
-
-def _check_device(device: torch.device | None) -> None:
-    if device is not None and device.type != "cpu":
-        raise UsageError(
-            f"workers of one machine share memory of the CPU, not of {device}.",
-            next_step='open the group with shoal.init(backend="nccl"), or "gloo" for workers that share one '
-            "device; or keep the model on the CPU.",
-        )
-
-
-def _sent_by(root: int, views: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    if root not in views:
-        raise UsageError(
-            f"rank {root}, which should broadcast, has left the group.", next_step="broadcast from a member."
-        )
-    return views[root]

@@ -16,14 +16,13 @@ import os
 import select
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shoal.core import LoopThread
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.core.processes import stat_fields
 from shoal.group.base import GroupSettings, Loss
 from shoal.group.host.control import (
-    ARRIVED,
     BEAT,
     LEFT,
     NOT_YET,
@@ -46,6 +45,8 @@ class ProcessWatch:
         self, rank: int, pids: Sequence[int], control: ControlPage, pipes: WakePipes, settings: GroupSettings
     ) -> None:
         self.lost: dict[int, Loss] = {}
+        self.on_loss: Callable[[int], None] | None = None
+        """Called with a rank once it is judged, in the watching thread."""
         self.left_at_s: dict[int, float] = {}
         """When those were seen to have left that have, by the monotonic clock."""
         self._rank = rank
@@ -160,7 +161,7 @@ class ProcessWatch:
             self._silent_s[rank] = 0.0
         elif silent_s > self._silence_s and self._rank == min([self._rank, *self._beating(rank)]):
             reason = f"silent for {silent_s:.1f} s{_stopped(self._pids[rank])}"
-            self._lose(rank, reason, after=self._control.get(rank, ARRIVED))
+            self._lose(rank, reason, after=self._control.last_given(rank))
 
     def _beating(self, suspect: int) -> list[int]:
         return [
@@ -174,7 +175,7 @@ class ProcessWatch:
             self._note_left(rank)
             return
         # it writes no more: all who look see the same number
-        self._lose(rank, f"its process {self._pids[rank]} ended", after=self._control.get(rank, ARRIVED))
+        self._lose(rank, f"its process {self._pids[rank]} ended", after=self._control.last_given(rank))
 
     def _note_left(self, rank: int) -> None:
         self.left_at_s[rank] = time.monotonic()
@@ -185,6 +186,8 @@ class ProcessWatch:
         self.lost[rank] = self._with_culprit(rank, Loss(rank, reason, at_s=time.monotonic()))
         if after is not None:
             self._control.judge(rank, after)  # now that whoever sees the verdict finds the reason
+        if self.on_loss is not None:
+            self.on_loss(rank)
         log.warning("rank %d is lost: %s", self._name(rank), reason)
         self._forget(rank)
         self._pipes.wake_self()
