@@ -4,8 +4,7 @@ import torch
 
 from shoal.core import DeadlineExceeded, ManualClock
 from shoal.group.base import Done, Handle
-from shoal.group.operations import Sleeper
-from shoal.group.operations import WrappedWindow
+from shoal.group.operations import Sleeper, WrappedWindow
 from shoal.group.solo import SoloGroup
 
 
@@ -24,7 +23,7 @@ class Pretender(SoloGroup):
 
     @property
     def members(self):
-        return range(self.size)
+        return range(self.size) if super().members else ()
 
     def progress(self):
         self.num_progressed += 1
