@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shoal.core import PeerLost, UsageError
 from shoal.group.base import Handle, Reduction
-from shoal.group.cluster.conversation import (
+from shoal.group.cluster.machine_exchange import (
     ABSENT,
     FREE,
     Action,

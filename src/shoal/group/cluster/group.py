@@ -1,9 +1,9 @@
 """The group of workers on several machines: shared memory inside each, streams between them.
 
 Whatever all take part in happens first inside a machine; then the first of its workers that has come speaks
-with those of other machines (`conversation`), and passes the result on. An `exchange` goes from rank to rank.
+with those of other machines (`machine_exchange`), and passes the result on. An `exchange` goes from rank to rank.
 Tensors on a device, and all tensors where a backend was asked for, go through torch.distributed instead
-(`DeviceOperations`). One-sided operations are `remote`'s. The order of operations is the `Lane`'s. A worker
+(`DeviceOperations`). One-sided operations are `window`'s. The order of operations is the `Lane`'s. A worker
 that waits is woken by its mates, or by its streams.
 """
 
@@ -24,11 +24,11 @@ import torch
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, Placement, ShoalError, UsageError
 from shoal.group.base import Group, GroupSettings, Handle, Loss, Reduction, Snapshot, Window
 from shoal.group.cluster.collectives import Collectives, DeviceOperations, on_host
-from shoal.group.cluster.conversation import Lane, Operation, Steps
 from shoal.group.cluster.heartbeat import NetworkPartition, find_partition
+from shoal.group.cluster.machine_exchange import Lane, Operation, Steps
 from shoal.group.cluster.mesh import Mesh
-from shoal.group.cluster.remote import Remote
 from shoal.group.cluster.rendezvous import Rendezvous, Seat, interface_of
+from shoal.group.cluster.window import Remote
 from shoal.group.host import HostGroup, open_host_group
 from shoal.group.host.engine import span_of
 from shoal.group.kernels import check_reduction

@@ -9,7 +9,7 @@ from group.cables import Cables
 from group.clusters import open_cluster
 from group.hosts import together
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, ShoalError, TensorError, UsageError
-from shoal.group.cluster.conversation import Conversation
+from shoal.group.cluster.machine_exchange import Conversation
 from shoal.topology import Weights
 
 TWO_BY_TWO = [[0, 1], [2, 3]]
