@@ -1,8 +1,8 @@
-"""One-sided operations between machines: what a worker publishes, its windows and its locks, by calls.
+"""Windows over several machines: workers of one machine use its own group, others are called.
 
-Peers of the same machine use its own group: in a window mates write to shared memory, others by calls to
-one's own. A call is answered on the mesh's loop, while the worker itself computes; what both touch is under a
-lock that is held only while something is copied.
+A call is answered on the mesh's loop, while the worker itself computes; what both touch is under a lock that
+is held only while something is copied. A window is made without waiting for other machines: what comes before
+it is there waits for it.
 """
 
 from __future__ import annotations
@@ -11,143 +11,144 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import torch
 
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, TensorError, UsageError
-from shoal.group.base import Done, Handle, Slot, Snapshot, T, Window
+from shoal.group.base import Done, Handle, Slot, Snapshot, T, Window, Write
 from shoal.group.cluster.mesh import MeshHandle, flat_bytes, view_of
-from shoal.group.host import HostGroup
-from shoal.group.kernels import CopiedSnapshot, Write, WritingWindow, check_write, write_first, write_more
+from shoal.group.kernels import CopiedSnapshot, MemorySlot, check_write
 from shoal.tensors.dtypes import DTYPES, dtype_name
 from shoal.tensors.memory import tensor_over
 from shoal.transport import Head, Reply
 
 if TYPE_CHECKING:
-    from shoal.group.cluster.group import TorchGroup
+    from shoal.group.cluster.group import ClusterGroup
 
 _HELD_S = 1e-4
-_READ, _WRITE, _LOCK, _UNLOCK = "group.read", "group.write", "group.lock", "group.unlock"
-_SENDS = "group.sends"
-_REMEMBERED = 64
+_READ, _WRITE = "group.read", "group.write"
 _LOOK_S = 2e-4
 _SLOWEST_LOOK_S = 5e-3
 _MAX_SPARES = 2
+_HOST = torch.device("cpu")
 
 
-class RemoteSlot(Slot):
-    """What a worker of another machine has written here; memory of its own from the first write on."""
+class _Reading(msgspec.Struct, frozen=True, array_like=True):
+    """Asks for what is published, once it is of this version."""
+
+    window: str
+    number: int
+    version: int
+
+
+class _Writing(msgspec.Struct, frozen=True, array_like=True):
+    """Writes into the caller's slot; `turn` counts what one worker writes to another in a window."""
+
+    window: str
+    number: int
+    turn: int
+    kind: Literal["put", "add", "send"]
+    weight: float
+    mass: float
+    note: bytes
+
+
+class _LockedSlot(MemorySlot):
+    """What a worker of another machine writes here."""
 
     def __init__(self, source: int, num_elements: int, dtype: torch.dtype) -> None:
-        self.source = source
-        self.num_writes = 0
-        self.mass = 0.0
-        self.note = b""
+        super().__init__(source, num_elements, dtype, None)
         self.lock = threading.Lock()
         self.is_held = False
         """By this worker, to read it."""
-        self._num_elements = num_elements
-        self._dtype = dtype
-        self._memory: torch.Tensor | None = None
+        self._turn = 0
+        """Of the write that comes next: they are taken in the order in which they were begun."""
 
-    @property
-    def tensor(self) -> torch.Tensor:  # type: ignore[override]
-        """What was written."""
-        if self._memory is None:
-            self._memory = torch.zeros(self._num_elements, dtype=self._dtype)
-        return self._memory
-
-    def clear(self) -> None:
-        """The next write starts from nothing."""
-        self.num_writes, self.mass, self.note = 0, 0.0, b""
-
-    def take_in(self, write: Write) -> None:
-        """One more; the lock is held."""
-        if write.kind == "accumulate" and self.num_writes:
-            write_more(self.tensor, write)
-            self.mass += write.mass
-        else:
-            write_first(self.tensor, write)
-            self.mass = write.mass
-        self.note = write.note
-        self.num_writes += 1
-
-
-class Slots:
-    """Those of one window at one worker, for sources on other machines."""
-
-    def __init__(self, sources: Sequence[int], num_elements: int, dtype: torch.dtype) -> None:
-        self.by_source = {source: RemoteSlot(source, num_elements, dtype) for source in sources}
-        self._following = dict.fromkeys(sources, 0)
-        """The number of the write that comes next from a source: they are taken in as they were begun."""
-        self._size_bytes = num_elements * dtype.itemsize
-        self._dtype = dtype
-
-    def check(self, source: int, buffers: Sequence[memoryview]) -> None:
-        """UsageError or TensorError for what cannot be written here."""
-        if source not in self.by_source:
-            raise UsageError(f"there is no slot for rank {source} here.", next_step="name it as a source.")
-        if [buffer.nbytes for buffer in buffers] != [self._size_bytes]:
-            raise TensorError(
-                f"{sum(buffer.nbytes for buffer in buffers)} bytes were written to a window of "
-                f"{self._size_bytes}."
-            )
-
-    def tensor_in(self, buffers: Sequence[memoryview]) -> torch.Tensor:
-        """What came."""
-        return tensor_over(buffers[0]).view(self._dtype)
-
-    def try_write(self, source: int, number: int, write: Write) -> bool:
-        """Take a write in, unless an earlier one is missing, its slot is held, or full for a send."""
-        slot = self.by_source[source]
-        if number != self._following[source] or (write.kind == "send" and slot.num_writes):
-            return False
-        if not slot.lock.acquire(blocking=False):
+    def try_write(self, turn: int, write: Write) -> bool:
+        """Takes a write in, unless an earlier one is missing, or the slot is held, or full for a send."""
+        if turn != self._turn or not self.may_take(write) or not self.lock.acquire(blocking=False):
             return False
         try:
-            slot.take_in(write)
-            self._following[source] += 1
+            self.take(write)
+            self._turn += 1
         finally:
-            slot.lock.release()
+            self.lock.release()
         return True
 
 
-class TorchWindow(WritingWindow):
-    """One worker's side."""
+class _Published:
+    """A tensor that others may read, and its version."""
+
+    def __init__(self, tensor: torch.Tensor, version: int) -> None:
+        self.tensor = tensor
+        self.version = version
+        self.is_torn = False
+        """Whether a change of it was broken off."""
+
+
+class ClusterWindow(Window):
+    """One worker's side of a window; `local` is that of its machine, `number` counts windows of this name."""
 
     def __init__(
         self,
-        remote: Remote,
-        name: str,
-        local: WritingWindow,
-        slots: Slots,
+        group: ClusterGroup,
+        number: int,
+        local: Window,
         sources: Sequence[int],
+        on_close: Callable[[str], None],
     ) -> None:
-        self.name = name
+        self.name = local.name
+        self.number = number
         self.num_elements = local.num_elements
         self.dtype = local.dtype
-        self._sources = sources
-        self._remote = remote
-        self._group = remote.group
+        self.device = _HOST
+        self._group = group
+        self._members = group.who
         self._local = local
-        self._slots = slots
-        self._num_written: dict[int, int] = {}
+        self._sources = sources
+        self._on_close = on_close
+        self._slots = {
+            source: _LockedSlot(source, self.num_elements, self.dtype)
+            for source in sources
+            if self._members.place_of(source) is None
+        }
+        self._turns: dict[int, int] = {}
+        self._published: _Published | None = None
+        self._lock = threading.Lock()
+        """Of what is published."""
+        self._spares: list[torch.Tensor] = []
+        """Memory for copies that has been used before, and whose pages are there."""
         self._is_open = True
+
+    # --- slots ---
+
+    def _write(self, to: int, write: Write) -> Handle[None]:
+        place = self._find(to)
+        if place is not None:
+            return self._local._write(place, write)
+        check_write(write, self.name, self.num_elements, self.dtype)
+        if self._members.is_gone(to, self._group.next_seq):
+            return Done(None)
+        turn = self._turns.get(to, 0)
+        self._turns[to] = turn + 1
+        memory = view_of(flat_bytes(write.tensor.detach().cpu().contiguous()))
+        writing = _Writing(self.name, self.number, turn, write.kind, write.weight, write.mass, write.note)
+        call = self._group.mesh.call(to, _WRITE, writing, [memory])
+        return self._answer(call, write.kind, lambda reply: None)
 
     @contextlib.contextmanager
     def slot(self, source: int) -> Iterator[Slot]:
-        """Held while the block lasts."""
-        place = self._check(source)
+        """Holds a slot while the block lasts."""
+        place = self._find(source)
         if place is not None:
             with self._local.slot(place) as inside:
                 inside.source = source
                 yield inside
             return
-        slot = self._slots.by_source.get(source)
+        slot = self._slots.get(source)
         if slot is None:
             raise UsageError(
                 f"rank {self._group.rank} has no slot for rank {source} in window {self.name!r}.",
@@ -168,173 +169,79 @@ class TorchWindow(WritingWindow):
             slot.lock.release()
 
     def filled(self) -> Sequence[int]:
-        """Sources whose slots have something in them."""
-        self._check(self._group.rank)
-        mates = self._group.ranks_on(self._group.machine)
-        inside = [mates[place] for place in self._local.filled()]
-        outside = [source for source, slot in self._slots.by_source.items() if slot.num_writes]
-        return sorted(inside + outside)
+        """Lists the sources whose slots have something in them."""
+        self._check_open()
+        inside = [self._members.mates[place] for place in self._local.filled()]
+        return sorted(inside + [source for source, slot in self._slots.items() if slot.num_writes])
 
     def wait(self, deadline: Deadline | None = None) -> Sequence[int]:
-        """Until there is one."""
+        """Waits until there is one, or nobody is left who could write."""
         found: list[int] = []
 
         def look() -> bool:
             found[:] = self.filled()
-            return bool(found) or self._is_deserted()
+            members = self._group.members
+            return bool(found) or not any(rank in members for rank in self._sources)
 
         with contextlib.suppress(DeadlineExceeded):
             self._group.wait(look, deadline, f"window {self.name}")
         return found
 
-    def close(self) -> None:
-        """Give the memory back; collective."""
-        self._check(self._group.rank)
-        self._is_open = False
-        self._remote.close_window(self.name, self._local)
+    # --- what is published ---
 
-    def write(self, to: int, write: Write) -> Handle[None]:
-        """In shared memory for mates, by a call for others."""
-        place = self._check(to)
-        if place is not None:
-            return self._local.write(place, write)
-        check_write(write, self.name, self.num_elements, self.dtype)
-        if self._group.is_gone(to, self._group.next_seq):
-            return Done(None)
-        number = self._num_written.get(to, 0)
-        self._num_written[to] = number + 1
-        return self._remote.write(self.name, to, number, write)
+    def publish(self, tensor: torch.Tensor, version: int) -> None:
+        """Publishes for this machine where it lies, for others as a copy when they ask."""
+        self._check_open()
+        self._local.publish(tensor, version)
+        with self._lock:
+            self._published = _Published(tensor.detach().view(-1), version)
 
-    def _is_deserted(self) -> bool:
-        """Whether nobody is left who could write."""
-        members = self._group.members
-        return not any(rank in members for rank in self._sources)
-
-    def _check(self, to: int) -> int | None:
-        """The place of a rank of this machine; None for others."""
-        if not self._is_open:
-            raise UsageError(f"Window {self.name!r} is closed.", next_step="make it again by group.window().")
-        if not 0 <= to < self._group.size:
-            raise UsageError(f"There is no rank {to} among {self._group.size}.", next_step="name a member.")
-        return self._group.place_of(to)
-
-
-class _Reading(msgspec.Struct, frozen=True, array_like=True):
-    name: str
-    version: int
-    """Wait until it is this new."""
-
-
-class _Writing(msgspec.Struct, frozen=True, array_like=True):
-    window: str
-    number: int
-    """Of the writes from one worker to another, in a window."""
-    kind: Literal["put", "accumulate", "send"]
-    weight: float
-    mass: float
-    note: bytes
-
-
-class _Locking(msgspec.Struct, frozen=True, array_like=True):
-    name: str
-
-
-class _Published:
-    """A tensor that others may read, and its version."""
-
-    def __init__(self, tensor: torch.Tensor, version: int) -> None:
-        self.tensor = tensor
-        self.version = version
-        self.lock = threading.Lock()
-        self.is_torn = False
-        """A change of it was broken off."""
-        self.spares: list[torch.Tensor] = []
-        """Memory for copies that has been used before, and whose pages are there."""
-
-
-class Remote:
-    """The one-sided half of a `TorchGroup`."""
-
-    def __init__(self, group: TorchGroup) -> None:
-        self.group = group
-        self._mesh = mesh = group.mesh
-        self._published: dict[str, _Published] = {}
-        self._slots: dict[str, Slots] = {}
-        self._names: dict[str, str] = {}
-        """Under which key the slots of an open window are."""
-        self._num_windows = 0
-        self._held: dict[str, int] = {}
-        """Who holds which of this worker's locks, of those that ask here."""
-        self._holding: dict[tuple[str, int], None] = {}
-        """Locks of workers of other machines that this one holds."""
-        self._guard = threading.Lock()
-        self._given_up: dict[tuple[str, int], None] = {}
-        """Those that wait no more for one of this worker's locks."""
-        self._is_over = False
-        self._exchanges: deque[tuple[int, Collection[int]]] = deque(maxlen=_REMEMBERED)
-        """The destinations of this worker's last exchanges, by number."""
-        mesh.add_listener(self._free_locks)
-        mesh.handle(_SENDS, self._serve_sends, payload_type=int)
-        mesh.handle(_READ, self._serve_read, payload_type=_Reading)
-        mesh.handle(_WRITE, self._serve_write, payload_type=_Writing)
-        mesh.handle(_LOCK, self._serve_lock, payload_type=_Locking)
-        mesh.handle(_UNLOCK, self._serve_unlock, payload_type=_Locking)
-
-    def leave(self) -> None:
-        """Whoever waits for something of this worker waits in vain."""
-        self._is_over = True
-
-    def close(self) -> None:
-        """Nothing is to be had any more."""
-        self._is_over = True
-        self._published.clear()
-        self._slots.clear()
-
-    # --- snapshots ---
-
-    def publish(self, name: str, tensor: torch.Tensor, version: int) -> None:
-        """Here, and inside the machine."""
-        self.group.local.publish(name, tensor, version)
-        known = self._published.get(name)
-        if known is None:
-            self._published[name] = _Published(tensor.detach().view(-1), version)
-            return
-        with known.lock:
-            known.tensor, known.version = tensor.detach().view(-1), version
-
-    def reclaim(self, name: str, version: int) -> None:
-        """Of what is being copied for somebody the copy is waited for."""
-        self.group.local.reclaim(name, version)
-        known = self._published.get(name)
-        if known is not None:
-            with known.lock:
-                pass
-
-    def fetch(self, name: str, peer: int) -> Handle[Snapshot | None]:
-        """A copy, or a mate's own memory."""
-        place = self._place_of(peer)
-        if place is not None:
-            return _Mapped(self.group.local.fetch(name, place), lambda found: _renamed(found, peer))
-        call = self._mesh.call(peer, _READ, _Reading(name, 0))
-        return RemoteHandle(self.group, call, f"fetch {name}", _snapshot_from(peer), when_gone=None)
+    def reclaim(self, version: int) -> None:
+        """Makes snapshots void; waits while a copy is made for somebody."""
+        self._check_open()
+        self._local.reclaim(version)
+        with self._lock:
+            pass
 
     @contextlib.contextmanager
-    def changing(self, name: str, version: int) -> Iterator[None]:
-        """Nobody reads it inside."""
-        known = self._published.get(name)
-        if known is None:
-            raise UsageError(f"Nothing is published as {name!r}.", next_step="publish it first.")
-        with known.lock, self.group.local.changing(name, version):
-            known.is_torn = True
+    def changing(self, version: int) -> Iterator[None]:
+        """Lets nobody read it inside."""
+        self._check_open()
+        with self._lock, self._local.changing(version):
+            published = self._published
+            assert published is not None
+            published.is_torn = True
             yield
-            known.version, known.is_torn = version, False
+            published.version, published.is_torn = version, False
 
-    def read(self, name: str, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
-        """Straight into its place."""
-        place = self._place_of(peer)
+    def fetch(self, peer: int) -> Handle[Snapshot | None]:
+        """Gives the memory of a worker of this machine itself, a copy from others."""
+        place = self._find(peer)
         if place is not None:
-            return self.group.local.read(name, place, into, version=version)
-        memory = view_of(flat_bytes(into))
+            return self._group.handle(
+                fetched := self._local.fetch(place), "fetch", lambda: _renamed(fetched.wait(), peer)
+            )
+
+        def convert(reply: Reply) -> Snapshot | None:
+            if reply.payload is None:
+                return None
+            content = torch.frombuffer(reply.buffers[0], dtype=torch.uint8)
+            return CopiedSnapshot(peer, reply.payload[0], content.view(DTYPES[reply.payload[1]]))
+
+        call = self._group.mesh.call(peer, _READ, _Reading(self.name, self.number, 0))
+        return self._answer(call, "fetch", convert)
+
+    def read(self, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
+        """Receives straight into its place."""
+        place = self._find(peer)
+        if place is not None:
+            return self._local.read(place, into, version=version)
+        host = (
+            into.detach()
+            if into.is_contiguous() and not into.is_cuda
+            else torch.empty_like(into, device=_HOST)
+        )
+        memory = view_of(flat_bytes(host))
 
         def allocate(head: Head) -> Sequence[memoryview]:
             if not head.sizes:
@@ -342,305 +249,185 @@ class Remote:
             dtype = head.payload[1]
             if list(head.sizes) != [memory.nbytes] or dtype != dtype_name(into.dtype):
                 raise TensorError(
-                    f"{head.total_bytes} bytes of {dtype}, published as {name!r} by rank {peer}, do not fit "
-                    f"into {memory.nbytes} of {dtype_name(into.dtype)}."
+                    f"{head.total_bytes} bytes of {dtype}, published as {self.name!r} by rank {peer}, do not "
+                    f"fit into {memory.nbytes} of {dtype_name(into.dtype)}."
                 )
             return [memory]
 
-        call = self._mesh.call(peer, _READ, _Reading(name, version), into=allocate)
-        return RemoteHandle(
-            self.group, call, f"read {name}", lambda reply: reply.payload and reply.payload[0], when_gone=None
-        )
+        def convert(reply: Reply) -> int | None:
+            if reply.payload is None:
+                return None
+            if host.data_ptr() != into.data_ptr():
+                into.detach().copy_(host)
+            return int(reply.payload[0])
 
-    async def _serve_read(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
-        asked: _Reading = head.payload
-        if asked.version == 0 and asked.name not in self._published:
-            return Reply(None)
-        found: _Published | None = None
+        asked = _Reading(self.name, self.number, version)
+        return self._answer(self._group.mesh.call(peer, _READ, asked, into=allocate), "read", convert)
 
-        def look() -> bool:
-            nonlocal found
-            found = None if self._is_over else self._try_take(asked)
-            return self._is_over or found is not None
+    def close(self) -> None:
+        """Gives the memory back; what others still write here is dropped."""
+        self._check_open()
+        self._group.clear_queue("window")
+        self._is_open = False
+        self._on_close(self.name)
+        self._local.close()
 
-        await _until(look)
-        if found is None:
-            return Reply(None)
+    # --- answers, on the mesh's loop ---
+
+    def take_write(self, source: int, asked: _Writing, buffers: Sequence[memoryview]) -> Callable[[], bool]:
+        """Checks what somebody writes; gives what is to be tried until it is taken in."""
+        slot = self._slots.get(source)
+        if slot is None:
+            raise UsageError(f"there is no slot for rank {source} here.", next_step="name it as a source.")
+        size_bytes = self.num_elements * self.dtype.itemsize
+        if [buffer.nbytes for buffer in buffers] != [size_bytes]:
+            came_bytes = sum(buffer.nbytes for buffer in buffers)
+            raise TensorError(f"{came_bytes} bytes were written to a window of {size_bytes}.")
+        tensor = tensor_over(buffers[0]).view(self.dtype)
+        write = Write(asked.kind, tensor, asked.weight, asked.mass, asked.note)
+        return lambda: not self._is_open or slot.try_write(asked.turn, write)
+
+    def try_copy(self, version: int) -> Reply | None:
+        """Copies what is published, if it is new enough and not being written."""
+        if not self._lock.acquire(blocking=False):
+            return None
         try:
-            copy = _spare_like(found.spares, found.tensor)
+            found = self._published
+            if found is None or found.is_torn or found.version < version:
+                return None
+            copy = self._spares.pop() if self._spares else torch.empty_like(found.tensor, device=_HOST)
             copy.copy_(found.tensor)
             version = found.version
         finally:
-            found.lock.release()
+            self._lock.release()
 
         def give_back() -> None:
-            if len(found.spares) < _MAX_SPARES:
-                found.spares.append(copy)
+            if len(self._spares) < _MAX_SPARES:
+                self._spares.append(copy)
 
-        content = view_of(flat_bytes(copy))
-        return Reply([version, dtype_name(copy.dtype)], [content], on_sent=give_back)
+        return Reply([version, dtype_name(copy.dtype)], [view_of(flat_bytes(copy))], on_sent=give_back)
 
-    def _try_take(self, asked: _Reading) -> _Published | None:
-        """Hold what is asked for, if it is there, new enough, and not being written."""
-        found = self._published.get(asked.name)
-        if found is None or not found.lock.acquire(blocking=False):
-            return None
-        if found.version >= asked.version and not found.is_torn:
-            return found
-        found.lock.release()
-        return None
+    @property
+    def has_published(self) -> bool:
+        """Whether there is anything to read."""
+        return self._published is not None
 
-    # --- windows ---
+    # --- the rest ---
 
-    def window(
+    def _answer(self, call: MeshHandle[Reply], what: str, convert: Callable[[Reply], T]) -> Handle[T | None]:
+        """Gives what a peer answers; None when it is gone."""
+
+        def result() -> T | None:
+            try:
+                return convert(call.wait())
+            except PeerLost:
+                return None
+
+        return self._group.handle(call, f"{what} {self.name}", result)
+
+    def _find(self, rank: int) -> int | None:
+        """Gives the place of a rank of this machine; None for others."""
+        self._check_open()
+        if not 0 <= rank < self._group.size:
+            raise UsageError(f"There is no rank {rank} among {self._group.size}.", next_step="name a member.")
+        return self._members.place_of(rank)
+
+    def _check_open(self) -> None:
+        self._group.check_usable()
+        if not self._is_open:
+            raise UsageError(f"Window {self.name!r} is closed.", next_step="make it again by group.window().")
+
+
+class Windows:
+    """All windows of one worker; answers those of other machines."""
+
+    def __init__(self, group: ClusterGroup) -> None:
+        self._group = group
+        self._open: dict[str, ClusterWindow] = {}
+        self._numbers: dict[str, int] = {}
+        """Alike on all ranks: what comes late is not taken for something of a later window of the name."""
+        self._is_over = False
+        group.mesh.handle(_READ, self._serve_read, payload_type=_Reading)
+        group.mesh.handle(_WRITE, self._serve_write, payload_type=_Writing)
+
+    def make(
         self, name: str, num_elements: int, dtype: torch.dtype, sources: Collection[int] | None
-    ) -> Window:
-        """Slots for other machines' sources here, for mates in shared memory; all have theirs on return."""
-        group = self.group
-        if name in self._names:
+    ) -> ClusterWindow:
+        """Makes slots for other machines' sources here, for the machine's own in shared memory."""
+        group = self._group
+        if name in self._open:
             raise UsageError(f"The window {name!r} is open.", next_step="close it, or take another name.")
         sources = [rank for rank in range(group.size) if rank != group.rank] if sources is None else sources
-        group.barrier().wait()  # the lane is clear, and nobody has the window of that name any more
-        inside = [place for rank in sources if (place := group.place_of(rank)) is not None]
+        group.clear_queue("window")
+        inside = [place for rank in sources if (place := group.who.place_of(rank)) is not None]
+        if sources and not inside and len(group.who.mates) > 1:
+            # the machine's own group takes a window without sources for one that only publishes, and others
+            # of this machine may have sources inside: a slot that nobody writes keeps all together
+            inside = [group.local.rank]
         local = group.local.window(name, num_elements, dtype, sources=inside)
-        outside = [rank for rank in sources if group.place_of(rank) is None]
-        self._num_windows += 1  # alike on all ranks: a late write is not taken for one to a later window
-        key = f"{name} {self._num_windows}"
-        slots = self._slots[key] = Slots(outside, num_elements, dtype)
-        self._names[name] = key
-        group.barrier().wait()
-        return TorchWindow(self, name, local, slots, sorted(sources))
+        number = self._numbers.get(name, 0) + 1
+        window = ClusterWindow(group, number, local, sorted(sources), self._forget)
+        self._open[name] = window
+        self._numbers[name] = number  # last: what has a number and is not open is closed
+        return window
 
-    def close_window(self, name: str, local: Window) -> None:
-        """Collective."""
-        self.group.barrier().wait()
-        self._slots.pop(self._names.pop(name, ""), None)
-        local.close()
+    def leave(self) -> None:
+        """Lets nobody wait any more for something of this worker."""
+        self._is_over = True
 
-    def write(self, window: str, to: int, number: int, write: Write) -> Handle[None]:
-        """A put, an accumulate or a send to another machine."""
-        memory = view_of(flat_bytes(write.tensor.detach().contiguous()))
-        writing = _Writing(self._names[window], number, write.kind, write.weight, write.mass, write.note)
-        call = self._mesh.call(to, _WRITE, writing, [memory])
-        return RemoteHandle(self.group, call, f"{write.kind} {window}", lambda reply: None, when_gone=None)
+    def close(self) -> None:
+        """Forgets all windows."""
+        self._is_over = True
+        self._open.clear()
+
+    def _forget(self, name: str) -> None:
+        self._open.pop(name, None)
+
+    async def _serve_read(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
+        asked: _Reading = head.payload
+        found: list[Reply] = []
+
+        def look() -> bool:
+            window = self._find(asked)
+            reply = None if window is None else window.try_copy(asked.version)
+            if reply is not None:
+                found.append(reply)
+            has_nothing = asked.version == 0 and (window is None or not window.has_published)
+            return bool(found) or has_nothing or self._is_closed(asked)
+
+        await _until(look)
+        return found[0] if found else Reply(None)
 
     async def _serve_write(self, head: Head, buffers: Sequence[memoryview]) -> None:
         asked: _Writing = head.payload
-        if self._is_over:
-            return  # it has left: writes to one who is gone do nothing
-        slots = self._slots.get(asked.window)
-        if slots is None:
-            raise UsageError(
-                f"rank {self._mesh.rank} has no window {asked.window!r}.", next_step="open it on all ranks."
-            )
-        source = self._mesh.rank_of(head)
-        slots.check(source, buffers)
-        write = Write(asked.kind, slots.tensor_in(buffers), asked.weight, asked.mass, asked.note)
-        await _until(lambda: self._is_over or slots.try_write(source, asked.number, write))
-        self.group.wake()
+        await _until(lambda: self._is_closed(asked) or self._find(asked) is not None)
+        window = self._find(asked)
+        if window is None:
+            return  # closed, or this worker has left: writes to one who is gone do nothing
+        try_write = window.take_write(self._group.mesh.rank_of(head), asked, buffers)
+        await _until(lambda: self._is_over or try_write())
+        self._group.wake()
 
-    # --- locks ---
+    def _find(self, asked: _Reading | _Writing) -> ClusterWindow | None:
+        window = self._open.get(asked.window)
+        return window if window is not None and window.number == asked.number else None
 
-    @contextlib.contextmanager
-    def mutex(self, name: str, owner: int) -> Iterator[None]:
-        """Held at the owner, by itself for those of other machines."""
-        place = self._place_of(owner)
-        local = self.group.local
-        if place is not None and isinstance(local, HostGroup):
-            with local.mutex(name, place):
-                yield
-            return
-        if place is not None:
-            if self._held.get(name) == owner:
-                raise UsageError(
-                    f"rank {owner} waits for its own mutex {name!r}, which it holds itself.",
-                    next_step="end the first `with` block before the second begins.",
-                )
-            self.group.wait(lambda: self._try_lock(name, owner), None, f"mutex {name!r}")
-            try:
-                yield
-            finally:
-                self._unlock(name, owner)
-            return
-        if (name, owner) in self._holding:
-            raise UsageError(
-                f"rank {self.group.rank} waits for mutex {name!r} of rank {owner}, which it holds itself.",
-                next_step="end the first `with` block before the second begins.",
-            )
-        try:
-            self._ask(owner, _LOCK, name)
-        except BaseException:
-            self._mesh.call(owner, _UNLOCK, _Locking(name))  # it may be given later
-            raise
-        self._holding[name, owner] = None
-        try:
-            yield
-        finally:
-            del self._holding[name, owner]
-            with contextlib.suppress(PeerLost):
-                self._ask(owner, _UNLOCK, name)
-
-    def _ask(self, owner: int, method: str, name: str) -> None:
-        call = self._mesh.call(owner, method, _Locking(name))
-        answer = RemoteHandle(
-            self.group, call, f"mutex {name!r} of rank {owner}", lambda reply: reply.payload
-        )
-        if answer.wait() is False:
-            raise PeerLost(f"rank {owner}, whose mutex {name!r} is asked for, has left.", peer=owner)
-
-    async def _serve_lock(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
-        asked: _Locking = head.payload
-        key = asked.name, self._mesh.rank_of(head)
-        await _until(lambda: self._is_over or key in self._given_up or self._try_lock(*key))
-        self._given_up.pop(key, None)
-        return Reply(self._held.get(asked.name) == key[1])
-
-    def _serve_unlock(self, head: Head, buffers: Sequence[memoryview]) -> None:
-        asked: _Locking = head.payload
-        asker = self._mesh.rank_of(head)
-        if self._held.get(asked.name) == asker:
-            self._unlock(asked.name, asker)
-        else:
-            self._given_up[asked.name, asker] = None
-
-    def _try_lock(self, name: str, asker: int) -> bool:
-        """Take one of this worker's own locks for somebody."""
-        with self._guard:
-            if name in self._held:
-                return False
-            local = self.group.local
-            if isinstance(local, HostGroup) and not local.try_lock(name, local.rank):
-                return False
-            self._held[name] = asker
-            return True
-
-    def _free_locks(self) -> None:
-        """Who is gone holds nothing any more."""
-        for name, holder in tuple(self._held.items()):
-            if holder in self._mesh.lost or holder in self._mesh.left:
-                self._unlock(name, holder)
-
-    def _unlock(self, name: str, holder: int) -> None:
-        with self._guard:
-            if self._held.get(name) != holder:
-                raise UsageError(f"rank {holder} does not hold the mutex {name!r}.")
-            del self._held[name]
-            local = self.group.local
-            if isinstance(local, HostGroup):
-                local.unlock(name, local.rank)
-        self.group.wake()
-
-    # --- exchanges ---
-
-    def note_exchange(self, seq: int, destinations: Collection[int]) -> None:
-        """Whom this worker sends to in an exchange."""
-        self._exchanges.append((seq, destinations))
-
-    def ask_whether_sent(self, seq: int, rank: int) -> MeshHandle[Reply]:
-        """Whether a rank sends to this one in an exchange: True, False, or None where it cannot say."""
-        return self._mesh.call(rank, _SENDS, seq)
-
-    def _serve_sends(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
-        asker = self._mesh.rank_of(head)
-        found = [destinations for seq, destinations in tuple(self._exchanges) if seq == head.payload]
-        return Reply(asker in found[0] if found else None)
-
-    def _place_of(self, rank: int) -> int | None:
-        self.group.check_usable()
-        if not 0 <= rank < self.group.size:
-            raise UsageError(f"There is no rank {rank} among {self.group.size}.", next_step="name a member.")
-        return self.group.place_of(rank)
-
-
-class RemoteHandle(Handle[T]):
-    """A call under way; without `when_gone` a lost peer is an error."""
-
-    _NO = object()
-
-    def __init__(
-        self,
-        group: TorchGroup,
-        call: MeshHandle[Reply],
-        what: str,
-        convert: Callable[[Reply], T],
-        when_gone: Any = _NO,
-    ) -> None:
-        self._group = group
-        self._call = call
-        self._what = what
-        self._convert = convert
-        self._when_gone = when_gone
-
-    def wait(self, deadline: Deadline | None = None) -> T:
-        """The answer."""
-        if not self._call.is_done():
-            self._group.wait(self._call.is_done, deadline, self._what)
-        try:
-            return self._convert(self._call.result())
-        except PeerLost:
-            if self._when_gone is RemoteHandle._NO:
-                raise
-            gone: T = self._when_gone
-            return gone
-
-    def is_done(self) -> bool:
-        """Whether it has come."""
-        return self._call.is_done()
-
-
-class _Mapped(Handle[T]):
-    """Another handle, whose result is seen otherwise."""
-
-    def __init__(self, inner: Handle[Any], convert: Callable[[Any], T]) -> None:
-        self._inner = inner
-        self._convert = convert
-
-    def wait(self, deadline: Deadline | None = None) -> T:
-        return self._convert(self._inner.wait(deadline))
-
-    def is_done(self) -> bool:
-        return self._inner.is_done()
-
-
-class _RenamedSnapshot(Snapshot):
-    """A mate's, by its rank in the whole group."""
-
-    def __init__(self, inner: Snapshot, rank: int) -> None:
-        self.rank = rank
-        self.version = inner.version
-        self.tensor = inner.tensor
-        self._inner = inner
-
-    def is_intact(self) -> bool:
-        return self._inner.is_intact()
+    def _is_closed(self, asked: _Reading | _Writing) -> bool:
+        """Tells whether the window of which somebody speaks is no more, and not only not yet there."""
+        is_known = self._numbers.get(asked.window, 0) >= asked.number
+        return self._is_over or (is_known and self._find(asked) is None)
 
 
 def _renamed(found: Snapshot | None, rank: int) -> Snapshot | None:
-    return None if found is None else _RenamedSnapshot(found, rank)
-
-
-def _snapshot_from(rank: int) -> Callable[[Reply], Snapshot | None]:
-    def convert(reply: Reply) -> Snapshot | None:
-        if reply.payload is None:
-            return None
-        version, dtype = reply.payload
-        content = torch.frombuffer(reply.buffers[0], dtype=torch.uint8)
-        return CopiedSnapshot(rank, version, content.view(DTYPES[dtype]))
-
-    return convert
+    """Names a snapshot's publisher by its rank in the whole group."""
+    if found is not None:
+        found.rank = rank
+    return found
 
 
 async def _until(is_done: Callable[[], bool]) -> None:
-    """Look again and again, ever more rarely: what is waited for happens in another thread."""
+    """Looks again and again, ever more rarely: what is waited for happens in another thread."""
     nap_s = _LOOK_S
     while not is_done():
         await asyncio.sleep(nap_s)
         nap_s = min(1.25 * nap_s, _SLOWEST_LOOK_S)
-
-
-def _spare_like(spares: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    while spares:
-        spare = spares.pop()
-        if spare.shape == like.shape and spare.dtype == like.dtype:
-            return spare
-    return torch.empty_like(like)
