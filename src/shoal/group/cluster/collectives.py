@@ -1,12 +1,12 @@
 """What each collective of a group over several machines does, step by step, as the operation queue drives it.
 
-Everything begins inside the machine, by the machine's own group, on a GPU's memory too. Then one worker of each
-machine exchanges tensors with the others (`machine_exchange`), those of a GPU through pinned memory of the
-host (`staging`), and passes the result on.
+Everything begins inside the machine, by the machine's own group, on a GPU's memory too. Then one worker of
+each machine exchanges tensors with the others (`machine_exchange`), those of a GPU through pinned memory of
+the host (`staging`), and passes the result on.
 
-GPU tensors go through NCCL instead where each worker of the group has a GPU of its own, and all tensors through
-torch.distributed where its gloo backend was asked for (`TorchOperations`). It is brought up when the first
-such tensor comes, unless the user has done so.
+GPU tensors go through NCCL instead where each worker of the group has a GPU of its own, and all tensors
+through torch.distributed where its gloo backend was asked for (`TorchOperations`). It is brought up when the
+first such tensor comes, unless the user has done so.
 """
 
 from __future__ import annotations
@@ -604,7 +604,7 @@ class TorchOperations:
         return put_back(flat, tensor)
 
     def all_gather(self, seq: int, tensor: torch.Tensor) -> Steps:
-        """Collects tensors whose rows may differ in number: all are filled up to the longest, and cut again."""
+        """Collects tensors whose rows may differ in number: all are filled up to the longest."""
         # the others' sizes come later; most often all give alike
         self.counter.all_gather(tensor.nbytes, tensor.nbytes * (self._size - 1))
         own = tensor.detach().contiguous()

@@ -79,7 +79,7 @@ def assemble(
     rendezvous: Rendezvous | None = None,
     staging: HostStaging | None = None,
 ) -> ClusterGroup:
-    """Joins the workers of one's own machine to a mesh that is connected; `machines` are ranks. Collective."""
+    """Joins the workers of one's own machine to a connected mesh; `machines` are ranks. Collective."""
     index, mates = next((index, list(ranks)) for index, ranks in enumerate(machines) if mesh.rank in ranks)
     local: HostGroup | SoloGroup = SoloGroup(settings.patience)
     if len(mates) > 1:
@@ -421,7 +421,7 @@ class ClusterGroup(Group):
         return self.handle(operation, what, result)
 
     def _guarded(self, seq: int, steps: Steps) -> Steps:
-        """Does an operation; one that fails leaves this worker out of step, and its mates do not wait for it."""
+        """Does an operation; if it fails this worker is out of step, and the others do not wait for it."""
         try:
             return (yield from steps)
         except Exception as error:
@@ -479,7 +479,7 @@ class _GroupHandle(Handle[T]):
 
 
 class _SoloWaiter:
-    """Waits in the thread of a worker that is alone on its machine, as `HostGroup.wait_until` does beside others."""
+    """Waits for a worker that is alone on its machine, as `HostGroup` does for one that is not."""
 
     def __init__(self, rank: int, timeout_s: float | None) -> None:
         self._rank = rank

@@ -345,7 +345,7 @@ class NetworkPartition:
 def find_partition(
     losses: Iterable[Loss], members: Sequence[int], left_at_s: Mapping[int, float], silence_s: float
 ) -> NetworkPartition | None:
-    """Finds the latest workers that may be alive elsewhere, each lost at most `silence_s` after the one before.
+    """Finds the latest workers that may be alive elsewhere, each lost soon after the one before.
 
     Those that were lost longer ago are not counted on any side: the others have gone on without them. One
     that has left or ended since the cut, and this worker could learn of it, is counted here: to the others it

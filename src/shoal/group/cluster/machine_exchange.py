@@ -42,7 +42,7 @@ class Action(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def on(cls, kind: str, tensor: torch.Tensor | None = None, rule: str = "") -> Action:
-        """Describes an operation on a tensor; without one, an operation on none, or on tensors that differ."""
+        """Describes an operation on a tensor; without one, on none, or on tensors that differ."""
         if tensor is None:
             return cls(_KINDS.index(kind))
         return cls(_KINDS.index(kind), str(tensor.dtype).removeprefix("torch."), tensor.numel(), rule)

@@ -180,7 +180,7 @@ class Mailbox:
         return sum(map(len, self._wanted.values()))
 
     def want(self, wanted: Wanted, key: Key) -> int | None:
-        """Finishes the handle with this tensor, now or when it comes; gives who keeps it and must be asked."""
+        """Finishes the handle with this tensor, now or later; gives who keeps it and must be asked."""
         with self._lock:
             arrived = _take(self._arrived, key, lambda coming: wanted.takes(coming.source))
             if arrived is None:

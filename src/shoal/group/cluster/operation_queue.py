@@ -1,9 +1,9 @@
 """The order of a worker's operations over several machines.
 
-An operation is a generator: it yields the handles that it waits for, and goes on with their results. Its steps
-inside the machine must come in the same order on all of the machine's workers, so the operations take turns;
-one gives its turn away (`yield FREE`) when it has issued its last step there, and may go on beside later
-ones. Everything happens in the thread that calls, whenever it calls.
+An operation is a generator: it yields the handles that it waits for, and goes on with their results. Its
+steps inside the machine must come in the same order on all of the machine's workers, so the operations take
+turns; one gives its turn away (`yield FREE`) when it has issued its last step there, and may go on beside
+later ones. Everything happens in the thread that calls, whenever it calls.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ class Rendezvous:
         return [msgspec.msgpack.decode(bytes.fromhex(text.decode()), type=type(value)) for text in texts]
 
     def secret(self, deadline: Deadline) -> str:
-        """Gives the run's secret: what its launcher has given, else what rank 0 makes and leaves in the store."""
+        """Gives the run's secret: that of its launcher, else one that rank 0 leaves in the store."""
         given = os.environ.get(SECRET_VARIABLE)
         if given:
             return given

@@ -1,7 +1,7 @@
 """Tensors of a GPU on their way to other machines, through pinned memory of the host.
 
-Large tensors pass in pieces through two buffers: while one piece is sent, received and reduced, the next one is
-copied, by a stream of its own. What is in the host's memory anyway is used where it lies.
+Large tensors pass in pieces through two buffers: while one piece is sent, received and reduced, the next one
+is copied, by a stream of its own. What is in the host's memory anyway is used where it lies.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class HostStaging:
             out.copy_(source)
             return Done(None)
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -80,7 +80,7 @@ class HostStaging:
         if not self.takes(flat):
             yield from work(0, flat)
             return
-        parts = flat.split(max(1, self._piece_bytes // flat.element_size()))
+        parts = torch.split(flat, max(1, self._piece_bytes // flat.element_size()))
         buffers = [self.buffer(part) for part in parts[:2]]
         pieces = [buffers[index % 2][: part.numel()] for index, part in enumerate(parts)]
         # copies follow each other on their stream: one into a buffer comes after the one out of it before
@@ -105,7 +105,7 @@ class _Copied(Handle[None]):
         self._event = event
 
     def is_done(self) -> bool:
-        return bool(self._event.query())
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self, deadline: Deadline | None = None) -> None:
         self._event.synchronize()

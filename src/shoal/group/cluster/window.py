@@ -236,11 +236,8 @@ class ClusterWindow(Window):
         place = self._find(peer)
         if place is not None:
             return self._local.read(place, into, version=version)
-        host = (
-            into.detach()
-            if into.is_contiguous() and not into.is_cuda
-            else torch.empty_like(into, device=_HOST)
-        )
+        is_in_place = into.is_contiguous() and not into.is_cuda
+        host = into.detach() if is_in_place else torch.empty(into.shape, dtype=into.dtype)
         memory = view_of(flat_bytes(host))
 
         def allocate(head: Head) -> Sequence[memoryview]:
@@ -257,7 +254,7 @@ class ClusterWindow(Window):
         def convert(reply: Reply) -> int | None:
             if reply.payload is None:
                 return None
-            if host.data_ptr() != into.data_ptr():
+            if not is_in_place:
                 into.detach().copy_(host)
             return int(reply.payload[0])
 
@@ -360,7 +357,7 @@ class Windows:
         sources = [rank for rank in range(group.size) if rank != group.rank] if sources is None else sources
         group.clear_queue("window")
         inside = [place for rank in sources if (place := group.who.place_of(rank)) is not None]
-        if sources and not inside and len(group.who.mates) > 1:
+        if sources != () and not inside and len(group.who.mates) > 1:
             # the machine's own group takes a window without sources for one that only publishes, and others
             # of this machine may have sources inside: a slot that nobody writes keeps all together
             inside = [group.local.rank]
