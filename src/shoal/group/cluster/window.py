@@ -406,7 +406,7 @@ class Windows:
         self._group.wake()
 
     def _find(self, asked: _Reading | _Writing) -> ClusterWindow | None:
-        window = self._open.get(asked.window)
+        window = None if self._is_over else self._open.get(asked.window)
         return window if window is not None and window.number == asked.number else None
 
     def _is_closed(self, asked: _Reading | _Writing) -> bool:
