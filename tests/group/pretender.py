@@ -4,8 +4,8 @@ import torch
 
 from shoal.core import DeadlineExceeded, ManualClock
 from shoal.group.base import Done, Handle
-from shoal.group.operations import Sleeper
-from shoal.group.solo import SoloGroup, SoloWindow
+from shoal.group.operations import Sleeper, WrappedWindow
+from shoal.group.solo import SoloGroup
 
 
 class Pretender(SoloGroup):
@@ -14,8 +14,8 @@ class Pretender(SoloGroup):
     def __init__(self, size=3, per_machine=None):
         super().__init__()
         self.size = size
-        self._per_machine = per_machine or size
-        self.num_machines = -(-size // self._per_machine)
+        self.machines = [rank // (per_machine or size) for rank in range(size)]
+        self.num_machines = self.machines[-1] + 1
         self.calls = []
         self.pending = None
         """Give one, and the next operation returns it."""
@@ -23,10 +23,7 @@ class Pretender(SoloGroup):
 
     @property
     def members(self):
-        return range(self.size)
-
-    def machine_of(self, rank):
-        return rank // self._per_machine
+        return range(self.size) if super().members else ()
 
     def progress(self):
         self.num_progressed += 1
@@ -47,17 +44,8 @@ class Pretender(SoloGroup):
     def barrier(self):
         return self._handle("barrier", None)
 
-    def fetch(self, name, peer):
-        return super().fetch(name, 0)
-
-    def read(self, name, peer, into, *, version=0):
-        return super().read(name, 0, into, version=version)
-
-    def window(self, name, num_elements, dtype=torch.float32, *, sources=None):
-        return PretendedWindow(name, num_elements, dtype, has_slot=True)
-
-    def mutex(self, name, owner):
-        return super().mutex(name, 0)
+    def window(self, name, num_elements, dtype=torch.float32, *, sources=None, device=None):
+        return PretendedWindow(super().window(name, num_elements, dtype, sources=[0], device=device), self)
 
     def _handle(self, name, result):
         self.calls.append(name)
@@ -68,11 +56,26 @@ class Pretender(SoloGroup):
         return pending
 
 
-class PretendedWindow(SoloWindow):
-    """Everybody's slots are the same one."""
+class PretendedWindow(WrappedWindow):
+    """Everybody's slots are the same one, and everybody has published the same."""
 
-    def _own_slot(self, rank):
-        return super()._own_slot(0)
+    def __init__(self, inner, group):
+        super().__init__(inner, group, [0])
+
+    def _write(self, to, write):
+        return self.inner._write(0, write)
+
+    def slot(self, source):
+        return self.inner.slot(0)
+
+    def publish(self, tensor, version):
+        self.inner.publish(tensor, version)
+
+    def fetch(self, peer):
+        return self.inner.fetch(0)
+
+    def read(self, peer, into, *, version=0):
+        return self.inner.read(0, into, version=version)
 
 
 class Pending(Handle):
