@@ -46,7 +46,7 @@ def test_one_sided(workers, kind, size):
     workers.run(checks.one_sided, size, kind=kind)
 
 
-@every_group
+@several
 def test_windows_without_slots_wait_for_nobody(workers, kind, size):
     workers.run(checks.unasked, size, kind=kind)
 
