@@ -16,6 +16,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -52,65 +53,42 @@ STAGE_BYTES = 1 << 22
 """One half of the staging memory: a step's overhead does not count any more, and caches still hold it."""
 
 
+@dataclass(slots=True, eq=False)
 class Task:
     """One numbered step of an operation."""
 
-    __slots__ = (
-        "after",
-        "error",
-        "factors",
-        "follows",
-        "half",
-        "is_shared",
-        "is_staged",
-        "is_survivable",
-        "must_match",
-        "needs_shares",
-        "num_holding",
-        "prepare",
-        "present",
-        "seq",
-        "sources",
-        "spans",
-        "words",
-        "work",
-    )
-
-    def __init__(
-        self, words: list[int], work: Callable[[Task, list[int]], None] | None = None, *spans: Span
-    ) -> None:
-        self.seq = 0
-        self.words = words
-        """What this worker does: kind, dtype, number of elements, detail, place; compared with others."""
-        self.work = work
-        """Called with the ranks that take part, once all `sources` (None: everybody) have arrived."""
-        self.sources: Sequence[int] | None = None
-        self.spans = spans
-        """The memory that it reads or writes here: a later task on any of it waits for this one."""
-        self.prepare: Callable[[Task], None] | None = None
-        """Called before this worker arrives."""
-        self.is_staged = False
-        """Whether it writes staging memory before it arrives."""
-        self.half = -1
-        """Of the staging memory, 0 or 1; by its number unless it is said."""
-        self.num_holding = 0
-        """How many of the next tasks use that half, too."""
-        self.follows: Task | None = None
-        """A task on the same memory that it belongs to, and need not wait for."""
-        self.after = 0
-        """Work only when everybody has finished this operation: until then they read what it writes."""
-        self.factors: Sequence[float] | None = None
-        self.must_match = len(words)
-        """How many of the words must be equal on all that take part."""
-        self.is_shared = False
-        """Complete only when all have finished: they read this worker's tensor until then."""
-        self.needs_shares = False
-        """Complete only with everybody's part of the work."""
-        self.is_survivable = False
-        """Whether it goes on without those that are lost."""
-        self.present: list[int] | None = None
-        """Who took part, once this worker's part is done."""
-        self.error: ShoalError | None = None
+    words: list[int]
+    """What this worker does: kind, dtype, number of elements, detail, place; compared with others."""
+    work: Callable[[Task, list[int]], None] | None = None
+    """Called with the ranks that take part, once all `sources` (None: everybody) have arrived."""
+    spans: Sequence[Span] = ()
+    """The memory that it reads or writes here: a later task on any of it waits for this one."""
+    sources: Sequence[int] | None = None
+    prepare: Callable[[Task], None] | None = None
+    """Called before this worker arrives."""
+    is_staged: bool = False
+    """Whether it writes staging memory before it arrives."""
+    half: int = -1
+    """Of the staging memory, 0 or 1; by its number unless it is said."""
+    num_holding: int = 0
+    """How many of the next tasks use that half, too."""
+    follows: Task | None = None
+    """A task on the same memory that it belongs to, and need not wait for."""
+    after: int = 0
+    """Work only when everybody has finished this operation: until then they read what it writes."""
+    factors: Sequence[float] | None = None
+    must_match: int = 8
+    """How many of the words, at most, must be equal on all that take part."""
+    is_shared: bool = False
+    """Complete only when all have finished: they read this worker's tensor until then."""
+    needs_shares: bool = False
+    """Complete only with everybody's part of the work."""
+    is_survivable: bool = False
+    """Whether it goes on without those that are lost."""
+    seq: int = 0
+    present: list[int] | None = None
+    """Who took part, once this worker's part is done."""
+    error: ShoalError | None = None
 
 
 class ProgressEngine:
@@ -384,7 +362,7 @@ class ProgressEngine:
         for rank in present:
             if rank == self.rank:
                 continue
-            other = self.control.description(rank, task.seq)[: task.must_match]
+            other = self.control.description(rank, task.seq)[: len(own)]
             if other != own:
                 return UsageError(
                     f"rank {self.name_of(self.rank)} called {_describe(own)} where rank {self.name_of(rank)} "
@@ -567,7 +545,7 @@ class Staging:
             first.num_holding = 1
             first.half = (self._engine.issued + 1 >> 1) & 1
             self._engine.issue(first)
-            second = Task([*words, -1 - start], self._copy_out(part, first), span_of(part))
+            second = Task([*words, -1 - start], self._copy_out(part, first), [span_of(part)])
             second.follows = first
             second.after = first.seq
             tasks += [first, self._engine.issue(second)]
@@ -592,7 +570,7 @@ class Staging:
         def work(task: Task, present: list[int]) -> None:
             step(task, part, regions(self._stage, task.half * STAGE_BYTES, part, present))
 
-        task = Task(words, work, span_of(part))
+        task = Task(words, work, [span_of(part)])
         task.is_staged = True
         return task
 

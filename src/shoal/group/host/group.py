@@ -189,7 +189,7 @@ class HostGroup(Group):
                 segment.discard()
 
         span = (segment.start, segment.end)
-        self._meet(Task([_FREE, 0, segment.place.size_bytes, segment.code], work, span))
+        self._meet(Task([_FREE, 0, segment.place.size_bytes, segment.code], work, [span]))
         self._forget_readers(span)
         self._arena.forget(segment)
 
@@ -217,7 +217,7 @@ class HostGroup(Group):
             low, high = share(present.index(self.rank), len(present), count, dtype.itemsize)
             reduce_to_all(views, low, high, op)
 
-        task = Task([*words, segment.code + offset], work, span_of(tensor))
+        task = Task([*words, segment.code + offset], work, [span_of(tensor)])
         task.is_shared = task.needs_shares = True
         return self._begin(task, given)
 
@@ -249,7 +249,7 @@ class HostGroup(Group):
             if self.rank != root:
                 copy_into(tensor.view(-1), _sent_by(root, regions(segment, offset, tensor, present)))
 
-        task = Task([*words, segment.code + offset], work, span_of(tensor))
+        task = Task([*words, segment.code + offset], work, [span_of(tensor)])
         # the root waits for everybody: they read its memory
         task.sources = None if self.rank == root else sources
         task.is_shared = self.rank == root
@@ -332,7 +332,7 @@ class HostGroup(Group):
             views = regions(segment, offset, tensor, present)
             self._mix(task, out.view(-1), tensor.view(-1), views, weights)
 
-        task = Task([*words, segment.code + offset], work, span_of(tensor), span_of(out))
+        task = Task([*words, segment.code + offset], work, [span_of(tensor), span_of(out)])
         self._address(task, weights)
         task.after = self._forget_readers(span_of(out))
         handle = self._begin(task, result)
@@ -363,7 +363,7 @@ class HostGroup(Group):
         if num_elements < 1:
             raise UsageError(f"Window {name!r} would have no elements.", next_step="give it one at least.")
         code_of(dtype)  # refuses here what could not be described later
-        if sources is not None and len(sources) == 0:
+        if sources is not None and len(sources) == 0:  # on all members: there is nothing to agree on
             return HostWindow(name, SlotLayout({}, num_elements, dtype), None, self._windows)
         counted = self._counter.sent_bytes, self._counter.received_bytes
         layout = SlotLayout.agree(self, name, num_elements, dtype, sources)
@@ -484,7 +484,7 @@ class HostGroup(Group):
                     flat = flats[rank]
                     copy_into(flat, segment.region(rank, offset, flat.numel(), flat.dtype))
 
-        task = Task([_ALL_GATHER, code_of(own.dtype), -1, 0], work, span_of(own))
+        task = Task([_ALL_GATHER, code_of(own.dtype), -1, 0], work, [span_of(own)])
         task.is_shared = True
         return task
 
