@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shoal.group import Group
+from shoal.group.functions import share
 from shoal.strategies.options import CommonOptions
 from shoal.strategies.parameters import SurvivingStrategy
 from shoal.strategies.replicas import mean_over
@@ -39,7 +40,7 @@ class MassStrategy(SurvivingStrategy):
 
     def _mass_factor(self) -> float:
         """By which this worker counts in a mean over the members. Collective."""
-        masses = self.group.share(self.weight)
+        masses = share(self.group, self.weight)
         return float(self.weight * len(masses) / sum(masses))
 
     def _common_model(self) -> dict[str, torch.Tensor]:

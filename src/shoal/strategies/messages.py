@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from shoal.group import Group, Handle, Window
+from shoal.group.functions import next_number
 from shoal.tensors import DTYPES, BucketLayout, TensorSpec, size_bytes
 from shoal.tensors.codecs import Encoded, EncodedMeta, Plain, decode
 from shoal.tensors.codecs.base import LOSSY_DTYPES, FormatCodec
@@ -127,7 +128,7 @@ class Mail:
         self, group: Group, name: str, topology: Topology, size_bytes: int, whole_bytes: int
     ) -> None:
         # no name is used twice, not even for a model after one that was detached
-        number = group.next_number("mail")
+        number = next_number(group, "mail")
         self.sources = topology.sources(group.rank)
         self._size_bytes = size_bytes
         self._whole_bytes = whole_bytes
