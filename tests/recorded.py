@@ -1,6 +1,6 @@
 """What today's code does, kept in JSON files beside the tests, so that a change of it is seen and meant.
 
-    SHOAL_RECORD=1 .venv/bin/pytest tests/test_public_names.py
+    SHOAL_RECORD=1 .venv/bin/pytest tests/test_public_names.py tests/simulate/test_recorded_runs.py
 
 writes the files anew; `git diff` then shows what has changed.
 """
@@ -11,11 +11,17 @@ import os
 VARIABLE = "SHOAL_RECORD"
 
 
-def check_recorded(path, found):
-    """`found` is what the file has; with the variable set it is written there instead."""
+def recorded(path):
+    """All entries of a file."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def check_recorded(path, name, found):
+    """`found` is the entry of that name in the file; with the variable set it is written there instead."""
+    entries = recorded(path)
     if os.environ.get(VARIABLE):
-        path.write_text(json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
-    recorded = json.loads(path.read_text())
-    assert found == recorded, (
-        f"{path.name} has something else. Where that is meant: set {VARIABLE}=1 and run this test again."
+        entries[name] = found
+        path.write_text(json.dumps(entries, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+    assert found == entries.get(name), (
+        f"{path.name} has something else of {name}. Where that is meant: set {VARIABLE}=1, test again."
     )
