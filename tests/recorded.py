@@ -9,6 +9,7 @@ import json
 import os
 
 VARIABLE = "SHOAL_RECORD"
+MAX_SHOWN = 20
 
 
 def recorded(path):
@@ -22,6 +23,19 @@ def check_recorded(path, name, found):
     if os.environ.get(VARIABLE):
         entries[name] = found
         path.write_text(json.dumps(entries, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
-    assert found == entries.get(name), (
-        f"{path.name} has something else of {name}. Where that is meant: set {VARIABLE}=1, test again."
+    changed = list(_differences(entries.get(name), found, name))
+    assert not changed, "\n".join(
+        [
+            f"{path.name} has something else. Where that is meant: set {VARIABLE}=1, test again.",
+            *changed[:MAX_SHOWN],
+            *([f"and {len(changed) - MAX_SHOWN} more"] if len(changed) > MAX_SHOWN else []),
+        ]
     )
+
+
+def _differences(before, now, place):
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted({*before, *now}):
+            yield from _differences(before.get(key), now.get(key), f"{place} / {key}")
+    elif before != now:
+        yield f"{place}: {before!r} is now {now!r}"
