@@ -163,8 +163,8 @@ def are_equal(left, right):
 
 
 def group_mean(group, vector):
-    """By way of the group alone, whatever the strategy is."""
-    parts = group.all_gather(vector).wait()
+    """By way of the group alone, whatever the strategy is; on the CPU."""
+    parts = group.all_gather(vector.cpu()).wait()
     return torch.stack(parts).mean(0)
 
 
@@ -173,7 +173,7 @@ def unequal(group, model):
     generator = torch.Generator().manual_seed(100 + group.rank)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator))
+            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.device))
 
 
 def one_step(model, optimizer, x):

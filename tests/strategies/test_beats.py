@@ -12,6 +12,7 @@ from shoal.core.fork import keep_in_children
 from shoal.core.run_options import VARIABLE, RunOptions
 from shoal.data import shard
 from shoal.group import Metered
+from shoal.group.base import GroupStats
 from shoal.group.solo import SoloGroup
 from shoal.strategies import beats as module
 from shoal.strategies import make_strategy
@@ -32,12 +33,8 @@ class Pair(SoloGroup):
         self.run, self.size, self.waits, self.traffic = "job", 2, [0.0, 0.0], (0, 0)
 
     @property
-    def waited_s(self):
-        return self.waits
-
-    @property
-    def traffic_bytes(self):
-        return self.traffic
+    def stats(self):
+        return GroupStats(*self.traffic, self.waits)
 
 
 @pytest.fixture
