@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from contracts.strategies import (
     CASES,
+    DEVICE,
     MODELS,
     ManySmall,
     Mixed,
@@ -104,7 +105,7 @@ class Counting(GroupWrapper):
         return super().exchange(tensor, weights, out=out)
 
 
-def rounds(group, names, device="cpu"):
+def rounds(group, names, device=DEVICE):
     """Each tensor goes once a round, and a doubly stochastic average keeps the mean."""
     for name in names:
         case = CASES[name]
@@ -283,7 +284,7 @@ def aborted(group, names):
 # --- what is learned ---
 
 
-def limits(group, names, device="cpu"):
+def limits(group, names, device=DEVICE):
     """The minimiser of the mean for replicas; the others get near it as the learning rate decays."""
     targets = torch.randn(group.size, 5, generator=torch.Generator().manual_seed(3))
     spread = (targets - targets.mean(0)).norm(dim=1).max()
@@ -315,7 +316,7 @@ def limits(group, names, device="cpu"):
 # --- the loops that people write ---
 
 
-def loops(group, names, device="cpu"):
+def loops(group, names, device=DEVICE):
     """Clipping, accumulation, a scheduler, parameter groups, Adam, mixed precision with an inf on one."""
     for name in names:
         case = CASES[name]

@@ -12,11 +12,7 @@ from contracts.strategies import CASES, EVERY
 from shoal.group.operations import GroupWrapper
 from shoal.strategies import make_strategy
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
-    pytest.mark.timeout(180),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 
 ON_GPU = ("all-reduce", "ddp", "neighbor", "hierarchical", "pair", "sma", "local-sgd", "diloco")
 ON_GPU += ("push-sum", "window")

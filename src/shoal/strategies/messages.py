@@ -135,7 +135,7 @@ class Mail:
         self._windows: list[Window] = []
         """One for each source of this worker, so that one can be waited for alone; others may have more."""
         for place in range(topology.degree()):
-            own = self.sources[place : place + 1]
+            own = list(self.sources[place : place + 1])
             self._windows.append(
                 group.window(f"{name} {number}.{place}", size_bytes, torch.uint8, sources=own)
             )

@@ -199,16 +199,16 @@ def open_channel(
     widths = [len(share) + sum(len(chunk.layout.slots) for chunk in share) for share in shares]
     first_version = max(share(group, group.notes.get(_NEXT, 0)))
     is_server = group.rank < num_servers
-    writers = workers if is_server else ()
+    writers = list(workers) if is_server else []
     orders = group.window(f"{_NAME} orders", len(numbers.names) + max(widths), torch.float64, sources=writers)
-    readers = () if is_server else range(num_servers)
+    readers = [] if is_server else list(range(num_servers))
     replies = group.window(f"{_NAME} replies", 1, sources=readers)
     gradients = [
         group.window(
             f"{_NAME} gradients {chunk.number}",
             chunk.num_elements if packing is None else sum(packing.sizes),
             chunk.dtype if packing is None else torch.uint8,
-            sources=workers if group.rank == chunk.server else (),
+            sources=list(workers) if group.rank == chunk.server else [],
         )
         for chunk, packing in zip(chunks, packings, strict=True)
     ]
