@@ -10,7 +10,7 @@ from torch import nn
 
 import shoal
 from shoal.core import PeerLost
-from shoal.group.functions import share
+from shoal.group import share
 
 NUM_STEPS = 60
 STOP_AT = 15

@@ -11,8 +11,7 @@ from shoal.core import ManualClock, UsageError, board
 from shoal.core.fork import keep_in_children
 from shoal.core.run_options import VARIABLE, RunOptions
 from shoal.data import shard
-from shoal.group import Metered
-from shoal.group.base import GroupStats
+from shoal.group import GroupStats, Metered
 from shoal.group.solo import SoloGroup
 from shoal.strategies import beats as module
 from shoal.strategies import make_strategy

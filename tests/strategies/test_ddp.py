@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from shoal.core import UsageError
-from shoal.group.functions import share
+from shoal.group import share
 from shoal.group.solo import SoloGroup
 from shoal.strategies import ddp
 from shoal.strategies.ddp import TorchDDP

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.core import UsageError
+from shoal.group import share
 from shoal.group.cluster.collectives import destroy_world
-from shoal.group.functions import share
 from shoal.group.solo import SoloGroup
 from shoal.strategies import GradientAllReduce, LocalSGD, TorchDDP
 

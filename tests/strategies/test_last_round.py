@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.group.functions import share
+from shoal.group import share
 from shoal.strategies import make_strategy
 from strategies.loops import LogLines
 from strategies.quadratics import Point, step, targets

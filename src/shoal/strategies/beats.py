@@ -22,8 +22,7 @@ from shoal.core import SYSTEM_CLOCK, Clock, UsageError, board
 from shoal.core.processes import namespace, started
 from shoal.core.status import Phase, tell_launcher
 from shoal.data.kept import kept_loaders
-from shoal.group import Group
-from shoal.group.base import GroupStats
+from shoal.group import Group, GroupStats
 from shoal.strategies.tenants import innermost
 
 _MAX_AWAITED = 8

@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from shoal.core.errors import UsageError
-from shoal.group import Group
-from shoal.group.functions import share
+from shoal.group import Group, share
 from shoal.group.kernels import add_differences
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.averaging import start_copy, start_mean

@@ -25,9 +25,8 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.core.errors import ShoalError, UsageError
-from shoal.group import Group
+from shoal.group import Group, share
 from shoal.group.cluster.collectives import destroy_world
-from shoal.group.functions import share
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.base import Strategy
 from shoal.strategies.options import CommonOptions, DDPOptions

@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 
 from shoal.core.errors import UsageError
-from shoal.group import Handle
-from shoal.group.functions import exchange_machines
+from shoal.group import Handle, exchange_machines
 from shoal.strategies.neighbor import NeighborAverage
 from shoal.strategies.options import CommonOptions, HierarchicalOptions
 from shoal.topology import Topology, make_topology

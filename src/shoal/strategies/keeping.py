@@ -18,8 +18,7 @@ from shoal.core.errors import CheckpointError
 from shoal.core.run_options import RunOptions
 from shoal.data import ShardedLoader
 from shoal.data.kept import KeptLoaders, kept_loaders
-from shoal.group import Group
-from shoal.group.functions import share
+from shoal.group import Group, share
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.checkpoints import this_process
 from shoal.strategies.resuming import Resumed, resume, set_random_states

@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from shoal.group import Group, Handle
-from shoal.group.functions import share
+from shoal.group import Group, Handle, share
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.averaging import packed, start_mean
 from shoal.strategies.buffers import average_buffers

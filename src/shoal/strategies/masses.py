@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from shoal.group import Group
-from shoal.group.functions import share
+from shoal.group import Group, share
 from shoal.strategies.options import CommonOptions
 from shoal.strategies.parameters import SurvivingStrategy
 from shoal.strategies.replicas import mean_over

@@ -17,8 +17,7 @@ import torch
 
 from shoal.core import PeerLost
 from shoal.core.errors import UsageError
-from shoal.group import Group, Handle, Slot, Window
-from shoal.group.functions import next_number
+from shoal.group import Group, Handle, Slot, Window, next_number
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.averaging import start_mean
 from shoal.strategies.flats import Flats
@@ -115,7 +114,10 @@ class OneSidedStrategy(SurvivingStrategy):
         if self.topology.period > _MANY_TURNS:
             return None
         turns = range(self.topology.period)
-        return sorted({source for turn in turns for source in self.topology.sources(self.group.rank, turn)})
+        rank = self.group.rank
+        sources = sorted({source for turn in turns for source in self.topology.sources(rank, turn)})
+        # nobody writes to itself, but without any source a window would only publish
+        return sources or [rank]
 
     def _stopped(self) -> None:
         if self._flats_or_none is not None:

@@ -18,8 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.core.errors import UsageError
-from shoal.group import Group
-from shoal.group.functions import share
+from shoal.group import Group, share
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.states import is_scalar, scalar, take_state
 

@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from shoal.group import Group, Window
-from shoal.group.functions import share
+from shoal.group import Group, Window, share
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.options import CommonOptions, PairOptions
 from shoal.strategies.parameters import ParameterStrategy

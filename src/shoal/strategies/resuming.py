@@ -18,8 +18,7 @@ from torch import nn
 
 from shoal.core.errors import CheckpointError, UsageError
 from shoal.data.seeds import generator_states, set_generators
-from shoal.group import Group
-from shoal.group.functions import share
+from shoal.group import Group, share
 from shoal.strategies import checkpoints
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.checkpoints import Checkpoint

@@ -17,8 +17,7 @@ import torch
 
 from shoal.core.errors import CheckpointError, ShoalError
 from shoal.data.course import merge
-from shoal.group import Group
-from shoal.group.functions import share
+from shoal.group import Group, share
 from shoal.strategies import checkpoints
 from shoal.strategies.checkpoints import FileNote, Manifest
 

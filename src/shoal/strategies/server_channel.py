@@ -18,8 +18,7 @@ import msgspec
 import torch
 
 from shoal.core.errors import UsageError
-from shoal.group import Group, Handle, Window
-from shoal.group.functions import share
+from shoal.group import Group, Handle, Window, share
 from shoal.strategies.server_handing import PIECE_BYTES
 from shoal.strategies.server_options import ParameterServerOptions
 from shoal.strategies.server_settings import OptimizerNumbers
@@ -199,16 +198,18 @@ def open_channel(
     widths = [len(share) + sum(len(chunk.layout.slots) for chunk in share) for share in shares]
     first_version = max(share(group, group.notes.get(_NEXT, 0)))
     is_server = group.rank < num_servers
-    writers = list(workers) if is_server else []
+    # who has no slots where others have some names itself: without any a window would only publish
+    nobody = [group.rank]
+    writers = workers if is_server else nobody
     orders = group.window(f"{_NAME} orders", len(numbers.names) + max(widths), torch.float64, sources=writers)
-    readers = [] if is_server else list(range(num_servers))
+    readers = nobody if is_server else range(num_servers)
     replies = group.window(f"{_NAME} replies", 1, sources=readers)
     gradients = [
         group.window(
             f"{_NAME} gradients {chunk.number}",
             chunk.num_elements if packing is None else sum(packing.sizes),
             chunk.dtype if packing is None else torch.uint8,
-            sources=list(workers) if group.rank == chunk.server else [],
+            sources=workers if group.rank == chunk.server else nobody,
         )
         for chunk, packing in zip(chunks, packings, strict=True)
     ]

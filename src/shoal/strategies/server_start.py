@@ -11,8 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from shoal.core.errors import UsageError
-from shoal.group import Group
-from shoal.group.functions import share
+from shoal.group import Group, share
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.start import require_equal, take_values
 from shoal.strategies.states import flatten, take_state

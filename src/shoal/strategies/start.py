@@ -13,8 +13,7 @@ import msgspec
 import torch
 
 from shoal.core.errors import UsageError
-from shoal.group import Group
-from shoal.group.functions import share
+from shoal.group import Group, share
 from shoal.strategies.averaging import packed
 
 

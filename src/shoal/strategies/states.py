@@ -15,8 +15,7 @@ import msgspec
 import torch
 
 from shoal.core.errors import ShoalError, UsageError
-from shoal.group import Group
-from shoal.group.functions import share
+from shoal.group import Group, share
 from shoal.strategies.start import take_values
 from shoal.tensors import DTYPES, TensorSpec, describe, size_bytes
 from shoal.tensors.packing import reshape_dense

@@ -18,8 +18,7 @@ import msgspec
 import torch
 
 from shoal.core.errors import UsageError
-from shoal.group import Group
-from shoal.group.functions import share
+from shoal.group import Group, share
 from shoal.tensors import DTYPES, Bucket, BucketLayout, size_bytes
 from shoal.tensors.memory import tensor_over
 from shoal.tensors.packing import reshape_dense
