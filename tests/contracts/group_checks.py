@@ -10,7 +10,8 @@ import itertools
 import pytest
 import torch
 
-from shoal.core import Deadline, ShoalError, UsageError
+from shoal.core import Deadline, ShoalError, TensorError, UsageError
+from shoal.group.functions import exchange_machines, next_number, pair_gossip, share
 from shoal.topology import Weights
 
 OPS = ("sum", "mean", "min", "max")
@@ -114,9 +115,11 @@ def copies(group, _):
         for rank, part in enumerate(parts):
             assert torch.equal(part, data_of(rank, 3 * rank, dtype).view(rank, 3))
     value = {"rank": group.rank, "list": [1.5, None, "ü" * group.rank]}
-    assert group.share(value) == [
+    assert share(group, value) == [
         {"rank": rank, "list": [1.5, None, "ü" * rank]} for rank in range(group.size)
     ]
+    group.notes["numbers"] = group.rank  # the last one has given the most
+    assert [next_number(group, "numbers") for _ in range(2)] == [group.size - 1, group.size]
     assert group.barrier().wait() is None
     memory = group.empty(3, torch.int64)
     assert memory.tolist() == [0, 0, 0]
@@ -184,7 +187,7 @@ def exchanges(group, _):
     tensor = data_of(rank, count)
     peer = (rank + 1) % size
     if size > 1:
-        close(group.pair_gossip(tensor, peer, 0.25).wait(), 0.75 * start[rank] + 0.25 * start[peer])
+        close(pair_gossip(group, tensor, peer, 0.25).wait(), 0.75 * start[rank] + 0.25 * start[peer])
     for nobody in (size, rank, -1):
         with pytest.raises(UsageError, match="cannot exchange"):
             group.exchange(tensor, Weights(0.5, {nobody: 0.5}))
@@ -234,7 +237,7 @@ def machines(group, _):
     """Two workers a machine, the last one may be alone; machines in a ring of one direction."""
     differences(group)
     rank, count = group.rank, 501
-    assert [group.machine_of(other) for other in range(group.size)] == [r // 2 for r in range(group.size)]
+    assert list(group.machines) == [r // 2 for r in range(group.size)]
     assert group.machine == rank // 2
     assert group.num_machines == -(-group.size // 2)
     tensor = data_of(rank, count)
@@ -245,7 +248,11 @@ def machines(group, _):
     before = (group.machine - 1) % group.num_machines
     weights = Weights(0.25, {before: 0.75}) if group.num_machines > 1 else Weights(1.0)
     wanted = weights.own * means[group.machine] + (1 - weights.own) * means[before]
-    close(group.exchange_machines(tensor, weights).wait(), wanted)
+    close(exchange_machines(group, tensor, weights).wait(), wanted)
+    own, out = (in_memory(group, data_of(rank, count), is_own=True) for _ in range(2))
+    assert exchange_machines(group, own, weights, out=out).wait() is out
+    close(out, wanted)
+    group.settle(own)
 
 
 # --- one-sided ---
@@ -253,39 +260,80 @@ def machines(group, _):
 
 def one_sided(group, _):
     rank, size = group.rank, group.size
+    peer = (rank + 1) % size
     buffers = [group.empty(64) for _ in range(2)]
-    assert group.fetch("model", (rank + 1) % size).wait() is None
+    window, another = (group.window(name, 64, sources=()) for name in ("model", "another"))
+    assert (window.name, window.num_elements, window.dtype) == ("model", 64, torch.float32)
+    assert window.fetch(peer).wait() is None
     group.barrier().wait()
     for version in range(6):
         buffer = buffers[version % 2].fill_(100 * rank + version)
-        group.publish("model", buffer, version)
+        window.publish(buffer, version)
         if version == 0:
             group.barrier().wait()
-        for peer in range(size):
-            snapshot = group.fetch("model", peer).wait()
-            assert snapshot.rank == peer
+        for other in range(size):
+            snapshot = window.fetch(other).wait()
+            assert snapshot.rank == other
             values = snapshot.tensor.clone()
             if snapshot.is_intact():
-                assert values.tolist() == [100 * peer + snapshot.version] * 64
-        group.reclaim("model", version - 1)
-    own = group.fetch("model", rank).wait()
+                assert values.tolist() == [100 * other + snapshot.version] * 64
+        window.reclaim(version - 1)
+    own = window.fetch(rank).wait()
     assert own.version == 5
     assert own.is_intact()
     group.barrier().wait()
-    peer = (rank + 1) % size
-    old = group.fetch("model", peer).wait()
+    old = window.fetch(peer).wait()
     assert old.version == 5
     assert old.is_intact()
     group.barrier().wait()
-    group.publish("model", buffers[0], 6)
-    group.reclaim("model", 5)
+    window.publish(buffers[0], 6)
+    window.reclaim(5)
     group.barrier().wait()
     buffers[1].fill_(-1)
     group.barrier().wait()
     # memory of the peer's own is void, a copy stays what it was
     assert old.is_intact() == (old.tensor.tolist() == [100 * peer + 5] * 64)
-    assert group.fetch("model", peer).wait().version == 6
-    assert group.fetch("another", peer).wait() is None
+    assert window.fetch(peer).wait().version == 6
+    assert another.fetch(peer).wait() is None
+    for unfit in (buffers[0][1:], buffers[0].view(torch.int32)):
+        with pytest.raises(TensorError, match="do not fit"):
+            another.publish(unfit, 0)
+    group.barrier().wait()
+    names_are_used_again(group, window, buffers[0], peer)
+
+
+def names_are_used_again(group, window, buffer, peer):
+    """What a window has published goes with it, and another one begins again from the first version."""
+    window.close()
+    window.close()
+    group.barrier().wait()
+    again = group.window("model", 64, sources=())
+    assert again.fetch(peer).wait() is None
+    group.barrier().wait()
+    again.publish(buffer.fill_(7 + group.rank), 1)
+    group.barrier().wait()
+    snapshot = again.fetch(peer).wait()
+    assert (snapshot.version, snapshot.tensor.tolist()) == (1, [7 + peer] * 64)
+    assert snapshot.is_intact()
+    group.barrier().wait()
+
+
+def unasked(group, _):
+    """A window without slots is one member's own affair: the others need not have made it."""
+    rank, size = group.rank, group.size
+    memory = group.empty(4).fill_(5)
+    if rank == 0:
+        window = group.window("late", 4, sources=())
+        window.publish(memory, 1)
+        assert list(window.filled()) == list(window.wait()) == []
+    group.barrier().wait()
+    if rank == size - 1:
+        window = group.window("late", 4, sources=())
+        into = torch.zeros(4)
+        assert window.read(0, into, version=1).wait(Deadline.after(20)) == 1
+        assert into.tolist() == [5] * 4
+        with pytest.raises(UsageError, match="no slot"):
+            window.put(0, into)
     group.barrier().wait()
 
 
@@ -337,6 +385,10 @@ def leaving(group, _):
     rank, size = group.rank, group.size
     tensor = data_of(rank, 50)
     group.all_reduce(tensor).wait()
+    window = group.window("model", 4, sources=())
+    memory = group.empty(4)
+    window.publish(memory, 1)
+    group.barrier().wait()
     left = []
     for gone in (size - 1, 0):
         left.append(gone)
@@ -352,14 +404,15 @@ def leaving(group, _):
         assert list(group.members) == rest
         own = in_memory(group, data_of(rank, 70), is_own=True)
         close(group.all_reduce(own, "sum").wait(), reduced(rest, 70, torch.float32, "sum"))
-        assert group.share(rank) == rest
+        assert share(group, rank) == rest
         mixed = data_of(rank, 50)
         close(
             group.exchange(mixed, full(rank, size, 0)).wait(),
             data_of(rank, 50) * (size - len(rest) + 1) / size
             + sum(data_of(other, 50) for other in rest if other != rank) / size,
         )
-        assert group.fetch("model", gone).wait() is None
+        assert window.fetch(gone).wait() is None
+        assert window.fetch(rank).wait().version == 1
         assert not group.lost
     return len(left)
 
@@ -377,14 +430,15 @@ def metered(group, _):
     group.all_gather(torch.zeros(rank + 1)).wait()
     group.exchange(tensor, full(rank, size, 0)).wait()
     group.exchange(tensor, directed(rank, size, 0)).wait()
-    group.pair_gossip(tensor, following).wait()
-    group.exchange_machines(tensor, Weights(1.0)).wait()
-    group.publish("x", group.empty(11), 0)
+    pair_gossip(group, tensor, following).wait()
+    exchange_machines(group, tensor, Weights(1.0)).wait()
+    published = group.window("x", 11, sources=())
+    published.publish(group.empty(11), 0)
     group.barrier().wait()
-    group.fetch("x", following).wait()
-    group.share(1)
+    published.fetch(following).wait()
+    share(group, 1)
     window = group.window("w", 1001)
-    for write in (window.put, window.accumulate):
+    for write in (window.put, window.add):
         write(following, tensor).wait()
     window.wait()
     preceding = (rank - 1) % size
@@ -393,12 +447,10 @@ def metered(group, _):
         slot.clear()
     group.barrier().wait()
     window.send(following, tensor).wait()
-    with group.changing("x", 1):
+    with published.changing(1):
         pass
-    group.read("x", following, torch.zeros(11)).wait()
-    assert group.read("y", following, torch.zeros(11)).wait() is None
-    with group.mutex("m", 0):
-        pass
+    published.read(following, torch.zeros(11)).wait()
+    assert window.read(following, torch.zeros(1001)).wait() is None
     group.barrier().wait()
     totals = group.totals()
     assert all(traffic.blocked_s <= traffic.lasted_s for traffic in totals.values())

@@ -46,6 +46,11 @@ def test_one_sided(workers, kind, size):
     workers.run(checks.one_sided, size, kind=kind)
 
 
+@several
+def test_windows_without_slots_wait_for_nobody(workers, kind, size):
+    workers.run(checks.unasked, size, kind=kind)
+
+
 @every_group
 def test_many_in_flight(workers, kind, size):
     workers.run(checks.in_flight, size, kind=kind)
@@ -76,21 +81,19 @@ def test_metered_bytes_are_those_of_the_formula(workers):
         assert counted == {
             "all_reduce": [1, ring, ring],
             "broadcast": [1, 2 * size_bytes, 0] if is_root else [1, 0, size_bytes],
-            "exchange": [2, 3 * size_bytes, 3 * size_bytes],
-            "pair_gossip": [1, size_bytes, size_bytes],
+            "exchange": [3, 4 * size_bytes, 4 * size_bytes],  # with both others, with one, and in a pair
             "exchange_machines": [1, 2 * size_bytes, 2 * size_bytes],
             "empty": [1, 0, 0],
             "publish": [1, 0, 0],
             "barrier": [4, 0, 0],
             "fetch": [1, 0, 44],
-            "window": [1, 0, 0],
+            "window": [2, 0, 0],
             "put": [1, size_bytes, 0],
-            "accumulate": [1, size_bytes, 0],
+            "add": [1, size_bytes, 0],
             "send": [1, size_bytes, 0],
             "window_wait": [1, 0, 0],
             "read": [2, 0, 44],
             "changing": [1, 0, 0],
-            "mutex": [1, 0, 0],
         }
 
 

@@ -11,14 +11,8 @@ import time
 import pytest
 import torch
 
-from shoal.core import (
-    Deadline,
-    DeadlineExceeded,
-    LimitExceeded,
-    PeerLost,
-    TensorError,
-    UsageError,
-)
+from shoal.core import Deadline, DeadlineExceeded, LimitExceeded, TensorError, UsageError
+from shoal.group.functions import Mutex
 
 COUNT = 5003
 
@@ -48,8 +42,8 @@ def writes(group, _):
             assert slot.num_writes == 0
         assert list(window.filled()) == []
         group.barrier().wait()
-        window.accumulate(after, own, mass=1.0).wait()
-        window.accumulate(after, own, weight=weight, mass=0.5, note=b"third").wait()
+        window.add(after, own, mass=1.0).wait()
+        window.add(after, own, weight=weight, mass=0.5, note=b"third").wait()
         group.barrier().wait()
         with window.slot(before) as slot:
             assert (slot.num_writes, slot.mass, slot.note) == (2, 1.5, b"third")
@@ -65,7 +59,7 @@ def _refusals(window, rank, own, after):
     with pytest.raises(TensorError, match="do not fit"):
         window.put(after, own[1:])
     with pytest.raises(TensorError, match="do not fit"):
-        window.accumulate(after, own.to(torch.float16))
+        window.add(after, own.to(torch.float16))
     with pytest.raises(LimitExceeded, match="note"):
         window.put(after, own, note=b"x" * 5000)
     with pytest.raises(UsageError, match="no rank"):
@@ -87,7 +81,7 @@ def masses(group, arguments):
         to = others[turn % len(others)]
         part, weight = (own / 2).floor(), mass // 2  # whole numbers: all sums are exact
         own, mass = own - part, mass - weight
-        window.accumulate(to, part, mass=weight).wait()
+        window.add(to, part, mass=weight).wait()
         for source in window.filled():
             got, counted, weight = _collect(window, source)
             own, mass, seen = own + got, mass + weight, seen + counted
@@ -170,23 +164,27 @@ def pending(group, _):
 
 def exclusion(group, arguments):
     """A count that is read, and written a moment later: under a mutex nobody's turn is missed."""
-    rank, size = group.rank, group.size
+    size = group.size
     window = group.window("count", 1, torch.int64, sources=range(size))
-    group.barrier().wait()
+    mutex, another = Mutex(group, "count"), Mutex(group, "another")
     counted = 0
     for _ in range(arguments["num_turns"]):
-        with group.mutex("count", size - 1):
+        with mutex:
             # everybody keeps a copy of the count, and tells all the next one
             counted = max([counted, *(_peek(window, source) for source in window.filled())]) + 1
             for other in range(size):
                 window.put(other, torch.tensor([counted])).wait()
     group.barrier().wait()
     assert max(_peek(window, source) for source in window.filled()) == size * arguments["num_turns"]
-    with group.mutex("count", 0), group.mutex("count", size - 1) if size > 1 else group.mutex("other", 0):
+    with mutex, another:
         pass
-    with pytest.raises(UsageError, match="itself"), group.mutex("x", rank), group.mutex("x", rank):
+    with pytest.raises(UsageError, match="itself"), mutex, mutex:
         pass
-    with pytest.raises(UsageError, match="no rank"), group.mutex("x", size):
+    with mutex:
+        pass
+    group.barrier().wait()
+    mutex.close()
+    with Mutex(group, "count"):
         pass
     window.close()
 
@@ -201,29 +199,30 @@ def changes(group, arguments):
     rank, count = group.rank, arguments["num_elements"]
     memory = group.empty(count, torch.int64)
     into = torch.empty(count, dtype=torch.int64)
-    assert group.read("changing", 0, into).wait() is None
+    window = group.window("changing", count, torch.int64, sources=())
+    assert window.read(0, into).wait() is None
     group.barrier().wait()
     if rank == 0:
-        with pytest.raises(UsageError, match="publish"), group.changing("changing", 1):
+        with pytest.raises(UsageError, match="publish"), window.changing(1):
             pass
-        group.publish("changing", memory, 0)
+        window.publish(memory, 0)
         for version in range(1, arguments["num_versions"] + 1):
-            with group.changing("changing", version):
+            with window.changing(version):
                 for part in memory.chunk(7):
                     part.fill_(version)
-    versions = [group.read("changing", 0, into, version=1).wait(Deadline.after(20))]
+    versions = [window.read(0, into, version=1).wait(Deadline.after(20))]
     while versions[-1] < arguments["num_versions"]:
         wanted = versions[-1] + 1 if len(versions) % 2 else 0
-        versions.append(group.read("changing", 0, into, version=wanted).wait(Deadline.after(20)))
+        versions.append(window.read(0, into, version=wanted).wait(Deadline.after(20)))
         assert versions[-1] >= max(wanted, versions[-2])
         assert torch.all(into == versions[-1])
     with pytest.raises(TensorError, match="fit"):
-        group.read("changing", 0, into[1:]).wait()
-    later = group.read("changing", 0, into, version=arguments["num_versions"] + 1)
+        window.read(0, into[1:]).wait()
+    later = window.read(0, into, version=arguments["num_versions"] + 1)
     assert not later.is_done()
     group.barrier().wait()
     if rank == 0:
-        with group.changing("changing", arguments["num_versions"] + 1):
+        with window.changing(arguments["num_versions"] + 1):
             assert not later.is_done()
             memory.fill_(-1)
     assert later.wait(Deadline.after(20)) == arguments["num_versions"] + 1
@@ -238,11 +237,13 @@ def departures(group, _):
     gone = size - 1
     window = group.window("leaving", 16)
     memory = group.empty(16)
-    group.publish("leaving", memory, 3)
+    window.publish(memory, 3)
+    mutex = Mutex(group, "leaving")
     group.barrier().wait()
     if rank == gone:
         for other in range(gone):
             window.put(other, torch.full((16,), 7.0)).wait()
+        mutex.__enter__()  # it leaves with the mutex in its hands
         group.barrier().wait()
         group.leave()
         return
@@ -251,13 +252,14 @@ def departures(group, _):
         assert slot.tensor.tolist() == [7.0] * 16
         slot.clear()
     into = torch.zeros(16)
-    waiting = group.read("leaving", gone, into, version=4)
+    waiting = window.read(gone, into, version=4)
     assert waiting.wait(Deadline.after(20)) is None
-    assert group.read("leaving", gone, into).wait() is None
+    assert window.read(gone, into).wait() is None
+    assert window.fetch(gone).wait() is None
     assert window.put(gone, torch.ones(16)).wait() is None
     assert window.send(gone, torch.ones(16)).wait() is None
     assert window.send(gone, torch.ones(16)).wait() is None
-    with pytest.raises(PeerLost), group.mutex("x", gone):
+    with mutex:
         pass
     if size == 2:
         assert list(window.wait(Deadline.after(20))) == []
@@ -268,24 +270,23 @@ def killed_holder(group, _):
     rank, dead = group.rank, group.size - 1
     window = group.window("w", 8)
     memory = group.empty(8)
-    group.publish("changing", memory, 0)
+    window.publish(memory, 0)
+    mutex = Mutex(group, "m")
     group.barrier().wait()
     if rank == dead:
         window.put(0, torch.ones(8), mass=0.5).wait()
-        with group.mutex("m", 0), window.slot(0), group.changing("changing", 1):
+        with mutex, window.slot(0), window.changing(1):
             group.barrier().wait()
             os.kill(os.getpid(), signal.SIGKILL)
     group.barrier().wait()
     began_s = time.monotonic()
-    with group.mutex("m", 0):
+    with mutex:
         pass
     if rank == 0:
         assert window.put(dead, torch.ones(8)).wait(Deadline.after(9)) is None
         with window.slot(dead) as slot:
             assert (slot.num_writes, slot.mass) == (1, 0.5)
-    assert group.read("changing", dead, torch.zeros(8)).wait(Deadline.after(9)) is None
-    assert group.read("changing", dead, torch.zeros(8), version=9).wait(Deadline.after(9)) is None
-    with pytest.raises(PeerLost) as raised, group.mutex("m", dead):
-        pass
-    assert raised.value.peer == dead
+    assert window.read(dead, torch.zeros(8)).wait(Deadline.after(9)) is None
+    assert window.read(dead, torch.zeros(8), version=9).wait(Deadline.after(9)) is None
+    assert dead in group.lost
     assert time.monotonic() - began_s < 9

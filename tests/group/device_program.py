@@ -11,6 +11,7 @@ from torch import nn
 
 import shoal
 from shoal.core import UsageError
+from shoal.group.functions import share
 from shoal.strategies import make_strategy
 from shoal.topology import Weights
 
@@ -33,7 +34,7 @@ def operations(group, device):
     mixed = group.exchange(mine.clone(), Weights.uniform(others, others)).wait()
     assert torch.allclose(mixed, torch.full_like(mixed, (size - 1) / 2))
     group.barrier().wait()
-    assert group.share(rank) == list(range(size))
+    assert share(group, rank) == list(range(size))
 
 
 def train(group, device, name):

@@ -3,9 +3,9 @@
 import torch
 
 from shoal.core import DeadlineExceeded, ManualClock
-from shoal.group.base import Done, Handle
+from shoal.group.base import Done, Handle, Window
 from shoal.group.operations import Sleeper
-from shoal.group.solo import SoloGroup, SoloWindow
+from shoal.group.solo import SoloGroup
 
 
 class Pretender(SoloGroup):
@@ -14,8 +14,8 @@ class Pretender(SoloGroup):
     def __init__(self, size=3, per_machine=None):
         super().__init__()
         self.size = size
-        self._per_machine = per_machine or size
-        self.num_machines = -(-size // self._per_machine)
+        self.machines = tuple(rank // (per_machine or size) for rank in range(size))
+        self.num_machines = self.machines[-1] + 1
         self.calls = []
         self.pending = None
         """Give one, and the next operation returns it."""
@@ -24,9 +24,6 @@ class Pretender(SoloGroup):
     @property
     def members(self):
         return range(self.size)
-
-    def machine_of(self, rank):
-        return rank // self._per_machine
 
     def progress(self):
         self.num_progressed += 1
@@ -47,17 +44,9 @@ class Pretender(SoloGroup):
     def barrier(self):
         return self._handle("barrier", None)
 
-    def fetch(self, name, peer):
-        return super().fetch(name, 0)
-
-    def read(self, name, peer, into, *, version=0):
-        return super().read(name, 0, into, version=version)
-
-    def window(self, name, num_elements, dtype=torch.float32, *, sources=None):
-        return PretendedWindow(name, num_elements, dtype, has_slot=True)
-
-    def mutex(self, name, owner):
-        return super().mutex(name, 0)
+    def window(self, name, num_elements, dtype=torch.float32, *, sources=None, device=None):
+        own = () if sources is not None and not sources else [0]
+        return PretendedWindow(super().window(name, num_elements, dtype, sources=own, device=device))
 
     def _handle(self, name, result):
         self.calls.append(name)
@@ -68,11 +57,29 @@ class Pretender(SoloGroup):
         return pending
 
 
-class PretendedWindow(SoloWindow):
-    """Everybody's slots are the same one."""
+class PretendedWindow(Window):
+    """Everybody's slots and publications are those of rank 0."""
 
-    def _own_slot(self, rank):
-        return super()._own_slot(0)
+    def __init__(self, inner):
+        self._inner = inner
+        self.name, self.num_elements = inner.name, inner.num_elements
+        self.dtype, self.device = inner.dtype, inner.device
+        self.filled, self.wait, self.close = inner.filled, inner.wait, inner.close
+        self.publish, self.reclaim, self.changing = inner.publish, inner.reclaim, inner.changing
+
+    def _write(self, to, write):
+        return self._inner._write(0, write)
+
+    def slot(self, source):
+        return self._inner.slot(0)
+
+    def fetch(self, peer):
+        return self._inner.fetch(0)
+
+    def read(self, peer, into, *, version=0):
+        return self._inner.read(0, into, version=version)
+
+    filled = wait = close = publish = reclaim = changing = None  # the inner one's, see above
 
 
 class Pending(Handle):

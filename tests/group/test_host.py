@@ -12,8 +12,17 @@ import pytest
 import torch
 
 from group.hosts import finish, open_hosts, open_member, together
-from shoal.core import Deadline, DeadlineExceeded, PeerLost, Placement, ShoalError, UsageError
+from shoal.core import (
+    Deadline,
+    DeadlineExceeded,
+    PeerLost,
+    Placement,
+    ShoalError,
+    TensorError,
+    UsageError,
+)
 from shoal.group import GroupSettings, MemoryFull, open_host_group
+from shoal.group.functions import exchange_machines, share
 from shoal.group.host import control
 from shoal.topology import Weights
 
@@ -25,7 +34,7 @@ def test_work_goes_on_only_when_asked_and_nobody_need_wait_alone():
         assert all(torch.all(tensor == 1) for tensor in finish(handles))
 
 
-def test_stores_that_need_ordering_go_through_bells(monkeypatch):
+def test_stores_that_need_ordering_go_through_pipes(monkeypatch):
     """The way of processors that reorder stores."""
     monkeypatch.setattr(control, "IS_ORDERED", False)
     with open_hosts(2) as groups:
@@ -35,9 +44,10 @@ def test_stores_that_need_ordering_go_through_bells(monkeypatch):
             for _ in range(30):
                 group.exchange(live, Weights(0.5, {1 - group.rank: 0.5}), out=spare).wait()
                 live, spare = spare, live
-            group.publish("x", live, 1)
+            window = group.window("x", 100, sources=())
+            window.publish(live, 1)
             group.barrier().wait()
-            snapshot = group.fetch("x", 1 - group.rank).wait()
+            snapshot = window.fetch(1 - group.rank).wait()
             return float(live.mean()), snapshot.version
 
         assert together(groups, train) == [(0.5, 1), (0.5, 1)]
@@ -47,7 +57,7 @@ def test_waiting_has_a_deadline_and_names_the_one_who_is_missing():
     with open_hosts(2) as (first, _):
         with pytest.raises(DeadlineExceeded, match=r"barrier: waiting for rank 1 .*last beat"):
             first.barrier().wait(Deadline.after(0.02))
-        assert first.waited_s[1] > 0.01
+        assert first.stats.waited_s[1] > 0.01
 
 
 def test_the_groups_timeout_counts_without_a_deadline():
@@ -110,7 +120,7 @@ def test_memory_is_given_back():
 
 def test_published_memory_must_be_the_groups():
     with open_hosts(2) as (first, _), pytest.raises(UsageError, match=r"group.empty\(\)"):
-        first.publish("x", torch.zeros(3), 1)
+        first.window("x", 3, sources=()).publish(torch.zeros(3), 1)
 
 
 def test_after_leaving_nothing_goes():
@@ -223,9 +233,10 @@ def test_nothing_is_written_anywhere_after_the_end(tmp_path):
     with open_hosts(2) as (first, second):
         live = torch.zeros(3)
         handle = first.all_reduce(live)
-        first.abandon()
+        window = first.window("x", 3, sources=())
+        first.close(ConnectionAbortedError())
         files = [(tmp_path / str(number)).open("wb") for number in range(20)]
-        first.reclaim("x", 1)
+        window.reclaim(1)
         first.progress()
         first.leave()
         first.close()
@@ -253,14 +264,47 @@ def test_a_forked_child_is_no_member():
         assert finish([group.barrier() for group in groups]) == [None, None]
 
 
-def test_what_cannot_be_published_hides_nothing():
+def test_what_cannot_be_published_is_refused_and_hides_nothing():
     with open_hosts(2) as groups:
         tensors = together(groups, lambda group: group.empty(8))
         with pytest.raises(UsageError, match="cannot be exchanged"):
-            groups[0].publish("complex", tensors[0].view(torch.complex64), 1)
-        groups[0].publish("plain", tensors[0], 1)
-        assert groups[1].fetch("complex", 0).wait() is None
-        assert groups[1].fetch("plain", 0).wait().version == 1
+            groups[0].window("complex", 4, torch.complex64, sources=())
+        windows = [group.window("plain", 8, sources=()) for group in groups]
+        with pytest.raises(TensorError, match="do not fit"):
+            windows[0].publish(tensors[0][1:], 1)
+        with pytest.raises(UsageError, match="negative"):
+            windows[0].publish(tensors[0], -1)
+        assert windows[1].fetch(0).wait() is None
+        windows[0].publish(tensors[0], 1)
+        assert windows[1].fetch(0).wait().version == 1
+
+
+def test_windows_that_publish_come_and_go_by_the_hundred():
+    """Nothing that was seen of an earlier one is taken for a later one's."""
+    with open_hosts(2) as groups:
+        memory, _ = together(groups, lambda group: group.empty(1))
+        kept = groups[0].window("kept", 1, sources=())
+        kept.publish(memory, 1)
+        readers = [groups[1].window(name, 1, sources=()) for name in ("kept", "again", "other")]
+        old = None
+        for turn in range(2 * control.PUBLICATIONS):
+            window = groups[0].window("again" if turn % 2 else "other", 1, sources=())
+            window.publish(memory, turn % 3)
+            seen = [reader.fetch(0).wait() for reader in readers]
+            assert [one and one.version for one in seen] == [1, *[turn % 3, None][:: 1 if turn % 2 else -1]]
+            new = seen[1 if turn % 2 else 2]
+            assert new.is_intact()
+            assert old is None or not old.is_intact()
+            old = new
+            window.close()
+            assert not old.is_intact()
+        open_windows = [groups[0].window(f"w {n}", 1, sources=()) for n in range(control.PUBLICATIONS)]
+        for window in open_windows[:-1]:
+            window.publish(memory, 0)
+        with pytest.raises(UsageError, match="at most 512 windows"):
+            open_windows[-1].publish(memory, 0)
+        with pytest.raises(UsageError, match="Another window 'kept'"):
+            groups[0].window("kept", 1, sources=()).publish(memory, 0)
 
 
 def test_watching_needs_no_small_descriptors():
@@ -296,9 +340,10 @@ def test_one_machine_is_split():
     with open_hosts(4, workers_per_machine=2) as groups:
         assert [group.machine for group in groups] == [0, 0, 1, 1]
         assert groups[0].num_machines == 2
+        assert list(groups[0].machines) == [0, 0, 1, 1]
         tensors = [torch.full((2,), float(group.rank)) for group in groups]
         exchanges = [
-            group.exchange_machines(tensor, Weights(0.5, {1 - group.machine: 0.5}))
+            exchange_machines(group, tensor, Weights(0.5, {1 - group.machine: 0.5}))
             for group, tensor in zip(groups, tensors, strict=True)
         ]
         assert [tensor[0].item() for tensor in finish(exchanges)] == [1.5] * 4
@@ -363,10 +408,10 @@ def test_an_exchange_outlives_a_killed_peer_and_a_reduction_names_it(pair):
         with pytest.raises(PeerLost, match="rank 1 is lost: its process") as caught:
             operation.wait()
         assert caught.value.peer == 1
-    assert group.fetch("x", 1).wait() is None
+    assert group.window("x", 10, sources=()).fetch(1).wait() is None
     group.should_survive = True
     assert torch.equal(group.all_reduce(torch.ones(3)).wait(), torch.ones(3))
-    assert group.share("here") == ["here"]
+    assert share(group, "here") == ["here"]
 
 
 def test_a_stopped_peer_is_lost_when_patience_ends_and_learns_of_it(pair):
@@ -394,10 +439,31 @@ def test_what_is_broadcast_is_not_written_over_before_all_have_read_it():
 def test_one_that_fails_because_of_a_loss_is_not_blamed_for_it():
     with open_hosts(3) as groups:
         handles = [group.barrier() for group in groups[1:]]
-        groups[0].abandon()
+        groups[0].close(ConnectionAbortedError())
         with pytest.raises(PeerLost) as raised:
             handles[1].wait(Deadline.after(20))
         assert raised.value.peer == 0
-        groups[2].abandon()
+        groups[2].close(raised.value)
+        with pytest.raises(PeerLost, match="rank 0 is lost: it failed"):
+            groups[1].barrier().wait(Deadline.after(20))
+
+
+def test_the_others_blame_whom_the_error_names():
+    """Also one that this group has not noticed itself."""
+    with open_hosts(3) as groups:
+        groups[2].close(PeerLost("rank 0 is lost.", peer=0))
+        groups[2].close()
+        groups[0].barrier()
+        with pytest.raises(PeerLost, match="rank 0 is lost"):
+            groups[1].barrier().wait(Deadline.after(20))
+
+
+def test_a_loss_that_was_noticed_is_blamed_whatever_the_error():
+    with open_hosts(3) as groups:
+        handles = [group.barrier() for group in groups[1:]]
+        groups[0].close(ConnectionAbortedError())
+        with pytest.raises(PeerLost):
+            handles[1].wait(Deadline.after(20))
+        groups[2].close(ValueError())
         with pytest.raises(PeerLost, match="rank 0 is lost: it failed"):
             groups[1].barrier().wait(Deadline.after(20))

@@ -11,7 +11,18 @@ import pytest
 
 from shoal.core import Deadline, DeadlineExceeded, LimitExceeded, PeerLost, PeerRefused, UsageError
 from shoal.group.host import meeting
-from shoal.group.host.meeting import MAX_WORKERS, Failed, Gift, Hello, Met, _address, meet, receive, send
+from shoal.group.host.meeting import (
+    MAX_WORKERS,
+    Failed,
+    JoinRequest,
+    SharedFiles,
+    Welcome,
+    _address,
+    meet,
+    receive,
+    send,
+)
+from shoal.group.host.memory import MemoryRange
 
 
 @pytest.fixture
@@ -21,21 +32,25 @@ def key():
 
 @contextlib.contextmanager
 def things(rank):
-    """A bell, and what rank 0 has to give; closed again."""
-    bell = os.eventfd(0)
+    """The writing end of a pipe, and what rank 0 has to give; closed again."""
+    pipe = os.eventfd(0)
     files = [os.open(os.devnull, os.O_RDONLY)] if rank == 0 else []
     try:
-        yield bell, Gift(files, [(0, 0, 1)]) if rank == 0 else None
+        yield pipe, SharedFiles(files, [MemoryRange(0, 0, 1)]) if rank == 0 else None
     finally:
-        for descriptor in (bell, *files):
+        for descriptor in (pipe, *files):
             os.close(descriptor)
 
 
 def attend(key, rank, size, said=None, timeout_s=5.0):
-    with things(rank) as (bell, gift):
-        met = meet(key, said or Hello(rank, size, 1000 + rank), bell, gift, Deadline.after(timeout_s))
+    with things(rank) as (pipe, shared):
+        met = meet(key, said or JoinRequest(rank, size, 1000 + rank), pipe, shared, Deadline.after(timeout_s))
         if rank == 0:  # its own are not given back to it: the test wants to keep them
-            met = Met(met.pids, [os.dup(bell), *met.bells[1:]], Gift([os.dup(gift.files[0])], gift.places))
+            met = Welcome(
+                met.pids,
+                [os.dup(pipe), *met.pipes[1:]],
+                SharedFiles([os.dup(shared.files[0])], shared.places),
+            )
         return met
 
 
@@ -59,13 +74,13 @@ def nothing_stays_open():
 @contextlib.contextmanager
 def guest_of(key, said=None, size=2):
     """Rank 0 in another thread, and a connection to it on which nothing or `said` was said."""
-    with concurrent.futures.ThreadPoolExecutor(1) as threads, things(1) as (bell, _):
+    with concurrent.futures.ThreadPoolExecutor(1) as threads, things(1) as (pipe, _):
         host = threads.submit(attend, key, 0, size)
         with socket.socket(socket.AF_UNIX) as guest:
             while guest.connect_ex(_address(key)):
                 assert not host.done()
             if said is not None:
-                send(guest, said, [bell])
+                send(guest, said, [pipe])
             yield guest, host
 
 
@@ -73,12 +88,12 @@ def test_everybody_learns_of_everybody(key, nothing_stays_open):
     met = [future.result() for future in attend_all(key, (1, 3), (0, 3), (2, 3))]
     for one in met:
         assert one.pids == [1000, 1001, 1002]
-        assert len(one.bells) == 3
-        assert one.gift.places == [(0, 0, 1)]
-        assert not any(os.get_inheritable(descriptor) for descriptor in one.bells)
-    os.write(met[0].bells[2], (1).to_bytes(8, "little"))
-    assert os.read(met[2].bells[1 + 1], 8) == (1).to_bytes(8, "little")
-    for descriptor in [descriptor for one in met for descriptor in one.bells + one.gift.files]:
+        assert len(one.pipes) == 3
+        assert one.shared.places == [MemoryRange(0, 0, 1)]
+        assert not any(os.get_inheritable(descriptor) for descriptor in one.pipes)
+    os.write(met[0].pipes[2], (1).to_bytes(8, "little"))
+    assert os.read(met[2].pipes[1 + 1], 8) == (1).to_bytes(8, "little")
+    for descriptor in [descriptor for one in met for descriptor in one.pipes + one.shared.files]:
         os.close(descriptor)
 
 
@@ -102,9 +117,9 @@ def test_a_long_wait_says_whom_it_is_for(key, monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("said", "complaint"),
     [
-        (Hello(1, 3, 1), "expects 3 workers"),
-        (Hello(0, 2, 1), "two workers say that they are rank 0"),
-        (Hello(1, 2, 1, protocol=99), "another version"),
+        (JoinRequest(1, 3, 1), "expects 3 workers"),
+        (JoinRequest(0, 2, 1), "two workers say that they are rank 0"),
+        (JoinRequest(1, 2, 1, protocol=99), "another version"),
     ],
 )
 def test_those_who_do_not_belong_are_refused_on_both_sides(key, said, complaint, nothing_stays_open):
@@ -149,10 +164,10 @@ def test_one_that_ends_before_it_says_who_it_is_has_not_come(key):
 
 
 def test_one_that_comes_and_ends_is_named_at_once_to_all(key, nothing_stays_open):
-    with guest_of(key, Hello(1, 4, 1), size=4) as (guest, host), things(2) as (bell, _):
+    with guest_of(key, JoinRequest(1, 4, 1), size=4) as (guest, host), things(2) as (pipe, _):
         with socket.socket(socket.AF_UNIX) as another, contextlib.ExitStack() as received:
             another.connect(_address(key))
-            send(another, Hello(2, 4, 1), [bell])
+            send(another, JoinRequest(2, 4, 1), [pipe])
             guest.close()
             with pytest.raises(PeerLost, match="rank 1 ended while the group was made"):
                 host.result()
@@ -168,8 +183,8 @@ def test_one_that_speaks_otherwise_is_refused(key, nothing_stays_open):
 
 
 def test_one_that_ends_instead_of_answering_is_named(key, nothing_stays_open):
-    with guest_of(key, Hello(1, 2, 1)) as (guest, host), contextlib.ExitStack() as received:
-        receive(guest, Met, received)
+    with guest_of(key, JoinRequest(1, 2, 1)) as (guest, host), contextlib.ExitStack() as received:
+        receive(guest, Welcome, received)
         guest.close()
         with pytest.raises(PeerLost, match="rank 1 ended while the group was made"):
             host.result()
@@ -192,8 +207,8 @@ def test_a_guest_without_room_for_more_files_names_the_limit(key, nothing_stays_
         joining = threads.submit(attend, key, 1, 2)
         guest, _ = host.accept()
         with guest, contextlib.ExitStack() as received:
-            _, bells = receive(guest, Hello, received)
-            send(guest, Met([0, 1], [0, 1], Gift([2], [])), bells)
+            _, pipes = receive(guest, JoinRequest, received)
+            send(guest, Welcome([0, 1], [0, 1], SharedFiles([2], [])), pipes)
             with pytest.raises(LimitExceeded, match=r"rank 1 (.|\n)*ulimit -n"):
                 joining.result()
 

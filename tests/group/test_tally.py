@@ -6,8 +6,9 @@ from contracts import group_checks
 from group.clusters import open_cluster
 from group.hosts import finish, open_hosts, together
 from shoal.group import Metered, SoloGroup
+from shoal.group.functions import exchange_machines
 from shoal.group.opening import WithServers
-from shoal.group.operations import Tally
+from shoal.group.operations import TrafficCounter
 from shoal.topology import Weights
 
 
@@ -16,11 +17,15 @@ def totals(group):
     return sum(one.sent_bytes for one in counted), sum(one.received_bytes for one in counted)
 
 
+def moved(group):
+    return group.stats.sent_bytes, group.stats.received_bytes
+
+
 class Compared(Metered):
     """Looks after every operation that is over whether both have counted alike."""
 
     def _count(self, operation):
-        assert self.inner.traffic_bytes == totals(self), f"before {operation.name}"
+        assert moved(self.inner) == totals(self), f"before {operation.name}"
         return super()._count(operation)
 
 
@@ -29,7 +34,7 @@ def test_it_is_that_of_the_formulas_after_every_operation():
         compared = [Compared(group) for group in groups]
         together(compared, lambda group: group_checks.metered(group, None))
         for group in compared:
-            assert group.traffic_bytes == totals(group) != (0, 0)
+            assert moved(group) == totals(group) != (0, 0)
 
 
 def test_who_is_gone_does_not_count_and_what_is_asked_twice_counts_once():
@@ -42,48 +47,49 @@ def test_who_is_gone_does_not_count_and_what_is_asked_twice_counts_once():
             lambda group: group.all_reduce(torch.ones(7)),
             lambda group: group.broadcast(torch.ones(7), 1),
             lambda group: group.exchange(torch.ones(7), Weights.uniform({0, 1, 2, 3} - {group.rank})),
-            lambda group: group.exchange_machines(torch.ones(7), Weights(1.0)),
+            lambda group: exchange_machines(group, torch.ones(7), Weights(1.0)),
         ):
             finish([begin(group) for group in there])
         together(there, lambda group: group.all_gather(torch.ones(2, 3)).wait())
         windows[0].put(3, torch.ones(5)).wait()
         published = together(there, lambda group: group.empty(3))
-        second.publish("y", published[1], 0)
-        read = first.read("y", 1, torch.zeros(3))
+        window, other = (group.window("y", 3, sources=()) for group in (first, second))
+        other.publish(published[1], 0)
+        read = window.read(1, torch.zeros(3))
         assert [read.wait(), read.wait()] == [0, 0]
-        assert first.fetch("y", 3).wait() is None
-        assert [group.traffic_bytes for group in there] == [totals(group) for group in there]
-        assert first.traffic_bytes[1] > second.traffic_bytes[1]
+        assert window.fetch(3).wait() is None
+        assert [moved(group) for group in there] == [totals(group) for group in there]
+        assert first.stats.received_bytes > second.stats.received_bytes
 
 
 def test_a_group_with_servers_adds_both():
     with open_hosts(3) as everybody, open_hosts(2) as workers:
         groups = [WithServers(*both, 1) for both in zip([SoloGroup(), *workers], everybody, strict=True)]
         finish([group.broadcast(torch.ones(10), 0) for group in everybody])
-        assert [group.traffic_bytes for group in groups] == [(80, 0), (0, 40), (0, 40)]
+        assert [moved(group) for group in groups] == [(80, 0), (0, 40), (0, 40)]
         finish([group.all_reduce(torch.ones(10)) for group in workers])
-        assert [Metered(group).traffic_bytes for group in groups] == [(80, 0), (40, 80), (40, 80)]
+        assert [moved(Metered(group)) for group in groups] == [(80, 0), (40, 80), (40, 80)]
 
 
 def test_machines_add_what_went_over_their_streams():
     with open_cluster([[0, 1], [2]]) as groups:
-        opened = [group.traffic_bytes for group in groups]
+        opened = [moved(group) for group in groups]
         together(groups, lambda group: group.broadcast(torch.ones(100_000), 0).wait())
-        moved = [
-            [now - before for now, before in zip(group.traffic_bytes, then, strict=True)]
+        carried = [
+            [now - before for now, before in zip(moved(group), then, strict=True)]
             for group, then in zip(groups, opened, strict=True)
         ]
-    for counted, expected in zip(moved, [(800_000, 0), (0, 400_000), (0, 400_000)], strict=True):
+    for counted, expected in zip(carried, [(800_000, 0), (0, 400_000), (0, 400_000)], strict=True):
         for size_bytes, least in zip(counted, expected, strict=True):
             assert least <= size_bytes < least + 2000  # heads of messages
 
 
 def test_what_goes_through_torch_counts_by_the_same_formulas():
-    tally = Tally(1, 4)
-    tally.all_reduce(100)
-    assert (tally.sent_bytes, tally.received_bytes) == (150, 150)
-    tally.broadcast(10, 0)
-    tally.broadcast(10, 1)
-    assert (tally.sent_bytes, tally.received_bytes) == (180, 160)
-    tally.all_gather(10, 5)
-    assert (tally.sent_bytes, tally.received_bytes) == (210, 165)
+    counter = TrafficCounter(1, 4)
+    counter.all_reduce(100)
+    assert (counter.sent_bytes, counter.received_bytes) == (150, 150)
+    counter.broadcast(10, 0)
+    counter.broadcast(10, 1)
+    assert (counter.sent_bytes, counter.received_bytes) == (180, 160)
+    counter.all_gather(10, 5)
+    assert (counter.sent_bytes, counter.received_bytes) == (210, 165)

@@ -11,6 +11,7 @@ import torch
 from group.hosts import open_hosts, open_member, together
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, UsageError
 from shoal.group import GroupSettings, SoloGroup
+from shoal.group.functions import Mutex
 from shoal.group.host import control
 
 
@@ -22,7 +23,7 @@ def test_processors_that_reorder_stores(monkeypatch):
             other = 1 - group.rank
             window = group.window("w", 100)
             memory = group.empty(100).fill_(group.rank)
-            group.publish("x", memory, 0)
+            window.publish(memory, 0)
             group.barrier().wait()
             into = torch.empty(100)
             for number in range(1, 20):
@@ -32,9 +33,9 @@ def test_processors_that_reorder_stores(monkeypatch):
                     assert torch.all(slot.tensor == number)
                     slot.clear()
                 handle.wait(Deadline.after(20))
-                with group.changing("x", number):
+                with window.changing(number):
                     memory.add_(1)
-                assert group.read("x", other, into, version=number).wait(Deadline.after(20)) >= number
+                assert window.read(other, into, version=number).wait(Deadline.after(20)) >= number
             window.close()
 
         together(groups, work)
@@ -56,7 +57,9 @@ def test_memory_is_taken_for_the_sources_alone_and_given_back():
         file = groups[0]._arena._files[0]
         before = os.fstat(file).st_blocks
         count = 1_000_000
-        windows = together(groups, lambda group: group.window("w", count, sources=[0, 1][: group.rank]))
+        windows = together(
+            groups, lambda group: group.window("w", count, sources=[[0], [0], [1]][group.rank])
+        )
         taken_bytes = (os.fstat(file).st_blocks - before) * 512
         assert 3 * 4 * count <= taken_bytes < 3.1 * 4 * count
         with pytest.raises(UsageError, match="rank 0 has no slot for rank 1"):
@@ -88,32 +91,45 @@ def test_leaving_waits_for_writes():
 def test_a_failed_change_can_be_read_only_after_another():
     with open_hosts(2) as groups:
         memory, _ = together(groups, lambda group: group.empty(4))
-        groups[0].publish("x", memory, 0)
-        with pytest.raises(ZeroDivisionError), groups[0].changing("x", 1):
+        first, second = (group.window("x", 4, sources=()) for group in groups)
+        first.publish(memory, 0)
+        with pytest.raises(ZeroDivisionError), first.changing(1):
             memory[:2] = 1 / 0
         into = torch.empty(4)
-        handle = groups[1].read("x", 0, into)
+        handle = second.read(0, into)
         with pytest.raises(DeadlineExceeded, match="read 'x' of rank 0"):
             handle.wait(Deadline.after(0.01))
-        with groups[0].changing("x", 1):
+        with first.changing(1):
             memory.fill_(5)
         assert handle.wait() == 1
         assert into.tolist() == [5] * 4
-        with pytest.raises(UsageError, match="version 1 and cannot become 0"), groups[0].changing("x", 0):
+        with pytest.raises(UsageError, match="version 1 and cannot become 0"), first.changing(0):
             pass
 
 
 def test_snapshots_of_what_changes_are_not_intact():
     with open_hosts(2) as groups:
         memory, _ = together(groups, lambda group: group.empty(4))
-        groups[0].publish("x", memory, 0)
-        snapshot = groups[1].fetch("x", 0).wait()
+        first, second = (group.window("x", 4, sources=()) for group in groups)
+        first.publish(memory, 0)
+        snapshot = second.fetch(0).wait()
         assert snapshot.is_intact()
-        with groups[0].changing("x", 1):
+        with first.changing(1):
             assert not snapshot.is_intact()
-            assert not groups[1].fetch("x", 0).wait().is_intact()
+            assert not second.fetch(0).wait().is_intact()
         assert not snapshot.is_intact()
-        assert groups[1].fetch("x", 0).wait().is_intact()
+        assert second.fetch(0).wait().is_intact()
+
+
+def test_a_window_that_is_closed_drops_its_reads():
+    with open_hosts(2) as groups:
+        window = groups[0].window("x", 4, sources=())
+        handle = window.read(1, torch.empty(4), version=1)
+        assert not handle.is_done()
+        window.close()
+        with pytest.raises(UsageError, match="closed before it was written or read"):
+            handle.wait()
+        assert groups[0]._windows.pending.is_busy is False  # nothing is tried for ever
 
 
 def test_alone_there_is_nobody_to_wait_for():
@@ -128,9 +144,9 @@ def test_alone_there_is_nobody_to_wait_for():
             slot.clear()
             assert not second.is_done()
         assert second.is_done()
-        group.publish("x", torch.ones(4), 0)
+        window.publish(torch.ones(4), 0)
         with pytest.raises(DeadlineExceeded, match="nobody else"):
-            group.read("x", 0, torch.zeros(4), version=1).wait()
+            window.read(0, torch.zeros(4), version=1).wait()
 
 
 CHILD = """
@@ -138,13 +154,15 @@ import os, signal, sys, torch
 sys.path[:0] = {path!r}
 from group.hosts import open_member
 from shoal.group import GroupSettings
+from shoal.group.functions import Mutex
 from shoal.group.host import window
 group = open_member(1, 2, GroupSettings(key={key!r}, patience=0.06))
 put, added = group.window("put", 1000), group.window("added", 1000)
 memory = group.empty(1000)
-group.publish("x", memory, 1)
+put.publish(memory, 1)
+mutex = Mutex(group, "held")
 put.put(0, torch.ones(1000)).wait()
-added.accumulate(0, torch.ones(1000)).wait()
+added.add(0, torch.ones(1000)).wait()
 
 def in_the_middle_of_adding(slot, write):
     window.write_first = in_the_middle_of_putting
@@ -152,12 +170,12 @@ def in_the_middle_of_adding(slot, write):
 
 def in_the_middle_of_putting(slot, write):
     slot[:500] = 7
-    with group.mutex("held", 0):
+    with mutex:
         group.barrier().wait()
         os.kill(os.getpid(), signal.{signal})
 
 window.write_more = in_the_middle_of_adding
-added.accumulate(0, torch.ones(1000))
+added.add(0, torch.ones(1000))
 """
 
 
@@ -171,8 +189,9 @@ def hit(tmp_path, request):
     try:
         windows = group.window("put", 1000), group.window("added", 1000)
         group.empty(1000)
+        mutex = Mutex(group, "held")
         group.barrier().wait(Deadline.after(20))
-        yield group, *windows
+        yield group, *windows, mutex
     finally:
         child.kill()
         child.wait()
@@ -181,8 +200,8 @@ def hit(tmp_path, request):
 
 @pytest.mark.parametrize("hit", ["SIGKILL"], indirect=True)
 def test_writes_that_a_killed_source_has_not_finished_do_not_count(hit):
-    group, put, added = hit
-    with group.mutex("held", 0):
+    group, put, added, mutex = hit
+    with mutex:
         pass
     with put.slot(1) as slot:
         assert slot.num_writes == 0
@@ -192,17 +211,17 @@ def test_writes_that_a_killed_source_has_not_finished_do_not_count(hit):
     while not group.lost:
         group.progress()
     assert list(put.filled()) == list(added.filled()) == list(put.wait()) == []
-    assert group.read("x", 1, torch.empty(1000)).wait() is None
+    assert put.read(1, torch.empty(1000)).wait() is None
 
 
 @pytest.mark.parametrize("hit", ["SIGSTOP"], indirect=True)
-def test_a_stopped_source_or_holder_is_named_once_it_is_lost(hit):
-    group, put, added = hit
-    for held in (group.mutex("held", 0), put.slot(1), added.slot(1)):
+def test_a_stopped_source_is_named_once_it_is_lost_and_holds_no_mutex(hit):
+    group, put, added, mutex = hit
+    with mutex:
+        assert "silent" in group.lost[1].reason
+    for held in (put.slot(1), added.slot(1)):
         with pytest.raises(PeerLost, match=r"rank 1 is lost: silent") as caught, held:
             pass
         assert caught.value.peer == 1
-    with group.mutex("another", 0):
-        pass
     assert put.put(1, torch.ones(1000)).wait() is None
     assert list(put.wait()) == []

@@ -20,28 +20,30 @@ from collections.abc import Callable, Sequence
 import torch
 
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, ShoalError, UsageError
-from shoal.group.base import GroupSettings, Handle, Reduction, T
+from shoal.group.base import GroupSettings, Handle, Reduction, T, rank_to_blame
 from shoal.group.host.control import (
     ARRIVED,
     ASLEEP,
     DTYPES,
     FINISHED,
     LEFT,
+    MAX_AHEAD,
     NOT_YET,
-    SLOTS,
     VERDICT,
-    Bells,
-    Control,
+    ControlPage,
+    WakePipes,
     code_of,
 )
-from shoal.group.host.heartbeat import Watch
+from shoal.group.host.heartbeat import ProcessWatch
 from shoal.group.host.memory import Segment
 from shoal.group.kernels import OPS, reduce_into, share
+from shoal.group.operations import Tally as TrafficCounter
+from shoal.topology import Weights
 
 log = logging.getLogger(__name__)
 _SPIN_S = 5e-4
 _SPIN_CROWDED_S = 2e-4  # with more workers than cores the one that is waited for needs this one's core
-_NAP_S = 5e-3  # a bell that rang just before the nap is missed for this long
+_NAP_S = 5e-3  # a wake-up that came just before the nap is missed for this long
 _LINE_EVERY_S = 10.0
 KINDS = ("all_reduce", "broadcast", "all_gather", "exchange", "barrier", "empty", "free")
 Span = tuple[int, int]
@@ -99,39 +101,46 @@ class Task:
         """Work only when everybody has finished this operation: until then they read what it writes."""
         self.factors: Sequence[float] | None = None
         self.must_match = len(words)
-        """How many of the words must be equal on all who take part."""
+        """How many of the words must be equal on all that take part."""
         self.is_shared = False
         """Complete only when all have finished: they read this worker's tensor until then."""
         self.needs_shares = False
         """Complete only with everybody's part of the work."""
         self.is_survivable = False
-        """Goes on without those that are lost."""
+        """Whether it goes on without those that are lost."""
         self.present: list[int] | None = None
         """Who took part, once this worker's part is done."""
         self.error: ShoalError | None = None
 
 
-class Engine:
-    """The queue of one worker's operations."""
+class ProgressEngine:
+    """Does one worker's collective operations in their order, as far as the others have come."""
 
     def __init__(
-        self, rank: int, size: int, control: Control, bells: Bells, watch: Watch, settings: GroupSettings
+        self,
+        rank: int,
+        size: int,
+        control: ControlPage,
+        pipes: WakePipes,
+        watch: ProcessWatch,
+        settings: GroupSettings,
     ) -> None:
         self.should_survive = False
         self.waited_s = [0.0] * size
         self.issued = 0
-        self.blamed: object = None
+        self.culprit: int | None = None
         """The rank, as people know it, without which an operation could not be finished."""
         self.besides: Callable[[], None] | None = None
         """Other work that can make progress whenever this does."""
-        self._rank = rank
+        self.rank = rank
+        self.size = size
         self._others = [other for other in range(size) if other != rank]
         self._everybody = list(range(size))
-        self._control = control
-        self._bells = bells
-        self._watch = watch
+        self.control = control
+        self.pipes = pipes
+        self.watch = watch
         self._settings = settings
-        self._name = settings.name_of
+        self.name_of = settings.name_of
         self._to_arrive: deque[Task] = deque()
         self._to_work: deque[Task] = deque()
         self._open: deque[Task] = deque()
@@ -143,7 +152,7 @@ class Engine:
         self._spin_s = _SPIN_S if size <= (os.cpu_count() or 1) else _SPIN_CROWDED_S
 
     def issue(self, task: Task) -> Task:
-        """Number a task and begin with it."""
+        """Numbers a task and begins with it."""
         self.check_usable()
         self.issued += 1
         task.seq = self.issued
@@ -158,27 +167,32 @@ class Engine:
     @property
     def is_usable(self) -> bool:
         """Whether this worker is still in step with the others."""
-        return self._breakage is None and os.getpid() == self._pid
+        return self._breakage is None and not self.is_forked
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a child of the process that opened the group, which it does not belong to."""
+        return os.getpid() != self._pid
 
     def fail(self, error: BaseException) -> None:
-        """Be out of step from now on: this worker did not finish what the others count on."""
+        """Puts this worker out of step: it did not finish what the others count on."""
         if self._breakage is None:
             self._breakage = error
 
     def drop(self) -> None:
-        """Forget what is under way."""
+        """Forgets all operations under way."""
         self._to_arrive.clear()
         self._to_work.clear()
         self._open.clear()
 
     def progress(self) -> None:
-        """Arrive and work as far as the others allow."""
+        """Arrives and works as far as the others allow; never blocks."""
         if self.besides is not None:
             self.besides()
         if not self._to_work:
             return
         self.check_usable()
-        self._bells.hear()
+        self.pipes.take_in()
         try:
             moved = True
             while moved:
@@ -194,18 +208,18 @@ class Engine:
             raise
 
     def is_complete(self, task: Task) -> bool:
-        """Whether there is nothing left to wait for."""
+        """Tells whether there is nothing left to wait for."""
         if task.error is not None:
             return True
         if task.present is None:
             return False
         if not (task.is_shared or task.needs_shares):
             return True
-        self._bells.hear()
+        self.pipes.take_in()
         for rank in task.present:
-            if self._control.get(rank, FINISHED) >= task.seq:
+            if self.control.get(rank, FINISHED) >= task.seq:
                 continue
-            if self._control.gone_after(rank) == NOT_YET:
+            if self.control.gone_after(rank) == NOT_YET:
                 self._blocker = rank
                 return False
             if task.needs_shares:
@@ -219,7 +233,7 @@ class Engine:
         return bool(self._to_work)
 
     def wait(self, task: Task, deadline: Deadline | None) -> None:
-        """Until a task is complete; raises its error."""
+        """Waits until a task is complete; raises its error."""
         if not self.is_complete(task):
             self.wait_until(lambda: self.is_complete(task), deadline, KINDS[task.words[0]])
         if task.error is not None:
@@ -232,7 +246,7 @@ class Engine:
         what: str,
         whom: Callable[[], str] | None = None,
     ) -> None:
-        """Spin briefly, then sleep; PeerLost when this worker itself was given up by the others.
+        """Spins briefly, then sleeps; PeerLost when this worker itself was given up by the others.
 
         `whom` says who is waited for that is not of this machine.
         """
@@ -259,45 +273,49 @@ class Engine:
             self._blame(time.perf_counter() - began_s)
 
     def blocked_by(self, rank: int) -> None:
-        """Say, while something is waited for, whom it is that it waits for."""
+        """Names the rank that the wait under way is for."""
         self._blocker = rank
 
     def check_own_verdict(self) -> None:
         """PeerLost when the others have given this worker up."""
-        if self._control.get(self._rank, VERDICT) != NOT_YET:
+        if self.control.get(self.rank, VERDICT) != NOT_YET:
             raise self._given_up()
 
     def members(self) -> list[int]:
-        """Who takes part in the next operation."""
+        """Lists who takes part in the next operation."""
         return [rank for rank in self._everybody if self._is_member(rank, self.issued + 1)]
 
+    def is_gone(self, rank: int) -> bool:
+        """Tells whether another rank is lost or has left."""
+        return rank != self.rank and self.control.gone_after(rank) != NOT_YET
+
     def judged(self) -> list[int]:
-        """Who is gone without having left, by the verdicts."""
+        """Lists those that are gone without having left, by the verdicts."""
         return [rank for rank in self._others if self._is_lost(rank)]
 
     def left(self) -> list[int]:
-        """Who has left in order."""
-        return [rank for rank in self._others if self._control.get(rank, LEFT) != NOT_YET]
+        """Lists those that have left in order."""
+        return [rank for rank in self._others if self.control.get(rank, LEFT) != NOT_YET]
 
     def is_finished(self, seq: int) -> bool:
-        """Whether everybody who is still there has finished an operation, this worker included."""
+        """Tells whether everybody who is still there has finished an operation, this worker included."""
         if not seq:
             return True
-        if self._control.get(self._rank, FINISHED) < seq:
+        if self.control.get(self.rank, FINISHED) < seq:
             return False
         for rank in self._others:
-            if self._control.get(rank, FINISHED) < seq and self._control.gone_after(rank) == NOT_YET:
+            if self.control.get(rank, FINISHED) < seq and self.control.gone_after(rank) == NOT_YET:
                 self._blocker = rank
                 return False
         return True
 
     def _blame(self, waited_s: float) -> None:
-        """A wait was for the one who came last."""
+        """Puts a wait down to the one who came last."""
         if self._blocker is not None:
             self.waited_s[self._blocker] += waited_s
 
     def _arrive(self, task: Task) -> bool:
-        if task.seq > SLOTS and not self.is_finished(task.seq - SLOTS):
+        if task.seq > MAX_AHEAD and not self.is_finished(task.seq - MAX_AHEAD):
             return False
         if task.is_staged and not self.is_finished(self._halves[task.half]):
             return False
@@ -308,12 +326,12 @@ class Engine:
             task.prepare(task)
         if task.is_staged:
             self._halves[task.half] = task.seq + task.num_holding
-        self._control.describe(task.seq, task.words, task.factors)
-        self._bells.tell(ARRIVED, task.seq)
+        self.control.describe(task.seq, task.words, task.factors)
+        self.pipes.tell(ARRIVED, task.seq)
         return True
 
     def _is_in_use(self, task: Task) -> bool:
-        """Whether an earlier operation on the same memory is still under way."""
+        """Tells whether an earlier operation on the same memory is still under way."""
         while self._open and self._open[0] is not task and self.is_complete(self._open[0]):
             self._open.popleft()
         for earlier in self._open:
@@ -325,14 +343,14 @@ class Engine:
         return False
 
     def _try(self, task: Task) -> bool:
-        """Do a task's work if all whom it needs have arrived; True when it is over."""
-        if task.seq > self._control.get(self._rank, ARRIVED) or not self.is_finished(task.after):
+        """Does a task's work if all whom it needs have arrived; True when it is over."""
+        if task.seq > self.control.get(self.rank, ARRIVED) or not self.is_finished(task.after):
             return False
-        present = [self._rank]
+        present = [self.rank]
         for rank in self._others if task.sources is None else task.sources:
-            gone_after = self._control.gone_after(rank)
+            gone_after = self.control.gone_after(rank)
             if gone_after == NOT_YET:
-                if self._control.get(rank, ARRIVED) < task.seq:
+                if self.control.get(rank, ARRIVED) < task.seq:
                     self._blocker = rank
                     return False
                 present.append(rank)
@@ -351,25 +369,25 @@ class Engine:
             except ShoalError as error:
                 task.error = error
         task.present = present
-        self._bells.tell(FINISHED, task.seq)
+        self.pipes.tell(FINISHED, task.seq)
         return True
 
     def _is_lost(self, rank: int) -> bool:
-        return self._control.get(rank, LEFT) == NOT_YET and self._control.get(rank, VERDICT) != NOT_YET
+        return self.control.get(rank, LEFT) == NOT_YET and self.control.get(rank, VERDICT) != NOT_YET
 
     def _is_member(self, rank: int, seq: int) -> bool:
-        gone_after = self._control.gone_after(rank)
+        gone_after = self.control.gone_after(rank)
         return gone_after == NOT_YET or seq <= gone_after
 
     def _mismatch(self, task: Task, present: list[int]) -> ShoalError | None:
         own = task.words[: task.must_match]
         for rank in present:
-            if rank == self._rank:
+            if rank == self.rank:
                 continue
-            other = self._control.description(rank, task.seq)[: task.must_match]
+            other = self.control.description(rank, task.seq)[: task.must_match]
             if other != own:
                 return UsageError(
-                    f"rank {self._name(self._rank)} called {_describe(own)} where rank {self._name(rank)} "
+                    f"rank {self.name_of(self.rank)} called {_describe(own)} where rank {self.name_of(rank)} "
                     f"called {_describe(other)}.",
                     cause="the workers do not run the same program, or not with the same data.",
                     next_step="let all workers issue the same operations in the same order.",
@@ -377,17 +395,17 @@ class Engine:
         return None
 
     def lost_error(self, rank: int) -> PeerLost:
-        """That nothing goes on without a rank that is gone; names the one because of which it is."""
-        error = dataclasses.replace(self._watch.loss(rank), rank=self._name(rank)).error()
-        if self.blamed is None and error.peer != self._name(self._rank):
-            self.blamed = error.peer
+        """Makes the error for a rank that is gone; it names the one because of which it is."""
+        error = dataclasses.replace(self.watch.loss(rank), rank=self.name_of(rank)).error()
+        if self.culprit is None:
+            self.culprit = rank_to_blame(error, self.name_of(self.rank))
         return error
 
     def _given_up(self) -> PeerLost:
         return PeerLost(
-            f"rank {self._name(self._rank)}, this worker, was silent for more than "
+            f"rank {self.name_of(self.rank)}, this worker, was silent for more than "
             f"{self._settings.silence_s:g} s, and the others went on without it.",
-            peer=self._name(self._rank),
+            peer=self.name_of(self.rank),
             cause="it was stopped, or its machine was.",
             next_step="start again with a larger --patience.",
         )
@@ -400,16 +418,16 @@ class Engine:
                 next_step="let the workers of a DataLoader load data and nothing else.",
             )
         if self._breakage is not None:
-            if isinstance(self._breakage, PeerLost) and self._breakage.peer == self._name(self._rank):
+            if isinstance(self._breakage, PeerLost) and self._breakage.peer == self.name_of(self.rank):
                 raise self._breakage  # given up by the others: whoever asks first shall hear that
             raise UsageError(
-                f"rank {self._name(self._rank)} is out of step with the others since an operation was "
+                f"rank {self.name_of(self.rank)} is out of step with the others since an operation was "
                 f"broken off: {type(self._breakage).__name__}.",
                 next_step="end this worker; what comes after an interrupted operation cannot be right.",
             )
-        if self._control.get(self._rank, LEFT) != NOT_YET:
+        if self.control.get(self.rank, LEFT) != NOT_YET:
             raise UsageError(
-                f"rank {self._name(self._rank)} has left the group and takes part in nothing more.",
+                f"rank {self.name_of(self.rank)} has left the group and takes part in nothing more.",
                 next_step="make it the last thing to leave or to close.",
             )
 
@@ -426,23 +444,52 @@ class Engine:
     def _waiting_line(self, what: str, waited_s: float, whom: Callable[[], str] | None = None) -> str:
         who, outside = self._blocker, whom() if whom is not None else ""
         if outside:
-            return f"rank {self._name(self._rank)}: {what}: waiting for {outside}, {waited_s:.0f} s"
+            return f"rank {self.name_of(self.rank)}: {what}: waiting for {outside}, {waited_s:.0f} s"
         if who is None:
-            return f"rank {self._name(self._rank)}: {what}, {waited_s:.0f} s"
+            return f"rank {self.name_of(self.rank)}: {what}, {waited_s:.0f} s"
         return (
-            f"rank {self._name(self._rank)}: {what}: waiting for rank {self._name(who)} "
-            f"(process {self._watch.pid(who)}), "
-            f"{waited_s:.0f} s, last beat {self._watch.last_beat_s(who):.1f} s ago"
+            f"rank {self.name_of(self.rank)}: {what}: waiting for rank {self.name_of(who)} "
+            f"(process {self.watch.pid(who)}), "
+            f"{waited_s:.0f} s, last beat {self.watch.last_beat_s(who):.1f} s ago"
         )
 
     def _nap(self, is_done: Callable[[], bool]) -> None:
-        self._control.set(ASLEEP, 1)
+        self.control.set(ASLEEP, 1)
         try:
             self.progress()
             if not is_done():
-                self._bells.sleep(_NAP_S)
+                self.pipes.sleep(_NAP_S)
         finally:
-            self._control.set(ASLEEP, 0)
+            self.control.set(ASLEEP, 0)
+
+
+class HostTrafficCounter(TrafficCounter):
+    """Counts the bytes of a worker in a group of one machine, as a network would have carried them."""
+
+    def __init__(self, engine: ProgressEngine) -> None:
+        super().__init__(engine.rank, engine.size)
+        self._engine = engine
+        self._is_complete = engine.control.is_complete
+
+    def exchange(self, size_bytes: int, weights: Weights) -> None:
+        """Counts what goes to and comes from those that the weights name and that are there."""
+        sources = weights.sources
+        destinations = sources if weights.destinations is None else weights.destinations
+        if self._is_complete():
+            self.sent_bytes += size_bytes * len(destinations)
+            self.received_bytes += size_bytes * len(sources)
+        else:
+            members = self._engine.members()
+            self.sent_bytes += size_bytes * sum(rank in members for rank in destinations)
+            self.received_bytes += size_bytes * sum(rank in members for rank in sources)
+
+    def write(self, size_bytes: int, to: int) -> None:
+        """Counts a write into a window of `to`, if it is there."""
+        if to != self._rank and (self._is_complete() or to in self._engine.members()):
+            self.sent_bytes += size_bytes
+
+    def _num_members(self) -> int:
+        return self._size if self._is_complete() else max(1, len(self._engine.members()))
 
 
 def _describe(words: Sequence[int]) -> str:
@@ -458,7 +505,7 @@ def _describe(words: Sequence[int]) -> str:
 
 
 def is_overlapping(some: Sequence[Span], others: Sequence[Span]) -> bool:
-    """Whether two pieces of memory have a byte in common."""
+    """Tells whether two lists of memory have a byte in common."""
     for start, end in some:
         for other_start, other_end in others:
             if start < other_end and other_start < end:
@@ -478,9 +525,9 @@ Step = Callable[[Task, torch.Tensor, dict[int, torch.Tensor]], None]
 
 
 class Staging:
-    """Operations on memory that others cannot see."""
+    """Does operations on memory that others cannot see, piece by piece through memory that they can."""
 
-    def __init__(self, rank: int, stage: Segment, engine: Engine) -> None:
+    def __init__(self, rank: int, stage: Segment, engine: ProgressEngine) -> None:
         self._rank = rank
         self._stage = stage
         self._engine = engine
@@ -494,7 +541,7 @@ class Staging:
         *,
         should_give: bool = True,
     ) -> Handle[torch.Tensor]:
-        """Copy in, if there is something to give, and do a step; `address` completes the tasks."""
+        """Copies in, if there is something to give, and does a step; `address` completes the tasks."""
         flat = _flat(tensor)
         tasks = []
         for start, part in _pieces(flat):
@@ -507,7 +554,7 @@ class Staging:
         return TasksHandle(self._engine, tasks, lambda: put_back(flat, tensor))
 
     def reduce_in_shares(self, tensor: torch.Tensor, words: list[int], op: Reduction) -> Handle[torch.Tensor]:
-        """Each worker reduces its share in the staging memory, then all copy all shares out.
+        """Lets each worker reduce its share in the staging memory, then all copy all shares out.
 
         From three workers on this moves fewer bytes than if each reduced everything for itself.
         """
@@ -527,7 +574,7 @@ class Staging:
         return TasksHandle(self._engine, tasks, lambda: put_back(flat, tensor))
 
     def gather_step(self, kind: int, flats: dict[int, torch.Tensor], part: slice) -> Task:
-        """One piece of everybody's tensor, of whatever length."""
+        """Makes the task that collects one piece of everybody's tensor, of whatever length."""
         own = flats[self._rank][part]
 
         def take(task: Task, own: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
@@ -577,32 +624,32 @@ class Staging:
 
 
 class TasksHandle(Handle[T]):
-    """An operation of one or several tasks, which end in order."""
+    """An operation that consists of tasks, which end in order."""
 
-    def __init__(self, engine: Engine, tasks: Sequence[Task], result: Callable[[], T]) -> None:
+    def __init__(self, engine: ProgressEngine, tasks: Sequence[Task], result: Callable[[], T]) -> None:
         self._engine = engine
         self._tasks = tasks
         self._result = result
 
     def wait(self, deadline: Deadline | None = None) -> T:
-        """The result, or the error of the first task that has one."""
+        """Returns the result, or raises the error of the first task that has one."""
         for task in self._tasks:
             self._engine.wait(task, deadline)
         return self._result()
 
     @property
     def present(self) -> Sequence[int]:
-        """Who took part in the first of them, once it is over."""
+        """The ranks that took part in the first task, once it is over."""
         return (self._tasks[0].present if self._tasks else None) or ()
 
     def is_done(self) -> bool:
-        """Whether all tasks are complete."""
+        """Makes progress; tells whether all tasks are complete."""
         self._engine.progress()
         return all(self._engine.is_complete(task) for task in self._tasks)
 
 
 def span_of(tensor: torch.Tensor) -> Span:
-    """The memory of a tensor without gaps."""
+    """Finds the memory of a tensor without gaps."""
     start = tensor.data_ptr()
     return start, start + tensor.numel() * tensor.element_size()
 
@@ -610,23 +657,23 @@ def span_of(tensor: torch.Tensor) -> Span:
 def regions(
     segment: Segment, offset_bytes: int, like: torch.Tensor, ranks: Sequence[int]
 ) -> dict[int, torch.Tensor]:
-    """The same place in the regions of several ranks."""
+    """Views the same place in the regions of several ranks."""
     return {rank: segment.region(rank, offset_bytes, like.numel(), like.dtype) for rank in ranks}
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """One dimension, in memory of the CPU: the tensor's own where it can be."""
+    """Views a tensor in one dimension and memory of the CPU: its own where that can be."""
     return tensor.detach().reshape(-1).cpu()
 
 
 def _pieces(flat: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """Parts that fit one half; one without elements where there are none, so that all count alike."""
+    """Cuts into parts that fit one half; an empty one where there are none, so that all count alike."""
     step = STAGE_BYTES // flat.element_size()
     return [(start, flat[start : start + step]) for start in range(0, max(flat.numel(), 1), step)]
 
 
 def put_back(flat: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, with what was reckoned in a flat copy of it, where it was one."""
+    """Returns the tensor, with what was computed in a flat copy of it, where it was a copy."""
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))
     return tensor

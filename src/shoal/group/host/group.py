@@ -12,28 +12,26 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-import msgspec
 import torch
 
 from shoal.core import Deadline, DeadlineExceeded, Placement, ShoalError, UsageError
-from shoal.group.base import Group, GroupSettings, Handle, Loss, Reduction, Snapshot, T
+from shoal.group.base import Group, GroupSettings, GroupStats, Handle, Loss, Reduction, T, rank_to_blame
+from shoal.group.functions import spread_over_ranks
 from shoal.group.host.control import (
     ARRIVED,
     BEAT,
     LEFT,
     NOT_YET,
-    Bells,
-    Control,
-    clear,
+    ControlPage,
+    WakePipes,
     code_of,
     failed_beat,
-    new_bell,
-    region_bytes,
 )
 from shoal.group.host.engine import (
     KINDS,
     STAGE_BYTES,
-    Engine,
+    HostTrafficCounter,
+    ProgressEngine,
     Span,
     Staging,
     Task,
@@ -42,21 +40,13 @@ from shoal.group.host.engine import (
     regions,
     span_of,
 )
-from shoal.group.host.heartbeat import Watch
-from shoal.group.host.meeting import Gift, Hello, meet
-from shoal.group.host.memory import Arena, MemoryFull, Place, Segment, open_files
-from shoal.group.host.window import Channels, Copies, HostWindow, Locks, OneSided, layout_of
-from shoal.group.kernels import (
-    OPS,
-    WritingWindow,
-    check_reduction,
-    mix_into,
-    reduce_into,
-    reduce_to_all,
-    share,
-)
+from shoal.group.host.heartbeat import ProcessWatch
+from shoal.group.host.meeting import JoinRequest, SharedFiles, meet
+from shoal.group.host.memory import Arena, MemoryFull, MemoryRange, Segment, open_files
+from shoal.group.host.window import HostWindow, SlotLayout, WindowSet
+from shoal.group.kernels import OPS, check_reduction, mix_into, reduce_into, reduce_to_all, share
 from shoal.tensors.memory import copy_into
-from shoal.topology import Weights
+from shoal.topology import MachineWeights, Weights
 
 _LEAVING_S = 10.0
 _MEETING_S = 300.0
@@ -69,7 +59,7 @@ _opened: dict[tuple[str, int], int] = {}
 
 
 def open_host_group(placement: Placement, settings: GroupSettings) -> HostGroup:
-    """Meet the other workers of this machine; DeadlineExceeded names who did not come."""
+    """Meets the other workers of this machine; DeadlineExceeded names who did not come."""
     if placement.size != placement.local_size:
         raise UsageError(
             f"{placement.size} workers on several machines cannot share memory.",
@@ -78,81 +68,69 @@ def open_host_group(placement: Placement, settings: GroupSettings) -> HostGroup:
     rank, size = placement.rank, placement.size
     number = _opened.get((settings.key, rank), 0) + 1
     with contextlib.ExitStack() as undo:
-        gift = None
+        shared = None
         if rank == 0:
             files = open_files(settings.folder)
             arena = undo.enter_context(contextlib.closing(Arena(files, size)))
-            places = [arena.grow(region_bytes(size)), arena.grow(2 * STAGE_BYTES)]
-            clear(arena.map(places[0]), size)
-            gift = Gift(files, [(place.file, place.offset_bytes, place.size_bytes) for place in places])
-        bell = new_bell()
-        for descriptor in bell:
+            shared = SharedFiles(
+                files, [arena.grow(ControlPage.region_bytes(size)), arena.grow(2 * STAGE_BYTES)]
+            )
+            ControlPage(arena.map(shared.places[0]), rank, size).clear()
+        own_pipe = WakePipes.new_pipe()
+        for descriptor in own_pipe:
             undo.callback(os.close, descriptor)
         deadline = Deadline.after(settings.timeout_s or _MEETING_S)
-        met = meet(f"{settings.key} {number}", Hello(rank, size, os.getpid()), bell[1], gift, deadline)
-        for descriptor in met.bells[:rank] + met.bells[rank + 1 :]:
+        request = JoinRequest(rank, size, os.getpid())
+        met = meet(f"{settings.key} {number}", request, own_pipe[1], shared, deadline)
+        for descriptor in met.pipes[:rank] + met.pipes[rank + 1 :]:
             undo.callback(os.close, descriptor)
         if rank != 0:
-            arena = undo.enter_context(contextlib.closing(Arena(met.gift.files, size)))
+            arena = undo.enter_context(contextlib.closing(Arena(met.shared.files, size)))
             # its own came back to it under another number
-            os.close(met.bells[rank])
-            met.bells[rank] = bell[1]
-        control_at, stage_at = (Place(*place) for place in met.gift.places)
-        control = Control(arena.map(control_at), rank, size)
-        bells = Bells(rank, bell[0], met.bells, control)
-        watch = Watch(rank, met.pids, control, bells, settings)
-        stage = arena.map(stage_at)
+            os.close(met.pipes[rank])
+            met.pipes[rank] = own_pipe[1]
+        page, stage = (arena.map(place) for place in met.shared.places)
+        control = ControlPage(page, rank, size)
+        pipes = WakePipes(rank, own_pipe[0], met.pipes, control)
+        watch = ProcessWatch(rank, met.pids, control, pipes, settings)
         watch.open()
         undo.pop_all()
     _opened[settings.key, rank] = number
-    return HostGroup(placement, settings, Shared(arena, stage, control, bells, watch))
-
-
-class Shared(msgspec.Struct, frozen=True):
-    """What the workers of a machine have in common."""
-
-    arena: Arena
-    stage: Segment
-    control: Control
-    bells: Bells
-    watch: Watch
+    engine = ProgressEngine(rank, size, control, pipes, watch, settings)
+    return HostGroup(settings, arena, stage, engine)
 
 
 class HostGroup(Group):
-    """Workers of one machine; `open_host_group` makes one."""
+    """The workers of one machine; `open_host_group` makes one."""
 
-    def __init__(self, placement: Placement, settings: GroupSettings, shared: Shared) -> None:
-        self.rank = placement.rank
-        self.size = placement.size
+    def __init__(self, settings: GroupSettings, arena: Arena, stage: Segment, engine: ProgressEngine) -> None:
+        self.rank = engine.rank
+        self.size = engine.size
         self.patience = settings.patience
-        self._name = settings.name_of
-        self._per_machine = settings.workers_per_machine or self.size
-        self.machine = self.machine_of(self.rank)
-        self.num_machines = -(-self.size // self._per_machine)
-        self._arena = shared.arena
-        self._control = shared.control
-        self._bells = shared.bells
-        self._watch = shared.watch
-        self._engine = Engine(self.rank, self.size, self._control, self._bells, self._watch, settings)
-        self._staging = Staging(self.rank, shared.stage, self._engine)
-        self._channels = Channels(self.rank, self._arena, self._control, self._bells)
-        self._locks = Locks(self._arena.lock_file)
-        self._side = OneSided(self.rank, self.size, self._engine, self._control, self._bells, self._locks)
-        self._copies = Copies(self._side, self._channels)
-        self._tally = self._side.tally
+        per_machine = settings.workers_per_machine or self.size
+        self.machines = tuple(rank // per_machine for rank in range(self.size))
+        self.machine = self.machines[self.rank]
+        self.num_machines = self.machines[-1] + 1
+        self._arena = arena
+        self._engine = engine
+        self._control = engine.control
+        self._pipes = engine.pipes
+        self._watch = engine.watch
+        self._staging = Staging(self.rank, stage, engine)
+        self._counter = HostTrafficCounter(engine)
+        self._windows = WindowSet(engine, arena, self._counter)
         self._read_at: dict[Span, int] = {}
         """Memory that others read, and the last operation in which they do."""
         self._is_open = True
-        self._pid = os.getpid()
 
     @property
     def members(self) -> Sequence[int]:
-        """Ranks that still take part."""
+        """The ranks that still take part."""
         return self._engine.members()
 
     @property
     def lost(self) -> Mapping[int, Loss]:
-        """Peers that ended or fell silent without having left."""
+        """The peers that ended or fell silent without having left."""
         # operations go on without one as soon as it is judged, which the watch notices up to a beat later
         lost = self._watch.lost
         judged = [rank for rank in self._engine.judged() if rank not in lost] if self._is_open else []
@@ -165,14 +143,11 @@ class HostGroup(Group):
         return {**self._watch.left_at_s, **dict.fromkeys(unseen, time.monotonic())}
 
     @property
-    def waited_s(self) -> Sequence[float]:
-        """Seconds that this worker has waited for each rank."""
-        return self._engine.waited_s
-
-    @property
-    def traffic_bytes(self) -> tuple[int, int]:
-        """As many as a network without shared memory would have carried."""
-        return self._tally.sent_bytes, self._tally.received_bytes
+    def stats(self) -> GroupStats:
+        """Bytes as a network without shared memory would have carried them, and waiting."""
+        return GroupStats(
+            self._counter.sent_bytes, self._counter.received_bytes, tuple(self._engine.waited_s)
+        )
 
     @property
     def should_survive(self) -> bool:
@@ -183,20 +158,11 @@ class HostGroup(Group):
     def should_survive(self, value: bool) -> None:
         self._engine.should_survive = value
 
-    def machine_of(self, rank: int) -> int:
-        """The part of this machine that a rank belongs to."""
-        return rank // self._per_machine
-
     def empty(
         self, num_elements: int, dtype: torch.dtype = torch.float32, *, device: torch.device | None = None
     ) -> torch.Tensor:
-        """Shared memory; MemoryFull on all members when there is none left."""
-        if device is not None and device.type != "cpu":
-            raise UsageError(
-                f"workers of one machine share memory of the CPU, not of {device}.",
-                next_step='open the group with shoal.init(backend="nccl"), or "gloo" for workers that share '
-                "one device; or keep the model on the CPU.",
-            )
+        """Takes shared memory; MemoryFull on all members when there is none left."""
+        _check_device(device)
         if num_elements <= 0:
             return torch.empty(0, dtype=dtype)
         region = -(-num_elements * dtype.itemsize // _PAGE) * _PAGE
@@ -209,11 +175,11 @@ class HostGroup(Group):
                 cause="/dev/shm and the temporary folder are full.",
                 next_step="free some space there, or point TMPDIR to a folder with more.",
             )
-        segment = self._arena.map(Place(file, offset, region * self.size))
+        segment = self._arena.map(MemoryRange(file, offset, region * self.size))
         return segment.new_region(self.rank, 0, num_elements, dtype)
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Give the pages back to the system."""
+        """Gives the pages back to the system."""
         segment = self._arena.find(tensor)
         if segment is None:
             return
@@ -228,14 +194,15 @@ class HostGroup(Group):
         self._arena.forget(segment)
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "mean") -> Handle[torch.Tensor]:
-        """In place; of the group's own memory each worker reduces one share, for all."""
+        """Reduces in place; of the group's own memory each worker reduces one share, for all."""
         given, tensor = tensor, tensor.detach()
         check_reduction(tensor, op)
-        self._tally.all_reduce(tensor.nbytes)
+        self._counter.all_reduce(tensor.nbytes)
         words = [_ALL_REDUCE, code_of(tensor.dtype), tensor.numel(), OPS.index(op)]
-        place = None if self.should_survive else self._own_place(tensor)
+        should_survive = self._engine.should_survive
+        place = None if should_survive else self._arena.find_own(tensor, self.rank)
         if place is None:
-            if self.size > 2 and not self.should_survive:
+            if self.size > 2 and not should_survive:
                 return self._staging.reduce_in_shares(given, words, op)
 
             def reduce(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
@@ -255,16 +222,16 @@ class HostGroup(Group):
         return self._begin(task, given)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
-        """In place, from `root`."""
+        """Copies the root's tensor to all, in place."""
         given, tensor = tensor, tensor.detach()
         if not 0 <= root < self.size:
             raise UsageError(
                 f"There is no rank {root} among {self.size}.", next_step="broadcast from a member."
             )
-        self._tally.broadcast(tensor.nbytes, root)
+        self._counter.broadcast(tensor.nbytes, root)
         words = [_BROADCAST, code_of(tensor.dtype), tensor.numel(), root]
         sources = () if self.rank == root else (root,)
-        place = self._own_place(tensor)
+        place = self._arena.find_own(tensor, self.rank)
         # of what is small the root gives a copy, and need not wait until all have read it
         if place is None or tensor.numel() * tensor.element_size() <= _SMALL_BYTES:
 
@@ -289,7 +256,7 @@ class HostGroup(Group):
         return self._begin(task, given)
 
     def all_gather(self, tensor: torch.Tensor) -> Handle[list[torch.Tensor]]:
-        """Everybody's tensor; all dimensions but the first are equal."""
+        """Collects everybody's tensor; all dimensions but the first are equal."""
         tensor = tensor.detach()
         rows, rest = (tensor.shape[0], tuple(tensor.shape[1:])) if tensor.ndim else (1, ())
         told: dict[int, list[int]] = {}
@@ -298,14 +265,16 @@ class HostGroup(Group):
             told.update({rank: self._control.description(rank, task.seq)[4:6] for rank in present})
 
         width = torch.Size(rest).numel()
-        place = self._own_place(tensor)
+        place = self._arena.find_own(tensor, self.rank)
         code = _NO_PLACE if place is None else place[0].code + place[1]
         sizes = Task([_ALL_GATHER, code_of(tensor.dtype), width, len(rest), rows, code], learn)
         sizes.must_match = 4
         self._meet(sizes)
         results = {rank: tensor.new_empty((rows, *rest)) for rank, (rows, _) in told.items()}
         row_bytes = width * tensor.element_size()
-        self._tally.all_gather(tensor.nbytes, sum(row_bytes * told[rank][0] for rank in told) - tensor.nbytes)
+        self._counter.all_gather(
+            tensor.nbytes, sum(row_bytes * told[rank][0] for rank in told) - tensor.nbytes
+        )
         copy_into(results[self.rank], tensor.reshape(rows, *rest))
         flats = {rank: result.view(-1) for rank, result in results.items()}
         piece = STAGE_BYTES // tensor.element_size()
@@ -330,17 +299,19 @@ class HostGroup(Group):
         return TasksHandle(self._engine, tasks, those_who_stayed)
 
     def exchange(
-        self, tensor: torch.Tensor, weights: Weights, *, out: torch.Tensor | None = None
+        self, tensor: torch.Tensor, weights: Weights | MachineWeights, *, out: torch.Tensor | None = None
     ) -> Handle[torch.Tensor]:
-        """The weighted average with neighbours; waits for those alone that this worker names as sources."""
+        """Takes the weighted average; waits for those alone that this worker names as sources."""
         given, tensor = tensor, tensor.detach()
+        if not isinstance(weights, Weights):
+            weights = spread_over_ranks(self, weights)
         weights.check(self.rank, self.size)
         if not tensor.is_floating_point():
             raise UsageError(
-                f"A weighted average of {tensor.dtype} is none.", next_step="use floating point."
+                f"Cannot average {tensor.dtype} tensors: convert the tensor to a floating-point type first."
             )
         words = [_EXCHANGE, code_of(tensor.dtype), tensor.numel()]
-        self._tally.exchange(tensor.nbytes, weights)
+        self._counter.exchange(tensor.nbytes, weights)
         if out is None:
 
             def mix(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
@@ -348,7 +319,7 @@ class HostGroup(Group):
 
             return self._staging.run(given, words, mix, lambda task: self._address(task, weights))
         result, out = out, out.detach()
-        place = self._own_place(tensor)
+        place = self._arena.find_own(tensor, self.rank)
         is_alike = out.shape == tensor.shape and out.dtype == tensor.dtype and out.is_contiguous()
         if place is None or not is_alike or is_overlapping([span_of(out)], [span_of(tensor)]):
             raise UsageError(
@@ -369,43 +340,14 @@ class HostGroup(Group):
         return handle
 
     def settle(self, tensor: torch.Tensor) -> None:
-        """Wait until nobody reads `tensor` any more."""
+        """Waits until nobody reads `tensor` any more."""
         seq = self._forget_readers(span_of(tensor))
         if not self._engine.is_finished(seq):
             self._engine.wait_until(lambda: self._engine.is_finished(seq), None, "settle")
 
     def barrier(self) -> Handle[None]:
-        """Done when all members have come to it."""
+        """Is done when all members have come to it."""
         return self._begin(Task([_BARRIER, 0, 0, 0]), None)
-
-    def publish(self, name: str, tensor: torch.Tensor, version: int) -> None:
-        """Of the group's own memory only, since others read it where it lies."""
-        place = self._own_place(tensor)
-        if place is None:
-            raise UsageError(
-                f"What is published as {name!r} is not memory of the group.",
-                next_step="take it from group.empty().",
-            )
-        segment, offset = place
-        self._channels.publish(name, tensor, version, segment.code + offset)
-
-    def reclaim(self, name: str, version: int) -> None:
-        """Snapshots up to this version are void from now on."""
-        self._channels.reclaim(name, version)
-
-    def fetch(self, name: str, peer: int) -> Handle[Snapshot | None]:
-        """Of the peer's memory itself: nothing is copied."""
-        fetched = self._channels.fetch(name, peer)
-        self._tally.fetch(fetched, peer)
-        return fetched
-
-    def changing(self, name: str, version: int) -> contextlib.AbstractContextManager[None]:
-        """Waits until those that copy it now have done so."""
-        return self._copies.changing(name, version)
-
-    def read(self, name: str, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
-        """From the peer's memory, in this worker's own thread."""
-        return self._tally.read(self._copies.read(name, peer, into, version), peer, into)
 
     def window(
         self,
@@ -414,43 +356,38 @@ class HostGroup(Group):
         dtype: torch.dtype = torch.float32,
         *,
         sources: Collection[int] | None = None,
-    ) -> WritingWindow:
-        """Slots lie in shared memory, and each source writes its own."""
-        with self._tally.paused():
-            layout = layout_of(self, name, num_elements, dtype, sources)
+        device: torch.device | None = None,
+    ) -> HostWindow:
+        """Makes a window whose slots lie in shared memory, where each source writes its own."""
+        _check_device(device)
+        if num_elements < 1:
+            raise UsageError(f"Window {name!r} would have no elements.", next_step="give it one at least.")
+        code_of(dtype)  # refuses here what could not be described later
+        if sources is not None and len(sources) == 0:
+            return HostWindow(name, SlotLayout({}, num_elements, dtype), None, self._windows)
+        counted = self._counter.sent_bytes, self._counter.received_bytes
+        layout = SlotLayout.agree(self, name, num_elements, dtype, sources)
+        self._counter.sent_bytes, self._counter.received_bytes = counted  # what is agreed on is no data
         memory = self.empty(-(-layout.size_bytes // self.size) or 1, torch.uint8)
         segment = self._arena.find(memory)
-        assert segment is not None
-        return HostWindow(name, layout, segment, self._side, lambda: self.free(memory))
-
-    def mutex(self, name: str, owner: int) -> contextlib.AbstractContextManager[None]:
-        """The kernel frees it when its holder's process ends; PeerLost names a holder that was stopped."""
-        return self._side.mutex(name, owner)
-
-    def try_lock(self, name: str, owner: int) -> bool:
-        """Take a mutex if nobody has it; from any thread, for somebody that is not of this machine."""
-        return self._side.try_lock(name, owner)
-
-    def unlock(self, name: str, owner: int) -> None:
-        """Give back what `try_lock` took."""
-        self._side.unlock(name, owner)
+        return HostWindow(name, layout, segment, self._windows, lambda: self.free(memory))
 
     def wait_until(
         self, is_done: Callable[[], bool], deadline: Deadline | None, what: str, whom: Callable[[], str]
     ) -> None:
-        """Wait for something else than an operation of this group, and go on with those meanwhile."""
+        """Waits for something else than an operation of this group, and goes on with those meanwhile."""
         self._engine.wait_until(is_done, deadline, what, whom)
 
     def wake(self) -> None:
-        """Let `wait_until` look again; from any thread."""
-        self._bells.wake_self()
+        """Lets `wait_until` look again; from any thread."""
+        self._pipes.wake_self()
 
     def progress(self) -> None:
-        """Arrive and work as far as the others allow."""
+        """Arrives and works as far as the others allow."""
         self._engine.progress()
 
     def leave(self) -> None:
-        """After what is under way; what cannot be finished within seconds is left undone.
+        """Leaves after what is under way; what cannot be finished within seconds is left undone.
 
         A worker that is out of step does not leave: the others shall know that it is lost.
         """
@@ -459,56 +396,45 @@ class HostGroup(Group):
         with contextlib.suppress(ShoalError):
             self._engine.wait_until(self._is_idle, Deadline.after(_LEAVING_S), "leave")
         self._drop()
-        self._bells.tell(LEFT, self._control.get(self.rank, ARRIVED))
+        self._pipes.tell(LEFT, self._control.get(self.rank, ARRIVED))
 
-    def close(self) -> None:
-        """Leave; tensors of the group stay usable in this process."""
-        if self._is_open:
-            try:
-                self.leave()
-            finally:
-                self.abandon()
-
-    def abandon(self) -> None:
-        """Give everything back; the others find this worker lost, unless it has left."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Leaves, without an error, and gives everything back; tensors of the group stay usable here."""
         if not self._is_open:
             return
-        self._is_open = False
-        self._drop()
-        if os.getpid() != self._pid:
-            return  # all of it is the parent's
+        try:
+            if error is None:
+                self.leave()
+        finally:
+            self._is_open = False
+            self._drop()
+            if not self._engine.is_forked:  # there all of it is the parent's
+                self._give_back(rank_to_blame(error, self._engine.name_of(self.rank)))
+
+    def _give_back(self, culprit: int | None) -> None:
+        """Lets the others find this worker lost because of `culprit`, unless it has left."""
         self._watch.close()  # first: it would beat over what is said here
         if self._control.gone_after(self.rank) == NOT_YET:
-            culprit = self._engine.blamed if self.blamed is None else self.blamed
-            beat = failed_beat(culprit if isinstance(culprit, int) else None)
+            beat = failed_beat(self._engine.culprit if culprit is None else culprit)
             self._control.set(BEAT, beat)  # first: who sees the verdict shall know whom to blame
             self._control.judge(self.rank, self._control.get(self.rank, ARRIVED))
-            self._bells.tell(BEAT, beat)
-        self._bells.close()
-        self._locks.close()
+            self._pipes.tell(BEAT, beat)
+        self._pipes.close()
+        self._windows.locks.close()
         self._arena.close()
 
     def _is_idle(self) -> bool:
-        return not (self._engine.is_busy or self._side.errands.is_busy)
+        return not (self._engine.is_busy or self._windows.pending.is_busy)
 
     def _drop(self) -> None:
         self._engine.drop()
-        self._side.errands.drop(lambda _: True, f"rank {self.rank} has left the group before it was done.")
+        self._windows.pending.drop(None, f"rank {self.rank} has left the group before it was done.")
 
     def _begin(self, task: Task, result: T) -> Handle[T]:
         return TasksHandle(self._engine, [self._engine.issue(task)], lambda: result)
 
-    def _own_place(self, tensor: torch.Tensor) -> tuple[Segment, int] | None:
-        """Where in this worker's region a tensor lies; None for other memory and for tensors with gaps."""
-        segment = self._arena.find(tensor)
-        if segment is None or not tensor.is_contiguous():
-            return None
-        offset = tensor.data_ptr() - segment.start - self.rank * segment.stride_bytes
-        is_inside = offset >= 0 and offset + tensor.numel() * tensor.element_size() <= segment.stride_bytes
-        return (segment, offset) if is_inside else None
-
     def _meet(self, task: Task) -> None:
-        """An operation that cannot be left half-way: who gives up here is out of step."""
+        """Does an operation that cannot be left half-way: who gives up here is out of step."""
         self._engine.issue(task)
         try:
             self._engine.wait(task, None)
@@ -517,12 +443,12 @@ class HostGroup(Group):
             raise
 
     def _forget_readers(self, span: Span) -> int:
-        """The last operation in which others read any of some memory that is to be written."""
+        """Finds the last operation in which others read any of some memory that is to be written."""
         read = [other for other in self._read_at if is_overlapping([other], [span])]
         return max([self._read_at.pop(other) for other in read], default=0)
 
     def _take_memory(self, num_elements: int, dtype: torch.dtype, region: int) -> tuple[int, int]:
-        """The file and offset that the first of those present has taken for all, or why there is none."""
+        """Learns the file and offset that the first of those present has taken, or why there is none."""
         told = [_NOBODY, 0]
 
         def learn(task: Task, present: list[int]) -> None:
@@ -540,7 +466,7 @@ class HostGroup(Group):
         return told[0], told[1]
 
     def _grow(self, task: Task, region: int) -> None:
-        """The coordinator's part of `empty`: take the memory, and say where it is."""
+        """Does the coordinator's part of `empty`: takes the memory, and says where it is."""
         try:
             place = self._arena.grow(region)
         except MemoryFull:
@@ -549,7 +475,7 @@ class HostGroup(Group):
             task.words[3:] = [1, place.file, place.offset_bytes]
 
     def _read_all(self, own: torch.Tensor, flats: dict[int, torch.Tensor], codes: dict[int, int]) -> Task:
-        """Copy everybody's tensor from where it lies in the group's memory."""
+        """Makes the task that copies everybody's tensor from where it lies in the group's memory."""
 
         def work(task: Task, present: list[int]) -> None:
             for rank in present:
@@ -563,7 +489,7 @@ class HostGroup(Group):
         return task
 
     def _address(self, task: Task, weights: Weights) -> None:
-        """Say from whom, and to whom with which factors, an exchange goes."""
+        """Says from whom, and to whom with which factors, an exchange goes."""
         task.sources = tuple(weights.sources)
         task.is_survivable = True
         task.must_match = 4
@@ -588,13 +514,23 @@ class HostGroup(Group):
             if self._control.description(rank, task.seq)[4]:
                 factor = self._control.factor(rank, task.seq, self.rank)
                 if math.isnan(factor):
+                    name = self._engine.name_of
                     raise UsageError(
-                        f"rank {self._name(self.rank)} wants to receive from rank {self._name(rank)}, which "
-                        "does not send to it.",
+                        f"rank {name(self.rank)} wants to receive from rank {name(rank)}, which does not "
+                        "send to it.",
                         next_step="let sources and destinations agree; a Topology's weights do.",
                     )
             sources.append((views[rank], weight * factor))
         mix_into(out, own, weights.own, sources)
+
+
+def _check_device(device: torch.device | None) -> None:
+    if device is not None and device.type != "cpu":
+        raise UsageError(
+            f"workers of one machine share memory of the CPU, not of {device}.",
+            next_step='open the group with shoal.init(backend="nccl"), or "gloo" for workers that share one '
+            "device; or keep the model on the CPU.",
+        )
 
 
 def _sent_by(root: int, views: Mapping[int, torch.Tensor]) -> torch.Tensor:

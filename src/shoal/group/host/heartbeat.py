@@ -28,8 +28,8 @@ from shoal.group.host.control import (
     LEFT,
     NOT_YET,
     VERDICT,
-    Bells,
-    Control,
+    ControlPage,
+    WakePipes,
     culprit_of,
     has_failed,
 )
@@ -39,11 +39,11 @@ _BEAT_S = 0.2
 _BUSY_S = 0.05
 
 
-class Watch:
+class ProcessWatch:
     """Beats for this worker and watches the others, on a loop thread of its own."""
 
     def __init__(
-        self, rank: int, pids: Sequence[int], control: Control, bells: Bells, settings: GroupSettings
+        self, rank: int, pids: Sequence[int], control: ControlPage, pipes: WakePipes, settings: GroupSettings
     ) -> None:
         self.lost: dict[int, Loss] = {}
         self.left_at_s: dict[int, float] = {}
@@ -51,7 +51,7 @@ class Watch:
         self._rank = rank
         self._pids = list(pids)
         self._control = control
-        self._bells = bells
+        self._pipes = pipes
         self._silence_s = settings.silence_s
         self._name = settings.name_of
         self._present = [other for other in range(len(pids)) if other != rank]
@@ -187,7 +187,7 @@ class Watch:
             self._control.judge(rank, after)  # now that whoever sees the verdict finds the reason
         log.warning("rank %d is lost: %s", self._name(rank), reason)
         self._forget(rank)
-        self._bells.wake_self()
+        self._pipes.wake_self()
 
     def _with_culprit(self, rank: int, loss: Loss) -> Loss:
         """The loss, with the earlier one that it follows from, if that rank has told."""
@@ -205,7 +205,7 @@ class Watch:
         self._present.remove(rank)
         if rank in self._pidfds:
             asyncio.get_running_loop().remove_reader(self._pidfds[rank])
-        self._bells.wake_self()
+        self._pipes.wake_self()
 
     def _is_process_there(self, rank: int) -> bool:
         if rank in self._pidfds:

@@ -34,6 +34,7 @@ from shoal.core import (
     ShoalError,
     UsageError,
 )
+from shoal.group.host.memory import MemoryRange
 
 log = logging.getLogger(__name__)
 _PROTOCOL = 1
@@ -50,7 +51,7 @@ _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS)
 _ACK = b"\1"
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True):
+class JoinRequest(msgspec.Struct, frozen=True, array_like=True):
     """What a worker says of itself."""
 
     rank: int
@@ -59,21 +60,21 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     protocol: int = _PROTOCOL
 
 
-class Gift(msgspec.Struct, frozen=True):
-    """What rank 0 has for all: open files, and where in them things lie."""
+class SharedFiles(msgspec.Struct, frozen=True):
+    """The open files that rank 0 has for all, and where in them the first segments lie."""
 
     files: list[int]
     """Descriptors of the files that hold shared memory, best first."""
-    places: list[tuple[int, int, int]]
+    places: list[MemoryRange]
 
 
-class Met(msgspec.Struct, frozen=True, tag=True):
-    """Everybody, in rank order, and what rank 0 had to give."""
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """All workers, in rank order, and what they share."""
 
     pids: list[int]
-    bells: list[int]
+    pipes: list[int]
     """For each rank a descriptor; writing to it wakes that rank."""
-    gift: Gift
+    shared: SharedFiles
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -101,7 +102,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
         return PeerLost(self.what, peer=self.lost)
 
 
-class UnknownLetterError(Exception):
+class UnknownMessageError(Exception):
     """Bytes that no worker of this version sends."""
 
 
@@ -122,7 +123,7 @@ def receive(source: socket.socket, kind: Any, received: contextlib.ExitStack) ->
         raise EOFError
     (length,) = _FRAME.unpack(head)
     if length > _MAX_BYTES:
-        raise UnknownLetterError
+        raise UnknownMessageError
     body = bytearray()
     while len(body) < length:
         part = source.recv(length - len(body))
@@ -132,11 +133,13 @@ def receive(source: socket.socket, kind: Any, received: contextlib.ExitStack) ->
     try:
         return msgspec.msgpack.decode(body, type=kind), descriptors
     except msgspec.DecodeError:
-        raise UnknownLetterError from None
+        raise UnknownMessageError from None
 
 
-def meet(key: str, hello: Hello, bell: int, gift: Gift | None, deadline: Deadline) -> Met:
-    """Wait for all workers that share `key`, with a line every ten seconds; the gift is rank 0's to give.
+def meet(
+    key: str, request: JoinRequest, pipe: int, shared: SharedFiles | None, deadline: Deadline
+) -> Welcome:
+    """Wait for all workers that share `key`, with a line every ten seconds; rank 0 gives what all share.
 
     DeadlineExceeded names who has not come, PeerLost who came and ended.
     """
@@ -145,17 +148,17 @@ def meet(key: str, hello: Hello, bell: int, gift: Gift | None, deadline: Deadlin
             "Workers of one machine share memory through Unix sockets, which this system does not have.",
             next_step="run one worker, or use Linux or macOS.",
         )
-    if hello.size > MAX_WORKERS:
+    if request.size > MAX_WORKERS:
         raise UsageError(
-            f"{hello.size} workers on one machine are more than the {MAX_WORKERS} that can share memory.",
+            f"{request.size} workers on one machine are more than the {MAX_WORKERS} that can share memory.",
             next_step=f"start {MAX_WORKERS} or fewer.",
         )
     address = _address(key)
-    if gift is None:
-        return _join(address, hello, bell, _Wait(deadline))
-    with _listen(address, hello.size) as listener, _Reception(hello, bell, _Wait(deadline)) as reception:
-        reception.welcome_all(listener)
-        return reception.hand_over(gift)
+    if shared is None:
+        return _join(address, request, pipe, _Wait(deadline))
+    with _listen(address, request.size) as listener, _RankZero(request, pipe, _Wait(deadline)) as rank_zero:
+        rank_zero.welcome_all(listener)
+        return rank_zero.hand_over(shared)
 
 
 def _address(key: str) -> str:
@@ -217,43 +220,43 @@ class _Wait:
                 raise late
 
 
-class _Reception:
-    """Rank 0's side; a context manager that tells the guests when it fails."""
+class _RankZero:
+    """Rank 0's side; a context manager that tells the workers when it fails."""
 
-    def __init__(self, hello: Hello, bell: int, wait: _Wait) -> None:
-        self._hello = hello
+    def __init__(self, request: JoinRequest, pipe: int, wait: _Wait) -> None:
+        self._request = request
         self._wait = wait
-        self._pids = {0: hello.pid}
-        self._bells = {0: bell}
-        self._guests: dict[int, socket.socket] = {}
+        self._pids = {0: request.pid}
+        self._pipes = {0: pipe}
+        self._workers: dict[int, socket.socket] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            for rank, bell in self._bells.items():
+            for rank, pipe in self._pipes.items():
                 if rank:
-                    os.close(bell)
-        for guest in self._guests.values():
+                    os.close(pipe)
+        for worker in self._workers.values():
             if isinstance(error, ShoalError):
                 with contextlib.suppress(OSError):
-                    send(guest, Failed.because(error))
-            guest.close()
+                    send(worker, Failed.because(error))
+            worker.close()
 
     def welcome_all(self, listener: socket.socket) -> None:
         """Until everybody has come."""
-        size = self._hello.size
+        size = self._request.size
         while len(self._pids) < size:
             missing = ", ".join(str(rank) for rank in range(size) if rank not in self._pids)
             late = DeadlineExceeded(
                 f"{len(self._pids)} of {size} workers have come; rank {missing} is missing.",
                 next_step="see why it did not start, or did not call shoal.init().",
             )
-            sources = [listener, *self._guests.values()]
+            sources = [listener, *self._workers.values()]
             ready = self._wait.until_readable(sources, f"rank {missing} to come", late)
-            for rank, guest in self._guests.items():
-                if guest.fileno() in ready:  # they have nothing to say before all have come
+            for rank, worker in self._workers.items():
+                if worker.fileno() in ready:  # they have nothing to say before all have come
                     raise _lost(rank)
             self._welcome(listener)
 
@@ -261,17 +264,17 @@ class _Reception:
         """One more; one that ends before it has said who it is has not come."""
         with contextlib.ExitStack() as stack:
             try:
-                guest, _ = listener.accept()
-                stack.enter_context(guest)
-                guest.settimeout(_SPEAKING_S)
-                if not _is_own_user(guest):
+                worker, _ = listener.accept()
+                stack.enter_context(worker)
+                worker.settimeout(_SPEAKING_S)
+                if not _is_own_user(worker):
                     return
-                said, descriptors = receive(guest, Hello, stack)
+                said, descriptors = receive(worker, JoinRequest, stack)
             except BlockingIOError:
                 return
-            except UnknownLetterError:
+            except UnknownMessageError:
                 with contextlib.suppress(OSError):
-                    send(guest, Failed("rank 0 runs another version of Shoal."))
+                    send(worker, Failed("rank 0 runs another version of Shoal."))
                 raise PeerRefused("a worker runs another version of Shoal than rank 0.") from None
             except (OSError, EOFError) as error:
                 if isinstance(error, OSError) and error.errno in _SHORTAGES:
@@ -281,39 +284,39 @@ class _Reception:
             refusal = self._refusal(said)
             if refusal:
                 with contextlib.suppress(OSError):
-                    send(guest, Failed(refusal))
+                    send(worker, Failed(refusal))
                 raise PeerRefused(refusal, peer=said.rank, next_step="start all workers in one run.")
             if len(descriptors) != 1:
                 raise _too_few_files(0)
             stack.pop_all()
-        self._pids[said.rank], self._bells[said.rank], self._guests[said.rank] = (
+        self._pids[said.rank], self._pipes[said.rank], self._workers[said.rank] = (
             said.pid,
             descriptors[0],
-            guest,
+            worker,
         )
 
-    def hand_over(self, gift: Gift) -> Met:
+    def hand_over(self, shared: SharedFiles) -> Welcome:
         """Give everybody everything, one after the other: the kernel limits what is on its way."""
-        bells = [self._bells[rank] for rank in range(self._hello.size)]
-        met = Met([self._pids[rank] for rank in range(self._hello.size)], bells, gift)
-        for rank, guest in self._guests.items():
+        pipes = [self._pipes[rank] for rank in range(self._request.size)]
+        met = Welcome([self._pids[rank] for rank in range(self._request.size)], pipes, shared)
+        for rank, worker in self._workers.items():
             late = DeadlineExceeded(f"rank {rank} came, but did not answer in time.")
             try:
-                send(guest, met, [*bells, *gift.files])
-                self._wait.until_readable([guest], f"rank {rank} to answer", late)
-                if guest.recv(1) != _ACK:
+                send(worker, met, [*pipes, *shared.files])
+                self._wait.until_readable([worker], f"rank {rank} to answer", late)
+                if worker.recv(1) != _ACK:
                     raise _lost(rank)
             except DeadlineExceeded:
                 raise
             except OSError as error:
                 raise (_too_few_files(0) if error.errno in _SHORTAGES else _lost(rank)) from None
-        for guest in self._guests.values():
+        for worker in self._workers.values():
             with contextlib.suppress(OSError):  # who ends from now on is lost to the group
-                send(guest, Ready())
+                send(worker, Ready())
         return met
 
-    def _refusal(self, said: Hello) -> str:
-        own = self._hello
+    def _refusal(self, said: JoinRequest) -> str:
+        own = self._request
         if said.protocol != own.protocol:
             return f"rank {said.rank} runs another version of Shoal than rank 0."
         if said.size != own.size:
@@ -323,39 +326,41 @@ class _Reception:
         return ""
 
 
-def _join(address: str, hello: Hello, bell: int, wait: _Wait) -> Met:
+def _join(address: str, request: JoinRequest, pipe: int, wait: _Wait) -> Welcome:
     late = DeadlineExceeded(
-        f"rank {hello.rank} waited for the other workers in vain.",
+        f"rank {request.rank} waited for the other workers in vain.",
         next_step="see which rank has not called shoal.init().",
     )
     whom = "the other workers to come; rank 0 knows which"
-    with contextlib.ExitStack() as received, _connect(address, hello, wait) as host:
+    with contextlib.ExitStack() as received, _connect(address, request, wait) as host:
         try:
-            send(host, hello, [bell])
+            send(host, request, [pipe])
             wait.until_readable([host], whom, late)
-            met, descriptors = receive(host, Met | Failed, received)
+            met, descriptors = receive(host, Welcome | Failed, received)
             if isinstance(met, Failed):
                 raise met.error()
-            if len(descriptors) != hello.size + len(met.gift.files):
-                raise _too_few_files(hello.rank)
+            if len(descriptors) != request.size + len(met.shared.files):
+                raise _too_few_files(request.rank)
             host.sendall(_ACK)
             wait.until_readable([host], whom, late)
             end, _ = receive(host, Ready | Failed, received)
             if isinstance(end, Failed):
                 raise end.error()
-        except UnknownLetterError:
+        except UnknownMessageError:
             raise PeerRefused("rank 0 runs another version of Shoal.", peer=0) from None
         except DeadlineExceeded:
             raise
         except (OSError, EOFError) as error:
             if isinstance(error, OSError) and error.errno in _SHORTAGES:
-                raise _too_few_files(hello.rank) from None
+                raise _too_few_files(request.rank) from None
             raise _lost(0) from None
         received.pop_all()
-    return Met(met.pids, descriptors[: hello.size], Gift(descriptors[hello.size :], met.gift.places))
+    return Welcome(
+        met.pids, descriptors[: request.size], SharedFiles(descriptors[request.size :], met.shared.places)
+    )
 
 
-def _connect(address: str, hello: Hello, wait: _Wait) -> socket.socket:
+def _connect(address: str, request: JoinRequest, wait: _Wait) -> socket.socket:
     while True:
         host = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         host.settimeout(_SPEAKING_S)
@@ -367,7 +372,7 @@ def _connect(address: str, hello: Hello, wait: _Wait) -> socket.socket:
             break
         if wait.deadline.is_past:
             raise DeadlineExceeded(
-                f"rank {hello.rank} did not find rank 0 in time.",
+                f"rank {request.rank} did not find rank 0 in time.",
                 cause="rank 0 has not called shoal.init(), or is in another run.",
             )
         wait.look("rank 0 to come")

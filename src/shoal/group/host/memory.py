@@ -15,9 +15,9 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 
 from shoal.core import UsageError
@@ -35,7 +35,7 @@ class MemoryFull(UsageError):
 
 
 def open_files(folder: Path | None) -> list[int]:
-    """Nameless files for shared memory, best first; UsageError when no folder takes one."""
+    """Makes nameless files for shared memory, best first; UsageError when no folder takes one."""
     temporary = Path(tempfile.gettempdir())
     folders = [folder] if folder else [_MEMORY_FOLDER] if _MEMORY_FOLDER.is_dir() else []
     files = []
@@ -52,9 +52,8 @@ def open_files(folder: Path | None) -> list[int]:
     return files
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a segment lies."""
+class MemoryRange(msgspec.Struct, frozen=True, array_like=True):
+    """Where a segment lies in the files."""
 
     file: int
     """Index among the arena's files."""
@@ -63,9 +62,9 @@ class Place:
 
 
 class Segment:
-    """One range of shared memory: a region of `stride_bytes` for each rank."""
+    """One range of shared memory, mapped: a region of `stride_bytes` for each rank."""
 
-    def __init__(self, place: Place, memory: mmap.mmap, stride_bytes: int) -> None:
+    def __init__(self, place: MemoryRange, memory: mmap.mmap, stride_bytes: int) -> None:
         self.place = place
         self.stride_bytes = stride_bytes
         self.flat = tensor_over(memoryview(memory))
@@ -77,7 +76,7 @@ class Segment:
         self._memory = memory
 
     def region(self, rank: int, offset_bytes: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor in a rank's region; the same one every time, so keep it to yourself."""
+        """Views a part of a rank's region as a flat tensor, the same one every time: keep it to yourself."""
         key = (rank, offset_bytes, num_elements, dtype)
         found = self._regions.get(key)
         if found is None:
@@ -87,19 +86,19 @@ class Segment:
         return found
 
     def new_region(self, rank: int, offset_bytes: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor in a rank's region, to give away."""
+        """Makes a flat tensor of a part of a rank's region, to give away."""
         start = rank * self.stride_bytes + offset_bytes
         return self.flat[start : start + num_elements * dtype.itemsize].view(dtype)
 
     def discard(self) -> None:
-        """Give the pages back, while the mapping may live on."""
+        """Gives the pages back to the system, while the mapping may live on."""
         if hasattr(mmap, "MADV_REMOVE"):
             with contextlib.suppress(OSError):
                 self._memory.madvise(mmap.MADV_REMOVE)
 
 
 class Arena:
-    """The files, and what is mapped of them. Only the worker that coordinates makes them grow."""
+    """The files, and the segments that are mapped of them; only the coordinator makes them grow."""
 
     def __init__(self, files: Sequence[int], num_ranks: int) -> None:
         self._files = list(files)
@@ -110,11 +109,11 @@ class Arena:
 
     @property
     def lock_file(self) -> int:
-        """Descriptor of the one whose ranges of bytes serve as locks."""
+        """The descriptor of the file whose ranges of bytes serve as locks."""
         return self._files[0]
 
-    def grow(self, region_bytes: int) -> Place:
-        """Take pages for a region of each rank; MemoryFull when no file has room."""
+    def grow(self, region_bytes: int) -> MemoryRange:
+        """Takes pages for a region of each rank; MemoryFull when no file has room."""
         size = region_bytes * self._num_ranks
         full: list[str] = []
         for index, descriptor in enumerate(self._files):
@@ -136,14 +135,14 @@ class Arena:
                     size / 1e6,
                     tempfile.gettempdir(),
                 )
-            return Place(index, offset, size)
+            return MemoryRange(index, offset, size)
         raise MemoryFull(
             f"Shared memory for {size / 1e6:.1f} MB is not to be had: {' and '.join(full)} full.",
             next_step="free some space there, or point TMPDIR to a folder with more.",
         )
 
-    def map(self, place: Place) -> Segment:
-        """Map a segment; its pages are looked up at once, not one by one in the first round."""
+    def map(self, place: MemoryRange) -> Segment:
+        """Maps a segment; its pages are looked up at once, not one by one in the first round."""
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if sys.platform == "linux" else 0)
         memory = mmap.mmap(self._files[place.file], place.size_bytes, flags, offset=place.offset_bytes)
         segment = Segment(place, memory, place.size_bytes // self._num_ranks)
@@ -151,26 +150,35 @@ class Arena:
         return segment
 
     def find(self, tensor: torch.Tensor) -> Segment | None:
-        """The segment that holds a tensor's memory; None for memory of others."""
+        """Finds the segment that holds a tensor's memory; None for memory that is not the group's."""
         pointer = tensor.data_ptr()
         for segment in self._segments:
             if segment.start <= pointer < segment.end:
                 return segment
         return None
 
+    def find_own(self, tensor: torch.Tensor, rank: int) -> tuple[Segment, int] | None:
+        """Finds where in a rank's own region a tensor lies; None for other memory and tensors with gaps."""
+        segment = self.find(tensor)
+        if segment is None or not tensor.is_contiguous():
+            return None
+        offset = tensor.data_ptr() - segment.start - rank * segment.stride_bytes
+        is_inside = offset >= 0 and offset + tensor.numel() * tensor.element_size() <= segment.stride_bytes
+        return (segment, offset) if is_inside else None
+
     def at(self, code: int) -> tuple[Segment, int]:
-        """The segment, and the offset in its regions, that a number names."""
+        """Finds the segment, and the offset in its regions, that a number names."""
         for segment in self._segments:
             if 0 <= code - segment.code < segment.stride_bytes:
                 return segment, code - segment.code
         raise UsageError("A peer names memory that this worker has given back.")
 
     def forget(self, segment: Segment) -> None:
-        """Unmap when its last tensor is gone."""
+        """Forgets a segment; it is unmapped when its last tensor is gone."""
         self._segments.remove(segment)
 
     def close(self) -> None:
-        """Close the files; what is mapped stays for as long as there are tensors in it."""
+        """Closes the files; what is mapped stays for as long as there are tensors in it."""
         self._segments.clear()
         for descriptor in self._files:
             keep_in_children(descriptor)
