@@ -40,9 +40,8 @@ class Metered(GroupWrapper):
         broadcast               B from the root to each other member
         all_gather              one's own to n − 1 others, and from each what it has given
         exchange                B to each destination and B from each source; where destinations are not
-                                given, they are the sources; peers that are gone do not count
-        exchange_machines       B to and from each worker of the machines that are named, and of one's own:
-                                an exchange by `MachineWeights`
+                                given, they are the sources; by `MachineWeights` all workers of the machines
+                                that are named, and of one's own, are both; peers that are gone do not count
         fetch, read             B from the peer
         put, add, send          B to the peer
         publish, changing, barrier, empty, free, settle, window, window_wait: nothing

@@ -116,13 +116,12 @@ def all_gather(group: Group, tensor: torch.Tensor) -> Operation:
 def exchange(
     group: Group, tensor: torch.Tensor, weights: Weights | MachineWeights, out: torch.Tensor | None = None
 ) -> Operation:
-    """Goes straight to and from those that the weights name and that are there."""
-    name = "exchange" if isinstance(weights, Weights) else "exchange_machines"
+    """Goes straight to and from those that are there, of the ranks or machines that the weights name."""
     weights = spread_over_ranks(group, weights)
     members, size_bytes = group.members, tensor.nbytes
     to = weights.sources if weights.destinations is None else weights.destinations
     return Operation(
-        name,
+        "exchange",
         size_bytes,
         {rank: size_bytes for rank in to if rank in members},
         {rank: size_bytes for rank in weights.sources if rank in members},

@@ -225,7 +225,7 @@ class SimulatedGroup(Group):
             self.check_rank(rank)
         chosen = self._others() if sources is None else sources
         window = SimulatedWindow(self, name, (num_elements, dtype, device), chosen)
-        if sources is None or len(sources) > 0:
+        if sources != ():  # an empty list is one member's, where others have slots: all meet
             share(self, [name, num_elements, str(dtype)])
         return window
 
