@@ -257,7 +257,7 @@ class HostWindow(Window):
     def fetch(self, peer: int) -> Handle[Snapshot | None]:
         """Looks at the peer's memory itself: nothing is copied."""
         self._check_open()
-        self._shared.check_rank(peer)
+        self._check_rank(peer)
         snapshot = None if self._engine.is_gone(peer) else self._shared.publications.newest(peer, self._key)
         if snapshot is not None and peer != self._rank:
             self._shared.counter.received_bytes += snapshot.tensor.nbytes
@@ -266,7 +266,7 @@ class HostWindow(Window):
     def read(self, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
         """Copies from the peer's memory in this worker's own thread, while nobody changes it."""
         self._check_open()
-        self._shared.check_rank(peer)
+        self._check_rank(peer)
         into = into.detach()
         table, locks = self._shared.publications, self._shared.locks
 
@@ -347,8 +347,8 @@ class HostWindow(Window):
 
     def _cell(self, owner: int, source: int) -> SlotCell:
         self._check_open()
-        self._shared.check_rank(owner)
-        self._shared.check_rank(source)
+        self._check_rank(owner)
+        self._check_rank(source)
         if (owner, source) not in self._cells:
             name = self._engine.name_of
             raise UsageError(
@@ -356,6 +356,11 @@ class HostWindow(Window):
                 next_step="name it among the sources when the window is made.",
             )
         return self._cells[owner, source]
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self._engine.size:
+            size = self._engine.size
+            raise UsageError(f"There is no rank {rank} among {size}.", next_step="name a member.")
 
     def _check_open(self) -> None:
         if not self._is_open:
@@ -382,7 +387,7 @@ class HostWindow(Window):
             if not is_taken:
                 if was_gone:
                     raise engine.lost_error(source)
-                engine.blocked_by(source)
+                engine.blocker = source
             return is_taken
 
         try:
@@ -397,28 +402,18 @@ class HostWindow(Window):
         """Takes the bytes of all readers that are there, or none."""
         if taken:
             return True
-        at = _lock_of(self._rank, index)
-        for first, count in self._readers():
+        at, size = _lock_of(self._rank, index), self._engine.size
+        there = [rank for rank in range(size) if not self._engine.is_gone(rank)]
+        # in one piece where that can be; one that was given up may be stopped with its byte in its hands
+        for first, count in [(0, size)] if len(there) == size else [(rank, 1) for rank in there]:
             if not self._shared.locks.try_take(at + first, count):
                 self._release(taken)
                 blocker = self._shared.locks.first_taken(at + first, count)
                 if blocker is not None:
-                    self._engine.blocked_by(first + blocker)
+                    self._engine.blocker = first + blocker
                 return False
             taken.append((at + first, count))
         return True
-
-    def _readers(self) -> list[tuple[int, int]]:
-        """Lists runs of ranks that are there: the first, and how many follow each other."""
-        runs: list[tuple[int, int]] = []
-        for rank in range(self._engine.size):
-            if self._engine.is_gone(rank):
-                continue
-            if runs and sum(runs[-1]) == rank:
-                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-            else:
-                runs.append((rank, 1))
-        return runs
 
     def _release(self, taken: list[tuple[int, int]]) -> None:
         while taken:
@@ -426,7 +421,7 @@ class HostWindow(Window):
 
 
 class WindowSet:
-    """What all windows of one worker share: locks, operations that wait, and the tables of publications."""
+    """What all windows of one worker share: locks, operations that wait, and the table of publications."""
 
     def __init__(self, engine: ProgressEngine, arena: Arena, counter: HostTrafficCounter) -> None:
         self.engine = engine
@@ -435,11 +430,6 @@ class WindowSet:
         self.locks = FileLocks(arena.lock_file)
         self.pending = PendingWrites(engine)
         self.publications = PublicationTable(engine, arena)
-
-    def check_rank(self, rank: int) -> None:
-        """UsageError for a rank that does not exist."""
-        if not 0 <= rank < self.engine.size:
-            raise UsageError(f"There is no rank {rank} among {self.engine.size}.", next_step="name a member.")
 
 
 class PublicationTable:
