@@ -45,8 +45,8 @@ def traffic(group):
     for one in (getattr(group, "inner", group), group.everybody):
         mesh = getattr(one, "mesh", None)
         if mesh is not None:
-            sent += sum(mesh.traffic.sent_bytes.values())
-            received += sum(mesh.traffic.received_bytes.values())
+            sent += sum(mesh.sent_bytes.values())
+            received += sum(mesh.received_bytes.values())
     return sent, received
 
 

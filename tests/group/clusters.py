@@ -14,7 +14,7 @@ _numbers = itertools.count()
 
 
 @contextlib.contextmanager
-def open_cluster(machines, cables=None, **settings):
+def open_cluster(machines, cables=None, staging=None, **settings):
     """The groups by rank; with `cables` all that machines say to each other passes through those."""
     key = f"cluster {os.getpid()} {next(_numbers)}"
     size = sum(map(len, machines))
@@ -24,16 +24,16 @@ def open_cluster(machines, cables=None, **settings):
         meshes = [Mesh(MeshSettings(rank, SECRET, silence_s=chosen.silence_s)) for rank in range(size)]
         peers = [mesh.listen() for mesh in meshes]
         for mesh in meshes:
-            stack.callback(mesh.abandon)
+            stack.callback(mesh.close, ConnectionAbortedError())
 
         def join(mesh):
             others = {r: peers[r] for r in range(size) if where[r] != where[mesh.rank]}
             if cables is not None:
                 others = {r: cables.lay(mesh.rank, r, peer) for r, peer in others.items()}
             mesh.connect(others)
-            return assemble(machines, mesh, chosen)
+            return assemble(machines, mesh, chosen, staging=staging)
 
         groups = list(threads.map(join, meshes, timeout=30))
         for group in groups:
-            stack.callback(group.abandon)
+            stack.callback(group.close, ConnectionAbortedError())
         yield groups

@@ -15,7 +15,7 @@ def open_meshes(size, **settings):
         peers = {}
         for mesh in meshes:
             peers[mesh.rank] = mesh.listen()
-            stack.callback(mesh.abandon)
+            stack.callback(mesh.close, ConnectionAbortedError())
         with concurrent.futures.ThreadPoolExecutor(size) as threads:
             connecting = [threads.submit(connect, mesh, peers) for mesh in meshes]
             for future in connecting:

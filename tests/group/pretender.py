@@ -3,8 +3,8 @@
 import torch
 
 from shoal.core import DeadlineExceeded, ManualClock
-from shoal.group.base import Done, Handle, Window
-from shoal.group.operations import Sleeper
+from shoal.group.base import Done, Handle
+from shoal.group.operations import Sleeper, WrappedWindow
 from shoal.group.solo import SoloGroup
 
 
@@ -14,7 +14,7 @@ class Pretender(SoloGroup):
     def __init__(self, size=3, per_machine=None):
         super().__init__()
         self.size = size
-        self.machines = tuple(rank // (per_machine or size) for rank in range(size))
+        self.machines = [rank // (per_machine or size) for rank in range(size)]
         self.num_machines = self.machines[-1] + 1
         self.calls = []
         self.pending = None
@@ -23,7 +23,7 @@ class Pretender(SoloGroup):
 
     @property
     def members(self):
-        return range(self.size)
+        return range(self.size) if super().members else ()
 
     def progress(self):
         self.num_progressed += 1
@@ -45,8 +45,7 @@ class Pretender(SoloGroup):
         return self._handle("barrier", None)
 
     def window(self, name, num_elements, dtype=torch.float32, *, sources=None, device=None):
-        own = () if sources is not None and not sources else [0]
-        return PretendedWindow(super().window(name, num_elements, dtype, sources=own, device=device))
+        return PretendedWindow(super().window(name, num_elements, dtype, sources=[0], device=device), self)
 
     def _handle(self, name, result):
         self.calls.append(name)
@@ -57,29 +56,26 @@ class Pretender(SoloGroup):
         return pending
 
 
-class PretendedWindow(Window):
-    """Everybody's slots and publications are those of rank 0."""
+class PretendedWindow(WrappedWindow):
+    """Everybody's slots are the same one, and everybody has published the same."""
 
-    def __init__(self, inner):
-        self._inner = inner
-        self.name, self.num_elements = inner.name, inner.num_elements
-        self.dtype, self.device = inner.dtype, inner.device
-        self.filled, self.wait, self.close = inner.filled, inner.wait, inner.close
-        self.publish, self.reclaim, self.changing = inner.publish, inner.reclaim, inner.changing
+    def __init__(self, inner, group):
+        super().__init__(inner, group, [0])
 
     def _write(self, to, write):
-        return self._inner._write(0, write)
+        return self.inner._write(0, write)
 
     def slot(self, source):
-        return self._inner.slot(0)
+        return self.inner.slot(0)
+
+    def publish(self, tensor, version):
+        self.inner.publish(tensor, version)
 
     def fetch(self, peer):
-        return self._inner.fetch(0)
+        return self.inner.fetch(0)
 
     def read(self, peer, into, *, version=0):
-        return self._inner.read(0, into, version=version)
-
-    filled = wait = close = publish = reclaim = changing = None  # the inner one's, see above
+        return self.inner.read(0, into, version=version)
 
 
 class Pending(Handle):

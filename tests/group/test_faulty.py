@@ -8,6 +8,7 @@ import torch
 
 from group.pretender import ManualSleeper, Pretender, ones
 from shoal.core import PeerLost, UsageError
+from shoal.group import exchange_machines, pair_gossip
 from shoal.group.conditions import Faulty, damage
 from shoal.topology import Weights
 from shoal.transport import FaultScript
@@ -157,8 +158,8 @@ def test_who_sends_keeps_its_destinations(hurt):
 
 def test_what_goes_to_machines_or_pairs_is_an_exchange(hurt):
     group = hurt("[[fault]]\nkind = 'partition'\npeer = 'rank:0'")
-    group.exchange_machines(ones(), Weights(1.0)).wait()
-    group.pair_gossip(ones(), 2).wait()
+    exchange_machines(group, ones(), Weights(1.0)).wait()
+    pair_gossip(group, ones(), 2).wait()
     assert [round(weights.own, 6) for weights in weights_used(group)] == [1.0, 1.0]
 
 
@@ -201,38 +202,35 @@ def test_those_who_need_nobody_beyond_go_on(hurt):
 
 def test_a_fetch_from_beyond_a_partition_brings_nothing(hurt):
     group = hurt("[[fault]]\nkind = 'partition'\nlink = ['rank:0', 'rank:2']")
-    group.publish("model", ones(), 0)
-    assert group.fetch("model", 2).wait() is None
-    assert group.fetch("model", 1).wait() is not None
-    assert group.fetch("model", 0).wait() is not None
+    window = group.window("model", 1000, sources=())
+    window.publish(ones(), 0)
+    assert window.fetch(2).wait() is None
+    assert window.fetch(1).wait() is not None
+    assert window.fetch(0).wait() is not None
 
 
 def test_one_sided_operations_do_not_pass_a_partition(hurt):
     group = hurt("[[fault]]\nkind = 'partition'\nlink = ['rank:0', 'rank:2']\nat_step = 4")
     window = group.window("w", 1000)
-    group.publish("x", ones(), 3)
-    for write in (window.put, window.accumulate):
+    window.publish(ones(), 3)
+    for write in (window.put, window.add):
         for to in (1, 2):
             assert write(to, ones()).wait() is None
     with window.slot(1) as slot:
         assert slot.num_writes == 4
-    for write in (window.put, window.accumulate, window.send):
+    for write in (window.put, window.add, window.send):
         assert write(2, ones()).wait() is None
     with window.slot(1) as slot:
         assert slot.num_writes == 4
-    assert group.read("x", 2, ones()).wait() is None
-    assert group.read("x", 1, ones()).wait() == 3
-    with pytest.raises(PeerLost, match="rank 2"), group.mutex("m", 2):
-        pass
-    with group.mutex("m", 1):
-        pass
+    assert window.read(2, ones()).wait() is None
+    assert window.read(1, ones()).wait() == 3
 
 
 def test_only_a_put_is_lost_by_chance(hurt):
     group = hurt("[[fault]]\nkind = 'drop'\nlink = ['rank:0', 'rank:1']\nprobability = 0.5")
     window = group.window("w", 1000)
     counts = []
-    for write in (window.put, window.accumulate):
+    for write in (window.put, window.add):
         for _ in range(40):
             write(1, ones()).wait()
         with window.slot(1) as slot:
@@ -245,9 +243,9 @@ def test_only_a_put_is_lost_by_chance(hurt):
 def test_corruption_reaches_what_is_written_and_read(hurt):
     group = hurt("[[fault]]\nkind = 'corrupt'\nlink = ['rank:0', 'rank:1']\nprobability = 1.0")
     window, own, into = group.window("w", 1000), ones(), ones()
-    group.publish("x", ones(), 0)
+    window.publish(ones(), 0)
     window.put(1, own).wait()
-    group.read("x", 1, into).wait()
+    window.read(1, into).wait()
     with window.slot(1) as slot:
         assert [int((tensor != 1).sum()) for tensor in (own, into, slot.tensor)] == [0, 1, 1]
 
@@ -291,14 +289,14 @@ def test_corruption_reaches_what_peers_send(hurt):
     assert num_wrong_bits(handle.wait(), ones()) == 1  # not again by waiting again
     assert num_wrong_bits(group.all_reduce(ones()).wait(), ones()) == 1
     assert [num_wrong_bits(part, ones()) for part in group.all_gather(ones()).wait()] == [0, 0, 1]
-    published = ones()
-    group.publish("model", published, 4)
-    snapshot = group.fetch("model", 2).wait()
+    window, published = group.window("model", 1000, sources=()), ones()
+    window.publish(published, 4)
+    snapshot = window.fetch(2).wait()
     assert num_wrong_bits(snapshot.tensor, published) == 1
     assert snapshot.version == 4
     assert snapshot.is_intact()
     assert published.unique().tolist() == [1.0]
-    assert num_wrong_bits(group.fetch("model", 1).wait().tensor, published) == 0
+    assert num_wrong_bits(window.fetch(1).wait().tensor, published) == 0
 
 
 # --- what a group cannot do ---

@@ -51,9 +51,10 @@ def test_sizes_that_only_the_result_tells_count_once(group):
     for _ in range(2):
         handle.wait()
     assert group.totals()["all_gather"].received_bytes == 80
-    group.publish("x", ones(10), 1)
-    group.fetch("x", 0).wait()  # one's own crosses no link
-    group.fetch("x", 1).wait()
+    window = group.window("x", 10, sources=())
+    window.publish(ones(10), 1)
+    window.fetch(0).wait()  # one's own crosses no link
+    window.fetch(1).wait()
     assert group.totals()["fetch"].received_bytes == 40
 
 

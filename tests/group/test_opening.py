@@ -142,7 +142,7 @@ def test_workers_of_several_machines_meet_and_name_the_dead(local_size):
         said = [process.communicate(timeout=40) for process in started]
         for rank, (out, errors) in enumerate(said):
             machine = rank // local_size
-            assert out.startswith(f"TorchGroup {machine} {4 // local_size} 1.5\n"), errors
+            assert out.startswith(f"ClusterGroup {machine} {4 // local_size} 1.5\n"), errors
             # who comes late may find one lost that has ended because of rank 3
             assert rank == 3 or "is lost" in out, errors
         assert any("rank 3 is lost" in out for out, _ in said)

@@ -29,14 +29,14 @@ def train(group):
     try:
         while after < ROUNDS_AFTER:
             deadline.check("a side to be settled")
-            group.check_split()
+            if group.split is not None:
+                raise group.split
             members = [rank for rank in others if rank in group.members]
             group.exchange(torch.ones(10), Weights.uniform(members, members)).wait(deadline)
             after += bool(group.lost)
         group.leave()
     except PeerLost as error:
-        group.blame(error)
-        group.abandon()
+        group.close(error)
         return error
     return sorted(group.lost)
 
@@ -95,11 +95,11 @@ def test_workers_that_end_are_no_split(caplog):
     """Also if the lowest ranks end, and more than half of all."""
     with open_cluster([[0], [1], [2], [3]], patience=PATIENCE) as groups:
         for group in groups[:3]:
-            group.abandon()
+            group.close(ConnectionAbortedError())
         deadline = Deadline.after(20)
         while len(groups[3].lost) < 3:
             deadline.check("three to be lost")
-        groups[3].check_split()
+        assert groups[3].split is None
         assert list(groups[3].members) == [3]
         groups[3].barrier()
         assert not said(caplog)
@@ -128,8 +128,8 @@ def test_those_that_have_ended_since_the_cut_are_counted_on_their_side(cables):
         while any(0 not in group.lost for group in groups[1:]):
             deadline.check("rank 0 to be lost")
         for group in groups[2:]:
-            group.abandon()
+            group.close(ConnectionAbortedError())
         while len(groups[1].lost) < 3:
             deadline.check("three to be lost")
-        groups[1].check_split()
+        assert groups[1].split is None
         assert list(groups[1].members) == [1]

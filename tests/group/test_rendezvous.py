@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shoal.core import Address, Deadline, DeadlineExceeded, PeerRefused, Placement, UsageError
 from shoal.core.run_options import SECRET_VARIABLE
-from shoal.group.cluster.rendezvous import Rendezvous, Seat, host_id, own_address
+from shoal.group.cluster.rendezvous import Rendezvous, WorkerAddress, host_id, own_address
 
 
 def soon():
@@ -31,26 +31,26 @@ def together(size, work):
         return list(threads.map(one, range(size)))
 
 
-def seat(rank, **changes):
+def address_of(rank, **changes):
     fields = {"machine": str(rank // 2), "host_id": f"host {rank // 2}", "pid": 100 + rank}
-    return Seat(rank, **{**fields, **changes})
+    return WorkerAddress(rank, **{**fields, **changes})
 
 
-def test_everybody_sees_every_seat_in_rank_order():
-    met = together(4, lambda rendezvous: rendezvous.meet(seat(rendezvous.rank), soon()))
-    assert met == [[seat(rank) for rank in range(4)]] * 4
+def test_everybody_sees_every_address_in_rank_order():
+    met = together(4, lambda rendezvous: rendezvous.meet(address_of(rendezvous.rank), soon()))
+    assert met == [[address_of(rank) for rank in range(4)]] * 4
 
 
 def test_those_that_do_not_come_are_named():
     alone = Rendezvous(dist.HashStore(), 1, 4)
     with pytest.raises(DeadlineExceeded, match=r"1 of 4 workers have come; rank 0, 2, 3 is missing"):
-        alone.meet(seat(1), Deadline.after(0.05))
+        alone.meet(address_of(1), Deadline.after(0.05))
 
 
 def test_another_version_is_refused_and_named():
     def meet(rendezvous):
-        version = "0.0.1" if rendezvous.rank == 2 else seat(0).version
-        return rendezvous.meet(seat(rendezvous.rank, version=version, host="node"), soon())
+        version = "0.0.1" if rendezvous.rank == 2 else address_of(0).version
+        return rendezvous.meet(address_of(rendezvous.rank, version=version, host="node"), soon())
 
     first, second, third = together(3, meet)
     assert isinstance(first, PeerRefused)
@@ -72,22 +72,22 @@ def test_all_have_one_secret_that_the_launcher_or_rank_0_has_made(monkeypatch, g
 
 def test_a_launcher_that_puts_two_machines_together_is_not_believed():
     def meet(rendezvous):
-        return rendezvous.meet(seat(rendezvous.rank, machine="0"), soon())
+        return rendezvous.meet(address_of(rendezvous.rank, machine="0"), soon())
 
-    seats = together(4, meet)[0]
-    assert seats[0].machine == seats[1].machine != seats[2].machine == seats[3].machine
+    addresses = together(4, meet)[0]
+    assert addresses[0].machine == addresses[1].machine != addresses[2].machine == addresses[3].machine
 
 
 def test_one_machine_that_is_split_counts_as_several():
     placements = [Placement(rank, 4, rank, 4, "torchrun", machine=0) for rank in range(4)]
-    seats = [Seat.here(placement, "127.0.0.1", 2) for placement in placements]
-    assert [seat.machine for seat in seats] == ["0/0", "0/0", "0/1", "0/1"]
-    assert len({seat.host_id for seat in seats}) == 1
-    assert seats[0].pid == os.getpid()
+    addresses = [WorkerAddress.here(placement, "127.0.0.1", 2) for placement in placements]
+    assert [each.machine for each in addresses] == ["0/0", "0/0", "0/1", "0/1"]
+    assert len({each.host_id for each in addresses}) == 1
+    assert addresses[0].pid == os.getpid()
 
 
 def test_without_the_launchers_word_machines_are_told_apart_by_what_they_are():
-    here = Seat.here(Placement(1, 2, 0, 1, "torchrun"), "127.0.0.1")
+    here = WorkerAddress.here(Placement(1, 2, 0, 1, "torchrun"), "127.0.0.1")
     assert here.machine == here.host_id == host_id()
 
 
@@ -143,6 +143,6 @@ def test_the_address_of_an_interface():
     assert own_address("lo", None) == "127.0.0.1"
 
 
-def test_a_seat_travels_as_it_is():
-    own = seat(1, address="fd00::2")
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(own), type=Seat) == own
+def test_an_address_travels_as_it_is():
+    own = address_of(1, address="fd00::2")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(own), type=WorkerAddress) == own

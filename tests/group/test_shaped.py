@@ -37,8 +37,8 @@ def milliseconds(sleeper, issue):
 
 def test_each_operation_takes_what_its_links_need(shape, sleeper):
     group = shape()
-    group.publish("model", ones(), 0)
     window = group.window("w", 1000)
+    window.publish(ones(), 0)
     for wanted_ms, issue in [
         (14, lambda: group.exchange(ones(), NEIGHBOURS)),  # links of their own: both at once
         (0, lambda: group.exchange(ones(), Weights(1.0))),
@@ -47,11 +47,11 @@ def test_each_operation_takes_what_its_links_need(shape, sleeper):
         (14, lambda: group.broadcast(ones(), 1)),
         (14, lambda: group.all_gather(ones())),
         (10, group.barrier),
-        (24, lambda: group.fetch("model", 1)),  # there and back
-        (0, lambda: group.fetch("model", 0)),
-        (24, lambda: group.read("model", 1, ones())),
+        (24, lambda: window.fetch(1)),  # there and back
+        (0, lambda: window.fetch(0)),
+        (24, lambda: window.read(1, ones())),
         (14, lambda: window.put(1, ones())),  # done when it is there
-        (14, lambda: window.accumulate(1, ones())),
+        (14, lambda: window.add(1, ones())),
     ]:
         assert milliseconds(sleeper, issue) == pytest.approx(wanted_ms, abs=1e-2)
 

@@ -6,6 +6,7 @@ import torch
 from contracts import group_checks, strategy_checks, window_checks
 from contracts.strategies import ABORTED, CASES, COUNTED, EVERY
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, ShoalError, UsageError
+from shoal.group import Mutex
 from shoal.simulate.exact import run_exact
 from shoal.simulate.world import World
 from shoal.topology import Weights
@@ -79,6 +80,14 @@ SLOW = Profile.parse("[ways.default]\ndelay_ms = 100\nmbit_s = 8")  # a megabyte
 MEGABYTE = 250_000  # elements
 
 
+def timed_values(outcomes):
+    """What each worker has returned; the first error that ended one is raised."""
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error
+    return [outcome.value for outcome in outcomes]
+
+
 def timed(work, size, **world):
     """When each worker's clock stands where at its end."""
 
@@ -86,8 +95,7 @@ def timed(work, size, **world):
         work(worker)
         return worker.clock.now_s()
 
-    outcomes = run_exact(World(num_workers=size, **{"profile": SLOW, **world}), run)
-    return [outcome.value for outcome in outcomes]
+    return timed_values(run_exact(World(num_workers=size, **{"profile": SLOW, **world}), run))
 
 
 def test_an_exchange_takes_as_long_as_its_bytes():
@@ -179,7 +187,7 @@ def test_who_was_waited_for():
     def meet(worker):
         worker.compute(5.0 if worker.rank == 2 else 1.0)
         worker.group.barrier().wait()
-        return list(worker.group.waited_s)
+        return list(worker.group.stats.waited_s)
 
     outcomes = run_exact(World(num_workers=3, profile=NEAR), meet)
     assert [outcome.value for outcome in outcomes] == [[0, 0, 4], [0, 0, 4], [0, 0, 0]]
@@ -231,7 +239,7 @@ def test_who_polls_goes_on_when_it_is_over():
 def test_who_polls_for_what_never_comes_is_named():
     def poll(worker):
         if worker.rank == 1:
-            worker.group.read("y", 0, torch.zeros(1), version=1).wait()
+            worker.group.window("y", 1, sources=()).read(0, torch.zeros(1), version=1).wait()
         handle = worker.group.barrier()
         while not handle.is_done():
             worker.group.progress()
@@ -245,8 +253,9 @@ def test_workers_that_wait_for_each_other_are_named():
         if worker.rank == 0:
             worker.group.barrier().wait()
         else:
-            worker.group.fetch("x", 0).wait()
-            worker.group.read("y", 0, torch.zeros(1), version=1).wait()
+            window = worker.group.window("y", 1, sources=())
+            window.fetch(0).wait()
+            window.read(0, torch.zeros(1), version=1).wait()
 
     with pytest.raises(ShoalError, match="rank 0 for barrier; rank 1 for read 'y' of rank 0"):
         run_exact(World(num_workers=2), stuck)
@@ -322,6 +331,79 @@ def test_a_bug_in_a_worker_is_raised():
 
     with pytest.raises(ZeroDivisionError):
         run_exact(World(num_workers=2), fail)
+
+
+@pytest.mark.parametrize("profile", [Profile(), SLOW])
+def test_one_member_at_a_time_holds_a_mutex(profile):
+    held = []
+
+    def work(worker):
+        mutex = Mutex(worker.group, "m")
+        began_s = worker.clock.now_s()
+        for _ in range(3):
+            with mutex:
+                held.append(worker.rank)
+                assert held == [worker.rank]
+                worker.compute(1.0)
+                worker.group.progress()  # lets the others come first
+                held.remove(worker.rank)
+        worker.group.barrier().wait()
+        mutex.close()
+        return worker.clock.now_s() - began_s
+
+    ends_s = timed_values(run_exact(World(num_workers=3, profile=profile), work))
+    assert min(ends_s) >= 9.0
+    assert profile != Profile() or max(ends_s) == pytest.approx(9.0)
+
+
+def test_who_is_lost_or_leaves_holds_no_mutex():
+    def work(worker):
+        mutex = Mutex(worker.group, "m")
+        worker.compute(worker.rank)
+        mutex.__enter__()  # and never gives it back
+        entered_s = worker.clock.now_s()
+        worker.compute(5.0)
+        if worker.rank == 0:
+            raise ShoalError("enough")
+        worker.group.leave()
+        return entered_s
+
+    outcomes = run_exact(World(num_workers=3), work)
+    assert [outcome.value for outcome in outcomes] == [None, pytest.approx(5.02), pytest.approx(10.02)]
+
+
+def test_a_window_that_only_publishes_takes_no_time_and_sends_nothing():
+    def work(worker):
+        worker.compute(worker.rank)
+        window = worker.group.window("x", 2, sources=())
+        assert worker.clock.now_s() == worker.rank
+        window.publish(torch.full((2,), float(worker.rank)), 0)
+        assert (worker.group.stats.sent_bytes, worker.group.stats.received_bytes) == (0, 0)
+        worker.compute(5.0)
+        peer = (worker.rank + 1) % 3
+        assert window.fetch(peer).wait().tensor.tolist() == [peer] * 2
+        assert worker.group.stats.received_bytes == 8
+        worker.group.barrier().wait()
+        window.close()
+        worker.group.barrier().wait()
+        again = worker.group.window("x", 3, sources=())
+        assert again.fetch(peer).wait() is None
+
+    timed(work, 3)
+
+
+def test_who_fails_of_a_loss_has_the_lost_one_blamed():
+    def work(worker):
+        if worker.rank == 2:
+            raise ShoalError("enough")
+        if worker.rank == 1:
+            worker.group.barrier().wait()
+        worker.compute(5.0)
+        worker.group.should_survive = True
+        worker.group.barrier().wait()
+        return [loss.root.rank for loss in worker.group.lost.values()]
+
+    assert run_exact(World(num_workers=3), work)[0].value == [2, 2]
 
 
 # --- faults ---

@@ -7,6 +7,7 @@ import torch
 
 from group.pretender import Pending, Pretender, ones
 from shoal.core import ManualClock, ReportError
+from shoal.group import span as group_span
 from shoal.group.observed import Traced
 from shoal.report.timeline import Timeline, merge
 
@@ -132,13 +133,13 @@ def test_what_is_no_part_is_refused(tmp_path, text):
 def test_a_traced_group_records_operations_waits_and_the_users_spans(tmp_path, clock):
     with Traced(Pretender(), Timeline(tmp_path / "trace", clock=clock)) as group:
         pending = group.inner.pending = Pending()
-        with group.span("step"):
+        with group_span(group, "step"):
             handle = group.all_reduce(ones())
             clock.advance(2)
             pending.is_over = True
             assert handle.wait() is pending.result
             clock.advance(1)
-        group.publish("model", ones(10), 1)
+        group.window("model", 10, sources=()).publish(ones(10), 1)
     seen = {
         span["name"]: (span["cat"], span["dur"], span.get("args")) for span in spans(read(tmp_path / "trace"))
     }
@@ -146,13 +147,14 @@ def test_a_traced_group_records_operations_waits_and_the_users_spans(tmp_path, c
         "step": ("program", 3e6, None),
         "all_reduce": ("all_reduce", 2e6, {"bytes": 4000}),
         "wait for all_reduce": ("waiting", 0, None),
+        "window": ("window", 0, {"bytes": 40}),
         "publish": ("publish", 0, {"bytes": 40}),
     }
 
 
 def test_the_timeline_is_written_even_if_closing_the_group_fails(tmp_path, monkeypatch):
     group = Traced(Pretender(), Timeline(tmp_path / "trace"))
-    monkeypatch.setattr(group.inner, "close", lambda: 1 / 0)
+    monkeypatch.setattr(group.inner, "close", lambda error: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         group.close()
     assert (tmp_path / "trace").exists()

@@ -57,9 +57,8 @@ def test_memory_is_taken_for_the_sources_alone_and_given_back():
         file = groups[0]._arena._files[0]
         before = os.fstat(file).st_blocks
         count = 1_000_000
-        windows = together(
-            groups, lambda group: group.window("w", count, sources=[[0], [0], [1]][group.rank])
-        )
+        sources = [[0], [0], [1]]
+        windows = together(groups, lambda group: group.window("w", count, sources=sources[group.rank]))
         taken_bytes = (os.fstat(file).st_blocks - before) * 512
         assert 3 * 4 * count <= taken_bytes < 3.1 * 4 * count
         with pytest.raises(UsageError, match="rank 0 has no slot for rank 1"):

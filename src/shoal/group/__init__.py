@@ -1,8 +1,28 @@
 """The peers that train together, and the operations between them."""
 
-from shoal.group.base import Done, Group, GroupSettings, Handle, Loss, Reduction, Slot, Snapshot, Window
-from shoal.group.cluster import TorchGroup
+from shoal.group.base import (
+    Done,
+    Group,
+    GroupSettings,
+    GroupStats,
+    Handle,
+    Loss,
+    Reduction,
+    Slot,
+    Snapshot,
+    Window,
+)
+from shoal.group.cluster import ClusterGroup
 from shoal.group.conditions import Faulty, Shaped
+from shoal.group.functions import (
+    Mutex,
+    exchange_machines,
+    next_number,
+    pair_gossip,
+    share,
+    span,
+    spread_over_ranks,
+)
 from shoal.group.host import HostGroup, open_host_group
 from shoal.group.host.memory import MemoryFull
 from shoal.group.observed import Metered, Traced, Traffic
@@ -12,27 +32,35 @@ from shoal.group.solo import SoloGroup
 from shoal.report.timeline import Timeline, merge
 
 __all__ = [
+    "ClusterGroup",
     "Done",
     "Faulty",
     "Group",
     "GroupSettings",
+    "GroupStats",
     "GroupWrapper",
     "Handle",
     "HostGroup",
     "Loss",
     "MemoryFull",
     "Metered",
+    "Mutex",
     "Reduction",
     "Shaped",
     "Slot",
     "Snapshot",
     "SoloGroup",
     "Timeline",
-    "TorchGroup",
     "Traced",
     "Traffic",
     "Window",
+    "exchange_machines",
     "init",
     "merge",
+    "next_number",
     "open_host_group",
+    "pair_gossip",
+    "share",
+    "span",
+    "spread_over_ranks",
 ]

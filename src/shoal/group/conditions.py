@@ -6,20 +6,22 @@ A script may also have bits come out wrong, of what operations move and of what 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import signal
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from shoal.core import Address, Deadline, PeerLost, ShoalError
-from shoal.group.base import Done, Group, Handle, Reduction, Snapshot, Window
-from shoal.group.operations import Bytes, GroupWrapper, Issue, Operation, Sleeper, WrappedWindow
-from shoal.topology import Weights
+from shoal.group.base import Done, Group, Handle, Snapshot, Window, Write
+from shoal.group.functions import spread_over_ranks
+from shoal.group.operations import Bytes, GroupWrapper, Operation, Sleeper
+from shoal.topology import MachineWeights, Weights
 from shoal.transport import Conditions, FaultScript, Profile
 from shoal.transport.conditions import documents
 from shoal.transport.conditions.distributions import Draws
@@ -40,10 +42,6 @@ T = TypeVar("T")
 _WHAT = "The fault script of a group"
 _MOMENT_S = 1e-6
 """By which a change of the script is surely past."""
-Meddle = Callable[[int, torch.Tensor, bool], torch.Tensor | None]
-"""What arrives of a tensor that is written to a rank, None for nothing; whether it would be sent again."""
-Listen = Callable[[Deadline | None], Sequence[int]]
-"""Waits as a window does."""
 
 
 class Shaped(GroupWrapper):
@@ -84,16 +82,17 @@ class Shaped(GroupWrapper):
             began_s = due_s
             due_s = self._sent_s(began_s, step_sends, has_to_arrive=operation.is_request)
             due_s = max(due_s, self._received_s(began_s, step_receives))
-        learn = None
+        learn: Callable[[T], float] | None = None
         if operation.learns is not None:
-            learn = partial(self._learn, operation.learns, due_s if operation.is_request else issued_s)
+            learns, asked_s = operation.learns, due_s if operation.is_request else issued_s
+
+            def learn(result: T) -> float:
+                return self._received_s(asked_s, learns(result))
+
         return _DelayedHandle(handle, self, operation.name, due_s, learn)
 
-    def _learn(self, learns: Callable[[object], Bytes], began_s: float, result: object) -> float:
-        return self._received_s(began_s, learns(result))
-
     def _sent_s(self, now_s: float, sends: Bytes, *, has_to_arrive: bool) -> float:
-        """When the last byte has left this worker, or reached the other side."""
+        """Tells when the last byte has left this worker, or reached the other side."""
         ends_s = [now_s]
         for rank, size_bytes in sends.items():
             passage = self._conditions.link(self._here, self._address(rank)).carry_stream(now_s, size_bytes)
@@ -101,7 +100,7 @@ class Shaped(GroupWrapper):
         return max(ends_s)
 
     def _received_s(self, now_s: float, receives: Bytes) -> float:
-        """When the last byte has come."""
+        """Tells when the last byte has come."""
         ends_s = [now_s]
         for rank, size_bytes in receives.items():
             passage = self._conditions.link(self._address(rank), self._here).carry_stream(now_s, size_bytes)
@@ -109,21 +108,14 @@ class Shaped(GroupWrapper):
         return max(ends_s)
 
     def _address(self, rank: int) -> Address:
-        if self._is_by_machine:
-            return Address("machine", self.inner.machine_of(rank))
-        return Address("rank", rank)
+        return Address("machine", self.machines[rank]) if self._is_by_machine else Address("rank", rank)
 
 
 class _DelayedHandle(Handle[T]):
-    """Over when the inner one is, and not before it is due."""
+    """Is over when the inner one is, and not before it is due; `learn` tells that of a result."""
 
     def __init__(
-        self,
-        inner: Handle[T],
-        group: Shaped,
-        name: str,
-        due_s: float,
-        learn: Callable[[object], float] | None,
+        self, inner: Handle[T], group: Shaped, name: str, due_s: float, learn: Callable[[T], float] | None
     ) -> None:
         self._inner = inner
         self._group = group
@@ -132,7 +124,7 @@ class _DelayedHandle(Handle[T]):
         self._learn = learn
 
     def wait(self, deadline: Deadline | None = None) -> T:
-        """As the inner handle's, later."""
+        """Waits for the inner handle, and until the operation is due."""
         result = self._inner.wait(deadline)
         self._take(result)
         self._group._sleeper.until(
@@ -144,7 +136,7 @@ class _DelayedHandle(Handle[T]):
         return result
 
     def is_done(self) -> bool:
-        """Not before it is due."""
+        """Tells whether the inner handle is done and the operation due."""
         if not self._inner.is_done():
             return False
         if self._learn is not None:
@@ -174,9 +166,8 @@ class Faulty(GroupWrapper):
     slow        the worker's own time between calls of the group lasts `factor` times as long
     partition   an exchange goes on without the peers beyond, a fetch or read brings None, a write into their
                 windows does nothing, and a window whose sources are all beyond is not waited for without a
-                deadline; their mutex raises PeerLost; an operation that needs everybody takes
-                place (nobody hangs) but raises PeerLost, unless the group `should_survive`, and leaves its
-                tensor as it was
+                deadline; an operation that needs everybody takes place (nobody hangs) but raises PeerLost,
+                unless the group `should_survive`, and leaves its tensor as it was
     drop        the same for single messages; `probability` is that of each peer's in each operation. Of
                 writes only a `put` is lost: what must not be missed would be sent again
     corrupt     one wrong bit in what an operation brings, likewise
@@ -220,11 +211,11 @@ class Faulty(GroupWrapper):
         self._draws = [Draws(seed, "group", str(rank), str(inner.rank)) for rank in range(inner.size)]
 
     def hold(self) -> None:
-        """Nothing of the script happens until `restart`."""
+        """Has nothing of the script happen until `restart`."""
         self._schedule = Schedule(FaultScript(), self._seed)
 
     def restart(self) -> None:
-        """Have the script begin now: times and steps count from here."""
+        """Has the script begin now: times and steps count from here."""
         self._started_s = self._sleeper.clock.now_s()
         self._step = -1
         self._schedule = Schedule(self._script, self._seed)
@@ -241,119 +232,99 @@ class Faulty(GroupWrapper):
                 slowness *= event.fault.factor
         return slowness
 
-    # --- operations that need everybody ---
+    # --- operations ---
 
-    def all_reduce(self, tensor: torch.Tensor, op: Reduction = "mean") -> Handle[torch.Tensor]:
-        """PeerLost when any member cannot be reached."""
-        return self._collective(tensor, partial(self.inner.all_reduce, tensor, op), self._others())
-
-    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
-        """PeerLost when the root cannot be reached."""
-        sources = [root] if root in self._others() else []
-        return self._collective(tensor, partial(self.inner.broadcast, tensor, root), sources)
-
-    def all_gather(self, tensor: torch.Tensor) -> Handle[list[torch.Tensor]]:
-        """PeerLost when any member cannot be reached."""
-        members = list(self.members)
+    def _issue(self, operation: Operation, start: Callable[[], Handle[T]]) -> Handle[T]:
+        """Issues what needs everybody, or asks one peer; None is what comes from beyond a partition."""
         self._begin()
-        sources = self._others()
-        cut = self._cut(sources)
-        damaged = [members.index(rank) for rank in self._damaged(sources)]
+        cut = self._cut(operation.needs)
+        if cut and not operation.needs_all:
+            return self._handle(Done[Any](None))
+        damaged = self._damaged(operation.needs)
+        before = operation.tensor.detach().clone() if cut and operation.tensor is not None else None
 
-        def finish(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-            self._check_reached(cut)
-            for place in damaged:
-                damage(parts[place], self._draws[members[place]])
-            return [part for rank, part in zip(members, parts, strict=False) if rank not in cut]
+        def finish(result: Any) -> Any:
+            if before is not None and operation.tensor is not None:
+                operation.tensor.detach().copy_(before)
+            if cut and not self.should_survive:
+                raise _unreachable(cut[0])
+            if isinstance(result, list):
+                parts = dict(zip(sorted({*operation.needs, self.rank}), result, strict=False))
+                self._damage(damaged, parts)
+                return [part for rank, part in parts.items() if rank not in cut]
+            if isinstance(result, Snapshot) and damaged:
+                return _DamagedSnapshot(result, self._draws[damaged[0]])
+            if operation.tensor is not None and result is not None and not cut:
+                self._damage(damaged, dict.fromkeys(damaged, operation.tensor.detach()))
+            return result
 
-        return self._handle(self.inner.all_gather(tensor), finish)
-
-    def barrier(self) -> Handle[None]:
-        """PeerLost when any member cannot be reached."""
-        self._begin()
-        return self._handle(self.inner.barrier(), partial(self._check_reached, self._cut(self._others())))
-
-    # --- operations that do without ---
+        return self._handle(start(), finish)
 
     def exchange(
-        self, tensor: torch.Tensor, weights: Weights, *, out: torch.Tensor | None = None
+        self, tensor: torch.Tensor, weights: Weights | MachineWeights, *, out: torch.Tensor | None = None
     ) -> Handle[torch.Tensor]:
-        """Without those that cannot be reached."""
+        """Exchanges with those that can be reached."""
+        weights = spread_over_ranks(self, weights)
         weights.check(self.rank, self.size)
         self._begin()
         rest = weights.without(self._cut(weights.sources))
         # a source sends in any case: whether it is heard is its receiver's affair
-        rest = Weights(rest.own, rest.sources, weights.destinations)
+        rest = dataclasses.replace(rest, destinations=weights.destinations)
         damaged = self._damaged(rest.sources)
-        return self._handle(self.inner.exchange(tensor, rest, out=out), partial(self._damage, damaged))
 
-    def fetch(self, name: str, peer: int) -> Handle[Snapshot | None]:
-        """None when the peer cannot be reached."""
+        def finish(result: torch.Tensor) -> torch.Tensor:
+            self._damage(damaged, dict.fromkeys(damaged, result))
+            return result
+
+        return self._handle(self.inner.exchange(tensor, rest, out=out), finish)
+
+    def _write(self, window: Window, to: int, one: Write) -> Handle[None]:
+        """Writes what of it comes to its destination, if anything."""
         self._begin()
-        sources = [peer] if peer in self._others() else []
-        if self._cut(sources):
-            return self._handle(Done(None), lambda nothing: nothing)
-        is_damaged = bool(self._damaged(sources))
+        if to in self._others():
+            effects = self._reverse[to]
+            # what must not be missed would be sent again
+            if effects.is_cut or (one.kind == "put" and self._happens(to, 1 - effects.passes)):
+                self._returned_s = self._sleeper.clock.now_s()
+                return Done(None)
+            if self._happens(to, 1 - effects.is_right):
+                one = dataclasses.replace(one, tensor=one.tensor.detach().clone())
+                damage(one.tensor, self._draws[to])
+        return self._handle(window._write(to, one))
 
-        def finish(snapshot: Snapshot | None) -> Snapshot | None:
-            return damage_snapshot(snapshot, self._draws[peer]) if snapshot and is_damaged else snapshot
-
-        return self._handle(self.inner.fetch(name, peer), finish)
-
-    def read(self, name: str, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
-        """None when the peer cannot be reached."""
-        self._begin()
-        sources = [peer] if peer in self._others() else []
-        if self._cut(sources):
-            return self._handle(Done[int | None](None), lambda nothing: nothing)
-        damaged = self._damaged(sources)
-
-        def finish(got: int | None) -> int | None:
-            if got is not None:
-                self._damage(damaged, into.detach())
-            return got
-
-        return self._handle(self.inner.read(name, peer, into, version=version), finish)
-
-    @contextlib.contextmanager
-    def mutex(self, name: str, owner: int) -> Iterator[None]:
-        """PeerLost when the owner is beyond a partition."""
-        self._turn()
-        if owner in self._others() and self._reverse[owner].is_cut:
-            raise _unreachable(owner)
-        with super().mutex(name, owner):
-            yield
-
-    def window(
-        self,
-        name: str,
-        num_elements: int,
-        dtype: torch.dtype = torch.float32,
-        *,
-        sources: Collection[int] | None = None,
-    ) -> Window:
-        """One of the inner group, whose writes go wrong."""
-        inner = self.inner.window(name, num_elements, dtype, sources=sources)
-        heard = self._others() if sources is None else list(sources)
-        wait = partial(self._wait_for_writes, inner, heard)
-        return FaultyWindow(inner, self.inner, self._issue_write, self._arriving, wait)
+    def _wait(self, window: Window, sources: Collection[int], deadline: Deadline | None) -> Sequence[int]:
+        """Waits, but not for those beyond a partition, unless there is a deadline."""
+        with self._being_called():
+            while deadline is None:
+                members = self._others()
+                there = [rank for rank in sources if rank in members]
+                if not there or all(self._effects[rank].is_cut for rank in there):
+                    return window.filled()
+                left_s = self._schedule.next_change_s + self._started_s - self._sleeper.clock.now_s()
+                if left_s == math.inf:
+                    break
+                filled = window.wait(Deadline.after(left_s + _MOMENT_S))
+                if filled:
+                    return filled
+                self._turn()
+            return window.wait(deadline)
 
     def progress(self) -> None:
-        """Of the inner group's operations and of the script."""
+        """Does work of the inner group's operations, and of the script."""
         with self._being_called():
             super().progress()
 
     # --- what holds now ---
 
     def _begin(self) -> None:
-        """Before each operation."""
+        """Counts a step, and has the script catch up, before each operation."""
         self._step += 1
         self._turn()
         self._stretch()
 
     @contextlib.contextmanager
     def _being_called(self) -> Iterator[None]:
-        """What the worker has done on its own ends, and begins again after the block."""
+        """Ends what the worker has done on its own, which begins again after the block."""
         self._turn()
         self._stretch()
         try:
@@ -362,7 +333,7 @@ class Faulty(GroupWrapper):
             self._returned_s = self._sleeper.clock.now_s()
 
     def _stretch(self) -> None:
-        """Make what the worker has done on its own last longer, if it is slow."""
+        """Makes what a slow worker has done on its own last longer."""
         if self._should_stretch:
             extra_s = (self.slowness - 1) * (self._sleeper.clock.now_s() - self._returned_s)
             if extra_s > 0:
@@ -375,7 +346,7 @@ class Faulty(GroupWrapper):
                 self._suffer(event, now_s)
 
     def _advance(self) -> float:
-        """Since the start."""
+        """Brings the script up to now, in seconds since its start."""
         now_s = self._sleeper.clock.now_s() - self._started_s
         if self._schedule.advance(now_s, self._step):
             events, own = self._schedule.events, self._names[self.rank]
@@ -393,87 +364,28 @@ class Faulty(GroupWrapper):
             self._stop()
 
     def _cut(self, sources: Iterable[int]) -> list[int]:
-        """Those of them whose message does not come this time."""
+        """Finds those of them whose message does not come this time."""
         return [
             rank
             for rank in sources
             if self._effects[rank].is_cut or self._happens(rank, 1 - self._effects[rank].passes)
         ]
 
-    def _arriving(self, to: int, tensor: torch.Tensor, is_sent_again: bool) -> torch.Tensor | None:
-        """What of a write comes to its destination."""
-        self._begin()
-        if to not in self._others():
-            return tensor
-        effects = self._reverse[to]
-        if effects.is_cut or (not is_sent_again and self._happens(to, 1 - effects.passes)):
-            self._returned_s = self._sleeper.clock.now_s()
-            return None
-        if self._happens(to, 1 - effects.is_right):
-            tensor = tensor.detach().clone()
-            damage(tensor, self._draws[to])
-        return tensor
-
-    def _wait_for_writes(
-        self, window: Window, sources: Sequence[int], deadline: Deadline | None
-    ) -> Sequence[int]:
-        with self._being_called():
-            while deadline is None:
-                members = self._others()
-                there = [rank for rank in sources if rank in members]
-                if not there or all(self._effects[rank].is_cut for rank in there):
-                    return window.filled()
-                left_s = self._schedule.next_change_s + self._started_s - self._sleeper.clock.now_s()
-                if left_s == math.inf:
-                    break
-                filled = window.wait(Deadline.after(left_s + _MOMENT_S))
-                if filled:
-                    return filled
-                self._turn()
-            return window.wait(deadline)
-
-    def _issue_write(self, operation: Operation, start: Callable[[], Handle[None]]) -> Handle[None]:
-        return self._handle(start(), lambda nothing: nothing)
-
     def _damaged(self, sources: Iterable[int]) -> list[int]:
-        """Those of them whose message comes with a wrong bit."""
+        """Finds those of them whose message comes with a wrong bit."""
         return [rank for rank in sources if self._happens(rank, 1 - self._effects[rank].is_right)]
 
     def _happens(self, rank: int, probability: float) -> bool:
         return probability > 0 and self._draws[rank].uniform() < probability
 
-    def _damage(self, sources: Sequence[int], tensor: torch.Tensor) -> torch.Tensor:
+    def _damage(self, sources: Iterable[int], parts: Mapping[int, torch.Tensor]) -> None:
         for rank in sources:
-            damage(tensor, self._draws[rank])
-        return tensor
+            if rank in parts:
+                damage(parts[rank], self._draws[rank])
 
-    def _collective(
-        self,
-        tensor: torch.Tensor,
-        start: Callable[[], Handle[torch.Tensor]],
-        sources: Sequence[int],
-    ) -> Handle[torch.Tensor]:
-        self._begin()
-        cut = self._cut(sources)
-        damaged = self._damaged(sources)
-        before = tensor.detach().clone() if cut else None
-
-        def finish(result: torch.Tensor) -> torch.Tensor:
-            if before is not None:
-                result.detach().copy_(before)
-                self._check_reached(cut)
-                return result
-            return self._damage(damaged, result)
-
-        return self._handle(start(), finish)
-
-    def _handle(self, inner: Handle[T], finish: Callable[[T], T]) -> Handle[T]:
+    def _handle(self, inner: Handle[T], finish: Callable[[T], T] = lambda result: result) -> Handle[T]:
         self._returned_s = self._sleeper.clock.now_s()
         return _FaultyHandle(inner, self, finish)
-
-    def _check_reached(self, cut: Sequence[int], _: object = None) -> None:
-        if cut and not self.should_survive:
-            raise _unreachable(cut[0])
 
     def _others(self) -> list[int]:
         return [rank for rank in self.members if rank != self.rank]
@@ -481,10 +393,7 @@ class Faulty(GroupWrapper):
     def _names_of(self, rank: int) -> tuple[str | None, ...]:
         if rank < self._first_rank:
             return ()
-        peers = (
-            Address("rank", rank - self._first_rank),
-            Address("machine", self.inner.machine_of(rank)),
-        )
+        peers = Address("rank", rank - self._first_rank), Address("machine", self.machines[rank])
         return tuple(name for peer in peers for name in self._schedule.names_of(peer, None))
 
 
@@ -498,14 +407,14 @@ class _FaultyHandle(Handle[T]):
         self._result: list[T] = []
 
     def wait(self, deadline: Deadline | None = None) -> T:
-        """The inner handle's result, damaged or lost."""
+        """Gives the inner handle's result, damaged or lost."""
         if not self._result:
             with self._group._being_called():
                 self._result.append(self._finish(self._inner.wait(deadline)))
         return self._result[0]
 
     def is_done(self) -> bool:
-        """As the inner handle's."""
+        """Asks the inner handle."""
         if self._result:
             return True
         with self._group._being_called():
@@ -558,54 +467,8 @@ def _impossible(fault: AnyFault) -> str:
     return ""
 
 
-class FaultyWindow(WrappedWindow):
-    """Does what `inner` does with what `meddle` leaves of a write; `listen` waits for others'."""
-
-    def __init__(self, inner: Window, group: Group, issue: Issue, meddle: Meddle, listen: Listen) -> None:
-        super().__init__(inner, group, issue, _at_once)
-        self._meddle = meddle
-        self._listen = listen
-
-    def wait(self, deadline: Deadline | None = None) -> Sequence[int]:
-        """Not for those beyond a partition, unless there is a deadline."""
-        return self._listen(deadline)
-
-    def put(
-        self, to: int, tensor: torch.Tensor, *, weight: float = 1.0, mass: float = 0.0, note: bytes = b""
-    ) -> Handle[None]:
-        """Not at all when it is dropped."""
-        put = partial(super().put, weight=weight, mass=mass, note=note)
-        return self._write(to, tensor, put, is_sent_again=False)
-
-    def accumulate(
-        self, to: int, tensor: torch.Tensor, *, weight: float = 1.0, mass: float = 0.0, note: bytes = b""
-    ) -> Handle[None]:
-        """Not at all beyond a partition."""
-        accumulate = partial(super().accumulate, weight=weight, mass=mass, note=note)
-        return self._write(to, tensor, accumulate, is_sent_again=True)
-
-    def send(self, to: int, tensor: torch.Tensor, *, note: bytes = b"") -> Handle[None]:
-        """Not at all beyond a partition."""
-        return self._write(to, tensor, partial(super().send, note=note), is_sent_again=True)
-
-    def _write(
-        self,
-        to: int,
-        tensor: torch.Tensor,
-        write: Callable[[int, torch.Tensor], Handle[None]],
-        *,
-        is_sent_again: bool,
-    ) -> Handle[None]:
-        arriving = self._meddle(to, tensor, is_sent_again)
-        return Done(None) if arriving is None else write(to, arriving)
-
-
-def _at_once(operation: Operation, act: Callable[[], Sequence[int]]) -> Sequence[int]:
-    return act()
-
-
 def damage(tensor: torch.Tensor, draws: Draws) -> None:
-    """Turn one bit of one element over, in place."""
+    """Turns one bit of one element over, in place."""
     if not tensor.numel():
         return
     rest = int(draws.uniform() * tensor.numel())
@@ -621,12 +484,9 @@ def damage(tensor: torch.Tensor, draws: Draws) -> None:
         element.copy_(raw.view(tensor.dtype)[0])
 
 
-def damage_snapshot(snapshot: Snapshot, draws: Draws) -> Snapshot:
-    """A copy with a wrong bit: the publisher's own memory stays as it is."""
-    return _DamagedSnapshot(snapshot, draws)
-
-
 class _DamagedSnapshot(Snapshot):
+    """A copy with a wrong bit: the publisher's own memory stays as it is."""
+
     def __init__(self, inner: Snapshot, draws: Draws) -> None:
         self.rank = inner.rank
         self.version = inner.version
@@ -635,5 +495,5 @@ class _DamagedSnapshot(Snapshot):
         damage(self.tensor, draws)
 
     def is_intact(self) -> bool:
-        """As the one that was copied."""
+        """Asks the snapshot that was copied."""
         return self._inner.is_intact()

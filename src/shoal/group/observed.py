@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import abc
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
 
-from shoal.core import SYSTEM_CLOCK, Clock
+from shoal.core import SYSTEM_CLOCK, Clock, Deadline, DeadlineExceeded
 from shoal.group.base import Group, Handle
-from shoal.group.operations import GroupWrapper, ObservedHandle, Operation
+from shoal.group.operations import GroupWrapper, Operation
 from shoal.report.timeline import Timeline
 
 T = TypeVar("T")
@@ -19,7 +19,7 @@ WAITING = "waiting"
 
 
 class Traffic(msgspec.Struct):
-    """Of all calls of one kind of operation."""
+    """What all calls of one kind of operation have cost."""
 
     num_calls: int = 0
     sent_bytes: int = 0
@@ -39,12 +39,12 @@ class Metered(GroupWrapper):
         all_reduce              2(n − 1)/n · B to the next member of a ring, as much from the one before
         broadcast               B from the root to each other member
         all_gather              one's own to n − 1 others, and from each what it has given
-        exchange, pair_gossip   B to each destination and B from each source; where destinations are not
-                                given, they are the sources; peers that are gone do not count
-        exchange_machines       B to and from each worker of the machines that are named, and of one's own
+        exchange                B to each destination and B from each source; where destinations are not
+                                given, they are the sources; by `MachineWeights` all workers of the machines
+                                that are named, and of one's own, are both; peers that are gone do not count
         fetch, read             B from the peer
-        put, accumulate, send   B to the peer
-        publish, changing, barrier, empty, free, settle, mutex, window, window_wait: nothing
+        put, add, send          B to the peer
+        publish, changing, barrier, empty, free, settle, window, window_wait: nothing
 
     They count when an operation is issued, received sizes that only the result tells when it is waited for.
     What goes to and from servers, through `everybody`, is counted with the rest.
@@ -59,15 +59,15 @@ class Metered(GroupWrapper):
             self.everybody._traffic = self._traffic
 
     def totals(self) -> dict[str, Traffic]:
-        """By operation, in the order in which they were first used; a copy."""
+        """Copies the counts by operation, in the order in which they were first used."""
         return {name: msgspec.structs.replace(traffic) for name, traffic in self._traffic.items()}
 
     def rows(self) -> list[dict[str, Any]]:
-        """The same as plain rows for a report."""
+        """Lists the counts as plain rows for a report."""
         return [{"op": name, **msgspec.structs.asdict(traffic)} for name, traffic in self._traffic.items()]
 
     def reset(self) -> None:
-        """Count from zero; operations that are under way still add their seconds to the old count."""
+        """Counts from zero; operations that are under way still add their seconds to the old count."""
         self._traffic = {}
         if isinstance(self.everybody, Metered):
             self.everybody._traffic = self._traffic
@@ -99,31 +99,13 @@ class Metered(GroupWrapper):
         return traffic
 
 
-class _MeteredHandle(ObservedHandle[T]):
-    def __init__(
-        self, inner: Handle[T], clock: Clock, operation: Operation, traffic: Traffic, began_s: float
-    ) -> None:
-        super().__init__(inner, clock)
-        self._operation = operation
-        self._traffic = traffic
-        self._began_s = began_s
-
-    def _waited(self, began_s: float, ended_s: float) -> None:
-        self._traffic.blocked_s += ended_s - began_s
-
-    def _ended(self, at_s: float) -> None:
-        self._traffic.lasted_s += at_s - self._began_s
-
-    def _brought(self, result: T) -> None:
-        if self._operation.learns is not None:
-            self._traffic.received_bytes += sum(self._operation.learns(result).values())
-
-
 class Traced(GroupWrapper):
     """Records operations in a lane for each kind, from the call until their end is noticed, and waits.
 
     Closing the group closes the timeline, which writes it.
     """
+
+    timeline: Timeline
 
     def __init__(self, inner: Group, timeline: Timeline) -> None:
         super().__init__(inner)
@@ -131,23 +113,10 @@ class Traced(GroupWrapper):
         if inner.everybody is not None:
             self.everybody = Traced(inner.everybody, timeline)
 
-    @contextlib.contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """A named part of the user's program."""
-        with self.timeline.span(name), self.inner.span(name):
-            yield
-
-    def close(self) -> None:
-        """Close the inner group and write the timeline."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Closes the inner group and writes the timeline, whatever happens."""
         try:
-            super().close()
-        finally:
-            self.timeline.close()
-
-    def abandon(self) -> None:
-        """Abandon the inner group; what is in the timeline is written all the same."""
-        try:
-            super().abandon()
+            super().close(error)
         finally:
             self.timeline.close()
 
@@ -163,12 +132,86 @@ class Traced(GroupWrapper):
             _record(self.timeline, operation, began_s, self.timeline.clock.now_s())
 
 
-class _TracedHandle(ObservedHandle[T]):
-    def __init__(self, inner: Handle[T], timeline: Timeline, operation: Operation, began_s: float) -> None:
-        super().__init__(inner, timeline.clock)
-        self._timeline = timeline
+class _ObservedHandle(Handle[T]):
+    """A handle that sees when it is waited for, when its operation is found to be over, and the result.
+
+    Nobody tells a worker that an operation is over while it does not look: the end is when it is noticed.
+    A wait that ran into its deadline is no end.
+    """
+
+    def __init__(self, inner: Handle[T], clock: Clock, operation: Operation, began_s: float) -> None:
+        self._inner = inner
+        self._clock = clock
         self._operation = operation
         self._began_s = began_s
+        self._is_over = False
+        self._has_result = False
+
+    @abc.abstractmethod
+    def _waited(self, began_s: float, ended_s: float) -> None:
+        """Is told each time that somebody has waited."""
+
+    @abc.abstractmethod
+    def _ended(self, at_s: float) -> None:
+        """Is told once that the operation is over, well or not."""
+
+    def _brought(self, result: T) -> None:
+        """Is told the result once."""
+
+    def wait(self, deadline: Deadline | None = None) -> T:
+        """Waits for the inner handle."""
+        began_s = self._clock.now_s()
+        is_over = True
+        try:
+            result = self._inner.wait(deadline)
+        except DeadlineExceeded:
+            is_over = False
+            raise
+        finally:
+            ended_s = self._clock.now_s()
+            self._waited(began_s, ended_s)
+            if is_over:
+                self._notice(ended_s)
+        if not self._has_result:
+            self._has_result = True
+            self._brought(result)
+        return result
+
+    def is_done(self) -> bool:
+        """Asks the inner handle."""
+        is_done = self._inner.is_done()
+        if is_done:
+            self._notice(self._clock.now_s())
+        return is_done
+
+    def _notice(self, at_s: float) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._ended(at_s)
+
+
+class _MeteredHandle(_ObservedHandle[T]):
+    def __init__(
+        self, inner: Handle[T], clock: Clock, operation: Operation, traffic: Traffic, began_s: float
+    ) -> None:
+        super().__init__(inner, clock, operation, began_s)
+        self._traffic = traffic
+
+    def _waited(self, began_s: float, ended_s: float) -> None:
+        self._traffic.blocked_s += ended_s - began_s
+
+    def _ended(self, at_s: float) -> None:
+        self._traffic.lasted_s += at_s - self._began_s
+
+    def _brought(self, result: T) -> None:
+        if self._operation.learns is not None:
+            self._traffic.received_bytes += sum(self._operation.learns(result).values())
+
+
+class _TracedHandle(_ObservedHandle[T]):
+    def __init__(self, inner: Handle[T], timeline: Timeline, operation: Operation, began_s: float) -> None:
+        super().__init__(inner, timeline.clock, operation, began_s)
+        self._timeline = timeline
 
     def _waited(self, began_s: float, ended_s: float) -> None:
         self._timeline.add(f"wait for {self._operation.name}", WAITING, began_s, ended_s)

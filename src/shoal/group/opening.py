@@ -29,8 +29,7 @@ from shoal.core.board import name_of_run
 from shoal.core.processes import started
 from shoal.core.run_options import TORCHRUN_ID_VARIABLE, RunOptions
 from shoal.core.status import tell_launcher
-from shoal.group.base import Group, GroupSettings
-from shoal.group.cluster.rendezvous import Rendezvous, Seat
+from shoal.group.base import Group, GroupSettings, GroupStats
 from shoal.group.host import HostGroup, open_host_group
 from shoal.group.observed import Traced
 from shoal.group.operations import GroupWrapper
@@ -61,13 +60,14 @@ def init(
     backend: Literal["gloo", "nccl"] | None = None,
     allow_split: bool | None = None,
 ) -> Group:
-    """Join the group: all workers of `shoal run`, torchrun, MPI or Slurm; a group of one when alone.
+    """Joins the group: all workers of `shoal run`, torchrun, MPI or Slurm; a group of one when alone.
 
     Waits for the others. What is given here wins over what `shoal run` was asked for. So many of the first
-    processes as `num_servers` says are parameter servers, and no workers. With a `backend` tensors travel
-    through torch.distributed. With `allow_split` each side of a network that is cut goes on, with a model of
-    its own; without, the smaller side stops (`heartbeat`). The group may be closed with `with`; otherwise
-    this worker leaves it when its program ends well.
+    processes as `num_servers` says are parameter servers, and no workers. Models may lie on a GPU; a
+    `backend` is for those who want torch.distributed to carry tensors instead: all of them (gloo), or those
+    of GPUs (nccl). With `allow_split` each side of a network that is cut goes on, with a model of its own;
+    without, the smaller side stops (`heartbeat`). The group may be closed with `with`; otherwise this worker
+    leaves it when its program ends well.
     """
     placement = Placement.from_environment()
     options = RunOptions.from_environment()
@@ -97,7 +97,7 @@ def init(
 
 
 def open_group(placement: Placement, settings: GroupSettings, name: str = "") -> Group:
-    """The group of all that are placed so: alone, on one machine, or on several; collective.
+    """Opens the group of all that are placed so: alone, on one machine, or on several; collective.
 
     `name` tells groups of the same run apart that are opened side by side.
     """
@@ -105,17 +105,18 @@ def open_group(placement: Placement, settings: GroupSettings, name: str = "") ->
         return SoloGroup(settings.patience)
     if _is_one_machine(placement, settings):
         return open_host_group(placement, settings)
-    from shoal.group.cluster import open_torch_group
+    from shoal.group.cluster import open_cluster_group
+    from shoal.group.cluster.rendezvous import Rendezvous, WorkerAddress
 
     deadline = Deadline.after(settings.timeout_s or _MEETING_S)
     rendezvous = Rendezvous.open(placement, deadline, name)
-    seat = Seat.here(placement, settings.network_interface, settings.workers_per_machine)
-    seats = rendezvous.meet(seat, deadline)
-    if settings.backend is None and all(other.machine == seat.machine for other in seats):
+    own = WorkerAddress.here(placement, settings.network_interface, settings.workers_per_machine)
+    addresses = rendezvous.meet(own, deadline)
+    if settings.backend is None and all(address.machine == own.machine for address in addresses):
         # the launcher has not said that all are here
         rank, size = placement.rank, placement.size
         return open_host_group(Placement(rank, size, rank, size, placement.source), settings)
-    return open_torch_group(placement, settings, seats, rendezvous)
+    return open_cluster_group(placement, settings, addresses, rendezvous)
 
 
 def _is_one_machine(placement: Placement, settings: GroupSettings) -> bool:
@@ -137,8 +138,8 @@ def _open_with_servers(placement: Placement, settings: GroupSettings, num_server
         else:
             placed, named = _among_workers(placement, settings, everybody, num_servers)
             workers = open_group(placed, named, "workers")
-    except BaseException:
-        everybody.abandon()
+    except BaseException as error:
+        everybody.close(error)
         raise
     return WithServers(workers, everybody, num_servers)
 
@@ -146,17 +147,13 @@ def _open_with_servers(placement: Placement, settings: GroupSettings, num_server
 def _among_workers(
     placement: Placement, settings: GroupSettings, everybody: Group, num_servers: int
 ) -> tuple[Placement, GroupSettings]:
-    """A worker's place when servers are not counted, on the machines that all have agreed on."""
+    """Finds a worker's place when servers are not counted, on the machines that all have agreed on."""
     named = msgspec.structs.replace(settings, key=f"{settings.key} workers")
     rank, size = placement.rank - num_servers, placement.size - num_servers
     if isinstance(everybody, HostGroup):
         return Placement(rank, size, rank, size, placement.source), named
     machine = everybody.machine
-    here = [
-        other - num_servers
-        for other in range(num_servers, placement.size)
-        if everybody.machine_of(other) == machine
-    ]
+    here = [other for other, home in enumerate(everybody.machines[num_servers:]) if home == machine]
     place, meeting = here.index(rank), placement.rendezvous
     return (
         Placement(rank, size, place, len(here), placement.source, meeting, machine),
@@ -176,12 +173,12 @@ class _Exits:
         return self.code is not None and self.code != 0
 
     def listen(self) -> None:
-        """From now on; idempotent."""
+        """Remembers exits from now on; idempotent."""
         if sys.exit != self.exit:
             self._exit, sys.exit = sys.exit, self.exit
 
     def exit(self, code: object = None, /) -> NoReturn:
-        """Exit; in another thread than the main one that ends no program."""
+        """Exits; in another thread than the main one that ends no program."""
         if threading.current_thread() is threading.main_thread():
             self.code = code
         self._exit(code)  # type: ignore[arg-type]
@@ -191,7 +188,7 @@ _exits = _Exits()
 
 
 def has_failed(earlier_error: object) -> bool:
-    """Whether the program ends in an exception, or by `sys.exit` with another code than 0; for its end.
+    """Tells whether the program ends in an exception, or by `sys.exit` with another code than 0; for its end.
 
     `earlier_error` is what `sys.last_value` was before: an interactive session keeps what it has shown.
     """
@@ -199,13 +196,13 @@ def has_failed(earlier_error: object) -> bool:
 
 
 def _end(group: Group, pid: int, earlier_error: object) -> None:
-    """At the end of the program, for the process that has joined: a forked child inherits this call."""
+    """Ends the membership when the program ends, in the process that has joined and not in its forks."""
     if os.getpid() != pid:
         return
     if has_failed(earlier_error):
         tell_launcher(phase="failing")
-        group.blame(getattr(sys, "last_value", None))
-        group.abandon()
+        error = getattr(sys, "last_value", None)
+        group.close(error if isinstance(error, BaseException) else SystemExit(_exits.code))
         return
     try:
         group.close()
@@ -219,7 +216,7 @@ def _end(group: Group, pid: int, earlier_error: object) -> None:
 
 
 def _write_when_terminated(timeline: Timeline) -> None:
-    """When one worker fails, launchers end the others by SIGTERM: what they did until then tells why."""
+    """Writes what was done until SIGTERM, by which launchers end the others when one worker fails."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return
@@ -235,7 +232,7 @@ def _write_when_terminated(timeline: Timeline) -> None:
 
 
 def _key(placement: Placement, options: RunOptions, environ: Mapping[str, str]) -> str:
-    """A name that the workers of one run share, and no other run on this machine has."""
+    """Makes a name that the workers of one run share, and no other run on this machine has."""
     if options.run_id:
         return options.run_id
     job = [f"{name}={environ[name]}" for name in _JOB_VARIABLES if environ.get(name)]
@@ -246,7 +243,7 @@ def _key(placement: Placement, options: RunOptions, environ: Mapping[str, str]) 
 
 
 class WithServers(GroupWrapper):
-    """`inner` for everything, and `everybody` beside it; both end together."""
+    """The group of workers, `inner`, for everything, and `everybody` beside it; both end together."""
 
     def __init__(self, inner: Group, everybody: Group, num_servers: int) -> None:
         super().__init__(inner)
@@ -255,35 +252,29 @@ class WithServers(GroupWrapper):
         self.role: Literal["worker", "server"] = "server" if everybody.rank < num_servers else "worker"
 
     @property
-    def traffic_bytes(self) -> tuple[int, int]:
-        """In both."""
-        sent, received = self.inner.traffic_bytes
-        sent_to_all, received_from_all = self._all.traffic_bytes
-        return sent + sent_to_all, received + received_from_all
+    def stats(self) -> GroupStats:
+        """Adds the bytes of both groups."""
+        own, all_ = self.inner.stats, self._all.stats
+        return GroupStats(
+            own.sent_bytes + all_.sent_bytes, own.received_bytes + all_.received_bytes, own.waited_s
+        )
 
     def progress(self) -> None:
-        """Of both."""
+        """Does work of both groups' operations."""
         self.inner.progress()
         self._all.progress()
 
     def leave(self) -> None:
-        """Leave both."""
+        """Leaves both groups."""
         self.inner.leave()
         self._all.leave()
 
-    def close(self) -> None:
-        """Close both."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Closes both groups."""
         try:
-            self.inner.close()
+            self.inner.close(error)
         finally:
-            self._all.close()
-
-    def abandon(self) -> None:
-        """Abandon both."""
-        try:
-            self.inner.abandon()
-        finally:
-            self._all.abandon()
+            self._all.close(error)
 
     @property
     def _all(self) -> Group:

@@ -1,20 +1,18 @@
-"""What an operation moves, by formula, and the group around another through which all operations pass.
+"""What each operation of a group sends, receives and needs, and the wrapper through which operations pass.
 
-The formulas say who sends how many bytes to whom, seen from one worker. They are those of a network without
-shared memory, so that figures of one machine say what a cluster would have to carry; `Metered` lists them. A
-`Tally` adds them up when operations are issued, for a few hundred nanoseconds each.
+An `Operation` is one row of that table, seen from one worker: it serves counting, tracing, shaping, faults
+and virtual time alike. Its bytes are those of a network without shared memory, so that figures of one machine
+say what a cluster would have to carry; `Metered` lists the formulas.
 
-A `GroupWrapper` forwards everything: what counts, delays or disturbs operations begins there. A subclass
-overrides `_issue` and `_call`, through which all operations pass, or single methods. A `Sleeper` holds the
-caller's thread on purpose, in the one place where a group does so.
+A `GroupWrapper` forwards everything. A subclass overrides the hooks through which all operations pass, or
+single methods. A `Sleeper` holds the caller's thread on purpose, in the one place where a group does so.
 """
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -22,13 +20,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from shoal.core import SYSTEM_CLOCK, Clock, Deadline, DeadlineExceeded
-from shoal.group.base import Group, Handle, Loss, Reduction, Slot, Snapshot, Window
-from shoal.topology import Weights
+from shoal.core import SYSTEM_CLOCK, Clock, Deadline
+from shoal.group.base import Group, GroupStats, Handle, Loss, Reduction, Slot, Snapshot, Window, Write
+from shoal.group.functions import spread_over_ranks
+from shoal.topology import MachineWeights, Weights
 
 T = TypeVar("T")
 Bytes = Mapping[int, int]
-"""By rank."""
+"""Bytes by rank."""
 _NONE: Bytes = MappingProxyType({})
 _SLICE_S = 0.001  # others may wait for work that this worker does for them between two slices
 _NEAR_S = 1e-9
@@ -36,7 +35,7 @@ _NEAR_S = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One call of a group's method, as one worker makes it."""
+    """One call of a method of a group or a window, as one worker makes it."""
 
     name: str
     size_bytes: int = 0
@@ -45,114 +44,129 @@ class Operation:
     num_steps: int = 1
     """How many times one after the other something is sent: each waits for the one before."""
     learns: Callable[[Any], Bytes] | None = None
-    """For what only the result tells: from it to what was received."""
+    """For what only the result tells: maps it to what was received."""
     is_request: bool = False
-    """Whether what is received is sent only when the request has arrived."""
+    """Whether it goes to one peer, and what is received is sent only when the request has arrived."""
+    needs: Sequence[int] = ()
+    """The other ranks from which something must come; a peer that is gone may be among them."""
+    needs_all: bool = False
+    """Whether it fails without one of them, instead of doing without."""
+    tensor: torch.Tensor | None = None
+    """The memory that what comes from others is written to, where the caller has given it."""
 
     @property
     def sent_bytes(self) -> int:
-        """To all together."""
+        """Bytes to all others together."""
         return sum(self.sends.values())
 
     @property
     def received_bytes(self) -> int:
-        """From all together, as far as it is known beforehand."""
+        """Bytes from all others together, as far as they are known beforehand."""
         return sum(self.receives.values())
 
 
+def ring_bytes(size_bytes: int, num_members: int) -> int:
+    """Counts what one member of a ring sends, and receives, until a tensor is reduced on all."""
+    return 2 * (num_members - 1) * size_bytes // num_members
+
+
 def all_reduce(group: Group, tensor: torch.Tensor) -> Operation:
-    """In a ring of the members."""
+    """Goes round a ring of the members."""
     members = list(group.members)
     if len(members) < 2 or group.rank not in members:
-        return Operation("all_reduce", tensor.nbytes)
+        return Operation("all_reduce", tensor.nbytes, tensor=tensor)
     place = members.index(group.rank)
-    num_steps = 2 * (len(members) - 1)
-    size_bytes = num_steps * tensor.nbytes // len(members)
+    size_bytes = ring_bytes(tensor.nbytes, len(members))
     following = members[(place + 1) % len(members)]
     return Operation(
         "all_reduce",
         tensor.nbytes,
         {following: size_bytes},
         {members[place - 1]: size_bytes},
-        num_steps,
+        2 * (len(members) - 1),
+        needs=_others(group),
+        needs_all=True,
+        tensor=tensor,
     )
 
 
 def broadcast(group: Group, tensor: torch.Tensor, root: int) -> Operation:
-    """From the root straight to everybody."""
+    """Goes from the root straight to everybody."""
+    size_bytes, others = tensor.nbytes, _others(group)
     if group.rank == root:
-        return Operation("broadcast", tensor.nbytes, dict.fromkeys(_others(group), tensor.nbytes))
-    return Operation("broadcast", tensor.nbytes, receives={root: tensor.nbytes})
+        return Operation("broadcast", size_bytes, dict.fromkeys(others, size_bytes), tensor=tensor)
+    needs = [root] if root in others else []
+    return Operation(
+        "broadcast", size_bytes, receives={root: size_bytes}, needs=needs, needs_all=True, tensor=tensor
+    )
 
 
 def all_gather(group: Group, tensor: torch.Tensor) -> Operation:
-    """From everybody straight to everybody; the others' sizes are known when they have come."""
-    members = tuple(group.members)
+    """Goes from everybody straight to everybody; the others' sizes are known when they have come."""
+    members, others = tuple(group.members), _others(group)
 
     def learn(result: list[torch.Tensor]) -> Bytes:
         given = zip(members, result, strict=False)  # a member may have left since
         return {rank: part.nbytes for rank, part in given if rank != group.rank}
 
-    sends = dict.fromkeys(_others(group), tensor.nbytes)
-    return Operation("all_gather", tensor.nbytes, sends, learns=learn)
+    sends = dict.fromkeys(others, tensor.nbytes)
+    return Operation("all_gather", tensor.nbytes, sends, learns=learn, needs=others, needs_all=True)
 
 
-def exchange(group: Group, tensor: torch.Tensor, weights: Weights, name: str = "exchange") -> Operation:
-    """With those that the weights name and that are there."""
-    destinations = weights.sources if weights.destinations is None else weights.destinations
-    return _exchange(group, tensor, name, destinations, weights.sources)
-
-
-def exchange_machines(group: Group, tensor: torch.Tensor, weights: Weights) -> Operation:
-    """With all workers of one's own machine and of those that the weights name."""
-    machines = [group.machine, *weights.sources]
-    ranks = [rank for rank in group.members if rank != group.rank and group.machine_of(rank) in machines]
-    return _exchange(group, tensor, "exchange_machines", ranks, ranks)
+def exchange(
+    group: Group, tensor: torch.Tensor, weights: Weights | MachineWeights, out: torch.Tensor | None = None
+) -> Operation:
+    """Goes straight to and from those that are there, of the ranks or machines that the weights name."""
+    weights = spread_over_ranks(group, weights)
+    members, size_bytes = group.members, tensor.nbytes
+    to = weights.sources if weights.destinations is None else weights.destinations
+    return Operation(
+        "exchange",
+        size_bytes,
+        {rank: size_bytes for rank in to if rank in members},
+        {rank: size_bytes for rank in weights.sources if rank in members},
+        needs=tuple(weights.sources),
+        tensor=tensor if out is None else out,
+    )
 
 
 def barrier(group: Group) -> Operation:
-    """No bytes, but a word from everybody to everybody."""
-    words = dict.fromkeys(_others(group), 0)
-    return Operation("barrier", 0, words, words)
+    """Carries no bytes, but a word from everybody to everybody."""
+    others = _others(group)
+    words = dict.fromkeys(others, 0)
+    return Operation("barrier", 0, words, words, needs=others, needs_all=True)
+
+
+def write(group: Group, to: int, one: Write) -> Operation:
+    """Goes into a window of `to`, if it is there; is over when it has arrived."""
+    size_bytes = one.tensor.nbytes
+    sends = {to: size_bytes} if to in _others(group) else {}
+    return Operation(one.kind, size_bytes, sends, is_request=True)
 
 
 def fetch(group: Group, peer: int) -> Operation:
-    """A request, and what the peer has published."""
-    if peer == group.rank:
-        return Operation("fetch")
+    """Sends a request, and receives what the peer has published."""
 
     def learn(snapshot: Snapshot | None) -> Bytes:
         return {} if snapshot is None else {peer: snapshot.tensor.nbytes}
 
-    return Operation("fetch", sends={peer: 0}, learns=learn, is_request=True)
-
-
-def write(group: Group, name: str, to: int, tensor: torch.Tensor) -> Operation:
-    """Into a window of `to`, if it is there; over when it has arrived."""
-    sends = {to: tensor.nbytes} if to in _others(group) else {}
-    return Operation(name, tensor.nbytes, sends, is_request=True)
+    if peer == group.rank:
+        return Operation("fetch")
+    needs = [peer] if peer in _others(group) else []
+    return Operation("fetch", sends={peer: 0}, learns=learn, is_request=True, needs=needs)
 
 
 def read(group: Group, peer: int, into: torch.Tensor) -> Operation:
-    """A request, and a copy of what the peer has published."""
-    if peer == group.rank:
-        return Operation("read", into.nbytes)
+    """Sends a request, and receives a copy of what the peer has published."""
 
     def learn(version: int | None) -> Bytes:
         return {} if version is None else {peer: into.nbytes}
 
-    return Operation("read", into.nbytes, {peer: 0}, learns=learn, is_request=True)
-
-
-def _exchange(
-    group: Group, tensor: torch.Tensor, name: str, to: Iterable[int], sources: Collection[int]
-) -> Operation:
-    members, size_bytes = group.members, tensor.nbytes
+    if peer == group.rank:
+        return Operation("read", into.nbytes)
+    needs = [peer] if peer in _others(group) else []
     return Operation(
-        name,
-        size_bytes,
-        {rank: size_bytes for rank in to if rank in members},
-        {rank: size_bytes for rank in sources if rank in members},
+        "read", into.nbytes, {peer: 0}, learns=learn, is_request=True, needs=needs, tensor=into.detach()
     )
 
 
@@ -160,8 +174,8 @@ def _others(group: Group) -> list[int]:
     return [rank for rank in group.members if rank != group.rank]
 
 
-class Tally:
-    """Of a worker in a group that nobody leaves."""
+class TrafficCounter:
+    """Counts one worker's bytes by the same formulas, where making an `Operation` would take too long."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.sent_bytes = 0
@@ -169,63 +183,80 @@ class Tally:
         self._rank = rank
         self._size = size
 
+    def add(self, operation: Operation) -> None:
+        """Counts what is known of an operation when it is issued."""
+        self.sent_bytes += operation.sent_bytes
+        self.received_bytes += operation.received_bytes
+
     def all_reduce(self, size_bytes: int) -> None:
-        """In a ring of the members."""
-        num_members = self._num_members()
-        moved_bytes = 2 * (num_members - 1) * size_bytes // num_members
+        """Counts an all-reduce of so many bytes."""
+        moved_bytes = ring_bytes(size_bytes, self._num_members())
         self.sent_bytes += moved_bytes
         self.received_bytes += moved_bytes
 
     def broadcast(self, size_bytes: int, root: int) -> None:
-        """From the root straight to everybody."""
+        """Counts a broadcast of so many bytes."""
         if self._rank == root:
             self.sent_bytes += size_bytes * (self._num_members() - 1)
         else:
             self.received_bytes += size_bytes
 
     def all_gather(self, size_bytes: int, received_bytes: int) -> None:
-        """From everybody straight to everybody."""
+        """Counts an all-gather: the bytes of one's own tensor, and those of all others' together."""
         self.sent_bytes += size_bytes * (self._num_members() - 1)
         self.received_bytes += received_bytes
 
     def _num_members(self) -> int:
-        """Oneself included."""
+        """Counts the members that are there, this worker included; here nobody ever leaves."""
         return self._size
 
 
 class GroupWrapper(Group):
-    """Does what `inner` does."""
+    """Does what `inner` does, through hooks that a subclass overrides.
+
+    Each operation with a handle passes `_issue`, each that is over when it returns `_call`; writes into
+    windows pass `_write` before, and waits for them `_wait`.
+    """
 
     def __init__(self, inner: Group) -> None:
         self.inner = inner
         self.rank = inner.rank
-        self.local_rank = inner.local_rank
         self.size = inner.size
         self.machine = inner.machine
+        self.machines = inner.machines
         self.num_machines = inner.num_machines
+        self.run = inner.run
+        self.local_rank = inner.local_rank
         self.patience = inner.patience
         self.everybody = inner.everybody
         self.num_servers = inner.num_servers
         self.role = inner.role
+        self.timeline = inner.timeline
 
     def _issue(self, operation: Operation, start: Callable[[], Handle[T]]) -> Handle[T]:
-        """Every operation that has a handle; `start` begins it in the inner group."""
+        """Begins an operation that has a handle; `start` does it in the inner group."""
         return start()
 
     def _call(self, operation: Operation, act: Callable[[], T]) -> T:
-        """Every operation that is over when it returns."""
+        """Does an operation that is over when it returns."""
         return act()
+
+    def _write(self, window: Window, to: int, one: Write) -> Handle[None]:
+        """Begins a write into a window of the inner group."""
+        return self._issue(write(self, to, one), partial(window._write, to, one))
+
+    def _wait(self, window: Window, sources: Collection[int], deadline: Deadline | None) -> Sequence[int]:
+        """Waits for what its sources write into a window of the inner group."""
+        return self._call(Operation("window_wait"), partial(window.wait, deadline))
 
     @cached_property
     def notes(self) -> dict[str, Any]:
-        """The inner group's."""
+        """What strategies remember of the inner group."""
         return self.inner.notes
-
-    # --- who is there ---
 
     @property
     def should_survive(self) -> bool:
-        """As the inner group's."""
+        """Whether operations of the inner group go on without lost peers."""
         return self.inner.should_survive
 
     @should_survive.setter
@@ -234,117 +265,61 @@ class GroupWrapper(Group):
 
     @property
     def members(self) -> Sequence[int]:
-        """As the inner group's."""
+        """The members of the inner group."""
         return self.inner.members
 
     @property
     def lost(self) -> Mapping[int, Loss]:
-        """As the inner group's."""
+        """The peers that the inner group has lost."""
         return self.inner.lost
 
     @property
-    def waited_s(self) -> Sequence[float]:
-        """As the inner group's."""
-        return self.inner.waited_s
+    def stats(self) -> GroupStats:
+        """What the inner group has cost."""
+        return self.inner.stats
 
     @property
-    def traffic_bytes(self) -> tuple[int, int]:
-        """As the inner group's."""
-        return self.inner.traffic_bytes
-
-    def blame(self, error: BaseException | None) -> None:
-        """The inner group tells."""
-        self.inner.blame(error)
-
-    def check_split(self) -> None:
-        """As the inner group's."""
-        self.inner.check_split()
-
-    def machine_of(self, rank: int) -> int:
-        """As the inner group's."""
-        return self.inner.machine_of(rank)
-
-    # --- operations; `share` goes through `all_gather` ---
+    def split(self) -> Exception | None:
+        """The error that ends this worker after a cut, from the inner group."""
+        return self.inner.split
 
     def empty(
         self, num_elements: int, dtype: torch.dtype = torch.float32, *, device: torch.device | None = None
     ) -> torch.Tensor:
-        """Memory of the inner group."""
+        """Makes memory of the inner group."""
         operation = Operation("empty", num_elements * dtype.itemsize)
         return self._call(operation, partial(self.inner.empty, num_elements, dtype, device=device))
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Give memory of the inner group back."""
+        """Gives memory of the inner group back."""
         self._call(Operation("free", tensor.nbytes), partial(self.inner.free, tensor))
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "mean") -> Handle[torch.Tensor]:
-        """Through the inner group."""
-        operation = all_reduce(self.inner, tensor)
-        return self._issue(operation, partial(self.inner.all_reduce, tensor, op))
+        """Reduces through the inner group."""
+        return self._issue(all_reduce(self, tensor), partial(self.inner.all_reduce, tensor, op))
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
-        """Through the inner group."""
-        operation = broadcast(self.inner, tensor, root)
-        return self._issue(operation, partial(self.inner.broadcast, tensor, root))
+        """Broadcasts through the inner group."""
+        return self._issue(broadcast(self, tensor, root), partial(self.inner.broadcast, tensor, root))
 
     def all_gather(self, tensor: torch.Tensor) -> Handle[list[torch.Tensor]]:
-        """Through the inner group."""
-        operation = all_gather(self.inner, tensor)
-        return self._issue(operation, partial(self.inner.all_gather, tensor))
+        """Gathers through the inner group."""
+        return self._issue(all_gather(self, tensor), partial(self.inner.all_gather, tensor))
 
     def exchange(
-        self, tensor: torch.Tensor, weights: Weights, *, out: torch.Tensor | None = None
+        self, tensor: torch.Tensor, weights: Weights | MachineWeights, *, out: torch.Tensor | None = None
     ) -> Handle[torch.Tensor]:
-        """Through the inner group."""
-        operation = exchange(self.inner, tensor, weights)
+        """Exchanges through the inner group, which may know a shorter way between machines."""
+        operation = exchange(self, tensor, weights, out)
         return self._issue(operation, partial(self.inner.exchange, tensor, weights, out=out))
 
-    def exchange_machines(
-        self, tensor: torch.Tensor, weights: Weights, *, out: torch.Tensor | None = None
-    ) -> Handle[torch.Tensor]:
-        """Through the inner group, which may know a shorter way than an exchange of all."""
-        operation = exchange_machines(self.inner, tensor, weights)
-        return self._issue(operation, partial(self.inner.exchange_machines, tensor, weights, out=out))
-
-    def pair_gossip(self, tensor: torch.Tensor, peer: int, weight: float = 0.5) -> Handle[torch.Tensor]:
-        """Through the inner group."""
-        weights = Weights(1 - weight, {peer: weight})
-        operation = exchange(self.inner, tensor, weights, "pair_gossip")
-        return self._issue(operation, partial(self.inner.pair_gossip, tensor, peer, weight))
-
     def settle(self, tensor: torch.Tensor) -> None:
-        """Through the inner group."""
+        """Waits until nobody reads the tensor through the inner group."""
         self._call(Operation("settle"), partial(self.inner.settle, tensor))
 
     def barrier(self) -> Handle[None]:
-        """Through the inner group."""
-        return self._issue(barrier(self.inner), self.inner.barrier)
-
-    def publish(self, name: str, tensor: torch.Tensor, version: int) -> None:
-        """Through the inner group."""
-        operation = Operation("publish", tensor.nbytes)
-        self._call(operation, partial(self.inner.publish, name, tensor, version))
-
-    def reclaim(self, name: str, version: int) -> None:
-        """Through the inner group."""
-        self.inner.reclaim(name, version)
-
-    def fetch(self, name: str, peer: int) -> Handle[Snapshot | None]:
-        """Through the inner group."""
-        return self._issue(fetch(self.inner, peer), partial(self.inner.fetch, name, peer))
-
-    @contextlib.contextmanager
-    def changing(self, name: str, version: int) -> Iterator[None]:
-        """Through the inner group."""
-        with contextlib.ExitStack() as stack:
-            change = self.inner.changing(name, version)
-            self._call(Operation("changing"), partial(stack.enter_context, change))
-            yield
-
-    def read(self, name: str, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
-        """Through the inner group."""
-        operation = read(self.inner, peer, into)
-        return self._issue(operation, partial(self.inner.read, name, peer, into, version=version))
+        """Meets the others in the inner group."""
+        return self._issue(barrier(self), self.inner.barrier)
 
     def window(
         self,
@@ -353,151 +328,81 @@ class GroupWrapper(Group):
         dtype: torch.dtype = torch.float32,
         *,
         sources: Collection[int] | None = None,
+        device: torch.device | None = None,
     ) -> Window:
-        """One of the inner group, around which this one counts, delays or disturbs writes."""
-        make = partial(self.inner.window, name, num_elements, dtype, sources=sources)
+        """Makes a window of the inner group, whose operations pass the hooks."""
+        make = partial(self.inner.window, name, num_elements, dtype, sources=sources, device=device)
         inner = self._call(Operation("window", num_elements * dtype.itemsize), make)
-        return WrappedWindow(inner, self.inner, self._issue, self._call)
-
-    @contextlib.contextmanager
-    def mutex(self, name: str, owner: int) -> Iterator[None]:
-        """Through the inner group."""
-        with contextlib.ExitStack() as stack:
-            mutex = self.inner.mutex(name, owner)
-            self._call(Operation("mutex"), partial(stack.enter_context, mutex))
-            yield
-
-    # --- its life ---
+        return WrappedWindow(inner, self, _others(self) if sources is None else list(sources))
 
     def progress(self) -> None:
-        """Of the inner group's operations."""
+        """Does work of the inner group's operations."""
         self.inner.progress()
 
     def leave(self) -> None:
-        """Leave the inner group."""
+        """Leaves the inner group."""
         self.inner.leave()
 
-    def close(self) -> None:
-        """Close the inner group."""
-        self.inner.close()
-
-    def abandon(self) -> None:
-        """Abandon the inner group."""
-        self.inner.abandon()
-
-    @contextlib.contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """For the timeline of a group inside."""
-        with self.inner.span(name):
-            yield
-
-
-class ObservedHandle(Handle[T]):
-    """A handle that sees when it is waited for, when its operation is found to be over, and the result.
-
-    Nobody tells a worker that an operation is over while it does not look: the end is when it is noticed.
-    A wait that ran into its deadline is no end.
-    """
-
-    def __init__(self, inner: Handle[T], clock: Clock) -> None:
-        self._inner = inner
-        self._clock = clock
-        self._is_over = False
-        self._has_result = False
-
-    @abc.abstractmethod
-    def _waited(self, began_s: float, ended_s: float) -> None:
-        """Somebody has waited."""
-
-    @abc.abstractmethod
-    def _ended(self, at_s: float) -> None:
-        """It is over, well or not; once."""
-
-    def _brought(self, result: T) -> None:
-        """It has a result; once."""
-
-    def wait(self, deadline: Deadline | None = None) -> T:
-        """As the inner handle's."""
-        began_s = self._clock.now_s()
-        is_over = True
-        try:
-            result = self._inner.wait(deadline)
-        except DeadlineExceeded:
-            is_over = False
-            raise
-        finally:
-            ended_s = self._clock.now_s()
-            self._waited(began_s, ended_s)
-            if is_over:
-                self._notice(ended_s)
-        if not self._has_result:
-            self._has_result = True
-            self._brought(result)
-        return result
-
-    def is_done(self) -> bool:
-        """As the inner handle's."""
-        is_done = self._inner.is_done()
-        if is_done:
-            self._notice(self._clock.now_s())
-        return is_done
-
-    def _notice(self, at_s: float) -> None:
-        if not self._is_over:
-            self._is_over = True
-            self._ended(at_s)
-
-
-Issue = Callable[[Operation, Callable[[], Handle[None]]], Handle[None]]
-Call = Callable[[Operation, Callable[[], Sequence[int]]], Sequence[int]]
+    def close(self, error: BaseException | None = None) -> None:
+        """Closes the inner group."""
+        self.inner.close(error)
 
 
 class WrappedWindow(Window):
-    """Does what `inner` does; a `slot` is the inner one's."""
+    """A window of the group inside a wrapper, whose operations pass the wrapper's hooks."""
 
-    def __init__(self, inner: Window, group: Group, issue: Issue, call: Call) -> None:
+    def __init__(self, inner: Window, group: GroupWrapper, sources: Collection[int]) -> None:
         self.inner = inner
-        self._group = group
         self.name = inner.name
         self.num_elements = inner.num_elements
         self.dtype = inner.dtype
-        self._issue = issue
-        self._call = call
+        self.device = inner.device
+        self._group = group
+        self._sources = sources
 
-    def put(
-        self, to: int, tensor: torch.Tensor, *, weight: float = 1.0, mass: float = 0.0, note: bytes = b""
-    ) -> Handle[None]:
-        """Through the inner window."""
-        start = partial(self.inner.put, to, tensor, weight=weight, mass=mass, note=note)
-        return self._issue(write(self._group, "put", to, tensor), start)
-
-    def accumulate(
-        self, to: int, tensor: torch.Tensor, *, weight: float = 1.0, mass: float = 0.0, note: bytes = b""
-    ) -> Handle[None]:
-        """Through the inner window."""
-        start = partial(self.inner.accumulate, to, tensor, weight=weight, mass=mass, note=note)
-        return self._issue(write(self._group, "accumulate", to, tensor), start)
-
-    def send(self, to: int, tensor: torch.Tensor, *, note: bytes = b"") -> Handle[None]:
-        """Through the inner window."""
-        return self._issue(
-            write(self._group, "send", to, tensor), partial(self.inner.send, to, tensor, note=note)
-        )
+    def _write(self, to: int, write: Write) -> Handle[None]:
+        return self._group._write(self.inner, to, write)
 
     def slot(self, source: int) -> contextlib.AbstractContextManager[Slot]:
-        """The inner window's."""
+        """Holds a slot of the inner window."""
         return self.inner.slot(source)
 
     def filled(self) -> Sequence[int]:
-        """As the inner window's."""
+        """Lists the filled slots of the inner window."""
         return self.inner.filled()
 
     def wait(self, deadline: Deadline | None = None) -> Sequence[int]:
-        """As the inner window's."""
-        return self._call(Operation("window_wait"), partial(self.inner.wait, deadline))
+        """Waits for writes into the inner window."""
+        return self._group._wait(self.inner, self._sources, deadline)
+
+    def publish(self, tensor: torch.Tensor, version: int) -> None:
+        """Publishes through the inner window."""
+        operation = Operation("publish", tensor.nbytes)
+        self._group._call(operation, partial(self.inner.publish, tensor, version))
+
+    def reclaim(self, version: int) -> None:
+        """Reclaims in the inner window."""
+        self.inner.reclaim(version)
+
+    @contextlib.contextmanager
+    def changing(self, version: int) -> Iterator[None]:
+        """Changes what the inner window publishes."""
+        with contextlib.ExitStack() as stack:
+            change = self.inner.changing(version)
+            self._group._call(Operation("changing"), partial(stack.enter_context, change))
+            yield
+
+    def fetch(self, peer: int) -> Handle[Snapshot | None]:
+        """Fetches through the inner window."""
+        return self._group._issue(fetch(self._group, peer), partial(self.inner.fetch, peer))
+
+    def read(self, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
+        """Reads through the inner window."""
+        start = partial(self.inner.read, peer, into, version=version)
+        return self._group._issue(read(self._group, peer, into), start)
 
     def close(self) -> None:
-        """Close the inner window."""
+        """Closes the inner window."""
         self.inner.close()
 
 
@@ -508,11 +413,11 @@ class Sleeper:
         self.clock = clock
 
     def sleep(self, seconds: float) -> None:
-        """Hold the thread."""
+        """Holds the thread for so many seconds."""
         time.sleep(seconds)
 
     def until(self, due_s: float, between: Callable[[], None], deadline: Deadline, what: str) -> None:
-        """Sleep until a moment of the clock, calling `between` now and then.
+        """Sleeps until a moment of the clock, calling `between` now and then.
 
         DeadlineExceeded, naming `what` was waited for, if the deadline comes first.
         """

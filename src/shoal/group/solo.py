@@ -1,29 +1,38 @@
-"""The group of one: nothing to wait for, nobody to lose.
+"""The group of one, which has nothing to wait for and nobody to lose, and windows in memory of one process.
 
-Its window has one slot, in which this worker may write to itself.
+A `LocalWindow` keeps its slots and what it publishes in ordinary tensors. In the group of one it has at most
+one slot, in which this worker writes to itself; the group in virtual time adds the way between members.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import TypeAlias
 
 import torch
 
 from shoal.core import Deadline, DeadlineExceeded, TensorError, UsageError
-from shoal.group.base import Done, Group, Handle, Loss, Reduction, Slot, Snapshot
-from shoal.group.kernels import (
+from shoal.group.base import (
+    Done,
+    Group,
+    GroupStats,
+    Handle,
+    Loss,
+    Reduction,
+    Slot,
+    Snapshot,
+    T,
+    Window,
     Write,
-    WritingWindow,
-    check_reduction,
-    check_write,
-    copy_out,
-    write_first,
-    write_more,
 )
-from shoal.topology import Weights
+from shoal.group.functions import spread_over_ranks
+from shoal.group.kernels import CopiedSnapshot, MemorySlot, check_reduction, check_write, copy_out
+from shoal.topology import MachineWeights, Weights
 
+Form: TypeAlias = tuple[int, torch.dtype, torch.device | None]
+"""Of a window's slots: the number of elements, their type, and where they lie."""
 _NOBODY: Mapping[int, Loss] = MappingProxyType({})
 
 
@@ -34,128 +43,74 @@ class SoloGroup(Group):
         self.rank = 0
         self.size = 1
         self.machine = 0
+        self.machines = (0,)
         self.num_machines = 1
         self.patience = patience
         self._has_left = False
-        self._published: dict[str, _SoloSnapshot] = {}
-        self._reclaimed: dict[str, int] = {}
-        self._held: list[str] = []
 
     @property
     def members(self) -> Sequence[int]:
-        """Oneself, until one leaves."""
+        """Rank 0, until it leaves."""
         return () if self._has_left else (0,)
 
     @property
     def lost(self) -> Mapping[int, Loss]:
-        """Nobody."""
+        """Nobody can be lost."""
         return _NOBODY
 
     @property
-    def waited_s(self) -> Sequence[float]:
-        """No time at all."""
-        return (0.0,)
-
-    @property
-    def traffic_bytes(self) -> tuple[int, int]:
-        """None: there is nobody to send to."""
-        return 0, 0
-
-    def machine_of(self, rank: int) -> int:
-        """The only one."""
-        _check_rank(rank)
-        return 0
+    def stats(self) -> GroupStats:
+        """Nothing is sent, and nobody is waited for."""
+        return GroupStats(0, 0, (0.0,))
 
     def empty(
         self, num_elements: int, dtype: torch.dtype = torch.float32, *, device: torch.device | None = None
     ) -> torch.Tensor:
-        """Ordinary memory, which torch aligns."""
-        self._check_member()
+        """Makes ordinary memory, which torch aligns."""
+        check_member(self)
         return torch.zeros(num_elements, dtype=dtype, device=device)
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Nothing: the memory goes with its last tensor."""
+        """Does nothing: the memory goes with its last tensor."""
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "mean") -> Handle[torch.Tensor]:
-        """The tensor as it is."""
-        self._check_member()
+        """Leaves the tensor as it is."""
+        check_member(self)
         check_reduction(tensor, op)
         return Done(tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
-        """The tensor as it is."""
-        self._check_member()
+        """Leaves the tensor as it is."""
+        check_member(self)
         _check_rank(root)
         return Done(tensor)
 
     def all_gather(self, tensor: torch.Tensor) -> Handle[list[torch.Tensor]]:
-        """A copy of the tensor."""
-        self._check_member()
+        """Copies the tensor."""
+        check_member(self)
         return Done([tensor.detach().clone()])
 
     def exchange(
-        self, tensor: torch.Tensor, weights: Weights, *, out: torch.Tensor | None = None
+        self, tensor: torch.Tensor, weights: Weights | MachineWeights, *, out: torch.Tensor | None = None
     ) -> Handle[torch.Tensor]:
-        """`own` times the tensor."""
-        self._check_member()
+        """Multiplies the tensor by one's own weight."""
+        check_member(self)
+        weights = spread_over_ranks(self, weights)
         weights.check(self.rank, self.size)
+        result = tensor if out is None else out
+        check_alike(tensor, result)
         with torch.no_grad():
             if out is not None:
-                _check_alike(tensor, out)
                 out.copy_(tensor)
-            result = tensor if out is None else out
             return Done(result if weights.own == 1 else result.mul_(weights.own))
 
     def settle(self, tensor: torch.Tensor) -> None:
-        """Nothing: nobody reads it."""
+        """Does nothing: nobody reads it."""
 
     def barrier(self) -> Handle[None]:
-        """All have come."""
-        self._check_member()
+        """Is over at once."""
+        check_member(self)
         return Done(None)
-
-    def publish(self, name: str, tensor: torch.Tensor, version: int) -> None:
-        """For oneself to fetch."""
-        self._check_member()
-        self._published[name] = _SoloSnapshot(tensor, version, self._reclaimed, name)
-
-    def reclaim(self, name: str, version: int) -> None:
-        """Snapshots of this version and older ones are void."""
-        newest = self._published.get(name)
-        if newest is not None and newest.version <= version:
-            raise UsageError(
-                f"Version {version} of {name!r} is the newest that is published, and cannot be reclaimed.",
-                next_step="publish a newer version first.",
-            )
-        self._reclaimed[name] = version
-
-    def fetch(self, name: str, peer: int) -> Handle[Snapshot | None]:
-        """What this worker itself has published."""
-        _check_rank(peer)
-        return Done(self._published.get(name))
-
-    @contextlib.contextmanager
-    def changing(self, name: str, version: int) -> Iterator[None]:
-        """Nobody else reads it meanwhile."""
-        self._check_member()
-        published = self._published.get(name)
-        if published is None:
-            raise UsageError(
-                f"Nothing is published as {name!r}, so it cannot be changed.", next_step="publish it first."
-            )
-        if version < published.version:
-            raise UsageError(
-                f"{name!r} is of version {published.version} and cannot become {version}.",
-                next_step="count upwards.",
-            )
-        self._reclaimed[name] = published.version
-        yield
-        self._published[name] = _SoloSnapshot(published.tensor, version, self._reclaimed, name)
-
-    def read(self, name: str, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
-        """Of what this worker itself has published; a version that there is not yet is a DeadlineExceeded."""
-        _check_rank(peer)
-        return _SoloRead(self._published, name, into.detach(), version)
 
     def window(
         self,
@@ -164,100 +119,37 @@ class SoloGroup(Group):
         dtype: torch.dtype = torch.float32,
         *,
         sources: Collection[int] | None = None,
-    ) -> WritingWindow:
-        """With a slot for oneself, if that is asked for."""
-        self._check_member()
-        return SoloWindow(name, num_elements, dtype, has_slot=sources is not None and 0 in sources)
-
-    @contextlib.contextmanager
-    def mutex(self, name: str, owner: int) -> Iterator[None]:
-        """Nobody else wants it."""
-        _check_rank(owner)
-        if name in self._held:
-            raise UsageError(
-                f"rank 0 waits for mutex {name!r} of rank 0, which it holds itself.",
-                next_step="end the first `with` block before the second begins.",
-            )
-        self._held.append(name)
-        try:
-            yield
-        finally:
-            self._held.remove(name)
+        device: torch.device | None = None,
+    ) -> Window:
+        """Makes a window with a slot for oneself, if rank 0 is named as a source."""
+        check_member(self)
+        has_slot = sources is not None and 0 in sources
+        own = [0] if has_slot else []
+        return _SoloWindow(self, Publication(0, name), (num_elements, dtype, device), own)
 
     def progress(self) -> None:
-        """Nothing is ever under way."""
+        """Does nothing: nothing is ever under way."""
 
     def leave(self) -> None:
-        """Take part in nothing more."""
+        """Takes part in nothing more."""
         self._has_left = True
-        self._published.clear()
 
-    def close(self) -> None:
-        """Leave."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Leaves; nobody is there to find this worker lost."""
         self.leave()
 
-    def abandon(self) -> None:
-        """Nobody is there to find this worker lost."""
-        self.leave()
 
-    def _check_member(self) -> None:
-        if self._has_left:
-            raise UsageError(
-                "rank 0 has left the group and takes part in nothing more.",
-                next_step="make it the last thing to leave or to close.",
-            )
+def check_member(group: Group) -> None:
+    """UsageError for whoever does something after it has left."""
+    if group.rank not in group.members:
+        raise UsageError(
+            f"rank {group.rank} has left the group and takes part in nothing more.",
+            next_step="make it the last thing to leave or to close.",
+        )
 
 
-class _SoloSnapshot(Snapshot):
-    def __init__(self, tensor: torch.Tensor, version: int, reclaimed: Mapping[str, int], name: str) -> None:
-        self.rank = 0
-        self.version = version
-        self.tensor = tensor
-        self._reclaimed = reclaimed
-        self._name = name
-
-    def is_intact(self) -> bool:
-        """Until its version is reclaimed."""
-        return self._name not in self._reclaimed or self._reclaimed[self._name] < self.version
-
-
-class _SoloRead(Handle[int | None]):
-    def __init__(
-        self, published: Mapping[str, _SoloSnapshot], name: str, into: torch.Tensor, version: int
-    ) -> None:
-        self._published = published
-        self._name = name
-        self._into = into
-        self._version = version
-        self._result: list[int | None] = []
-        self.is_done()
-
-    def wait(self, deadline: Deadline | None = None) -> int | None:
-        """The version that was copied."""
-        if not self.is_done():
-            raise DeadlineExceeded(
-                f"Version {self._version} of {self._name!r} is not published, and nobody else is there to do "
-                "it.",
-                next_step="publish it, or change it, first.",
-            )
-        return self._result[0]
-
-    def is_done(self) -> bool:
-        """Once it is of that version."""
-        found = self._published.get(self._name)
-        if not self._result and found is None and not self._version:
-            self._result.append(None)
-        elif not self._result and found is not None and found.version >= self._version:
-            self._result.append(copy_out(found, self._into, self._name))
-        return bool(self._result)
-
-
-def _check_rank(rank: int) -> None:
-    if rank != 0:
-        raise UsageError(f"There is no rank {rank} in a group of one.", next_step="name rank 0.")
-
-
-def _check_alike(tensor: torch.Tensor, out: torch.Tensor) -> None:
+def check_alike(tensor: torch.Tensor, out: torch.Tensor) -> None:
+    """TensorError when the result of an exchange does not fit where it should go."""
     if tensor.shape != out.shape or tensor.dtype != out.dtype:
         raise TensorError(
             f"An exchange of {tensor.dtype} of shape {list(tensor.shape)} does not fit into {out.dtype} of "
@@ -265,117 +157,251 @@ def _check_alike(tensor: torch.Tensor, out: torch.Tensor) -> None:
         )
 
 
-class SoloWindow(WritingWindow):
-    """`SoloGroup.window` makes one; it has a slot only when rank 0 is named as a source."""
+def _check_rank(rank: int) -> None:
+    if rank != 0:
+        raise UsageError(f"There is no rank {rank} in a group of one.", next_step="name rank 0.")
 
-    def __init__(self, name: str, num_elements: int, dtype: torch.dtype, *, has_slot: bool) -> None:
+
+class Publication:
+    """What one member has published under one name, and those that wait for a version of it."""
+
+    def __init__(self, rank: int, name: str) -> None:
+        self.rank = rank
         self.name = name
-        self.num_elements = num_elements
-        self.dtype = dtype
-        self._slot = _SoloSlot(torch.zeros(num_elements, dtype=dtype)) if has_slot else None
-        self._is_held = False
-        self._waiting: list[_Waiting] = []
+        self._tensor: torch.Tensor | None = None
+        self._version = -1
+        self._is_changing = False
+        self._waiting: list[Callable[[], bool]] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is published."""
+        return self._tensor is None
+
+    def publish(self, tensor: torch.Tensor | None, version: int) -> None:
+        """Takes the place of what was published before; None withdraws it."""
+        self._tensor, self._version = None if tensor is None else tensor.detach(), version
+        self.look()
+
+    def check_reclaim(self, version: int) -> None:
+        """UsageError for the newest version; nobody has more than copies of any other."""
+        if self._tensor is not None and self._version <= version:
+            raise UsageError(
+                f"Version {version} of {self.name!r} is the newest that is published, and cannot be "
+                "reclaimed.",
+                next_step="publish a newer version first.",
+            )
+
+    @contextlib.contextmanager
+    def changing(self, version: int) -> Iterator[None]:
+        """Has what is published be of that version when the block has ended well."""
+        if self._tensor is None:
+            raise UsageError(
+                f"Nothing is published as {self.name!r}, so it cannot be changed.",
+                next_step="publish it first.",
+            )
+        if version < self._version:
+            raise UsageError(
+                f"{self.name!r} is of version {self._version} and cannot become {version}.",
+                next_step="count upwards.",
+            )
+        self._is_changing = True
+        yield
+        self._is_changing = False
+        self._version = version
+        self.look()
+
+    def snapshot(self, least_version: int = 0) -> CopiedSnapshot | None:
+        """Copies what is published; None where it is older than asked for, or is being changed."""
+        if self._tensor is None or self._is_changing or self._version < least_version:
+            return None
+        return CopiedSnapshot(self.rank, self._version, self._tensor.clone())
+
+    def when(self, attempt: Callable[[], bool]) -> None:
+        """Tries now, and whenever something is published or changed, until it is true."""
+        if not attempt():
+            self._waiting.append(attempt)
+
+    def look(self) -> None:
+        """Tries those that wait: it has changed, or its member is gone."""
+        self._waiting = [attempt for attempt in self._waiting if not attempt()]
+
+
+class QueueingSlot(MemorySlot):
+    """A slot whose writes are done in order, and wait while it is held, or full and to be sent to."""
+
+    def __init__(
+        self, source: int, num_elements: int, dtype: torch.dtype, device: torch.device | None
+    ) -> None:
+        super().__init__(source, num_elements, dtype, device)
+        self.is_held = False
+        self._queue: list[tuple[Write, Callable[[], None]]] = []
+
+    def offer(self, write: Write, done: Callable[[], None]) -> None:
+        """Takes a write when its time has come, and calls `done` then."""
+        self._queue.append((write, done))
+        self.settle()
+
+    def settle(self) -> None:
+        """Does what writes can be done."""
+        while self._queue and not self.is_held and self.may_take(self._queue[0][0]):
+            write, done = self._queue.pop(0)
+            self.take(write)
+            done()
+
+    def drop(self) -> None:
+        """Forgets writes that wait: nobody will ever take them."""
+        while self._queue:
+            self._queue.pop(0)[1]()
+
+
+class LocalWindow(Window):
+    """A window whose slots, and what it publishes, lie in memory of this process."""
+
+    def __init__(self, group: Group, publication: Publication, form: Form, sources: Collection[int]) -> None:
+        self.name = publication.name
+        self.num_elements, self.dtype, device = form
+        self.device = device or torch.device("cpu")
+        self._group = group
+        self._rank = group.rank
+        self._publication = publication
+        self._slots = {source: QueueingSlot(source, *form) for source in sorted(sources)}
         self._is_open = True
+
+    def _begin(self) -> None:
+        """Comes to this worker's own time, where members have one."""
 
     @contextlib.contextmanager
     def slot(self, source: int) -> Iterator[Slot]:
-        """What was written to oneself."""
-        slot = self._own_slot(source)
-        if self._is_held:
+        """Holds a slot; what is written meanwhile is done after the block."""
+        slot = self._slot_of(source)
+        self._begin()
+        if slot.is_held:
             raise UsageError(
-                f"rank 0 waits for slot of rank 0 in window {self.name!r}, which it holds itself.",
+                f"rank {self._rank} waits for slot of rank {source} in window {self.name!r}, which it holds "
+                "itself.",
                 next_step="end the first `with` block before the second begins.",
             )
-        self._is_held = True
+        slot.is_held = True
         try:
             yield slot
         finally:
-            self._is_held = False
+            slot.is_held = False
+            slot.settle()
 
     def filled(self) -> Sequence[int]:
-        """Rank 0, or nobody."""
+        """Lists the sources whose slots have something in them."""
         self._check_open()
-        self._progress()
-        return [0] if self._slot is not None and self._slot.num_writes else []
+        return [source for source, slot in self._slots.items() if slot.num_writes]
 
-    def wait(self, deadline: Deadline | None = None) -> Sequence[int]:
-        """As `filled`: nothing comes while this worker waits."""
-        return self.filled()
+    def publish(self, tensor: torch.Tensor, version: int) -> None:
+        """Lets others copy the tensor as it is when they ask."""
+        self._check_usable()
+        check_write(Write("put", tensor), self.name, self.num_elements, self.dtype)
+        self._begin()
+        self._publication.publish(tensor, version)
+
+    def reclaim(self, version: int) -> None:
+        """Does nothing more than to check: snapshots are copies."""
+        self._publication.check_reclaim(version)
+
+    @contextlib.contextmanager
+    def changing(self, version: int) -> Iterator[None]:
+        """Has readers wait until the block has ended."""
+        self._check_usable()
+        self._begin()
+        with self._publication.changing(version):
+            yield
 
     def close(self) -> None:
-        """What was not written is dropped."""
-        self._is_open = False
-        self._slot = None
-        self._waiting.clear()
+        """Drops what was not taken, and what was published."""
+        if self._is_open:
+            self._is_open = False
+            self._publication.publish(None, -1)
+            for slot in self._slots.values():
+                slot.drop()
+
+    def _slot_of(self, source: int) -> QueueingSlot:
+        self._check_open()
+        if source not in self._slots:
+            raise no_slot(self._rank, source, self.name)
+        return self._slots[source]
+
+    def _check_usable(self) -> None:
+        self._check_open()
+        check_member(self._group)
 
     def _check_open(self) -> None:
         if not self._is_open:
             raise UsageError(f"Window {self.name!r} is closed.", next_step="make it again by group.window().")
 
-    def _own_slot(self, rank: int) -> _SoloSlot:
-        self._check_open()
-        if rank != 0:
-            raise UsageError(f"There is no rank {rank} in a group of one.", next_step="name rank 0.")
-        if self._slot is None:
-            raise UsageError(
-                f"rank 0 has no slot for rank 0 in window {self.name!r}.",
-                next_step="name it among the sources when the window is made.",
-            )
-        return self._slot
 
-    def write(self, to: int, write: Write) -> Handle[None]:
-        """At once, outside of a `slot` block; nobody else could empty a slot for a send."""
-        self._own_slot(to)
+def no_slot(rank: int, source: int, name: str) -> UsageError:
+    """Makes the error of whoever uses a slot that a window does not have."""
+    return UsageError(
+        f"rank {rank} has no slot for rank {source} in window {name!r}.",
+        next_step="name it among the sources when the window is made.",
+    )
+
+
+class _SoloWindow(LocalWindow):
+    """Everything is done at once, or waits for this worker itself."""
+
+    def _write(self, to: int, write: Write) -> Handle[None]:
+        _check_rank(to)
+        slot = self._slot_of(to)
         check_write(write, self.name, self.num_elements, self.dtype)
-        self._waiting.append(_Waiting(self, write))
-        handle = self._waiting[-1]
-        return Done(None) if handle.is_done() else handle
+        handle: _Awaited[None] = _Awaited(f"The slot of rank 0 in window {self.name!r} to be free")
+        slot.offer(write, lambda: handle.resolve(None))
+        return handle
 
-    def _progress(self) -> None:
-        while self._waiting and self._slot is not None and self._slot.may_take(self._waiting[0].write):
-            if self._is_held:
-                break
-            self._slot.take(self._waiting.pop(0).write)
+    def wait(self, deadline: Deadline | None = None) -> Sequence[int]:
+        """Lists as `filled`: nothing comes while this worker waits."""
+        return self.filled()
+
+    def fetch(self, peer: int) -> Handle[Snapshot | None]:
+        """Copies what this worker itself has published."""
+        self._check_usable()
+        _check_rank(peer)
+        return Done(self._publication.snapshot())
+
+    def read(self, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
+        """Copies what this worker itself has published, once it is of that version."""
+        self._check_usable()
+        _check_rank(peer)
+        handle: _Awaited[int | None] = _Awaited(f"Version {version} of {self.name!r} to be published")
+
+        def attempt() -> bool:
+            snapshot = self._publication.snapshot(version)
+            if snapshot is not None:
+                handle.resolve(copy_out(snapshot, into.detach(), self.name))
+            elif self._publication.is_empty and not version:
+                handle.resolve(None)
+            return handle.is_done()
+
+        self._publication.when(attempt)
+        return handle
 
 
-class _Waiting(Handle[None]):
-    def __init__(self, window: SoloWindow, write: Write) -> None:
-        self.write = write
-        self._window = window
+class _Awaited(Handle[T]):
+    """Something that only this worker itself can do: to wait for it is an error."""
 
-    def wait(self, deadline: Deadline | None = None) -> None:
-        """DeadlineExceeded at once where it could only wait for itself."""
-        if not self.is_done():
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._result: list[T] = []
+
+    def resolve(self, result: T) -> None:
+        """Gives it its result."""
+        self._result.append(result)
+
+    def wait(self, deadline: Deadline | None = None) -> T:
+        """Gives the result; DeadlineExceeded at once where there is none."""
+        if not self._result:
             raise DeadlineExceeded(
-                f"The slot of rank 0 in window {self._window.name!r} is full or held, and nobody else is "
-                "there to change that.",
-                next_step="take what is in it first.",
+                f"{self._what}: nobody else is there to see to it.", next_step="do it first, then wait."
             )
+        return self._result[0]
 
     def is_done(self) -> bool:
-        """After those before it."""
-        self._window._progress()
-        return all(waiting is not self for waiting in self._window._waiting)
-
-
-class _SoloSlot(Slot):
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.source = 0
-        self.tensor = tensor
-        self.clear()
-
-    def may_take(self, write: Write) -> bool:
-        """A `send` waits for an empty slot."""
-        return write.kind != "send" or self.num_writes == 0
-
-    def take(self, write: Write) -> None:
-        """One write."""
-        has_more = write.kind == "accumulate" and self.num_writes > 0
-        (write_more if has_more else write_first)(self.tensor, write)
-        self.mass = write.mass + (self.mass if has_more else 0.0)
-        self.note = write.note
-        self.num_writes += 1
-
-    def clear(self) -> None:
-        """The memory is left as it is."""
-        self.num_writes, self.mass, self.note = 0, 0.0, b""
+        """Tells whether it has its result."""
+        return bool(self._result)

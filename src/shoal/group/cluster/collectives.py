@@ -1,8 +1,12 @@
-"""What each collective of a group over several machines does, step by step, as the lane goes through it.
+"""What each collective of a group over several machines does, step by step, as the operation queue drives it.
 
-For tensors on a device, and for all where a backend was asked for, they are those of torch.distributed. NCCL
-needs a device for each worker; gloo lets several share one, and works without any. torch.distributed is
-brought up when the first such tensor comes, unless the user has done so.
+Everything begins inside the machine, by the machine's own group, on a GPU's memory too. Then one worker of
+each machine exchanges tensors with the others (`machine_exchange`), those of a GPU through pinned memory of
+the host (`staging`), and passes the result on.
+
+GPU tensors go through NCCL instead where each worker of the group has a GPU of its own, and all tensors
+through torch.distributed where its gloo backend was asked for (`TorchOperations`). It is brought up when the
+first such tensor comes, unless the user has done so.
 """
 
 from __future__ import annotations
@@ -10,40 +14,34 @@ from __future__ import annotations
 import datetime
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from shoal.core import PeerLost, UsageError
+from shoal.core import Deadline, PeerLost, UsageError
 from shoal.group.base import Handle, Reduction
-from shoal.group.cluster.conversation import (
-    ABSENT,
-    FREE,
-    Action,
-    Arrived,
-    Conversation,
-    Step,
-    Steps,
-    Words,
-    gone_from,
-)
-from shoal.group.cluster.mesh import MeshHandle
-from shoal.group.cluster.rendezvous import Rendezvous
+from shoal.group.cluster.machine_exchange import ABSENT, Action, Arrived, Greeting, MachineExchange
+from shoal.group.cluster.members import Members
+from shoal.group.cluster.mesh import Mesh, MeshHandle
+from shoal.group.cluster.operation_queue import FREE, Step, Steps
+from shoal.group.cluster.rendezvous import Rendezvous, host_id
+from shoal.group.cluster.staging import HostStaging
+from shoal.group.host import HostGroup
 from shoal.group.host.engine import Span, is_overlapping, put_back, span_of
 from shoal.group.kernels import add_differences, mix_into
+from shoal.group.operations import TrafficCounter
 from shoal.group.solo import SoloGroup
 from shoal.topology import Weights
-from shoal.transport import Reply
-
-if TYPE_CHECKING:
-    from shoal.group.cluster.group import TorchGroup
+from shoal.transport import Head, Reply
 
 _ALIGNED = 64
 _ROOT_IS_GONE = "gone"
 _ASK_AFTER_S = 1.0
+_SENDS = "group.sends"
+_REMEMBERED = 64
 _OPS = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,
@@ -55,93 +53,118 @@ _ended: deque[Any] = deque(maxlen=4)
 
 
 class Collectives:
-    """Of one worker."""
+    """Makes the steps of one worker's operations; `seq` is the number of each."""
 
-    def __init__(self, group: TorchGroup) -> None:
-        self._group = group
-        self._local = group.local
-        self._mesh = group.mesh
-        self._mates = group.ranks_on(group.machine)
-        self._talks: dict[int, list[Conversation]] = {}
-        self._expected: dict[int, list[_FromRank]] = {}
-        """What operations under way wait for, by their numbers."""
+    def __init__(
+        self,
+        local: HostGroup | SoloGroup,
+        mesh: Mesh,
+        members: Members,
+        staging: HostStaging,
+        through_torch: TorchOperations,
+    ) -> None:
+        self._local = local
+        self._mesh = mesh
+        self._members = members
+        self._mates = members.mates
+        self._staging = staging
+        self._torch = through_torch
+        self._under_way: dict[int, list[MachineExchange | _FromRank]] = {}
+        """What asks for tensors of other machines, by operation."""
         self._sending: list[tuple[Span, MeshHandle[None]]] = []
         """Memory that is on its way to other machines."""
+        self._destinations: deque[tuple[int, Collection[int]]] = deque(maxlen=_REMEMBERED)
+        """To whom this worker has sent in its last exchanges."""
+        mesh.handle(_SENDS, self._serve_sends, payload_type=int)
 
     def all_reduce(self, seq: int, tensor: torch.Tensor, op: Reduction) -> Steps:
-        """Inside each machine, then between machines; what comes of it is passed on inside."""
+        """Reduces inside each machine, then between machines, and passes the result on inside."""
+        if (yield from self._is_for_torch(seq, tensor)):
+            return (yield from self._torch.all_reduce(seq, tensor, op))
         flat = _flat(tensor)
-        present = yield _Inside(self._local.all_reduce(flat, op))
+        present = yield from _inside(self._local.all_reduce(flat, op))
         if self._is_speaker(present):
-            talk = self._conversation(seq)
-            heard = yield from self._greet(talk, Action.on("all_reduce", flat, op), len(present))
+            between = self._between(seq)
+            heard = yield from between.greet(Action.on("all_reduce", flat, op), len(present))
             machines = list(heard)
-            if op == "mean":
-                total = sum(words.num_workers for words in heard.values())
-                if len(machines) > 1:
-                    flat.mul_(len(present) / total)
-            yield from talk.reduce(flat, machines, "sum" if op == "mean" else op)
-        passed_on = self._local.broadcast(flat, present[0])
-        yield FREE
-        yield _Guarded(self._group, passed_on, seq, present[0])
+            if op == "mean" and len(machines) > 1:
+                flat.mul_(len(present) / sum(greeting.num_workers for greeting in heard.values()))
+            rule: Reduction = "sum" if op == "mean" else op
+            if len(machines) > 1:
+                yield from self._staging.in_pieces(
+                    flat, lambda number, piece: between.reduce(piece, machines, rule, number)
+                )
+        yield from self._pass_on(seq, present[0], self._local.broadcast(flat, present[0]))
         return put_back(flat, tensor)
 
     def broadcast(self, seq: int, tensor: torch.Tensor, root: int) -> Steps:
-        """To one worker of each other machine, which passes it on."""
+        """Sends to one worker of each other machine, which passes it on."""
+        if (yield from self._is_for_torch(seq, tensor)):
+            return (yield from self._torch.broadcast(seq, tensor, root))
         flat = _flat(tensor)
-        present = yield _Inside(self._local.barrier())
-        place = self._group.place_of(root)
+        present = yield from _inside(self._local.barrier())
+        place = self._members.place_of(root)
         action = Action.on("broadcast", flat, f"root {root}")
-        if place is not None and place not in present:
-            if self._is_speaker(present):
-                yield from self._greet(self._conversation(seq), action, len(present), _ROOT_IS_GONE)
-            raise _has_left(root)
         if place is not None:
+            if place not in present:
+                if self._is_speaker(present):
+                    yield from self._between(seq).greet(action, len(present), _ROOT_IS_GONE)
+                raise _has_left(root)
             passed_on = self._local.broadcast(flat, place)
             if not self._is_speaker(present):
                 yield FREE
-            yield _Inside(passed_on)
+            yield passed_on
             if self._is_speaker(present):
-                talk = self._conversation(seq)
-                heard = yield from self._greet(talk, action, len(present))
-                for machine in heard:
-                    if machine != self._group.machine:
-                        talk.say(machine, "whole", flat)
-                for machine in heard:
-                    if machine != self._group.machine:
-                        yield talk.hear(machine, "got")
-                yield talk.told()
+                yield from self._send_whole(self._between(seq), action, len(present), flat)
             return put_back(flat, tensor)
         if self._is_speaker(present):
-            talk = self._conversation(seq)
-            source = self._group.machine_of(root)
-            heard = yield from self._greet(talk, action, len(present))
+            between = self._between(seq)
+            source = self._members.machines[root]
+            heard = yield from between.greet(action, len(present))
             if source not in heard or heard[source].detail == _ROOT_IS_GONE:
                 raise _has_left(root)
-            if (yield talk.hear(source, "whole", flat)) is ABSENT:
-                raise self._lost_on(source)
-            talk.say(source, "got", torch.zeros(1, dtype=torch.uint8))
-            yield talk.told()
-        passed_on = self._local.broadcast(flat, present[0])
-        yield FREE
-        yield _Guarded(self._group, passed_on, seq, present[0])
+            yield from self._staging.in_pieces(
+                flat,
+                lambda number, piece: between.require(source, f"whole {number}", piece),
+                should_read=False,
+            )
+            between.say(source, "got", torch.zeros(1, dtype=torch.uint8))
+            yield between.told()
+        yield from self._pass_on(seq, present[0], self._local.broadcast(flat, present[0]))
         return put_back(flat, tensor)
 
-    def barrier(self, seq: int) -> Steps:
-        """All have come inside, then everywhere, then all inside know it."""
-        present = yield _Inside(self._local.barrier())
+    def _send_whole(
+        self, between: MachineExchange, action: Action, num_workers: int, flat: torch.Tensor
+    ) -> Steps:
+        """Sends a broadcast's tensor to all other machines."""
+        heard = yield from between.greet(action, num_workers)
+        others = [machine for machine in heard if machine != self._members.machine]
+
+        def send(number: int, piece: torch.Tensor) -> Steps:
+            for machine in others:
+                between.say(machine, f"whole {number}", piece)
+            yield between.told()
+
+        if others:
+            yield from self._staging.in_pieces(flat, send, should_write=False)
+        for machine in others:
+            yield between.hear(machine, "got")
+
+    def barrier(self, seq: int, name: str = "", *, is_last: bool = True) -> Steps:
+        """Lets all come inside, then everywhere, and then all inside know it."""
+        present = yield from _inside(self._local.barrier())
         if self._is_speaker(present):
-            yield from self._greet(self._conversation(seq), Action.of("barrier"), len(present))
-        passed_on = self._local.barrier()
-        yield FREE
-        yield _Guarded(self._group, passed_on, seq, present[0])
+            yield from self._between(seq, name).greet(Action.on("barrier"), len(present))
+        yield from self._pass_on(seq, present[0], self._local.barrier(), is_last=is_last)
 
     def all_gather(self, seq: int, tensor: torch.Tensor) -> Steps:
-        """The parts of a machine travel as one."""
+        """Collects the tensors of a machine, which travel as one, in the host's memory."""
         tensor = tensor.detach()
+        if (yield from self._is_for_torch(seq, tensor)):
+            return (yield from self._torch.all_gather(seq, tensor))
         shape = tuple(tensor.shape) if tensor.ndim else (1,)
         mine = _Part(self._mesh.rank, str(tensor.dtype).removeprefix("torch."), shape)
-        flat = tensor.contiguous().cpu().reshape(-1)
+        flat = yield from self._staging.to_host(tensor.contiguous().reshape(-1))
         parts = yield from self._gather_parts(seq, mine, flat)
         for part, _ in parts:
             if (part.dtype, part.shape[1:]) != (mine.dtype, mine.shape[1:]):
@@ -151,80 +174,50 @@ class Collectives:
                     next_step="let all workers give tensors that differ in their first dimension alone.",
                 )
         made = [payload.view(tensor.dtype).view(part.shape) for part, payload in parts]
-        return [each.to(tensor.device) for each in made]
-
-    def _gather_parts(self, seq: int, mine: _Part, flat: torch.Tensor, *, is_last: bool = True) -> Steps:
-        """Everybody's, by rank: (description, bytes); with `is_last` the lane is free after it."""
-        packed = _pack([(mine, flat)])
-        # it waits inside for the others: their sizes are needed
-        gathered = self._local.all_gather(packed)
-        yield _Inside(gathered)
-        inside = [entry for blob in gathered.wait() for entry in _unpack(blob)]
-        present = [self._mates.index(part.rank) for part, _ in inside]
-        outside = torch.empty(0, dtype=torch.uint8)
-        if self._is_speaker(present):
-            talk = self._conversation(seq)
-            blob = _pack(inside)
-            heard = yield from self._greet(talk, Action.of("all_gather"), len(present), blob.numel())
-            blobs = {}
-            for machine, words in heard.items():
-                if machine != self._group.machine:
-                    talk.say(machine, "whole", blob)
-                    blobs[machine] = torch.empty(words.detail, dtype=torch.uint8)
-            for machine, theirs in blobs.items():
-                if (yield talk.hear(machine, "whole", theirs)) is ABSENT:
-                    raise self._lost_on(machine)
-            # never nothing, so that its mates know that it has spoken
-            outside = torch.cat([torch.zeros(_ALIGNED, dtype=torch.uint8), *blobs.values()])
-            yield talk.told()
-        passed_on = self._local.all_gather(outside)
-        if is_last:
-            yield FREE
-        yield _Guarded(self._group, passed_on, seq, present[0])
-        others = [entry for blob in passed_on.wait() for entry in _unpack(blob[_ALIGNED:])]
-        return sorted(inside + others, key=lambda entry: entry[0].rank)
+        return [self._staging.to_device(each, tensor) for each in made]
 
     def exchange(self, seq: int, tensor: torch.Tensor, weights: Weights, out: torch.Tensor | None) -> Steps:
-        """Straight from rank to rank; between machines as it is, inside as the machine's group does it."""
+        """Goes straight from rank to rank; inside the machine its own group does it."""
         given = tensor if out is None else out
         flat = _flat(tensor)
         mixed = flat if out is None else out.detach().view(-1)
         destinations = weights.destinations
         if destinations is None:
             destinations = yield from self._named_by(seq, weights)
-        outside = [rank for rank in destinations if self._group.place_of(rank) is None]
-        sources = {
-            rank: weight for rank, weight in weights.sources.items() if self._group.place_of(rank) is None
-        }
+        place_of = self._members.place_of
+        outside = [rank for rank in destinations if place_of(rank) is None]
+        sources = {rank: weight for rank, weight in weights.sources.items() if place_of(rank) is None}
         own = flat
         if out is None and (outside or sources):
             own = flat.clone()  # on its way, or needed for those who are gone, when the result is written
-        self._group.remote.note_exchange(seq, outside)
-        self._send_to(seq, outside, destinations, own, is_staged=own is not flat)
+        self._destinations.append((seq, outside))
+        host = (yield from self._staging.to_host(own)) if outside else own
+        self._send_to(seq, outside, destinations, host, is_copy=host is not flat)
         coming = {
             rank: (
-                _FromRank(self._group, seq, rank, "said"),
-                _FromRank(self._group, seq, rank, "x", torch.empty_like(flat)),
+                _FromRank(self._mesh, self._members, seq, rank, "said"),
+                _FromRank(self._mesh, self._members, seq, rank, "x", self._staging.buffer(flat)),
             )
             for rank in sorted(sources)
         }
+        self._under_way.setdefault(seq, []).extend(step for pair in coming.values() for step in pair)
         if out is not None:
-            yield Arrived(self.take_sending(span_of(mixed)))
-        self._expected[seq] = [step for pair in coming.values() for step in pair]
+            yield Arrived(self.sending_of(mixed))
         inside = None
         if not isinstance(self._local, SoloGroup):
-            inside = self._local.exchange(tensor, self._inside(weights), out=out)
+            inside = self._local.exchange(tensor, self._inside_weights(weights), out=out)
         yield FREE
         if inside is not None:
-            yield _Inside(inside)
+            yield inside
         parts, kept = [], 0.0
         for rank, (said, came) in coming.items():
             heard, theirs = (yield said), (yield came)
             if heard is None or theirs is None:
                 kept += sources[rank]
                 continue
-            Words.heard(heard[8:], Action.on("exchange", flat), self._mesh.rank)
-            parts.append((theirs, sources[rank] * float(heard[:8].view(torch.float64))))
+            Greeting.decode(heard[8:], Action.on("exchange", flat), self._mesh.rank)
+            weight = sources[rank] * float(heard[:8].view(torch.float64))
+            parts.append((self._staging.to_device(theirs, flat), weight))
         if inside is None:
             mix_into(mixed, own, weights.own + kept, parts)
         elif weights.is_difference:
@@ -238,57 +231,114 @@ class Collectives:
     def exchange_machines(
         self, seq: int, tensor: torch.Tensor, weights: Weights, out: torch.Tensor | None
     ) -> Steps:
-        """The mean of each machine travels, once."""
+        """Averages inside each machine, and lets one worker of each exchange the averages."""
         given = tensor if out is None else out
         if out is not None:
-            yield Arrived(self.take_sending(span_of(out)))
+            yield Arrived(self.sending_of(out))
             self._local.settle(out)
             out.detach().copy_(tensor.detach())
         flat = _flat(given)
-        present = yield _Inside(self._local.all_reduce(flat, "mean"))
+        present = yield from _inside(self._local.all_reduce(flat, "mean"))
         if self._is_speaker(present):
-            talk = self._conversation(seq)
-            named = sorted(weights.sources)
-            heard = yield from self._greet(talk, Action.on("exchange_machines", flat), len(present), named)
-            for machine, words in heard.items():
-                if machine != self._group.machine and self._group.machine in words.detail:
-                    talk.say(machine, "mean", flat)
-            coming = {
-                machine: talk.hear(machine, "mean", torch.empty_like(flat))
-                for machine in named
-                if machine in heard
-            }
-            sources: list[tuple[torch.Tensor, float]] = []
-            own = weights.own
-            for machine, weight in weights.sources.items():
-                came: Any = (yield coming[machine]) if machine in coming else ABSENT
-                if came is ABSENT:
-                    own += weight
-                else:
-                    sources.append((came, weight))
-            yield talk.told()
-            mix_into(flat, flat, own, sources)
-        passed_on = self._local.broadcast(flat, present[0])
-        yield FREE
-        yield _Guarded(self._group, passed_on, seq, present[0])
+            yield from self._mix_machines(self._between(seq), len(present), flat, weights)
+        yield from self._pass_on(seq, present[0], self._local.broadcast(flat, present[0]))
         return put_back(flat, given)
 
-    def _named_by(self, seq: int, weights: Weights) -> Steps:
-        """The ranks that want to receive from this one, where nobody has said so beforehand: factors of 1."""
-        named = torch.tensor(list(weights.sources), dtype=torch.int64)
-        mine = _Part(self._mesh.rank, "int64", (named.numel(),))
-        parts = yield from self._gather_parts(seq, mine, named, is_last=False)
-        return {
-            part.rank: 1.0
-            for part, payload in parts
-            if part.rank != self._mesh.rank and self._mesh.rank in payload.view(torch.int64).tolist()
+    def _mix_machines(
+        self, between: MachineExchange, num_workers: int, flat: torch.Tensor, weights: Weights
+    ) -> Steps:
+        machine = between.machine
+        named = sorted(weights.sources)
+        heard = yield from between.greet(Action.on("exchange_machines", flat), num_workers, named)
+        wanted_by = [other for other in heard if other != machine and machine in heard[other].detail]
+        coming = {
+            other: between.hear(other, "mean", self._staging.buffer(flat))
+            for other in named
+            if other in heard
         }
+        if wanted_by:
+            host = yield from self._staging.to_host(flat)
+            for other in wanted_by:
+                between.say(other, "mean", host)
+        parts: list[tuple[torch.Tensor, float]] = []
+        own = weights.own
+        for other, weight in weights.sources.items():
+            came: Any = (yield coming[other]) if other in coming else ABSENT
+            if came is ABSENT:
+                own += weight
+            else:
+                parts.append((self._staging.to_device(came, flat), weight))
+        yield between.told()
+        mix_into(flat, flat, own, parts)
 
-    def _inside(self, weights: Weights) -> Weights:
-        """The part of an exchange that stays in this machine, by places."""
+    # --- parts of them ---
+
+    def _gather_parts(
+        self, seq: int, mine: _Part, flat: torch.Tensor, *, name: str = "", is_last: bool = True
+    ) -> Steps:
+        """Gives everybody's (description, bytes) by rank; with `is_last` the queue is free after it."""
+        gathered = self._local.all_gather(_pack([(mine, flat)]))
+        yield gathered
+        inside = [entry for blob in gathered.wait() for entry in _unpack(blob)]
+        present = [self._mates.index(part.rank) for part, _ in inside]
+        outside = torch.empty(0, dtype=torch.uint8)
+        if self._is_speaker(present):
+            between = self._between(seq, name)
+            blob = _pack(inside)
+            heard = yield from between.greet(Action.on("all_gather"), len(present), blob.numel())
+            blobs = {}
+            for machine, greeting in heard.items():
+                if machine != between.machine:
+                    between.say(machine, "whole", blob)
+                    blobs[machine] = torch.empty(greeting.detail, dtype=torch.uint8)
+            for machine, theirs in blobs.items():
+                yield from between.require(machine, "whole", theirs)
+            # never nothing, so that its mates know that it has spoken
+            outside = torch.cat([torch.zeros(_ALIGNED, dtype=torch.uint8), *blobs.values()])
+            yield between.told()
+        passed_on = self._local.all_gather(outside)
+        yield from self._pass_on(seq, present[0], passed_on, is_last=is_last)
+        others = [entry for blob in passed_on.wait() for entry in _unpack(blob[_ALIGNED:])]
+        return sorted(inside + others, key=lambda entry: entry[0].rank)
+
+    def _is_for_torch(self, seq: int, tensor: torch.Tensor) -> Steps:
+        """Tells whether a collective goes through torch.distributed; all members find the same.
+
+        Whether each of them has a GPU of its own is asked once, when the first GPU tensor comes.
+        """
+        if self._torch.is_wanted is None and tensor.is_cuda:
+            name = torch.frombuffer(bytearray(self._own_gpu(tensor).encode()), dtype=torch.uint8)
+            mine = _Part(self._mesh.rank, "uint8", (name.numel(),))
+            parts = yield from self._gather_parts(seq, mine, name, name="gpu ", is_last=False)
+            self._torch.choose([payload.numpy().tobytes() for _, payload in parts])
+        if not self._torch.takes(tensor):
+            return False
+        self._torch.check_complete(seq)
+        if not self._torch.is_up:
+            yield from self.barrier(seq, "torch ", is_last=False)  # torch could not say who is missing
+            self._torch.bring_up(tensor)
+        return True
+
+    def _own_gpu(self, tensor: torch.Tensor) -> str:
+        """Names the GPU of a tensor among those of all machines; "-" where NCCL cannot be used."""
+        if self._local.should_survive or not dist.is_nccl_available():
+            return "-"
+        return f"{host_id()} {torch.cuda.get_device_properties(tensor.device).uuid}"
+
+    def _named_by(self, seq: int, weights: Weights) -> Steps:
+        """Gives the ranks that want to receive from this one, where nobody has said so, with factors of 1."""
+        named = torch.tensor(list(weights.sources), dtype=torch.int64)
+        rank = self._mesh.rank
+        mine = _Part(rank, "int64", (named.numel(),))
+        parts = yield from self._gather_parts(seq, mine, named, is_last=False)
+        named_by = {part.rank: payload.view(torch.int64).tolist() for part, payload in parts}
+        return {other: 1.0 for other, theirs in named_by.items() if other != rank and rank in theirs}
+
+    def _inside_weights(self, weights: Weights) -> Weights:
+        """Gives the part of an exchange that stays in this machine, by places."""
 
         def by_place(factors: Mapping[int, float]) -> dict[int, float]:
-            placed = ((self._group.place_of(rank), factor) for rank, factor in factors.items())
+            placed = ((self._members.place_of(rank), factor) for rank, factor in factors.items())
             return {place: factor for place, factor in placed if place is not None}
 
         sends = None if weights.destinations is None else by_place(weights.destinations)
@@ -304,137 +354,143 @@ class Collectives:
         factors: Mapping[int, float],
         own: torch.Tensor,
         *,
-        is_staged: bool,
+        is_copy: bool,
     ) -> None:
-        """Start what an exchange sends to other machines."""
-        words = Words(Action.on("exchange", own), self._mesh.rank).said()
+        """Starts what an exchange sends to other machines."""
+        greeting = Greeting(Action.on("exchange", own), self._mesh.rank).encode()
         for rank in ranks:
-            if self._group.is_gone(rank, seq):
+            if self._members.is_gone(rank, seq):
                 continue
             factor = torch.tensor([factors[rank]], dtype=torch.float64).view(torch.uint8)
-            self._mesh.send(rank, (seq, "said", self._mesh.rank), torch.cat([factor, words]))
+            self._mesh.send(rank, (seq, "said", self._mesh.rank), torch.cat([factor, greeting]))
             sending = self._mesh.send(rank, (seq, "x", self._mesh.rank), own)
-            if not is_staged:
+            if not is_copy:
                 self._sending.append((span_of(own), sending))
 
-    def take_sending(self, span: Span) -> list[MeshHandle[None]]:
-        """What is still on its way of some memory that is to be written."""
+    def sending_of(self, tensor: torch.Tensor) -> list[MeshHandle[None]]:
+        """Lists what is still on its way of some memory that is to be written."""
         self._sending = [entry for entry in self._sending if not entry[1].is_done()]
+        span = span_of(tensor)
         return [handle for other, handle in self._sending if is_overlapping([other], [span])]
+
+    def forget(self, seq: int) -> None:
+        """Waits no more for what an operation, which is over, has asked for and nobody sent."""
+        for each in self._under_way.pop(seq, ()):
+            each.close()
+
+    def _serve_sends(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
+        """Tells another worker whether this one sends to it in an exchange; None where it cannot say."""
+        asker = self._mesh.rank_of(head)
+        found = [destinations for seq, destinations in tuple(self._destinations) if seq == head.payload]
+        return Reply(asker in found[0] if found else None)
 
     def _is_speaker(self, present: Sequence[int]) -> bool:
         return self._mates[present[0]] == self._mesh.rank
 
-    def close_talks(self, seq: int) -> None:
-        """An operation is over: what it has asked for, and nobody sent, is forgotten."""
-        for talk in self._talks.pop(seq, ()):
-            talk.close()
-        for step in self._expected.pop(seq, ()):
-            step.forget()
+    def _between(self, seq: int, name: str = "") -> MachineExchange:
+        between = MachineExchange(self._mesh, self._members, seq, name)
+        self._under_way.setdefault(seq, []).append(between)
+        return between
 
-    def _conversation(self, seq: int) -> Conversation:
-        machine = self._group.machine
-        others = [other for other in range(self._group.num_machines) if other != machine]
-        talk = Conversation(self._mesh, self._group, seq, machine, others)
-        self._talks.setdefault(seq, []).append(talk)
-        return talk
-
-    def _greet(self, talk: Conversation, action: Action, num_workers: int, detail: Any = None) -> Steps:
-        heard = yield from talk.greet(action, num_workers, detail)
-        self._group.tell_mates()
-        return heard
-
-    def _lost_on(self, machine: int) -> PeerLost:
-        return gone_from(self._group, machine).error()
+    def _pass_on(self, seq: int, speaker: int, handle: Handle[Any], *, is_last: bool = True) -> Steps:
+        """Waits for the operation's last step inside the machine, where the speaker gives the result."""
+        if is_last:
+            yield FREE
+        yield _PassedOn(self._local, self._members, handle, seq, speaker)
 
 
-class _Inside(Step):
-    """An operation inside the machine; gives the places of those that took part."""
-
-    def __init__(self, handle: Handle[Any]) -> None:
-        self._handle = handle
-
-    def is_done(self) -> bool:
-        return self._handle.is_done()
-
-    def result(self) -> Sequence[int]:
-        self._handle.wait()
-        return getattr(self._handle, "present", (0,))
+def _inside(handle: Handle[Any]) -> Steps:
+    """Waits for a step inside the machine, and gives the places of those that took part."""
+    yield handle
+    return _present(handle)
 
 
-class _Guarded(_Inside):
+def _present(handle: Handle[Any]) -> Sequence[int]:
+    return getattr(handle, "present", (0,))
+
+
+class _PassedOn(Step):
     """What the speaker passes on inside the machine: it may be lost, or fail, before it does."""
 
-    def __init__(self, group: TorchGroup, handle: Handle[Any], seq: int, speaker: int) -> None:
-        super().__init__(handle)
-        self._group = group
+    def __init__(
+        self,
+        local: HostGroup | SoloGroup,
+        members: Members,
+        handle: Handle[Any],
+        seq: int,
+        speaker: int,
+    ) -> None:
+        self._local = local
+        self._members = members
+        self._handle = handle
         self._seq = seq
         self._speaker = speaker
 
     def is_done(self) -> bool:
-        return super().is_done() or self._error() is not None
+        return self._handle.is_done() or self._error() is not None
 
-    def result(self) -> Sequence[int]:
-        if not super().is_done():
+    def wait(self, deadline: Deadline | None = None) -> None:
+        if not self._handle.is_done():
             error = self._error()
             assert error is not None
             raise error
         try:
-            present = super().result()
+            self._handle.wait()
+            present = _present(self._handle)
         except UsageError:
-            if self._speaker in self._group.local.members:
+            if self._speaker in self._local.members:
                 raise
             present = ()
         if self._speaker not in present:
             # it was lost on the way: whether the others have what it said nobody knows
-            raise self._group.mate_error(self._speaker)
-        return present
+            raise self._members.failure_of(self._speaker)
 
     def _error(self) -> PeerLost | None:
-        loss = self._group.first_loss()
+        loss = self._members.first_loss()
         if loss is not None:
             return loss.error()
-        return (
-            self._group.mate_error(self._speaker)
-            if self._group.has_failed(self._speaker, self._seq)
-            else None
-        )
+        has_failed = self._members.has_failed(self._speaker, self._seq)
+        return self._members.failure_of(self._speaker) if has_failed else None
 
 
 class _FromRank(Step):
     """What a rank of another machine sends in an exchange; None when it is gone without having done so."""
 
     def __init__(
-        self, group: TorchGroup, seq: int, rank: int, topic: str, into: torch.Tensor | None = None
+        self,
+        mesh: Mesh,
+        members: Members,
+        seq: int,
+        rank: int,
+        topic: str,
+        into: torch.Tensor | None = None,
     ) -> None:
-        self._group = group
+        self._mesh = mesh
+        self._members = members
         self._seq = seq
         self._rank = rank
-        self._received = group.mesh.receive(rank, (seq, topic, rank), into)
-        self._ask_at_s: float | None = None
+        self._received = mesh.receive(rank, (seq, topic, rank), into)
+        self._ask_at_s = time.monotonic() + _ASK_AFTER_S
         self._asked: MeshHandle[Reply] | None = None
 
     def is_done(self) -> bool:
-        if self._received.is_done() or self._group.is_gone(self._rank, self._seq):
-            return True
-        return self._is_refused()
+        return self._received.is_done() or self._members.is_gone(self._rank, self._seq) or self._is_refused()
 
-    def forget(self) -> None:
-        """Nobody waits for it any more."""
+    def close(self) -> None:
+        """Waits for it no more."""
         if not self._received.is_done():
-            self._group.mesh.forget(self._received)
+            self._mesh.forget(self._received)
 
-    def result(self) -> torch.Tensor | None:
+    def wait(self, deadline: Deadline | None = None) -> torch.Tensor | None:
         if not self._received.is_done():
-            if not self._group.is_gone(self._rank, self._seq):
-                raise UsageError(
-                    f"rank {self._group.rank} wants to receive from rank {self._rank}, which does not send "
-                    "to it.",
-                    next_step="let sources and destinations agree; a Topology's weights do.",
-                )
-            return None
+            if self._members.is_gone(self._rank, self._seq):
+                return None
+            raise UsageError(
+                f"rank {self._mesh.rank} wants to receive from rank {self._rank}, which does not send to it.",
+                next_step="let sources and destinations agree; a Topology's weights do.",
+            )
         try:
-            return self._received.result()
+            return self._received.wait()
         except PeerLost:
             return None
 
@@ -442,24 +498,22 @@ class _FromRank(Step):
         return self._rank
 
     def _is_refused(self) -> bool:
-        """Ask, when it has been long, whether anything will come."""
+        """Asks, when it has been long, whether anything will come."""
         now_s = time.monotonic()
-        if self._ask_at_s is None:
-            self._ask_at_s = now_s + _ASK_AFTER_S
         if self._asked is None:
             if now_s > self._ask_at_s:
-                self._asked = self._group.remote.ask_whether_sent(self._seq, self._rank)
+                self._asked = self._mesh.call(self._rank, _SENDS, self._seq)
             return False
         if not self._asked.is_done():
             return False
-        answer = None if self._asked.error is not None else self._asked.result().payload
+        answer = None if self._asked.error is not None else self._asked.wait().payload
         if answer is None:
             self._asked, self._ask_at_s = None, now_s + _ASK_AFTER_S
         return answer is False
 
 
 class _Part(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's tensor in a gathering."""
+    """Describes one rank's tensor in a gathering."""
 
     rank: int
     dtype: str
@@ -467,7 +521,7 @@ class _Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _pack(entries: Sequence[tuple[_Part, torch.Tensor]]) -> torch.Tensor:
-    """Descriptions and contents in one tensor of bytes, each content from a 64-byte boundary on."""
+    """Puts descriptions and contents in one tensor of bytes, each content from a 64-byte boundary on."""
     pieces, at = [], 0
     for part, flat in entries:
         head = msgspec.msgpack.encode(part)
@@ -482,7 +536,7 @@ def _pack(entries: Sequence[tuple[_Part, torch.Tensor]]) -> torch.Tensor:
 
 
 def _unpack(blob: torch.Tensor) -> list[tuple[_Part, torch.Tensor]]:
-    """The reverse; contents are views."""
+    """Does the reverse; contents are views."""
     entries, at = [], 0
     while at < blob.numel():
         num_head, num_payload = blob[at : at + 16].clone().view(torch.int64).tolist()
@@ -493,17 +547,8 @@ def _unpack(blob: torch.Tensor) -> list[tuple[_Part, torch.Tensor]]:
     return entries
 
 
-def on_host(tensor: torch.Tensor, out: torch.Tensor | None, run: Callable[[torch.Tensor], Steps]) -> Steps:
-    """An operation on a device's tensor, by way of the host's memory."""
-    staged = tensor.detach().to("cpu", copy=True)
-    yield from run(staged)
-    given = tensor if out is None else out
-    given.detach().copy_(staged)
-    return given
-
-
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """One dimension, the tensor's own memory where it can be."""
+    """Gives one dimension, of the tensor's own memory where it can be."""
     return tensor.detach().reshape(-1)
 
 
@@ -513,64 +558,55 @@ def _has_left(root: int) -> UsageError:
     )
 
 
-class DeviceOperations:
-    """Of one worker.
+class TorchOperations:
+    """Collectives of one worker through torch.distributed, which cannot go on without a member."""
 
-    torch.distributed cannot go on without a member: `watch(seq)` gives the error of one that is lost, or has
-    left before an operation. `gather(seq)` lets all come together before it is brought up, and names the
-    lost.
-    """
-
-    def __init__(
-        self, rank: int, size: int, num_mates: int, backend: str | None, rendezvous: Rendezvous | None
-    ) -> None:
-        self.watch: Callable[[int], PeerLost | None] = lambda seq: None
-        self.gather: Callable[[int], Steps]
-        self._rank = rank
-        self._size = size
-        self._num_mates = num_mates
-        """Workers of this machine, which share its devices."""
-        self._backend = backend
-        self._rendezvous = rendezvous
-        self._is_own = False
-        self._is_up = False
-
-    @property
-    def store(self) -> Any:
+    def __init__(self, members: Members, backend: str | None, rendezvous: Rendezvous | None) -> None:
+        self.counter = TrafficCounter(members.rank, members.size)
+        """The bytes that it was asked to move, by formula."""
+        self.store: Any = None if rendezvous is None else rendezvous.store
         """Shared by all members."""
-        return None if self._rendezvous is None else self._rendezvous.store
+        self.is_wanted = None if backend is None else True
+        """Whether GPU tensors go this way; None until somebody has a look at all members' GPUs."""
+        self._rank = members.rank
+        self._size = members.size
+        self._members = members
+        self._backend = backend
+        self.is_up = False
+        self._is_own = False
+
+    def choose(self, gpus: Sequence[bytes]) -> None:
+        """Learns the GPUs of those that take part: NCCL needs everybody's, each another one."""
+        self.is_wanted = len(dict.fromkeys(gpus)) == self._size and b"-" not in gpus
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor goes this way."""
-        return tensor.device.type != "cpu" or self._backend == "gloo"
+        """Tells whether a tensor goes this way."""
+        return self._backend == "gloo" or (tensor.is_cuda and bool(self.is_wanted))
 
     def all_reduce(self, seq: int, tensor: torch.Tensor, op: Reduction) -> Steps:
-        """In place."""
-        yield from self._prepare(seq, tensor)
+        """Reduces in place."""
+        self.counter.all_reduce(tensor.nbytes)
         flat = tensor.detach().contiguous()
         reducing = dist.all_reduce(flat, _OPS[op], async_op=True)
         yield FREE
         yield self._work(seq, reducing)
         if op == "mean":
             flat.div_(self._size)
-        if flat.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(flat)
-        return tensor
+        return put_back(flat, tensor)
 
     def broadcast(self, seq: int, tensor: torch.Tensor, root: int) -> Steps:
-        """In place."""
-        yield from self._prepare(seq, tensor)
+        """Copies the root's tensor, in place."""
+        self.counter.broadcast(tensor.nbytes, root)
         flat = tensor.detach().contiguous()
         sending = dist.broadcast(flat, root, async_op=True)
         yield FREE
         yield self._work(seq, sending)
-        if flat.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(flat)
-        return tensor
+        return put_back(flat, tensor)
 
     def all_gather(self, seq: int, tensor: torch.Tensor) -> Steps:
-        """Rows may differ in number: all are filled up to the longest, and cut again."""
-        yield from self._prepare(seq, tensor)
+        """Collects tensors whose rows may differ in number: all are filled up to the longest."""
+        # the others' sizes come later; most often all give alike
+        self.counter.all_gather(tensor.nbytes, tensor.nbytes * (self._size - 1))
         own = tensor.detach().contiguous()
         own = own.view(1) if own.ndim == 0 else own
         rows = torch.zeros(self._size, dtype=torch.int64, device=tensor.device)
@@ -582,35 +618,29 @@ class DeviceOperations:
         padded[: own.shape[0]] = own
         parts = [torch.empty_like(padded) for _ in counts]
         gathering = dist.all_gather(parts, padded, async_op=True)
-        yield FREE  # the lane is kept until the last is issued: all ranks must do so in the same order
+        yield FREE  # only when the last is issued: all ranks must do so in the same order
         yield self._work(seq, gathering)
         return [part[:count].clone() for part, count in zip(parts, counts, strict=True)]
 
-    def close(self) -> None:
-        """Take torch.distributed down if it was brought up here."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Takes torch.distributed down if it was brought up here; with an error, waits for nobody."""
         if self._is_own and dist.is_initialized():
-            destroy_world()
-        self._is_own = self._is_up = False
+            if error is None:
+                destroy_world()
+            else:
+                abort = getattr(dist.group.WORLD, "abort", None)
+                if abort is not None:
+                    abort()
+        self._is_own = self.is_up = False
 
-    def abandon(self) -> None:
-        """The same without waiting for the others."""
-        if self._is_own and dist.is_initialized():
-            abort = getattr(dist.group.WORLD, "abort", None)
-            if abort is not None:
-                abort()
-        self._is_own = self._is_up = False
-
-    def _prepare(self, seq: int, tensor: torch.Tensor) -> Steps:
-        gone = self.watch(seq)
+    def check_complete(self, seq: int) -> None:
+        """PeerLost when a member is lost, or has left before an operation."""
+        gone = self._members.error_of_absence(seq)
         if gone is not None:
             raise gone
-        if not self._is_up:
-            yield from self.gather(seq)
-            self._bring_up(tensor)
 
-    def _bring_up(self, tensor: torch.Tensor) -> None:
-        if self._is_up:
-            return
+    def bring_up(self, tensor: torch.Tensor) -> None:
+        """Initialises torch.distributed, unless the program has; all members do it together."""
         if dist.is_initialized():
             if (dist.get_rank(), dist.get_world_size()) != (self._rank, self._size):
                 raise UsageError(
@@ -618,54 +648,52 @@ class DeviceOperations:
                     f"{dist.get_world_size()} in torch.distributed.",
                     next_step="let the group and torch.distributed have the same ranks.",
                 )
-            self._is_up = True
+            self.is_up = True
             return
-        backend = self._backend or ("nccl" if dist.is_nccl_available() else "gloo")
-        if backend == "nccl" and self._num_mates > torch.cuda.device_count():
-            if self._backend is not None:
-                raise UsageError(
-                    f"NCCL wants a device for each worker; {self._num_mates} workers of this machine have "
-                    f"{torch.cuda.device_count()}.",
-                    next_step='start fewer workers, or let them share one: shoal.init(backend="gloo").',
-                )
-            backend = "gloo"
-        if tensor.device.type == "cuda":
+        backend = self._backend or "nccl"
+        num_mates = len(self._members.mates)
+        if backend == "nccl" and num_mates > torch.cuda.device_count():
+            raise UsageError(
+                f"NCCL wants a GPU for each worker; {num_mates} workers of this machine have "
+                f"{torch.cuda.device_count()}.",
+                next_step="start fewer workers, or leave out backend=: then workers may share a GPU.",
+            )
+        if tensor.is_cuda:
             torch.cuda.set_device(tensor.device)
         dist.init_process_group(
             backend, store=self.store, rank=self._rank, world_size=self._size, timeout=_FOREVER
         )
-        self._is_up = self._is_own = True
+        self.is_up = self._is_own = True
 
     def _work(self, seq: int, work: Any) -> Step:
-        return _Work(work, lambda: self.watch(seq))
+        return _Work(work, lambda: self._members.error_of_absence(seq))
 
 
 class _Work(Step):
-    """What torch has under way."""
+    """What torch has under way; `find_absent` gives the error of a member without which it never ends."""
 
-    def __init__(self, work: Any, watch: Callable[[], PeerLost | None]) -> None:
+    def __init__(self, work: Any, find_absent: Callable[[], PeerLost | None]) -> None:
         self._work = work
-        self._watch = watch
+        self._find_absent = find_absent
 
     def is_done(self) -> bool:
-        return bool(self._work.is_completed()) or self._watch() is not None
+        return bool(self._work.is_completed()) or self._find_absent() is not None
 
-    def result(self) -> None:
-        if not self._work.is_completed():
-            lost = self._watch()
-            if lost is not None:
-                raise lost
+    def wait(self, deadline: Deadline | None = None) -> None:
+        absent = None if self._work.is_completed() else self._find_absent()
+        if absent is not None:
+            raise absent
         try:
             self._work.wait()
         except RuntimeError as error:
-            lost = self._watch()
-            if lost is not None:
-                raise lost from None
-            raise PeerLost(f"torch.distributed failed: {error}.", cause="a worker has ended.") from None
+            raise (
+                self._find_absent()
+                or PeerLost(f"torch.distributed failed: {error}.", cause="a worker has ended.")
+            ) from None
 
 
 def destroy_world() -> None:
-    """As torch's `destroy_process_group`, without the deadlock that this can be.
+    """Does what torch's `destroy_process_group` does, without the deadlock that this can be.
 
     When the last reference to a process group goes, torch waits for gloo's threads, and holds the
     interpreter's lock meanwhile, for which a thread may wait that has just done its last operation. So a

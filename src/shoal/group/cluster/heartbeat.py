@@ -4,7 +4,7 @@ Each worker beats, and asks every other to tell when it goes. The question stays
 takes part. Its answer says how it went: it has left in order, it failed, and because of whose loss, or it has
 found the asker silent. Where the connection ends without an answer, or nothing is heard for longer than
 `silence_s`, the other is lost; then all connections with it are ended, so that nothing of it comes any more.
-The `Vigil` lives on the mesh's loop.
+The `HeartbeatMonitor` lives on the mesh's loop.
 
 Workers that fall silent at once, and whose end nobody has seen, may be alive and train a model of their own
 beyond a cut. So the side with more workers goes on, and of two equal sides the one with the lowest rank; the
@@ -39,7 +39,7 @@ _NOTICING = 1.25
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """How a worker goes."""
+    """Says how a worker goes."""
 
     kind: Literal["left", "failed", "verdict"]
     after: int = 0
@@ -50,8 +50,8 @@ class Ending(msgspec.Struct, frozen=True):
     """Of a failure: the lost rank because of which it failed."""
 
 
-class Vigil:
-    """Beats to the others, and knows who of them is lost or has left; `on_change` is called for each."""
+class HeartbeatMonitor:
+    """Beats to the others, and knows who of them is lost or has left; calls `on_change` for each."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Vigil:
         transport.handle(_FAREWELL, self._answer_farewell)
 
     async def open(self, peers: Mapping[int, Peer], names: Mapping[int, str], deadline: Deadline) -> None:
-        """Connect with all of them, and begin; PeerLost names one that does not answer."""
+        """Connects with all of them, and begins; PeerLost names one that does not answer."""
         loop = asyncio.get_running_loop()
         self._peers, self._names = dict(sorted(peers.items())), names
         for rank, peer in self._peers.items():
@@ -107,15 +107,15 @@ class Vigil:
             self._scope.start_soon(self._beat(), name="beat")
 
     def rank_of(self, head: Head) -> int | None:
-        """Who calls; None for one that is not of this mesh."""
+        """Tells who calls; None for one that is not of this mesh."""
         return None if head.peer.id is None else self._ranks.get(head.peer.id)
 
     def is_gone(self, rank: int) -> bool:
-        """Whether nothing more can be asked of it."""
+        """Tells whether nothing more can be asked of a rank."""
         return rank in self._going or rank in self.left
 
     def why_gone(self, rank: int) -> PeerLost:
-        """What to raise where somebody depends on it."""
+        """Gives the error to raise where somebody depends on a rank that is gone."""
         if rank in self.left and rank not in self.lost:
             return PeerLost(
                 f"rank {rank} has left the group.",
@@ -126,7 +126,7 @@ class Vigil:
         return self._going.get(rank, Loss(rank, "the mesh was closed")).error()
 
     def tell(self, ending: Ending) -> None:
-        """Answer all who ask, and all who will, that this worker goes; the first time counts."""
+        """Answers all who ask, and all who will, that this worker goes; the first time counts."""
         if self._ending is None:
             self._ending = ending
             for asker in self._askers.values():
@@ -134,24 +134,24 @@ class Vigil:
                     asker.set_result(Reply(ending))
 
     async def say_farewell(self, deadline: Deadline) -> None:
-        """Wait until those who are there have heard what was told."""
+        """Waits until those who are there have heard what was told."""
         there = [peer for rank, peer in self._peers.items() if not self.is_gone(rank)]
         await fanout([self._transport.call(peer, _FAREWELL, deadline=deadline) for peer in there], deadline)
 
     def name_of(self, rank: int) -> str:
-        """Who it is, for people: a process and a machine, or an address."""
+        """Says who a rank is, for people: a process and a machine, or an address."""
         return self._names.get(rank) or str(self._peers[rank].address)
 
     def silent_s(self, rank: int) -> float:
-        """Seconds since something came from it, to within a beat."""
+        """Gives the seconds since something came from a rank, to within a beat."""
         return self._silent_s.get(rank, 0.0)
 
     def heard(self, rank: int) -> None:
-        """Something has come from it: it is not silent."""
+        """Takes note that something has come from a rank."""
         self._silent_s[rank] = 0.0
 
     def lose(self, rank: int, reason: str) -> None:
-        """Go on without one that has ended; idempotent."""
+        """Goes on without a rank that has ended; idempotent."""
         self._part(Loss(rank, reason))
 
     def _part(self, loss: Loss) -> None:
@@ -275,13 +275,13 @@ class Vigil:
             self.heard(rank)
 
     async def _answer_farewell(self, head: Head, buffers: Sequence[memoryview]) -> None:
-        """Once this worker has heard how the caller went."""
+        """Answers once this worker has heard how the caller went."""
         if (rank := self.rank_of(head)) is not None:
             await asyncio.shield(self._ends[rank])
 
 
 def _is_out_of_reach(error: Exception) -> bool:
-    """Whether no answer came at all; where a process has ended, its machine refuses the connection."""
+    """Tells whether no answer came at all; where a process has ended, its machine refuses the connection."""
     cause = error.__cause__
     return isinstance(error, TimeoutError) or (
         isinstance(cause, OSError) and not isinstance(cause, ConnectionError)
@@ -312,7 +312,7 @@ class NetworkPartition:
         return len(self.silent) > 1 or len(self.here) == 1
 
     def error(self) -> Exception:
-        """What is raised on the side that stops."""
+        """Gives what is raised on the side that stops."""
         if self.verdict is not None:
             return self.verdict.error()
         return NetworkSplit(
@@ -324,7 +324,7 @@ class NetworkPartition:
         )
 
     def line(self, *, is_allowed: bool) -> str:
-        """What is said once on the side that goes on."""
+        """Gives what is said once on the side that goes on."""
         if is_allowed:
             return (
                 f"{self._what()}: this side goes on, by --allow-split, and the other may train another model"
@@ -345,7 +345,7 @@ class NetworkPartition:
 def find_partition(
     losses: Iterable[Loss], members: Sequence[int], left_at_s: Mapping[int, float], silence_s: float
 ) -> NetworkPartition | None:
-    """The latest workers that may be alive elsewhere, each lost at most `silence_s` after the one before.
+    """Finds the latest workers that may be alive elsewhere, each lost soon after the one before.
 
     Those that were lost longer ago are not counted on any side: the others have gone on without them. One
     that has left or ended since the cut, and this worker could learn of it, is counted here: to the others it

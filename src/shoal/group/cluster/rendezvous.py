@@ -1,6 +1,6 @@
-"""How the workers of several machines find each other: a torch store, where each leaves its seat.
+"""How the workers of several machines find each other: a torch store, where each leaves its address.
 
-A seat says which machine this is, and the address at which workers of other machines reach it. The store is
+A `WorkerAddress` says which machine this is, and where workers of other machines reach it. The store is
 torchrun's where its agent holds one, rank 0's at MASTER_ADDR:MASTER_PORT otherwise, or that of a
 torch.distributed which the program has initialised. Nothing but addresses and the run's secret (where the
 launcher has given none) goes through it; what workers say to each other goes through the mesh.
@@ -49,7 +49,7 @@ _stores: dict[Address, Any] = {}
 
 
 def host_id() -> str:
-    """Tells machines apart, and containers and namespaces that have a network of their own."""
+    """Gives a name that tells machines apart, and containers and namespaces with a network of their own."""
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
     network = ""
     with contextlib.suppress(OSError):
@@ -58,7 +58,7 @@ def host_id() -> str:
 
 
 def own_address(interface: str | None, meeting: Address | None) -> str:
-    """An address of this machine: of the interface that is named, else of the one that reaches the meeting.
+    """Finds an address of this machine: of the interface named, else of the one that reaches the meeting.
 
     Where that is the machine itself, and a name of it that means loopback, the one that reaches the world.
     """
@@ -71,7 +71,7 @@ def own_address(interface: str | None, meeting: Address | None) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has this address; None where the system does not say."""
+    """Finds the name of the interface that has this address; None where the system does not say."""
     for _, name in socket.if_nameindex():
         if address in (_ipv4_of(name), _ipv6_of(name)):
             return name
@@ -79,7 +79,7 @@ def interface_of(address: str) -> str | None:
 
 
 def _from_here_to(where: tuple[str, int]) -> str:
-    """The address from which this machine would speak to another; loopback when there is no way."""
+    """Finds the address from which this machine would speak to another; loopback when there is no way."""
     with contextlib.suppress(OSError, UnicodeError):
         for family, kind, protocol, _, address in socket.getaddrinfo(*where, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
@@ -122,8 +122,8 @@ def _ipv6_of(interface: str) -> str | None:
     return None
 
 
-class Seat(msgspec.Struct, frozen=True):
-    """Where one worker is."""
+class WorkerAddress(msgspec.Struct, frozen=True):
+    """Tells on which machine a worker is, and where other machines reach it."""
 
     rank: int
     machine: str
@@ -142,8 +142,8 @@ class Seat(msgspec.Struct, frozen=True):
     @classmethod
     def here(
         cls, placement: Placement, interface: str | None = None, workers_per_machine: int | None = None
-    ) -> Seat:
-        """That of this worker."""
+    ) -> WorkerAddress:
+        """Makes the address of this worker."""
         where = host_id()
         machine = where if placement.machine is None else str(placement.machine)
         if workers_per_machine:
@@ -171,7 +171,7 @@ class Rendezvous:
 
     @classmethod
     def open(cls, placement: Placement, deadline: Deadline, name: str = "") -> Rendezvous:
-        """Reach the store, which rank 0 opens where nobody else has; `name` tells groups of a run apart."""
+        """Reaches the store, which rank 0 opens where nobody else has; `name` tells groups of a run apart."""
         store = _initialised(placement) or _at_master(placement, deadline)
         names = (RUN_ID_VARIABLE, TORCHRUN_ID_VARIABLE, "TORCHELASTIC_RESTART_COUNT")
         run = "/".join(os.environ.get(name, "") for name in names)
@@ -180,24 +180,24 @@ class Rendezvous:
         prefix = dist.PrefixStore(f"shoal/{run}/{name}/{number}", store)
         return cls(prefix, placement.rank, placement.size)
 
-    def meet(self, seat: Seat, deadline: Deadline) -> list[Seat]:
-        """Everybody's seat in rank order, with a line every ten seconds that says who is waited for.
+    def meet(self, own: WorkerAddress, deadline: Deadline) -> list[WorkerAddress]:
+        """Gives everybody's address in rank order, with a line every ten seconds that says who is waited for.
 
         DeadlineExceeded names who has not come, PeerRefused who has another version of Shoal.
         """
-        seats = self.share("seat", seat, deadline)
-        for other in seats:
-            if other.version != seat.version:
+        addresses = self.share("address", own, deadline)
+        for other in addresses:
+            if other.version != own.version:
                 raise PeerRefused(
-                    f"rank {other.rank} on {other.host} runs Shoal {other.version}, rank {seat.rank} on "
-                    f"{seat.host} runs {seat.version}.",
+                    f"rank {other.rank} on {other.host} runs Shoal {other.version}, rank {own.rank} on "
+                    f"{own.host} runs {own.version}.",
                     peer=other.rank,
                     next_step="install the same version on all machines.",
                 )
-        return _on_machines(seats)
+        return _on_machines(addresses)
 
     def share(self, topic: str, value: T, deadline: Deadline) -> list[T]:
-        """Everybody's value (of one type, which MessagePack carries) in rank order; once for each topic."""
+        """Gives everybody's value (of one MessagePack type) in rank order; once for each topic."""
         with self._answering():
             self.store.set(f"{topic}/{self.rank}", msgspec.msgpack.encode(value).hex())
             self._wait([f"{topic}/{rank}" for rank in range(self.size)], deadline)
@@ -205,7 +205,7 @@ class Rendezvous:
         return [msgspec.msgpack.decode(bytes.fromhex(text.decode()), type=type(value)) for text in texts]
 
     def secret(self, deadline: Deadline) -> str:
-        """The run's: what its launcher has given, else what rank 0 makes now and leaves in the store."""
+        """Gives the run's secret: that of its launcher, else one that rank 0 leaves in the store."""
         given = os.environ.get(SECRET_VARIABLE)
         if given:
             return given
@@ -238,7 +238,7 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
-        """Translate what torch raises when the store's process has gone."""
+        """Translates what torch raises when the store's process has gone."""
         try:
             yield
         except dist.DistError as error:
@@ -251,7 +251,7 @@ class Rendezvous:
 
 
 def _initialised(placement: Placement) -> Any:
-    """The store of the program's own torch.distributed, where it is of the same workers."""
+    """Finds the store of the program's own torch.distributed, where it is of the same workers."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     if (dist.get_rank(), dist.get_world_size()) != (placement.rank, placement.size):
@@ -294,7 +294,7 @@ def _at_master(placement: Placement, deadline: Deadline) -> Any:
 
 
 def _reach(where: Address, whom: str, deadline: Deadline) -> None:
-    """Wait until somebody listens there: torch would fill the screen meanwhile."""
+    """Waits until somebody listens there: torch would fill the screen meanwhile."""
     began_s = time.monotonic()
     line_s, error = began_s + _LINE_EVERY_S, OSError()
     while not deadline.is_past:
@@ -316,7 +316,7 @@ def _reach(where: Address, whom: str, deadline: Deadline) -> None:
 
 
 def _no_meeting(placement: Placement) -> UsageError:
-    """Nobody has said where to meet."""
+    """Gives the error of a worker whom nobody has told where to meet."""
     if placement.source in ("Open MPI", "MPICH or Intel MPI"):
         is_open_mpi = placement.source == "Open MPI"
         names = "-x MASTER_ADDR -x MASTER_PORT" if is_open_mpi else "-genvlist MASTER_ADDR,MASTER_PORT"
@@ -331,17 +331,17 @@ def _no_meeting(placement: Placement) -> UsageError:
     )
 
 
-def _on_machines(seats: list[Seat]) -> list[Seat]:
-    """Machines by what the launcher says, unless it puts different ones together: then by what they are."""
+def _on_machines(addresses: list[WorkerAddress]) -> list[WorkerAddress]:
+    """Names machines as the launcher does, unless it puts different ones together: then by what they are."""
     places: dict[str, str] = {}
-    for seat in seats:
-        if places.setdefault(seat.machine, seat.host_id) != seat.host_id:
+    for each in addresses:
+        if places.setdefault(each.machine, each.host_id) != each.host_id:
             break
     else:
-        return seats
+        return addresses
     return [
-        msgspec.structs.replace(seat, machine=f"{seat.host_id}/{seat.machine.partition('/')[2]}")
-        for seat in seats
+        msgspec.structs.replace(each, machine=f"{each.host_id}/{each.machine.partition('/')[2]}")
+        for each in addresses
     ]
 
 

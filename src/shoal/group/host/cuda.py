@@ -1,8 +1,8 @@
-"""NVIDIA GPUs as a group of one machine needs them: memory that other processes map, and streams that keep order.
+"""NVIDIA GPUs, as a group of one machine needs them: memory that other processes map, and streams in order.
 
-Memory is mapped by CUDA IPC. Order between processes is kept by words of shared host memory that streams write
-and wait for by themselves (`cuStreamWriteValue32`, `cuStreamWaitValue32`): no process waits for the GPU of
-another, a processor sees without a call to CUDA what a GPU has completed, and a stream that waits for a worker
+Memory is mapped by CUDA IPC. Order between processes is kept by words of shared host memory that streams
+write and wait for by themselves (`cuStreamWriteValue32`, `cuStreamWaitValue32`): no process waits for the GPU
+of another, a processor sees without a call to CUDA what a GPU has done, and a stream that waits for a worker
 that was lost goes on as soon as somebody writes the word for it. With interprocess events it would be stuck.
 """
 
@@ -121,7 +121,7 @@ class CudaSharedDevice(SharedDevice):
         self.name = f"cuda:{index} ({properties.name})"
         self.identity = str(properties.uuid)
         self._driver = _Driver(index)
-        self._side = torch.cuda.Stream(index, priority=-1)
+        self._side: torch.cuda.Stream = torch.cuda.Stream(index, priority=-1)  # type: ignore[no-untyped-call]
         self.side = _CudaStream(self, self._side)
         self._registered: dict[int, tuple[int, int]] = {}
         """By the first address of registered memory: its end, and how far off the GPU sees it."""
@@ -137,7 +137,7 @@ class CudaSharedDevice(SharedDevice):
         return stream.stream.record_event()
 
     def allocate(self, size_bytes: int) -> tuple[torch.Tensor, bytes]:
-        """Takes memory of the driver: torch's allocator gives parts of blocks, and a handle maps whole ones."""
+        """Takes memory of the driver: torch gives parts of blocks, and a handle maps whole ones."""
         pointer = ctypes.c_uint64()
         error = self._driver.call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size_bytes))
         if error == _OUT_OF_MEMORY:
@@ -198,7 +198,7 @@ class CudaSharedDevice(SharedDevice):
         self._enqueue("cuStreamWriteValue32_v2", stream, address, value)
 
     def wait_value(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
-        """Enqueues a wait until a word is at least `value`, which is the comparison that flag 0 stands for."""
+        """Enqueues a wait until a word is `value` or more, which is what flag 0 stands for."""
         self._enqueue("cuStreamWaitValue32_v2", stream, address, value)
 
     def _enqueue(self, name: str, stream: torch.cuda.Stream, address: int, value: int) -> None:
@@ -291,6 +291,6 @@ class _Driver:
             reason = (text.value or b"unknown error").decode()
             raise UsageError(
                 f"GPU {self._index} could not {what}: {reason} (CUDA error {error}).",
-                cause="the driver, the container or the system does not allow processes to share a GPU's memory.",
+                cause="the driver or the container does not let processes share a GPU's memory.",
                 next_step='open the group with shoal.init(backend="gloo"), which goes through host memory.',
             )

@@ -2,13 +2,14 @@
 
 The protocol is that of the CPU: of operation n a worker says that it has arrived, and that it has finished.
 On a GPU both are said twice: by the processor when it has *issued* its part, and by the GPU when its part is
-*done*, in a word of the control page that its stream writes (`cuda`). An operation that ends the run on a loss
-waits on the processor until all have issued their parts, and leaves the rest to the streams. One that outlives
-losses waits on the processor until the others' parts are done, so that nothing half-written is mixed in.
+*done*, in a word of the control page that its stream writes (`cuda`). An operation that ends the run on a
+loss waits on the processor until all have issued their parts, and leaves the rest to the streams. One that
+outlives losses waits on the processor until the others' parts are done, so that nothing is mixed in that is
+half-written.
 
-Workers that share one GPU take turns on it, and a change from one process to another costs as much as reducing
-100 MB. So there one of them reduces for all, and mixes for all where everybody mixes with everybody. Workers
-on GPUs of their own reduce a share each.
+Workers that share one GPU take turns on it, and a change from one process to another costs as much as
+reducing 100 MB. So there one of them reduces for all, and mixes for all where everybody mixes with everybody.
+Workers on GPUs of their own reduce a share each.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class DeviceSegment:
 
 
 class DeviceMemory:
-    """One worker's memory on its GPU, with the mapped memory of all others; a worker has one GPU in a group."""
+    """One worker's memory on its GPU, and the mapped memory of all others; there is one GPU for a worker."""
 
     def __init__(self, group: HostGroup, engine: ProgressEngine, make: MakeDevice = open_device) -> None:
         self.is_one_device = True
@@ -91,6 +92,11 @@ class DeviceMemory:
         """The GPU, once memory was taken on it."""
         assert self._device is not None, "no memory of a device was taken yet"
         return self._device
+
+    @property
+    def is_open(self) -> bool:
+        """Whether memory was taken on a device."""
+        return self._device is not None
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Tells whether a tensor lies on a device."""
@@ -443,7 +449,7 @@ class DeviceCollectives:
         return task
 
     def _prepare_stage(self, size_bytes: int, device: torch.device) -> int:
-        """Makes halves of the stage hold so much, up to a bound; the size of one. Collective when they grow."""
+        """Makes halves of the stage that hold so much, up to a bound; the size of one. May be collective."""
         half_bytes = min(_STAGE_BYTES, max(_GRAIN_BYTES, 1 << max(0, size_bytes - 1).bit_length()))
         if self._stage is None or self._stage.numel() < 2 * half_bytes:
             self._stage = self._memory.empty(2 * half_bytes, torch.uint8, device)
@@ -476,7 +482,7 @@ class DeviceCollectives:
                 copy_in(task)
             self._signal(DEVICE_ARRIVED, task.seq)
 
-        task = Task(words, work, *map(span_of, tensors))
+        task = Task(words, work, [span_of(tensor) for tensor in tensors])
         task.prepare = prepare
         return task
 
@@ -555,7 +561,7 @@ def _copy(into: torch.Tensor, source: torch.Tensor) -> None:
 class DeviceSlot:
     """How often one slot in GPU memory was written and read, so that streams wait for each other.
 
-    The counts are given when a write or a read is issued, under the slot's lock; the GPUs say when it is done.
+    The counts change when a write or a read is issued, under the slot's lock; GPUs say when it is done.
     """
 
     SIZE_BYTES = 256

@@ -211,7 +211,7 @@ class HostGroup(Group):
                 segment.discard()
 
         span = (segment.start, segment.end)
-        self._meet(Task([_FREE, 0, segment.place.size_bytes, segment.code], work, span))
+        self._meet(Task([_FREE, 0, segment.place.size_bytes, segment.code], work, [span]))
         self._forget_readers(span)
         self._arena.forget(segment)
 
@@ -241,7 +241,7 @@ class HostGroup(Group):
             low, high = share(present.index(self.rank), len(present), count, dtype.itemsize)
             reduce_to_all(views, low, high, op)
 
-        task = Task([*words, segment.code + offset], work, span_of(tensor))
+        task = Task([*words, segment.code + offset], work, [span_of(tensor)])
         task.is_shared = task.needs_shares = True
         return self._begin(task, given)
 
@@ -275,7 +275,7 @@ class HostGroup(Group):
             if self.rank != root:
                 copy_into(tensor.view(-1), sent_by(root, regions(segment, offset, tensor, present)))
 
-        task = Task([*words, segment.code + offset], work, span_of(tensor))
+        task = Task([*words, segment.code + offset], work, [span_of(tensor)])
         # the root waits for everybody: they read its memory
         task.sources = None if self.rank == root else sources
         task.is_shared = self.rank == root
@@ -363,7 +363,7 @@ class HostGroup(Group):
             views = regions(segment, offset, tensor, present)
             self._mix(task, out.view(-1), tensor.view(-1), views, weights)
 
-        task = Task([*words, segment.code + offset], work, span_of(tensor), span_of(out))
+        task = Task([*words, segment.code + offset], work, [span_of(tensor), span_of(out)])
         self._address(task, weights)
         task.after = self._forget_readers(span_of(out))
         handle = self._begin(task, result)
@@ -398,7 +398,7 @@ class HostGroup(Group):
         code_of(dtype)  # refuses here what could not be described later
         is_on_device = device is not None and device.type != "cpu"
         if sources is not None and len(sources) == 0:
-            return HostWindow(name, SlotLayout({}, num_elements, dtype), None, self._windows, device)
+            return HostWindow(name, SlotLayout({}, num_elements, dtype), (), self._windows, device)
         with self._uncounted():
             layout = SlotLayout.agree(self, name, num_elements, dtype, sources, is_on_device=is_on_device)
         memory = [self.empty(-(-layout.size_bytes // self.size) or 1, torch.uint8)]
@@ -533,7 +533,7 @@ class HostGroup(Group):
                     flat = flats[rank]
                     copy_into(flat, segment.region(rank, offset, flat.numel(), flat.dtype))
 
-        task = Task([_ALL_GATHER, code_of(own.dtype), -1, 0], work, span_of(own))
+        task = Task([_ALL_GATHER, code_of(own.dtype), -1, 0], work, [span_of(own)])
         task.is_shared = True
         return task
 

@@ -35,7 +35,17 @@ from shoal.core import Deadline, DeadlineExceeded, ShoalError, TensorError, Usag
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.group.base import Done, Group, Handle, Slot, Snapshot, T, Window, Write
 from shoal.group.functions import share
-from shoal.group.host.control import DTYPES, NOT_YET, PUBLICATIONS, PUBLISHED, code_of
+from shoal.group.host.control import (
+    DEVICE_CODE,
+    DEVICE_PUBLISHED,
+    DTYPES,
+    NOT_YET,
+    PUBLICATIONS,
+    PUBLISHED,
+    code_of,
+)
+from shoal.group.host.cuda import SharedDevice
+from shoal.group.host.device import DeviceMemory, DeviceReads, DeviceSegment, DeviceSlot
 from shoal.group.host.engine import HostTrafficCounter, ProgressEngine
 from shoal.group.host.memory import Arena, Segment
 from shoal.group.kernels import MAX_NOTE_BYTES, check_write, copy_out, write_first, write_more
@@ -53,6 +63,7 @@ _CURRENT, _RECLAIMED, _CHANGE, _OPENED, _RECORDS = range(5)
 _NAME, _PLACE, _COUNT, _DTYPE, _NUMBER, _VERSION, _RECORD_WORDS = range(7)
 _FREE = -1  # the name of an entry that was used and is not; one that was never used has 0, and ends a search
 _SETTLED, _WANTED, _CHANGING = range(3)
+_REMEMBERED = 4  # publications on a device whose memory may still be read
 _LOOKS = 100  # a record changes under a reader only when two newer ones are published in the meantime
 _NUM_WRITES, _TORN, _MASS, _NOTE_BYTES, _NOTE = range(5)
 _WHOLE, _BEING_WRITTEN, _BEING_ADDED_TO = range(3)
@@ -62,14 +73,29 @@ _HEAD_BYTES = 8 * _NOTE + MAX_NOTE_BYTES
 class SlotLayout:
     """Where each slot of a window lies: all who name their sources alike come to the same."""
 
-    def __init__(self, sources: Mapping[int, Sequence[int]], num_elements: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        sources: Mapping[int, Sequence[int]],
+        num_elements: int,
+        dtype: torch.dtype,
+        *,
+        is_on_device: bool = False,
+    ) -> None:
         self.sources = sources
         self.num_elements = num_elements
         self.dtype = dtype
-        slot_bytes = _HEAD_BYTES + -(-num_elements * dtype.itemsize // 64) * 64
+        tensor_bytes = -(-num_elements * dtype.itemsize // 64) * 64
+        slot_bytes = _HEAD_BYTES + (DeviceSlot.SIZE_BYTES if is_on_device else tensor_bytes)
         pairs = [(owner, source) for owner, named in sources.items() for source in named]
         self.starts = {pair: index * slot_bytes for index, pair in enumerate(pairs)}
         self.size_bytes = len(pairs) * slot_bytes
+        self.device_starts: dict[tuple[int, int], int] = {}
+        """Where tensors lie in their owner's memory of a device, where they do."""
+        if is_on_device:
+            for owner, named in sources.items():
+                places = {(owner, source): place * tensor_bytes for place, source in enumerate(named)}
+                self.device_starts.update(places)
+        self.device_bytes = tensor_bytes * max(map(len, sources.values()), default=0)
 
     @classmethod
     def agree(
@@ -79,6 +105,8 @@ class SlotLayout:
         num_elements: int,
         dtype: torch.dtype,
         sources: Collection[int] | None,
+        *,
+        is_on_device: bool = False,
     ) -> SlotLayout:
         """Learns what all members ask for; UsageError on all of them when they ask for different windows."""
         others = [rank for rank in range(group.size) if rank != group.rank]
@@ -92,11 +120,15 @@ class SlotLayout:
                     f"rank {first} makes {wanted[0]!r} of {wanted[1]} ({DTYPES[wanted[2]]}).",
                     next_step="let all workers make the same windows in the same order.",
                 )
-        return cls({rank: sources for rank, sources, *_ in told}, num_elements, dtype)
+        named_by = {rank: sources for rank, sources, *_ in told}
+        return cls(named_by, num_elements, dtype, is_on_device=is_on_device)
 
 
 class SlotCell:
     """The memory of one slot: a head of words and a note, and the tensor behind it."""
+
+    on_device: DeviceSlot | None = None
+    """The counts by which streams wait for each other, where the tensor is on a device."""
 
     def __init__(self, segment: Segment, start: int, num_elements: int, dtype: torch.dtype) -> None:
         self.lock = segment.code + start
@@ -104,8 +136,17 @@ class SlotCell:
         self.words = head.cast("q")
         self.numbers = head.cast("d")
         self.note = head[8 * _NOTE :]
-        data = segment.flat[start + _HEAD_BYTES :]
-        self.tensor = data[: num_elements * dtype.itemsize].view(dtype)
+        self._behind = segment.flat[start + _HEAD_BYTES :]
+        self.tensor = self._behind[: num_elements * dtype.itemsize].view(dtype)
+
+    def move_to_device(self, device: SharedDevice, tensor: torch.Tensor) -> None:
+        """Lets the tensor be one on a device; the words behind the head count what streams do with it."""
+        self.tensor = tensor
+        self.on_device = DeviceSlot(device, self._behind[: DeviceSlot.SIZE_BYTES])
+
+    def is_written(self) -> bool:
+        """Tells whether what was written is there, on a device too."""
+        return self.on_device is None or self.on_device.is_written()
 
     def write(self, write: Write) -> None:
         """Does one write; the caller has the lock."""
@@ -117,10 +158,14 @@ class SlotCell:
                 next_step="end this worker; what comes after an interrupted operation cannot be right.",
             )
         words[_TORN] = _BEING_ADDED_TO if has_more else _BEING_WRITTEN
+        if self.on_device is not None:
+            self.on_device.begin_write()
         (write_more if has_more else write_first)(self.tensor, write)
         numbers[_MASS] = write.mass + (numbers[_MASS] if has_more else 0.0)
         words[_NOTE_BYTES] = len(write.note)
         self.note[: len(write.note)] = write.note
+        if self.on_device is not None:
+            self.on_device.end_write(is_sum=has_more)
         words[_NUM_WRITES] = words[_NUM_WRITES] + 1
         words[_TORN] = _WHOLE
 
@@ -132,24 +177,24 @@ class HostWindow(Window):
         self,
         name: str,
         layout: SlotLayout,
-        segment: Segment | None,
+        memory: Sequence[torch.Tensor],
         shared: WindowSet,
+        device: torch.device | None = None,
         free: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
         self.num_elements = layout.num_elements
         self.dtype = layout.dtype
-        self.device = torch.device("cpu")
+        self.device = torch.device("cpu") if device is None else device
         self._shared = shared
         self._engine = shared.engine
         self._rank = shared.engine.rank
         self._free = free
         self._sources = layout.sources.get(self._rank, ())
-        self._cells = {
-            pair: SlotCell(segment, start, layout.num_elements, layout.dtype)
-            for pair, start in layout.starts.items()
-            if segment is not None and self._rank in pair
-        }
+        self._cells = shared.cells(layout, memory)
+        self._on_device: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
+        """Versions that were published on a device, and their numbers."""
+        self._engine.on_loss.append(self._lost)
         self._key = _digest(name)
         self._published: int | None = None
         """The index of its entry in this worker's table of publications, once it has one."""
@@ -161,13 +206,15 @@ class HostWindow(Window):
         cell = self._cell(self._rank, source)
         self._lock(cell, source)
         try:
-            torn = cell.words[_TORN]
+            torn = self._torn(cell, source)
             if torn == _BEING_ADDED_TO:
                 raise self._engine.lost_error(source)
             if torn == _BEING_WRITTEN:
                 cell.words[_NUM_WRITES], cell.words[_TORN] = 0, _WHOLE
             yield _HostSlot(source, cell)
         finally:
+            if cell.on_device is not None:
+                cell.on_device.end_read()
             self._shared.locks.release(cell.lock)
             self._engine.pipes.wake(source)
 
@@ -201,7 +248,12 @@ class HostWindow(Window):
             )
         if version < 0:
             raise UsageError(f"Version {version} of {self.name!r} is negative.", next_step="count from 0.")
-        place = self._shared.arena.find_own(tensor, self._rank)
+        is_on_device = self._shared.devices.takes(tensor)
+        place: tuple[Segment | DeviceSegment, int] | None
+        if is_on_device:
+            place = self._shared.devices.place(tensor)
+        else:
+            place = self._shared.arena.find_own(tensor, self._rank)
         if place is None:
             raise UsageError(
                 f"What is published in window {self.name!r} is not memory of the group.",
@@ -211,12 +263,19 @@ class HostWindow(Window):
         if self._published is None:
             self._published = table.open(self._key, self.name)
         code = place[0].code + place[1]
-        table.publish(self._published, [self._key, code, tensor.numel(), code_of(tensor.dtype)], version)
+        what = [self._key, code, tensor.numel(), code_of(tensor.dtype)]
+        number = table.publish(self._published, what, version)
+        if is_on_device:
+            self._shared.reads.publish(number)
+            self._on_device.append((version, number))
 
     def reclaim(self, version: int) -> None:
         """Makes snapshots up to this version void."""
         if self._published is not None:
             self._shared.publications.reclaim(self._published, version)
+            numbers = [number for published, number in self._on_device if published <= version]
+            if numbers:
+                self._shared.reads.follow(max(numbers))
 
     @contextlib.contextmanager
     def changing(self, version: int) -> Iterator[None]:
@@ -248,7 +307,11 @@ class HostWindow(Window):
             table.set_change(index, _CHANGING)
             table.reclaim(index, before)
             yield
-            table.publish(index, what, version)
+            if what[_PLACE] >= DEVICE_CODE:
+                self._shared.devices.device.caller.synchronize()
+                self._shared.reads.publish(table.publish(index, what, version))
+            else:
+                table.publish(index, what, version)
             table.set_change(index, _SETTLED)
         finally:
             self._release(taken)
@@ -257,8 +320,8 @@ class HostWindow(Window):
     def fetch(self, peer: int) -> Handle[Snapshot | None]:
         """Looks at the peer's memory itself: nothing is copied."""
         self._check_open()
-        self._shared.check_rank(peer)
-        snapshot = None if self._engine.is_gone(peer) else self._shared.publications.newest(peer, self._key)
+        self._check_rank(peer)
+        snapshot = None if self._engine.is_gone(peer) else self._shared.newest(peer, self._key)
         if snapshot is not None and peer != self._rank:
             self._shared.counter.received_bytes += snapshot.tensor.nbytes
         return Done(snapshot)
@@ -266,7 +329,7 @@ class HostWindow(Window):
     def read(self, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
         """Copies from the peer's memory in this worker's own thread, while nobody changes it."""
         self._check_open()
-        self._shared.check_rank(peer)
+        self._check_rank(peer)
         into = into.detach()
         table, locks = self._shared.publications, self._shared.locks
 
@@ -292,6 +355,8 @@ class HostWindow(Window):
                 if held is None or held.index != found.index or held.version < version:
                     return None
                 got = copy_out(held, into, self.name)
+                if self._shared.devices.takes(held.tensor):
+                    self._shared.devices.device.caller.synchronize()  # it may be changed from now on
             finally:
                 locks.release(lock)
                 self._engine.pipes.wake(peer)
@@ -309,6 +374,7 @@ class HostWindow(Window):
         self._is_open = False
         self._shared.pending.drop(self, f"Window {self.name!r} was closed before it was written or read.")
         self._cells.clear()
+        self._engine.on_loss.remove(self._lost)
         if self._free is not None:
             self._free()  # first: until all have come, some may read what is published
         if self._published is not None:
@@ -343,12 +409,28 @@ class HostWindow(Window):
     def _is_filled(self, source: int) -> bool:
         is_gone = self._engine.is_gone(source)
         words = self._cells[self._rank, source].words
-        return words[_NUM_WRITES] > 0 and not (is_gone and words[_TORN])
+        is_whole = self._cells[self._rank, source].is_written() and not (is_gone and words[_TORN])
+        return words[_NUM_WRITES] > 0 and is_whole
+
+    def _torn(self, cell: SlotCell, source: int) -> int:
+        """Tells whether a write was broken off; waits until those that a device does are done."""
+        if cell.on_device is not None and not cell.is_written():
+            what = f"a write of rank {self._engine.name_of(source)} in window {self.name!r}"
+            self._engine.wait_until(lambda: cell.is_written() or self._engine.is_gone(source), None, what)
+            if not cell.is_written():
+                return _BEING_ADDED_TO if cell.on_device.is_sum else _BEING_WRITTEN
+        return cell.words[_TORN]
+
+    def _lost(self, rank: int) -> None:
+        """Frees streams that wait for a lost owner; in the watching thread."""
+        for (owner, _), cell in tuple(self._cells.items()):
+            if owner == rank and cell.on_device is not None:
+                cell.on_device.free()
 
     def _cell(self, owner: int, source: int) -> SlotCell:
         self._check_open()
-        self._shared.check_rank(owner)
-        self._shared.check_rank(source)
+        self._check_rank(owner)
+        self._check_rank(source)
         if (owner, source) not in self._cells:
             name = self._engine.name_of
             raise UsageError(
@@ -356,6 +438,11 @@ class HostWindow(Window):
                 next_step="name it among the sources when the window is made.",
             )
         return self._cells[owner, source]
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self._engine.size:
+            size = self._engine.size
+            raise UsageError(f"There is no rank {rank} among {size}.", next_step="name a member.")
 
     def _check_open(self) -> None:
         if not self._is_open:
@@ -382,7 +469,7 @@ class HostWindow(Window):
             if not is_taken:
                 if was_gone:
                     raise engine.lost_error(source)
-                engine.blocked_by(source)
+                engine.blocker = source
             return is_taken
 
         try:
@@ -397,28 +484,18 @@ class HostWindow(Window):
         """Takes the bytes of all readers that are there, or none."""
         if taken:
             return True
-        at = _lock_of(self._rank, index)
-        for first, count in self._readers():
+        at, size = _lock_of(self._rank, index), self._engine.size
+        there = [rank for rank in range(size) if not self._engine.is_gone(rank)]
+        # in one piece where that can be; one that was given up may be stopped with its byte in its hands
+        for first, count in [(0, size)] if len(there) == size else [(rank, 1) for rank in there]:
             if not self._shared.locks.try_take(at + first, count):
                 self._release(taken)
                 blocker = self._shared.locks.first_taken(at + first, count)
                 if blocker is not None:
-                    self._engine.blocked_by(first + blocker)
+                    self._engine.blocker = first + blocker
                 return False
             taken.append((at + first, count))
         return True
-
-    def _readers(self) -> list[tuple[int, int]]:
-        """Lists runs of ranks that are there: the first, and how many follow each other."""
-        runs: list[tuple[int, int]] = []
-        for rank in range(self._engine.size):
-            if self._engine.is_gone(rank):
-                continue
-            if runs and sum(runs[-1]) == rank:
-                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-            else:
-                runs.append((rank, 1))
-        return runs
 
     def _release(self, taken: list[tuple[int, int]]) -> None:
         while taken:
@@ -426,20 +503,55 @@ class HostWindow(Window):
 
 
 class WindowSet:
-    """What all windows of one worker share: locks, operations that wait, and the tables of publications."""
+    """What all windows of one worker share: locks, operations that wait, and the table of publications."""
 
-    def __init__(self, engine: ProgressEngine, arena: Arena, counter: HostTrafficCounter) -> None:
+    def __init__(
+        self, engine: ProgressEngine, arena: Arena, counter: HostTrafficCounter, devices: DeviceMemory
+    ) -> None:
         self.engine = engine
         self.arena = arena
         self.counter = counter
+        self.devices = devices
         self.locks = FileLocks(arena.lock_file)
         self.pending = PendingWrites(engine)
-        self.publications = PublicationTable(engine, arena)
+        self.publications = PublicationTable(engine, arena, devices)
+        self.reads = DeviceReads(devices, engine)
 
-    def check_rank(self, rank: int) -> None:
-        """UsageError for a rank that does not exist."""
-        if not 0 <= rank < self.engine.size:
-            raise UsageError(f"There is no rank {rank} among {self.engine.size}.", next_step="name a member.")
+    def cells(self, layout: SlotLayout, memory: Sequence[torch.Tensor]) -> dict[tuple[int, int], SlotCell]:
+        """Makes the cells that this worker owns or writes, in memory of the host and of a device, if any."""
+        made: dict[tuple[int, int], SlotCell] = {}
+        for pair, start in layout.starts.items():
+            segment = self.arena.find(memory[0])
+            if self.engine.rank not in pair or segment is None:
+                continue
+            cell = made[pair] = SlotCell(segment, start, layout.num_elements, layout.dtype)
+            if layout.device_starts:
+                place = self.devices.place(memory[1])
+                assert place is not None
+                tensor = place[0].region(
+                    pair[0], layout.device_starts[pair], layout.num_elements, layout.dtype
+                )
+                self.devices.device.register(segment.flat)
+                cell.move_to_device(self.devices.device, tensor)
+        return made
+
+    def forget(self, memory: torch.Tensor) -> None:
+        """Ends what a device may do with the words of a window that is closed."""
+        segment = self.arena.find(memory)
+        if segment is not None and self.devices.is_open:
+            self.devices.device.unregister(segment.flat)
+
+    def newest(self, peer: int, key: int) -> Snapshot | None:
+        """Finds the newest publication of a peer; one on a device is claimed, and nobody writes over it."""
+        for _ in range(_LOOKS):
+            found = self.publications.newest(peer, key)
+            if found is None or peer == self.engine.rank or not self.devices.takes(found.tensor):
+                return found
+            claim = self.reads.begin(peer, found.number)
+            if found.is_intact():
+                return _ClaimedSnapshot(found, self.reads, claim)
+            self.reads.end(claim)
+        return None
 
 
 class PublicationTable:
@@ -450,9 +562,10 @@ class PublicationTable:
     once the worker has told that it has come so far (PUBLISHED).
     """
 
-    def __init__(self, engine: ProgressEngine, arena: Arena) -> None:
+    def __init__(self, engine: ProgressEngine, arena: Arena, devices: DeviceMemory) -> None:
         self._rank = engine.rank
         self._arena = arena
+        self._devices = devices
         self._control = engine.control
         self._pipes = engine.pipes
         self._own: dict[int, int] = {}
@@ -484,13 +597,14 @@ class PublicationTable:
         del self._own[index]
         self._tell()
 
-    def publish(self, index: int, what: Sequence[int], version: int) -> None:
-        """Publishes memory: its name, place, number of elements and dtype."""
+    def publish(self, index: int, what: Sequence[int], version: int) -> int:
+        """Publishes memory: its name, place, number of elements and dtype; gives the publication's number."""
         turn = 1 - self._control.publication(self._rank, index)[_CURRENT]
         start = _RECORDS + turn * _RECORD_WORDS
         self._control.set_publication(index, start, *what, self._num_published + 1, version)
         self._control.set_publication(index, _CURRENT, turn)
         self._tell()
+        return self._num_published
 
     def reclaim(self, index: int, version: int) -> None:
         """Makes snapshots up to this version void from now on."""
@@ -518,10 +632,14 @@ class PublicationTable:
             record = words[start : start + _RECORD_WORDS]
             # the name, too: a processor that reorders stores may show what the entry was before
             is_told = record[_NAME] == key and 0 < record[_NUMBER] <= self._control.get(peer, PUBLISHED)
+            place, number = record[_PLACE], record[_NUMBER]
+            if place >= DEVICE_CODE:
+                is_told = is_told and self._control.is_done_on_device(peer, DEVICE_PUBLISHED, number)
             if is_told and words == self._control.publication(peer, index):
-                segment, offset = self._arena.at(record[_PLACE])
+                memory = self._devices if place >= DEVICE_CODE else self._arena
+                segment, offset = memory.at(place)
                 tensor = segment.region(peer, offset, record[_COUNT], DTYPES[record[_DTYPE]])
-                return _SharedSnapshot(self, peer, index, words[_OPENED], record[_VERSION], tensor)
+                return _SharedSnapshot(self, peer, index, words[_OPENED], number, record[_VERSION], tensor)
             self._pipes.take_in()
         return None
 
@@ -561,11 +679,27 @@ class _SharedSnapshot(Snapshot):
     rank: int
     index: int
     opened: int
+    number: int
     version: int
     tensor: torch.Tensor
 
     def is_intact(self) -> bool:
         return self.table.is_intact(self)
+
+
+class _ClaimedSnapshot(Snapshot):
+    """A publication on a device, which stays as it is until the reads that were issued are done."""
+
+    def __init__(self, found: _SharedSnapshot, reads: DeviceReads, claim: int) -> None:
+        self.rank = found.rank
+        self.version = found.version
+        self.tensor = found.tensor
+        self._reads = reads
+        self._claim = claim
+
+    def is_intact(self) -> bool:
+        self._reads.end(self._claim)
+        return True
 
 
 class _HostSlot(Slot):

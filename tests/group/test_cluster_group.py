@@ -9,10 +9,13 @@ from group.cables import Cables
 from group.clusters import open_cluster
 from group.hosts import together
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, ShoalError, TensorError, UsageError
-from shoal.group.cluster.conversation import Conversation
+from shoal.group.cluster.machine_exchange import MachineExchange
+from shoal.group.functions import Mutex, exchange_machines, share
 from shoal.topology import Weights
 
 TWO_BY_TWO = [[0, 1], [2, 3]]
+GAVE_UP = ConnectionAbortedError()
+"""The error of a worker that ends without having left."""
 
 
 def waiting_for(handle):
@@ -33,7 +36,7 @@ def loss_of(group):
 
 
 def sent_bytes(groups):
-    return sum(sum(group.mesh.traffic.sent_bytes.values()) for group in groups)
+    return sum(sum(group.mesh.sent_bytes.values()) for group in groups)
 
 
 def counted(groups, at_least):
@@ -48,8 +51,9 @@ def test_machines_and_places():
     with open_cluster([[0, 2], [1]]) as groups:
         assert [group.machine for group in groups] == [0, 1, 0]
         assert groups[0].num_machines == 2
+        assert list(groups[1].machines) == [0, 1, 0]
         assert list(groups[0].members) == [0, 1, 2]
-        assert together(groups, lambda group: group.share(group.rank)) == [[0, 1, 2]] * 3
+        assert together(groups, lambda group: share(group, group.rank)) == [[0, 1, 2]] * 3
 
 
 def test_a_hierarchical_exchange_sends_one_tensor_a_machine():
@@ -62,7 +66,7 @@ def test_a_hierarchical_exchange_sends_one_tensor_a_machine():
 
     def hierarchical(group):
         tensor = torch.full((count,), float(group.rank))
-        return group.exchange_machines(tensor, Weights(0.5, {1 - group.machine: 0.5})).wait()[0].item()
+        return exchange_machines(group, tensor, Weights(0.5, {1 - group.machine: 0.5})).wait()[0].item()
 
     with open_cluster(TWO_BY_TWO) as groups:
         before = sent_bytes(groups)
@@ -86,7 +90,7 @@ def test_a_lost_peer_ends_a_collective_on_all_others_by_name(lost):
     """Whether it speaks for its machine or not."""
     with open_cluster(TWO_BY_TWO) as groups:
         handles = [group.all_reduce(torch.ones(10)) for group in groups if group.rank != lost]
-        groups[lost].abandon()
+        groups[lost].close(GAVE_UP)
         with_errors = [waiting_for(handle) for handle in handles]
         assert [error.peer for error in with_errors] == [lost] * 3
         assert all(f"rank {lost} is lost" in str(error) for error in with_errors)
@@ -107,7 +111,7 @@ def test_a_machine_whose_workers_are_all_lost_has_not_left(is_begun, should_surv
         groups[0].should_survive = should_survive
         handle = groups[0].barrier() if is_begun else None
         for group in groups[1:]:
-            group.abandon()
+            group.close(GAVE_UP)
         until_lost(groups[0], {1, 2})
         ended = waiting_for(handle or groups[0].barrier())
         assert ended is None if should_survive else ended.peer in (1, 2)
@@ -115,18 +119,18 @@ def test_a_machine_whose_workers_are_all_lost_has_not_left(is_begun, should_surv
 
 def test_a_loss_counts_whenever_it_is_noticed(monkeypatch):
     """Also after the look at who is lost, when only one more machine is waited for."""
-    look_again = Conversation.look_again
+    look_again = MachineExchange.look_again
 
     with open_cluster([[0], [1], [2]]) as groups:
         groups[1].barrier()
 
-        def lose_and_look(talk, machine):
+        def lose_and_look(between, machine):
             if machine == 2:
-                groups[2].abandon()
+                groups[2].close(GAVE_UP)
                 until_lost(groups[0], {2})
-            return look_again(talk, machine)
+            return look_again(between, machine)
 
-        monkeypatch.setattr(Conversation, "look_again", lose_and_look)
+        monkeypatch.setattr(MachineExchange, "look_again", lose_and_look)
         assert waiting_for(groups[0].barrier()).peer == 2
 
 
@@ -140,7 +144,7 @@ def test_an_exchange_outlives_a_lost_peer():
         assert together(groups, mix) == [1.5] * 4
         for group in groups:
             group.should_survive = True
-        groups[0].abandon()
+        groups[0].close(GAVE_UP)
         assert together(groups[1:], mix) == [(1 + 2 + 3 + rank) / 4 for rank in (1, 2, 3)]
         assert [list(group.members) for group in groups[1:]] == [[1, 2, 3]] * 3
         assert together(groups[1:], loss_of) == [[0]] * 3
@@ -173,26 +177,28 @@ def test_a_mutex_excludes_other_machines():
     inside = []
 
     def work(group):
-        for _ in range(20):
-            with group.mutex("m", 1):
+        mutex = Mutex(group, "m")
+        for _ in range(10):
+            with mutex:
                 inside.append(group.rank)
                 assert inside == [group.rank]
                 inside.remove(group.rank)
+        group.barrier().wait()
 
     with open_cluster([[0, 1], [2]]) as groups:
         together(groups, work)
 
 
 def test_a_mutex_of_a_lost_holder_is_free_again():
-    with open_cluster([[0], [1], [2]]) as groups:
-        held = groups[1].mutex("m", 0)
-        held.__enter__()
-        groups[1].abandon()
-        with groups[2].mutex("m", 0):
-            pass
-        groups[0].abandon()
-        with pytest.raises(PeerLost, match="rank 0"), groups[2].mutex("m", 0):
-            pass
+    with open_cluster([[0], [1, 2]]) as groups:
+        for group in groups:
+            group.should_survive = True
+        mutexes = together(groups, lambda group: Mutex(group, "m"))
+        mutexes[0].__enter__()
+        groups[0].close(GAVE_UP)
+        for mutex in mutexes[1:]:
+            with mutex:
+                pass
 
 
 def test_a_read_waits_for_its_version_and_is_of_one_piece():
@@ -200,18 +206,19 @@ def test_a_read_waits_for_its_version_and_is_of_one_piece():
 
     def work(group):
         memory = group.empty(count)
+        window = group.window("w", count, sources=())
         if group.rank == 0:
-            group.publish("w", memory, 0)
+            window.publish(memory, 0)
         group.barrier().wait()
         if group.rank == 0:
             for version in range(1, rounds + 1):
-                with group.changing("w", version):
+                with window.changing(version):
                     memory.fill_(float(version))
         else:
             mine = torch.empty(count)
             version = 0
             while version < rounds:
-                version = group.read("w", 0, mine, version=version + 1).wait()
+                version = window.read(0, mine, version=version + 1).wait()
                 assert mine.unique().tolist() == [float(version)]
         group.barrier().wait()
 
@@ -226,7 +233,7 @@ def test_windows_over_machines_lose_and_double_nothing():
         mass, total = 0.0, torch.zeros(100)
         for _ in range(20):
             for other in others:
-                window.accumulate(other, torch.ones(100), weight=0.5, mass=0.5).wait()
+                window.add(other, torch.ones(100), weight=0.5, mass=0.5).wait()
             for source in window.filled():
                 with window.slot(source) as slot:
                     assert slot.source == source
@@ -286,10 +293,10 @@ def test_one_that_fails_because_of_a_loss_is_not_blamed_for_it():
     """Also by those that hear of its failure first, or alone."""
     with Cables() as cables, open_cluster([[0], [1], [2]], cables) as groups:
         cables.cut([0], [1])
-        groups[0].abandon()
+        groups[0].close(GAVE_UP)
         error = waiting_for(groups[2].barrier())
         assert error.peer == 0
-        groups[2].abandon()
+        groups[2].close(GAVE_UP)
         error = waiting_for(groups[1].barrier())
         assert error.peer == 0
         assert "rank 0 is lost: it failed" in str(error)
@@ -305,14 +312,14 @@ def outcome(work):
 
 def failing_at(monkeypatch, method, rank):
     """Let a rank end, as if killed, when it should go on in a conversation."""
-    whole = getattr(Conversation, method)
+    whole = getattr(MachineExchange, method)
 
-    def broken(talk, *arguments, **named):
-        if talk._mesh.rank == rank:
+    def broken(between, *arguments, **named):
+        if between._mesh.rank == rank:
             raise KilledError
-        return (yield from whole(talk, *arguments, **named))
+        return (yield from whole(between, *arguments, **named))
 
-    monkeypatch.setattr(Conversation, method, broken)
+    monkeypatch.setattr(MachineExchange, method, broken)
 
 
 class KilledError(Exception):
@@ -323,7 +330,7 @@ def reduce_or_die(group):
     try:
         return outcome(lambda: group.all_reduce(torch.ones(100_000), "sum").wait(Deadline.after(20)))
     except KilledError:
-        group.abandon()
+        group.close(GAVE_UP)
         return None
 
 
@@ -361,7 +368,7 @@ def test_who_gives_up_in_the_middle_does_not_leave_in_order():
             return waiting_for(group.all_reduce(torch.ones(4)))
         with pytest.raises(DeadlineExceeded):
             group.all_reduce(torch.ones(4)).wait(Deadline.after(0))
-        group.abandon()
+        group.close(GAVE_UP)
         has_given_up.set()
         return None
 
@@ -379,23 +386,6 @@ def test_a_broadcast_of_one_who_has_left():
             assert "rank 0, which should broadcast, has left" in str(error)
 
 
-def test_a_mutex_is_free_for_the_owners_mates_when_its_holder_is_lost():
-    with open_cluster([[0, 1], [2]]) as groups:
-        groups[2].mutex("m", 0).__enter__()
-        groups[2].abandon()
-        for group in groups[:2]:
-            with group.mutex("m", 0):
-                pass
-
-
-def test_a_mutex_that_is_no_longer_waited_for_is_given_to_the_next():
-    with open_cluster([[0], [1], [2]], timeout_s=0.3) as groups:
-        with groups[0].mutex("m", 0), pytest.raises(DeadlineExceeded), groups[1].mutex("m", 0):
-            pass
-        with groups[2].mutex("m", 0):
-            pass
-
-
 def test_a_window_without_living_sources_is_not_waited_for():
     def work(group):
         window = group.window("w", 4, sources=[2] if group.rank < 2 else [])
@@ -410,11 +400,12 @@ def test_a_window_without_living_sources_is_not_waited_for():
 
 def test_what_is_asked_of_one_who_leaves_is_answered():
     with open_cluster([[0], [1]]) as groups:
-        together(groups, lambda group: group.publish("x", group.empty(4), 0))
-        handle = groups[1].read("x", 0, torch.zeros(4), version=5)
+        windows = [group.window("x", 4, sources=()) for group in groups]
+        windows[0].publish(groups[0].empty(4), 0)
+        handle = windows[1].read(0, torch.zeros(4), version=5)
         groups[0].leave()
         assert handle.wait(Deadline.after(20)) is None
-        assert groups[1].fetch("x", 0).wait(Deadline.after(20)) is None
+        assert windows[1].fetch(0).wait(Deadline.after(20)) is None
 
 
 def test_a_source_that_does_not_send_is_named():
@@ -430,4 +421,4 @@ def test_nothing_is_expected_of_those_who_are_gone():
     with open_cluster([[0], [1], [2]]) as groups:
         groups[2].leave()
         together(groups[:2], lambda group: [group.barrier().wait() for _ in range(20)])
-        assert not groups[0].mesh._mailbox._wanted
+        assert groups[0].mesh._mailbox.num_wanted == 0

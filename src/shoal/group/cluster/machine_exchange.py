@@ -1,0 +1,301 @@
+"""What machines say to each other in one operation.
+
+A machine speaks by the first of its workers that has come to the operation. Who that is follows from who has
+come there; another machine cannot know that, and sends to whom it takes for the speaker. Should that one turn
+out to have left before, all that was said to it is said again to the next. A machine whose workers have all
+left, or are lost, takes no part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+import msgspec
+import torch
+
+from shoal.core import Deadline, PeerLost, ShoalError, UsageError
+from shoal.group.base import Loss, Reduction
+from shoal.group.cluster.members import Members
+from shoal.group.cluster.mesh import Mesh, MeshHandle
+from shoal.group.cluster.operation_queue import Step, Steps
+from shoal.group.kernels import reduce_into, share
+
+_MATES_S = 2.0
+_ARRIVING_S = 5.0
+_SMALL_BYTES = 1 << 16
+"""Up to this size everybody gets everything at once: one delay instead of two."""
+_KINDS = ("all_reduce", "broadcast", "all_gather", "exchange", "exchange_machines", "barrier")
+ABSENT = object()
+"""Stands for what would have come from a machine that takes no part."""
+
+
+class Action(msgspec.Struct, frozen=True, array_like=True):
+    """What is done, which must be alike everywhere; short, for it goes before every tensor."""
+
+    kind: int
+    dtype: str = ""
+    num_elements: int = 0
+    rule: str = ""
+    """A reduction, or a root."""
+
+    @classmethod
+    def on(cls, kind: str, tensor: torch.Tensor | None = None, rule: str = "") -> Action:
+        """Describes an operation on a tensor; without one, on none, or on tensors that differ."""
+        if tensor is None:
+            return cls(_KINDS.index(kind))
+        return cls(_KINDS.index(kind), str(tensor.dtype).removeprefix("torch."), tensor.numel(), rule)
+
+    def __str__(self) -> str:
+        kind = _KINDS[self.kind] if 0 <= self.kind < len(_KINDS) else "something else"
+        rule = f", {self.rule}" if self.rule else ""
+        return f"{kind} of {self.num_elements} elements ({self.dtype}{rule})" if self.dtype else kind
+
+
+class Greeting(msgspec.Struct, frozen=True, array_like=True):
+    """The first thing that is said in an operation, by a machine or a rank."""
+
+    action: Action
+    rank: int
+    """Who speaks."""
+    num_workers: int = 1
+    """For how many workers it speaks."""
+    detail: Any = None
+
+    @classmethod
+    def decode(cls, content: torch.Tensor, own: Action, rank: int) -> Greeting:
+        """Reads what came; UsageError when it speaks of something else than this worker does."""
+        greeting = msgspec.msgpack.decode(content.numpy().tobytes(), type=cls)
+        if greeting.action != own:
+            raise UsageError(
+                f"rank {rank} called {own} where rank {greeting.rank} called {greeting.action}.",
+                cause="the workers do not run the same program, or not with the same data.",
+                next_step="let all workers issue the same operations in the same order.",
+            )
+        return greeting
+
+    def encode(self) -> torch.Tensor:
+        """Gives it as a tensor of bytes."""
+        return torch.frombuffer(bytearray(msgspec.msgpack.encode(self)), dtype=torch.uint8)
+
+
+class MachineExchange:
+    """One operation between this machine, for which this worker speaks, and the others.
+
+    `name` tells apart those that are parts of the same operation.
+    """
+
+    def __init__(self, mesh: Mesh, members: Members, seq: int, name: str = "") -> None:
+        self.machine = members.machine
+        self._mesh = mesh
+        self._members = members
+        self._seq = seq
+        self._name = name
+        self._others = [other for other in range(len(members.ranks_on)) if other != self.machine]
+        self._said: dict[int, list[tuple[str, torch.Tensor]]] = {other: [] for other in self._others}
+        self._listeners: dict[int, int] = {}
+        self._sending: list[MeshHandle[None]] = []
+        self._receiving: list[MeshHandle[torch.Tensor | None]] = []
+        self._gone_before = tuple(mesh.lost)
+        """Those without whom the others have begun this operation, too."""
+
+    def greet(self, action: Action, num_workers: int, detail: Any = None) -> Steps:
+        """Says what is being done here, and gives what is done elsewhere: a `Greeting` of each machine.
+
+        UsageError when others do something else; PeerLost when one of them is needed and lost.
+        """
+        mine = Greeting(action, self._mesh.rank, num_workers, detail)
+        encoded = mine.encode()
+        for machine in tuple(self._others):
+            self.say(machine, "greeting", encoded)
+        heard = {self.machine: mine}
+        for machine in tuple(self._others):
+            came = yield self.hear(machine, "greeting")
+            if came is ABSENT:
+                self._others.remove(machine)
+                continue
+            theirs = Greeting.decode(came, action, self._mesh.rank)
+            self._speak_to(machine, theirs.rank)
+            heard[machine] = theirs
+        self._members.tell_departures()
+        return dict(sorted(heard.items()))
+
+    def say(self, machine: int, topic: str, tensor: torch.Tensor) -> None:
+        """Sends; `tensor` may be written again when an answer has come that needs it, or after `told`."""
+        self._said[machine].append((topic, tensor))
+        listener = self._listener(machine)
+        if listener is not None and self._listeners.setdefault(machine, listener) == listener:
+            self._send(listener, topic, tensor)
+        elif listener is not None:
+            self._speak_to(machine, listener)
+
+    def hear(self, machine: int, topic: str, into: torch.Tensor | None = None) -> Step:
+        """Waits for what a machine says about a topic: bytes, or `into`; ABSENT when it takes no part."""
+        received = self._mesh.receive(None, self._key(topic, machine), into)
+        self._receiving.append(received)
+        return _Heard(self, self._members, received, machine)
+
+    def require(self, machine: int, topic: str, into: torch.Tensor) -> Steps:
+        """Waits for what a machine that takes part must give."""
+        yield from self._require(machine, self.hear(machine, topic, into))
+
+    def told(self) -> Step:
+        """Waits until all that was said has arrived."""
+        return Arrived(self._sending)
+
+    def close(self) -> None:
+        """Lets nothing that was asked for be written any more; what is just arriving is waited for."""
+        waiting = [each for each in self._receiving if not each.is_done() and not self._mesh.forget(each)]
+        for each in waiting:
+            with contextlib.suppress(ShoalError):
+                each.wait(Deadline.after(_ARRIVING_S))
+
+    def reduce(self, flat: torch.Tensor, machines: list[int], op: Reduction, number: int = 0) -> Steps:
+        """Reduces the machines' tensors in place, of which each machine reduces its share; equal bits.
+
+        `number` tells apart the pieces of a larger tensor.
+        """
+        others = [machine for machine in machines if machine != self.machine]
+        if not others or not flat.numel():
+            return
+        if flat.nbytes <= _SMALL_BYTES:
+            parts = {machine: torch.empty_like(flat) for machine in machines}
+            parts[self.machine].copy_(flat)
+            for machine in others:
+                self.say(machine, f"whole {number}", parts[self.machine])
+            for machine in others:
+                yield from self.require(machine, f"whole {number}", parts[machine])
+            reduce_into(flat, [parts[machine] for machine in machines], op)
+            return
+        shares = {
+            machine: flat[slice(*share(index, len(machines), flat.numel(), flat.element_size()))]
+            for index, machine in enumerate(machines)
+        }
+        mine = shares[self.machine]
+        for machine in others:
+            self.say(machine, f"part {number}", shares[machine])
+        parts = {machine: torch.empty_like(mine) for machine in others}
+        waiting = [self.hear(machine, f"part {number}", parts[machine]) for machine in others]
+        results = [self.hear(machine, f"share {number}", shares[machine]) for machine in others]
+        for machine, came in zip(others, waiting, strict=True):
+            yield from self._require(machine, came)
+        # what it is reduced into comes first, since it is overwritten
+        reduce_into(mine, [mine, *parts.values()], op)
+        for machine in others:
+            self.say(machine, f"share {number}", mine)
+        for machine, came in zip(others, results, strict=True):
+            yield from self._require(machine, came)
+        yield self.told()
+
+    def look_again(self, machine: int) -> bool:
+        """Says everything again if the listener has left before this; tells if the machine takes part."""
+        known = self._listeners.get(machine)
+        listener = self._listener(machine)
+        if listener is None:
+            return False
+        self._listeners[machine] = listener if known is None else known
+        self._speak_to(machine, listener)
+        return True
+
+    def listener(self, machine: int) -> int | None:
+        """Names the rank of another machine that is spoken to."""
+        return self._listeners.get(machine)
+
+    def loss_meanwhile(self, machine: int) -> Loss | None:
+        """Finds a loss on a machine since this operation began: that rank may have been its speaker."""
+        for rank in self._members.ranks_on[machine]:
+            loss = self._members.loss(rank)
+            if loss is not None and rank not in self._gone_before:
+                return loss
+        return None
+
+    def _require(self, machine: int, heard: Step) -> Steps:
+        if (yield heard) is ABSENT:
+            raise self._members.loss_on(machine).error()
+
+    def _listener(self, machine: int) -> int | None:
+        """Names who speaks there, as far as is known; None when nobody is left."""
+        known = self._listeners.get(machine)
+        if known is not None and not self._members.is_gone(known, self._seq):
+            return known
+        ranks = self._members.ranks_on[machine]
+        return next((rank for rank in ranks if not self._members.is_gone(rank, self._seq)), None)
+
+    def _speak_to(self, machine: int, listener: int) -> None:
+        """Says to another listener what was said to the one before."""
+        if self._listeners.get(machine) != listener:
+            self._listeners[machine] = listener
+            for topic, tensor in self._said[machine]:
+                self._send(listener, topic, tensor)
+
+    def _send(self, listener: int, topic: str, tensor: torch.Tensor) -> None:
+        self._sending.append(self._mesh.send(listener, self._key(topic, self.machine), tensor))
+
+    def _key(self, topic: str, machine: int) -> tuple[int | str, ...]:
+        return self._seq, self._name + topic, machine
+
+
+class _Heard(Step):
+    """Something that a machine says, or that it says nothing any more."""
+
+    def __init__(
+        self,
+        exchange: MachineExchange,
+        members: Members,
+        received: MeshHandle[torch.Tensor | None],
+        machine: int,
+    ) -> None:
+        self._exchange = exchange
+        self._members = members
+        self._received = received
+        self._machine = machine
+        self._loss: Loss | None = None
+        self._patient_until_s: float | None = None
+
+    def is_done(self) -> bool:
+        if self._received.is_done():
+            return True
+        self._loss = self._members.first_loss() or self._loss_after_patience()
+        # what came just before its sender went counts
+        is_absent = not self._exchange.look_again(self._machine)
+        return self._received.is_done() or is_absent or self._loss is not None
+
+    def _loss_after_patience(self) -> Loss | None:
+        """Others of its machine may speak for one that was lost; if they do not, it had begun to."""
+        loss = self._exchange.loss_meanwhile(self._machine)
+        if loss is None:
+            return None
+        if self._patient_until_s is None:
+            self._patient_until_s = time.monotonic() + _MATES_S
+        return loss if time.monotonic() > self._patient_until_s else None
+
+    def wait(self, deadline: Deadline | None = None) -> Any:
+        came = None
+        if self._received.is_done():
+            with contextlib.suppress(PeerLost):
+                came = self._received.wait()
+        if came is not None:
+            return came
+        # one who may be lost since `is_done` has looked; where all are, that has ended the receive as well
+        loss = self._members.first_loss() or self._loss
+        if loss is not None:
+            raise loss.error()
+        return ABSENT
+
+    def awaited(self) -> int | None:
+        return self._exchange.listener(self._machine)
+
+
+class Arrived(Step):
+    """Is done when all that was sent has arrived, or nobody is there to take it."""
+
+    def __init__(self, handles: list[MeshHandle[None]]) -> None:
+        self._handles = handles
+
+    def is_done(self) -> bool:
+        """Tells whether nothing is on its way any more."""
+        return all(handle.is_done() for handle in self._handles)
+
+    def wait(self, deadline: Deadline | None = None) -> None:
+        """Returns; who is gone is noticed where something is expected of it."""

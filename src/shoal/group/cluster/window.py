@@ -1,0 +1,430 @@
+"""Windows over several machines: workers of one machine use its own group, others are called.
+
+A call is answered on the mesh's loop, while the worker itself computes; what both touch is under a lock that
+is held only while something is copied. A window is made without waiting for other machines: what comes before
+it is there waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+import torch
+
+from shoal.core import Deadline, DeadlineExceeded, PeerLost, TensorError, UsageError
+from shoal.group.base import Done, Handle, Slot, Snapshot, T, Window, Write
+from shoal.group.cluster.mesh import MeshHandle, flat_bytes, view_of
+from shoal.group.kernels import CopiedSnapshot, MemorySlot, check_write
+from shoal.tensors.dtypes import DTYPES, dtype_name
+from shoal.tensors.memory import tensor_over
+from shoal.transport import Head, Reply
+
+if TYPE_CHECKING:
+    from shoal.group.cluster.group import ClusterGroup
+
+_HELD_S = 1e-4
+_READ, _WRITE = "group.read", "group.write"
+_LOOK_S = 2e-4
+_SLOWEST_LOOK_S = 5e-3
+_MAX_SPARES = 2
+_HOST = torch.device("cpu")
+
+
+class _Reading(msgspec.Struct, frozen=True, array_like=True):
+    """Asks for what is published, once it is of this version."""
+
+    window: str
+    number: int
+    version: int
+
+
+class _Writing(msgspec.Struct, frozen=True, array_like=True):
+    """Writes into the caller's slot; `turn` counts what one worker writes to another in a window."""
+
+    window: str
+    number: int
+    turn: int
+    kind: Literal["put", "add", "send"]
+    weight: float
+    mass: float
+    note: bytes
+
+
+class _LockedSlot(MemorySlot):
+    """What a worker of another machine writes here."""
+
+    def __init__(self, source: int, num_elements: int, dtype: torch.dtype) -> None:
+        super().__init__(source, num_elements, dtype, None)
+        self.lock = threading.Lock()
+        self.is_held = False
+        """By this worker, to read it."""
+        self._turn = 0
+        """Of the write that comes next: they are taken in the order in which they were begun."""
+
+    def try_write(self, turn: int, write: Write) -> bool:
+        """Takes a write in, unless an earlier one is missing, or the slot is held, or full for a send."""
+        if turn != self._turn or not self.may_take(write) or not self.lock.acquire(blocking=False):
+            return False
+        try:
+            self.take(write)
+            self._turn += 1
+        finally:
+            self.lock.release()
+        return True
+
+
+class _Published:
+    """A tensor that others may read, and its version."""
+
+    def __init__(self, tensor: torch.Tensor, version: int) -> None:
+        self.tensor = tensor
+        self.version = version
+        self.is_torn = False
+        """Whether a change of it was broken off."""
+
+
+class ClusterWindow(Window):
+    """One worker's side of a window; `local` is that of its machine, `number` counts windows of this name."""
+
+    def __init__(
+        self,
+        group: ClusterGroup,
+        number: int,
+        local: Window,
+        sources: Sequence[int],
+        on_close: Callable[[str], None],
+    ) -> None:
+        self.name = local.name
+        self.number = number
+        self.num_elements = local.num_elements
+        self.dtype = local.dtype
+        self.device = _HOST
+        self._group = group
+        self._members = group.who
+        self._local = local
+        self._sources = sources
+        self._on_close = on_close
+        self._slots = {
+            source: _LockedSlot(source, self.num_elements, self.dtype)
+            for source in sources
+            if self._members.place_of(source) is None
+        }
+        self._turns: dict[int, int] = {}
+        self._published: _Published | None = None
+        self._lock = threading.Lock()
+        """Of what is published."""
+        self._spares: list[torch.Tensor] = []
+        """Memory for copies that has been used before, and whose pages are there."""
+        self._is_open = True
+
+    # --- slots ---
+
+    def _write(self, to: int, write: Write) -> Handle[None]:
+        place = self._find(to)
+        if place is not None:
+            return self._local._write(place, write)
+        check_write(write, self.name, self.num_elements, self.dtype)
+        if self._members.is_gone(to, self._group.next_seq):
+            return Done(None)
+        turn = self._turns.get(to, 0)
+        self._turns[to] = turn + 1
+        memory = view_of(flat_bytes(write.tensor.detach().cpu().contiguous()))
+        writing = _Writing(self.name, self.number, turn, write.kind, write.weight, write.mass, write.note)
+        call = self._group.mesh.call(to, _WRITE, writing, [memory])
+        return self._answer(call, write.kind, lambda reply: None)
+
+    @contextlib.contextmanager
+    def slot(self, source: int) -> Iterator[Slot]:
+        """Holds a slot while the block lasts."""
+        place = self._find(source)
+        if place is not None:
+            with self._local.slot(place) as inside:
+                inside.source = source
+                yield inside
+            return
+        slot = self._slots.get(source)
+        if slot is None:
+            raise UsageError(
+                f"rank {self._group.rank} has no slot for rank {source} in window {self.name!r}.",
+                next_step="name it among the sources when the window is made.",
+            )
+        if slot.is_held:
+            raise UsageError(
+                f"rank {self._group.rank} waits for a slot of window {self.name!r}, which it holds itself.",
+                next_step="end the first `with` block before the second begins.",
+            )
+        while not slot.lock.acquire(blocking=False):
+            time.sleep(_HELD_S)  # a write that is being taken in
+        slot.is_held = True
+        try:
+            yield slot
+        finally:
+            slot.is_held = False
+            slot.lock.release()
+
+    def filled(self) -> Sequence[int]:
+        """Lists the sources whose slots have something in them."""
+        self._check_open()
+        inside = [self._members.mates[place] for place in self._local.filled()]
+        return sorted(inside + [source for source, slot in self._slots.items() if slot.num_writes])
+
+    def wait(self, deadline: Deadline | None = None) -> Sequence[int]:
+        """Waits until there is one, or nobody is left who could write."""
+        found: list[int] = []
+
+        def look() -> bool:
+            found[:] = self.filled()
+            members = self._group.members
+            return bool(found) or not any(rank in members for rank in self._sources)
+
+        with contextlib.suppress(DeadlineExceeded):
+            self._group.wait(look, deadline, f"window {self.name}")
+        return found
+
+    # --- what is published ---
+
+    def publish(self, tensor: torch.Tensor, version: int) -> None:
+        """Publishes for this machine where it lies, for others as a copy when they ask."""
+        self._check_open()
+        self._local.publish(tensor, version)
+        with self._lock:
+            self._published = _Published(tensor.detach().view(-1), version)
+
+    def reclaim(self, version: int) -> None:
+        """Makes snapshots void; waits while a copy is made for somebody."""
+        self._check_open()
+        self._local.reclaim(version)
+        with self._lock:
+            pass
+
+    @contextlib.contextmanager
+    def changing(self, version: int) -> Iterator[None]:
+        """Lets nobody read it inside."""
+        self._check_open()
+        with self._lock, self._local.changing(version):
+            published = self._published
+            assert published is not None
+            published.is_torn = True
+            yield
+            published.version, published.is_torn = version, False
+
+    def fetch(self, peer: int) -> Handle[Snapshot | None]:
+        """Gives the memory of a worker of this machine itself, a copy from others."""
+        place = self._find(peer)
+        if place is not None:
+            return self._group.handle(
+                fetched := self._local.fetch(place), "fetch", lambda: _renamed(fetched.wait(), peer)
+            )
+
+        def convert(reply: Reply) -> Snapshot | None:
+            if reply.payload is None:
+                return None
+            content = torch.frombuffer(reply.buffers[0], dtype=torch.uint8)
+            return CopiedSnapshot(peer, reply.payload[0], content.view(DTYPES[reply.payload[1]]))
+
+        call = self._group.mesh.call(peer, _READ, _Reading(self.name, self.number, 0))
+        return self._answer(call, "fetch", convert)
+
+    def read(self, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
+        """Receives straight into its place."""
+        place = self._find(peer)
+        if place is not None:
+            return self._local.read(place, into, version=version)
+        is_in_place = into.is_contiguous() and not into.is_cuda
+        host = into.detach() if is_in_place else torch.empty(into.shape, dtype=into.dtype)
+        memory = view_of(flat_bytes(host))
+
+        def allocate(head: Head) -> Sequence[memoryview]:
+            if not head.sizes:
+                return []
+            dtype = head.payload[1]
+            if list(head.sizes) != [memory.nbytes] or dtype != dtype_name(into.dtype):
+                raise TensorError(
+                    f"{head.total_bytes} bytes of {dtype}, published as {self.name!r} by rank {peer}, do not "
+                    f"fit into {memory.nbytes} of {dtype_name(into.dtype)}."
+                )
+            return [memory]
+
+        def convert(reply: Reply) -> int | None:
+            if reply.payload is None:
+                return None
+            if not is_in_place:
+                into.detach().copy_(host)
+            return int(reply.payload[0])
+
+        asked = _Reading(self.name, self.number, version)
+        return self._answer(self._group.mesh.call(peer, _READ, asked, into=allocate), "read", convert)
+
+    def close(self) -> None:
+        """Gives the memory back; what others still write here is dropped."""
+        self._check_open()
+        self._group.clear_queue("window")
+        self._is_open = False
+        self._on_close(self.name)
+        self._local.close()
+
+    # --- answers, on the mesh's loop ---
+
+    def take_write(self, source: int, asked: _Writing, buffers: Sequence[memoryview]) -> Callable[[], bool]:
+        """Checks what somebody writes; gives what is to be tried until it is taken in."""
+        slot = self._slots.get(source)
+        if slot is None:
+            raise UsageError(f"there is no slot for rank {source} here.", next_step="name it as a source.")
+        size_bytes = self.num_elements * self.dtype.itemsize
+        if [buffer.nbytes for buffer in buffers] != [size_bytes]:
+            came_bytes = sum(buffer.nbytes for buffer in buffers)
+            raise TensorError(f"{came_bytes} bytes were written to a window of {size_bytes}.")
+        tensor = tensor_over(buffers[0]).view(self.dtype)
+        write = Write(asked.kind, tensor, asked.weight, asked.mass, asked.note)
+        return lambda: not self._is_open or slot.try_write(asked.turn, write)
+
+    def try_copy(self, version: int) -> Reply | None:
+        """Copies what is published, if it is new enough and not being written."""
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            found = self._published
+            if found is None or found.is_torn or found.version < version:
+                return None
+            copy = self._spares.pop() if self._spares else torch.empty_like(found.tensor, device=_HOST)
+            copy.copy_(found.tensor)
+            version = found.version
+        finally:
+            self._lock.release()
+
+        def give_back() -> None:
+            if len(self._spares) < _MAX_SPARES:
+                self._spares.append(copy)
+
+        return Reply([version, dtype_name(copy.dtype)], [view_of(flat_bytes(copy))], on_sent=give_back)
+
+    @property
+    def has_published(self) -> bool:
+        """Whether there is anything to read."""
+        return self._published is not None
+
+    # --- the rest ---
+
+    def _answer(self, call: MeshHandle[Reply], what: str, convert: Callable[[Reply], T]) -> Handle[T | None]:
+        """Gives what a peer answers; None when it is gone."""
+
+        def result() -> T | None:
+            try:
+                return convert(call.wait())
+            except PeerLost:
+                return None
+
+        return self._group.handle(call, f"{what} {self.name}", result)
+
+    def _find(self, rank: int) -> int | None:
+        """Gives the place of a rank of this machine; None for others."""
+        self._check_open()
+        if not 0 <= rank < self._group.size:
+            raise UsageError(f"There is no rank {rank} among {self._group.size}.", next_step="name a member.")
+        return self._members.place_of(rank)
+
+    def _check_open(self) -> None:
+        self._group.check_usable()
+        if not self._is_open:
+            raise UsageError(f"Window {self.name!r} is closed.", next_step="make it again by group.window().")
+
+
+class Windows:
+    """All windows of one worker; answers those of other machines."""
+
+    def __init__(self, group: ClusterGroup) -> None:
+        self._group = group
+        self._open: dict[str, ClusterWindow] = {}
+        self._numbers: dict[str, int] = {}
+        """Alike on all ranks: what comes late is not taken for something of a later window of the name."""
+        self._is_over = False
+        group.mesh.handle(_READ, self._serve_read, payload_type=_Reading)
+        group.mesh.handle(_WRITE, self._serve_write, payload_type=_Writing)
+
+    def make(
+        self, name: str, num_elements: int, dtype: torch.dtype, sources: Collection[int] | None
+    ) -> ClusterWindow:
+        """Makes slots for other machines' sources here, for the machine's own in shared memory."""
+        group = self._group
+        if name in self._open:
+            raise UsageError(f"The window {name!r} is open.", next_step="close it, or take another name.")
+        sources = [rank for rank in range(group.size) if rank != group.rank] if sources is None else sources
+        group.clear_queue("window")
+        inside = [place for rank in sources if (place := group.who.place_of(rank)) is not None]
+        if sources != () and not inside and len(group.who.mates) > 1:
+            # the machine's own group takes a window without sources for one that only publishes, and others
+            # of this machine may have sources inside: a slot that nobody writes keeps all together
+            inside = [group.local.rank]
+        local = group.local.window(name, num_elements, dtype, sources=inside)
+        number = self._numbers.get(name, 0) + 1
+        window = ClusterWindow(group, number, local, sorted(sources), self._forget)
+        self._open[name] = window
+        self._numbers[name] = number  # last: what has a number and is not open is closed
+        return window
+
+    def leave(self) -> None:
+        """Lets nobody wait any more for something of this worker."""
+        self._is_over = True
+
+    def close(self) -> None:
+        """Forgets all windows."""
+        self._is_over = True
+        self._open.clear()
+
+    def _forget(self, name: str) -> None:
+        self._open.pop(name, None)
+
+    async def _serve_read(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
+        asked: _Reading = head.payload
+        found: list[Reply] = []
+
+        def look() -> bool:
+            window = self._find(asked)
+            reply = None if window is None else window.try_copy(asked.version)
+            if reply is not None:
+                found.append(reply)
+            has_nothing = asked.version == 0 and (window is None or not window.has_published)
+            return bool(found) or has_nothing or self._is_closed(asked)
+
+        await _until(look)
+        return found[0] if found else Reply(None)
+
+    async def _serve_write(self, head: Head, buffers: Sequence[memoryview]) -> None:
+        asked: _Writing = head.payload
+        await _until(lambda: self._is_closed(asked) or self._find(asked) is not None)
+        window = self._find(asked)
+        if window is None:
+            return  # closed, or this worker has left: writes to one who is gone do nothing
+        try_write = window.take_write(self._group.mesh.rank_of(head), asked, buffers)
+        await _until(lambda: self._is_over or try_write())
+        self._group.wake()
+
+    def _find(self, asked: _Reading | _Writing) -> ClusterWindow | None:
+        window = None if self._is_over else self._open.get(asked.window)
+        return window if window is not None and window.number == asked.number else None
+
+    def _is_closed(self, asked: _Reading | _Writing) -> bool:
+        """Tells whether the window of which somebody speaks is no more, and not only not yet there."""
+        is_known = self._numbers.get(asked.window, 0) >= asked.number
+        return self._is_over or (is_known and self._find(asked) is None)
+
+
+def _renamed(found: Snapshot | None, rank: int) -> Snapshot | None:
+    """Names a snapshot's publisher by its rank in the whole group."""
+    if found is not None:
+        found.rank = rank
+    return found
+
+
+async def _until(is_done: Callable[[], bool]) -> None:
+    """Looks again and again, ever more rarely: what is waited for happens in another thread."""
+    nap_s = _LOOK_S
+    while not is_done():
+        await asyncio.sleep(nap_s)
+        nap_s = min(1.25 * nap_s, _SLOWEST_LOOK_S)
