@@ -37,6 +37,7 @@ from shoal.transport.conditions.faults import (
     Slow,
 )
 from shoal.transport.conditions.faulty_links import Effects, effects_on
+from shoal.transport.networks.pipes import Passage
 
 T = TypeVar("T")
 _WHAT = "The fault script of a group"
@@ -79,9 +80,8 @@ class Shaped(GroupWrapper):
         step_sends = {rank: size // operation.num_steps for rank, size in operation.sends.items()}
         step_receives = {rank: size // operation.num_steps for rank, size in operation.receives.items()}
         for _ in range(operation.num_steps):
-            began_s = due_s
-            due_s = self._sent_s(began_s, step_sends, has_to_arrive=operation.is_request)
-            due_s = max(due_s, self._received_s(began_s, step_receives))
+            sent_s = self._sent_s(due_s, step_sends, has_to_arrive=operation.is_request)
+            due_s = max(sent_s, self._received_s(due_s, step_receives))
         learn: Callable[[T], float] | None = None
         if operation.learns is not None:
             learns, asked_s = operation.learns, due_s if operation.is_request else issued_s
@@ -93,19 +93,16 @@ class Shaped(GroupWrapper):
 
     def _sent_s(self, now_s: float, sends: Bytes, *, has_to_arrive: bool) -> float:
         """Tells when the last byte has left this worker, or reached the other side."""
-        ends_s = [now_s]
-        for rank, size_bytes in sends.items():
-            passage = self._conditions.link(self._here, self._address(rank)).carry_stream(now_s, size_bytes)
-            ends_s.append(passage.arrives_at_s if has_to_arrive else passage.left_at_s)
-        return max(ends_s)
+        passages = [self._carry(self._here, self._address(rank), now_s, sends[rank]) for rank in sends]
+        return max([now_s, *(each.arrives_at_s if has_to_arrive else each.left_at_s for each in passages)])
 
     def _received_s(self, now_s: float, receives: Bytes) -> float:
         """Tells when the last byte has come."""
-        ends_s = [now_s]
-        for rank, size_bytes in receives.items():
-            passage = self._conditions.link(self._address(rank), self._here).carry_stream(now_s, size_bytes)
-            ends_s.append(passage.arrives_at_s)
-        return max(ends_s)
+        passages = [self._carry(self._address(rank), self._here, now_s, receives[rank]) for rank in receives]
+        return max([now_s, *(passage.arrives_at_s for passage in passages)])
+
+    def _carry(self, source: Address, target: Address, now_s: float, size_bytes: int) -> Passage:
+        return self._conditions.link(source, target).carry_stream(now_s, size_bytes)
 
     def _address(self, rank: int) -> Address:
         return Address("machine", self.machines[rank]) if self._is_by_machine else Address("rank", rank)
