@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 import signal
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -246,13 +246,15 @@ class Faulty(GroupWrapper):
             if cut and not self.should_survive:
                 raise _unreachable(cut[0])
             if isinstance(result, list):
+                # a member may have left since, so that there is less
                 parts = dict(zip(sorted({*operation.needs, self.rank}), result, strict=False))
-                self._damage(damaged, parts)
+                for rank in parts.keys() & damaged:
+                    self._damage(parts[rank], [rank])
                 return [part for rank, part in parts.items() if rank not in cut]
             if isinstance(result, Snapshot) and damaged:
                 return _DamagedSnapshot(result, self._draws[damaged[0]])
             if operation.tensor is not None and result is not None and not cut:
-                self._damage(damaged, dict.fromkeys(damaged, operation.tensor.detach()))
+                self._damage(operation.tensor.detach(), damaged)
             return result
 
         return self._handle(start(), finish)
@@ -268,12 +270,8 @@ class Faulty(GroupWrapper):
         # a source sends in any case: whether it is heard is its receiver's affair
         rest = dataclasses.replace(rest, destinations=weights.destinations)
         damaged = self._damaged(rest.sources)
-
-        def finish(result: torch.Tensor) -> torch.Tensor:
-            self._damage(damaged, dict.fromkeys(damaged, result))
-            return result
-
-        return self._handle(self.inner.exchange(tensor, rest, out=out), finish)
+        handle = self.inner.exchange(tensor, rest, out=out)
+        return self._handle(handle, lambda result: self._damage(result, damaged))
 
     def _write(self, window: Window, to: int, one: Write) -> Handle[None]:
         """Writes what of it comes to its destination, if anything."""
@@ -285,8 +283,8 @@ class Faulty(GroupWrapper):
                 self._returned_s = self._sleeper.clock.now_s()
                 return Done(None)
             if self._happens(to, 1 - effects.is_right):
-                one = dataclasses.replace(one, tensor=one.tensor.detach().clone())
-                damage(one.tensor, self._draws[to])
+                wrong = self._damage(one.tensor.detach().clone(), [to])
+                one = dataclasses.replace(one, tensor=wrong)
         return self._handle(window._write(to, one))
 
     def _wait(self, window: Window, sources: Collection[int], deadline: Deadline | None) -> Sequence[int]:
@@ -375,10 +373,10 @@ class Faulty(GroupWrapper):
     def _happens(self, rank: int, probability: float) -> bool:
         return probability > 0 and self._draws[rank].uniform() < probability
 
-    def _damage(self, sources: Iterable[int], parts: Mapping[int, torch.Tensor]) -> None:
+    def _damage(self, tensor: torch.Tensor, sources: Iterable[int]) -> torch.Tensor:
         for rank in sources:
-            if rank in parts:
-                damage(parts[rank], self._draws[rank])
+            damage(tensor, self._draws[rank])
+        return tensor
 
     def _handle(self, inner: Handle[T], finish: Callable[[T], T] = lambda result: result) -> Handle[T]:
         self._returned_s = self._sleeper.clock.now_s()
