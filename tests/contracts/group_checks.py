@@ -22,13 +22,15 @@ MORE_THAN_STAGED = 1_100_003
 
 
 def data_of(rank, count, dtype=torch.float32):
-    """What a rank brings."""
+    """What a rank brings, on the device that is tested."""
     if count == MORE_THAN_STAGED:
         return (torch.arange(count, dtype=torch.int32) * (2 * rank + 1) % 1009).to(dtype)
-    choice = torch.Generator().manual_seed(1000 + rank)
+    choice = torch.Generator("cpu").manual_seed(1000 + rank)
     if dtype.is_floating_point:
-        return torch.randn(count, generator=choice, dtype=torch.float64).to(dtype)
-    return torch.randint(-1000, 1000, (count,), generator=choice).to(dtype)
+        drawn = torch.randn(count, generator=choice, dtype=torch.float64, device="cpu")
+    else:
+        drawn = torch.randint(-1000, 1000, (count,), generator=choice, device="cpu")
+    return drawn.to(torch.get_default_device(), dtype)
 
 
 def in_memory(group, tensor, *, is_own):
@@ -43,7 +45,7 @@ def bits_of(tensors):
     """Equal only for equal bits."""
     hasher = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
-        hasher.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        hasher.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return hasher.hexdigest()
 
 

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from shoal.core import Deadline, Placement
 from shoal.group.base import GroupSettings
 from shoal.group.conditions import Faulty, Shaped
 from shoal.group.observed import Metered, Traced
+from shoal.group.operations import GroupWrapper
 from shoal.group.solo import SoloGroup
 from shoal.report.timeline import Timeline
 from shoal.transport import FaultScript, Profile
@@ -34,6 +37,38 @@ def _host(rank, size, key, **settings):
     from shoal.group.host import open_host_group
 
     return open_host_group(Placement(rank, size, rank, size, "test"), GroupSettings(key=key, **settings))
+
+
+class _OnDevice(GroupWrapper):
+    """Takes memory on a device where nothing else is said."""
+
+    def __init__(self, inner, device):
+        super().__init__(inner)
+        self._device = device
+
+    def empty(self, *what, device=None):
+        return self.inner.empty(*what, device=device or self._device)
+
+    def window(self, *what, sources=None, device=None):
+        return self.inner.window(*what, sources=sources, device=device or self._device)
+
+
+def _on_gpu(rank, size, key, is_one=True, **settings):
+    """All tensors on a GPU: a real one where SHOAL_TEST_DEVICE says so, else one made of a thread."""
+    from group.fake_device import FakeDevice
+    from shoal.group.host import open_host_group
+
+    placement = Placement(rank, size, rank, size, "test")
+    device = torch.device(os.environ.get("SHOAL_TEST_DEVICE", "meta"))
+    if device.type == "cuda":
+        torch.set_default_device(device)
+        group = open_host_group(placement, GroupSettings(key=key, **settings))
+    else:
+        identity = "fake" if is_one else f"fake {rank}"
+        make = partial(FakeDevice, seed=rank, identity=identity, is_everything=True)
+        group = open_host_group(placement, GroupSettings(key=key, **settings), lambda _: make())
+        group.empty(1, device=device)
+    return _OnDevice(group, device)
 
 
 def _torch(rank, size, key, workers_per_machine=None, **settings):
@@ -71,6 +106,8 @@ def _traced(group):
 KINDS = {
     "solo": Kind(_solo, (1,)),
     "host": Kind(_host, (5, 4, 3, 2, 1)),  # the largest first: its workers start at the same time
+    "gpu": Kind(_on_gpu, (4, 3, 2)),
+    "gpus": Kind(partial(_on_gpu, is_one=False), (3,)),
     "torch": Kind(_torch, (4, 3, 2)),
     "gloo": Kind(partial(_torch, backend="gloo"), (2,)),
     "metered": Kind(_wrapped(Metered), (3,)),

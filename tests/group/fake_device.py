@@ -21,14 +21,27 @@ _LOOK_S = 5e-5
 
 
 class FakeDevice(SharedDevice):
-    """`capacity_bytes` is what it has room for; with `identity` workers are on GPUs of their own."""
+    """`capacity_bytes` is what it has room for; with an `identity` each, workers have GPUs of their own.
 
-    def __init__(self, *, seed=0, identity="fake", capacity_bytes=1 << 40, longest_s=1e-3):
+    With `is_everything` all tensors count as its own, save those of uint8, in which objects travel.
+    """
+
+    def __init__(
+        self, *, seed=0, identity="fake", capacity_bytes=1 << 40, longest_s=1e-3, is_everything=False
+    ):
         self.name = self.identity = identity
         self.capacity_bytes = capacity_bytes
         self.side = _LaggingStream(random.Random(seed), longest_s)
         self._caller = _CallerStream()
         self.is_registered = False
+        self.is_everything = is_everything
+        self._own = []
+
+    def takes(self, tensor):
+        if self.is_everything:
+            return tensor.dtype is not torch.uint8
+        pointer = tensor.data_ptr()
+        return any(own.data_ptr() <= pointer < own.data_ptr() + own.nbytes for own in self._own)
 
     @property
     def caller(self):
@@ -44,14 +57,16 @@ class FakeDevice(SharedDevice):
         descriptor = os.memfd_create("fake gpu")
         os.ftruncate(descriptor, size_bytes)
         handle = f"/proc/{os.getpid()}/fd/{descriptor}".encode()
-        return _tensor(descriptor, size_bytes), handle
+        self._own.append(_tensor(descriptor, size_bytes))
+        return self._own[-1], handle
 
     def attach(self, handle, size_bytes):
         descriptor = os.open(handle.decode(), os.O_RDWR)
         try:
-            return _tensor(descriptor, size_bytes)
+            self._own.append(_tensor(descriptor, size_bytes))
         finally:
             os.close(descriptor)
+        return self._own[-1]
 
     def register(self, memory):
         self.is_registered = True

@@ -208,7 +208,9 @@ def test_a_finding_is_printed_with_its_place_and_the_exit_code_says_so(tmp_path)
 def test_what_is_hard_to_read_may_only_become_less(tmp_path, capsys):
     for room in ("dht", "group"):
         (tmp_path / room).mkdir()
-        (tmp_path / room / "seat.py").write_text('class Seat:\n    """By name."""\n\n    def _own(self): ...\n')
+        (tmp_path / room / "seat.py").write_text(
+            'class Seat:\n    """By name."""\n\n    def _own(self): ...\n'
+        )
     found = law.hard_to_read(tmp_path)
     twice, short, folders = found
     assert [len(found[kind]) for kind in found] == [1, 2, 0]

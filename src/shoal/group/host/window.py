@@ -694,11 +694,15 @@ class _ClaimedSnapshot(Snapshot):
         self.rank = found.rank
         self.version = found.version
         self.tensor = found.tensor
+        self._found = found
         self._reads = reads
-        self._claim = claim
+        self._claim: int | None = claim
 
     def is_intact(self) -> bool:
+        if self._claim is None:
+            return self._found.is_intact()
         self._reads.end(self._claim)
+        self._claim = None
         return True
 
 
