@@ -37,7 +37,7 @@ from shoal.group.host.control import (
 from shoal.group.host.heartbeat import ProcessWatch
 from shoal.group.host.memory import Segment
 from shoal.group.kernels import OPS, reduce_into, share
-from shoal.group.operations import Tally as TrafficCounter
+from shoal.group.operations import TrafficCounter
 from shoal.topology import Weights
 
 log = logging.getLogger(__name__)
