@@ -40,12 +40,11 @@ class _Reading(msgspec.Struct, frozen=True, array_like=True):
     """Asks for what is published, once it is of this version."""
 
     window: str
-    number: int
     version: int
 
 
 class _Writing(msgspec.Struct, frozen=True, array_like=True):
-    """Writes into the caller's slot; `turn` counts what one worker writes to another in a window."""
+    """Writes into the caller's slot; `number` counts windows of the name, `turn` the caller's writes here."""
 
     window: str
     number: int
@@ -90,7 +89,10 @@ class _Published:
 
 
 class ClusterWindow(Window):
-    """One worker's side of a window; `local` is that of its machine, `number` counts windows of this name."""
+    """One worker's side of a window; `local` is that of its machine.
+
+    `number` counts windows of this name that have slots; 0 if it has none, and only publishes.
+    """
 
     def __init__(
         self,
@@ -127,6 +129,8 @@ class ClusterWindow(Window):
 
     def _write(self, to: int, write: Write) -> Handle[None]:
         place = self._find(to)
+        if not self.number or (to == self._group.rank and to not in self._sources):
+            raise self._no_slot(to, to)
         if place is not None:
             return self._local._write(place, write)
         check_write(write, self.name, self.num_elements, self.dtype)
@@ -143,17 +147,14 @@ class ClusterWindow(Window):
     def slot(self, source: int) -> Iterator[Slot]:
         """Holds a slot while the block lasts."""
         place = self._find(source)
+        if source not in self._sources:
+            raise self._no_slot(self._group.rank, source)
         if place is not None:
             with self._local.slot(place) as inside:
                 inside.source = source
                 yield inside
             return
-        slot = self._slots.get(source)
-        if slot is None:
-            raise UsageError(
-                f"rank {self._group.rank} has no slot for rank {source} in window {self.name!r}.",
-                next_step="name it among the sources when the window is made.",
-            )
+        slot = self._slots[source]
         if slot.is_held:
             raise UsageError(
                 f"rank {self._group.rank} waits for a slot of window {self.name!r}, which it holds itself.",
@@ -218,9 +219,8 @@ class ClusterWindow(Window):
         """Gives the memory of a worker of this machine itself, a copy from others."""
         place = self._find(peer)
         if place is not None:
-            return self._group.handle(
-                fetched := self._local.fetch(place), "fetch", lambda: _renamed(fetched.wait(), peer)
-            )
+            fetched = self._local.fetch(place)
+            return self._group.handle(fetched, "fetch", lambda: _renamed(fetched.wait(), peer))
 
         def convert(reply: Reply) -> Snapshot | None:
             if reply.payload is None:
@@ -228,7 +228,7 @@ class ClusterWindow(Window):
             content = torch.frombuffer(reply.buffers[0], dtype=torch.uint8)
             return CopiedSnapshot(peer, reply.payload[0], content.view(DTYPES[reply.payload[1]]))
 
-        call = self._group.mesh.call(peer, _READ, _Reading(self.name, self.number, 0))
+        call = self._group.mesh.call(peer, _READ, _Reading(self.name, 0))
         return self._answer(call, "fetch", convert)
 
     def read(self, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
@@ -258,13 +258,15 @@ class ClusterWindow(Window):
                 into.detach().copy_(host)
             return int(reply.payload[0])
 
-        asked = _Reading(self.name, self.number, version)
+        asked = _Reading(self.name, version)
         return self._answer(self._group.mesh.call(peer, _READ, asked, into=allocate), "read", convert)
 
     def close(self) -> None:
-        """Gives the memory back; what others still write here is dropped."""
-        self._check_open()
-        self._group.clear_queue("window")
+        """Gives the memory back; what others still write here is dropped. Idempotent."""
+        if not self._is_open:
+            return
+        if self.number:
+            self._group.clear_queue("window")
         self._is_open = False
         self._on_close(self.name)
         self._local.close()
@@ -322,6 +324,12 @@ class ClusterWindow(Window):
 
         return self._group.handle(call, f"{what} {self.name}", result)
 
+    def _no_slot(self, rank: int, source: int) -> UsageError:
+        return UsageError(
+            f"rank {rank} has no slot for rank {source} in window {self.name!r}.",
+            next_step="name it among the sources when the window is made.",
+        )
+
     def _find(self, rank: int) -> int | None:
         """Gives the place of a rank of this machine; None for others."""
         self._check_open()
@@ -354,18 +362,22 @@ class Windows:
         group = self._group
         if name in self._open:
             raise UsageError(f"The window {name!r} is open.", next_step="close it, or take another name.")
-        sources = [rank for rank in range(group.size) if rank != group.rank] if sources is None else sources
-        group.clear_queue("window")
-        inside = [place for rank in sources if (place := group.who.place_of(rank)) is not None]
-        if sources != () and not inside and len(group.who.mates) > 1:
+        group.check_usable()
+        number = 0
+        inside: Collection[int] = ()
+        if sources != ():
+            number = self._numbers.get(name, 0) + 1
+            if sources is None:
+                sources = [rank for rank in range(group.size) if rank != group.rank]
+            group.clear_queue("window")
             # the machine's own group takes a window without sources for one that only publishes, and others
             # of this machine may have sources inside: a slot that nobody writes keeps all together
-            inside = [group.local.rank]
+            inside = [place for rank in sources if (place := group.who.place_of(rank)) is not None]
+            inside = inside or [group.local.rank]
         local = group.local.window(name, num_elements, dtype, sources=inside)
-        number = self._numbers.get(name, 0) + 1
-        window = ClusterWindow(group, number, local, sorted(sources), self._forget)
-        self._open[name] = window
-        self._numbers[name] = number  # last: what has a number and is not open is closed
+        window = self._open[name] = ClusterWindow(group, number, local, sorted(sources), self._forget)
+        if number:
+            self._numbers[name] = number  # last: what has a number and is not open is closed
         return window
 
     def leave(self) -> None:
@@ -385,12 +397,12 @@ class Windows:
         found: list[Reply] = []
 
         def look() -> bool:
-            window = self._find(asked)
+            window = None if self._is_over else self._open.get(asked.window)
             reply = None if window is None else window.try_copy(asked.version)
             if reply is not None:
                 found.append(reply)
             has_nothing = asked.version == 0 and (window is None or not window.has_published)
-            return bool(found) or has_nothing or self._is_closed(asked)
+            return bool(found) or has_nothing or self._is_over
 
         await _until(look)
         return found[0] if found else Reply(None)
@@ -405,21 +417,31 @@ class Windows:
         await _until(lambda: self._is_over or try_write())
         self._group.wake()
 
-    def _find(self, asked: _Reading | _Writing) -> ClusterWindow | None:
+    def _find(self, asked: _Writing) -> ClusterWindow | None:
         window = None if self._is_over else self._open.get(asked.window)
         return window if window is not None and window.number == asked.number else None
 
-    def _is_closed(self, asked: _Reading | _Writing) -> bool:
-        """Tells whether the window of which somebody speaks is no more, and not only not yet there."""
+    def _is_closed(self, asked: _Writing) -> bool:
+        """Tells whether the window that somebody writes to is no more, and not only not yet there."""
         is_known = self._numbers.get(asked.window, 0) >= asked.number
         return self._is_over or (is_known and self._find(asked) is None)
 
 
+class _RenamedSnapshot(Snapshot):
+    """A snapshot inside the machine, whose publisher is named by its rank in the whole group."""
+
+    def __init__(self, inner: Snapshot, rank: int) -> None:
+        self.rank = rank
+        self.version = inner.version
+        self.tensor = inner.tensor
+        self._inner = inner
+
+    def is_intact(self) -> bool:
+        return self._inner.is_intact()
+
+
 def _renamed(found: Snapshot | None, rank: int) -> Snapshot | None:
-    """Names a snapshot's publisher by its rank in the whole group."""
-    if found is not None:
-        found.rank = rank
-    return found
+    return None if found is None else _RenamedSnapshot(found, rank)
 
 
 async def _until(is_done: Callable[[], bool]) -> None:
