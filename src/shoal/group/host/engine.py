@@ -267,6 +267,11 @@ class ProgressEngine:
         gone = ((rank, self.control.gone_after(rank)) for rank in range(self.size))
         return [rank for rank, after in gone if after == NOT_YET or self.issued < after]
 
+    def check_rank(self, rank: int) -> None:
+        """UsageError for a rank that does not exist."""
+        if not 0 <= rank < self.size:
+            raise UsageError(f"There is no rank {rank} among {self.size}.", next_step="name a member.")
+
     def is_gone(self, rank: int) -> bool:
         """Tells whether another rank is lost or has left."""
         return rank != self.rank and self.control.gone_after(rank) != NOT_YET

@@ -224,10 +224,7 @@ class HostGroup(Group):
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
         """Copies the root's tensor to all, in place."""
         given, tensor = tensor, tensor.detach()
-        if not 0 <= root < self.size:
-            raise UsageError(
-                f"There is no rank {root} among {self.size}.", next_step="broadcast from a member."
-            )
+        self._engine.check_rank(root)
         self._counter.broadcast(tensor.nbytes, root)
         words = [_BROADCAST, code_of(tensor.dtype), tensor.numel(), root]
         sources = () if self.rank == root else (root,)
@@ -272,17 +269,15 @@ class HostGroup(Group):
         self._meet(sizes)
         results = {rank: tensor.new_empty((rows, *rest)) for rank, (rows, _) in told.items()}
         row_bytes = width * tensor.element_size()
-        self._counter.all_gather(
-            tensor.nbytes, sum(row_bytes * told[rank][0] for rank in told) - tensor.nbytes
-        )
+        all_bytes = row_bytes * sum(rows for rows, _ in told.values())
+        self._counter.all_gather(tensor.nbytes, all_bytes - tensor.nbytes)
         copy_into(results[self.rank], tensor.reshape(rows, *rest))
         flats = {rank: result.view(-1) for rank, result in results.items()}
         piece = STAGE_BYTES // tensor.element_size()
         longest = max(flat.numel() for flat in flats.values())
-        if all(code != _NO_PLACE for _, code in told.values()):
-            tasks = [
-                self._engine.issue(self._read_all(tensor, flats, {r: code for r, (_, code) in told.items()}))
-            ]
+        codes = {rank: code for rank, (_, code) in told.items()}
+        if _NO_PLACE not in codes.values():
+            tasks = [self._engine.issue(self._read_all(tensor, flats, codes))]
         else:
             tasks = [
                 self._engine.issue(self._staging.gather_step(_ALL_GATHER, flats, slice(start, start + piece)))
