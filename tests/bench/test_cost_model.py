@@ -7,6 +7,7 @@ from group.pretender import ManualSleeper, Pretender, ones
 from shoal.bench.cost_model import Link, Method, Network, Terms, Turn, Work, iteration_s, traffic_of
 from shoal.bench.profile_links import shaped_network
 from shoal.core import UsageError
+from shoal.group import exchange_machines
 from shoal.group.conditions import Shaped
 from shoal.topology import Weights
 from shoal.transport import Profile
@@ -118,7 +119,7 @@ SHAPE = "[ways.default]\ndelay_ms = 10\nmbit_s = 8"
         ),
         (
             Method(kind="hierarchical", speaks="worker"),
-            lambda group: group.exchange_machines(ones(), Weights.uniform([1])),
+            lambda group: exchange_machines(group, ones(), Weights.uniform([1])),
         ),
     ],
 )

@@ -4,13 +4,15 @@ import json
 import subprocess
 import sys
 
+import msgspec
 import pytest
+import torch
 
 from launch.machines import two_machines
 from shoal.bench.crew import CrewSettings
 from shoal.bench.ranks import RankCrew, Ranks, Told, in_lines
 from shoal.core import BenchmarkError, PeerLost
-from shoal.group import SoloGroup
+from shoal.group import Done, SoloGroup
 from shoal.launch.lines import MAX_LINE_BYTES, Lines
 
 LIMIT_S = 150
@@ -66,10 +68,12 @@ class Losing(SoloGroup):
         super().__init__()
         self._answers = answers
 
-    def share(self, value):
+    def all_gather(self, tensor):
         if self._answers is None:
             raise PeerLost("rank 1 is lost: it was killed.", peer=1)
-        return [value, self._answers] if "kind" not in value else [value]
+        is_order = "kind" in msgspec.msgpack.decode(tensor.numpy().data)
+        told = bytearray(msgspec.msgpack.encode(self._answers))
+        return Done([tensor] if is_order else [tensor, torch.frombuffer(told, dtype=torch.uint8)])
 
 
 def test_a_rank_that_is_lost_is_a_failure_of_the_benchmark_and_of_all_later_orders():

@@ -40,8 +40,8 @@ def _torch(rank, size, key, workers_per_machine=None, **settings):
     """Two workers a machine, or one where there are only two; the store is a file that all know."""
     from torch.distributed import FileStore
 
-    from shoal.group.cluster import open_torch_group
-    from shoal.group.cluster.rendezvous import Rendezvous, Seat
+    from shoal.group.cluster import open_cluster_group
+    from shoal.group.cluster.rendezvous import Rendezvous, WorkerAddress
 
     digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
     # beside the workers' state, whose folder goes with them: torch leaves the file of those that are killed
@@ -49,9 +49,9 @@ def _torch(rank, size, key, workers_per_machine=None, **settings):
     store = FileStore(str(folder / f"store-{digest}"), size)
     rendezvous = Rendezvous(store, rank, size)
     placement = Placement(rank, size, rank, size, "test")
-    seat = Seat.here(placement, None, workers_per_machine or (2 if size > 2 else 1))
-    seats = rendezvous.meet(seat, Deadline.after(30))
-    return open_torch_group(placement, GroupSettings(key=key, **settings), seats, rendezvous)
+    own = WorkerAddress.here(placement, None, workers_per_machine or (2 if size > 2 else 1))
+    addresses = rendezvous.meet(own, Deadline.after(30))
+    return open_cluster_group(placement, GroupSettings(key=key, **settings), addresses, rendezvous)
 
 
 def _solo(rank, size, key):

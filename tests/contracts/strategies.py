@@ -3,6 +3,7 @@
 A new strategy adds a line to CASES and passes `test_strategy.py`.
 """
 
+import os
 from dataclasses import dataclass, field
 
 import torch
@@ -35,6 +36,7 @@ class Case:
     """That the optimizer must have."""
     is_plain_alone: bool = True
     """In a group of one."""
+    runs_on_devices: bool = True
     needs_more: bool = False
     """Than a group: servers, or a package that need not be there. Its own tests give it that."""
 
@@ -67,14 +69,26 @@ CASES = {
     "extra": Case("extra"),
     "d2": Case("d2", is_step_undone=False),
     "momentum": Case("momentum", is_step_undone=False, momentum=0.3),
-    "choco": Case("choco", {"codec": "int8", "gamma": 0.8}, can_be_aborted=False, sends_in_place=False),
+    "choco": Case(
+        "choco",
+        {"codec": "int8", "gamma": 0.8},
+        can_be_aborted=False,
+        sends_in_place=False,
+        runs_on_devices=False,
+    ),
     "sgp": Case("sgp", is_step_undone=False),
     "relay": Case("relay", keeps_mean=False, is_step_undone=False, sends_in_place=False),
     "parameter-server": Case("parameter-server", needs_more=True),
     "staleness-aware": Case("staleness-aware", needs_more=True),
     "horovod": Case("horovod", needs_more=True),
 }
-EVERY = {name: case for name, case in CASES.items() if not case.needs_more}
+DEVICE = os.environ.get("SHOAL_TEST_DEVICE", "cpu")
+"""Where models are: `make test-gpu` asks for cuda."""
+EVERY = {
+    name: case
+    for name, case in CASES.items()
+    if not case.needs_more and (DEVICE == "cpu" or case.runs_on_devices)
+}
 COUNTED = {name: case for name, case in EVERY.items() if case.shares_through_group}
 ABORTED = {name: case for name, case in COUNTED.items() if case.can_be_aborted}
 
@@ -163,8 +177,8 @@ def are_equal(left, right):
 
 
 def group_mean(group, vector):
-    """By way of the group alone, whatever the strategy is."""
-    parts = group.all_gather(vector).wait()
+    """By way of the group alone, whatever the strategy is; on the CPU."""
+    parts = group.all_gather(vector.cpu()).wait()
     return torch.stack(parts).mean(0)
 
 
@@ -173,7 +187,7 @@ def unequal(group, model):
     generator = torch.Generator().manual_seed(100 + group.rank)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator))
+            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.device))
 
 
 def one_step(model, optimizer, x):

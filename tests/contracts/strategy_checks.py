@@ -1,7 +1,7 @@
 """What workers do in `test_strategy.py`.
 
 Each function runs in every worker of a group, walks through the cases that it is given, and asserts there:
-one run of the pool checks many things.
+one run of the pool checks many things. Some can be asked for a model on another `device`.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from contracts.strategies import (
     CASES,
+    DEVICE,
     MODELS,
     ManySmall,
     Mixed,
@@ -76,16 +77,16 @@ class Counting(GroupWrapper):
 
     def window(self, *arguments, **named):
         window = super().window(*arguments, **named)
-        for kind in ("put", "accumulate"):
-            setattr(window, kind, self._seen(getattr(window, kind)))
+        put, add, publish, fetch = window.put, window.add, window.publish, window.fetch
+        window.put = lambda to, tensor, **more: put(to, self._see(tensor), **more)
+        window.add = lambda to, tensor, **more: add(to, self._see(tensor), **more)
+        window.publish = lambda tensor, version: publish(self._see(tensor), version)
+        window.fetch = lambda peer: self._pull(fetch, peer)
         return window
 
-    def _seen(self, write):
-        def seen(to, tensor, **named):
-            self._see(tensor)
-            return write(to, tensor, **named)
-
-        return seen
+    def _pull(self, fetch, peer):
+        self.num_pulls += 1
+        return fetch(peer)
 
     def _see(self, tensor):
         start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
@@ -93,6 +94,7 @@ class Counting(GroupWrapper):
             gradient = parameter.grad
             is_inside = start <= parameter.data_ptr() < end
             self.counts[index] += is_inside or (gradient is not None and start <= gradient.data_ptr() < end)
+        return tensor
 
     def all_reduce(self, tensor, op="mean"):
         self._see(tensor)
@@ -102,26 +104,14 @@ class Counting(GroupWrapper):
         self._see(tensor)
         return super().exchange(tensor, weights, out=out)
 
-    def exchange_machines(self, tensor, weights, *, out=None):
-        self._see(tensor)
-        return super().exchange_machines(tensor, weights, out=out)
 
-    def publish(self, name, tensor, version):
-        self._see(tensor)
-        super().publish(name, tensor, version)
-
-    def fetch(self, name, peer):
-        self.num_pulls += 1
-        return super().fetch(name, peer)
-
-
-def rounds(group, names):
+def rounds(group, names, device=DEVICE):
     """Each tensor goes once a round, and a doubly stochastic average keeps the mean."""
     for name in names:
         case = CASES[name]
         for kind in MODELS.values():
             torch.manual_seed(group.rank)
-            model = kind()
+            model = kind().to(device)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=case.momentum)
             counting = Counting(group)
             counting.watch(model)
@@ -132,7 +122,7 @@ def rounds(group, names):
                 before = strategy.consensus_distance()
                 counting.watch(model)
                 for _ in range(3):
-                    one_step(model, optimizer, torch.ones(3))
+                    one_step(model, optimizer, torch.ones(3, device=device))
                     if not case.waits:
                         group.barrier().wait()  # so that all have something of each other
                 if case.strategy == "push-sum":
@@ -217,13 +207,11 @@ def metered(group, names):
             # one byte for each value, and a scale for each block of them
             assert totals["send"].sent_bytes == 4 * degree * (size // 4 + 4 * -(-size // 4 // 4096)), name
             op, wanted = "send", 0
-        elif case.strategy == "hierarchical":
-            op, wanted = "exchange_machines", 4 * (n - 1) * size
-        elif case.strategy in ("sma", "local-sgd"):
+        elif case.strategy in ("hierarchical", "sma", "local-sgd"):
             op, wanted = "exchange", 4 * (n - 1) * size
         elif case.strategy in ("push-sum", "window"):
             # to one neighbour a round, and nothing comes back
-            op = "put" if case.strategy == "window" else "accumulate"
+            op = "put" if case.strategy == "window" else "add"
             num_writes = 4 if case.strategy == "window" else strategy.num_pushed
             assert totals[op].sent_bytes == num_writes * size, name
             wanted = 0
@@ -248,7 +236,7 @@ class Failing(GroupWrapper):
 
     def _issue(self, operation, start):
         handle = start()
-        is_round = operation.name in ("all_reduce", "exchange", "exchange_machines", "fetch")
+        is_round = operation.name in ("all_reduce", "exchange", "fetch")
         return _Failure(handle) if self.is_armed and is_round else handle
 
 
@@ -296,23 +284,23 @@ def aborted(group, names):
 # --- what is learned ---
 
 
-def limits(group, names):
+def limits(group, names, device=DEVICE):
     """The minimiser of the mean for replicas; the others get near it as the learning rate decays."""
     targets = torch.randn(group.size, 5, generator=torch.Generator().manual_seed(3))
     spread = (targets - targets.mean(0)).norm(dim=1).max()
     for name in names:
         case = CASES[name]
-        model = Point()
+        model = Point().to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=case.momentum)
         rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 6))
         strategy = make(group, case)
         with strategy.attach(model, optimizer, stays=True):
             for _ in range(60):
-                one_step(model, optimizer, targets[group.rank])
+                one_step(model, optimizer, targets[group.rank].to(device))
                 rate.step()
                 if not case.waits:
                     group.barrier().wait()  # none runs away, whatever else the machine has to do
-            distance = (model.x.detach() - targets.mean(0)).norm()
+            distance = (model.x.detach().cpu() - targets.mean(0)).norm()
             mean = group_mean(group, model.x.detach())
         if case.are_replicas_equal:
             assert distance < 1e-3 * spread, (name, distance, spread)
@@ -328,28 +316,28 @@ def limits(group, names):
 # --- the loops that people write ---
 
 
-def loops(group, names):
+def loops(group, names, device=DEVICE):
     """Clipping, accumulation, a scheduler, parameter groups, Adam, mixed precision with an inf on one."""
     for name in names:
         case = CASES[name]
         torch.manual_seed(group.rank)
-        model = Mixed()
+        model = Mixed().to(device)
         strides = [parameter.stride() for parameter in model.parameters()]
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW([{"params": trained[:2], "lr": 1e-3}, {"params": trained[2:]}], lr=1e-2)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler = torch.amp.GradScaler(device, init_scale=8.0)
         options = {"find_unused_parameters": True} if case.strategy == "ddp" else {}
         strategy = make(group, case, warmup_steps=3, global_average_every=3, **options)
         with strategy.attach(model, optimizer, stays=True):
             frozen = group_mean(group, model.frozen)
-            assert torch.allclose(frozen, model.frozen, rtol=1e-6)
+            assert torch.allclose(frozen, model.frozen.cpu(), rtol=1e-6)
             for step in range(6):
                 optimizer.zero_grad()
                 for part in range(2):
                     with contextlib.nullcontext() if part else strategy.accumulate():
-                        with torch.autocast("cpu", torch.bfloat16):
-                            loss = model(torch.randn(4, 3, 6, 6)).square().mean()
+                        with torch.autocast(device, torch.bfloat16):
+                            loss = model(torch.randn(4, 3, 6, 6).to(device)).square().mean()
                         is_inf = step == 2 and part and group.rank == group.size - 1
                         scaler.scale(loss * torch.inf if is_inf else loss).backward()
                 scaler.unscale_(optimizer)
@@ -369,9 +357,9 @@ def loops(group, names):
             else:
                 assert distance < 2, (name, distance)
             if strategy.rounds % 3 == 0:
-                statistics = model.norm.running_mean
+                statistics = model.norm.running_mean.cpu()
                 assert torch.allclose(statistics, group_mean(group, statistics), atol=1e-6), name
-        assert torch.equal(frozen, model.frozen)
+        assert torch.equal(frozen, model.frozen.cpu())
         assert [parameter.stride() for parameter in model.parameters()] == strides
 
 

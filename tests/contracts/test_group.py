@@ -46,7 +46,7 @@ def test_one_sided(workers, kind, size):
     workers.run(checks.one_sided, size, kind=kind)
 
 
-@every_group
+@several
 def test_windows_without_slots_wait_for_nobody(workers, kind, size):
     workers.run(checks.unasked, size, kind=kind)
 
@@ -81,8 +81,8 @@ def test_metered_bytes_are_those_of_the_formula(workers):
         assert counted == {
             "all_reduce": [1, ring, ring],
             "broadcast": [1, 2 * size_bytes, 0] if is_root else [1, 0, size_bytes],
-            "exchange": [3, 4 * size_bytes, 4 * size_bytes],  # with both others, with one, and in a pair
-            "exchange_machines": [1, 2 * size_bytes, 2 * size_bytes],
+            # with both others, with one, in a pair, and with all of its machine
+            "exchange": [4, 6 * size_bytes, 6 * size_bytes],
             "empty": [1, 0, 0],
             "publish": [1, 0, 0],
             "barrier": [4, 0, 0],

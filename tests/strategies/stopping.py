@@ -10,6 +10,7 @@ from torch import nn
 
 import shoal
 from shoal.core import PeerLost
+from shoal.group import share
 
 NUM_STEPS = 60
 STOP_AT = 15
@@ -18,7 +19,7 @@ STEP_S = 0.002
 
 def train(group, arguments):
     """Train, while the `victims` are stopped for `stop_s`; how it went on this rank."""
-    pids = group.share(os.getpid())
+    pids = share(group, os.getpid())
     torch.manual_seed(1)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -40,8 +41,7 @@ def train(group, arguments):
                 outcome["digests"].append(digest(model))
     except PeerLost as error:
         outcome |= {"peer": error.peer, "what": error.what, "lost": sorted(group.lost)}
-        group.blame(error)
-        group.abandon()
+        group.close(error)
     finally:
         if stopper.ident is not None:
             stopper.join()

@@ -1,15 +1,19 @@
 """How a strategy attaches to a loop, seen by a strategy that writes down what it is told."""
 
+import contextlib
 import gc
 import weakref
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
 
 from shoal.core import PeerLost, UsageError
+from shoal.group import Loss
 from shoal.group.observed import Metered
 from shoal.group.solo import SoloGroup
+from shoal.strategies import make_strategy
 from shoal.strategies.all_reduce import GradientAllReduce
 from shoal.strategies.base import Strategy
 from shoal.strategies.ddp import TorchDDP
@@ -465,6 +469,40 @@ def test_a_lost_peer_ends_backward_and_the_step_is_refused():
         backward(model)
         optimizer.step()
         assert strategy.steps == 2
+
+
+def test_a_loss_since_backward_ends_the_step_where_gradients_come_later():
+    """On a GPU, whose work is only under way when `backward()` returns."""
+
+    class Losing(Mirror):
+        losses: ClassVar[dict] = {}
+
+        @property
+        def lost(self):
+            return self.losses
+
+    model, optimizer, _ = setup()
+    strategy = GradientAllReduce(Losing())
+    with strategy.attach(model, optimizer) as attachment:
+        for device, is_refused in (("cpu", False), ("cuda", True)):
+            attachment.device = torch.device(device)
+            backward(model)
+            before = [parameter.clone() for parameter in model.parameters()]
+            strategy.group.losses = {1: Loss(1, "its process 4711 ended")}
+            with pytest.raises(PeerLost, match="rank 1") if is_refused else contextlib.nullcontext():
+                optimizer.step()
+            assert all(map(torch.equal, before, model.parameters())) == is_refused
+            strategy.group.losses = {}
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["choco", "parameter-server", "staleness-aware"])
+def test_a_strategy_that_works_on_the_cpu_alone_names_others(name):
+    model = nn.Linear(2, 2, device="meta")
+    strategy = make_strategy(Mirror(), name)
+    strategy.group.everybody = Mirror()
+    with pytest.raises(UsageError, match=r"model is on meta(.|\n)*all-reduce, neighbor"):
+        strategy.attach(model, torch.optim.SGD(model.parameters()))
 
 
 def test_a_loss_that_is_noticed_between_two_gradients():

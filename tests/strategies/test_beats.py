@@ -11,7 +11,7 @@ from shoal.core import ManualClock, UsageError, board
 from shoal.core.fork import keep_in_children
 from shoal.core.run_options import VARIABLE, RunOptions
 from shoal.data import shard
-from shoal.group import Metered
+from shoal.group import GroupStats, Metered
 from shoal.group.solo import SoloGroup
 from shoal.strategies import beats as module
 from shoal.strategies import make_strategy
@@ -32,12 +32,8 @@ class Pair(SoloGroup):
         self.run, self.size, self.waits, self.traffic = "job", 2, [0.0, 0.0], (0, 0)
 
     @property
-    def waited_s(self):
-        return self.waits
-
-    @property
-    def traffic_bytes(self):
-        return self.traffic
+    def stats(self):
+        return GroupStats(*self.traffic, self.waits)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from shoal.core import UsageError
+from shoal.group import share
 from shoal.group.solo import SoloGroup
 from shoal.strategies import ddp
 from shoal.strategies.ddp import TorchDDP
@@ -39,7 +40,7 @@ def test_equals_one_worker_with_all_batches(workers):
 
 def own_process_group(group, arguments):
     """Under the user's torch.distributed, with hooks of the user's, evaluation, and an exception."""
-    folder = group.share(arguments["folder"])[0]
+    folder = share(group, arguments["folder"])[0]
     dist.init_process_group("gloo", f"file://{folder}/store", rank=group.rank, world_size=group.size)
     try:
         torch.manual_seed(0)

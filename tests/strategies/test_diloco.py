@@ -172,7 +172,7 @@ def lost(group, _):
     strategy = DiLoCo(group, local_steps=1, outer_lr=1.0, outer_momentum=0)
     strategy.attach(model, optimizer)
     if group.rank == 0:
-        group.abandon()
+        group.close(ConnectionAbortedError())
         return None
     with torch.no_grad():
         model.x.fill_(group.rank)

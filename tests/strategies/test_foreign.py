@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.core import UsageError
+from shoal.group import share
 from shoal.group.cluster.collectives import destroy_world
 from shoal.group.solo import SoloGroup
 from shoal.strategies import GradientAllReduce, LocalSGD, TorchDDP
@@ -47,7 +48,7 @@ def refusal(group, model, optimizer):
 def everything(group, arguments):
     """All in one world: bringing up gloo takes longer than what is looked at."""
     told = {}
-    with torch_world(group, group.share(arguments["folder"])[0]):
+    with torch_world(group, share(group, arguments["folder"])[0]):
         model, optimizer = make()
         with GradientAllReduce(group).attach(model, optimizer, stays=True):
             step(model, optimizer)

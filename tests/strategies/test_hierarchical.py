@@ -54,9 +54,7 @@ def test_unequal_machines_are_refused():
         def __init__(self):
             super().__init__()
             self.size, self.num_machines = 5, 3
-
-        def machine_of(self, rank):
-            return rank // 2
+            self.machines = [0, 0, 1, 1, 2]
 
     with pytest.raises(UsageError, match=r"there are 2, 2, 1(.|\n)*--workers-per-machine"):
         HierarchicalAverage(Five())

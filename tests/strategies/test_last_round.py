@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.group import share
 from shoal.strategies import make_strategy
 from strategies.loops import LogLines
 from strategies.quadratics import Point, step, targets
@@ -45,10 +46,10 @@ def stays(group, _):
         strategy = make_strategy(group, name, **options)
         for num_steps in (6, 8):
             result = train(group, strategy, num_steps, stays=True)
-            models = torch.tensor(group.share(result["after"]))
+            models = torch.tensor(share(group, result["after"]))
             assert (models - models[0]).abs().max() < 1e-6, (name, options)
             if "codec" not in options and num_steps == 6:
-                mean = torch.tensor(group.share(result["before"])).mean(0)
+                mean = torch.tensor(share(group, result["before"])).mean(0)
                 assert name == "diloco" or torch.allclose(torch.tensor(result["after"]), mean), name
         assert not result["told"]
         again = make_strategy(group, name, **options)
@@ -123,7 +124,7 @@ def loses(group, _):
         for goal in targets(group.size, 6):
             step(model, optimizer, goal[group.rank])
         if group.rank == 2:
-            group.abandon()
+            group.close(ConnectionAbortedError())
             strategy.attachment.close(is_failed=True)
     return model.x.tolist()
 

@@ -140,7 +140,7 @@ def lost(group, _):
     strategy = LocalSGD(group, local_steps=1)
     strategy.attach(model, optimizer)
     if group.rank == 2:
-        group.abandon()
+        group.close(ConnectionAbortedError())
         return None
     while 2 in group.members:
         group.progress()

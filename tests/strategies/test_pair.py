@@ -24,13 +24,20 @@ class Spying(GroupWrapper):
         super().__init__(inner)
         self.events = []
 
-    def publish(self, name, tensor, version):
-        self.events.append(("publish", version))
-        super().publish(name, tensor, version)
+    def window(self, *arguments, **named):
+        window = super().window(*arguments, **named)
+        publish, fetch = window.publish, window.fetch
+        window.publish = lambda tensor, version: self._publish(publish, tensor, version)
+        window.fetch = lambda peer: self._fetch(fetch, peer)
+        return window
 
-    def fetch(self, name, peer):
+    def _publish(self, publish, tensor, version):
+        self.events.append(("publish", version))
+        publish(tensor, version)
+
+    def _fetch(self, fetch, peer):
         self.events.append(("fetch", peer))
-        snapshot = super().fetch(name, peer).wait()
+        snapshot = fetch(peer).wait()
         if self.num_torn and snapshot is not None:
             self.num_torn -= 1
             return Done(Torn(snapshot))

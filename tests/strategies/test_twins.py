@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from shoal.core import UsageError
+from shoal.group import Done
 from shoal.group.solo import SoloGroup
 from shoal.strategies.twins import Twins
 
@@ -127,15 +128,15 @@ def test_workers_whose_memory_differs_are_refused():
     class Two(SoloGroup):
         members = (0, 1)
 
-        def share(self, value):
+        def all_gather(self, tensor):
             other = nn.Parameter(torch.ones(1, 2, 3, 4).to(memory_format=torch.channels_last))
-            return [value, next(iter(_layouts_of(other)))]
+            return Done([tensor, *_shared_of(other)])
 
-    def _layouts_of(parameter):
+    def _shared_of(parameter):
         class Listening(SoloGroup):
-            def share(self, value):
-                seen.append(value)
-                return [value]
+            def all_gather(self, tensor):
+                seen.append(tensor)
+                return super().all_gather(tensor)
 
         seen = []
         Twins(Listening(), [parameter], lambda count, dtype: torch.zeros(count, dtype=dtype))

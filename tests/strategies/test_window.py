@@ -133,7 +133,7 @@ def lost(group, _):
         model.x.fill_(group.rank)
     step(model, optimizer, torch.zeros(4))
     if group.rank == 0:
-        group.abandon()
+        group.close(ConnectionAbortedError())
         return None
     with torch.no_grad():
         model.x.fill_(group.rank)

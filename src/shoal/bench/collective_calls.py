@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shoal.core import BenchmarkError
-from shoal.group.base import Group
+from shoal.group import Group, Window, pair_gossip
 from shoal.topology.weights import Weights
 
 _PERIOD = 1021
@@ -58,6 +58,7 @@ class Stage:
     versions: Iterator[int] = field(default_factory=itertools.count)
     """Of what is published; they go on from stage to stage."""
     _shared: list[torch.Tensor] = field(default_factory=list)
+    _windows: list[Window] = field(default_factory=list)
 
     def tensor(self) -> torch.Tensor:
         """What this worker gives."""
@@ -69,11 +70,19 @@ class Stage:
         self._shared.append(self.group.empty(self.num_elements))
         return self._shared[-1]
 
+    def window(self, name: str) -> Window:
+        """Where what this worker has is published."""
+        self._windows.append(self.group.window(name, self.num_elements, sources=()))
+        return self._windows[-1]
+
     def free(self) -> None:
         """Give the group's memory back."""
         for tensor in self._shared:
             self.group.free(tensor)
         self._shared.clear()
+        for window in self._windows:  # afterwards: until all have met, somebody may still read there
+            window.close()
+        self._windows.clear()
 
     def partners(self) -> list[int]:
         """Of each rank: two and two, and who is left over takes the one before."""
@@ -142,7 +151,7 @@ def _pair_gossip(stage: Stage) -> Call:
     group, tensor = stage.group, stage.tensor()
     partner = stage.partners()[group.rank]
     expected = Expected.average(Weights.uniform([partner]), group.rank)
-    return Call(lambda: [group.pair_gossip(tensor, partner).wait()], [expected])
+    return Call(lambda: [pair_gossip(group, tensor, partner).wait()], [expected])
 
 
 def _publish_fetch(stage: Stage) -> Call:
@@ -152,19 +161,20 @@ def _publish_fetch(stage: Stage) -> Call:
     buffers = [stage.shared().copy_(tensor), stage.shared().copy_(tensor)]
     partner = stage.partners()[group.rank]
     newest = next(stage.versions)
-    group.publish(name, buffers[0], newest)
+    window = stage.window(name)
+    window.publish(buffers[0], newest)
     group.barrier().wait()
 
     def run() -> list[torch.Tensor]:
         nonlocal newest
-        group.reclaim(name, newest - 1)
+        window.reclaim(newest - 1)
         newest = next(stage.versions)
         buffers.reverse()
         if not stage.has_own_memory:
             buffers[0].copy_(tensor)
-        group.publish(name, buffers[0], newest)
+        window.publish(buffers[0], newest)
         for _ in range(_TRIES):
-            snapshot = group.fetch(name, partner).wait()
+            snapshot = window.fetch(partner).wait()
             if snapshot is not None:
                 copy.copy_(snapshot.tensor)
                 if snapshot.is_intact():

@@ -14,7 +14,7 @@ from shoal.bench.collectives import FOREIGN, GLOO, GROUP, MIB
 from shoal.bench.crew import Answers, Place
 from shoal.bench.gloo_calls import GLOO_CALLS
 from shoal.bench.seat import HostSeat
-from shoal.group.base import Group
+from shoal.group import Group, share
 
 _ELEMENT_BYTES = 4
 _MAX_WARMED_BYTES = MIB
@@ -46,7 +46,7 @@ class Stopwatch:
         with contextlib.ExitStack() as stack:
             for via, call in self._contenders(op, size_bytes, stack):
                 # told to all: who has the right result must not wait for who has not
-                complaints = [text for text in self._group.share(self._complaint(call)) if text]
+                complaints = [text for text in share(self._group, self._complaint(call)) if text]
                 if complaints:
                     wrong[via] = f"wrong result: {complaints[0]}"
                 else:

@@ -93,10 +93,10 @@ class RankCrew:
         try:
             if self._loss is not None:
                 raise self._loss
-            self._control.share(message)
+            _share(self._control, message)
             outcome = self._worker.follow(message)
             with _waiting_quietly():
-                outcomes = self._control.share(outcome)
+                outcomes = _share(self._control, outcome)
         except PeerLost as error:
             self._loss, self.is_running = error, False
             raise BenchmarkError(error.what, cause=error.cause, next_step=error.next_step) from error
@@ -143,8 +143,7 @@ class RankWorker:
 
     def _open(self, function: str, key: str, arguments: dict[str, Any]) -> None:
         control = self._control
-        machines = tuple(control.machine_of(rank) for rank in range(control.size))
-        place = Place(control.rank, control.size, key, machines=machines)
+        place = Place(control.rank, control.size, key, machines=tuple(control.machines))
         self._answers = open_worker(function, place, arguments, self._stack)
 
 
@@ -165,11 +164,11 @@ class Ranks:
         while (message := self._next())["kind"] != _END:
             outcome = worker.follow(message)
             with _waiting_quietly():
-                self._control.share(outcome)
+                _share(self._control, outcome)
 
     def _next(self) -> dict[str, Any]:
         with _waiting_quietly():
-            message: dict[str, Any] = self._control.share(None)[0]
+            message: dict[str, Any] = _share(self._control, None)[0]
             return message
 
     def start(self, arguments: dict[str, Any], version: Version, receive: Receive) -> None:
@@ -181,7 +180,7 @@ class Ranks:
     def end(self) -> None:
         """Let the others end, those who are still there."""
         with contextlib.suppress(PeerLost):
-            self._control.share({"kind": _END})
+            _share(self._control, {"kind": _END})
 
     @contextlib.contextmanager
     def _open_crew(self, settings: CrewSettings) -> Iterator[Workers]:
@@ -308,6 +307,13 @@ def _write(message: dict[str, Any]) -> None:
     sys.stdout.flush()
     sys.stdout.buffer.write(in_lines(message))
     sys.stdout.buffer.flush()
+
+
+def _share(group: Group, value: Any) -> list[Any]:
+    """Everybody's; imported late, as all that needs torch here is."""
+    from shoal.group import share
+
+    return share(group, value)
 
 
 if __name__ == "__main__":

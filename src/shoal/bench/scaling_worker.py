@@ -150,6 +150,6 @@ class Bench:
         return Shaped(group, config.profile, between=config.between, seed=config.seed)
 
     def _make_strategy(self, strategy: str, group: Group) -> Strategy:
-        workers = Counter(group.machine_of(rank) for rank in range(group.size))
+        workers = Counter(group.machines)
         local_sizes = [workers[machine] for machine in sorted(workers)]
         return make_contender(group, strategy, options_for(strategy, self._config, local_sizes))

@@ -20,8 +20,7 @@ from shoal.core.placement import Placement
 from shoal.core.run_options import RunOptions
 from shoal.group.base import Group, GroupSettings
 from shoal.group.cluster.collectives import destroy_world
-from shoal.group.cluster.rendezvous import Rendezvous
-from shoal.group.cluster.rendezvous import Seat as SeatThere
+from shoal.group.cluster.rendezvous import Rendezvous, WorkerAddress
 from shoal.group.host import open_host_group
 from shoal.group.opening import WithServers, open_group
 from shoal.group.solo import SoloGroup
@@ -120,13 +119,13 @@ class HostSeat(Seat):
         return SoloGroup() if size == 1 else open_host_group(placement, settings)
 
     def _open_over_torch(self, name: str, placement: Placement, settings: GroupSettings) -> Group:
-        from shoal.group.cluster import open_torch_group
+        from shoal.group.cluster import open_cluster_group
 
         file = str(self._folder / f"meeting-{name}-{placement.size}")
         meeting = Rendezvous(stores.FileStore(file, placement.size), placement.rank, placement.size)
-        here = SeatThere.here(placement, workers_per_machine=settings.workers_per_machine)
-        seats = meeting.meet(here, Deadline.after(_TIMEOUT_S))
-        return open_torch_group(placement, settings, seats, meeting)
+        here = WorkerAddress.here(placement, workers_per_machine=settings.workers_per_machine)
+        everybody = meeting.meet(here, Deadline.after(_TIMEOUT_S))
+        return open_cluster_group(placement, settings, everybody, meeting)
 
     def open_with_servers(self, name: str, num_servers: int) -> Group:
         """As `open_group`, with servers beside the workers."""

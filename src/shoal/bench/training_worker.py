@@ -104,4 +104,4 @@ class School:
     def _waited_s(self, strategy: str) -> list[float]:
         """Seconds that this worker has waited for each rank."""
         group = self._groups.get(strategy)
-        return [] if group is None else list(group.waited_s)
+        return [] if group is None else list(group.stats.waited_s)

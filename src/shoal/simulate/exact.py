@@ -20,8 +20,7 @@ from shoal.group.base import Group
 from shoal.group.conditions import Faulty
 from shoal.group.opening import WithServers
 from shoal.group.operations import Sleeper
-from shoal.group.simulated import SimulatedGroup
-from shoal.group.simulated.hub import Hub
+from shoal.group.simulated import SimulatedGroup, SimulatedNetwork
 from shoal.group.solo import SoloGroup
 from shoal.simulate.charging import charged
 from shoal.simulate.world import StepCosts, World
@@ -100,8 +99,8 @@ def run_exact(
     homes = world.addresses()
     machines = [world.machine_of(rank) for rank in range(world.num_workers)]
     servers = [Address("server", number) for number in range(world.num_servers)]
-    hub = Hub(turns, conditions, homes)
-    everybody = Hub(turns, conditions, [*servers, *homes]) if servers else None
+    network = SimulatedNetwork(turns, conditions, homes)
+    everybody = SimulatedNetwork(turns, conditions, [*servers, *homes]) if servers else None
     all_machines = [*[world.num_machines + number for number in range(len(servers))], *machines]
     values: dict[int, T] = {}
 
@@ -111,7 +110,7 @@ def run_exact(
         with contextlib.ExitStack() as stack:
             group: Group
             if rank >= 0:
-                group = SimulatedGroup(hub, rank, machines, world.patience)
+                group = SimulatedGroup(network, rank, machines, world.patience)
             else:
                 group = SoloGroup(world.patience)
             if world.faults is not None and rank >= 0:

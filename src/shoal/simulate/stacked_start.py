@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from shoal.group import Handle
-from shoal.group.base import Done
+from shoal.group.base import Done, GroupStats
 from shoal.group.solo import SoloGroup
 from shoal.simulate.stacked_mixing import all_edges, edges_from
 from shoal.simulate.stacked_tape import Tape
@@ -40,19 +40,16 @@ class _Rehearsal(SoloGroup):
         super().__init__(world.patience)
         self.size = world.num_workers
         self.num_machines = world.num_machines
+        self.machines = [world.machine_of(rank) for rank in range(world.num_workers)]
         self.calls: list[_Call] = []
-        self._world = world
 
     @property
     def members(self) -> Sequence[int]:
         return range(self.size)
 
     @property
-    def waited_s(self) -> Sequence[float]:
-        return (0.0,) * self.size
-
-    def machine_of(self, rank: int) -> int:
-        return self._world.machine_of(rank)
+    def stats(self) -> GroupStats:
+        return GroupStats(sent_bytes=0, received_bytes=0, waited_s=(0.0,) * self.size)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
         self.calls.append(_Call(tensor.nbytes, root))

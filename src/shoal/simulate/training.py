@@ -52,7 +52,7 @@ class Trainer:
             self._train(metered, clock, charged, begin)
         except ShoalError as error:
             self.log.ended = first_line(error)
-            group.abandon()
+            group.close(error)
         finally:
             if not self.log.is_done(self._task.job.steps):
                 self.log.ended_at_s = clock.now_s()
@@ -65,7 +65,7 @@ class Trainer:
         with charged(model), strategy.attach(model, optimizer, stays=True):
             group.barrier().wait()
             group.reset()
-            waited_before_s = list(group.waited_s)
+            waited_before_s = list(group.stats.waited_s)
             self._look(0, model, group, clock)
             begin()
             for step in range(1, job.steps + 1):
@@ -74,7 +74,7 @@ class Trainer:
                 self._task.loss(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 if step % job.eval_every == 0 or step == job.steps:
-                    pairs = zip(group.waited_s, waited_before_s, strict=True)
+                    pairs = zip(group.stats.waited_s, waited_before_s, strict=True)
                     log.waited_s = [now_s - before_s for now_s, before_s in pairs]
                     log.staleness = staleness_of(strategy)
                     self._look(step, model, group, clock)

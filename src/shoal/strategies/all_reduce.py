@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from shoal.core.errors import UsageError
+from shoal.group import Group
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.base import Strategy
 from shoal.strategies.gradients import GradientRound, GroupBucket
 from shoal.strategies.options import AllReduceOptions, CommonOptions
 from shoal.tensors import DEFAULT_BUCKET_BYTES, BucketLayout
+
+_GPU_BUCKET_MIB = 64.0
+"""Of buckets on a GPU, if nothing else is asked for: a meeting costs more there than it hides."""
 
 
 class GradientAllReduce(Strategy):
@@ -32,6 +36,11 @@ class GradientAllReduce(Strategy):
     _round: GradientRound | None = None
     _copies: Sequence[tuple[GroupBucket, list[nn.Parameter]]] = ()
 
+    def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
+        super().__init__(group, options=options, **named)
+        is_named = "bucket_mib" in {name.replace("-", "_") for name in named}
+        self._has_asked_size = is_named or self.options.bucket_mib != AllReduceOptions().bucket_mib
+
     @property
     def shares_gradients(self) -> bool:
         """Unless it shares parameters."""
@@ -45,7 +54,8 @@ class GradientAllReduce(Strategy):
                 for layout in BucketLayout.plan(parameters, max_bytes=DEFAULT_BUCKET_BYTES)
             ]
             return
-        size = round(self.options.bucket_mib * 2**20)
+        is_large = attachment.device.type != "cpu" and not self._has_asked_size
+        size = round((_GPU_BUCKET_MIB if is_large else self.options.bucket_mib) * 2**20)
         layouts = BucketLayout.plan(parameters, max_bytes=size, is_reversed=True)
         buckets = [(GroupBucket(layout, self._allocate), layout.pick(parameters)) for layout in layouts]
         self._round = GradientRound(self.group, buckets, lambda: self.is_accumulating)
@@ -59,6 +69,7 @@ class GradientAllReduce(Strategy):
             return
         if self._round.error is not None:
             raise self._round.error
+        self._refuse_void()
         if self._round.is_open:
             raise UsageError(
                 "step() after a backward pass that did not come to its end.",
@@ -78,6 +89,14 @@ class GradientAllReduce(Strategy):
                 cause="they come from autograd.grad() or from a backward pass before attach.",
                 next_step="call backward() inside of the `with` block; it shares what it leaves in `.grad`.",
             )
+
+    def _refuse_void(self) -> None:
+        """Refuses gradients that lack a lost peer: on a GPU `backward()` returns before they are there."""
+        if self.attachment.device.type == "cpu" or self.group.should_survive:
+            return
+        self.group.progress()
+        for loss in self.group.lost.values():
+            raise loss.error(f" in round {self.rounds}")
 
     def _after_step(self) -> None:
         if self._round is not None:

@@ -402,6 +402,7 @@ def _device_of(parameters: Sequence[torch.Tensor], name: str, *, is_any_device: 
     if device.type != "cpu" and not is_any_device:
         raise UsageError(
             f"{name} works in memory of the CPU, and the model is on {device}.",
-            next_step="move the model to the CPU before attach, or take all-reduce, neighbor or diloco.",
+            next_step="move the model to the CPU before attach, or take a strategy that trains there: "
+            "all-reduce, neighbor, local-sgd, diloco, or, where nobody shall wait, pair, window or push-sum.",
         )
     return device

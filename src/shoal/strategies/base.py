@@ -341,7 +341,8 @@ class Strategy(Checkpointed):
         """The last: the hooks are gone."""
         memory, self._memory = self._memory, []
         forget(self._attachment)
-        self._attachment = self._counter = self._finite = None
+        counter, self._counter = self._counter, None
+        self._attachment = self._finite = None
         self._beats.closed()
         is_last = move_out(self.group, survives_loss=self.survives_loss)
         if not is_last:
@@ -358,6 +359,8 @@ class Strategy(Checkpointed):
                 self.group.leave()
                 self._beats.tell("left")
             return
+        if counter is not None:
+            counter.close()
         for tensor in memory:
             self.group.free(tensor)
 

@@ -22,7 +22,7 @@ from shoal.core import SYSTEM_CLOCK, Clock, UsageError, board
 from shoal.core.processes import namespace, started
 from shoal.core.status import Phase, tell_launcher
 from shoal.data.kept import kept_loaders
-from shoal.group import Group
+from shoal.group import Group, GroupStats
 from shoal.strategies.tenants import innermost
 
 _MAX_AWAITED = 8
@@ -70,7 +70,7 @@ class Beats:
             if self._note.place == 0:
                 with contextlib.suppress(Exception):
                     board.look(self._clock)  # what killed workers have left there goes
-            self._waited_s = list(self._group.waited_s)
+            self._waited_s = list(self._group.stats.waited_s)
             self._noted_s = self._clock.now_s()
             self._due_s = self._noted_s + board.NOTE_S
             self._pin = board.pin(".".join(map(str, (*self._note.who, os.getpid()))))
@@ -132,7 +132,7 @@ class Beats:
             _numbers[known] = self._number + 1
         place = group.rank if everybody is None else everybody.rank
         size = group.size if everybody is None else everybody.size - group.num_servers
-        sent, received = group.traffic_bytes
+        stats = group.stats
         return board.Note(
             run=run,
             rank=place if group.role == "server" else group.rank,
@@ -150,8 +150,8 @@ class Beats:
             strategy=self._strategy,
             step=step,
             num_examples=self._num_examples,
-            sent_bytes=sent,
-            received_bytes=received,
+            sent_bytes=stats.sent_bytes,
+            received_bytes=stats.received_bytes,
         )
 
     def _write(self, step: int, now_s: float) -> None:
@@ -159,16 +159,15 @@ class Beats:
         with contextlib.suppress(Exception):
             assert self._note is not None
             assert self._pin is not None
-            waited_s = list(self._group.waited_s)
-            self._note = self._next(self._note, step, now_s - self._noted_s, waited_s)
-            self._noted_s, self._waited_s = now_s, waited_s
+            stats = self._group.stats
+            self._note = self._next(self._note, step, now_s - self._noted_s, stats)
+            self._noted_s, self._waited_s = now_s, list(stats.waited_s)
             self._pin.write(self._note)
 
-    def _next(self, before: board.Note, step: int, passed_s: float, waited_s: Sequence[float]) -> board.Note:
-        gained = [now_s - then_s for now_s, then_s in zip(waited_s, self._waited_s, strict=False)]
+    def _next(self, before: board.Note, step: int, passed_s: float, stats: GroupStats) -> board.Note:
+        gained = [now_s - then_s for now_s, then_s in zip(stats.waited_s, self._waited_s, strict=False)]
         most = max(range(len(gained)), key=gained.__getitem__, default=None)
         num_examples = self._num_examples
-        sent, received = self._group.traffic_bytes
         fields = {name: getattr(before, name) for name in before.__struct_fields__}
         fields |= {
             "noted_s": self._clock.wall_s(),
@@ -177,9 +176,9 @@ class Beats:
             "num_examples": num_examples,
             "examples_per_s": _rate(num_examples, before.num_examples, passed_s),
             "values": _numbers_of(self._values) or before.values,
-            "sent_bytes": sent,
-            "received_bytes": received,
-            "waited_s": _longest(waited_s),
+            "sent_bytes": stats.sent_bytes,
+            "received_bytes": stats.received_bytes,
+            "waited_s": _longest(stats.waited_s),
             "wait_share": min(1.0, sum(gained) / passed_s) if gained else None,
             "waits_for": most if most is not None and gained[most] >= _SHORTEST_WAIT_S else None,
         }

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from shoal.core.errors import UsageError
-from shoal.group import Group
+from shoal.group import Group, share
 from shoal.group.kernels import add_differences
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.averaging import start_copy, start_mean
@@ -128,7 +128,7 @@ class ChocoSGD(SurvivingStrategy):
 
     def _take_loaded(self) -> None:
         """A copy is one only where its owner has the same: all members take theirs, or none does."""
-        if all(self.group.share(self._is_loaded_fit)):
+        if all(share(self.group, self._is_loaded_fit)):
             self._load_public()
         elif self._loaded:
             log.info("choco on rank %d begins with new public copies: not all states fit.", self.group.rank)

@@ -17,6 +17,6 @@ def consensus_distance(group: Group, parameters: Sequence[torch.Tensor]) -> floa
     for bucket, members in packed([parameter.detach() for parameter in parameters]):
         start_mean(group, bucket.flat).wait()
         for mean, own in zip(bucket.views, members, strict=True):
-            squared += torch.linalg.vector_norm(own - mean, dtype=torch.float64) ** 2
+            squared += torch.linalg.vector_norm(own.cpu() - mean, dtype=torch.float64) ** 2
     start_mean(group, squared).wait()
     return math.sqrt(squared.item())

@@ -25,7 +25,7 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.core.errors import ShoalError, UsageError
-from shoal.group import Group
+from shoal.group import Group, share
 from shoal.group.cluster.collectives import destroy_world
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.base import Strategy
@@ -215,7 +215,7 @@ def _backend(group: Group, device: torch.device) -> str:
     if is_gpu:
         torch.cuda.set_device(device)
     own = str(torch.cuda.get_device_properties(device).uuid) if is_gpu else ""
-    gpus = group.share(own)
+    gpus = share(group, own)
     return "nccl" if all(gpus) and len({*gpus}) == group.size else "gloo"
 
 
@@ -224,12 +224,12 @@ def _store(group: Group) -> Iterator[Any]:
     """Where torch's workers find each other: the group's own store over machines, else a file."""
     common = getattr(innermost(group), "torch_store", None)
     if common is not None:
-        name = group.share(secrets.token_hex(8))[0]
+        name = share(group, secrets.token_hex(8))[0]
         yield dist.PrefixStore(f"ddp-{name}", common)  # type: ignore[attr-defined]
         return
     folder = Path(tempfile.mkdtemp(prefix="shoal-ddp-")) if group.rank == 0 else None
     try:
-        path = next(path for path in group.share(str(folder) if folder else "") if path)
+        path = next(path for path in share(group, str(folder) if folder else "") if path)
         yield dist.FileStore(f"{path}/store", group.size)  # type: ignore[attr-defined]
     finally:
         if folder is not None:

@@ -17,7 +17,7 @@ from shoal.tensors import DTYPES, BucketLayout
 
 
 class Flats:
-    """The parameters in flat memory, from construction, which is collective, until `close`."""
+    """The parameters in flat memory of their device, from construction, a collective, until `close`."""
 
     tensors: list[torch.Tensor]
     """One for each dtype, in an order that all members share; complex numbers as two real ones, gaps zero."""
@@ -25,13 +25,14 @@ class Flats:
     def __init__(self, group: Group, parameters: Sequence[torch.nn.Parameter]) -> None:
         layouts = BucketLayout.plan(parameters, max_bytes=sys.maxsize)
         require_equal_layouts(group, layouts)
+        device = parameters[0].device if parameters else None
         self.tensors = []
         self._members: list[torch.nn.Parameter] = []
         self._views: list[torch.Tensor] = []
         for layout in layouts:
             dtype = DTYPES[layout.dtype]
             real = dtype.to_real()
-            flat = torch.zeros(layout.size_bytes // real.itemsize, dtype=real)
+            flat = torch.zeros(layout.size_bytes // real.itemsize, dtype=real, device=device)
             self.tensors.append(flat)
             self._members += layout.pick(parameters)
             self._views += views_over(layout, flat, dtype)

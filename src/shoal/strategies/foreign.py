@@ -70,7 +70,7 @@ def _wrappers(model: nn.Module) -> list[Any]:
 
 def _refuse_ranks(name: str, ranks: Sequence[int], group: Group) -> None:
     """Unless they are some of the group's, inside of one machine: those are one worker to the others."""
-    is_inside = len({group.machine_of(rank) for rank in ranks}) == 1
+    is_inside = len({group.machines[rank] for rank in ranks}) == 1
     if len(ranks) > 1 and not (is_inside and len(ranks) < group.size):
         raise _refusal(f"{name} shares this model among {len(ranks)} ranks of torch.distributed", group)
 

@@ -26,7 +26,7 @@ from shoal.tensors.codecs import Codec
 
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
 _PIECE = 1 << 15
-"""Elements that stay in the cache from one operation of the outer step to the next."""
+"""Elements that stay in a processor's cache from one operation of the outer step to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def split(named: Mapping[str, nn.Parameter], num_parts: int) -> list[dict[str, n
 
 
 def private_memory(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """For differences that travel encoded, and so need no memory of the group."""
+    """For differences that travel encoded: of the CPU, where codecs work, and not of the group."""
     return torch.zeros(num_elements, dtype=dtype)
 
 
@@ -115,7 +115,7 @@ class Fragment:
                     if codec is None:
                         difference.copy_(parameter)
                     else:
-                        torch.sub(copy, parameter, out=difference)
+                        torch.sub(copy, parameter.to(copy.device), out=difference)
             if codec is not None:
                 slot = f"{self.number}.{part.copy.layout.dtype}"
                 self._handles.append(start_coded_mean(group, part.memory, codec, slot))
@@ -144,7 +144,7 @@ class Fragment:
             with torch.no_grad():
                 for parameter, copy in zip(part.parameters, part.copy.views, strict=True):
                     if rule.mixing:
-                        parameter.lerp_(copy, 1 - rule.mixing)
+                        parameter.lerp_(copy.to(parameter.device), 1 - rule.mixing)
                     else:
                         parameter.copy_(copy)
 
@@ -180,8 +180,9 @@ class Fragment:
 def _outer_step(
     copy: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, rule: OuterRule
 ) -> None:
-    for start in range(0, copy.numel(), _PIECE):
-        piece = slice(start, start + _PIECE)
+    size = _PIECE if copy.device.type == "cpu" else max(1, copy.numel())
+    for start in range(0, copy.numel(), size):
+        piece = slice(start, start + size)
         part = copy[piece].sub_(mean[piece], alpha=rule.lr)
         if momentum is not None:
             velocity = momentum[piece].mul_(rule.momentum).add_(mean[piece])

@@ -233,8 +233,10 @@ class GradientRound:
         self.is_open = False
         self.has_unshared = False
         self.has_shared = True
+        # all flags of a bucket at once: to look at one is to wait for a GPU
+        flags = {bucket: bucket.flags.tolist() for bucket in dict.fromkeys(place.bucket for place in unused)}
         for place in unused:
-            if place.bucket.flags[place.number] != 0:
+            if flags[place.bucket][place.number] != 0:
                 place.parameter.grad = place.view
         if self._monitors is not None:
             means = [bucket.views for bucket in self._buckets]

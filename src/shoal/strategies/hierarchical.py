@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from shoal.core.errors import UsageError
-from shoal.group import Handle
+from shoal.group import Handle, exchange_machines
 from shoal.strategies.neighbor import NeighborAverage
 from shoal.strategies.options import CommonOptions, HierarchicalOptions
 from shoal.topology import Topology, make_topology
@@ -30,7 +30,7 @@ class HierarchicalAverage(NeighborAverage):
         return self.group.machine
 
     def _make_topology(self) -> Topology:
-        workers = Counter(self.group.machine_of(rank) for rank in range(self.group.size))
+        workers = Counter(self.group.machines)
         if len(set(workers.values())) > 1:
             raise UsageError(
                 "hierarchical averaging needs as many workers on every machine; there are "
@@ -41,4 +41,4 @@ class HierarchicalAverage(NeighborAverage):
         return make_topology(self.options.topology, self.group.num_machines)
 
     def _exchange(self, live: torch.Tensor, spare: torch.Tensor) -> Handle[torch.Tensor]:
-        return self.group.exchange_machines(live, self._round_weights(), out=spare)
+        return exchange_machines(self.group, live, self._round_weights(), out=spare)

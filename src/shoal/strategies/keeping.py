@@ -18,7 +18,7 @@ from shoal.core.errors import CheckpointError
 from shoal.core.run_options import RunOptions
 from shoal.data import ShardedLoader
 from shoal.data.kept import KeptLoaders, kept_loaders
-from shoal.group import Group
+from shoal.group import Group, share
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.checkpoints import this_process
 from shoal.strategies.resuming import Resumed, resume, set_random_states
@@ -143,13 +143,13 @@ def _meet(group: Group, folder: Path) -> tuple[str, list[str], bool]:
     first, own = group.members[0], this_process()
     name = f".end-{own}-{secrets.token_hex(4)}"
     is_made = group.rank == first and _make(folder / name)
-    answers = group.share([name, is_made, own])
+    answers = share(group, [name, is_made, own])
     name, is_made, _ = answers[0]
     writers = [writer for *_, writer in answers]
     sign = folder / name
     if not is_made:  # the first to save says why
         return name, writers, True
-    sees = group.share(_sees(sign))
+    sees = share(group, _sees(sign))
     if group.rank == first:
         with contextlib.suppress(OSError):
             sign.rmdir()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from shoal.core import SYSTEM_CLOCK, Deadline, DeadlineExceeded
-from shoal.group import Group
+from shoal.group import Group, next_number
 
 _NO_PROGRESS_S = 10.0
 """A worker that makes no step for so long, and for as many steps as `_NO_PROGRESS_STEPS` take this one, may
@@ -22,13 +22,15 @@ class StepCounter:
     """The steps of this worker, for the others to see; made on all members together.
 
     `memory` stays as it is: only the version counts, 2 for each step and 1 for the end. It is memory of the
-    CPU also where the model is on a GPU, because only that can be published. Who makes the counter frees it.
+    CPU also where the model is on a GPU, which nobody shall wait for. Who makes the counter frees it, after
+    `close`.
     """
 
     def __init__(self, group: Group, steps: int) -> None:
         self._group = group
         self.memory = group.empty(1)
-        self._name = f"steps {group.next_number('step counters')}"
+        name = f"steps {next_number(group, 'step counters')}"
+        self._window = group.window(name, 1, sources=())
         self._stepped_s = SYSTEM_CLOCK.now_s()
         self._longest_s = 0.0
         self.publish(steps)
@@ -38,12 +40,12 @@ class StepCounter:
         now_s = SYSTEM_CLOCK.now_s()
         self._longest_s = max(self._longest_s, now_s - self._stepped_s)
         self._stepped_s = now_s
-        self._group.publish(self._name, self.memory, 2 * steps)
+        self._window.publish(self.memory, 2 * steps)
 
     def meet(self, steps: int) -> bool:
         """At the end of training: whether another worker ends after the same step, and none goes on."""
         ended = 2 * steps + 1
-        self._group.publish(self._name, self.memory, ended)
+        self._window.publish(self.memory, ended)
         others = [rank for rank in self._group.members if rank != self._group.rank]
         versions = []
         for rank in others:
@@ -53,17 +55,21 @@ class StepCounter:
             versions.append(version)
         return ended in versions
 
+    def close(self) -> None:
+        """Takes the count back. Not for who leaves alone: others may still want to see that it has ended."""
+        self._window.close()
+
     def _wait_for(self, rank: int, ended: int) -> int | None:
         """Of a worker, once it has come so far; -1 when it makes no step, None when it is gone."""
         into = torch.empty_like(self.memory)
         before = -1
         while True:
             patience_s = max(_NO_PROGRESS_S, _NO_PROGRESS_STEPS * self._longest_s) * self._group.patience
-            handle = self._group.read(self._name, rank, into, version=ended)
+            handle = self._window.read(rank, into, version=ended)
             try:
                 return handle.wait(Deadline.after(patience_s))
             except DeadlineExceeded:
-                now = self._group.read(self._name, rank, into).wait()
+                now = self._window.read(rank, into).wait()
             if now is None or now == before:
                 return None if now is None else -1
             before = now

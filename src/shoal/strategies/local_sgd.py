@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from shoal.group import Group, Handle
+from shoal.group import Group, Handle, share
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.averaging import packed, start_mean
 from shoal.strategies.buffers import average_buffers
@@ -126,19 +126,19 @@ class LocalSGD(ExchangeStrategy):
         how many gradients are in the moments.
         """
         mine = self._stepped_state()
-        everybody = [list(map(tuple, theirs)) for theirs in self.group.share(sorted(mine))]
+        everybody = [list(map(tuple, theirs)) for theirs in share(self.group, sorted(mine))]
         labels = sorted(dict.fromkeys(label for theirs in everybody for label in theirs))
         is_partial = any(len(theirs) < len(labels) for theirs in everybody)
         tensors = [mine[label] if label in mine else self._zeros(label) for label in labels]
         # they go with the same weights as the state, also when a worker is lost meanwhile
-        shares = torch.tensor([float(label in mine) for label in labels], dtype=torch.float64)
+        parts = torch.tensor([float(label in mine) for label in labels], dtype=torch.float64)
         with torch.no_grad():
-            for bucket, members in packed([*tensors, shares] if is_partial else tensors):
+            for bucket, members in packed([*tensors, parts] if is_partial else tensors):
                 start_mean(self.group, bucket.flat).wait()
                 bucket.store(members)
-            for label, share in zip(labels, shares.tolist(), strict=True):
+            for label, part in zip(labels, parts.tolist(), strict=True):
                 if label in mine:
-                    self._store(label, mine[label].div_(share) if is_partial else mine[label])
+                    self._store(label, mine[label].div_(part) if is_partial else mine[label])
         self._stepped.end_round()
 
     def _stepped_state(self) -> dict[_Label, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shoal.group import Group
+from shoal.group import Group, share
 from shoal.strategies.options import CommonOptions
 from shoal.strategies.parameters import SurvivingStrategy
 from shoal.strategies.replicas import mean_over
@@ -39,7 +39,7 @@ class MassStrategy(SurvivingStrategy):
 
     def _mass_factor(self) -> float:
         """By which this worker counts in a mean over the members. Collective."""
-        masses = self.group.share(self.weight)
+        masses = share(self.group, self.weight)
         return float(self.weight * len(masses) / sum(masses))
 
     def _common_model(self) -> dict[str, torch.Tensor]:

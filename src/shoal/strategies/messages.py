@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from shoal.group import Group, Handle, Window
+from shoal.group import Group, Handle, Window, next_number
 from shoal.tensors import DTYPES, BucketLayout, TensorSpec, size_bytes
 from shoal.tensors.codecs import Encoded, EncodedMeta, Plain, decode
 from shoal.tensors.codecs.base import LOSSY_DTYPES, FormatCodec
@@ -127,14 +127,15 @@ class Mail:
         self, group: Group, name: str, topology: Topology, size_bytes: int, whole_bytes: int
     ) -> None:
         # no name is used twice, not even for a model after one that was detached
-        number = group.next_number("mail")
+        number = next_number(group, "mail")
         self.sources = topology.sources(group.rank)
         self._size_bytes = size_bytes
         self._whole_bytes = whole_bytes
         self._windows: list[Window] = []
         """One for each source of this worker, so that one can be waited for alone; others may have more."""
         for place in range(topology.degree()):
-            own = self.sources[place : place + 1]
+            # without a source of its own a worker names itself: else its window would only publish
+            own = self.sources[place : place + 1] or [group.rank]
             self._windows.append(
                 group.window(f"{name} {number}.{place}", size_bytes, torch.uint8, sources=own)
             )

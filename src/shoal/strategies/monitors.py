@@ -61,12 +61,19 @@ class Monitors:
         self, buckets: Sequence[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]], num_workers: int
     ) -> None:
         """One step's E[g] and E[g²], tensor by tensor; of complex ones, the squares of both parts."""
-        small = big = variance = 0.0
+        norms = []
         for means, squares in buckets:
             for mean, square in zip(map(_real, means), map(_real, squares), strict=True):
-                small += square.sum(dtype=torch.float64).item()
-                big += torch.linalg.vector_norm(mean, dtype=torch.float64).item() ** 2
-                variance += torch.linalg.vector_norm(square - mean.square(), dtype=torch.float64).item()
+                norms.append(square.sum(dtype=torch.float64))
+                norms.append(torch.linalg.vector_norm(mean, dtype=torch.float64))
+                norms.append(torch.linalg.vector_norm(square - mean.square(), dtype=torch.float64))
+        # one look at all of them: each one alone would wait for a GPU
+        known = torch.stack(norms).tolist() if norms else []
+        small = big = variance = 0.0
+        for square_sum, mean_norm, spread in zip(known[::3], known[1::3], known[2::3], strict=True):
+            small += square_sum
+            big += mean_norm**2
+            variance += spread
         self.observe(small, big, variance, num_workers)
 
     def observe_locally(

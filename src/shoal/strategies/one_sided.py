@@ -17,7 +17,7 @@ import torch
 
 from shoal.core import PeerLost
 from shoal.core.errors import UsageError
-from shoal.group import Group, Handle, Slot, Window
+from shoal.group import Group, Handle, Slot, Window, next_number
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.averaging import start_mean
 from shoal.strategies.flats import Flats
@@ -35,7 +35,6 @@ class OneSidedStrategy(SurvivingStrategy):
 
     survives_loss = True
     is_lockstep = False
-    runs_on_devices = False
 
     def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
         super().__init__(group, options=options, **named)
@@ -97,11 +96,15 @@ class OneSidedStrategy(SurvivingStrategy):
         flats = Flats(self.group, attachment.parameters)
         self._flats_or_none = flats
         # no name is used twice, not even for a model after one that was detached
-        number = self.group.next_number("windows of models")
+        number = next_number(self.group, "windows of models")
         sources = self._sources()
         self._windows = [
             self.group.window(
-                f"{self.name} {number}.{index}", flat.numel(), self._dtype(flat.dtype), sources=sources
+                f"{self.name} {number}.{index}",
+                flat.numel(),
+                self._dtype(flat.dtype),
+                sources=sources,
+                device=flat.device,
             )
             for index, flat in enumerate(flats.tensors)
         ]
@@ -111,7 +114,10 @@ class OneSidedStrategy(SurvivingStrategy):
         if self.topology.period > _MANY_TURNS:
             return None
         turns = range(self.topology.period)
-        return sorted({source for turn in turns for source in self.topology.sources(self.group.rank, turn)})
+        rank = self.group.rank
+        sources = sorted({source for turn in turns for source in self.topology.sources(rank, turn)})
+        # nobody writes to itself, but without any source a window would only publish
+        return sources or [rank]
 
     def _stopped(self) -> None:
         if self._flats_or_none is not None:

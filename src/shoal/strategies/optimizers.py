@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.core.errors import UsageError
-from shoal.group import Group
+from shoal.group import Group, share
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.states import is_scalar, scalar, take_state
 
@@ -51,7 +51,7 @@ def start_optimizers(
     Settings that differ are an error, on all members, where they `must_be_equal`, and a warning elsewhere.
     """
     own = _account(group.rank, optimizer, named)
-    accounts = [msgspec.convert(account, Account) for account in group.share(own)]
+    accounts = [msgspec.convert(account, Account) for account in share(group, own)]
     first = accounts[0]
     for account in accounts:
         if account.names != first.names:

@@ -14,11 +14,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from shoal.group import Group
+from shoal.group import Group, Window, share
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.options import CommonOptions, PairOptions
 from shoal.strategies.parameters import ParameterStrategy
 from shoal.strategies.staleness import Staleness
+from shoal.strategies.twins import Pair
 
 _ATTEMPTS = 3
 _SEED_STRIDE = 1_000_003
@@ -31,6 +32,8 @@ class _Published:
 
     numbers: list[int] = field(default_factory=list)
     """Of the models that are attached: several can be, side by side."""
+    retired: list[Window] = field(default_factory=list)
+    """Of models that were detached: others may pull them still, until all meet to attach another one."""
     last_version: int = -1
     """Versions never fall, not even for a model that takes the place of one that was detached."""
 
@@ -45,7 +48,6 @@ class PairAverage(ParameterStrategy):
     name = "pair"
     survives_loss = True
     is_lockstep = False
-    runs_on_devices = False
     Options: ClassVar[type[CommonOptions]] = PairOptions
     options: PairOptions
 
@@ -56,6 +58,8 @@ class PairAverage(ParameterStrategy):
         self._is_published = False
         """Others may read the live buffers: the next step must find the parameters in the spare ones."""
         self._number = -1
+        self._windows: list[Window] = []
+        """One for each pair of the twins."""
         self._published: _Published = group.notes.setdefault(self.name, _Published())
         self._generator = self._seeded(0)
 
@@ -88,9 +92,22 @@ class PairAverage(ParameterStrategy):
         super()._started(attachment)
         number = 1 + max(self._published.numbers, default=-1)
         version = max(self._version, self._published.last_version + 1)
-        everybody = self.group.share([number, version])
+        everybody = share(self.group, [number, version])
         self._number, self._version = (max(values) for values in zip(*everybody, strict=True))
+        for window in self._published.retired:
+            window.close()
+        self._published.retired.clear()
         self._published.numbers.append(self._number)
+        self._windows = [
+            self.group.window(
+                f"pair {self._number}.{index}",
+                pair.live.numel(),
+                pair.live.dtype,
+                sources=(),
+                device=pair.live.device,
+            )
+            for index, pair in enumerate(self._twins.pairs)
+        ]
         self._publish()
         self.group.barrier().wait()
 
@@ -99,6 +116,8 @@ class PairAverage(ParameterStrategy):
         if self._number in self._published.numbers:
             self._published.numbers.remove(self._number)
         self._number = -1
+        self._published.retired += self._windows
+        self._windows = []
         super()._stopped()
 
     def _before_step(self) -> None:
@@ -133,17 +152,18 @@ class PairAverage(ParameterStrategy):
         self._retire()
         self._twins.adopt()
         peer = others[int(torch.randint(len(others), (), generator=self._generator))]
-        pulled = [self._pull(index, peer) for index in range(len(self._twins.pairs))]
+        places = zip(self._windows, self._twins.pairs, strict=True)
+        pulled = [self._pull(window, pair, peer) for window, pair in places]
         known = [version for version in pulled if version is not None]
         self.staleness.note(self._version - min(known) if known else None)
         self._twins.swap()
         self._is_published = False
 
-    def _pull(self, index: int, peer: int) -> int | None:
+    def _pull(self, window: Window, pair: Pair, peer: int) -> int | None:
         """Fill a spare buffer with the mean of the live one and the peer's; the version of the latter."""
-        live, spare = self._twins.pairs[index]
+        live, spare = pair
         for _ in range(_ATTEMPTS):
-            snapshot = self.group.fetch(self._channel(index), peer).wait()
+            snapshot = window.fetch(peer).wait()
             if snapshot is None:
                 break
             torch.lerp(live, snapshot.tensor, 0.5, out=spare)
@@ -153,15 +173,15 @@ class PairAverage(ParameterStrategy):
         return None
 
     def _publish(self) -> None:
-        for index, pair in enumerate(self._twins.pairs):
-            self.group.publish(self._channel(index), pair.live, self._version)
+        for window, pair in zip(self._windows, self._twins.pairs, strict=True):
+            window.publish(pair.live, self._version)
         self._is_published = True
         self._published.last_version = max(self._published.last_version, self._version)
 
     def _retire(self) -> None:
         """Nobody reads the spare buffers from now on; only what a global average left there is waited for."""
-        for index, pair in enumerate(self._twins.pairs):
-            self.group.reclaim(self._channel(index), self._version - 1)
+        for window, pair in zip(self._windows, self._twins.pairs, strict=True):
+            window.reclaim(self._version - 1)
             self.group.settle(pair.spare)
 
     def _move(self) -> None:
@@ -172,9 +192,6 @@ class PairAverage(ParameterStrategy):
         self._twins.swap()
         self._version += 1
         self._publish()
-
-    def _channel(self, index: int) -> str:
-        return f"pair {self._number}.{index}"
 
     def _seeded(self, version: int) -> torch.Generator:
         seed = (self.options.seed * _SEED_STRIDE + self.group.rank) * _SEED_STRIDE + version

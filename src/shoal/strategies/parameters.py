@@ -40,7 +40,8 @@ class SurvivingStrategy(Strategy):
 
         NetworkSplit on the side of a cut network that stops.
         """
-        self.group.check_split()
+        if self.group.split is not None:
+            raise self.group.split
         if len(self.group.lost) == len(self._missed):
             return
         for rank, loss in list(self.group.lost.items()):

@@ -75,7 +75,7 @@ class PushSum(MassStrategy, OneSidedStrategy):
         share = self.weight / (len(destinations) + 1)
         for rank in destinations:
             for window, flat in zip(self._windows, self._flats.tensors, strict=True):
-                write = window.accumulate(rank, flat, weight=share, mass=share, note=self._note())
+                write = window.add(rank, flat, weight=share, mass=share, note=self._note())
                 self._writes.append(write)
         self.weight = share
 

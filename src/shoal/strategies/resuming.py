@@ -18,7 +18,7 @@ from torch import nn
 
 from shoal.core.errors import CheckpointError, UsageError
 from shoal.data.seeds import generator_states, set_generators
-from shoal.group import Group
+from shoal.group import Group, share
 from shoal.strategies import checkpoints
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.checkpoints import Checkpoint
@@ -68,7 +68,7 @@ def resume(group: Group, folder: Path, attachment: Attachment, strategy: str) ->
             _load(attachment, found, common["tensors"], common["model"], found.state("optimizer"))
         except (CheckpointError, UsageError) as error:
             problem = error.what
-    _raise(f"{path} cannot be taken up: ", group.share(problem))
+    _raise(f"{path} cannot be taken up: ", share(group, problem))
     known = take_state(group, lambda: _common(found))
     return Resumed(
         path, known["step"], known["num_workers"], known["saved by"], is_exact=False,
@@ -107,14 +107,14 @@ def _choose(
             found = next(candidates, None)
         except CheckpointError as error:
             problem = error.what
-        answers = group.share(["" if found is None else found.path.name, problem])
+        answers = share(group, ["" if found is None else found.path.name, problem])
         _raise("", [trouble for _, trouble in answers])
         name = next((name for name, _ in answers if name), "")
         if not name:
             break
         path = folder / name
         own, problem = _own(group, found, path, strategy)
-        answers = group.share([own is not None, problem])
+        answers = share(group, [own is not None, problem])
         damages = [
             f"{trouble} (rank {rank})"
             for rank, (_, trouble) in zip(group.members, answers, strict=True)

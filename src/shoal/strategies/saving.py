@@ -17,7 +17,7 @@ import torch
 
 from shoal.core.errors import CheckpointError, ShoalError
 from shoal.data.course import merge
-from shoal.group import Group
+from shoal.group import Group, share
 from shoal.strategies import checkpoints
 from shoal.strategies.checkpoints import FileNote, Manifest
 
@@ -120,7 +120,7 @@ def _told(act: Callable[[], Any], otherwise: Any) -> tuple[Any, str]:
 
 def _agree(group: Group, folder: Path, value: Any, problem: str) -> dict[int, Any]:
     """What each member says, by rank; CheckpointError on all when one has a problem."""
-    said = {rank: (theirs, trouble) for rank, theirs, trouble in group.share([group.rank, value, problem])}
+    said = {rank: (theirs, trouble) for rank, theirs, trouble in share(group, [group.rank, value, problem])}
     for rank, (_, trouble) in said.items():
         if trouble:
             raise _failed(folder, f"{trouble} (rank {rank})")

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from shoal.core.errors import UsageError
-from shoal.group import Group, Handle, Window
+from shoal.group import Group, Handle, Window, share
 from shoal.strategies.server_handing import PIECE_BYTES
 from shoal.strategies.server_options import ParameterServerOptions
 from shoal.strategies.server_settings import OptimizerNumbers
@@ -118,6 +118,8 @@ class Channel:
     gradients: list[Window]
     states: Window
     """For what a server hands over; see `server_handing`."""
+    published: list[list[Window]]
+    """Of each chunk, from where it is read: by all, or by one worker each where delays are compensated."""
     flats: list[torch.Tensor]
     """Of each chunk, memory of the group: a server's are published, a worker's are its parameters."""
     thens: list[list[torch.Tensor]]
@@ -132,11 +134,10 @@ class Channel:
         """Their ranks in the group."""
         return range(self.num_servers, self.group.size)
 
-    def parameter_name(self, chunk: Chunk, worker: int) -> str:
-        """Under which a worker reads a chunk."""
-        if self.thens:
-            return f"{_NAME} {chunk.number} of {worker}"
-        return f"{_NAME} {chunk.number}"
+    def parameters(self, chunk: Chunk, worker: int | None = None) -> Window:
+        """Where its server publishes a chunk, and this worker reads it."""
+        windows = self.published[chunk.number]
+        return windows[worker - self.num_servers] if self.thens and worker is not None else windows[0]
 
     def send_order(self, server: int, order: Order) -> Handle[None]:
         """Once the server has taken the one before."""
@@ -170,6 +171,9 @@ class Channel:
         """Give everything back; collective."""
         for window in (self.orders, self.replies, *self.gradients, self.states):
             window.close()
+        for windows in self.published:
+            for window in windows:
+                window.close()
         memory = [*self.flats, *(flat for flats in self.thens for flat in flats)]
         for flat in memory:
             self.group.free(flat)
@@ -192,22 +196,32 @@ def open_channel(
     packings = [_packing(codec, chunk) for chunk in chunks]
     shares = [[chunk for chunk in chunks if chunk.server == server] for server in range(num_servers)]
     widths = [len(share) + sum(len(chunk.layout.slots) for chunk in share) for share in shares]
-    first_version = max(group.share(group.notes.get(_NEXT, 0)))
+    first_version = max(share(group, group.notes.get(_NEXT, 0)))
     is_server = group.rank < num_servers
-    writers = workers if is_server else ()
+    # who has no slots where others have some names itself: without any a window would only publish
+    nobody = [group.rank]
+    writers = workers if is_server else nobody
     orders = group.window(f"{_NAME} orders", len(numbers.names) + max(widths), torch.float64, sources=writers)
-    readers = () if is_server else range(num_servers)
+    readers = nobody if is_server else range(num_servers)
     replies = group.window(f"{_NAME} replies", 1, sources=readers)
     gradients = [
         group.window(
             f"{_NAME} gradients {chunk.number}",
             chunk.num_elements if packing is None else sum(packing.sizes),
             chunk.dtype if packing is None else torch.uint8,
-            sources=workers if group.rank == chunk.server else (),
+            sources=workers if group.rank == chunk.server else nobody,
         )
         for chunk, packing in zip(chunks, packings, strict=True)
     ]
     states = group.window(f"{_NAME} states", PIECE_BYTES, torch.uint8, sources=readers)
+    suffixes = [f" of {worker}" for worker in workers] if options.delay_compensation else [""]
+    published = [
+        [
+            group.window(f"{_NAME} {chunk.number}{suffix}", chunk.num_elements, chunk.dtype, sources=())
+            for suffix in suffixes
+        ]
+        for chunk in chunks
+    ]
     flats = [group.empty(chunk.num_elements, chunk.dtype) for chunk in chunks]
     thens = (
         [[group.empty(chunk.num_elements, chunk.dtype) for chunk in chunks] for _ in workers]
@@ -225,6 +239,7 @@ def open_channel(
         replies,
         gradients,
         states,
+        published,
         flats,
         thens,
         shares,
@@ -243,7 +258,7 @@ def _packing(codec: FormatCodec, chunk: Chunk) -> Packing | None:
 
 
 def _require_equal(group: Group, mine: bytes) -> None:
-    for rank, theirs in zip(group.members, group.share(mine), strict=True):
+    for rank, theirs in zip(group.members, share(group, mine), strict=True):
         if theirs != mine:
             raise UsageError(
                 f"rank {rank} of workers and servers has another model, optimizer or options of "

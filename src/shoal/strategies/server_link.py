@@ -201,9 +201,8 @@ class Link:
         return reply.num_handled >= self._due[chunk.number]
 
     def _read(self, chunk: Chunk) -> Handle[int | None]:
-        group = self._channel.group
-        name = self._channel.parameter_name(chunk, group.rank)
-        return group.read(name, chunk.server, self._channel.flats[chunk.number])
+        window = self._channel.parameters(chunk, self._channel.group.rank)
+        return window.read(chunk.server, self._channel.flats[chunk.number])
 
     def _listen(self) -> None:
         """Wait for replies; PeerLost when a server is gone."""

@@ -11,7 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from shoal.core.errors import UsageError
-from shoal.group import Group
+from shoal.group import Group, share
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.start import require_equal, take_values
 from shoal.strategies.states import flatten, take_state
@@ -26,7 +26,7 @@ def take_first_worker(group: Group, root: int, attachment: Attachment) -> None:
     take_values(group, list(attachment.named_tensors.values()), root)
     optimizer = attachment.optimizer
     shape = [sorted(optimizer.defaults), [len(part["params"]) for part in optimizer.param_groups]]
-    everybody = group.share([any(optimizer.state.values()), shape])
+    everybody = share(group, [any(optimizer.state.values()), shape])
     for rank, (_, theirs) in zip(group.members, everybody, strict=True):
         if theirs != everybody[0][1]:
             raise UsageError(

@@ -36,10 +36,10 @@ class Updater:
                 parameter.data = tensor
                 parameter.grad = None
             if not channel.thens:
-                channel.group.publish(channel.parameter_name(chunk, 0), flat, version)
+                channel.parameters(chunk).publish(flat, version)
             for worker, flats in zip(channel.workers, channel.thens, strict=False):
                 flats[chunk.number].copy_(flat)
-                channel.group.publish(channel.parameter_name(chunk, worker), flats[chunk.number], version)
+                channel.parameters(chunk, worker).publish(flats[chunk.number], version)
 
     def apply(self, position: int, gradient: torch.Tensor, has_gradient: Sequence[bool]) -> None:
         """One update of one chunk; `gradient` is flat and may be overwritten."""
@@ -53,7 +53,7 @@ class Updater:
             if self._channel.thens:
                 self._optimizer.step()
             else:
-                with self._channel.group.changing(self._channel.parameter_name(chunk, 0), version):
+                with self._channel.parameters(chunk).changing(version):
                     self._optimizer.step()
         finally:
             for parameter in members:
@@ -73,16 +73,14 @@ class Updater:
         """Where delays are compensated: what this worker will read from now on, and is then known to have."""
         if self._channel.thens:
             chunk = self._share[position]
-            name = self._channel.parameter_name(chunk, worker)
-            with self._channel.group.changing(name, self.versions[position]):
+            with self._channel.parameters(chunk, worker).changing(self.versions[position]):
                 self._then(position, worker).copy_(self._channel.flats[chunk.number])
 
     def pass_over(self, position: int) -> None:
         """The next version of a chunk is equal to this one."""
         self.versions[position] += 1
         if not self._channel.thens:
-            name = self._channel.parameter_name(self._share[position], 0)
-            with self._channel.group.changing(name, self.versions[position]):
+            with self._channel.parameters(self._share[position]).changing(self.versions[position]):
                 pass
 
     def close(self) -> None:

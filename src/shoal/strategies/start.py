@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from shoal.core.errors import UsageError
-from shoal.group import Group
+from shoal.group import Group, share
 from shoal.strategies.averaging import packed
 
 
@@ -31,11 +31,11 @@ def require_equal(group: Group, tensors: Mapping[str, torch.Tensor]) -> None:
         [name, str(tensor.dtype), list(tensor.shape), tensor.requires_grad]
         for name, tensor in tensors.items()
     ]
-    digests = group.share(hashlib.sha256(msgspec.msgpack.encode(mine)).digest())
+    digests = share(group, hashlib.sha256(msgspec.msgpack.encode(mine)).digest())
     if len({*digests}) == 1:
         return
     ranks = group.members
-    everybody = group.share(mine)
+    everybody = share(group, mine)
     for rank, theirs in zip(ranks, everybody, strict=True):
         for first, other in zip_longest(everybody[0], theirs):
             if first != other:
@@ -50,7 +50,7 @@ def require_equal(group: Group, tensors: Mapping[str, torch.Tensor]) -> None:
 def require_same_count(group: Group, strategy: str, steps: int, rounds: int) -> None:
     """UsageError, on all members, when they have not done equally many: they would share at other times."""
     ranks = group.members
-    everybody = group.share([steps, rounds])
+    everybody = share(group, [steps, rounds])
     for rank, theirs in zip(ranks, everybody, strict=True):
         if theirs != everybody[0]:
             (steps, rounds), (first_steps, first_rounds) = theirs, everybody[0]

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from shoal.core.errors import ShoalError, UsageError
-from shoal.group import Group
+from shoal.group import Group, share
 from shoal.strategies.start import take_values
 from shoal.tensors import DTYPES, TensorSpec, describe, size_bytes
 from shoal.tensors.packing import reshape_dense
@@ -70,7 +70,7 @@ def take_state(group: Group, make: Callable[[], Any], root: int = 0) -> Any:
             sent.specs = [describe(tensor) for tensor in tensors.values()]
         except ShoalError as error:
             sent.problem = error.what
-    sent = msgspec.convert(group.share(sent)[list(group.members).index(root)], _Sent)
+    sent = msgspec.convert(share(group, sent)[list(group.members).index(root)], _Sent)
     if sent.problem:
         raise UsageError(
             f"what rank {root} has cannot be given to the others: {sent.problem}",

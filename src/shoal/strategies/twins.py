@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from shoal.core.errors import UsageError
-from shoal.group import Group
+from shoal.group import Group, share
 from shoal.tensors import DTYPES, Bucket, BucketLayout, size_bytes
 from shoal.tensors.memory import tensor_over
 from shoal.tensors.packing import reshape_dense
@@ -147,7 +147,7 @@ def require_same_kind(parameter: torch.Tensor, view: torch.Tensor) -> None:
 def require_equal_layouts(group: Group, layouts: list[BucketLayout]) -> None:
     """Equal shapes may still lie in another order (channels_last on one worker only)."""
     mine = msgspec.msgpack.encode(layouts)
-    for rank, theirs in zip(group.members, group.share(mine), strict=True):
+    for rank, theirs in zip(group.members, share(group, mine), strict=True):
         if theirs != mine:
             raise UsageError(
                 f"the parameters of rank {rank} lie otherwise in memory than those of rank {group.rank}.",

@@ -54,13 +54,8 @@ def code_of(dtype: torch.dtype) -> int:
 
 
 def failed_beat(culprit: int | None) -> int:
-    """Makes the last beat of a worker that gives up; it tells because of whose loss, if that is why."""
+    """Makes the last beat of a worker that gives up, a negative one; it tells because of whose loss."""
     return _FAILED if culprit is None else _FAILED - 1 - culprit
-
-
-def has_failed(beat: int) -> bool:
-    """Tells whether a beat is that of a worker that has given up."""
-    return beat < 0
 
 
 def culprit_of(beat: int) -> int | None:

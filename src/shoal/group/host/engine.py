@@ -16,6 +16,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -37,7 +38,7 @@ from shoal.group.host.control import (
 from shoal.group.host.heartbeat import ProcessWatch
 from shoal.group.host.memory import Segment
 from shoal.group.kernels import OPS, reduce_into, share
-from shoal.group.operations import Tally as TrafficCounter
+from shoal.group.operations import TrafficCounter
 from shoal.topology import Weights
 
 log = logging.getLogger(__name__)
@@ -52,65 +53,42 @@ STAGE_BYTES = 1 << 22
 """One half of the staging memory: a step's overhead does not count any more, and caches still hold it."""
 
 
+@dataclass(slots=True, eq=False)
 class Task:
     """One numbered step of an operation."""
 
-    __slots__ = (
-        "after",
-        "error",
-        "factors",
-        "follows",
-        "half",
-        "is_shared",
-        "is_staged",
-        "is_survivable",
-        "must_match",
-        "needs_shares",
-        "num_holding",
-        "prepare",
-        "present",
-        "seq",
-        "sources",
-        "spans",
-        "words",
-        "work",
-    )
-
-    def __init__(
-        self, words: list[int], work: Callable[[Task, list[int]], None] | None = None, *spans: Span
-    ) -> None:
-        self.seq = 0
-        self.words = words
-        """What this worker does: kind, dtype, number of elements, detail, place; compared with others."""
-        self.work = work
-        """Called with the ranks that take part, once all `sources` (None: everybody) have arrived."""
-        self.sources: Sequence[int] | None = None
-        self.spans = spans
-        """The memory that it reads or writes here: a later task on any of it waits for this one."""
-        self.prepare: Callable[[Task], None] | None = None
-        """Called before this worker arrives."""
-        self.is_staged = False
-        """Whether it writes staging memory before it arrives."""
-        self.half = -1
-        """Of the staging memory, 0 or 1; by its number unless it is said."""
-        self.num_holding = 0
-        """How many of the next tasks use that half, too."""
-        self.follows: Task | None = None
-        """A task on the same memory that it belongs to, and need not wait for."""
-        self.after = 0
-        """Work only when everybody has finished this operation: until then they read what it writes."""
-        self.factors: Sequence[float] | None = None
-        self.must_match = len(words)
-        """How many of the words must be equal on all that take part."""
-        self.is_shared = False
-        """Complete only when all have finished: they read this worker's tensor until then."""
-        self.needs_shares = False
-        """Complete only with everybody's part of the work."""
-        self.is_survivable = False
-        """Whether it goes on without those that are lost."""
-        self.present: list[int] | None = None
-        """Who took part, once this worker's part is done."""
-        self.error: ShoalError | None = None
+    words: list[int]
+    """What this worker does: kind, dtype, number of elements, detail, place; compared with others."""
+    work: Callable[[Task, list[int]], None] | None = None
+    """Called with the ranks that take part, once all `sources` (None: everybody) have arrived."""
+    spans: Sequence[Span] = ()
+    """The memory that it reads or writes here: a later task on any of it waits for this one."""
+    sources: Sequence[int] | None = None
+    prepare: Callable[[Task], None] | None = None
+    """Called before this worker arrives."""
+    is_staged: bool = False
+    """Whether it writes staging memory before it arrives."""
+    half: int = -1
+    """Of the staging memory, 0 or 1; by its number unless it is said."""
+    num_holding: int = 0
+    """How many of the next tasks use that half, too."""
+    follows: Task | None = None
+    """A task on the same memory that it belongs to, and need not wait for."""
+    after: int = 0
+    """Work only when everybody has finished this operation: until then they read what it writes."""
+    factors: Sequence[float] | None = None
+    must_match: int = 8
+    """How many of the words, at most, must be equal on all that take part."""
+    is_shared: bool = False
+    """Complete only when all have finished: they read this worker's tensor until then."""
+    needs_shares: bool = False
+    """Complete only with everybody's part of the work."""
+    is_survivable: bool = False
+    """Whether it goes on without those that are lost."""
+    seq: int = 0
+    present: list[int] | None = None
+    """Who took part, once this worker's part is done."""
+    error: ShoalError | None = None
 
 
 class ProgressEngine:
@@ -135,7 +113,6 @@ class ProgressEngine:
         self.rank = rank
         self.size = size
         self._others = [other for other in range(size) if other != rank]
-        self._everybody = list(range(size))
         self.control = control
         self.pipes = pipes
         self.watch = watch
@@ -148,7 +125,8 @@ class ProgressEngine:
         self._halves = [0, 0]
         self._pid = os.getpid()
         self._breakage: BaseException | None = None
-        self._blocker: int | None = None
+        self.blocker: int | None = None
+        """Whom the wait under way is for, the last one that was seen to be missing."""
         self._spin_s = _SPIN_S if size <= (os.cpu_count() or 1) else _SPIN_CROWDED_S
 
     def issue(self, task: Task) -> Task:
@@ -220,7 +198,7 @@ class ProgressEngine:
             if self.control.get(rank, FINISHED) >= task.seq:
                 continue
             if self.control.gone_after(rank) == NOT_YET:
-                self._blocker = rank
+                self.blocker = rank
                 return False
             if task.needs_shares:
                 task.error = self.lost_error(rank)
@@ -251,7 +229,7 @@ class ProgressEngine:
         `whom` says who is waited for that is not of this machine.
         """
         began_s = time.perf_counter()
-        self._blocker = None
+        self.blocker = None
         if deadline is None and self._settings.timeout_s is not None:
             deadline = Deadline.after(self._settings.timeout_s)
         next_line_s = began_s + _LINE_EVERY_S
@@ -270,20 +248,29 @@ class ProgressEngine:
                     log.warning("%s", self._waiting_line(what, now_s - began_s, whom))
                 self._nap(is_done)
         finally:
-            self._blame(time.perf_counter() - began_s)
-
-    def blocked_by(self, rank: int) -> None:
-        """Names the rank that the wait under way is for."""
-        self._blocker = rank
+            self._count_wait(time.perf_counter() - began_s)
 
     def check_own_verdict(self) -> None:
         """PeerLost when the others have given this worker up."""
         if self.control.get(self.rank, VERDICT) != NOT_YET:
-            raise self._given_up()
+            name = self.name_of(self.rank)
+            raise PeerLost(
+                f"rank {name}, this worker, was silent for more than {self._settings.silence_s:g} s, and the "
+                "others went on without it.",
+                peer=name,
+                cause="it was stopped, or its machine was.",
+                next_step="start again with a larger --patience.",
+            )
 
     def members(self) -> list[int]:
         """Lists who takes part in the next operation."""
-        return [rank for rank in self._everybody if self._is_member(rank, self.issued + 1)]
+        gone = ((rank, self.control.gone_after(rank)) for rank in range(self.size))
+        return [rank for rank, after in gone if after == NOT_YET or self.issued < after]
+
+    def check_rank(self, rank: int) -> None:
+        """UsageError for a rank that does not exist."""
+        if not 0 <= rank < self.size:
+            raise UsageError(f"There is no rank {rank} among {self.size}.", next_step="name a member.")
 
     def is_gone(self, rank: int) -> bool:
         """Tells whether another rank is lost or has left."""
@@ -305,14 +292,13 @@ class ProgressEngine:
             return False
         for rank in self._others:
             if self.control.get(rank, FINISHED) < seq and self.control.gone_after(rank) == NOT_YET:
-                self._blocker = rank
+                self.blocker = rank
                 return False
         return True
 
-    def _blame(self, waited_s: float) -> None:
-        """Puts a wait down to the one who came last."""
-        if self._blocker is not None:
-            self.waited_s[self._blocker] += waited_s
+    def _count_wait(self, waited_s: float) -> None:
+        if self.blocker is not None:
+            self.waited_s[self.blocker] += waited_s
 
     def _arrive(self, task: Task) -> bool:
         if task.seq > MAX_AHEAD and not self.is_finished(task.seq - MAX_AHEAD):
@@ -351,7 +337,7 @@ class ProgressEngine:
             gone_after = self.control.gone_after(rank)
             if gone_after == NOT_YET:
                 if self.control.get(rank, ARRIVED) < task.seq:
-                    self._blocker = rank
+                    self.blocker = rank
                     return False
                 present.append(rank)
             elif task.seq <= gone_after:
@@ -375,16 +361,12 @@ class ProgressEngine:
     def _is_lost(self, rank: int) -> bool:
         return self.control.get(rank, LEFT) == NOT_YET and self.control.get(rank, VERDICT) != NOT_YET
 
-    def _is_member(self, rank: int, seq: int) -> bool:
-        gone_after = self.control.gone_after(rank)
-        return gone_after == NOT_YET or seq <= gone_after
-
     def _mismatch(self, task: Task, present: list[int]) -> ShoalError | None:
         own = task.words[: task.must_match]
         for rank in present:
             if rank == self.rank:
                 continue
-            other = self.control.description(rank, task.seq)[: task.must_match]
+            other = self.control.description(rank, task.seq)[: len(own)]
             if other != own:
                 return UsageError(
                     f"rank {self.name_of(self.rank)} called {_describe(own)} where rank {self.name_of(rank)} "
@@ -400,15 +382,6 @@ class ProgressEngine:
         if self.culprit is None:
             self.culprit = rank_to_blame(error, self.name_of(self.rank))
         return error
-
-    def _given_up(self) -> PeerLost:
-        return PeerLost(
-            f"rank {self.name_of(self.rank)}, this worker, was silent for more than "
-            f"{self._settings.silence_s:g} s, and the others went on without it.",
-            peer=self.name_of(self.rank),
-            cause="it was stopped, or its machine was.",
-            next_step="start again with a larger --patience.",
-        )
 
     def check_usable(self) -> None:
         """UsageError in a forked child, and when this worker is out of step."""
@@ -442,7 +415,7 @@ class ProgressEngine:
             )
 
     def _waiting_line(self, what: str, waited_s: float, whom: Callable[[], str] | None = None) -> str:
-        who, outside = self._blocker, whom() if whom is not None else ""
+        who, outside = self.blocker, whom() if whom is not None else ""
         if outside:
             return f"rank {self.name_of(self.rank)}: {what}: waiting for {outside}, {waited_s:.0f} s"
         if who is None:
@@ -567,7 +540,7 @@ class Staging:
             first.num_holding = 1
             first.half = (self._engine.issued + 1 >> 1) & 1
             self._engine.issue(first)
-            second = Task([*words, -1 - start], self._copy_out(part, first), span_of(part))
+            second = Task([*words, -1 - start], self._copy_out(part, first), [span_of(part)])
             second.follows = first
             second.after = first.seq
             tasks += [first, self._engine.issue(second)]
@@ -592,7 +565,7 @@ class Staging:
         def work(task: Task, present: list[int]) -> None:
             step(task, part, regions(self._stage, task.half * STAGE_BYTES, part, present))
 
-        task = Task(words, work, span_of(part))
+        task = Task(words, work, [span_of(part)])
         task.is_staged = True
         return task
 

@@ -189,7 +189,7 @@ class HostGroup(Group):
                 segment.discard()
 
         span = (segment.start, segment.end)
-        self._meet(Task([_FREE, 0, segment.place.size_bytes, segment.code], work, span))
+        self._meet(Task([_FREE, 0, segment.place.size_bytes, segment.code], work, [span]))
         self._forget_readers(span)
         self._arena.forget(segment)
 
@@ -217,17 +217,14 @@ class HostGroup(Group):
             low, high = share(present.index(self.rank), len(present), count, dtype.itemsize)
             reduce_to_all(views, low, high, op)
 
-        task = Task([*words, segment.code + offset], work, span_of(tensor))
+        task = Task([*words, segment.code + offset], work, [span_of(tensor)])
         task.is_shared = task.needs_shares = True
         return self._begin(task, given)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
         """Copies the root's tensor to all, in place."""
         given, tensor = tensor, tensor.detach()
-        if not 0 <= root < self.size:
-            raise UsageError(
-                f"There is no rank {root} among {self.size}.", next_step="broadcast from a member."
-            )
+        self._engine.check_rank(root)
         self._counter.broadcast(tensor.nbytes, root)
         words = [_BROADCAST, code_of(tensor.dtype), tensor.numel(), root]
         sources = () if self.rank == root else (root,)
@@ -249,7 +246,7 @@ class HostGroup(Group):
             if self.rank != root:
                 copy_into(tensor.view(-1), _sent_by(root, regions(segment, offset, tensor, present)))
 
-        task = Task([*words, segment.code + offset], work, span_of(tensor))
+        task = Task([*words, segment.code + offset], work, [span_of(tensor)])
         # the root waits for everybody: they read its memory
         task.sources = None if self.rank == root else sources
         task.is_shared = self.rank == root
@@ -272,17 +269,15 @@ class HostGroup(Group):
         self._meet(sizes)
         results = {rank: tensor.new_empty((rows, *rest)) for rank, (rows, _) in told.items()}
         row_bytes = width * tensor.element_size()
-        self._counter.all_gather(
-            tensor.nbytes, sum(row_bytes * told[rank][0] for rank in told) - tensor.nbytes
-        )
+        all_bytes = row_bytes * sum(rows for rows, _ in told.values())
+        self._counter.all_gather(tensor.nbytes, all_bytes - tensor.nbytes)
         copy_into(results[self.rank], tensor.reshape(rows, *rest))
         flats = {rank: result.view(-1) for rank, result in results.items()}
         piece = STAGE_BYTES // tensor.element_size()
         longest = max(flat.numel() for flat in flats.values())
-        if all(code != _NO_PLACE for _, code in told.values()):
-            tasks = [
-                self._engine.issue(self._read_all(tensor, flats, {r: code for r, (_, code) in told.items()}))
-            ]
+        codes = {rank: code for rank, (_, code) in told.items()}
+        if _NO_PLACE not in codes.values():
+            tasks = [self._engine.issue(self._read_all(tensor, flats, codes))]
         else:
             tasks = [
                 self._engine.issue(self._staging.gather_step(_ALL_GATHER, flats, slice(start, start + piece)))
@@ -332,7 +327,7 @@ class HostGroup(Group):
             views = regions(segment, offset, tensor, present)
             self._mix(task, out.view(-1), tensor.view(-1), views, weights)
 
-        task = Task([*words, segment.code + offset], work, span_of(tensor), span_of(out))
+        task = Task([*words, segment.code + offset], work, [span_of(tensor), span_of(out)])
         self._address(task, weights)
         task.after = self._forget_readers(span_of(out))
         handle = self._begin(task, result)
@@ -363,7 +358,7 @@ class HostGroup(Group):
         if num_elements < 1:
             raise UsageError(f"Window {name!r} would have no elements.", next_step="give it one at least.")
         code_of(dtype)  # refuses here what could not be described later
-        if sources is not None and len(sources) == 0:
+        if sources is not None and len(sources) == 0:  # on all members: there is nothing to agree on
             return HostWindow(name, SlotLayout({}, num_elements, dtype), None, self._windows)
         counted = self._counter.sent_bytes, self._counter.received_bytes
         layout = SlotLayout.agree(self, name, num_elements, dtype, sources)
@@ -484,7 +479,7 @@ class HostGroup(Group):
                     flat = flats[rank]
                     copy_into(flat, segment.region(rank, offset, flat.numel(), flat.dtype))
 
-        task = Task([_ALL_GATHER, code_of(own.dtype), -1, 0], work, span_of(own))
+        task = Task([_ALL_GATHER, code_of(own.dtype), -1, 0], work, [span_of(own)])
         task.is_shared = True
         return task
 

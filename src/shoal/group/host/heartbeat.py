@@ -1,4 +1,4 @@
-"""Who is alive: each worker beats, off the data path, and looks after the others.
+"""The heartbeat of workers of one machine: each beats, off the data path, and watches the others.
 
 Lost means silent, not slow. A process that has ended without leaving is lost at once (its pidfd says so); one
 that neither beats nor uses the processor for five seconds, times the patience, is lost too, and finds the
@@ -22,17 +22,7 @@ from shoal.core import LoopThread
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.core.processes import stat_fields
 from shoal.group.base import GroupSettings, Loss
-from shoal.group.host.control import (
-    ARRIVED,
-    BEAT,
-    LEFT,
-    NOT_YET,
-    VERDICT,
-    ControlPage,
-    WakePipes,
-    culprit_of,
-    has_failed,
-)
+from shoal.group.host.control import ARRIVED, BEAT, LEFT, NOT_YET, VERDICT, ControlPage, WakePipes, culprit_of
 
 log = logging.getLogger(__name__)
 _BEAT_S = 0.2
@@ -40,7 +30,7 @@ _BUSY_S = 0.05
 
 
 class ProcessWatch:
-    """Beats for this worker and watches the others, on a loop thread of its own."""
+    """Beats for this worker and watches the other processes, on a loop thread of its own."""
 
     def __init__(
         self, rank: int, pids: Sequence[int], control: ControlPage, pipes: WakePipes, settings: GroupSettings
@@ -64,7 +54,7 @@ class ProcessWatch:
         self._is_open = False
 
     def open(self) -> None:
-        """Begin to beat."""
+        """Begins to beat."""
         self._control.set(BEAT, time.monotonic_ns())
         if sys.platform == "linux":
             for rank in self._present:
@@ -77,7 +67,7 @@ class ProcessWatch:
         self._loop.submit(self._watch())
 
     def close(self) -> None:
-        """Stop beating; the worker has left."""
+        """Stops beating; the worker has left."""
         if not self._is_open:
             return
         self._is_open = False
@@ -88,28 +78,40 @@ class ProcessWatch:
         self._pidfds.clear()
 
     def last_beat_s(self, rank: int) -> float:
-        """Seconds since a rank's last beat."""
+        """Computes the seconds since a rank's last beat."""
         return (time.monotonic_ns() - self._control.get(rank, BEAT)) / 1e9
 
     def loss(self, rank: int) -> Loss:
-        """Why a rank is gone."""
+        """Says why a rank is gone, and because of whom, if its last beat tells."""
         if rank in self.lost:
             return self.lost[rank]
-        return self._with_culprit(rank, Loss(rank, self._reason(rank), at_s=time.monotonic()))
+        loss = Loss(rank, self._reason(rank), at_s=time.monotonic())
+        culprit = culprit_of(self._control.get(rank, BEAT))
+        if culprit is None:
+            return loss
+        if culprit == self._name(self._rank):
+            own = Loss(culprit, f"it was silent, and rank {self._name(rank)} went on without it")
+            return dataclasses.replace(loss, kind="verdict", because=own)
+        ranks = {self._name(other): other for other in range(len(self._pids))}
+        reason = self._reason(ranks[culprit]) if culprit in ranks else f"rank {self._name(rank)} has lost it"
+        return dataclasses.replace(loss, because=Loss(culprit, reason))
 
     def _reason(self, rank: int) -> str:
         if rank in self.lost:
             return self.lost[rank].reason
         if self._control.get(rank, LEFT) != NOT_YET:
             return "it left in the middle of an operation"
-        if has_failed(self._control.get(rank, BEAT)):
+        if self._control.get(rank, BEAT) < 0:
             return "it failed"
         if not self._is_process_there(rank):
             return f"its process {self._pids[rank]} ended"
-        return f"silent for {self._silence_s:g} s{_stopped(self._pids[rank])}"
+        silent_s = max(self._silence_s, self._silent_s.get(rank, 0.0))
+        fields = stat_fields(self._pids[rank])
+        stopped = ", its process is stopped (SIGSTOP)" if fields and fields[0] in ("T", "t") else ""
+        return f"silent for {silent_s:.1f} s{stopped}"
 
     def pid(self, rank: int) -> int:
-        """A rank's process."""
+        """Names a rank's process."""
         return self._pids[rank]
 
     async def _watch(self) -> None:
@@ -136,10 +138,8 @@ class ProcessWatch:
                 self._note_left(rank)
             elif not self._is_process_there(rank):
                 self._ended(rank)
-            elif has_failed(self._control.get(rank, BEAT)):
-                self._lose(rank, "it failed")
-            elif self._control.get(rank, VERDICT) != NOT_YET:
-                self._lose(rank, f"silent for {self._silence_s:g} s{_stopped(self._pids[rank])}")
+            elif self._control.get(rank, BEAT) < 0 or self._control.get(rank, VERDICT) != NOT_YET:
+                self._lose(rank)
             else:
                 self._listen(rank, passed_s)
 
@@ -159,8 +159,7 @@ class ProcessWatch:
             self._cpu_s[rank] = used_s
             self._silent_s[rank] = 0.0
         elif silent_s > self._silence_s and self._rank == min([self._rank, *self._beating(rank)]):
-            reason = f"silent for {silent_s:.1f} s{_stopped(self._pids[rank])}"
-            self._lose(rank, reason, after=self._control.get(rank, ARRIVED))
+            self._lose(rank, after=self._control.get(rank, ARRIVED))
 
     def _beating(self, suspect: int) -> list[int]:
         return [
@@ -174,32 +173,19 @@ class ProcessWatch:
             self._note_left(rank)
             return
         # it writes no more: all who look see the same number
-        self._lose(rank, f"its process {self._pids[rank]} ended", after=self._control.get(rank, ARRIVED))
+        self._lose(rank, after=self._control.get(rank, ARRIVED))
 
     def _note_left(self, rank: int) -> None:
         self.left_at_s[rank] = time.monotonic()
         self._forget(rank)
 
-    def _lose(self, rank: int, reason: str, *, after: int | None = None) -> None:
-        """Go on without a rank, and judge it where nobody has: it takes part in nothing `after` that."""
-        self.lost[rank] = self._with_culprit(rank, Loss(rank, reason, at_s=time.monotonic()))
+    def _lose(self, rank: int, *, after: int | None = None) -> None:
+        """Goes on without a rank, and judges it where nobody has: it takes part in nothing `after` that."""
+        loss = self.lost[rank] = self.loss(rank)
         if after is not None:
             self._control.judge(rank, after)  # now that whoever sees the verdict finds the reason
-        log.warning("rank %d is lost: %s", self._name(rank), reason)
+        log.warning("rank %d is lost: %s", self._name(rank), loss.reason)
         self._forget(rank)
-        self._pipes.wake_self()
-
-    def _with_culprit(self, rank: int, loss: Loss) -> Loss:
-        """The loss, with the earlier one that it follows from, if that rank has told."""
-        culprit = culprit_of(self._control.get(rank, BEAT))
-        if culprit is None:
-            return loss
-        if culprit == self._name(self._rank):
-            own = Loss(culprit, f"it was silent, and rank {self._name(rank)} went on without it")
-            return dataclasses.replace(loss, kind="verdict", because=own)
-        mates = {self._name(mate): mate for mate in range(len(self._pids))}
-        reason = self._reason(mates[culprit]) if culprit in mates else f"rank {self._name(rank)} has lost it"
-        return dataclasses.replace(loss, because=Loss(culprit, reason))
 
     def _forget(self, rank: int) -> None:
         self._present.remove(rank)
@@ -224,8 +210,3 @@ class ProcessWatch:
 def _cpu_s(pid: int) -> float:
     fields = stat_fields(pid)
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if len(fields) > 12 else 0.0
-
-
-def _stopped(pid: int) -> str:
-    fields = stat_fields(pid)
-    return ", its process is stopped (SIGSTOP)" if fields and fields[0] in ("T", "t") else ""

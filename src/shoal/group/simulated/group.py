@@ -48,6 +48,8 @@ from shoal.transport.networks.pipes import Passage
 
 T = TypeVar("T")
 _Arrival: TypeAlias = tuple[Collective, PendingOperation[Any]]
+_IsThere: TypeAlias = Callable[[Collective, PendingOperation[Any]], bool]
+_NOTHING = torch.empty(0)
 
 
 class SimulatedGroup(Group):
@@ -102,20 +104,20 @@ class SimulatedGroup(Group):
         check_reduction(tensor, op)
         self._begin(tensor)
         self.traffic.add(operations.all_reduce(self, tensor))
-        collective, handle = self._come(f"all_reduce ({op}) of {_shape(tensor)}", tensor, _copy(tensor))
+        collective, handle = self._arrive(f"all_reduce ({op}) of {_shape(tensor)}", tensor, _copy(tensor))
 
-        collective.waiting[self.rank] = partial(self._reduced, collective, handle, tensor)
+        def over(at_s: float) -> None:
+            came_last = collective.last_of(collective.arrived_s)
+            handle.resolve(at_s, lambda: _store(tensor, collective.result), came_last)
+
+        def finish() -> None:
+            if collective.result is None:
+                self._reduce(collective, tensor, op)
+
+        collective.waiting[self.rank] = over
         if collective.ring is None:
             collective.ring = self._ring(collective, self.network.present, tensor)
-
-        def attempt() -> bool:
-            if not self._is_settled(collective, handle):
-                return False
-            if collective.result is None and not handle.is_resolved:
-                self._reduce(collective, tensor, op)
-            return True
-
-        collective.settle(self.rank, self.network.present, attempt)
+        self._settle(collective, handle, self.network.present, self._has_all, finish)
         collective.ring.begin(self.rank, self.network.turns.now_s)
         return handle
 
@@ -124,52 +126,38 @@ class SimulatedGroup(Group):
         self.check_rank(root)
         self._begin(tensor)
         self.traffic.add(operations.broadcast(self, tensor, root))
-        brought = _Sent(_copy(tensor)) if self.rank == root else None
-        collective, handle = self._come(f"broadcast from {root} of {_shape(tensor)}", tensor, brought)
-        if brought is not None:
-            self._carry(brought, self._others())
-            handle.resolve(brought.left_s(self.network.turns.now_s), lambda: tensor)
+        kind = f"broadcast from {root} of {_shape(tensor)}"
+        sent = _Message(_copy(tensor), self._others()) if self.rank == root else _Message(_NOTHING)
 
-        def attempt() -> bool:
-            if self._is_mismatched(collective, handle) or handle.is_resolved:
-                return True
+        def is_there(collective: Collective, handle: PendingOperation[Any]) -> bool:
             if root not in collective.arrived_s and root not in self.network.present:
                 loss = self.network.lost.get(root, Loss(root, "it has left the group"))
                 handle.fail(loss.error())
-            elif root in collective.arrived_s:
-                sent: _Sent = collective.brought[root]
-                came_s = sent.arrives_s(self, root, collective.arrived_s[root])
-                due_s = max(collective.arrived_s[self.rank], came_s)
-                handle.resolve(due_s, partial(_store, tensor, sent.values), collective.last_of([root]))
-            return handle.is_resolved
+            return root in collective.arrived_s or handle.is_resolved
 
-        collective.settle(self.rank, [root], attempt)
-        return handle
+        def take(brought: Mapping[int, _Message]) -> torch.Tensor:
+            return tensor if self.rank == root else _store(tensor, brought[root].values)
+
+        return self._send(kind, tensor, sent, [root], is_there, take)
 
     def all_gather(self, tensor: torch.Tensor) -> Handle[list[torch.Tensor]]:
         """Goes straight from everybody to everybody."""
         self._begin(tensor)
         self.traffic.add(operations.all_gather(self, tensor))
-        sent = _Sent(_copy(tensor))
-        collective, handle = self._come("all_gather", None, sent)
-        self._carry(sent, self._others())
 
-        def take() -> list[torch.Tensor]:
-            ranks = sorted(collective.brought)
-            self.traffic.received_bytes += sum(
-                collective.brought[rank].values.nbytes for rank in ranks if rank != self.rank
-            )
-            return [collective.brought[rank].values.clone() for rank in ranks]
+        def take(brought: Mapping[int, _Message]) -> list[torch.Tensor]:
+            others = [message for rank, message in brought.items() if rank != self.rank]
+            self.traffic.received_bytes += sum(message.values.nbytes for message in others)
+            return [brought[rank].values.clone() for rank in sorted(brought)]
 
-        return self._meet(collective, handle, take)
+        sent = _Message(_copy(tensor), self._others())
+        return self._send("all_gather", None, sent, None, self._has_all, take)
 
     def barrier(self) -> Handle[None]:
         """Sends a word from everybody to everybody."""
         self._begin()
-        sent = _Sent(torch.empty(0))
-        collective, handle = self._come("barrier", None, sent)
-        self._carry(sent, self._others())
-        return self._meet(collective, handle, lambda: None)
+        sent = _Message(_NOTHING, self._others())
+        return self._send("barrier", None, sent, None, self._has_all, lambda brought: None)
 
     def exchange(
         self, tensor: torch.Tensor, weights: Weights | MachineWeights, *, out: torch.Tensor | None = None
@@ -181,29 +169,19 @@ class SimulatedGroup(Group):
         check_alike(tensor, result)
         self._begin(tensor, result)
         self.traffic.add(operations.exchange(self, tensor, weights))
-        sent = _Sent(_copy(tensor), weights.destinations)
-        collective, handle = self._come(f"exchange of {_shape(tensor)}", result, sent)
-        self._carry(sent, weights.sources if weights.destinations is None else weights.destinations)
+        to = weights.sources if weights.destinations is None else weights.destinations
+        sent = _Message(_copy(tensor), to, weights.destinations)
+        sources = sorted(weights.sources)
 
-        def attempt() -> bool:
-            if self._is_mismatched(collective, handle):
-                return True
-            if any(
-                rank not in collective.brought and rank in self.network.present for rank in weights.sources
-            ):
-                return False
-            there = [rank for rank in sorted(weights.sources) if rank in collective.brought]
-            rest = weights.without([rank for rank in weights.sources if rank not in there])
-            arrivals_s = [
-                collective.brought[rank].arrives_s(self, rank, collective.arrived_s[rank]) for rank in there
-            ]
-            due_s = max(sent.left_s(collective.arrived_s[self.rank]), *arrivals_s, 0.0)
-            take = partial(self._mix, collective, rest, result)
-            handle.resolve(due_s, take, collective.last_of(there))
-            return True
+        def is_there(collective: Collective, handle: PendingOperation[Any]) -> bool:
+            missing = [rank for rank in sources if rank not in collective.brought]
+            return not any(rank in self.network.present for rank in missing)
 
-        collective.settle(self.rank, weights.sources, attempt)
-        return handle
+        def take(brought: Mapping[int, _Message]) -> torch.Tensor:
+            rest = weights.without([rank for rank in sources if rank not in brought])
+            return self._mix(brought, rest, result)
+
+        return self._send(f"exchange of {_shape(tensor)}", result, sent, sources, is_there, take)
 
     def settle(self, tensor: torch.Tensor) -> None:
         """Does nothing: others have copies."""
@@ -247,14 +225,10 @@ class SimulatedGroup(Group):
         elif not self._has_left:
             self._has_left = True
             blamed = rank_to_blame(error, self.rank)
-            self.network.lose(
-                Loss(
-                    self.rank,
-                    "its worker ended without leaving",
-                    at_s=self.network.turns.clock.now_s() + NOTICED_AFTER_S,
-                    because=None if blamed is None else self.network.lost.get(blamed),
-                )
-            )
+            because = None if blamed is None else self.network.lost.get(blamed)
+            at_s = self.network.turns.clock.now_s() + NOTICED_AFTER_S
+            reason = "its worker ended without leaving"
+            self.network.lose(Loss(self.rank, reason, at_s=at_s, because=because))
 
     # --- how operations meet ---
 
@@ -269,7 +243,7 @@ class SimulatedGroup(Group):
                 if memory.data_ptr() < end and start < memory.data_ptr() + memory.nbytes:
                     handle.wait()
 
-    def _come(self, kind: str, memory: torch.Tensor | None, brought: Any) -> _Arrival:
+    def _arrive(self, kind: str, memory: torch.Tensor | None, brought: Any) -> _Arrival:
         collective = self.network.next_collective(self.rank)
         handle: PendingOperation[Any] = PendingOperation(self.network, self.rank, kind)
         if memory is not None:
@@ -277,12 +251,75 @@ class SimulatedGroup(Group):
         collective.arrive(self.rank, kind, brought)
         return collective, handle
 
+    def _settle(
+        self,
+        collective: Collective,
+        handle: PendingOperation[Any],
+        needs: Iterable[int],
+        is_there: _IsThere,
+        finish: Callable[[], None],
+    ) -> None:
+        """Finishes once everything is there, unless `is_there` or what others have called fails it."""
+
+        def attempt() -> bool:
+            error = collective.mismatch()
+            if error is not None:
+                handle.fail(error)
+            elif not is_there(collective, handle):
+                return False
+            elif not handle.is_resolved:
+                finish()
+            return True
+
+        collective.settle(self.rank, needs, attempt)
+
+    def _send(
+        self,
+        kind: str,
+        memory: torch.Tensor | None,
+        sent: _Message,
+        sources: Sequence[int] | None,
+        is_there: _IsThere,
+        take: Callable[[Mapping[int, _Message]], T],
+    ) -> Handle[T]:
+        """Sends straight to others; is over when that has left, and what sources (None: all) sent has come.
+
+        `take` makes the result of the messages of those that are there, one's own included.
+        """
+        collective, handle = self._arrive(kind, memory, sent)
+        sent.leave(self.network, self.rank)
+
+        def finish() -> None:
+            own_s, brought = collective.arrived_s[self.rank], collective.brought
+            heard = brought if sources is None else [rank for rank in sources if rank in brought]
+            others = [rank for rank in heard if rank != self.rank]
+            comes_s = [
+                brought[rank].arrives_s(self.network, rank, self.rank, collective.arrived_s[rank])
+                for rank in others
+            ]
+            messages = {rank: brought[rank] for rank in (*others, self.rank)}
+            handle.resolve(
+                max(sent.left_s(own_s), *comes_s, 0.0), partial(take, messages), collective.last_of(others)
+            )
+
+        needs = self.network.present if sources is None else sources
+        self._settle(collective, handle, needs, is_there, finish)
+        return handle
+
+    def _has_all(self, collective: Collective, handle: PendingOperation[Any]) -> bool:
+        """Tells whether all have come; fails the handle without a lost one, unless it should survive."""
+        lost = [rank for rank in self.network.lost if rank not in collective.arrived_s]
+        if lost and not self.should_survive:
+            handle.fail(self.network.lost[lost[0]].error())
+            return True
+        return all(rank in collective.arrived_s for rank in self.network.present)
+
     def _ring(self, collective: Collective, ranks: Iterable[int], tensor: torch.Tensor) -> Ring:
         def over(rank: int, at_s: float) -> None:
             collective.waiting[rank](at_s)
 
-        hub = self.network
-        return Ring(hub.links, hub.turns.call_at, sorted(ranks), tensor.nbytes, over)
+        network = self.network
+        return Ring(network.links, network.turns.call_at, sorted(ranks), tensor.nbytes, over)
 
     def _reduce(self, collective: Collective, tensor: torch.Tensor, op: Reduction) -> None:
         """Reduces when all are there; where one has gone before it came, the others begin again, now."""
@@ -294,66 +331,15 @@ class SimulatedGroup(Group):
             for rank in ranks:
                 collective.ring.begin(rank, self.network.turns.now_s)
 
-    def _reduced(
-        self, collective: Collective, handle: PendingOperation[Any], tensor: torch.Tensor, at_s: float
-    ) -> None:
-        take = partial(_take_sum, collective, tensor)
-        handle.resolve(at_s, take, collective.last_of(collective.arrived_s))
-
-    def _meet(self, collective: Collective, handle: PendingOperation[T], take: Callable[[], T]) -> Handle[T]:
-        """Ends an operation when what everybody has sent has come."""
-
-        def attempt() -> bool:
-            if not self._is_settled(collective, handle):
-                return False
-            if not handle.is_resolved:
-                arrived_s = collective.arrived_s
-                comes_s = [
-                    sent.arrives_s(self, rank, arrived_s[rank])
-                    for rank, sent in collective.brought.items()
-                    if rank != self.rank
-                ]
-                own: _Sent = collective.brought[self.rank]
-                due_s = max(own.left_s(arrived_s[self.rank]), *comes_s, 0.0)
-                handle.resolve(due_s, take, collective.last_of(arrived_s))
-            return True
-
-        collective.settle(self.rank, self.network.present, attempt)
-        return handle
-
-    def _is_settled(self, collective: Collective, handle: PendingOperation[Any]) -> bool:
-        """Whether nobody is waited for any more; the handle may have an error then."""
-        if self._is_mismatched(collective, handle):
-            return True
-        lost = [rank for rank in self.network.lost if rank not in collective.arrived_s]
-        if lost and not self.should_survive:
-            handle.fail(self.network.lost[lost[0]].error())
-            return True
-        return all(rank in collective.arrived_s for rank in self.network.present)
-
-    def _is_mismatched(self, collective: Collective, handle: PendingOperation[Any]) -> bool:
-        error = collective.mismatch()
-        if error is not None:
-            handle.fail(error)
-        return error is not None
-
-    def _carry(self, sent: _Sent, destinations: Collection[int]) -> None:
-        now_s = self.network.turns.now_s
-        for rank in sorted(destinations):
-            if rank in self.network.present and rank != self.rank:
-                sent.passages[rank] = self.network.links.carry(self.rank, rank, now_s, sent.values.nbytes)
-
-    def _mix(self, collective: Collective, weights: Weights, out: torch.Tensor) -> torch.Tensor:
-        sources = []
-        for rank, weight in weights.sources.items():
-            sent: _Sent = collective.brought[rank]
-            sources.append((sent.values.view(-1), weight * sent.factor_for(self.rank, rank)))
-        own: _Sent = collective.brought[self.rank]
-        with torch.no_grad():
-            mixed = torch.empty_like(own.values)
-            mix_into(mixed.view(-1), own.values.view(-1), weights.own, sources)
-            out.copy_(mixed)
-        return out
+    def _mix(self, brought: Mapping[int, _Message], weights: Weights, out: torch.Tensor) -> torch.Tensor:
+        own = brought[self.rank].values
+        sources = [
+            (brought[rank].values.view(-1), weight * brought[rank].factor_for(self.rank, rank))
+            for rank, weight in weights.sources.items()
+        ]
+        mixed = torch.empty_like(own)
+        mix_into(mixed.view(-1), own.view(-1), weights.own, sources)
+        return _store(out, mixed)
 
     def check_rank(self, rank: int) -> None:
         """UsageError for a rank that there is not."""
@@ -526,24 +512,35 @@ class SimulatedWindow(LocalWindow):
             self._waiter.wake(self._network.turns.now_s)
 
 
-class _Sent:
-    """What one member has sent to others in an operation, and how it travels."""
+class _Message:
+    """What one member sends to others in an operation, and how it travels."""
 
-    def __init__(self, values: torch.Tensor, destinations: Mapping[int, float] | None = None) -> None:
+    def __init__(
+        self, values: torch.Tensor, to: Collection[int] = (), factors: Mapping[int, float] | None = None
+    ) -> None:
         self.values = values
-        self.passages: dict[int, Passage] = {}
-        self._factors = destinations
+        self._to = to
+        self._factors = factors
+        self._passages: dict[int, Passage] = {}
+
+    def leave(self, network: SimulatedNetwork, source: int) -> None:
+        """Sends it to those that are there."""
+        for rank in sorted(self._to):
+            if rank in network.present and rank != source:
+                self._carry(network, source, rank, network.turns.now_s)
 
     def left_s(self, began_s: float) -> float:
         """Tells when the last of it has left."""
-        return max(began_s, *(passage.left_at_s for passage in self.passages.values()), began_s)
+        return max([began_s, *(passage.left_at_s for passage in self._passages.values())])
 
-    def arrives_s(self, group: SimulatedGroup, source: int, sent_s: float) -> float:
+    def arrives_s(self, network: SimulatedNetwork, source: int, target: int, sent_s: float) -> float:
         """Tells when it arrives at a member; one that was not reckoned with is sent to after the others."""
-        if group.rank not in self.passages:
-            links = group.network.links
-            self.passages[group.rank] = links.carry(source, group.rank, sent_s, self.values.nbytes)
-        return self.passages[group.rank].arrives_at_s
+        if target not in self._passages:
+            self._carry(network, source, target, sent_s)
+        return self._passages[target].arrives_at_s
+
+    def _carry(self, network: SimulatedNetwork, source: int, target: int, now_s: float) -> None:
+        self._passages[target] = network.links.carry(source, target, now_s, self.values.nbytes)
 
     def factor_for(self, rank: int, source: int) -> float:
         """Gives its factor on the way; UsageError where the sender does not send there."""
@@ -565,14 +562,6 @@ def _store(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         tensor.copy_(values)
     return tensor
-
-
-def _take_sum(collective: Collective, tensor: torch.Tensor) -> torch.Tensor:
-    return _store(tensor, collective.result)
-
-
-def _never() -> bool:
-    return False
 
 
 def _shape(tensor: torch.Tensor) -> str:
