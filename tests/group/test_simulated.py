@@ -19,6 +19,7 @@ GROUP = {
     "exchanges": None,
     "twins": {"graph": "directed"},
     "one_sided": None,
+    "unasked": None,
     "in_flight": None,
 }
 WINDOWS = {

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 import signal
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -37,6 +37,7 @@ from shoal.transport.conditions.faults import (
     Slow,
 )
 from shoal.transport.conditions.faulty_links import Effects, effects_on
+from shoal.transport.networks.pipes import Passage
 
 T = TypeVar("T")
 _WHAT = "The fault script of a group"
@@ -79,9 +80,8 @@ class Shaped(GroupWrapper):
         step_sends = {rank: size // operation.num_steps for rank, size in operation.sends.items()}
         step_receives = {rank: size // operation.num_steps for rank, size in operation.receives.items()}
         for _ in range(operation.num_steps):
-            began_s = due_s
-            due_s = self._sent_s(began_s, step_sends, has_to_arrive=operation.is_request)
-            due_s = max(due_s, self._received_s(began_s, step_receives))
+            sent_s = self._sent_s(due_s, step_sends, has_to_arrive=operation.is_request)
+            due_s = max(sent_s, self._received_s(due_s, step_receives))
         learn: Callable[[T], float] | None = None
         if operation.learns is not None:
             learns, asked_s = operation.learns, due_s if operation.is_request else issued_s
@@ -93,19 +93,16 @@ class Shaped(GroupWrapper):
 
     def _sent_s(self, now_s: float, sends: Bytes, *, has_to_arrive: bool) -> float:
         """Tells when the last byte has left this worker, or reached the other side."""
-        ends_s = [now_s]
-        for rank, size_bytes in sends.items():
-            passage = self._conditions.link(self._here, self._address(rank)).carry_stream(now_s, size_bytes)
-            ends_s.append(passage.arrives_at_s if has_to_arrive else passage.left_at_s)
-        return max(ends_s)
+        passages = [self._carry(self._here, self._address(rank), now_s, sends[rank]) for rank in sends]
+        return max([now_s, *(each.arrives_at_s if has_to_arrive else each.left_at_s for each in passages)])
 
     def _received_s(self, now_s: float, receives: Bytes) -> float:
         """Tells when the last byte has come."""
-        ends_s = [now_s]
-        for rank, size_bytes in receives.items():
-            passage = self._conditions.link(self._address(rank), self._here).carry_stream(now_s, size_bytes)
-            ends_s.append(passage.arrives_at_s)
-        return max(ends_s)
+        passages = [self._carry(self._address(rank), self._here, now_s, receives[rank]) for rank in receives]
+        return max([now_s, *(passage.arrives_at_s for passage in passages)])
+
+    def _carry(self, source: Address, target: Address, now_s: float, size_bytes: int) -> Passage:
+        return self._conditions.link(source, target).carry_stream(now_s, size_bytes)
 
     def _address(self, rank: int) -> Address:
         return Address("machine", self.machines[rank]) if self._is_by_machine else Address("rank", rank)
@@ -249,13 +246,15 @@ class Faulty(GroupWrapper):
             if cut and not self.should_survive:
                 raise _unreachable(cut[0])
             if isinstance(result, list):
+                # a member may have left since, so that there is less
                 parts = dict(zip(sorted({*operation.needs, self.rank}), result, strict=False))
-                self._damage(damaged, parts)
+                for rank in parts.keys() & damaged:
+                    self._damage(parts[rank], [rank])
                 return [part for rank, part in parts.items() if rank not in cut]
             if isinstance(result, Snapshot) and damaged:
                 return _DamagedSnapshot(result, self._draws[damaged[0]])
             if operation.tensor is not None and result is not None and not cut:
-                self._damage(damaged, dict.fromkeys(damaged, operation.tensor.detach()))
+                self._damage(operation.tensor.detach(), damaged)
             return result
 
         return self._handle(start(), finish)
@@ -271,12 +270,8 @@ class Faulty(GroupWrapper):
         # a source sends in any case: whether it is heard is its receiver's affair
         rest = dataclasses.replace(rest, destinations=weights.destinations)
         damaged = self._damaged(rest.sources)
-
-        def finish(result: torch.Tensor) -> torch.Tensor:
-            self._damage(damaged, dict.fromkeys(damaged, result))
-            return result
-
-        return self._handle(self.inner.exchange(tensor, rest, out=out), finish)
+        handle = self.inner.exchange(tensor, rest, out=out)
+        return self._handle(handle, lambda result: self._damage(result, damaged))
 
     def _write(self, window: Window, to: int, one: Write) -> Handle[None]:
         """Writes what of it comes to its destination, if anything."""
@@ -288,8 +283,8 @@ class Faulty(GroupWrapper):
                 self._returned_s = self._sleeper.clock.now_s()
                 return Done(None)
             if self._happens(to, 1 - effects.is_right):
-                one = dataclasses.replace(one, tensor=one.tensor.detach().clone())
-                damage(one.tensor, self._draws[to])
+                wrong = self._damage(one.tensor.detach().clone(), [to])
+                one = dataclasses.replace(one, tensor=wrong)
         return self._handle(window._write(to, one))
 
     def _wait(self, window: Window, sources: Collection[int], deadline: Deadline | None) -> Sequence[int]:
@@ -378,10 +373,10 @@ class Faulty(GroupWrapper):
     def _happens(self, rank: int, probability: float) -> bool:
         return probability > 0 and self._draws[rank].uniform() < probability
 
-    def _damage(self, sources: Iterable[int], parts: Mapping[int, torch.Tensor]) -> None:
+    def _damage(self, tensor: torch.Tensor, sources: Iterable[int]) -> torch.Tensor:
         for rank in sources:
-            if rank in parts:
-                damage(parts[rank], self._draws[rank])
+            damage(tensor, self._draws[rank])
+        return tensor
 
     def _handle(self, inner: Handle[T], finish: Callable[[T], T] = lambda result: result) -> Handle[T]:
         self._returned_s = self._sleeper.clock.now_s()

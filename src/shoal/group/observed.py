@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -75,11 +75,22 @@ class Metered(GroupWrapper):
     def _issue(self, operation: Operation, start: Callable[[], Handle[T]]) -> Handle[T]:
         traffic = self._count(operation)
         began_s = self._clock.now_s()
+
+        def waited(from_s: float, until_s: float) -> None:
+            traffic.blocked_s += until_s - from_s
+
+        def ended(at_s: float) -> None:
+            traffic.lasted_s += at_s - began_s
+
+        def brought(result: T) -> None:
+            if operation.learns is not None:
+                traffic.received_bytes += sum(operation.learns(result).values())
+
         try:
             handle = start()
         finally:
-            traffic.blocked_s += self._clock.now_s() - began_s
-        return _MeteredHandle(handle, self._clock, operation, traffic, began_s)
+            waited(began_s, self._clock.now_s())
+        return _ObservedHandle(handle, self._clock, waited, ended, brought)
 
     def _call(self, operation: Operation, act: Callable[[], T]) -> T:
         traffic = self._count(operation)
@@ -121,42 +132,46 @@ class Traced(GroupWrapper):
             self.timeline.close()
 
     def _issue(self, operation: Operation, start: Callable[[], Handle[T]]) -> Handle[T]:
-        began_s = self.timeline.clock.now_s()
-        return _TracedHandle(start(), self.timeline, operation, began_s)
+        timeline = self.timeline
+        began_s = timeline.clock.now_s()
+
+        def waited(from_s: float, until_s: float) -> None:
+            timeline.add(f"wait for {operation.name}", WAITING, from_s, until_s)
+
+        ended = partial(self._record, operation, began_s)
+        return _ObservedHandle(start(), timeline.clock, waited, ended, lambda result: None)
 
     def _call(self, operation: Operation, act: Callable[[], T]) -> T:
         began_s = self.timeline.clock.now_s()
         try:
             return act()
         finally:
-            _record(self.timeline, operation, began_s, self.timeline.clock.now_s())
+            self._record(operation, began_s, self.timeline.clock.now_s())
+
+    def _record(self, operation: Operation, began_s: float, ended_s: float) -> None:
+        self.timeline.add(operation.name, operation.name, began_s, ended_s, operation.size_bytes)
 
 
 class _ObservedHandle(Handle[T]):
-    """A handle that sees when it is waited for, when its operation is found to be over, and the result.
+    """Tells each time that it is waited for, and once that its operation is over, and its result.
 
     Nobody tells a worker that an operation is over while it does not look: the end is when it is noticed.
     A wait that ran into its deadline is no end.
     """
 
-    def __init__(self, inner: Handle[T], clock: Clock, operation: Operation, began_s: float) -> None:
+    def __init__(
+        self,
+        inner: Handle[T],
+        clock: Clock,
+        waited: Callable[[float, float], None],
+        ended: Callable[[float], None],
+        brought: Callable[[T], None],
+    ) -> None:
         self._inner = inner
         self._clock = clock
-        self._operation = operation
-        self._began_s = began_s
-        self._is_over = False
-        self._has_result = False
-
-    @abc.abstractmethod
-    def _waited(self, began_s: float, ended_s: float) -> None:
-        """Is told each time that somebody has waited."""
-
-    @abc.abstractmethod
-    def _ended(self, at_s: float) -> None:
-        """Is told once that the operation is over, well or not."""
-
-    def _brought(self, result: T) -> None:
-        """Is told the result once."""
+        self._waited = waited
+        self._ended: Callable[[float], None] | None = ended
+        self._brought: Callable[[T], None] | None = brought
 
     def wait(self, deadline: Deadline | None = None) -> T:
         """Waits for the inner handle."""
@@ -172,9 +187,9 @@ class _ObservedHandle(Handle[T]):
             self._waited(began_s, ended_s)
             if is_over:
                 self._notice(ended_s)
-        if not self._has_result:
-            self._has_result = True
-            self._brought(result)
+        if self._brought is not None:
+            brought, self._brought = self._brought, None
+            brought(result)
         return result
 
     def is_done(self) -> bool:
@@ -185,40 +200,6 @@ class _ObservedHandle(Handle[T]):
         return is_done
 
     def _notice(self, at_s: float) -> None:
-        if not self._is_over:
-            self._is_over = True
-            self._ended(at_s)
-
-
-class _MeteredHandle(_ObservedHandle[T]):
-    def __init__(
-        self, inner: Handle[T], clock: Clock, operation: Operation, traffic: Traffic, began_s: float
-    ) -> None:
-        super().__init__(inner, clock, operation, began_s)
-        self._traffic = traffic
-
-    def _waited(self, began_s: float, ended_s: float) -> None:
-        self._traffic.blocked_s += ended_s - began_s
-
-    def _ended(self, at_s: float) -> None:
-        self._traffic.lasted_s += at_s - self._began_s
-
-    def _brought(self, result: T) -> None:
-        if self._operation.learns is not None:
-            self._traffic.received_bytes += sum(self._operation.learns(result).values())
-
-
-class _TracedHandle(_ObservedHandle[T]):
-    def __init__(self, inner: Handle[T], timeline: Timeline, operation: Operation, began_s: float) -> None:
-        super().__init__(inner, timeline.clock, operation, began_s)
-        self._timeline = timeline
-
-    def _waited(self, began_s: float, ended_s: float) -> None:
-        self._timeline.add(f"wait for {self._operation.name}", WAITING, began_s, ended_s)
-
-    def _ended(self, at_s: float) -> None:
-        _record(self._timeline, self._operation, self._began_s, at_s)
-
-
-def _record(timeline: Timeline, operation: Operation, began_s: float, ended_s: float) -> None:
-    timeline.add(operation.name, operation.name, began_s, ended_s, operation.size_bytes)
+        if self._ended is not None:
+            ended, self._ended = self._ended, None
+            ended(at_s)

@@ -345,7 +345,7 @@ def no_slot(rank: int, source: int, name: str) -> UsageError:
 
 
 class _SoloWindow(LocalWindow):
-    """Everything is done at once, or waits for this worker itself."""
+    """A window in which everything is done at once, or waits for this worker itself."""
 
     def _write(self, to: int, write: Write) -> Handle[None]:
         _check_rank(to)
