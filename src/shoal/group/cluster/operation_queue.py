@@ -9,7 +9,7 @@ later ones. Everything happens in the thread that calls, whenever it calls.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from shoal.core import Deadline
@@ -22,11 +22,33 @@ Steps = Generator[Handle[Any], Any, Any]
 
 
 class Step(Handle[Any]):
-    """A handle that can say which rank it waits for; it is waited for only when it is done."""
+    """Something that an operation waits for; `awaited` names the rank that has not come, where it is known.
 
-    def awaited(self) -> int | None:
-        """Names the rank that has not come, where it is known."""
-        return None
+    Its result is asked for once, when it is done.
+    """
+
+    def __init__(
+        self,
+        is_done: Callable[[], bool],
+        result: Callable[[], Any] = lambda: None,
+        awaited: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self._is_done = is_done
+        self._result = result
+        self.awaited = awaited
+
+    def is_done(self) -> bool:
+        """Tells whether there is a result, or an error."""
+        return self._is_done()
+
+    def wait(self, deadline: Deadline | None = None) -> Any:
+        """Gives the result, or raises the error."""
+        return self._result()
+
+
+def arrived(handles: Sequence[Handle[Any]]) -> Step:
+    """Waits until all that was sent has arrived; who is gone is noticed where something is expected of it."""
+    return Step(lambda: all(handle.is_done() for handle in handles))
 
 
 class Operation(Handle[Any]):

@@ -10,9 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from shoal.core import Deadline
 from shoal.group.base import Done, Handle
-from shoal.group.cluster.operation_queue import Steps
+from shoal.group.cluster.operation_queue import Step, Steps
 
 PIECE_BYTES = 16 << 20
 """A network of 10 Gbit/s carries it in 13 ms, so that delays do not count, and a bus of 10 GB/s in 2 ms."""
@@ -51,7 +50,7 @@ class HostStaging:
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             out.copy_(source, non_blocking=True)
-        return _Copied(stream.record_event())
+        return Step(stream.record_event().query)
 
     def to_host(self, flat: torch.Tensor) -> Steps:
         """Gives the tensor itself if it is in the host's memory, else a copy there."""
@@ -96,19 +95,6 @@ class HostStaging:
                 copied[index % 2] = self.copy(part, pieces[index])
         if flat.device in self._streams:
             torch.cuda.current_stream(flat.device).wait_stream(self._streams[flat.device])
-
-
-class _Copied(Handle[None]):
-    """A copy that a GPU makes."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def is_done(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
-
-    def wait(self, deadline: Deadline | None = None) -> None:
-        self._event.synchronize()
 
 
 class StreamOrder:

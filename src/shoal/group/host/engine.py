@@ -256,7 +256,12 @@ class ProgressEngine:
                 if now_s - began_s < self._spin_s:
                     _give_way()
                     continue
-                self._check_waiting(deadline, what, now_s - began_s, whom)
+                self.check_own_verdict()
+                if deadline is not None and deadline.is_past:
+                    raise DeadlineExceeded(
+                        f"{self._waiting_line(what, now_s - began_s, whom)}: the deadline has passed.",
+                        next_step="see what that rank does, or give a longer --peer-timeout.",
+                    )
                 if now_s > next_line_s:
                     next_line_s += _LINE_EVERY_S
                     log.warning("%s", self._waiting_line(what, now_s - began_s, whom))
@@ -281,6 +286,11 @@ class ProgressEngine:
         seq = self.issued + 1 if seq is None else seq
         gone = ((rank, self.control.gone_after(rank)) for rank in range(self.size))
         return [rank for rank, after in gone if after == NOT_YET or seq <= after]
+
+    def check_rank(self, rank: int) -> None:
+        """UsageError for a rank that does not exist."""
+        if not 0 <= rank < self.size:
+            raise UsageError(f"There is no rank {rank} among {self.size}.", next_step="name a member.")
 
     def is_gone(self, rank: int) -> bool:
         """Tells whether another rank is lost or has left."""
@@ -457,25 +467,15 @@ class ProgressEngine:
                 next_step="make it the last thing to leave or to close.",
             )
 
-    def _check_waiting(
-        self, deadline: Deadline | None, what: str, waited_s: float, whom: Callable[[], str] | None
-    ) -> None:
-        self.check_own_verdict()
-        if deadline is not None and deadline.is_past:
-            raise DeadlineExceeded(
-                f"{self._waiting_line(what, waited_s, whom)}: the deadline has passed.",
-                next_step="see what that rank does, or give a longer --peer-timeout.",
-            )
-
-    def _waiting_line(self, what: str, waited_s: float, whom: Callable[[], str] | None = None) -> str:
-        who, outside = self.blocker, whom() if whom is not None else ""
+    def _waiting_line(self, what: str, waited_s: float, whom: Callable[[], str] | None) -> str:
+        line, who = f"rank {self.name_of(self.rank)}: {what}", self.blocker
+        outside = whom() if whom is not None else ""
         if outside:
-            return f"rank {self.name_of(self.rank)}: {what}: waiting for {outside}, {waited_s:.0f} s"
+            return f"{line}: waiting for {outside}, {waited_s:.0f} s"
         if who is None:
-            return f"rank {self.name_of(self.rank)}: {what}, {waited_s:.0f} s"
+            return f"{line}, {waited_s:.0f} s"
         return (
-            f"rank {self.name_of(self.rank)}: {what}: waiting for rank {self.name_of(who)} "
-            f"(process {self.watch.pid(who)}), "
+            f"{line}: waiting for rank {self.name_of(who)} (process {self.watch.pids[who]}), "
             f"{waited_s:.0f} s, last beat {self.watch.last_beat_s(who):.1f} s ago"
         )
 
@@ -593,9 +593,8 @@ class Staging:
             first.num_holding = 1
             first.half = (self._engine.issued + 1 >> 1) & 1
             self._engine.issue(first)
-            second = Task([*words, -1 - start], self._copy_out(part, first), [span_of(part)])
-            second.follows = first
-            second.after = first.seq
+            copy_out = self._copy_out(part, first)
+            second = Task(first.words, copy_out, first.spans, follows=first, after=first.seq)
             tasks += [first, self._engine.issue(second)]
         return TasksHandle(self._engine, tasks, lambda: put_back(flat, tensor))
 
@@ -618,9 +617,7 @@ class Staging:
         def work(task: Task, present: list[int]) -> None:
             step(task, part, regions(self._stage, task.half * STAGE_BYTES, part, present))
 
-        task = Task(words, work, [span_of(part)])
-        task.is_staged = True
-        return task
+        return Task(words, work, [span_of(part)], is_staged=True)
 
     def _copy_in(self, part: torch.Tensor) -> Callable[[Task], None]:
         def prepare(task: Task) -> None:

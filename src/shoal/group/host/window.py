@@ -320,7 +320,7 @@ class HostWindow(Window):
     def fetch(self, peer: int) -> Handle[Snapshot | None]:
         """Looks at the peer's memory itself: nothing is copied."""
         self._check_open()
-        self._check_rank(peer)
+        self._engine.check_rank(peer)
         snapshot = None if self._engine.is_gone(peer) else self._shared.newest(peer, self._key)
         if snapshot is not None and peer != self._rank:
             self._shared.counter.received_bytes += snapshot.tensor.nbytes
@@ -329,7 +329,7 @@ class HostWindow(Window):
     def read(self, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
         """Copies from the peer's memory in this worker's own thread, while nobody changes it."""
         self._check_open()
-        self._check_rank(peer)
+        self._engine.check_rank(peer)
         into = into.detach()
         table, locks = self._shared.publications, self._shared.locks
 
@@ -354,9 +354,12 @@ class HostWindow(Window):
                 held = table.newest(peer, self._key)
                 if held is None or held.index != found.index or held.version < version:
                     return None
+                was_intact = held.is_intact()
                 got = copy_out(held, into, self.name)
                 if self._shared.devices.takes(held.tensor):
                     self._shared.devices.device.caller.synchronize()  # it may be changed from now on
+                if was_intact and not held.is_intact():
+                    return None  # it was reclaimed or closed meanwhile, and may have been written
             finally:
                 locks.release(lock)
                 self._engine.pipes.wake(peer)
@@ -404,13 +407,13 @@ class HostWindow(Window):
         return self._shared.pending.begin((self, to), what, attempt)
 
     def _filled(self) -> list[int]:
-        return [source for source in self._sources if self._is_filled(source)]
-
-    def _is_filled(self, source: int) -> bool:
-        is_gone = self._engine.is_gone(source)
-        words = self._cells[self._rank, source].words
-        is_whole = self._cells[self._rank, source].is_written() and not (is_gone and words[_TORN])
-        return words[_NUM_WRITES] > 0 and is_whole
+        found = []
+        for source in self._sources:
+            is_gone = self._engine.is_gone(source)  # before the words, which then change no more
+            cell = self._cells[self._rank, source]
+            if cell.words[_NUM_WRITES] > 0 and cell.is_written() and not (is_gone and cell.words[_TORN]):
+                found.append(source)
+        return found
 
     def _torn(self, cell: SlotCell, source: int) -> int:
         """Tells whether a write was broken off; waits until those that a device does are done."""
@@ -429,8 +432,8 @@ class HostWindow(Window):
 
     def _cell(self, owner: int, source: int) -> SlotCell:
         self._check_open()
-        self._check_rank(owner)
-        self._check_rank(source)
+        self._engine.check_rank(owner)
+        self._engine.check_rank(source)
         if (owner, source) not in self._cells:
             name = self._engine.name_of
             raise UsageError(
@@ -438,11 +441,6 @@ class HostWindow(Window):
                 next_step="name it among the sources when the window is made.",
             )
         return self._cells[owner, source]
-
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self._engine.size:
-            size = self._engine.size
-            raise UsageError(f"There is no rank {rank} among {size}.", next_step="name a member.")
 
     def _check_open(self) -> None:
         if not self._is_open:
