@@ -307,11 +307,10 @@ class HostWindow(Window):
             table.set_change(index, _CHANGING)
             table.reclaim(index, before)
             yield
-            if what[_PLACE] >= DEVICE_CODE:
+            if what[_PLACE] >= DEVICE_CODE:  # nobody may see the version before what was written
+                self._shared.reads.publish(table.next_number)
                 self._shared.devices.device.caller.synchronize()
-                self._shared.reads.publish(table.publish(index, what, version))
-            else:
-                table.publish(index, what, version)
+            table.publish(index, what, version)
             table.set_change(index, _SETTLED)
         finally:
             self._release(taken)
@@ -603,6 +602,11 @@ class PublicationTable:
         self._control.set_publication(index, _CURRENT, turn)
         self._tell()
         return self._num_published
+
+    @property
+    def next_number(self) -> int:
+        """The number that the next publication gets."""
+        return self._num_published + 1
 
     def reclaim(self, index: int, version: int) -> None:
         """Makes snapshots up to this version void from now on."""
