@@ -17,7 +17,7 @@ from shoal.bench.crew import Answers, Place
 from shoal.bench.scaling import Point, ScalingConfig
 from shoal.bench.scaling_options import options_for
 from shoal.bench.seat import Seat, seat_of
-from shoal.bench.trainee import Recipe, Trainee, make_contender, usual_backend
+from shoal.bench.trainee import Recipe, Trainee, make_contender
 from shoal.core import UsageError
 from shoal.core.placement import num_cores
 from shoal.group.base import Group
@@ -143,7 +143,6 @@ class Bench:
             f"{number}-{point.num_workers}",
             among=point.num_workers,
             workers_per_machine=config.workers_per_machine,
-            backend=usual_backend(torch.device(config.device), point.num_workers),
         )
         if config.profile is None:
             return group
