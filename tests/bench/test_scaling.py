@@ -110,9 +110,9 @@ def test_what_sends_past_its_group_cannot_be_shaped():
 
 def test_what_cannot_train_on_a_gpu_is_a_row_that_says_so():
     crew = StandInCrew()
-    config = msgspec.structs.replace(TINY, strategies=("pair", "neighbor"), device="cuda")
+    config = msgspec.structs.replace(TINY, strategies=("choco", "neighbor"), device="cuda")
     rows = by_key(measure(config, crew))
-    assert "pair cannot train on cuda yet" in rows["images_per_s", "pair", 2, None].error
+    assert "choco cannot train on a GPU yet" in rows["images_per_s", "choco", 2, None].error
     assert rows["images_per_s", "neighbor", 2, None].samples == [4.0, 4.0]
     assert "pair" not in {strategy for _, strategy, _ in crew.orders}
 

@@ -166,6 +166,7 @@ def _conditions(report: Report) -> list[str]:
     num_workers, num_seeds = config.get("num_workers", 0), len(report.seeds)
     plural = "" if num_seeds == 1 else "s"
     what = f"{config.get('task')}, {config.get('model')}, {num_workers} workers"
+    what += f" on {config.get('device', 'cpu')}"
     how_long = f"batch {config.get('batch_size')} each, {config.get('steps')} steps, {num_seeds} seed{plural}"
     lines = [
         f"{what}, {how_long}.",
