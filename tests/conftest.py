@@ -14,6 +14,15 @@ obey_interrupts()
 LOOPS = {"uvloop": new_event_loop, "asyncio": asyncio.new_event_loop}
 
 
+def pytest_runtest_setup(item):
+    """Tests that are marked `gpu` are skipped where there is none."""
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU")
+
+
 @pytest.fixture(autouse=True)
 def _state_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("SHOAL_STATE", str(tmp_path / "state"))
