@@ -41,7 +41,7 @@ def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -
         "trace": bench.trace,
         "close": bench.close,
         "mix": bench.mix,
-        "machine": lambda: [socket.gethostname(), num_cores()],
+        "machine": bench.machine,
     }
 
 
@@ -121,6 +121,11 @@ class Bench:
             own.lerp_(other, 0.5)
             times_s.append(time.perf_counter() - began_s)
         return times_s[1:]
+
+    def machine(self) -> list[Any]:
+        """The name of this machine, and the cores or GPUs that it has for its workers."""
+        number = num_cores() if self._config.device == "cpu" else torch.cuda.device_count()
+        return [socket.gethostname(), number]
 
     def close(self, strategy: str) -> None:
         """Detach it, leave its group, and let its memory go."""
