@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 INTEGRATED := $(VENV)/.ready-integrations
 DEMO := shoal-reports/demo
 
-.PHONY: setup demo test test-slow check format bench clean
+.PHONY: setup demo test test-slow test-gpu check format bench clean
 
 setup: $(READY)
 
@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/shoal doctor
-	$(BIN)/shoal bench accuracy --task digits --np 4 --strategies all-reduce,neighbor,pair,local-sgd \
+	$(BIN)/shoal bench accuracy --task digits --np 4 --strategies all-reduce,neighbor,pair,local-sgd --device cpu \
 		--splits iid --seeds 1 --report $(DEMO)/1-training.json
 	$(BIN)/python examples/train_with_experts.py
 	$(BIN)/shoal bench experts --preset minimalistic --hidden-dim 256 --report $(DEMO)/2-experts.json
@@ -42,6 +42,12 @@ $(INTEGRATED): $(READY)
 
 test-slow: $(INTEGRATED)
 	$(BIN)/python -m pytest -m slow
+
+# tests that need a GPU, and what groups and strategies promise, with tensors there
+test-gpu: setup
+	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch finds no GPU here: see what shoal doctor says.")'
+	$(BIN)/python -m pytest -m gpu
+	SHOAL_TEST_DEVICE=cuda $(BIN)/python -m pytest -m "not slow" tests/contracts/test_group.py tests/contracts/test_strategy.py
 
 check: setup
 	$(BIN)/ruff check .

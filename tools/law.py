@@ -7,8 +7,8 @@ What it forbids, and where an exception stands:
 It reads names, not types: a set that comes out of a call or a table is not seen.
 An expression that must break it has `# law: REASON` at the end of one of its lines.
 
-It also holds counts of what makes the code hard to read, which may only fall (tools/ratchet.json): public class
-names that stand twice, docstrings of three words or fewer on public names, folders over twenty files.
+It also holds counts of what makes the code hard to read, which may only fall (tools/ratchet.json): public
+class names that stand twice, docstrings of three words or fewer on public names, folders over twenty files.
 """
 
 from __future__ import annotations
@@ -243,9 +243,14 @@ def check_ratchet(folder: Path, allowed: dict[str, int]) -> list[str]:
     findings = []
     for kind, found in hard_to_read(folder).items():
         if len(found) > allowed[kind]:
-            findings += [*found, f"{len(found)} {kind}, where {allowed[kind]} were: the number may only fall."]
+            findings += [
+                *found,
+                f"{len(found)} {kind}, where {allowed[kind]} were: the number may only fall.",
+            ]
         elif len(found) < allowed[kind]:
-            print(f"{kind}: {len(found)}, where {allowed[kind]} were. Write {len(found)} into {RATCHET.name}.")
+            print(
+                f"{kind}: {len(found)}, where {allowed[kind]} were. Write {len(found)} into {RATCHET.name}."
+            )
     return findings
 
 

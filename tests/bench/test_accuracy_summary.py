@@ -111,7 +111,7 @@ def text_of(told):
 
 def test_what_is_printed_says_what_was_equal_and_what_came_out(race):
     text = text_of(race)
-    assert "4 workers, batch 16 each, 300 steps, 2 seeds" in text
+    assert "4 workers on cpu, batch 16 each, 300 steps, 2 seeds" in text
     assert "lr 0.1, momentum 0.9: the same for all" in text
     assert "4 workers share 2 cores" in text
     assert "96.0 ±1.4 %" in text

@@ -44,7 +44,7 @@ def test_every_operation_is_measured_with_both_memories_and_beside_gloo(report):
     found = {(row.metric, row.key["via"]): len(row.samples) for row in report.rows}
     tensors = [op for op in OPS if op != "barrier"]
     expected = {(op, via): 3 for op in tensors for via in ("group", "foreign", "gloo")}
-    del expected["publish_fetch", "gloo"]
+    del expected["publish_fetch", "gloo"], expected["publish_mix", "gloo"]
     assert found == expected | {("barrier", "group"): 3, ("barrier", "gloo"): 3}
 
 
@@ -56,11 +56,20 @@ def test_the_result_has_a_row_for_each_tensor(report):
     ]
     assert all(row["workers"] == 2 and row["shoal_ms"] > 0 for row in rows)
     without_gloo = [row["op"] for row in rows if row["gloo_ms"] is None]
-    assert without_gloo == ["publish_fetch", "publish_fetch"]
+    assert without_gloo == ["publish_fetch", "publish_fetch", "publish_mix", "publish_mix"]
+    assert {row["device"] for row in rows} == {"cpu"}
 
 
-def times(op, via, seconds, workers=2, size_bytes=4096):
-    key = {"workers": workers, "size_bytes": size_bytes, "via": via}
+def test_calls_may_be_issued_back_to_back_and_their_results_are_still_checked():
+    config = msgspec.structs.replace(TINY, workers=(3,), repeats=2, calls_per_sample=5)
+    report = measure(config)
+    assert not report.failed
+    assert {len(row.samples) for row in report.rows} == {2}
+    assert all(sample > 0 for row in report.rows for sample in row.samples)
+
+
+def times(op, via, seconds, workers=2, size_bytes=4096, device="cpu"):
+    key = {"device": device, "workers": workers, "size_bytes": size_bytes, "via": via}
     return Row(key=key, metric=op, unit="s", direction="lower", starts=seconds)
 
 
@@ -71,7 +80,7 @@ def test_the_result_is_of_medians_over_all_starts():
         times("all_reduce", "gloo", [[0.01, 0.01, 0.9]]),
     ]
     result = summarize_collectives(Report(benchmark="collectives", created="", rows=rows))
-    common = {"op": "all_reduce", "workers": 2, "size_bytes": 4096, "gloo_ms": 10.0}
+    common = {"op": "all_reduce", "device": "cpu", "workers": 2, "size_bytes": 4096, "gloo_ms": 10.0}
     assert result == {
         "rows": [
             {**common, "tensor": "group", "shoal_ms": 2.0, "ratio": 0.2},
@@ -80,12 +89,30 @@ def test_the_result_is_of_medians_over_all_starts():
     }
 
 
+def test_devices_are_apart_and_the_table_says_how_calls_were_issued():
+    rows = [
+        times("all_reduce", "group", [[0.001]]),
+        times("all_reduce", "group", [[0.0005]], device="cuda"),
+        times("all_reduce", "gloo", [[0.005]], device="cuda"),
+    ]
+    del rows[0].key["device"]  # as in reports that were saved before there was a choice
+    report = Report(benchmark="collectives", created="", rows=rows)
+    result = summarize_collectives(report)["rows"]
+    assert [(row["device"], row["shoal_ms"], row["ratio"]) for row in result] == [
+        ("cpu", 1.0, None),
+        ("cuda", 0.5, 0.1),
+    ]
+    titles = [item.title for item in collectives_items(report) if isinstance(item, Table)]
+    assert titles[0].startswith("2 workers on cpu: ms a call (")
+    assert titles[1].startswith("2 workers on cuda: ms a call, 20 back to back (")
+
+
 def test_the_table_has_a_line_for_each_size_and_says_what_failed():
     rows = [
         times("broadcast", "group", [[0.0123]], size_bytes=MIB),
         times("broadcast", "gloo", [[0.0246]], size_bytes=MIB),
         Row(
-            key={"workers": 2, "size_bytes": 25 * MIB, "via": "group", "start": 1},
+            key={"device": "cpu", "workers": 2, "size_bytes": 25 * MIB, "via": "group", "start": 1},
             metric="broadcast",
             unit="s",
             direction="lower",
@@ -109,8 +136,11 @@ def test_the_table_has_a_line_for_each_size_and_says_what_failed():
 class FakeCrew:
     """Answers as workers would that take longer by rank, give a wrong result, or break."""
 
+    asked = ()
+
     def __init__(self, settings):
         self.size = settings.size
+        self.device = settings.arguments["device"]
 
     def __enter__(self):
         return self
@@ -118,11 +148,12 @@ class FakeCrew:
     def __exit__(self, *_):
         pass
 
-    def ask(self, order, op, size_bytes, num_rounds, calls_per_round):
+    def ask(self, order, op, size_bytes, num_rounds, samples_per_round, calls_per_sample):
         assert order == "measure"
+        FakeCrew.asked = (self.device, size_bytes, num_rounds * samples_per_round, calls_per_sample)
         if op == "broadcast":
             raise BenchmarkError("rank 1 of 2 failed: PeerLost: gone.\n  Try: again.")
-        count = num_rounds * calls_per_round
+        count = num_rounds * samples_per_round
         foreign = "wrong result: 1 and should be 2" if op == "exchange" else [0.5] * count
         return [{"group": [0.1 + rank] * count, "foreign": foreign} for rank in range(self.size)]
 
@@ -143,10 +174,19 @@ def test_a_sample_is_the_slowest_workers_and_what_fails_is_a_row(monkeypatch):
     assert rows[5].samples == [2.1] * 3
 
 
-def test_small_calls_are_repeated_more_often():
-    counts = [usual_repeats(size) for size in (0, 4 * KIB, 64 * KIB, MIB, 25 * MIB, 100 * MIB)]
+@pytest.mark.parametrize(("device", "calls_per_sample"), [("cpu", 1), ("cuda", 20)])
+def test_the_device_is_the_workers_and_in_the_keys(monkeypatch, device, calls_per_sample):
+    monkeypatch.setattr(collectives, "Crew", FakeCrew)
+    rows = measure(msgspec.structs.replace(TINY, ops=("all_reduce",), device=device)).rows
+    assert {row.key["device"] for row in rows} == {device}
+    assert FakeCrew.asked == (device, 4096, 3, calls_per_sample)
+
+
+@pytest.mark.parametrize(("device", "fewest"), [("cpu", 10), ("cuda", 6)])
+def test_small_calls_are_repeated_more_often(device, fewest):
+    counts = [usual_repeats(size, device) for size in (0, 4 * KIB, 64 * KIB, MIB, 25 * MIB, 100 * MIB)]
     assert counts == sorted(counts, reverse=True)
-    assert counts[-1] >= 10
+    assert counts[-1] >= fewest
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,12 @@ def test_those_that_work_in_the_cpus_memory_are_refused_on_gpus_and_nobody_else(
         runs_there = getattr(importlib.import_module(module), kind).runs_on_devices
         assert (refusal_on("cuda", name) is None) == runs_there, name
         assert refusal_on("cpu", name) is None
-    assert refusal_on("cuda", "async_sgd") is not None
     assert refusal_on("cuda", "none") is None
+
+
+@pytest.mark.parametrize("name", ["choco_sgd", "ps", "staleness-aware"])
+def test_a_refusal_names_the_strategy_as_it_was_asked_for(name):
+    assert refusal_on("cuda", name).startswith(f"{name} cannot train on a GPU yet: ")
 
 
 def test_options_go_to_the_strategies_that_have_them():

@@ -60,7 +60,7 @@ def test_the_bucket_size_is_an_option_of_strategies_that_have_buckets():
     [
         ({"strategy": "ps"}, "needs servers"),
         ({"distributed_backend": "nccl"}, "between GPUs"),
-        ({"device": "cuda", "strategy": "pair"}, "cannot train on cuda yet"),
+        ({"device": "cuda", "strategy": "choco"}, "choco cannot train on a GPU yet"),
         ({"num_workers": 3, "workers_per_machine": 2}, "do not fill"),
         ({"num_iters": 0}, "nothing is measured"),
         ({"models": ()}, "nothing is measured"),
@@ -201,6 +201,11 @@ def test_the_wrapper_uses_the_backend_that_its_group_has_opened(alone, monkeypat
     monkeypatch.setattr(Bench, "_is_usual", False)
     assert len(alone().measure("small-mlp", 1, "ddp-gloo")) == 3
     assert not distributed.is_initialized()
+
+
+def test_a_wrapper_that_talks_by_another_backend_than_the_report_says_is_refused(alone):
+    with pytest.raises(UsageError, match="by nccl, and gloo was opened"):
+        alone(distributed_backend="nccl", device="cuda")._check_backend("gloo")
 
 
 def test_gradients_do_not_add_up(alone):

@@ -5,7 +5,7 @@ import pytest
 
 from shoal.bench.contenders import NONE
 from shoal.bench.frame import make_scenario
-from shoal.bench.scaling import Lane, Point, ScalingConfig, core_rows, rows_of
+from shoal.bench.scaling import PROCESSORS, Lane, Point, ScalingConfig, processor_rows, rows_of
 from shoal.core import BenchmarkError, UsageError
 
 TINY = ScalingConfig(
@@ -110,9 +110,10 @@ def test_what_sends_past_its_group_cannot_be_shaped():
 
 def test_what_cannot_train_on_a_gpu_is_a_row_that_says_so():
     crew = StandInCrew()
-    config = msgspec.structs.replace(TINY, strategies=("pair", "neighbor"), device="cuda")
+    config = msgspec.structs.replace(TINY, strategies=("choco", "neighbor"), device="cuda")
     rows = by_key(measure(config, crew))
-    assert "pair cannot train on cuda yet" in rows["images_per_s", "pair", 2, None].error
+    assert "choco cannot train on a GPU yet" in rows["images_per_s", "choco", 2, None].error
+    assert rows["gpus_per_worker", None, 2, None].samples == [1.0]
     assert rows["images_per_s", "neighbor", 2, None].samples == [4.0, 4.0]
     assert "pair" not in {strategy for _, strategy, _ in crew.orders}
 
@@ -135,7 +136,7 @@ def test_efficiency_is_of_the_mean_speed_of_one_worker():
 
 def test_cores_are_those_of_the_machines_that_take_part():
     machines = [["a", 2], ["a", 2], ["b", 4], ["b", 4]]
-    rows = by_key(core_rows(machines, [1, 2, 4]))
+    rows = by_key(processor_rows(PROCESSORS["cpu"], machines, [1, 2, 4]))
     assert [rows["cores_per_worker", None, count, None].samples[0] for count in (1, 2, 4)] == [2.0, 1.0, 1.5]
 
 

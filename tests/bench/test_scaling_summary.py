@@ -1,4 +1,4 @@
-from shoal.bench.scaling import Lane, Point, core_rows, rows_of
+from shoal.bench.scaling import PROCESSORS, Lane, Point, processor_rows, rows_of
 from shoal.bench.scaling_summary import scaling_items, summarize_scaling
 from shoal.report import Report, Row
 from shoal.report.tables import Table
@@ -24,7 +24,7 @@ def lane(*speeds, ceiling=100.0):
     return Lane(speeds=[list(each) for each in speeds], ceilings=[[ceiling] * len(speeds[0])] * len(speeds))
 
 
-def sweep():
+def sweep(device="cpu"):
     alone = [[100.0], [100.0]]
     yield from rows_of(Point("none", 32, 1), {"neighbor": lane([99.0])}, alone)
     lanes = {
@@ -33,7 +33,7 @@ def sweep():
         "horovod": Lane(error="Horovod is not there."),
     }
     yield from rows_of(Point("none", 32, 4), lanes, alone)
-    yield from core_rows([["here", 2]] * 4, (1, 4))
+    yield from processor_rows(PROCESSORS[device], [["here", 2]] * 4, (1, 4))
 
 
 def text_of(items):
@@ -72,6 +72,7 @@ def test_a_table_shows_how_far_from_linear_each_is():
     assert "4 workers share 2 cores" in text
     assert "1 worker share" not in text
     assert "Iter #0" not in text
+    assert "4 workers share 2 GPUs: linear is out of reach" in text_of(scaling_items(report(sweep("cuda"))))
 
 
 def test_in_a_sweep_every_point_has_the_documents_last_lines_after_the_table():

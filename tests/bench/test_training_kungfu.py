@@ -23,8 +23,8 @@ def test_every_optimizer_of_kungfu_is_a_strategy_here():
 def test_what_a_name_becomes_is_said():
     assert becomes_text("async-sgd") == "async-sgd is the strategy pair here."
     assert becomes_text("sync-sgd-hierarchical-nccl") == (
-        "sync-sgd-hierarchical-nccl is the strategy all-reduce here: NCCL carries it on GPUs, shared memory "
-        "and sockets on CPUs, inside each machine first."
+        "sync-sgd-hierarchical-nccl is the strategy all-reduce here: the group itself carries it, on GPUs "
+        "as on CPUs, inside each machine first."
     )
 
 

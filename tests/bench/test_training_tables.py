@@ -9,7 +9,7 @@ def tables_of(rows, **config):
 
 def test_the_table_has_a_line_for_each_strategy_and_says_what_failed():
     table = tables_of(EVEN)[0]
-    assert table.title == "mlp, 2 workers, batch 64 each"
+    assert table.title == "mlp, 2 workers on cpu, batch 64 each"
     assert table.rows == [
         ("none", "1,100", "-", "-", "100 ms", "100 ms"),
         ("sma", "910", "0.855", "0.700–0.950", "200 ms", "285 ms"),
@@ -66,5 +66,5 @@ def test_of_many_workers_the_slowest_and_the_fastest_are_shown():
 
 def test_the_title_says_what_was_trained_on_what():
     assert tables_of(EVEN, image_size=32, device="cuda")[0].title == (
-        "mlp of 32×32 images, 2 workers on GPUs, batch 64 each"
+        "mlp of 32×32 images, 2 workers on cuda, batch 64 each"
     )

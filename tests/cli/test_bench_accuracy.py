@@ -1,6 +1,7 @@
 import pytest
 
 from shoal import data
+from shoal.bench import experts_config, machine
 from shoal.cli import bench_accuracy as module
 from shoal.cli.program import run
 
@@ -28,6 +29,24 @@ def test_without_flags_it_is_the_experiment_with_tricks(call):
     assert len(config.contenders) == 11
     assert len(config.tricks) == 4
     assert settings.num_starts == 3
+
+
+@pytest.mark.parametrize(
+    ("found", "flags", "device"), [("cuda", (), "cuda"), ("cpu", (), "cpu"), ("cuda", ("cpu",), "cpu")]
+)
+def test_gpus_are_taken_where_there_are_any_unless_told(call, monkeypatch, found, flags, device):
+    monkeypatch.setattr(experts_config, "default_device", lambda: found)
+    monkeypatch.setattr(machine, "gpus", lambda _: machine.Gpus((machine.Gpu("A"),)))
+    _, err, config, _ = call("--np", 2, *(("--device", *flags) if flags else ()))
+    assert config.device == device
+    assert ("2 workers share 1 GPU." in err) == (device == "cuda")
+
+
+def test_a_gpu_that_is_not_there_is_asked_for_in_vain(call, monkeypatch):
+    monkeypatch.setattr(experts_config, "default_device", lambda: "cpu")
+    code, complaint, config, _ = call("--device", "cuda")
+    assert (code, config) == (2, None)
+    assert "There is no GPU" in complaint
 
 
 def test_strategies_take_the_place_of_tricks(call):

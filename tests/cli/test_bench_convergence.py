@@ -19,7 +19,7 @@ def call(monkeypatch, capsys):
         module, "run_and_tell", lambda _, config, settings, *rest: asked.append((config, settings))
     )
     monkeypatch.setattr(data, "mnist", lambda train, folder: None)
-    monkeypatch.setattr(module, "device_of", lambda device: device or "cpu")
+    monkeypatch.setattr(module, "device_of", lambda device: "cpu" if device == "auto" else device)
 
     def call(*arguments, free_bytes=PLENTY):
         monkeypatch.setattr(convergence_memory, "memory", lambda: Memory(free_bytes, free_bytes))

@@ -66,9 +66,29 @@ def test_defaults_on_gpus_are_the_documents(configured, four_gpus):
     assert (config.image_size, config.num_workers, config.distributed_backend) == (224, 4, "nccl")
 
 
-def test_more_workers_than_gpus_are_refused_before_anything_starts(configured, four_gpus, capsys):
-    assert run(["bench", "ddp", "--np", "5"]) == 2
-    assert "5 workers want a GPU each, and this machine has 4" in capsys.readouterr().err
+def test_workers_that_share_gpus_talk_by_gloo_and_not_by_nccl(configured, four_gpus, capsys):
+    config = configured("--device", "cuda", "--np", "5", "--model", "resnet18")
+    assert (config.device, config.image_size, config.distributed_backend) == ("cuda", 32, "gloo")
+    assert "5 workers share 4 GPUs" in capsys.readouterr().err
+    assert run(["bench", "ddp", "--np", "5", "--distributed-backend", "nccl"]) == 2
+    assert "NCCL refuses workers that share a GPU" in capsys.readouterr().err
+
+
+def test_strategies_of_ours_share_in_the_group_itself_on_gpus_too(configured, four_gpus):
+    flags = ("--device", "cuda", "--strategy", "all-reduce", "--model", "resnet50")
+    assert configured(*flags).distributed_backend == "shoal"
+    assert configured(*flags, "--distributed-backend", "nccl").distributed_backend == "nccl"
+
+
+def test_images_have_the_models_own_size_on_every_device(configured, four_gpus, capsys):
+    sizes = [
+        configured("--device", device, "--model", model).image_size
+        for device in ("cpu", "cuda")
+        for model in ("resnet18", "resnet50", "resnet18,resnet50")
+    ]
+    assert sizes == [32, 224, 224] * 2
+    assert "--image-size 32 is quicker" in capsys.readouterr().err
+    assert configured("--model", "resnet50", "--image-size", "64").image_size == 64
 
 
 def test_models_in_other_spellings_and_strategies_by_other_names(configured):

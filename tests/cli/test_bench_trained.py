@@ -1,18 +1,33 @@
 import pytest
 
-from shoal.bench import experts_config
-from shoal.cli.bench_trained import device_of, entry_of
+from shoal.bench import experts_config, machine
+from shoal.cli.bench_trained import (
+    device_of,
+    has_shared_gpus,
+    num_gpus,
+    tell_slow_images,
+    workers_device,
+)
 from shoal.core import UsageError
+
+HERE = {"device": "auto", "hosts": None, "hostfile": None}
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    monkeypatch.setattr(experts_config, "default_device", lambda: "cuda")
+    monkeypatch.setattr(machine, "gpus", lambda _: machine.Gpus((machine.Gpu("A"), machine.Gpu("B"))))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 @pytest.mark.parametrize(
     ("found", "asked", "device"),
-    [("cuda", None, "cuda"), ("cuda", "cpu", "cpu"), ("cpu", None, "cpu"), ("cuda", "cuda", "cuda")],
+    [("cuda", "auto", "cuda"), ("cuda", "cpu", "cpu"), ("cpu", "auto", "cpu"), ("cuda", "cuda", "cuda")],
 )
 def test_gpus_are_taken_where_there_are_any_unless_told(monkeypatch, found, asked, device):
     monkeypatch.setattr(experts_config, "default_device", lambda: found)
     assert device_of(asked) == device
-    assert device_of(None, no_cuda=True) == "cpu"
+    assert device_of("auto", no_cuda=True) == "cpu"
 
 
 def test_gpus_that_are_not_there_are_asked_for_in_vain_on_this_machine_alone(monkeypatch):
@@ -24,10 +39,41 @@ def test_gpus_that_are_not_there_are_asked_for_in_vain_on_this_machine_alone(mon
         device_of("cuda", no_cuda=True)
 
 
-def test_images_are_small_on_a_cpu_unless_told():
-    sides = [
-        entry_of("ResNet50", side, device).image_side for device in ("cpu", "cuda") for side in (None, 64)
-    ]
-    assert sides == [32, 64, 224, 64]
-    assert entry_of("lenet", None, "cpu").image_side == 28
-    assert entry_of("resnet50", None, "cpu", num_classes=7).num_classes == 7
+@pytest.mark.usefixtures("two_gpus")
+def test_workers_that_share_gpus_stay_there_and_are_told(capsys):
+    assert workers_device(HERE, 2) == "cuda"
+    assert capsys.readouterr().err == ""
+    assert workers_device(HERE, 3) == "cuda"
+    assert capsys.readouterr().err == "3 workers share 2 GPUs.\n"
+    assert workers_device({**HERE, "device": "cpu"}, 3) == "cpu"
+    assert workers_device({**HERE, "hosts": "far:4"}, 4) == "cuda"
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_gpus_that_are_hidden_from_the_workers_do_not_count(monkeypatch):
+    assert (num_gpus(), has_shared_gpus(HERE, 2)) == (2, False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert (num_gpus(), has_shared_gpus(HERE, 2)) == (1, True)
+    assert not has_shared_gpus({**HERE, "hosts": "far:2"}, 2)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_launcher_s_workers_share_the_gpus_of_their_own_machine(monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    placed = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in placed.items():
+        monkeypatch.setenv(name, value)
+    assert not has_shared_gpus(HERE, 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert has_shared_gpus(HERE, 4)
+    assert workers_device(HERE, 4) == "cuda"
+    assert capsys.readouterr().err == ""
+
+
+def test_large_images_on_a_cpu_are_told_and_stay_large(capsys):
+    for side, device in ((32, "cpu"), (224, "cuda")):
+        tell_slow_images(side, device)
+    assert capsys.readouterr().err == ""
+    tell_slow_images(224, "cpu")
+    assert "224×224" in capsys.readouterr().err

@@ -102,7 +102,7 @@ def test_a_command_of_kungfus_document_measures_that_strategy_alone(call, asked,
     config = asked["config"]
     assert config.strategies == (strategy,)
     assert config.kungfu == flag.partition("=")[2].lower().replace("_", "-")
-    assert (config.model, config.image_size, config.batch_size) == ("resnet50", 32, 64)
+    assert (config.model, config.image_size, config.batch_size) == ("resnet50", 224, 64)
     assert (config.num_warmup, config.iterations, config.num_pairs) == (10, 5, 7)
 
 
@@ -116,33 +116,35 @@ def two_gpus(monkeypatch, asked):
     ("arguments", "device"),
     [
         ((), "cuda"),
-        (("-np", 3), "cpu"),
+        (("-np", 3), "cuda"),
         (("--no-cuda",), "cpu"),
-        (("--strategies", "all-reduce,pair"), "cuda"),
+        (("--device", "cpu"), "cpu"),
+        (("--strategies", "all-reduce,choco"), "cuda"),
         (("--kungfu", "async-sgd"), "cuda"),
-        (("--device", "cuda", "--strategies", "pair", "-np", 3), "cuda"),
+        (("--device", "cuda", "--strategies", "choco", "-np", 3), "cuda"),
     ],
 )
 @pytest.mark.usefixtures("two_gpus")
-def test_gpus_are_taken_where_they_suffice_whatever_was_named(call, asked, arguments, device):
-    call(*arguments, "--model", "resnet50")
+def test_neither_workers_nor_strategies_change_the_device_or_the_image_size(call, asked, arguments, device):
+    _, _, err = call(*arguments, "--model", "resnet50")
     assert asked["config"].device == device
-    assert asked["config"].image_size == (224 if device == "cuda" else 32)
+    assert asked["config"].image_size == 224
+    assert ("--image-size 32 is quicker" in err) == (device == "cpu")
+    assert ("3 workers share 2 GPUs" in err) == (3 in arguments)
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_on_gpus_the_default_leaves_out_what_cannot_run_there(call, asked):
-    _, _, err = call()
-    assert asked["config"].strategies == ("all-reduce", "neighbor", "sma", "ddp")
-    assert "cannot train on GPUs yet: pair" in err
+def test_the_default_strategies_are_the_same_on_every_device(call, asked):
+    call()
+    on_gpus = asked["config"].strategies
+    call("--device", "cpu")
+    assert asked["config"].strategies == on_gpus
 
 
-@pytest.mark.usefixtures("two_gpus")
-def test_too_few_gpus_are_told(call, asked):
-    _, _, err = call("-np", 3)
-    assert asked["config"].device == "cpu"
-    assert "3 workers want a GPU each, and this machine has 2: all train on the CPU" in err
-    assert "32×32" in err
+def test_images_change_their_size_by_the_flag_alone(call, asked):
+    _, _, err = call("--model", "resnet50", "--image-size", 64)
+    assert (asked["config"].device, asked["config"].image_size) == ("cpu", 64)
+    assert "quicker" not in err
 
 
 ROLE = ("--ps_hosts", "127.0.0.1:2222", "--worker_hosts", "127.0.0.1:1,127.0.0.1:2")
@@ -178,8 +180,8 @@ def test_what_a_worker_by_hand_is_told_is_heard(call, asked, monkeypatch):
         (("--block-seconds", "1"), "--block-seconds means nothing"),
         (("--num-batches-per-iter", "10"), "--num-batches-per-iter means nothing"),
         (("--no-ddp",), "--no-ddp means nothing"),
-        (("--device", "cuda"), "on the CPU"),
-        (("--device", "cuda", "--no-cuda"), "on the CPU"),
+        (("--device", "cuda"), "There is no GPU"),
+        (("--device", "cuda", "--no-cuda"), "--no-cuda and --device cuda contradict"),
         (("--num-iters", "3", "--iterations", "3"), "--num-iters and --iterations are the same"),
     ],
 )
@@ -187,6 +189,15 @@ def test_flags_that_mean_nothing_by_hand_are_refused(call, asked, flags, says):
     code, _, complaint = call(*ROLE, "--job-name", "worker", *flags)
     assert (code, asked) == (2, {})
     assert says in complaint
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_worker_by_hand_does_not_leave_the_gpu_by_itself(call, asked):
+    code, _, complaint = call(*ROLE, "--job-name", "worker")
+    assert (code, asked) == (2, {})
+    assert "parameter-server cannot train on a GPU yet" in complaint
+    assert call(*ROLE, "--job-name", "worker", "--device", "cpu")[0] == 0
+    assert asked["config"].device == "cpu"
 
 
 def test_a_server_by_hand_has_no_report(call, asked):

@@ -281,7 +281,7 @@ def test_place_takes_the_optimizer_along(is_fused):
     )
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_training_goes_on_after_a_move_to_the_gpu():
     here, there = (linear_expert(make_optimizer=lambda p: torch.optim.Adam(p, fused=True)) for _ in "ab")
     x, grad = torch.randn(3, 4), torch.randn(3, 4)

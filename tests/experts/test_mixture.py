@@ -537,7 +537,7 @@ def test_two_backwards_through_one_forward(client):
     torch.testing.assert_close(x.grad, 2 * once)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_model_on_a_gpu(client):
     modules = add_linear_experts(client, UIDS)
     moe = MixtureOfExperts(client, "ffn", 6, (3, 2), k_best=2, beam_size=3)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 PROGRAM = Path(__file__).parent / "device_program.py"
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two GPUs here")
 
 
@@ -24,13 +23,14 @@ def test_gloo_on_the_cpu():
 
 
 @pytest.mark.slow
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize(("num_workers", "backend"), [(1, "nccl"), (2, "gloo")])
 def test_one_gpu(num_workers, backend):
     run(num_workers, backend, "cuda:0")
 
 
 @pytest.mark.slow
+@pytest.mark.gpu
 @needs_two
 def test_two_gpus():
     run(2, "nccl", "cuda")

@@ -79,7 +79,7 @@ def changes_of(report: Report) -> dict[str, dict[str, list[float]]]:
 def summarize_accuracy(report: Report) -> dict[str, Any]:
     """The RESULT line: means over starts, by split and contender; of what was reached in every start."""
     outcomes = outcomes_of(report)
-    result: dict[str, Any] = {"headline": headline(report)}
+    result: dict[str, Any] = {"headline": headline(report), "device": report.config.get("device", "cpu")}
     for metric, places in _MEANS.items():
         result[metric] = {
             split: {
@@ -166,6 +166,7 @@ def _conditions(report: Report) -> list[str]:
     num_workers, num_seeds = config.get("num_workers", 0), len(report.seeds)
     plural = "" if num_seeds == 1 else "s"
     what = f"{config.get('task')}, {config.get('model')}, {num_workers} workers"
+    what += f" on {config.get('device', 'cpu')}"
     how_long = f"batch {config.get('batch_size')} each, {config.get('steps')} steps, {num_seeds} seed{plural}"
     lines = [
         f"{what}, {how_long}.",

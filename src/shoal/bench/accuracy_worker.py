@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from typing import Any
 
 import msgspec
@@ -14,7 +13,7 @@ from torch.optim import SGD
 from shoal.bench.accuracy import AccuracyConfig, Look, Run, ServerRole
 from shoal.bench.children import Parent
 from shoal.bench.crew import Answers, Place
-from shoal.bench.seat import Seat, seat_of
+from shoal.bench.seat import CPU, Seat, seat_of
 from shoal.bench.trainee import Batch, Trainee, make_contender
 from shoal.data import digits, mnist
 from shoal.data.seeds import mix
@@ -52,9 +51,10 @@ def serve_parameters(arguments: dict[str, Any], parent: Parent) -> None:
 
 
 def pupil_of(config: AccuracyConfig, part: Batch, rank: int) -> Trainee:
-    """What one worker trains."""
+    """What one worker trains, where its examples are."""
+    device = part[0].device
     batches = batches_of(part, config.batch_size, mix(config.seed, rank))
-    return Trainee(*beginner(config), batches)
+    return Trainee(*beginner(config, device), batches, device)
 
 
 class School:
@@ -63,9 +63,11 @@ class School:
     def __init__(self, seat: Seat, config: AccuracyConfig) -> None:
         self._seat = seat
         self._config = config
-        self._parts = parts_of(config, seat.rank)
-        self._test = examples_of(config, train=False)
-        self._probe, _ = beginner(config)
+        device = seat.device(config.device)
+        parts = parts_of(config, seat.rank)
+        self._parts = {split: _moved(part, device) for split, part in parts.items()}
+        self._test = _moved(examples_of(config, train=False), device)
+        self._probe, _ = beginner(config, device)
         self._attached: tuple[Trainee, Strategy, Metered] | None = None
         self._stack = contextlib.ExitStack()
 
@@ -97,10 +99,7 @@ class School:
         """So many steps, and an evaluation."""
         assert self._attached is not None, "trained before it has begun"
         pupil, _, _ = self._attached
-        began_s = time.perf_counter()
-        for _ in range(num_steps):
-            pupil.step()
-        return self._look(time.perf_counter() - began_s)
+        return self._look(pupil.seconds_of(pupil.step, num_steps))
 
     def finish(self) -> None:
         """Detach, and leave the group."""
@@ -127,13 +126,18 @@ class School:
         return Look(seconds, moved, accuracy, distance, score.value, score.loss)
 
 
-def beginner(config: AccuracyConfig) -> tuple[nn.Module, SGD]:
+def _moved(batch: Batch, device: torch.device) -> Batch:
+    return batch[0].to(device), batch[1].to(device)
+
+
+def beginner(config: AccuracyConfig, device: torch.device = CPU) -> tuple[nn.Module, SGD]:
     """A model that has learned nothing, equal for equal seeds, and its optimizer."""
     torch.manual_seed(config.seed)
     if config.model == "small-cnn":
         model = small_cnn()
     else:
         model = small_mlp() if config.task == "digits" else mlp(MNIST_WIDTHS)
+    model.to(device)
     return model, SGD(model.parameters(), lr=config.learning_rate, momentum=config.momentum)
 
 

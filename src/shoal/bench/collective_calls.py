@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 
 import torch
 
+from shoal.bench.seat import CPU
 from shoal.core import BenchmarkError
 from shoal.group import Group, Window, pair_gossip
 from shoal.topology.weights import Weights
 
 _PERIOD = 1021
 _TOLERANCE = 0.01
-_TRIES = 10
+_TRIES = 100
+"""Of a snapshot that its publisher, who waits for nobody, overwrites while it is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class Stage:
     num_elements: int
     has_own_memory: bool = False
     """Whether tensors lie in the group's own memory."""
+    device: torch.device = CPU
     versions: Iterator[int] = field(default_factory=itertools.count)
     """Of what is published; they go on from stage to stage."""
     _shared: list[torch.Tensor] = field(default_factory=list)
@@ -62,12 +65,16 @@ class Stage:
 
     def tensor(self) -> torch.Tensor:
         """What this worker gives."""
-        tensor = self.shared() if self.has_own_memory else torch.empty(self.num_elements)
+        tensor = self.shared() if self.has_own_memory else self.foreign()
         return tensor.copy_(pattern(self.num_elements)).add_(self.group.rank)
+
+    def foreign(self) -> torch.Tensor:
+        """Memory of the device that the group does not know of."""
+        return torch.empty(self.num_elements, device=self.device)
 
     def shared(self) -> torch.Tensor:
         """The group's own memory, whatever kind is measured."""
-        self._shared.append(self.group.empty(self.num_elements))
+        self._shared.append(self.group.empty(self.num_elements, device=self.device))
         return self._shared[-1]
 
     def window(self, name: str) -> Window:
@@ -104,6 +111,7 @@ def pattern(num_elements: int) -> torch.Tensor:
 
 def difference(tensor: torch.Tensor, expected: Expected) -> str:
     """Where a result is furthest from what it must be; nothing where it is near enough."""
+    tensor = tensor.cpu()
     wanted = pattern(tensor.numel()).mul_(expected.factor).add_(expected.offset)
     error = (tensor - wanted).abs_()
     if float(error.max()) <= _TOLERANCE:
@@ -155,9 +163,26 @@ def _pair_gossip(stage: Stage) -> Call:
 
 
 def _publish_fetch(stage: Stage) -> Call:
-    """Publish one's own, then read the partner's newest to its end; what is foreign is copied first."""
+    """Publish one's own, and copy the partner's newest."""
+    copy = stage.foreign()
+    return _publish(
+        stage, lambda _, theirs: copy.copy_(theirs), Expected(1, stage.partners()[stage.group.rank])
+    )
+
+
+def _publish_mix(stage: Stage) -> Call:
+    """Publish one's own, and average it with the partner's newest, as pair averaging does."""
+    mixed, rank = stage.foreign(), stage.group.rank
+    expected = Expected.average(Weights.uniform([stage.partners()[rank]]), rank)
+    return _publish(stage, lambda own, theirs: torch.lerp(own, theirs, 0.5, out=mixed), expected)
+
+
+def _publish(
+    stage: Stage, take: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], expected: Expected
+) -> Call:
+    """Publish one's own, then `take` it and the partner's newest; what is foreign is copied first."""
     group, name = stage.group, "own" if stage.has_own_memory else "foreign"
-    tensor, copy = stage.tensor(), torch.empty(stage.num_elements)
+    tensor = stage.tensor()
     buffers = [stage.shared().copy_(tensor), stage.shared().copy_(tensor)]
     partner = stage.partners()[group.rank]
     newest = next(stage.versions)
@@ -176,12 +201,12 @@ def _publish_fetch(stage: Stage) -> Call:
         for _ in range(_TRIES):
             snapshot = window.fetch(partner).wait()
             if snapshot is not None:
-                copy.copy_(snapshot.tensor)
+                taken = take(tensor, snapshot.tensor)
                 if snapshot.is_intact():
-                    return [copy]
+                    return [taken]
         raise BenchmarkError(f"{_TRIES} snapshots of rank {partner} changed while they were read.")
 
-    return Call(run, [Expected(1, partner)])
+    return Call(run, [expected])
 
 
 def _barrier(stage: Stage) -> Call:
@@ -201,5 +226,6 @@ SHOAL = {
     "exchange": _exchange,
     "pair_gossip": _pair_gossip,
     "publish_fetch": _publish_fetch,
+    "publish_mix": _publish_mix,
     "barrier": _barrier,
 }

@@ -1,14 +1,16 @@
 """`shoal bench collectives`: what the operations of a group take, beside torch.distributed's over gloo.
 
 Both run in the same worker processes and take turns; the workers meet in the group's barrier before each
-call, whosever it is, and a sample is the time of the slowest of them. The workers are `collective_worker`.
+sample, whosever it is, and a sample is the time of the slowest of them. On a CPU it is that of one call. On a
+GPU it is that of many calls which are issued back to back, divided by their number: nobody waits for the GPU
+in between. The workers are `collective_worker`.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -20,13 +22,27 @@ from shoal.report.tables import Column, Table
 from shoal.report.units import digits
 from shoal.report.views import Items
 
-OPS = ("all_reduce", "broadcast", "all_gather", "exchange", "pair_gossip", "publish_fetch", "barrier")
+OPS = (
+    "all_reduce",
+    "broadcast",
+    "all_gather",
+    "exchange",
+    "pair_gossip",
+    "publish_fetch",
+    "publish_mix",
+    "barrier",
+)
 KIB, MIB = 1 << 10, 1 << 20
 GROUP, FOREIGN, GLOO = "group", "foreign", "gloo"
 """Who makes a call: Shoal with the group's own memory, Shoal with any other, and gloo."""
 NO_TENSOR = "none"
 _ROUNDS = 6
-_REPEATS = ((64 * KIB, 180), (MIB, 90), (25 * MIB, 18), (1 << 62, 12))
+_REPEATS = {
+    "cpu": ((64 * KIB, 180), (MIB, 90), (25 * MIB, 18), (1 << 62, 12)),
+    "cuda": ((MIB, 12), (1 << 62, 6)),
+}
+"""Samples by device, for sizes up to so many bytes."""
+CALLS_PER_SAMPLE = {"cpu": 1, "cuda": 20}
 
 
 class CollectivesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,8 +52,12 @@ class CollectivesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     sizes: tuple[int, ...] = (4 * KIB, 64 * KIB, MIB, 25 * MIB, 100 * MIB)
     """Bytes of each worker's tensor of float32."""
     ops: tuple[str, ...] = OPS
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where tensors are; workers share GPUs where there are fewer."""
     repeats: int | None = None
-    """Timed calls of each kind in a start; by default more for smaller sizes."""
+    """Samples of each kind in a start; by default more for smaller sizes."""
+    calls_per_sample: int | None = None
+    """Issued back to back; by default 1 on a CPU and 20 on a GPU."""
 
     def __post_init__(self) -> None:
         for op in self.ops:
@@ -55,6 +75,11 @@ class CollectivesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
                 next_step="say, for example, --sizes 4KB,1MB.",
             )
 
+    @property
+    def num_back_to_back(self) -> int:
+        """Calls of one sample."""
+        return self.calls_per_sample or CALLS_PER_SAMPLE[self.device]
+
 
 SHORT = CollectivesConfig(sizes=(4 * KIB, MIB, 25 * MIB), repeats=6)
 
@@ -67,19 +92,26 @@ class CollectivesScenario:
 
     def run(self, tell: Tell) -> Iterator[Measured]:
         """Every operation with every size; one that fails is a row, and the rest go on."""
+        device = self._config.device
         for num_workers in self._config.workers:
-            with Crew(CrewSettings("shoal.bench.collective_worker:work", num_workers)) as crew:
+            settings = CrewSettings("shoal.bench.collective_worker:work", num_workers, {"device": device})
+            with Crew(settings) as crew:
                 for op in self._config.ops:
                     for size_bytes in self._config.sizes if op != "barrier" else (0,):
                         of = f" of {size_text(size_bytes)}" if size_bytes else ""
-                        tell(f"{num_workers} workers: {op}{of}")
-                        yield from self._measure(crew, op, {"workers": num_workers, "size_bytes": size_bytes})
+                        tell(f"{num_workers} workers on {device}: {op}{of}")
+                        key: RowKey = {"device": device, "workers": num_workers, "size_bytes": size_bytes}
+                        yield from self._measure(crew, op, key)
 
     def _measure(self, crew: Crew, op: str, key: RowKey) -> Iterator[Measured]:
         size_bytes = int(key["size_bytes"])
-        repeats = self._config.repeats or usual_repeats(size_bytes)
+        repeats = self._config.repeats or usual_repeats(size_bytes, self._config.device)
         num_rounds = min(_ROUNDS, repeats)
-        details = {"num_rounds": num_rounds, "calls_per_round": -(-repeats // num_rounds)}
+        details = {
+            "num_rounds": num_rounds,
+            "samples_per_round": -(-repeats // num_rounds),
+            "calls_per_sample": self._config.num_back_to_back,
+        }
         try:
             answers = crew.ask("measure", op=op, size_bytes=size_bytes, **details)
         except BenchmarkError as error:
@@ -96,9 +128,9 @@ class CollectivesScenario:
                 )
 
 
-def usual_repeats(size_bytes: int) -> int:
+def usual_repeats(size_bytes: int, device: str) -> int:
     """As many as a steady median takes: small calls scatter most, large ones take longest."""
-    return next(repeats for limit, repeats in _REPEATS if size_bytes <= limit)
+    return next(repeats for limit, repeats in _REPEATS[device] if size_bytes <= limit)
 
 
 def _row(op: str, key: RowKey, **outcome: Any) -> Measured:
@@ -108,7 +140,7 @@ def _row(op: str, key: RowKey, **outcome: Any) -> Measured:
 def summarize_collectives(report: Report) -> dict[str, Any]:
     """The RESULT line: medians over all starts."""
     rows = []
-    for (op, workers, size_bytes), by_via in _cases(report.rows).items():
+    for (op, device, workers, size_bytes), by_via in _cases(report.rows).items():
         gloo_ms = _median_ms(by_via.get(GLOO))
         for via in (GROUP, FOREIGN):
             if via not in by_via:
@@ -118,6 +150,7 @@ def summarize_collectives(report: Report) -> dict[str, Any]:
             rows.append(
                 {
                     "op": op,
+                    "device": device,
                     "workers": workers,
                     "size_bytes": size_bytes,
                     "tensor": via if size_bytes else NO_TENSOR,
@@ -134,14 +167,17 @@ def collectives_items(report: Report) -> Items:
     """A table for each number of workers: Shoal's time with either memory, gloo's, and the ratios."""
     items: Items = [(f"collectives  {report.created}  code {report.code}".rstrip(), "bold"), ""]
     cases = _cases(report.rows)
-    for workers in dict.fromkeys(key[1] for key in cases):
+    for place in dict.fromkeys(key[1:3] for key in cases):
+        device, workers = place
         columns = ("own memory", "foreign", "gloo", "own/gloo", "foreign/gloo")
+        count = report.config.get("calls_per_sample") or CALLS_PER_SAMPLE.get(device, 1)
+        calls = "a call" if count == 1 else f"a call, {count} back to back"
         table = Table(
-            f"{workers} workers: ms a call (median of the slowest worker's; lower is better)",
+            f"{workers} workers on {device}: ms {calls} (median of the slowest worker's; lower is better)",
             (Column("operation", "left"), Column("size"), *map(Column, columns)),
         )
         previous = ""
-        for (op, _, size_bytes), by_via in ((key, row) for key, row in cases.items() if key[1] == workers):
+        for (op, *_, size_bytes), by_via in ((key, row) for key, row in cases.items() if key[1:3] == place):
             errors = [row.error for row in by_via.values() if row.error is not None]
             if errors:
                 table.notes[len(table.rows)] = (f"failed: {errors[0]}", "red")
@@ -156,6 +192,7 @@ def collectives_items(report: Report) -> Items:
     if cases:
         items += [
             "own memory: tensors made by group.empty(); foreign: any others, as a program has them.",
+            "exchange: with the neighbours in an exponential graph, 2 among 4; pair_gossip: with one.",
             "",
         ]
     return items
@@ -182,12 +219,18 @@ def parse_size(text: str) -> int:
         raise UsageError(f"{text!r} is no size.", next_step="write it as 4KB, 25MB or 4096.") from None
 
 
-def _cases(rows: Sequence[Row]) -> dict[tuple[str, int, int], dict[str, Row]]:
-    """By operation, workers and size: the row of each contender; one that failed in some start is failed."""
-    cases: dict[tuple[str, int, int], dict[str, Row]] = {}
+Case = tuple[str, str, int, int]
+"""Operation, device, number of workers and bytes."""
+
+
+def _cases(rows: Sequence[Row]) -> dict[Case, dict[str, Row]]:
+    """The row of each contender by case; one that failed in some start is failed."""
+    cases: dict[Case, dict[str, Row]] = {}
     for row in rows:
         if "via" in row.key:
-            case = cases.setdefault((row.metric, int(row.key["workers"]), int(row.key["size_bytes"])), {})
+            device = str(row.key.get("device", "cpu"))  # reports of old do not say
+            key = row.metric, device, int(row.key["workers"]), int(row.key["size_bytes"])
+            case = cases.setdefault(key, {})
             via = str(row.key["via"])
             if via not in case or row.error is not None:
                 case[via] = row

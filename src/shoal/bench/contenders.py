@@ -1,25 +1,24 @@
 """Strategies as benchmarks measure them: which are of which kind, and what options they are measured with.
 
-Nothing here imports torch.
+Importing this does not import torch.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from shoal.core import UsageError
-from shoal.strategies.names import resolve
+from shoal.strategies.names import STRATEGIES, resolve
 from shoal.strategies.options import OPTIONS, WAITS_FOR_ALL, read_options
 
 NONE = "none"
 """Nothing is attached, and nothing shared: the ceiling."""
 ASYNCHRONOUS = ("pair", "parameter-server", "staleness-aware", "push-sum", "window")
 """Strategies under which nobody waits: with a slow worker the others do more iterations."""
-CPU_ONLY = (*ASYNCHRONOUS, "choco")
-"""Strategies that work in the CPU's memory (`Strategy.runs_on_devices` is false)."""
 _WITH_SERVERS = ("parameter-server", "staleness-aware")
 _OWN_CHANNELS = ("ddp", "horovod")
 
@@ -58,13 +57,16 @@ def is_asynchronous(strategy: str) -> bool:
 
 
 def refusal_on(device: str, strategy: str) -> str | None:
-    """Why the strategy cannot train on this device, 'cpu' or 'cuda'; None where it can."""
-    if device == "cpu" or not _is_one_of(CPU_ONLY, strategy):
+    """Why the strategy cannot train on this device, 'cpu' or 'cuda'; None where it can.
+
+    On GPUs the strategy's class is asked, which imports torch.
+    """
+    if device == "cpu" or strategy == NONE:
         return None
-    return (
-        f"{strategy} cannot train on {device} yet: it works in the CPU's memory. "
-        "Try: --device cpu, which measures all strategies on the CPU."
-    )
+    module, _, kind = STRATEGIES[resolve(strategy)[0]].partition(":")
+    if getattr(importlib.import_module(module), kind).runs_on_devices:
+        return None
+    return f"{strategy} cannot train on a GPU yet: it works in the CPU's memory (--device cpu)."
 
 
 def is_free_running(strategy: str, options: Mapping[str, Mapping[str, Any]]) -> bool:

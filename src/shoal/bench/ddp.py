@@ -84,11 +84,8 @@ class DdpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
                 f"{self.strategy} needs servers beside the workers, and this sweep has none.",
                 next_step=f"shoal bench training --strategies {self.strategy}.",
             )
-        if refusal_on(self.device, self.strategy) is not None:
-            raise UsageError(
-                f"{self.strategy} cannot train on {self.device} yet: it works in the CPU's memory.",
-                next_step="say --device cpu, or take another strategy.",
-            )
+        if (refusal := refusal_on(self.device, self.strategy)) is not None:
+            raise UsageError(refusal, next_step="say --device cpu, or take another strategy.")
         if self.device == "cpu" and self.distributed_backend == "nccl":
             raise UsageError(
                 "NCCL works between GPUs alone.",

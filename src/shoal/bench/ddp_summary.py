@@ -40,6 +40,8 @@ def summarize_ddp(report: Report) -> dict[str, Any]:
         }
     result: dict[str, Any] = {
         "headline": [_headline(model, stages, report) for model, stages in models.items()],
+        "device": report.config.get("device", "cpu"),
+        "image_size": report.config.get("image_size"),
         "models": models,
     }
     skews = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import distributed
 from torch.optim import SGD
 
 from shoal.bench.crew import Answers, Place
@@ -15,6 +16,7 @@ from shoal.bench.ddp import NUM_CLASSES, DdpConfig
 from shoal.bench.environment import describe_machine
 from shoal.bench.seat import Backend, Seat, seat_of
 from shoal.bench.trainee import Trainee, make_contender, new_model
+from shoal.core import UsageError
 from shoal.group.base import Group
 from shoal.group.cluster.rendezvous import host_id
 from shoal.group.solo import SoloGroup
@@ -94,7 +96,7 @@ class Bench:
     def _open_group(self, name: str, num_ranks: int) -> Group:
         config = self._config
         backend: Backend | None = None
-        # torch's wrapper opens gloo on the CPU and NCCL on GPUs by itself
+        # torch's wrapper opens gloo on the CPU, and NCCL where each worker has a GPU, by itself
         if config.distributed_backend != "shoal" and not (config.is_ddp and self._is_usual):
             backend = config.distributed_backend
         return self._seat.open_group(
@@ -106,11 +108,21 @@ class Bench:
         """Whether the backend is the device's own."""
         return self._config.distributed_backend == ("gloo" if self._config.device == "cpu" else "nccl")
 
+    def _check_backend(self, opened: str) -> None:
+        """UsageError where torch's wrapper talks by another backend than the report would say."""
+        if opened != self._config.distributed_backend:
+            raise UsageError(
+                f"Workers were to talk by {self._config.distributed_backend}, and {opened} was opened.",
+                cause="NCCL refuses workers that share a GPU.",
+                next_step=f"give --distributed-backend {opened}.",
+            )
+
     def _share(self, group: Group, trainee: Trainee, stack: contextlib.ExitStack) -> None:
         """Torch's wrapper is taken as it is, for a lone worker too: as a strategy it has hooks of ours."""
         config = self._config
         if config.is_ddp:
             open_process_group(group, trainee.device, stack)
+            self._check_backend(distributed.get_backend())
             options = msgspec.convert(config.options, DDPOptions)
             trainee.model = wrap(trainee.model, options, should_start_equal=True)
         else:

@@ -1,4 +1,8 @@
-"""What torch.distributed over gloo has to set beside the operations of a group; it has nothing one-sided."""
+"""What torch.distributed over gloo has to set beside the operations of a group; it has nothing one-sided.
+
+Its collectives take tensors of a GPU. Its messages between two don't, so that they go through memory of the
+CPU, as a program would have to send them.
+"""
 
 from __future__ import annotations
 
@@ -53,23 +57,32 @@ def _average(stage: Stage, heard: list[list[int]]) -> Call:
     rank, tensor = stage.group.rank, stage.tensor()
     weights = Weights.uniform(heard[rank])
     average = torch.empty_like(tensor)
-    received = {peer: torch.empty_like(tensor) for peer in weights.sources}
+    sent = _for_messages(tensor)
+    received = {peer: _for_messages(torch.empty_like(tensor)) for peer in weights.sources}
     messages = [
-        distributed.P2POp(distributed.isend, tensor, peer)
+        distributed.P2POp(distributed.isend, sent, peer)
         for peer, sources in enumerate(heard)
         if rank in sources
     ]
     messages += [distributed.P2POp(distributed.irecv, buffer, peer) for peer, buffer in received.items()]
 
     def run() -> list[torch.Tensor]:
+        if sent is not tensor:
+            # waits for the GPU, so that it has also read all that was received by the call before
+            sent.copy_(tensor)
         for message in distributed.batch_isend_irecv(messages):
             message.wait()
         torch.mul(tensor, weights.own, out=average)
         for peer, weight in weights.sources.items():
-            average.add_(received[peer], alpha=weight)
+            average.add_(received[peer].to(average.device, non_blocking=True), alpha=weight)
         return [average]
 
     return Call(run, [Expected.average(weights, rank)])
+
+
+def _for_messages(tensor: torch.Tensor) -> torch.Tensor:
+    """What gloo sends or receives for the tensor: itself, or pinned memory of the CPU for one of a GPU."""
+    return tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
 def _barrier(stage: Stage) -> Call:

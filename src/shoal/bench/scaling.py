@@ -24,14 +24,17 @@ from shoal.bench.metrics import Metrics, measured
 from shoal.core import BenchmarkError, UsageError
 
 SPEED, WORKER_SPEED = "images_per_s", "images_per_s_per_worker"
-EFFICIENCY, FRACTION, CORES = "scaling_efficiency", "fraction_of_ceiling", "cores_per_worker"
+EFFICIENCY, FRACTION = "scaling_efficiency", "fraction_of_ceiling"
+PROCESSORS = {"cpu": "cores_per_worker", "cuda": "gpus_per_worker"}
+"""What workers of a machine divide among them, by device."""
 MIXING = "mixing"
 METRICS: Metrics = {
     SPEED: ("images/s", "higher"),
     WORKER_SPEED: ("images/s", "higher"),
     EFFICIENCY: ("", "higher"),
     FRACTION: ("", "higher"),
-    CORES: ("", "higher"),
+    PROCESSORS["cpu"]: ("", "higher"),
+    PROCESSORS["cuda"]: ("", "higher"),
     MIXING: ("s", "lower"),
 }
 _measured = partial(measured, METRICS)
@@ -175,12 +178,12 @@ class ScalingScenario:
                     found = list(rows_of(place, lanes, alone))
                     yield from found
                     rows += found
-            if config.device == "cpu":
-                yield from core_rows(crew.ask("machine"), config.num_workers)
-                if config.should_predict:
-                    found = self._mixings(crew)
-                    yield from found
-                    rows += found
+            metric = PROCESSORS[config.device]
+            yield from processor_rows(metric, crew.ask("machine"), config.num_workers)
+            if config.device == "cpu" and config.should_predict:
+                found = self._mixings(crew)
+                yield from found
+                rows += found
         if config.should_predict:
             from shoal.bench.scaling_forecast import predicted_curves
 
@@ -290,11 +293,13 @@ def rows_of(place: Point, lanes: Mapping[str, Lane], alone: Sequence[Speeds]) ->
             yield _measured(WORKER_SPEED, {**point.key, "rank": rank}, [each[rank] for each in lane.speeds])
 
 
-def core_rows(machines: Sequence[Sequence[Any]], num_workers: Sequence[int]) -> Iterator[Measured]:
-    """How many cores there are for a worker, where each rank has told its machine's name and cores."""
+def processor_rows(
+    metric: str, machines: Sequence[Sequence[Any]], num_workers: Sequence[int]
+) -> Iterator[Measured]:
+    """How many cores or GPUs a worker has, where each rank has told its machine's name and their number."""
     for count in num_workers:
-        cores = {str(name): int(cores) for name, cores in machines[:count]}
-        yield _measured(CORES, {"num_workers": count}, [sum(cores.values()) / count])
+        processors = {str(name): int(number) for name, number in machines[:count]}
+        yield _measured(metric, {"num_workers": count}, [sum(processors.values()) / count])
 
 
 def _speed_rows(point: Point, speeds: Sequence[Speeds], own_speed: float) -> Iterator[Measured]:

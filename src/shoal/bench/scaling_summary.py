@@ -8,7 +8,7 @@ from typing import Any
 
 from shoal.bench.contenders import NONE
 from shoal.bench.document_figures import Spread, iteration_text, workers_text
-from shoal.bench.scaling import CORES, EFFICIENCY, FRACTION, SPEED, WORKER_SPEED
+from shoal.bench.scaling import EFFICIENCY, FRACTION, PROCESSORS, SPEED, WORKER_SPEED
 from shoal.report import Report, Row
 from shoal.report.tables import Column, Table
 from shoal.report.units import digits
@@ -23,11 +23,12 @@ class Figures:
     def __init__(self, report: Report) -> None:
         self._rows: dict[tuple[str, str, int, int, int | None], Row] = {}
         self.errors: dict[tuple[str, int, int], str] = {}
-        self.cores: dict[int, float] = {}
-        """For each worker, by the number of workers."""
+        self.processors: dict[int, tuple[float, str]] = {}
+        """How many cores or GPUs a worker has, and which, by the number of workers."""
         for row in report.rows:
-            if row.metric == CORES:
-                self.cores[int(row.key["num_workers"])] = row.samples[0]
+            if row.metric in PROCESSORS.values():
+                kind = "core" if row.metric == PROCESSORS["cpu"] else "GPU"
+                self.processors[int(row.key["num_workers"])] = row.samples[0], kind
             elif "strategy" in row.key:
                 self._add(row)
 
@@ -63,7 +64,11 @@ class Figures:
 def summarize_scaling(report: Report) -> dict[str, Any]:
     """The RESULT line: means by batch size, strategy and number of workers."""
     figures = Figures(report)
-    result: dict[str, Any] = {"headline": headline(report)}
+    result: dict[str, Any] = {
+        "headline": headline(report),
+        "device": report.config.get("device", "cpu"),
+        "image_size": report.config.get("image_size"),
+    }
     for metric, places in ((SPEED, 1), (EFFICIENCY, 4), (FRACTION, 4)):
         found: dict[str, dict[str, dict[str, float]]] = {}
         for strategy, batch_size, num_workers in figures.points:
@@ -196,10 +201,10 @@ def _notes(figures: Figures, config: dict[str, Any]) -> list[str]:
         "linear: as many times the speed of one worker alone.",
         "of ceiling: of the speed of as many workers that share nothing ('none'), right before or after.",
     ]
-    for num_workers, cores in figures.cores.items():
-        if cores < 1:
-            num_cores = round(cores * num_workers)
-            sharing = f"{num_workers} workers share {num_cores} core{'' if num_cores == 1 else 's'}"
+    for num_workers, (share, kind) in figures.processors.items():
+        if share < 1:
+            number = round(share * num_workers)
+            sharing = f"{num_workers} workers share {number} {kind}{'' if number == 1 else 's'}"
             notes.append(f"{sharing}: linear is out of reach here, and the ceiling is what there is.")
     num_batches = int(config.get("num_batches_per_iter", 1))
     for batch_size in dict.fromkeys(point[1] for point in figures.points):

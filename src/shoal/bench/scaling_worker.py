@@ -17,7 +17,7 @@ from shoal.bench.crew import Answers, Place
 from shoal.bench.scaling import Point, ScalingConfig
 from shoal.bench.scaling_options import options_for
 from shoal.bench.seat import Seat, seat_of
-from shoal.bench.trainee import Recipe, Trainee, make_contender, usual_backend
+from shoal.bench.trainee import Recipe, Trainee, make_contender
 from shoal.core import UsageError
 from shoal.core.placement import num_cores
 from shoal.group.base import Group
@@ -41,7 +41,7 @@ def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -
         "trace": bench.trace,
         "close": bench.close,
         "mix": bench.mix,
-        "machine": lambda: [socket.gethostname(), num_cores()],
+        "machine": bench.machine,
     }
 
 
@@ -122,6 +122,11 @@ class Bench:
             times_s.append(time.perf_counter() - began_s)
         return times_s[1:]
 
+    def machine(self) -> list[Any]:
+        """The name of this machine, and the cores or GPUs that it has for its workers."""
+        number = num_cores() if self._config.device == "cpu" else torch.cuda.device_count()
+        return [socket.gethostname(), number]
+
     def close(self, strategy: str) -> None:
         """Detach it, leave its group, and let its memory go."""
         self._opened.pop(strategy, None)
@@ -143,7 +148,6 @@ class Bench:
             f"{number}-{point.num_workers}",
             among=point.num_workers,
             workers_per_machine=config.workers_per_machine,
-            backend=usual_backend(torch.device(config.device), point.num_workers),
         )
         if config.profile is None:
             return group

@@ -29,6 +29,7 @@ stores: Any = distributed  # whose stubs leave the stores out
 USUAL_SWITCH_INTERVAL_S = 0.005
 _TIMEOUT_S = 120.0
 
+CPU = torch.device("cpu")
 Backend = Literal["gloo", "nccl"]
 
 
@@ -73,16 +74,19 @@ class Seat(abc.ABC):
         torch.set_flush_denormal(True)  # momentum that fades away would slow down one model before another
 
     def device(self, kind: str) -> torch.device:
-        """The worker's own of this kind, 'cpu' or 'cuda': GPUs go by the rank on this machine."""
+        """Where this worker computes, 'cpu' or 'cuda': GPUs go by the rank on this machine, in turn.
+
+        Workers share GPUs where there are fewer of them. UsageError where there is none.
+        """
         if kind == "cpu":
-            return torch.device("cpu")
-        if not torch.cuda.is_available() or self.local_rank >= torch.cuda.device_count():
+            return CPU
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if num_gpus == 0:
             raise UsageError(
-                f"Worker {self.rank} needs a GPU of its own, and all {torch.cuda.device_count()} GPUs of "
-                "this machine are taken by other workers.",
-                next_step="start fewer workers on each machine, or give --device cpu.",
+                f"Worker {self.rank} is to compute on a GPU, and torch finds none on its machine.",
+                next_step="give --device cpu, or see what `shoal doctor` says there.",
             )
-        device = torch.device("cuda", self.local_rank)
+        device = torch.device("cuda", self.local_rank % num_gpus)
         torch.cuda.set_device(device)
         return device
 
@@ -189,6 +193,12 @@ class LaunchedSeat(Seat):
         """Those of the first `size` ranks that are on this machine."""
         here = self._machines[self.rank]
         return [rank for rank in range(size) if self._machines[rank] == here]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that this process has told it to; a CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def seat_of(place: Place) -> Seat:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from shoal.bench.seat import Backend
+from shoal.bench.seat import CPU, synchronize
 from shoal.group.base import Group
 from shoal.models import ModelEntry
 from shoal.strategies import Strategy, make_strategy
@@ -24,7 +24,6 @@ from shoal.strategies.names import resolve
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Inputs and labels."""
-CPU = torch.device("cpu")
 _NUM_BATCHES = 4
 
 
@@ -53,8 +52,7 @@ class Trainee:
 
     def synchronize(self) -> None:
         """Wait until the device has done all that it was told to."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
 
     def seconds_of(self, action: Callable[[], None], count: int = 1) -> float:
         """How long so many calls take, with all that the device has to do for them."""
@@ -101,6 +99,43 @@ def make_contender(group: Group, strategy: str, options: Mapping[str, Any]) -> S
     return make_strategy(group, strategy, **options)
 
 
-def usual_backend(device: torch.device, num_workers: int) -> Backend | None:
-    """Of a group whose models are on such devices; None is the group's own memory and streams."""
-    return "nccl" if device.type == "cuda" and num_workers > 1 else None
+class Laps:
+    """The times of one iteration after another; the device is waited for before the first and after the last.
+
+    Between them a GPU is told of new work while it does the old: the end of an iteration is an event in its
+    stream. What it still does elsewhere after the last event counts as part of the last iteration.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ends: list[Any] = []
+        synchronize(device)
+        self._began_s = time.perf_counter()
+        self._begin = self._now()
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def end(self) -> None:
+        """An iteration ends here, and the next begins."""
+        self._ends.append(self._now())
+
+    def seconds(self) -> list[float]:
+        """Of each iteration, once the device has done them all."""
+        synchronize(self._device)
+        in_all_s = time.perf_counter() - self._began_s
+        pairs = itertools.pairwise([self._begin, *self._ends])
+        if self._device.type != "cuda":
+            return [end_s - begin_s for begin_s, end_s in pairs]
+        times_s = [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
+        if times_s:
+            times_s[-1] += max(0.0, in_all_s - sum(times_s))
+        return times_s
+
+    def _now(self) -> Any:
+        """An event of the GPU's current stream, or on a CPU the time."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event

@@ -13,7 +13,8 @@ import msgspec
 import torch
 
 from shoal.bench.frame import Receive, RowKey, Version
-from shoal.bench.trainee import CPU, Trainee
+from shoal.bench.seat import CPU
+from shoal.bench.trainee import Trainee
 from shoal.bench.training import TrainingConfig
 from shoal.bench.training_roles import STRATEGY, Role
 from shoal.bench.training_rows import ITERATION, OWN_SPEED, row
@@ -58,6 +59,7 @@ def train(role: Role, config: TrainingConfig, say: Say) -> Iterator[float]:
     """So many iterations as `config` asks of each worker, after its warm-up; the seconds of each."""
     say(f"Model: {config.model}")
     say(f"Batch size: {config.batch_size}")
+    say(f"Device: {config.device}")
     say(f"Worker {role.index} of {role.num_workers}, servers: {role.num_servers}, met at {role.meeting}")
     with _taking(role) as group:
         trainee = trainee_of(config, role.index, torch.device(config.device))

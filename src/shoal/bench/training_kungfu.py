@@ -20,8 +20,8 @@ OPTIMIZERS = {
     "async-sgd": "pair",
     "sma": "sma",
 }
-"""Our strategy of each. The last word of the NCCL ones is where it runs: here GPUs always talk by NCCL, and
-several machines always reduce inside each of them first."""
+"""Our strategy of each. The last word of the NCCL ones is what carries it: here that is the group itself, in
+which several machines always reduce inside each of them first."""
 _PREFIX = "FIGURE:"
 """In their scripts the line says RESULT; here that is the report's."""
 
@@ -46,7 +46,7 @@ def becomes_text(name: str) -> str:
     """What it is measured as, and on what."""
     how = ""
     if name.endswith("-nccl"):
-        how = ": NCCL carries it on GPUs, shared memory and sockets on CPUs"
+        how = ": the group itself carries it, on GPUs as on CPUs"
     if "hierarchical" in name:
         how += ", inside each machine first"
     return f"{name} is the strategy {strategy_of(name)} here{how}."

@@ -35,6 +35,8 @@ def summarize_training(report: Report) -> dict[str, Any]:
     times_s = {name: pooled(rows) for name, rows in by_rank(report, ITERATION).items()}
     result: dict[str, Any] = {
         "headline": headline(report),
+        "device": report.config.get("device", "cpu"),
+        "image_size": report.config.get("image_size"),
         "examples_per_s": {name: round(_median(row), 1) for name, row in speeds.items()},
         "examples_per_s_mean": {name: _rounded(row) for name, row in speeds.items()},
         "examples_per_s_per_worker": {

@@ -57,8 +57,8 @@ def title_of(report: Report) -> str:
     side = config.get("image_size")
     images = f" of {side}×{side} images" if side else ""
     workers = workers_text(config.get("num_workers"))
-    where = " on GPUs" if config.get("device") == "cuda" else ""
-    return f"{config.get('model')}{images}, {workers}{where}, batch {config.get('batch_size')} each"
+    where = config.get("device", "cpu")
+    return f"{config.get('model')}{images}, {workers} on {where}, batch {config.get('batch_size')} each"
 
 
 def _strategies(report: Report) -> Table:

@@ -12,8 +12,8 @@ import torch
 from shoal.bench.children import Parent
 from shoal.bench.contenders import NONE, needs_servers
 from shoal.bench.crew import Answers, Place
-from shoal.bench.seat import Seat, seat_of
-from shoal.bench.trainee import CPU, Recipe, Trainee, make_contender, usual_backend
+from shoal.bench.seat import CPU, Seat, seat_of
+from shoal.bench.trainee import Laps, Recipe, Trainee, make_contender
 from shoal.bench.training import ServerRole, TrainingConfig
 from shoal.group.base import Group
 from shoal.models import model_named
@@ -72,11 +72,8 @@ class School:
         if needs_servers(strategy):
             opened = self._seat.open_with_servers(strategy, self._config.num_servers)
         else:
-            opened = self._seat.open_group(
-                strategy,
-                workers_per_machine=self._config.workers_per_machine,
-                backend=usual_backend(self._device, self._seat.size),
-            )
+            machines = self._config.workers_per_machine
+            opened = self._seat.open_group(strategy, workers_per_machine=machines)
         group = self._groups[strategy] = self._stack.enter_context(opened)
         made = make_contender(group, strategy, self._config.options.get(strategy, {}))
         self._stack.enter_context(made.attach(trainee.model, trainee.optimizer))
@@ -88,16 +85,15 @@ class School:
         trainee = self._trainees[strategy]
         sleep_s = sleep_s if self._seat.rank == self._config.slow_rank else 0.0
         waited_s = self._waited_s(strategy)
-        times_s: list[float] = []
-        began_s = last_s = time.perf_counter()
-        while len(times_s) < iterations if iterations is not None else last_s - began_s < seconds:
+        laps = Laps(self._device)
+        until_s = time.perf_counter() + seconds
+        while len(laps) < iterations if iterations is not None else time.perf_counter() < until_s:
             if sleep_s:
+                trainee.synchronize()  # a GPU would go on with the last iteration while this process sleeps
                 time.sleep(sleep_s)
             trainee.step()
-            trainee.synchronize()
-            now_s = time.perf_counter()
-            times_s.append(now_s - last_s)
-            last_s = now_s
+            laps.end()
+        times_s = laps.seconds()
         waits_s = [after - before for before, after in zip(waited_s, self._waited_s(strategy), strict=True)]
         return {"times_s": times_s, "waited_s": waits_s}
 

@@ -35,6 +35,7 @@ from shoal.cli.bench_convergence import convergence
 from shoal.cli.bench_ddp import ddp
 from shoal.cli.bench_latency import latency
 from shoal.cli.bench_scaling import scaling
+from shoal.cli.bench_trained import device_of
 from shoal.cli.bench_training import training
 from shoal.report.tables import emit
 
@@ -174,7 +175,12 @@ def experts(
 @app.command()
 def collectives(
     context: typer.Context,
-    workers: Annotated[str, typer.Option(metavar="N,...", help="Numbers of workers.")] = "2,4",
+    workers: Annotated[
+        str, typer.Option("--workers", "--np", "-np", metavar="N,...", help="Numbers of workers.")
+    ] = "2,4",
+    device: Annotated[
+        Literal["cpu", "cuda"], typer.Option(help="Where tensors are; workers may share a GPU.")
+    ] = "cpu",
     sizes: Annotated[
         str | None,
         typer.Option(metavar="SIZE,...", help="Of each worker's tensor.", show_default=SIZES),
@@ -184,7 +190,11 @@ def collectives(
     ] = None,
     repeats: Annotated[
         int | None,
-        typer.Option(min=1, help="Timed calls of each kind in a start.", show_default="12 to 180, by size"),
+        typer.Option(
+            min=1,
+            help="Samples of each kind in a start: of one call on a CPU, of 20 back to back on a GPU.",
+            show_default="12 to 180, by size; 6 to 12 on a GPU",
+        ),
     ] = None,
     starts: OneStart = 1,
     seed: Seed = 0,
@@ -193,11 +203,12 @@ def collectives(
     report: ReportFile = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Operations of a group in shared memory, beside torch.distributed over gloo in the same workers."""
+    """Operations of a group in memory that workers share, beside torch.distributed over gloo."""
     from shoal.bench.collectives import SHORT, CollectivesConfig, parse_size, summarize_collectives
     from shoal.bench.collectives import collectives_items as items
 
     given: dict[str, Any] = {"workers": tuple(numbers("--workers", workers)), "repeats": repeats}
+    given["device"] = device_of(device)
     given["sizes"] = None if sizes is None else tuple(parse_size(size) for size in listed(sizes))
     given["ops"] = None if ops is None else tuple(op.replace("-", "_") for op in listed(ops))
     config = msgspec.structs.replace(

@@ -20,7 +20,7 @@ from shoal.cli.bench_common import (
     run_settings,
 )
 from shoal.cli.bench_hosts import launched_size, where_of, with_hosts, workers_of
-from shoal.cli.bench_trained import NumServers, WorkersPerMachine, servers_of
+from shoal.cli.bench_trained import Device, NumServers, WorkersPerMachine, servers_of, workers_device
 from shoal.core import UsageError
 
 Task = Literal["digits", "mnist"]
@@ -53,6 +53,7 @@ def accuracy(
         int | None,
         typer.Option("--np", "-np", min=1, help="Workers, one thread each.", show_default=str(NUM_WORKERS)),
     ] = None,
+    device: Device = "auto",
     splits: Annotated[
         str, typer.Option(metavar="SPLIT,...", help="How examples are divided: iid, dirichlet:CONCENTRATION.")
     ] = SPLITS,
@@ -151,6 +152,7 @@ def accuracy(
         contenders=contenders,
         splits=tuple(dict.fromkeys(listed(splits))),
         num_workers=size,
+        device=workers_device(context.params, size),
         workers_per_machine=workers_per_machine,
         num_servers=servers_of(num_servers, (contender.strategy for contender in contenders)),
         steps=steps,

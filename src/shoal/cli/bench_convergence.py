@@ -105,7 +105,7 @@ def convergence(
     seeds: Annotated[
         int | None, typer.Option(min=1, help="Independent runs.", show_default=f"{NUM_SEEDS}")
     ] = None,
-    device: Device = None,
+    device: Device = "auto",
     data_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Has the files of MNIST.", show_default=False)
     ] = None,

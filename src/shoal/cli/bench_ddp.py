@@ -20,15 +20,21 @@ from shoal.cli.bench_common import (
     run_and_tell,
     run_settings,
 )
-from shoal.cli.bench_hosts import is_on_hosts, launched_size, where_of, with_hosts, workers_of
-from shoal.cli.bench_trained import CPU_SIDE, Device, device_of, num_gpus
+from shoal.cli.bench_hosts import is_on_hosts, where_of, with_hosts, workers_of
+from shoal.cli.bench_trained import (
+    Device,
+    device_of,
+    has_shared_gpus,
+    num_gpus,
+    tell_sharing,
+    tell_slow_images,
+)
 from shoal.core import UsageError
 
 if TYPE_CHECKING:
     from shoal.bench.ddp import DdpConfig
 
 DEFAULT_WORKERS = 2
-_GPU_SIDE = 224
 _VARIABLES = {
     "rank": "RANK",
     "world_size": "WORLD_SIZE",
@@ -63,7 +69,7 @@ def ddp(
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Of each worker.")] = 32,
     image_size: Annotated[
-        int | None, typer.Option(min=1, help="The side of the images.", show_default="224, or 32 on the CPU")
+        int | None, typer.Option(min=1, help="The side of the images.", show_default="the models' own")
     ] = None,
     num_warmup: Annotated[int, typer.Option(min=0, help="Iterations before those that count.")] = 5,
     num_iters: Annotated[int, typer.Option(min=1, help="Measured iterations of each rank.")] = 10,
@@ -72,9 +78,11 @@ def ddp(
     ] = None,
     distributed_backend: Annotated[
         Literal["nccl", "gloo"] | None,
-        typer.Option(help="Of the measured groups.", show_default="nccl on GPUs, gloo for ddp else"),
+        typer.Option(
+            help="Of the measured groups.", show_default="for ddp: nccl with a GPU for each worker, else gloo"
+        ),
     ] = None,
-    device: Device = None,
+    device: Device = "auto",
     world_size: Annotated[
         int | None, typer.Option(min=1, help="Processes, of which this is one: started by hand, one a rank.")
     ] = None,
@@ -135,18 +143,24 @@ def config_of(flags: Mapping[str, Any]) -> DdpConfig:
     is_gpu = device == "cuda"
     num_here = num_gpus() if is_gpu else 0
     size = workers_of(flags["num_workers"], flags, flags["world_size"] or num_here or DEFAULT_WORKERS)
-    is_elsewhere = launched_size() is not None or is_on_hosts(flags)
-    if is_gpu and not is_elsewhere and size > num_here:
+    is_shared = is_gpu and has_shared_gpus(flags, size)
+    if is_shared:
+        tell_sharing(size)
+    if is_shared and flags["distributed_backend"] == "nccl":
         raise UsageError(
-            f"{size} workers want a GPU each, and this machine has {num_here}.",
-            next_step="take fewer workers, or --device cpu.",
+            "NCCL refuses workers that share a GPU.",
+            next_step=f"take --np {num_here} or fewer, or --distributed-backend gloo.",
         )
     models = listed(flags["model"]) if flags["model"] else DOCUMENT_MODELS if is_gpu else ("resnet18",)
-    image_size = flags["image_size"] or (_GPU_SIDE if is_gpu else CPU_SIDE)
+    image_size = flags["image_size"] or max(model_named(name).image_side for name in models)
+    if flags["image_size"] is None:
+        tell_slow_images(image_size, device)
     named = tuple(dict.fromkeys(model_named(name).at(image_side=image_size).name for name in models))
     strategy = "ddp" if is_ddp(flags["strategy"]) else flags["strategy"]
     bucket_size = bucket_size_of(strategy, flags["bucket_size"])
-    usual: Backend = "nccl" if is_gpu else "gloo" if strategy == "ddp" else "shoal"
+    usual: Backend = "shoal"
+    if strategy == "ddp":
+        usual = "nccl" if is_gpu and not is_shared else "gloo"
     return DdpConfig(
         models=named,
         batch_size=flags["batch_size"],

@@ -23,8 +23,8 @@ from shoal.cli.bench_common import (
     run_and_tell,
     run_settings,
 )
-from shoal.cli.bench_hosts import is_on_hosts, launched_size, mates_of, where_of, with_hosts, workers_of
-from shoal.cli.bench_trained import Device, NoCuda, StrategyOption, device_of, entry_of
+from shoal.cli.bench_hosts import launched_size, mates_of, where_of, with_hosts, workers_of
+from shoal.cli.bench_trained import Device, NoCuda, StrategyOption, tell_slow_images, workers_device
 from shoal.core import UsageError
 from shoal.core.placement import num_cores
 from shoal.report import DEFAULT_FOLDER
@@ -67,7 +67,7 @@ def scaling(
     ] = None,
     image_size: Annotated[
         int | None,
-        typer.Option(min=1, help="The images' side.", show_default="the model's own; at most 32 on a CPU"),
+        typer.Option(min=1, help="The images' side.", show_default="the model's own"),
     ] = None,
     num_classes: Annotated[
         int | None, typer.Option(min=1, help="That the model tells apart.", show_default="the model's own")
@@ -88,7 +88,7 @@ def scaling(
         typer.Option("--disable-dynamic-topology", help="All neighbours in every round, not one in turn."),
     ] = False,
     option: StrategyOption = None,
-    device: Device = None,
+    device: Device = "auto",
     no_cuda: NoCuda = False,
     profile: Annotated[
         str | None,
@@ -125,6 +125,7 @@ def scaling(
     from shoal.bench.scaling import ScalingConfig
     from shoal.bench.scaling_options import given_options
     from shoal.bench.scaling_summary import scaling_items, summarize_scaling
+    from shoal.models import model_named
 
     chosen = contenders(strategies, dist_optimizer)
     counts, size = worker_counts(num_workers, context.params, is_single=dist_optimizer is not None)
@@ -136,10 +137,12 @@ def scaling(
         from shoal.transport import Profile
 
         Profile.load(profile)  # complains before anything is started
-    device = device_of(device, no_cuda=no_cuda, is_here=not is_on_hosts(context.params))
+    place = workers_device(context.params, size)
     mates = mates_of(context.params)
     has_machines = workers_per_machine is not None or (mates is not None and mates < counts[-1])
-    entry = entry_of(model or MODELS[device], image_size, device, num_classes)
+    entry = model_named(model or MODELS[place]).at(image_size, num_classes)
+    if image_size is None:
+        tell_slow_images(entry.image_side, place)
     config = ScalingConfig(
         model=entry.name,
         image_size=entry.image_side,
@@ -156,7 +159,7 @@ def scaling(
         num_warmup_batches=(1 if short else 10) if num_warmup_batches is None else num_warmup_batches,
         num_batches_per_iter=num_batches_per_iter or (1 if short else 10),
         num_iters=num_iters or (3 if short else 10),
-        device=device,
+        device=place,
         profile=profile,
         between=between or ("machines" if has_machines else "workers"),
         trace_folder=str(Path(DEFAULT_FOLDER).absolute()) if profiler else None,

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Literal
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
 
 import typer
 
+from shoal.cli.bench_common import listed
+from shoal.cli.bench_hosts import is_on_hosts, launched_size
 from shoal.core import UsageError
+from shoal.core.placement import Placement
+from shoal.report.tables import emit
 
-if TYPE_CHECKING:
-    from shoal.models import ModelEntry
-
-CPU_SIDE = 32
-"""Of images on a CPU, unless it is said otherwise: an iteration of 224×224 ones takes many seconds there."""
+_QUICK_SIDE = 32
+"""Larger images than this take a CPU many times as long."""
 _DRIVER_ANSWER_S = 30.0
 
 DeviceKind = Literal["cpu", "cuda"]
-Device = Annotated[
-    DeviceKind | None, typer.Option(help="What workers compute on.", show_default="cuda where there is one")
-]
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+Device = Annotated[DeviceChoice, typer.Option(help="Where workers compute; auto: on a GPU, if there is one.")]
 NoCuda = Annotated[bool, typer.Option("--no-cuda", help="The same as --device cpu.")]
 StrategyOption = Annotated[
     list[str] | None,
@@ -38,8 +40,8 @@ NumServers = Annotated[
 ]
 
 
-def device_of(asked: DeviceKind | None, *, no_cuda: bool = False, is_here: bool = True) -> DeviceKind:
-    """The one that was asked for, or GPUs where there are any.
+def device_of(asked: DeviceChoice, *, no_cuda: bool = False, is_here: bool = True) -> DeviceKind:
+    """The one that was asked for; `auto` takes GPUs where this machine has any.
 
     UsageError for GPUs that this machine does not have, where workers run on it.
     """
@@ -59,6 +61,18 @@ def device_of(asked: DeviceKind | None, *, no_cuda: bool = False, is_here: bool 
     return "cuda" if has_gpu or asked == "cuda" else "cpu"
 
 
+def workers_device(flags: Mapping[str, Any], num_workers: int) -> DeviceKind:
+    """Where the workers of a command compute, by its flags for devices and hosts.
+
+    That they share GPUs is told. UsageError as `device_of`.
+    """
+    no_cuda = flags.get("no_cuda", False)
+    device = device_of(flags["device"], no_cuda=no_cuda, is_here=not is_on_hosts(flags))
+    if device == "cuda" and has_shared_gpus(flags, num_workers):
+        tell_sharing(num_workers)
+    return device
+
+
 def servers_of(asked: int | None, strategies: Iterable[str]) -> int:
     """As many as was asked for, or one; UsageError where no strategy has any."""
     from shoal.bench.contenders import needs_servers
@@ -72,18 +86,30 @@ def servers_of(asked: int | None, strategies: Iterable[str]) -> int:
 
 
 def num_gpus() -> int:
-    """On this machine."""
+    """That this process and its children may use on this machine."""
     from shoal.bench.machine import gpus
 
-    return len(gpus(_DRIVER_ANSWER_S).found)
+    num_found = len(gpus(_DRIVER_ANSWER_S).found)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return num_found if visible is None else min(num_found, len(listed(visible)))
 
 
-def entry_of(
-    model: str, image_size: int | None, device: DeviceKind, num_classes: int | None = None
-) -> ModelEntry:
-    """The model for images of its own side, on a CPU at most CPU_SIDE, unless another one was asked for."""
-    from shoal.models import model_named
+def has_shared_gpus(flags: Mapping[str, Any], num_workers: int) -> bool:
+    """Whether there are more workers than GPUs on this machine; other machines' are not known."""
+    if is_on_hosts(flags):
+        return False
+    workers_here = num_workers if launched_size() is None else Placement.from_environment().local_size
+    return workers_here > num_gpus()
 
-    entry = model_named(model)
-    usual = entry.image_side if device == "cuda" else min(entry.image_side, CPU_SIDE)
-    return entry.at(image_size or usual, num_classes)
+
+def tell_sharing(num_workers: int) -> None:
+    """That workers share the GPUs of this machine; the user of a launcher knows."""
+    if launched_size() is None:
+        num_here = num_gpus()
+        emit(f"{num_workers} workers share {num_here} GPU{'s' * (num_here != 1)}.", sys.stderr)
+
+
+def tell_slow_images(side: int, device: DeviceKind) -> None:
+    """That large images take a CPU long: their size is changed by a flag alone."""
+    if device == "cpu" and side > _QUICK_SIDE:
+        emit(f"Images of {side}×{side} take a CPU long; --image-size {_QUICK_SIDE} is quicker.", sys.stderr)

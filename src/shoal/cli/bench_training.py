@@ -27,16 +27,16 @@ from shoal.cli.bench_common import (
     run_settings,
 )
 from shoal.cli.bench_trained import (
-    CPU_SIDE,
+    Device,
     DeviceKind,
     NoCuda,
     NumServers,
     StrategyOption,
     WorkersPerMachine,
     device_of,
-    entry_of,
-    num_gpus,
     servers_of,
+    tell_slow_images,
+    workers_device,
 )
 from shoal.core import UsageError
 from shoal.report import DEFAULT_FOLDER, default_path
@@ -61,7 +61,7 @@ def training(
     workers_per_machine: WorkersPerMachine = None,
     num_servers: NumServers = None,
     batch_size: flags.BatchSize = None,
-    device: flags.Device = None,
+    device: Device = "auto",
     no_cuda: NoCuda = False,
     fuse: flags.Fuse = False,
     num_warmup: flags.NumWarmup = None,
@@ -114,9 +114,8 @@ def _config(given: dict[str, Any], num_workers: int) -> TrainingConfig:
     from shoal.bench.training_kungfu import optimizer_named
 
     is_short = given["short"]
-    is_elsewhere = there.launched_size() is not None or there.is_on_hosts(given)
-    device = _device(given, None if is_elsewhere else num_workers)
-    chosen = _chosen(given, device)
+    device = workers_device(given, num_workers)
+    chosen = _chosen(given)
     return msgspec.structs.replace(
         _common(given, device),
         strategies=chosen,
@@ -140,8 +139,11 @@ def _config(given: dict[str, Any], num_workers: int) -> TrainingConfig:
 def _common(given: dict[str, Any], device: DeviceKind, usual_batch_size: int | None = None) -> TrainingConfig:
     """What workers train, whoever starts them."""
     from shoal.bench.training import DEFAULT_WARMUP, TrainingConfig
+    from shoal.models import model_named
 
-    entry = entry_of(given["model"], given["image_size"], device)
+    entry = model_named(given["model"]).at(given["image_size"])
+    if given["image_size"] is None:
+        tell_slow_images(entry.image_side, device)
     return TrainingConfig(
         model=entry.name,
         image_size=entry.image_side,
@@ -152,8 +154,7 @@ def _common(given: dict[str, Any], device: DeviceKind, usual_batch_size: int | N
     )
 
 
-def _chosen(given: dict[str, Any], device: str) -> tuple[str, ...]:
-    from shoal.bench.contenders import refusal_on
+def _chosen(given: dict[str, Any]) -> tuple[str, ...]:
     from shoal.bench.training import DEFAULT_STRATEGIES
     from shoal.bench.training_kungfu import strategy_of
 
@@ -166,34 +167,9 @@ def _chosen(given: dict[str, Any], device: str) -> tuple[str, ...]:
     named: tuple[str, ...] = DEFAULT_STRATEGIES
     if given["strategies"] is not None:
         named = tuple(listed(given["strategies"]))
-    else:
-        refused = [name for name in named if refusal_on(device, name) is not None]
-        named = tuple(name for name in named if name not in refused)
-        if refused:
-            emit(
-                f"Left out, for it cannot train on GPUs yet: {', '.join(refused)}. "
-                "--device cpu measures it on the CPU.",
-                sys.stderr,
-            )
-    if given["strategies"] is None and given["workers_per_machine"] is not None:
+    elif given["workers_per_machine"] is not None:
         named = (*named, "hierarchical")
     return contenders(named, with_ddp=not given["no_ddp"])
-
-
-def _device(given: dict[str, Any], num_workers_here: int | None) -> DeviceKind:
-    """The one that was asked for, or GPUs where they suffice; where they do not, that is told."""
-    is_here = not there.is_on_hosts(given)
-    device = device_of(given["device"], no_cuda=given["no_cuda"], is_here=is_here)
-    if device == "cpu" or given["device"] is not None:
-        return device
-    if num_workers_here is None or num_workers_here <= num_gpus():
-        return "cuda"
-    emit(
-        f"{num_workers_here} workers want a GPU each, and this machine has {num_gpus()}: all train on the "
-        f"CPU, by default with images of {CPU_SIDE}×{CPU_SIDE}. Fewer workers, by --np, train on GPUs.",
-        sys.stderr,
-    )
-    return "cpu"
 
 
 def _slow(given: dict[str, Any]) -> dict[str, Any]:
@@ -216,11 +192,11 @@ def _take_role(context: typer.Context, role: Role) -> None:
     )
 
     given = context.params
-    _check_role(context, role)
+    device = _check_role(context, role)
     role = msgspec.structs.replace(role, network_interface=given["network_interface"])
     config = config_of(
         role,
-        _common(given, "cpu", DEFAULT_BATCH_SIZE),
+        _common(given, device, DEFAULT_BATCH_SIZE),
         num_iterations=flags.one_of({"--num-iters": given["pairs"], "--iterations": given["iterations"]}),
         num_warmup=given["num_warmup"],
     )
@@ -245,8 +221,10 @@ def _take_role(context: typer.Context, role: Role) -> None:
     )
 
 
-def _check_role(context: typer.Context, role: Role) -> None:
-    """UsageError for what is of no meaning to a process that is started by hand."""
+def _check_role(context: typer.Context, role: Role) -> DeviceKind:
+    """Where a process computes that is started by hand; UsageError for what is of no meaning to it."""
+    from shoal.bench.contenders import refusal_on
+
     given = context.params
     if there.launched_size() is not None:
         raise UsageError(
@@ -259,9 +237,13 @@ def _check_role(context: typer.Context, role: Role) -> None:
             "Servers and workers that are started by hand train with parameter-server.",
             next_step="leave --strategies and --kungfu out.",
         )
-    if given["device"] == "cuda":
-        raise UsageError("parameter-server trains models on the CPU.", next_step="leave --device cuda out.")
     flags.check_by_hand(_typed(context), is_server=role.is_server)
+    device = device_of(given["device"], no_cuda=given["no_cuda"])
+    if role.is_server:
+        return "cpu"
+    if (refusal := refusal_on(device, "parameter-server")) is not None:
+        raise UsageError(refusal, next_step="give --device cpu.")
+    return device
 
 
 def _typed(context: typer.Context) -> dict[str, str]:

@@ -16,7 +16,7 @@ Model = Annotated[
 ]
 ImageSize = Annotated[
     int | None,
-    typer.Option(min=1, help="Side of the images.", show_default="the model's own, on a CPU at most 32"),
+    typer.Option(min=1, help="Side of the images.", show_default="the model's own"),
 ]
 Strategies = Annotated[
     str | None,
@@ -45,13 +45,6 @@ NumWorkers = Annotated[
 ]
 BatchSize = Annotated[
     int | None, typer.Option(min=1, help="Of each worker.", show_default="64 or 32, by model")
-]
-Device = Annotated[
-    Literal["cpu", "cuda"] | None,
-    typer.Option(
-        help="Where the models are.",
-        show_default="cuda with a GPU for each worker",
-    ),
 ]
 Fuse = Annotated[
     bool, typer.Option("--fuse", help="Accepted: what is sent is always one flat buffer, or few.")
