@@ -12,7 +12,7 @@ from group.hosts import open_hosts, open_member, together
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, UsageError
 from shoal.group import GroupSettings, SoloGroup
 from shoal.group.functions import Mutex
-from shoal.group.host import control
+from shoal.group.host import control, window
 
 
 def test_processors_that_reorder_stores(monkeypatch):
@@ -118,6 +118,33 @@ def test_snapshots_of_what_changes_are_not_intact():
             assert not second.fetch(0).wait().is_intact()
         assert not snapshot.is_intact()
         assert second.fetch(0).wait().is_intact()
+
+
+def test_what_is_closed_or_reclaimed_while_it_is_copied_is_not_read(monkeypatch):
+    """Its publisher may write it from then on."""
+    really = window.copy_out
+    with open_hosts(2) as groups:
+        memory, other = together(groups, lambda group: [group.empty(4) for _ in range(2)])[0]
+        first, second = (group.window("x", 4, sources=()) for group in groups)
+        first.publish(memory, 1)
+
+        def interrupted_by(act):
+            def copy_out(*arguments):
+                monkeypatch.setattr(window, "copy_out", really)
+                act()
+                memory.fill_(9)
+                return really(*arguments)
+
+            monkeypatch.setattr(window, "copy_out", copy_out)
+            into = torch.zeros(4)
+            return second.read(0, into).wait(), into.tolist()
+
+        def replace():
+            first.publish(other, 2)
+            first.reclaim(1)
+
+        assert interrupted_by(replace) == (2, [0.0] * 4)
+        assert interrupted_by(first.close)[0] is None
 
 
 def test_a_window_that_is_closed_drops_its_reads():

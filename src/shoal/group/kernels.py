@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from shoal.core import LimitExceeded, TensorError, UsageError
-from shoal.group.base import Reduction, Slot, Snapshot, Window, Write
+from shoal.group.base import Reduction, Slot, Snapshot, Write
 from shoal.tensors.memory import copy_into
 from shoal.topology.weights import are_differences
 
@@ -239,6 +239,3 @@ def copy_out(snapshot: Snapshot, into: torch.Tensor, name: str) -> int:
         )
     copy_into(into, source.view(into.shape))
     return snapshot.version
-
-
-WritingWindow = Window

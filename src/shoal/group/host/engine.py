@@ -113,7 +113,6 @@ class ProgressEngine:
         self.rank = rank
         self.size = size
         self._others = [other for other in range(size) if other != rank]
-        self._everybody = list(range(size))
         self.control = control
         self.pipes = pipes
         self.watch = watch
@@ -126,7 +125,8 @@ class ProgressEngine:
         self._halves = [0, 0]
         self._pid = os.getpid()
         self._breakage: BaseException | None = None
-        self._blocker: int | None = None
+        self.blocker: int | None = None
+        """Whom the wait under way is for, the last one that was seen to be missing."""
         self._spin_s = _SPIN_S if size <= (os.cpu_count() or 1) else _SPIN_CROWDED_S
 
     def issue(self, task: Task) -> Task:
@@ -198,7 +198,7 @@ class ProgressEngine:
             if self.control.get(rank, FINISHED) >= task.seq:
                 continue
             if self.control.gone_after(rank) == NOT_YET:
-                self._blocker = rank
+                self.blocker = rank
                 return False
             if task.needs_shares:
                 task.error = self.lost_error(rank)
@@ -229,7 +229,7 @@ class ProgressEngine:
         `whom` says who is waited for that is not of this machine.
         """
         began_s = time.perf_counter()
-        self._blocker = None
+        self.blocker = None
         if deadline is None and self._settings.timeout_s is not None:
             deadline = Deadline.after(self._settings.timeout_s)
         next_line_s = began_s + _LINE_EVERY_S
@@ -242,26 +242,40 @@ class ProgressEngine:
                 if now_s - began_s < self._spin_s:
                     _give_way()
                     continue
-                self._check_waiting(deadline, what, now_s - began_s, whom)
+                self.check_own_verdict()
+                if deadline is not None and deadline.is_past:
+                    raise DeadlineExceeded(
+                        f"{self._waiting_line(what, now_s - began_s, whom)}: the deadline has passed.",
+                        next_step="see what that rank does, or give a longer --peer-timeout.",
+                    )
                 if now_s > next_line_s:
                     next_line_s += _LINE_EVERY_S
                     log.warning("%s", self._waiting_line(what, now_s - began_s, whom))
                 self._nap(is_done)
         finally:
-            self._blame(time.perf_counter() - began_s)
-
-    def blocked_by(self, rank: int) -> None:
-        """Names the rank that the wait under way is for."""
-        self._blocker = rank
+            self._count_wait(time.perf_counter() - began_s)
 
     def check_own_verdict(self) -> None:
         """PeerLost when the others have given this worker up."""
         if self.control.get(self.rank, VERDICT) != NOT_YET:
-            raise self._given_up()
+            name = self.name_of(self.rank)
+            raise PeerLost(
+                f"rank {name}, this worker, was silent for more than {self._settings.silence_s:g} s, and the "
+                "others went on without it.",
+                peer=name,
+                cause="it was stopped, or its machine was.",
+                next_step="start again with a larger --patience.",
+            )
 
     def members(self) -> list[int]:
         """Lists who takes part in the next operation."""
-        return [rank for rank in self._everybody if self._is_member(rank, self.issued + 1)]
+        gone = ((rank, self.control.gone_after(rank)) for rank in range(self.size))
+        return [rank for rank, after in gone if after == NOT_YET or self.issued < after]
+
+    def check_rank(self, rank: int) -> None:
+        """UsageError for a rank that does not exist."""
+        if not 0 <= rank < self.size:
+            raise UsageError(f"There is no rank {rank} among {self.size}.", next_step="name a member.")
 
     def is_gone(self, rank: int) -> bool:
         """Tells whether another rank is lost or has left."""
@@ -283,14 +297,13 @@ class ProgressEngine:
             return False
         for rank in self._others:
             if self.control.get(rank, FINISHED) < seq and self.control.gone_after(rank) == NOT_YET:
-                self._blocker = rank
+                self.blocker = rank
                 return False
         return True
 
-    def _blame(self, waited_s: float) -> None:
-        """Puts a wait down to the one who came last."""
-        if self._blocker is not None:
-            self.waited_s[self._blocker] += waited_s
+    def _count_wait(self, waited_s: float) -> None:
+        if self.blocker is not None:
+            self.waited_s[self.blocker] += waited_s
 
     def _arrive(self, task: Task) -> bool:
         if task.seq > MAX_AHEAD and not self.is_finished(task.seq - MAX_AHEAD):
@@ -329,7 +342,7 @@ class ProgressEngine:
             gone_after = self.control.gone_after(rank)
             if gone_after == NOT_YET:
                 if self.control.get(rank, ARRIVED) < task.seq:
-                    self._blocker = rank
+                    self.blocker = rank
                     return False
                 present.append(rank)
             elif task.seq <= gone_after:
@@ -353,10 +366,6 @@ class ProgressEngine:
     def _is_lost(self, rank: int) -> bool:
         return self.control.get(rank, LEFT) == NOT_YET and self.control.get(rank, VERDICT) != NOT_YET
 
-    def _is_member(self, rank: int, seq: int) -> bool:
-        gone_after = self.control.gone_after(rank)
-        return gone_after == NOT_YET or seq <= gone_after
-
     def _mismatch(self, task: Task, present: list[int]) -> ShoalError | None:
         own = task.words[: task.must_match]
         for rank in present:
@@ -379,15 +388,6 @@ class ProgressEngine:
             self.culprit = rank_to_blame(error, self.name_of(self.rank))
         return error
 
-    def _given_up(self) -> PeerLost:
-        return PeerLost(
-            f"rank {self.name_of(self.rank)}, this worker, was silent for more than "
-            f"{self._settings.silence_s:g} s, and the others went on without it.",
-            peer=self.name_of(self.rank),
-            cause="it was stopped, or its machine was.",
-            next_step="start again with a larger --patience.",
-        )
-
     def check_usable(self) -> None:
         """UsageError in a forked child, and when this worker is out of step."""
         if os.getpid() != self._pid:
@@ -409,25 +409,15 @@ class ProgressEngine:
                 next_step="make it the last thing to leave or to close.",
             )
 
-    def _check_waiting(
-        self, deadline: Deadline | None, what: str, waited_s: float, whom: Callable[[], str] | None
-    ) -> None:
-        self.check_own_verdict()
-        if deadline is not None and deadline.is_past:
-            raise DeadlineExceeded(
-                f"{self._waiting_line(what, waited_s, whom)}: the deadline has passed.",
-                next_step="see what that rank does, or give a longer --peer-timeout.",
-            )
-
-    def _waiting_line(self, what: str, waited_s: float, whom: Callable[[], str] | None = None) -> str:
-        who, outside = self._blocker, whom() if whom is not None else ""
+    def _waiting_line(self, what: str, waited_s: float, whom: Callable[[], str] | None) -> str:
+        line, who = f"rank {self.name_of(self.rank)}: {what}", self.blocker
+        outside = whom() if whom is not None else ""
         if outside:
-            return f"rank {self.name_of(self.rank)}: {what}: waiting for {outside}, {waited_s:.0f} s"
+            return f"{line}: waiting for {outside}, {waited_s:.0f} s"
         if who is None:
-            return f"rank {self.name_of(self.rank)}: {what}, {waited_s:.0f} s"
+            return f"{line}, {waited_s:.0f} s"
         return (
-            f"rank {self.name_of(self.rank)}: {what}: waiting for rank {self.name_of(who)} "
-            f"(process {self.watch.pid(who)}), "
+            f"{line}: waiting for rank {self.name_of(who)} (process {self.watch.pids[who]}), "
             f"{waited_s:.0f} s, last beat {self.watch.last_beat_s(who):.1f} s ago"
         )
 
@@ -545,9 +535,8 @@ class Staging:
             first.num_holding = 1
             first.half = (self._engine.issued + 1 >> 1) & 1
             self._engine.issue(first)
-            second = Task([*words, -1 - start], self._copy_out(part, first), [span_of(part)])
-            second.follows = first
-            second.after = first.seq
+            copy_out = self._copy_out(part, first)
+            second = Task(first.words, copy_out, first.spans, follows=first, after=first.seq)
             tasks += [first, self._engine.issue(second)]
         return TasksHandle(self._engine, tasks, lambda: put_back(flat, tensor))
 
@@ -570,9 +559,7 @@ class Staging:
         def work(task: Task, present: list[int]) -> None:
             step(task, part, regions(self._stage, task.half * STAGE_BYTES, part, present))
 
-        task = Task(words, work, [span_of(part)])
-        task.is_staged = True
-        return task
+        return Task(words, work, [span_of(part)], is_staged=True)
 
     def _copy_in(self, part: torch.Tensor) -> Callable[[Task], None]:
         def prepare(task: Task) -> None:

@@ -52,7 +52,7 @@ _LEAVING_S = 10.0
 _MEETING_S = 300.0
 _PAGE = 4096
 _ALL_REDUCE, _BROADCAST, _ALL_GATHER, _EXCHANGE, _BARRIER, _EMPTY, _FREE = range(len(KINDS))
-_NO_ROOM, _NOBODY = -1, -2
+_NOTHING, _TAKEN, _NO_ROOM = range(3)
 _NO_PLACE = -1
 _SMALL_BYTES = 1 << 16
 _opened: dict[tuple[str, int], int] = {}
@@ -166,16 +166,10 @@ class HostGroup(Group):
         if num_elements <= 0:
             return torch.empty(0, dtype=dtype)
         region = -(-num_elements * dtype.itemsize // _PAGE) * _PAGE
-        file = _NOBODY
-        while file == _NOBODY:  # who should have taken the memory has gone: the next one does
-            file, offset = self._take_memory(num_elements, dtype, region)
-        if file == _NO_ROOM:
-            raise MemoryFull(
-                f"Shared memory for {self.size} times {region / 1e6:.1f} MB is not to be had.",
-                cause="/dev/shm and the temporary folder are full.",
-                next_step="free some space there, or point TMPDIR to a folder with more.",
-            )
-        segment = self._arena.map(MemoryRange(file, offset, region * self.size))
+        place = None
+        while place is None:  # who should have taken the memory has gone: the next one does
+            place = self._take_memory(num_elements, dtype, region)
+        segment = self._arena.map(place)
         return segment.new_region(self.rank, 0, num_elements, dtype)
 
     def free(self, tensor: torch.Tensor) -> None:
@@ -224,10 +218,7 @@ class HostGroup(Group):
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
         """Copies the root's tensor to all, in place."""
         given, tensor = tensor, tensor.detach()
-        if not 0 <= root < self.size:
-            raise UsageError(
-                f"There is no rank {root} among {self.size}.", next_step="broadcast from a member."
-            )
+        self._engine.check_rank(root)
         self._counter.broadcast(tensor.nbytes, root)
         words = [_BROADCAST, code_of(tensor.dtype), tensor.numel(), root]
         sources = () if self.rank == root else (root,)
@@ -267,22 +258,19 @@ class HostGroup(Group):
         width = torch.Size(rest).numel()
         place = self._arena.find_own(tensor, self.rank)
         code = _NO_PLACE if place is None else place[0].code + place[1]
-        sizes = Task([_ALL_GATHER, code_of(tensor.dtype), width, len(rest), rows, code], learn)
-        sizes.must_match = 4
-        self._meet(sizes)
+        words = [_ALL_GATHER, code_of(tensor.dtype), width, len(rest), rows, code]
+        self._meet(Task(words, learn, must_match=4))
         results = {rank: tensor.new_empty((rows, *rest)) for rank, (rows, _) in told.items()}
         row_bytes = width * tensor.element_size()
-        self._counter.all_gather(
-            tensor.nbytes, sum(row_bytes * told[rank][0] for rank in told) - tensor.nbytes
-        )
+        all_bytes = row_bytes * sum(rows for rows, _ in told.values())
+        self._counter.all_gather(tensor.nbytes, all_bytes - tensor.nbytes)
         copy_into(results[self.rank], tensor.reshape(rows, *rest))
         flats = {rank: result.view(-1) for rank, result in results.items()}
         piece = STAGE_BYTES // tensor.element_size()
         longest = max(flat.numel() for flat in flats.values())
-        if all(code != _NO_PLACE for _, code in told.values()):
-            tasks = [
-                self._engine.issue(self._read_all(tensor, flats, {r: code for r, (_, code) in told.items()}))
-            ]
+        codes = {rank: code for rank, (_, code) in told.items()}
+        if _NO_PLACE not in codes.values():
+            tasks = [self._engine.issue(self._read_all(tensor, flats, codes))]
         else:
             tasks = [
                 self._engine.issue(self._staging.gather_step(_ALL_GATHER, flats, slice(start, start + piece)))
@@ -447,32 +435,34 @@ class HostGroup(Group):
         read = [other for other in self._read_at if is_overlapping([other], [span])]
         return max([self._read_at.pop(other) for other in read], default=0)
 
-    def _take_memory(self, num_elements: int, dtype: torch.dtype, region: int) -> tuple[int, int]:
-        """Learns the file and offset that the first of those present has taken, or why there is none."""
-        told = [_NOBODY, 0]
+    def _take_memory(self, num_elements: int, dtype: torch.dtype, region: int) -> MemoryRange | None:
+        """Learns what memory the first of those present has taken for all; None when it has gone."""
+        answers: list[list[int]] = []
 
         def learn(task: Task, present: list[int]) -> None:
-            for rank in present:
-                has_taken, *place = self._control.description(rank, task.seq)[3:6]
-                if has_taken:
-                    told[:] = place
-                    break
+            answers.extend(self._control.description(rank, task.seq)[3:6] for rank in present)
 
-        task = Task([_EMPTY, code_of(dtype), num_elements, 0, 0, 0], learn)
-        task.must_match = 3
+        task = Task([_EMPTY, code_of(dtype), num_elements, _NOTHING, 0, 0], learn, must_match=3)
         if self.rank == self._engine.members()[0]:
             task.prepare = lambda task: self._grow(task, region)
         self._meet(task)
-        return told[0], told[1]
+        state, file, offset = next((answer for answer in answers if answer[0]), (_NOTHING, 0, 0))
+        if state == _NO_ROOM:
+            raise MemoryFull(
+                f"Shared memory for {self.size} times {region / 1e6:.1f} MB is not to be had.",
+                cause="/dev/shm and the temporary folder are full.",
+                next_step="free some space there, or point TMPDIR to a folder with more.",
+            )
+        return MemoryRange(file, offset, region * self.size) if state == _TAKEN else None
 
     def _grow(self, task: Task, region: int) -> None:
         """Does the coordinator's part of `empty`: takes the memory, and says where it is."""
         try:
             place = self._arena.grow(region)
         except MemoryFull:
-            task.words[3:] = [1, _NO_ROOM, 0]
+            task.words[3] = _NO_ROOM
         else:
-            task.words[3:] = [1, place.file, place.offset_bytes]
+            task.words[3:] = [_TAKEN, place.file, place.offset_bytes]
 
     def _read_all(self, own: torch.Tensor, flats: dict[int, torch.Tensor], codes: dict[int, int]) -> Task:
         """Makes the task that copies everybody's tensor from where it lies in the group's memory."""
@@ -484,9 +474,7 @@ class HostGroup(Group):
                     flat = flats[rank]
                     copy_into(flat, segment.region(rank, offset, flat.numel(), flat.dtype))
 
-        task = Task([_ALL_GATHER, code_of(own.dtype), -1, 0], work, [span_of(own)])
-        task.is_shared = True
-        return task
+        return Task([_ALL_GATHER, code_of(own.dtype), -1, 0], work, [span_of(own)], is_shared=True)
 
     def _address(self, task: Task, weights: Weights) -> None:
         """Says from whom, and to whom with which factors, an exchange goes."""

@@ -39,7 +39,7 @@ class ProcessWatch:
         self.left_at_s: dict[int, float] = {}
         """When those were seen to have left that have, by the monotonic clock."""
         self._rank = rank
-        self._pids = list(pids)
+        self.pids = list(pids)
         self._control = control
         self._pipes = pipes
         self._silence_s = settings.silence_s
@@ -60,7 +60,7 @@ class ProcessWatch:
             for rank in self._present:
                 # one that has ended before this has no descriptor, and its silence will tell
                 with contextlib.suppress(OSError):
-                    self._pidfds[rank] = os.pidfd_open(self._pids[rank])
+                    self._pidfds[rank] = os.pidfd_open(self.pids[rank])
                     close_in_children(self._pidfds[rank])
         self._loop.__enter__()
         self._is_open = True
@@ -92,7 +92,7 @@ class ProcessWatch:
         if culprit == self._name(self._rank):
             own = Loss(culprit, f"it was silent, and rank {self._name(rank)} went on without it")
             return dataclasses.replace(loss, kind="verdict", because=own)
-        ranks = {self._name(other): other for other in range(len(self._pids))}
+        ranks = {self._name(other): other for other in range(len(self.pids))}
         reason = self._reason(ranks[culprit]) if culprit in ranks else f"rank {self._name(rank)} has lost it"
         return dataclasses.replace(loss, because=Loss(culprit, reason))
 
@@ -104,15 +104,11 @@ class ProcessWatch:
         if self._control.get(rank, BEAT) < 0:
             return "it failed"
         if not self._is_process_there(rank):
-            return f"its process {self._pids[rank]} ended"
+            return f"its process {self.pids[rank]} ended"
         silent_s = max(self._silence_s, self._silent_s.get(rank, 0.0))
-        fields = stat_fields(self._pids[rank])
+        fields = stat_fields(self.pids[rank])
         stopped = ", its process is stopped (SIGSTOP)" if fields and fields[0] in ("T", "t") else ""
         return f"silent for {silent_s:.1f} s{stopped}"
-
-    def pid(self, rank: int) -> int:
-        """Names a rank's process."""
-        return self._pids[rank]
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -153,7 +149,7 @@ class ProcessWatch:
         silent_s = self._silent_s[rank] = self._silent_s[rank] + passed_s
         if silent_s < 2 * _BEAT_S:
             return
-        used_s = _cpu_s(self._pids[rank])
+        used_s = _cpu_s(self.pids[rank])
         if used_s > self._cpu_s.setdefault(rank, used_s) + _BUSY_S:
             # a thread that keeps the interpreter's lock for long is busy, not silent
             self._cpu_s[rank] = used_s
@@ -199,7 +195,7 @@ class ProcessWatch:
             poll.register(self._pidfds[rank], select.POLLIN)
             return not poll.poll(0)
         try:
-            os.kill(self._pids[rank], 0)
+            os.kill(self.pids[rank], 0)
         except ProcessLookupError:
             return False
         except PermissionError:

@@ -1,4 +1,4 @@
-"""How the workers of one machine find each other: a Unix socket of rank 0, where descriptors change hands.
+"""How the workers of one machine find each other: through a Unix socket of rank 0, with open descriptors.
 
 Shared memory travels as open descriptors of files that have no name any more, so nothing is left behind
 however a worker ends. Once everybody has met, the sockets are closed. When the meeting fails, rank 0 tells
@@ -34,6 +34,7 @@ from shoal.core import (
     ShoalError,
     UsageError,
 )
+from shoal.group.base import rank_to_blame
 from shoal.group.host.memory import MemoryRange
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ _ACK = b"\1"
 
 
 class JoinRequest(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker says of itself."""
+    """Says who a worker is that wants to join; its pipe comes with it."""
 
     rank: int
     size: int
@@ -78,43 +79,36 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """All have what they need; before that nobody may count on the others."""
+    """Says that all have what they need; before that nobody may count on the others."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Why there will be no group."""
+    """Says why there will be no group."""
 
     what: str
     lost: int | None = None
     """The rank that ended, if that is why."""
 
-    @classmethod
-    def because(cls, error: ShoalError) -> Failed:
-        """What rank 0 met with."""
-        if isinstance(error, PeerLost) and isinstance(error.peer, int):
-            return cls(error.what, error.peer)
-        return cls(error.what)
-
     def error(self) -> PeerError:
-        """The same for another rank."""
+        """Makes the error that rank 0 has met with, for another rank."""
         if self.lost is None:
             return PeerRefused(self.what, peer=0)
         return PeerLost(self.what, peer=self.lost)
 
 
 class UnknownMessageError(Exception):
-    """Bytes that no worker of this version sends."""
+    """Somebody has sent bytes that no worker of this version sends."""
 
 
 def send(to: socket.socket, message: object, descriptors: Sequence[int] = ()) -> None:
-    """A message, and descriptors with its first byte."""
+    """Sends a message, and descriptors with its first byte."""
     body = msgspec.msgpack.encode(message)
     socket.send_fds(to, [_FRAME.pack(len(body))], list(descriptors))
     to.sendall(body)
 
 
 def receive(source: socket.socket, kind: Any, received: contextlib.ExitStack) -> tuple[Any, list[int]]:
-    """A message and the descriptors that came with it, which `received` will close."""
+    """Receives a message and the descriptors that came with it, which `received` will close."""
     head, descriptors, _, _ = socket.recv_fds(source, _FRAME.size, 1024)
     for descriptor in descriptors:
         received.callback(os.close, descriptor)
@@ -139,7 +133,7 @@ def receive(source: socket.socket, kind: Any, received: contextlib.ExitStack) ->
 def meet(
     key: str, request: JoinRequest, pipe: int, shared: SharedFiles | None, deadline: Deadline
 ) -> Welcome:
-    """Wait for all workers that share `key`, with a line every ten seconds; rank 0 gives what all share.
+    """Waits for all workers that share `key`, with a line every ten seconds; rank 0 gives what all share.
 
     DeadlineExceeded names who has not come, PeerLost who came and ended.
     """
@@ -190,7 +184,7 @@ def _listen(address: str, size: int) -> Iterator[socket.socket]:
 
 
 class _Wait:
-    """How long this worker has been in the meeting, and may be."""
+    """Waits until a deadline, with a line now and then that says for whom."""
 
     def __init__(self, deadline: Deadline) -> None:
         self.deadline = deadline
@@ -199,14 +193,14 @@ class _Wait:
         self._next_line_s += _LINE_EVERY_S
 
     def look(self, whom: str) -> None:
-        """Say now and then who is being waited for."""
+        """Says now and then who is being waited for."""
         now_s = self._clock.now_s()
         if now_s >= self._next_line_s:
             self._next_line_s = now_s + _LINE_EVERY_S
             log.warning("waiting for %s, %.0f s", whom, now_s - self._began_s)
 
     def until_readable(self, sources: Iterable[socket.socket], whom: str, late: ShoalError) -> list[int]:
-        """The descriptors of those that have something to say, or have ended; raises `late`."""
+        """Finds the descriptors of those that have something to say, or have ended; raises `late`."""
         poll = select.poll()
         for source in sources:
             poll.register(source, select.POLLIN)
@@ -221,7 +215,7 @@ class _Wait:
 
 
 class _RankZero:
-    """Rank 0's side; a context manager that tells the workers when it fails."""
+    """Gathers the workers at rank 0; a context manager that tells them when it fails."""
 
     def __init__(self, request: JoinRequest, pipe: int, wait: _Wait) -> None:
         self._request = request
@@ -241,11 +235,11 @@ class _RankZero:
         for worker in self._workers.values():
             if isinstance(error, ShoalError):
                 with contextlib.suppress(OSError):
-                    send(worker, Failed.because(error))
+                    send(worker, Failed(error.what, rank_to_blame(error, 0)))
             worker.close()
 
     def welcome_all(self, listener: socket.socket) -> None:
-        """Until everybody has come."""
+        """Waits until everybody has come."""
         size = self._request.size
         while len(self._pids) < size:
             missing = ", ".join(str(rank) for rank in range(size) if rank not in self._pids)
@@ -261,7 +255,7 @@ class _RankZero:
             self._welcome(listener)
 
     def _welcome(self, listener: socket.socket) -> None:
-        """One more; one that ends before it has said who it is has not come."""
+        """Takes in one more; one that ends before it has said who it is has not come."""
         with contextlib.ExitStack() as stack:
             try:
                 worker, _ = listener.accept()
@@ -289,16 +283,15 @@ class _RankZero:
             if len(descriptors) != 1:
                 raise _too_few_files(0)
             stack.pop_all()
-        self._pids[said.rank], self._pipes[said.rank], self._workers[said.rank] = (
-            said.pid,
-            descriptors[0],
-            worker,
-        )
+        self._pids[said.rank] = said.pid
+        self._pipes[said.rank] = descriptors[0]
+        self._workers[said.rank] = worker
 
     def hand_over(self, shared: SharedFiles) -> Welcome:
-        """Give everybody everything, one after the other: the kernel limits what is on its way."""
-        pipes = [self._pipes[rank] for rank in range(self._request.size)]
-        met = Welcome([self._pids[rank] for rank in range(self._request.size)], pipes, shared)
+        """Gives everybody everything, one after the other: the kernel limits what is on its way."""
+        ranks = range(self._request.size)
+        pipes = [self._pipes[rank] for rank in ranks]
+        met = Welcome([self._pids[rank] for rank in ranks], pipes, shared)
         for rank, worker in self._workers.items():
             late = DeadlineExceeded(f"rank {rank} came, but did not answer in time.")
             try:
@@ -388,7 +381,7 @@ def _connect(address: str, request: JoinRequest, wait: _Wait) -> socket.socket:
 
 
 def _is_own_user(other: socket.socket) -> bool:
-    """An abstract name has no file permissions: look at who it is."""
+    """Tells whether a process is this user's: an abstract name has no file permissions."""
     if not _HAS_NAMES_WITHOUT_FILES:
         return True
     credentials = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

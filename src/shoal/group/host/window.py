@@ -257,7 +257,7 @@ class HostWindow(Window):
     def fetch(self, peer: int) -> Handle[Snapshot | None]:
         """Looks at the peer's memory itself: nothing is copied."""
         self._check_open()
-        self._shared.check_rank(peer)
+        self._engine.check_rank(peer)
         snapshot = None if self._engine.is_gone(peer) else self._shared.publications.newest(peer, self._key)
         if snapshot is not None and peer != self._rank:
             self._shared.counter.received_bytes += snapshot.tensor.nbytes
@@ -266,7 +266,7 @@ class HostWindow(Window):
     def read(self, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
         """Copies from the peer's memory in this worker's own thread, while nobody changes it."""
         self._check_open()
-        self._shared.check_rank(peer)
+        self._engine.check_rank(peer)
         into = into.detach()
         table, locks = self._shared.publications, self._shared.locks
 
@@ -291,7 +291,10 @@ class HostWindow(Window):
                 held = table.newest(peer, self._key)
                 if held is None or held.index != found.index or held.version < version:
                     return None
+                was_intact = held.is_intact()
                 got = copy_out(held, into, self.name)
+                if was_intact and not held.is_intact():
+                    return None  # it was reclaimed or closed meanwhile, and may have been written
             finally:
                 locks.release(lock)
                 self._engine.pipes.wake(peer)
@@ -338,17 +341,18 @@ class HostWindow(Window):
         return self._shared.pending.begin((self, to), what, attempt)
 
     def _filled(self) -> list[int]:
-        return [source for source in self._sources if self._is_filled(source)]
-
-    def _is_filled(self, source: int) -> bool:
-        is_gone = self._engine.is_gone(source)
-        words = self._cells[self._rank, source].words
-        return words[_NUM_WRITES] > 0 and not (is_gone and words[_TORN])
+        found = []
+        for source in self._sources:
+            is_gone = self._engine.is_gone(source)  # before the words, which then change no more
+            words = self._cells[self._rank, source].words
+            if words[_NUM_WRITES] > 0 and not (is_gone and words[_TORN]):
+                found.append(source)
+        return found
 
     def _cell(self, owner: int, source: int) -> SlotCell:
         self._check_open()
-        self._shared.check_rank(owner)
-        self._shared.check_rank(source)
+        self._engine.check_rank(owner)
+        self._engine.check_rank(source)
         if (owner, source) not in self._cells:
             name = self._engine.name_of
             raise UsageError(
@@ -382,7 +386,7 @@ class HostWindow(Window):
             if not is_taken:
                 if was_gone:
                     raise engine.lost_error(source)
-                engine.blocked_by(source)
+                engine.blocker = source
             return is_taken
 
         try:
@@ -397,28 +401,18 @@ class HostWindow(Window):
         """Takes the bytes of all readers that are there, or none."""
         if taken:
             return True
-        at = _lock_of(self._rank, index)
-        for first, count in self._readers():
+        at, size = _lock_of(self._rank, index), self._engine.size
+        there = [rank for rank in range(size) if not self._engine.is_gone(rank)]
+        # in one piece where that can be; one that was given up may be stopped with its byte in its hands
+        for first, count in [(0, size)] if len(there) == size else [(rank, 1) for rank in there]:
             if not self._shared.locks.try_take(at + first, count):
                 self._release(taken)
                 blocker = self._shared.locks.first_taken(at + first, count)
                 if blocker is not None:
-                    self._engine.blocked_by(first + blocker)
+                    self._engine.blocker = first + blocker
                 return False
             taken.append((at + first, count))
         return True
-
-    def _readers(self) -> list[tuple[int, int]]:
-        """Lists runs of ranks that are there: the first, and how many follow each other."""
-        runs: list[tuple[int, int]] = []
-        for rank in range(self._engine.size):
-            if self._engine.is_gone(rank):
-                continue
-            if runs and sum(runs[-1]) == rank:
-                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-            else:
-                runs.append((rank, 1))
-        return runs
 
     def _release(self, taken: list[tuple[int, int]]) -> None:
         while taken:
@@ -426,7 +420,7 @@ class HostWindow(Window):
 
 
 class WindowSet:
-    """What all windows of one worker share: locks, operations that wait, and the tables of publications."""
+    """What all windows of one worker share: locks, operations that wait, and the table of publications."""
 
     def __init__(self, engine: ProgressEngine, arena: Arena, counter: HostTrafficCounter) -> None:
         self.engine = engine
@@ -435,11 +429,6 @@ class WindowSet:
         self.locks = FileLocks(arena.lock_file)
         self.pending = PendingWrites(engine)
         self.publications = PublicationTable(engine, arena)
-
-    def check_rank(self, rank: int) -> None:
-        """UsageError for a rank that does not exist."""
-        if not 0 <= rank < self.engine.size:
-            raise UsageError(f"There is no rank {rank} among {self.engine.size}.", next_step="name a member.")
 
 
 class PublicationTable:
