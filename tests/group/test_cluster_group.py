@@ -99,7 +99,7 @@ def test_a_lost_peer_ends_a_collective_on_all_others_by_name(lost):
 def until_lost(group, ranks):
     """Wait until streams have ended with these, while the group itself does nothing."""
     deadline = Deadline.after(10)
-    while not group.mesh.lost.keys() >= ranks:
+    while not group.mesh.monitor.lost.keys() >= ranks:
         deadline.check("ranks to be lost")
 
 

@@ -1,6 +1,7 @@
 """Streams between machines, each of which is a mesh of its own in this process."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -96,8 +97,8 @@ def test_a_tensor_of_another_size_is_an_error_on_both_sides():
             received.wait(soon())
         with pytest.raises(ShoalError, match="20 bytes"):
             sent.wait(soon())
-        assert not one.lost
-        assert not other.lost
+        assert not one.monitor.lost
+        assert not other.monitor.lost
 
 
 def test_calls_carry_payloads_and_buffers_and_may_come_before_their_handler():
@@ -118,7 +119,7 @@ def test_a_failing_handler_is_no_loss():
         other.handle("fail", fail)
         with pytest.raises(ShoalError, match="not like this"):
             one.call(1, "fail").wait(soon())
-        assert not one.lost
+        assert not one.monitor.lost
 
 
 def test_one_that_leaves_in_order_is_not_lost_and_what_it_sent_has_come():
@@ -127,16 +128,16 @@ def test_one_that_leaves_in_order_is_not_lost_and_what_it_sent_has_come():
         two.send(0, ("last",), sent)
         two.leave(after=41)
         assert never.wait(soon()) is None
-        assert one.left == {1: 41}
+        assert one.monitor.left == {1: 41}
         assert torch.equal(one.receive(1, ("last",)).wait(soon()).view(torch.float32), sent)
         assert one.receive(1, ("later",)).wait(soon()) is None
         with pytest.raises(PeerLost, match="rank 1 has left"):
             one.send(1, ("x",), sent).wait(soon())
         two.close()
-        until(lambda: three.left == {1: 41})
+        until(lambda: three.monitor.left == {1: 41})
         one.send(2, ("x",), sent).wait(soon())
-        assert not one.lost
-        assert not three.lost
+        assert not one.monitor.lost
+        assert not three.monitor.lost
 
 
 def test_all_close_at_once():
@@ -146,7 +147,7 @@ def test_all_close_at_once():
         for mesh in meshes:
             mesh.close()
             mesh.close()
-        assert not any(mesh.lost for mesh in meshes)
+        assert not any(mesh.monitor.lost for mesh in meshes)
         with pytest.raises(PeerLost, match="closed"):
             meshes[0].send(1, ("x",), some()).wait(soon())
 
@@ -163,7 +164,7 @@ def test_whatever_depends_on_one_that_fails_says_so():
                 handle.wait(soon())
             assert raised.value.peer == 1
         assert woken.is_set()
-        assert list(one.lost) == [1]
+        assert list(one.monitor.lost) == [1]
         with pytest.raises(PeerLost, match="rank 1"):
             one.send(1, ("x",), some()).wait(soon())
         three.send(0, ("never",), some()).wait(soon())
@@ -181,17 +182,18 @@ def test_the_silent_are_lost_and_find_out_when_they_wake():
         received = one.receive(1, ("x",))
         with pytest.raises(PeerLost, match=r"silent for \d\.\d s"):
             received.wait(soon())
-        until(lambda: 1 in three.lost)
-        assert list(one.lost) == [1]
-        assert not two.lost
+        until(lambda: 1 in three.monitor.lost)
+        assert list(one.monitor.lost) == [1]
+        assert not two.monitor.lost
         release.set()
-        until(lambda: sorted(two.lost) == [0, 2])
-        assert "it has gone on without this worker (silent" in two.lost[0].reason
+        until(lambda: sorted(two.monitor.lost) == [0, 2])
+        assert "it has gone on without this worker (silent" in two.monitor.lost[0].reason
         one.send(2, ("x",), some()).wait(soon())
 
 
 def test_a_stranger_cannot_come_in():
-    with Mesh(MeshSettings(0, new_secret())) as one, Mesh(MeshSettings(1, new_secret())) as stranger:
+    one, stranger = Mesh(MeshSettings(0, new_secret())), Mesh(MeshSettings(1, new_secret()))
+    with contextlib.closing(one), contextlib.closing(stranger):
         where = one.listen()
         stranger.listen()
         with pytest.raises(PeerLost, match="rank 0 cannot be reached"):
@@ -241,7 +243,7 @@ sys.stdin.read()
 
 def test_a_killed_process_is_known_at_once():
     secret = new_secret()
-    with Mesh(MeshSettings(0, secret)) as mesh:
+    with contextlib.closing(Mesh(MeshSettings(0, secret))) as mesh:
         own = mesh.listen()
         arguments = [sys.executable, "-c", PEER, secret, str(own.address), str(own.id)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -11,22 +11,23 @@ first such tensor comes, unless the user has done so.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from shoal.core import Deadline, PeerLost, UsageError
+from shoal.core import PeerLost, UsageError
 from shoal.group.base import Handle, Reduction
-from shoal.group.cluster.machine_exchange import ABSENT, Action, Arrived, Greeting, MachineExchange
+from shoal.group.cluster.machine_exchange import ABSENT, Action, Greeting, MachineExchange
 from shoal.group.cluster.members import Members
 from shoal.group.cluster.mesh import Mesh, MeshHandle
-from shoal.group.cluster.operation_queue import FREE, Step, Steps
+from shoal.group.cluster.operation_queue import FREE, Step, Steps, arrived
 from shoal.group.cluster.rendezvous import Rendezvous, host_id
 from shoal.group.cluster.staging import HostStaging
 from shoal.group.host import HostGroup
@@ -69,8 +70,8 @@ class Collectives:
         self._mates = members.mates
         self._staging = staging
         self._torch = through_torch
-        self._under_way: dict[int, list[MachineExchange | _FromRank]] = {}
-        """What asks for tensors of other machines, by operation."""
+        self._under_way: dict[int, list[MachineExchange | MeshHandle[torch.Tensor | None]]] = {}
+        """What waits for tensors of other machines, by operation."""
         self._sending: list[tuple[Span, MeshHandle[None]]] = []
         """Memory that is on its way to other machines."""
         self._destinations: deque[tuple[int, Collection[int]]] = deque(maxlen=_REMEMBERED)
@@ -195,14 +196,13 @@ class Collectives:
         self._send_to(seq, outside, destinations, host, is_copy=host is not flat)
         coming = {
             rank: (
-                _FromRank(self._mesh, self._members, seq, rank, "said"),
-                _FromRank(self._mesh, self._members, seq, rank, "x", self._staging.buffer(flat)),
+                self._from_rank(seq, rank, "said"),
+                self._from_rank(seq, rank, "x", self._staging.buffer(flat)),
             )
             for rank in sorted(sources)
         }
-        self._under_way.setdefault(seq, []).extend(step for pair in coming.values() for step in pair)
         if out is not None:
-            yield Arrived(self.sending_of(mixed))
+            yield arrived(self.sending_of(mixed))
         inside = None
         if not isinstance(self._local, SoloGroup):
             inside = self._local.exchange(tensor, self._inside_weights(weights), out=out)
@@ -234,7 +234,7 @@ class Collectives:
         """Averages inside each machine, and lets one worker of each exchange the averages."""
         given = tensor if out is None else out
         if out is not None:
-            yield Arrived(self.sending_of(out))
+            yield arrived(self.sending_of(out))
             self._local.settle(out)
             out.detach().copy_(tensor.detach())
         flat = _flat(given)
@@ -376,7 +376,10 @@ class Collectives:
     def forget(self, seq: int) -> None:
         """Waits no more for what an operation, which is over, has asked for and nobody sent."""
         for each in self._under_way.pop(seq, ()):
-            each.close()
+            if isinstance(each, MachineExchange):
+                each.close()
+            elif not each.is_done():
+                self._mesh.forget(each)
 
     def _serve_sends(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         """Tells another worker whether this one sends to it in an exchange; None where it cannot say."""
@@ -394,9 +397,71 @@ class Collectives:
 
     def _pass_on(self, seq: int, speaker: int, handle: Handle[Any], *, is_last: bool = True) -> Steps:
         """Waits for the operation's last step inside the machine, where the speaker gives the result."""
+        members = self._members
+
+        def find_error() -> PeerLost | None:
+            loss = members.first_loss()
+            if loss is not None:
+                return loss.error()
+            return members.failure_of(speaker) if members.has_failed(speaker, seq) else None
+
+        def result() -> None:
+            error = None if handle.is_done() else find_error()
+            if error is not None:
+                raise error
+            try:
+                handle.wait()
+                present = _present(handle)
+            except UsageError:
+                if speaker in self._local.members:
+                    raise
+                present = ()
+            if speaker not in present:
+                # it was lost on the way: whether the others have what it said nobody knows
+                raise members.failure_of(speaker)
+
         if is_last:
             yield FREE
-        yield _PassedOn(self._local, self._members, handle, seq, speaker)
+        # the speaker may be lost, or fail, before it has passed anything on
+        yield Step(lambda: handle.is_done() or find_error() is not None, result)
+
+    def _from_rank(self, seq: int, rank: int, topic: str, into: torch.Tensor | None = None) -> Step:
+        """Waits for what a rank of another machine sends in an exchange; None when it is gone before."""
+        received = self._mesh.receive(rank, (seq, topic, rank), into)
+        self._under_way.setdefault(seq, []).append(received)
+        ask_at_s = time.monotonic() + _ASK_AFTER_S
+        asked: MeshHandle[Reply] | None = None
+
+        def is_refused() -> bool:
+            """Asks, when it has been long, whether anything will come."""
+            nonlocal asked, ask_at_s
+            now_s = time.monotonic()
+            if asked is None:
+                if now_s > ask_at_s:
+                    asked = self._mesh.call(rank, _SENDS, seq)
+                return False
+            if not asked.is_done():
+                return False
+            answer = None if asked.error is not None else asked.wait().payload
+            if answer is None:
+                asked, ask_at_s = None, now_s + _ASK_AFTER_S
+            return answer is False
+
+        def is_done() -> bool:
+            return received.is_done() or self._members.is_gone(rank, seq) or is_refused()
+
+        def result() -> torch.Tensor | None:
+            if received.is_done():
+                with contextlib.suppress(PeerLost):
+                    return received.wait()
+            elif not self._members.is_gone(rank, seq):
+                raise UsageError(
+                    f"rank {self._mesh.rank} wants to receive from rank {rank}, which does not send to it.",
+                    next_step="let sources and destinations agree; a Topology's weights do.",
+                )
+            return None
+
+        return Step(is_done, result, lambda: rank)
 
 
 def _inside(handle: Handle[Any]) -> Steps:
@@ -407,109 +472,6 @@ def _inside(handle: Handle[Any]) -> Steps:
 
 def _present(handle: Handle[Any]) -> Sequence[int]:
     return getattr(handle, "present", (0,))
-
-
-class _PassedOn(Step):
-    """What the speaker passes on inside the machine: it may be lost, or fail, before it does."""
-
-    def __init__(
-        self,
-        local: HostGroup | SoloGroup,
-        members: Members,
-        handle: Handle[Any],
-        seq: int,
-        speaker: int,
-    ) -> None:
-        self._local = local
-        self._members = members
-        self._handle = handle
-        self._seq = seq
-        self._speaker = speaker
-
-    def is_done(self) -> bool:
-        return self._handle.is_done() or self._error() is not None
-
-    def wait(self, deadline: Deadline | None = None) -> None:
-        if not self._handle.is_done():
-            error = self._error()
-            assert error is not None
-            raise error
-        try:
-            self._handle.wait()
-            present = _present(self._handle)
-        except UsageError:
-            if self._speaker in self._local.members:
-                raise
-            present = ()
-        if self._speaker not in present:
-            # it was lost on the way: whether the others have what it said nobody knows
-            raise self._members.failure_of(self._speaker)
-
-    def _error(self) -> PeerLost | None:
-        loss = self._members.first_loss()
-        if loss is not None:
-            return loss.error()
-        has_failed = self._members.has_failed(self._speaker, self._seq)
-        return self._members.failure_of(self._speaker) if has_failed else None
-
-
-class _FromRank(Step):
-    """What a rank of another machine sends in an exchange; None when it is gone without having done so."""
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        members: Members,
-        seq: int,
-        rank: int,
-        topic: str,
-        into: torch.Tensor | None = None,
-    ) -> None:
-        self._mesh = mesh
-        self._members = members
-        self._seq = seq
-        self._rank = rank
-        self._received = mesh.receive(rank, (seq, topic, rank), into)
-        self._ask_at_s = time.monotonic() + _ASK_AFTER_S
-        self._asked: MeshHandle[Reply] | None = None
-
-    def is_done(self) -> bool:
-        return self._received.is_done() or self._members.is_gone(self._rank, self._seq) or self._is_refused()
-
-    def close(self) -> None:
-        """Waits for it no more."""
-        if not self._received.is_done():
-            self._mesh.forget(self._received)
-
-    def wait(self, deadline: Deadline | None = None) -> torch.Tensor | None:
-        if not self._received.is_done():
-            if self._members.is_gone(self._rank, self._seq):
-                return None
-            raise UsageError(
-                f"rank {self._mesh.rank} wants to receive from rank {self._rank}, which does not send to it.",
-                next_step="let sources and destinations agree; a Topology's weights do.",
-            )
-        try:
-            return self._received.wait()
-        except PeerLost:
-            return None
-
-    def awaited(self) -> int | None:
-        return self._rank
-
-    def _is_refused(self) -> bool:
-        """Asks, when it has been long, whether anything will come."""
-        now_s = time.monotonic()
-        if self._asked is None:
-            if now_s > self._ask_at_s:
-                self._asked = self._mesh.call(self._rank, _SENDS, self._seq)
-            return False
-        if not self._asked.is_done():
-            return False
-        answer = None if self._asked.error is not None else self._asked.wait().payload
-        if answer is None:
-            self._asked, self._ask_at_s = None, now_s + _ASK_AFTER_S
-        return answer is False
 
 
 class _Part(msgspec.Struct, frozen=True, array_like=True):
@@ -589,7 +551,7 @@ class TorchOperations:
         flat = tensor.detach().contiguous()
         reducing = dist.all_reduce(flat, _OPS[op], async_op=True)
         yield FREE
-        yield self._work(seq, reducing)
+        yield self._until(seq, reducing)
         if op == "mean":
             flat.div_(self._size)
         return put_back(flat, tensor)
@@ -600,7 +562,7 @@ class TorchOperations:
         flat = tensor.detach().contiguous()
         sending = dist.broadcast(flat, root, async_op=True)
         yield FREE
-        yield self._work(seq, sending)
+        yield self._until(seq, sending)
         return put_back(flat, tensor)
 
     def all_gather(self, seq: int, tensor: torch.Tensor) -> Steps:
@@ -611,7 +573,7 @@ class TorchOperations:
         own = own.view(1) if own.ndim == 0 else own
         rows = torch.zeros(self._size, dtype=torch.int64, device=tensor.device)
         rows[self._rank] = own.shape[0]
-        yield self._work(seq, dist.all_reduce(rows, async_op=True))
+        yield self._until(seq, dist.all_reduce(rows, async_op=True))
         counts = rows.tolist()
         longest = max(counts)
         padded = own.new_zeros((longest, *own.shape[1:]))
@@ -619,7 +581,7 @@ class TorchOperations:
         parts = [torch.empty_like(padded) for _ in counts]
         gathering = dist.all_gather(parts, padded, async_op=True)
         yield FREE  # only when the last is issued: all ranks must do so in the same order
-        yield self._work(seq, gathering)
+        yield self._until(seq, gathering)
         return [part[:count].clone() for part, count in zip(parts, counts, strict=True)]
 
     def close(self, error: BaseException | None = None) -> None:
@@ -665,31 +627,23 @@ class TorchOperations:
         )
         self.is_up = self._is_own = True
 
-    def _work(self, seq: int, work: Any) -> Step:
-        return _Work(work, lambda: self._members.error_of_absence(seq))
+    def _until(self, seq: int, work: Any) -> Step:
+        """Waits for what torch has under way, which never ends without a member that is gone."""
 
+        def find_absent() -> PeerLost | None:
+            return None if work.is_completed() else self._members.error_of_absence(seq)
 
-class _Work(Step):
-    """What torch has under way; `find_absent` gives the error of a member without which it never ends."""
+        def result() -> None:
+            absent = find_absent()
+            if absent is not None:
+                raise absent
+            try:
+                work.wait()
+            except RuntimeError as error:
+                failed = PeerLost(f"torch.distributed failed: {error}.", cause="a worker has ended.")
+                raise (self._members.error_of_absence(seq) or failed) from None
 
-    def __init__(self, work: Any, find_absent: Callable[[], PeerLost | None]) -> None:
-        self._work = work
-        self._find_absent = find_absent
-
-    def is_done(self) -> bool:
-        return bool(self._work.is_completed()) or self._find_absent() is not None
-
-    def wait(self, deadline: Deadline | None = None) -> None:
-        absent = None if self._work.is_completed() else self._find_absent()
-        if absent is not None:
-            raise absent
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise (
-                self._find_absent()
-                or PeerLost(f"torch.distributed failed: {error}.", cause="a worker has ended.")
-            ) from None
+        return Step(lambda: work.is_completed() or find_absent() is not None, result)
 
 
 def destroy_world() -> None:

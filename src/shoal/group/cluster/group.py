@@ -36,7 +36,7 @@ from shoal.group.cluster.members import Members
 from shoal.group.cluster.mesh import Mesh
 from shoal.group.cluster.operation_queue import Operation, OperationQueue, Steps
 from shoal.group.cluster.rendezvous import Rendezvous, WorkerAddress, interface_of
-from shoal.group.cluster.staging import HostStaging, StreamOrder
+from shoal.group.cluster.staging import HostStaging
 from shoal.group.cluster.window import Windows
 from shoal.group.host import HostGroup, open_host_group
 from shoal.group.host.engine import span_of
@@ -92,7 +92,7 @@ def assemble(
         )
         local = open_host_group(Placement(place, len(mates), place, len(mates)), inside)
     try:
-        members = Members(machines, local, mesh, settings)
+        members = Members(machines, local, mesh.monitor, settings)
         through_torch = TorchOperations(members, settings.backend, rendezvous)
         group = ClusterGroup(members, local, mesh, staging or HostStaging(), through_torch, settings)
     except BaseException as error:
@@ -131,6 +131,7 @@ class ClusterGroup(Group):
         self.mesh = mesh
         """The streams to other machines."""
         self._waiter = _SoloWaiter(self.rank, settings.timeout_s) if isinstance(local, SoloGroup) else local
+        self._staging = staging
         self._torch = through_torch
         self._queue = OperationQueue()
         self._issued = 0
@@ -303,11 +304,11 @@ class ClusterGroup(Group):
 
     def leave(self) -> None:
         """Leaves after what is under way; what cannot be finished within seconds is left undone."""
-        if self._has_left or self._breakage is not None or os.getpid() != self._pid:
+        if self._has_left or self._is_broken() or os.getpid() != self._pid:
             return
         with contextlib.suppress(ShoalError):
             self.wait(lambda: self._queue.is_idle, Deadline.after(_LEAVING_S), "leave")
-        if self._has_failed():
+        if self._is_broken():
             return
         with contextlib.suppress(DeadlineExceeded):
             deadline = Deadline.after(_LEAVING_S + self._silence_s)
@@ -333,8 +334,8 @@ class ClusterGroup(Group):
             try:
                 if error is None:
                     self.leave()
-                else:
-                    self._fail(error)
+                elif (blamed := self._blame(error)) is not None:
+                    self.mesh.fail(blamed)
             finally:
                 self._is_open = False
                 self._queue.drop()
@@ -370,7 +371,7 @@ class ClusterGroup(Group):
         def whom() -> str:
             rank = self._queue.awaited()
             awaited[:] = [] if rank is None else [rank]
-            return "" if rank is None else self.mesh.describe(rank)
+            return "" if rank is None else self.mesh.monitor.describe(rank)
 
         began_s = time.perf_counter()
         if look():
@@ -405,17 +406,20 @@ class ClusterGroup(Group):
                 next_step="make it the last thing to leave or to close.",
             )
         self._issued += 1
-        order = StreamOrder(tensors[0].device) if tensors and tensors[0].is_cuda else None
-        steps = self._guarded(self._issued, steps if order is None else order.around(steps))
         spans = [span_of(tensor) for tensor in tensors if tensor.numel()]
-        operation = Operation(self._issued, what, steps, spans)
+        order = self._staging.order(tensors)
+        if order is None:
+            operation = Operation(self._issued, self._guarded(self._issued, steps), spans)
+        else:
+            steps = self._guarded(self._issued, order.around(steps))
+            operation = Operation(self._issued, steps, spans, order.context)
         self._queue.add(operation)
         self.progress()
 
         def result() -> Any:
             value = operation.wait()
             if order is not None:
-                order.follow()
+                order.follow(value)
             return value
 
         return self.handle(operation, what, result)
@@ -426,24 +430,20 @@ class ClusterGroup(Group):
             return (yield from steps)
         except Exception as error:
             self._breakage = self._breakage or error
-            self._blame(error)
-            self.who.tell_failure(seq, self._blamed)
-            self.mesh.fail(self._blamed)
+            blamed = self._blame(error)
+            self.who.tell_failure(seq, blamed)
+            self.mesh.fail(blamed)
             raise
         finally:
             self._collectives.forget(seq)
 
-    def _fail(self, error: BaseException) -> None:
-        """Tells the others the lost rank because of which this worker ends, if it is one."""
-        self._blame(error)
-        if self._blamed is not None:
-            self.mesh.fail(self._blamed)
-
-    def _blame(self, error: BaseException) -> None:
+    def _blame(self, error: BaseException) -> int | None:
+        """Finds the lost rank because of which this worker fails, if it is one; the first counts."""
         if self._blamed is None:
             self._blamed = rank_to_blame(error, self.rank)
+        return self._blamed
 
-    def _has_failed(self) -> bool:
+    def _is_broken(self) -> bool:
         return self._breakage is not None
 
     def _check_split(self) -> None:

@@ -61,18 +61,20 @@ class HeartbeatMonitor:
         silence_s: float,
         on_change: Callable[[int], None],
     ) -> None:
-        # both are replaced, never changed: other threads look at them
+        # the first two are replaced, never changed: other threads look at them
         self.lost: Mapping[int, Loss] = {}
+        """Those that went without having said so, in the order noticed."""
         self.left: Mapping[int, int] = {}
+        """Those that have left, and the last operation in which each takes part."""
         self.left_at_s: dict[int, float] = {}
-        self._rank = rank
+        self.rank = rank
         self._transport = transport
         self._scope = scope
         self._silence_s = silence_s
         self._on_change = on_change
         self._peers: Mapping[int, Peer] = {}
         self._names: Mapping[int, str] = {}
-        self._ranks: dict[PeerId, int] = {}
+        self.ranks: dict[PeerId, int] = {}
         self._ready = asyncio.get_running_loop().create_future()
         self._askers: dict[PeerId, asyncio.Future[Reply | None]] = {}
         self._ending: Ending | None = None
@@ -92,7 +94,7 @@ class HeartbeatMonitor:
         self._peers, self._names = dict(sorted(peers.items())), names
         for rank, peer in self._peers.items():
             assert peer.id is not None
-            self._ranks[peer.id] = rank
+            self.ranks[peer.id] = rank
             self._silent_s[rank] = 0.0
             self._ends[rank] = loop.create_future()
         self._ready.set_result(None)
@@ -108,7 +110,7 @@ class HeartbeatMonitor:
 
     def rank_of(self, head: Head) -> int | None:
         """Tells who calls; None for one that is not of this mesh."""
-        return None if head.peer.id is None else self._ranks.get(head.peer.id)
+        return None if head.peer.id is None else self.ranks.get(head.peer.id)
 
     def is_gone(self, rank: int) -> bool:
         """Tells whether nothing more can be asked of a rank."""
@@ -138,9 +140,10 @@ class HeartbeatMonitor:
         there = [peer for rank, peer in self._peers.items() if not self.is_gone(rank)]
         await fanout([self._transport.call(peer, _FAREWELL, deadline=deadline) for peer in there], deadline)
 
-    def name_of(self, rank: int) -> str:
-        """Says who a rank is, for people: a process and a machine, or an address."""
-        return self._names.get(rank) or str(self._peers[rank].address)
+    def describe(self, rank: int) -> str:
+        """Says who a rank is and when it was last heard, for people."""
+        name = self._names.get(rank) or str(self._peers[rank].address)
+        return f"rank {rank} ({name}), last beat {self.silent_s(rank):.1f} s ago"
 
     def silent_s(self, rank: int) -> float:
         """Gives the seconds since something came from a rank, to within a beat."""
@@ -179,10 +182,10 @@ class HeartbeatMonitor:
                 self.left_at_s[rank] = time.monotonic()
                 self.left = {**self.left, rank: ending.after}
                 self._end(rank)
-        elif ending.kind == "verdict" or ending.culprit == self._rank:
+        elif ending.kind == "verdict" or ending.culprit == self.rank:
             reason = f"it has gone on without this worker ({ending.reason})"
             if self._ending is None:
-                own = Loss(self._rank, f"{ending.reason}, and rank {rank} went on without it")
+                own = Loss(self.rank, f"{ending.reason}, and rank {rank} went on without it")
                 self._part(Loss(rank, reason, "verdict", because=own))
             else:  # this worker has said itself that it goes
                 self.lose(rank, reason)

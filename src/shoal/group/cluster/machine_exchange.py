@@ -19,7 +19,7 @@ from shoal.core import Deadline, PeerLost, ShoalError, UsageError
 from shoal.group.base import Loss, Reduction
 from shoal.group.cluster.members import Members
 from shoal.group.cluster.mesh import Mesh, MeshHandle
-from shoal.group.cluster.operation_queue import Step, Steps
+from shoal.group.cluster.operation_queue import Step, Steps, arrived
 from shoal.group.kernels import reduce_into, share
 
 _MATES_S = 2.0
@@ -97,7 +97,7 @@ class MachineExchange:
         self._listeners: dict[int, int] = {}
         self._sending: list[MeshHandle[None]] = []
         self._receiving: list[MeshHandle[torch.Tensor | None]] = []
-        self._gone_before = tuple(mesh.lost)
+        self._gone_before = tuple(mesh.monitor.lost)
         """Those without whom the others have begun this operation, too."""
 
     def greet(self, action: Action, num_workers: int, detail: Any = None) -> Steps:
@@ -134,7 +134,40 @@ class MachineExchange:
         """Waits for what a machine says about a topic: bytes, or `into`; ABSENT when it takes no part."""
         received = self._mesh.receive(None, self._key(topic, machine), into)
         self._receiving.append(received)
-        return _Heard(self, self._members, received, machine)
+        final: Loss | None = None
+        patient_until_s = 0.0
+
+        def loss_after_patience() -> Loss | None:
+            """Others of a machine may speak for one that was lost; if they do not, it had begun to."""
+            nonlocal patient_until_s
+            loss = self._loss_meanwhile(machine)
+            if loss is not None:
+                patient_until_s = patient_until_s or time.monotonic() + _MATES_S
+            return loss if time.monotonic() > patient_until_s else None
+
+        def is_done() -> bool:
+            nonlocal final
+            if received.is_done():
+                return True
+            final = self._members.first_loss() or loss_after_patience()
+            # what came just before its sender went counts
+            is_absent = not self.look_again(machine)
+            return received.is_done() or is_absent or final is not None
+
+        def result() -> Any:
+            came = None
+            if received.is_done():
+                with contextlib.suppress(PeerLost):
+                    came = received.wait()
+            if came is not None:
+                return came
+            # somebody may be lost since `is_done` has looked; where all are, that has ended the receive
+            loss = self._members.first_loss() or final
+            if loss is not None:
+                raise loss.error()
+            return ABSENT
+
+        return Step(is_done, result, lambda: self._listeners.get(machine))
 
     def require(self, machine: int, topic: str, into: torch.Tensor) -> Steps:
         """Waits for what a machine that takes part must give."""
@@ -142,7 +175,7 @@ class MachineExchange:
 
     def told(self) -> Step:
         """Waits until all that was said has arrived."""
-        return Arrived(self._sending)
+        return arrived(self._sending)
 
     def close(self) -> None:
         """Lets nothing that was asked for be written any more; what is just arriving is waited for."""
@@ -198,11 +231,7 @@ class MachineExchange:
         self._speak_to(machine, listener)
         return True
 
-    def listener(self, machine: int) -> int | None:
-        """Names the rank of another machine that is spoken to."""
-        return self._listeners.get(machine)
-
-    def loss_meanwhile(self, machine: int) -> Loss | None:
+    def _loss_meanwhile(self, machine: int) -> Loss | None:
         """Finds a loss on a machine since this operation began: that rank may have been its speaker."""
         for rank in self._members.ranks_on[machine]:
             loss = self._members.loss(rank)
@@ -234,68 +263,3 @@ class MachineExchange:
 
     def _key(self, topic: str, machine: int) -> tuple[int | str, ...]:
         return self._seq, self._name + topic, machine
-
-
-class _Heard(Step):
-    """Something that a machine says, or that it says nothing any more."""
-
-    def __init__(
-        self,
-        exchange: MachineExchange,
-        members: Members,
-        received: MeshHandle[torch.Tensor | None],
-        machine: int,
-    ) -> None:
-        self._exchange = exchange
-        self._members = members
-        self._received = received
-        self._machine = machine
-        self._loss: Loss | None = None
-        self._patient_until_s: float | None = None
-
-    def is_done(self) -> bool:
-        if self._received.is_done():
-            return True
-        self._loss = self._members.first_loss() or self._loss_after_patience()
-        # what came just before its sender went counts
-        is_absent = not self._exchange.look_again(self._machine)
-        return self._received.is_done() or is_absent or self._loss is not None
-
-    def _loss_after_patience(self) -> Loss | None:
-        """Others of its machine may speak for one that was lost; if they do not, it had begun to."""
-        loss = self._exchange.loss_meanwhile(self._machine)
-        if loss is None:
-            return None
-        if self._patient_until_s is None:
-            self._patient_until_s = time.monotonic() + _MATES_S
-        return loss if time.monotonic() > self._patient_until_s else None
-
-    def wait(self, deadline: Deadline | None = None) -> Any:
-        came = None
-        if self._received.is_done():
-            with contextlib.suppress(PeerLost):
-                came = self._received.wait()
-        if came is not None:
-            return came
-        # one who may be lost since `is_done` has looked; where all are, that has ended the receive as well
-        loss = self._members.first_loss() or self._loss
-        if loss is not None:
-            raise loss.error()
-        return ABSENT
-
-    def awaited(self) -> int | None:
-        return self._exchange.listener(self._machine)
-
-
-class Arrived(Step):
-    """Is done when all that was sent has arrived, or nobody is there to take it."""
-
-    def __init__(self, handles: list[MeshHandle[None]]) -> None:
-        self._handles = handles
-
-    def is_done(self) -> bool:
-        """Tells whether nothing is on its way any more."""
-        return all(handle.is_done() for handle in self._handles)
-
-    def wait(self, deadline: Deadline | None = None) -> None:
-        """Returns; who is gone is noticed where something is expected of it."""

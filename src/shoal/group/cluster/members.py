@@ -16,8 +16,7 @@ import torch
 
 from shoal.core import PeerLost
 from shoal.group.base import GroupSettings, Loss, Window
-from shoal.group.cluster.heartbeat import NetworkPartition, find_partition
-from shoal.group.cluster.mesh import Mesh
+from shoal.group.cluster.heartbeat import HeartbeatMonitor, NetworkPartition, find_partition
 from shoal.group.host import HostGroup
 from shoal.group.solo import SoloGroup
 
@@ -32,10 +31,10 @@ class Members:
         self,
         machines: Sequence[Sequence[int]],
         local: HostGroup | SoloGroup,
-        mesh: Mesh,
+        monitor: HeartbeatMonitor,
         settings: GroupSettings,
     ) -> None:
-        self.rank = mesh.rank
+        self.rank = monitor.rank
         self.size = sum(map(len, machines))
         self.ranks_on = [list(ranks) for ranks in machines]
         """The ranks of each machine."""
@@ -46,11 +45,11 @@ class Members:
         self.mates = self.ranks_on[self.machine]
         """The ranks of this machine; a rank's place among them is its rank in the machine's own group."""
         self._local = local
-        self._mesh = mesh
+        self._monitor = monitor
         self._lost: dict[int, Loss] = {}
         self._silence_s = settings.silence_s
         self._on_split = settings.on_split
-        self._judged: Mapping[int, Loss] = mesh.lost
+        self._judged: Mapping[int, Loss] = monitor.lost
         """The losses for which it is settled which side of a cut network this worker is on."""
         self._said: Sequence[int] = ()
         """The silent ranks that were spoken of last."""
@@ -96,7 +95,7 @@ class Members:
         """The peers that ended or fell silent without having left."""
         inside = tuple(self._local.lost.items())
         found = [dataclasses.replace(loss, rank=self.mates[place]) for place, loss in inside]
-        for loss in (*found, *tuple(self._mesh.lost.values())):
+        for loss in (*found, *tuple(self._monitor.lost.values())):
             self._lost.setdefault(loss.rank, loss)
         return self._lost
 
@@ -106,17 +105,17 @@ class Members:
 
     def loss(self, rank: int) -> Loss | None:
         """Tells why a rank of another machine is lost, if it is."""
-        return self._mesh.lost.get(rank)
+        return self._monitor.lost.get(rank)
 
     def has_left(self, rank: int, seq: int) -> bool:
         """Tells whether a rank of another machine left in order before an operation."""
-        if self._mesh.left.get(rank, seq) < seq:
+        if self._monitor.left.get(rank, seq) < seq:
             return True
         return any(0 < table[rank] <= seq for table in self._tables.values())
 
     def is_gone(self, rank: int, seq: int) -> bool:
         """Tells whether a rank of another machine takes no part in an operation."""
-        return rank in self._mesh.lost or self.has_left(rank, seq)
+        return rank in self._monitor.lost or self.has_left(rank, seq)
 
     def loss_on(self, machine: int) -> Loss:
         """Tells why a machine that took part gives nothing more."""
@@ -144,7 +143,7 @@ class Members:
     def tell_departures(self) -> None:
         """Tells the machine's workers who has left elsewhere, before they get a result from this one."""
         if self._own_table is not None:
-            for rank, after in self._mesh.left.items():
+            for rank, after in self._monitor.left.items():
                 self._own_table[rank] = after + 1
 
     def tell_failure(self, seq: int, blamed: int | None) -> None:
@@ -169,9 +168,9 @@ class Members:
 
     def judge_split(self, seq: int) -> bool:
         """Settles on which side of a network this worker is, if it was cut; tells whether it stops now."""
-        if self._mesh.lost is self._judged or self.is_undecided(seq):
+        if self._monitor.lost is self._judged or self.is_undecided(seq):
             return False
-        self._judged = self._mesh.lost
+        self._judged = self._monitor.lost
         found = self._find_partition(seq)
         if found is None or self._on_split == "ignore":
             return False
@@ -187,13 +186,13 @@ class Members:
     def is_undecided(self, seq: int) -> bool:
         """Tells whether somebody else seems to fall silent too, so that it is not clear yet who is where."""
         return self._find_partition(seq) is not None and any(
-            self._mesh.silent_s(rank) > self._silence_s / 2
+            self._monitor.silent_s(rank) > self._silence_s / 2
             for rank in self.present(seq)
             if self.machines[rank] != self.machine
         )
 
     def _find_partition(self, seq: int) -> NetworkPartition | None:
-        left_at_s = dict(self._mesh.left_at_s)
+        left_at_s = dict(self._monitor.left_at_s)
         if isinstance(self._local, HostGroup):
             left_at_s |= {self.mates[place]: at_s for place, at_s in self._local.left_at_s.items()}
         return find_partition(self.lost.values(), self.present(seq), left_at_s, self._silence_s)

@@ -20,8 +20,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 import torch
@@ -45,7 +44,7 @@ from shoal.core import (
     UsageError,
 )
 from shoal.core.identity import Identity
-from shoal.group.base import GroupSettings, Handle, Loss
+from shoal.group.base import GroupSettings, Handle
 from shoal.group.cluster.heartbeat import Ending, HeartbeatMonitor
 from shoal.group.cluster.rendezvous import LOOPBACK, Rendezvous, WorkerAddress
 from shoal.tensors.memory import copy_into, tensor_over
@@ -314,7 +313,7 @@ class MeshSettings(msgspec.Struct, frozen=True):
 
 
 class Mesh:
-    """One worker's streams to those of other machines; a context manager, which `open` makes."""
+    """One worker's streams to those of other machines; `open` makes it."""
 
     def __init__(self, settings: MeshSettings) -> None:
         self.rank = settings.rank
@@ -332,7 +331,8 @@ class Mesh:
         self._sending: dict[tuple[int, Key], asyncio.Event] = {}
         """Tensors on their way; each is kept for now if its receiver has no room, until it asks for it."""
         self._is_idle = asyncio.Event()
-        self._monitor: HeartbeatMonitor
+        self.monitor: HeartbeatMonitor
+        """Knows who of the other machines' workers is there, from `listen` on."""
         self._is_open = False
 
     # --- its life ---
@@ -366,14 +366,6 @@ class Mesh:
             raise
         return mesh
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(error)
-
     def listen(self) -> Peer:
         """Gives where this worker can be reached, for the others to `connect`."""
         self.loop.__enter__()
@@ -389,7 +381,7 @@ class Mesh:
         scope = await self._standing.open()
         await self._transport.__aenter__()
         silence_s = self._settings.silence_s
-        self._monitor = HeartbeatMonitor(self.rank, self._transport, scope, silence_s, self._on_change)
+        self.monitor = HeartbeatMonitor(self.rank, self._transport, scope, silence_s, self._on_change)
         self._transport.handle(_SEND, self._take, allocate=self._place, payload_type=tuple[int | str, ...])
         self._transport.handle(_AGAIN, self._send_again, payload_type=tuple[int | str, ...])
         address = await self._transport.listen(Address(self._settings.host, 0))
@@ -408,7 +400,7 @@ class Mesh:
         """
         self._peers.update(peers)
         deadline = deadline or Deadline.after(_CONNECTING_S)
-        self.loop.run(self._monitor.open(peers, names or {}, deadline))
+        self.loop.run(self.monitor.open(peers, names or {}, deadline))
 
     def leave(self, after: int) -> None:
         """Tells all that this worker takes part in operations up to this number, once what it sends is there.
@@ -419,7 +411,7 @@ class Mesh:
 
     async def _leave(self, after: int) -> None:
         await self._until_idle()
-        self._monitor.tell(Ending("left", after))
+        self.monitor.tell(Ending("left", after))
 
     def fail(self, culprit: int | None = None) -> None:
         """Tells all that this worker takes part in nothing more, without having left; it can still ask.
@@ -429,8 +421,8 @@ class Mesh:
         self._cross(self._fail(culprit))
 
     async def _fail(self, culprit: int | None) -> None:
-        loss = self.lost.get(culprit) if culprit is not None else None
-        self._monitor.tell(Ending("failed", reason=loss.reason if loss else "it failed", culprit=culprit))
+        loss = self.monitor.lost.get(culprit) if culprit is not None else None
+        self.monitor.tell(Ending("failed", reason=loss.reason if loss else "it failed", culprit=culprit))
 
     def close(self, error: BaseException | None = None) -> None:
         """Ends, in order when `leave` was called; otherwise the others find this worker failed. Idempotent.
@@ -452,9 +444,9 @@ class Mesh:
                     await self._until_idle()
             except TimeoutError:
                 log.warning("rank %d ends while others have not taken what it sent", self.rank)
-        self._monitor.tell(Ending("failed"))
+        self.monitor.tell(Ending("failed"))
         if is_patient:
-            await self._monitor.say_farewell(Deadline.after(_FAREWELL_S))
+            await self.monitor.say_farewell(Deadline.after(_FAREWELL_S))
         else:
             await asyncio.sleep(0)
         await self._standing.close()
@@ -467,31 +459,6 @@ class Mesh:
             self._is_idle.clear()
             await self._is_idle.wait()
 
-    # --- who is there ---
-
-    @property
-    def lost(self) -> Mapping[int, Loss]:
-        """Workers of other machines that went without having said so, in the order noticed."""
-        return self._monitor.lost
-
-    @property
-    def left(self) -> Mapping[int, int]:
-        """Workers of other machines that have left, and the last operation in which each takes part."""
-        return self._monitor.left
-
-    @property
-    def left_at_s(self) -> Mapping[int, float]:
-        """When those have left that have, by the monotonic clock."""
-        return self._monitor.left_at_s
-
-    def silent_s(self, rank: int) -> float:
-        """Gives the seconds since something came from a rank, to within a beat."""
-        return self._monitor.silent_s(rank)
-
-    def describe(self, rank: int) -> str:
-        """Says who a rank is and when it was last heard, for people."""
-        return f"rank {rank} ({self._monitor.name_of(rank)}), last beat {self.silent_s(rank):.1f} s ago"
-
     def add_listener(self, wake: Callable[[], None]) -> None:
         """Has `wake` called, on the loop, whenever a handle is over or a peer is lost or has left.
 
@@ -501,7 +468,7 @@ class Mesh:
 
     def rank_of(self, head: Head) -> int:
         """Tells who has sent a call; PeerRefused for one that is not of this mesh."""
-        rank = self._monitor.rank_of(head)
+        rank = self.monitor.rank_of(head)
         if rank is None:
             raise PeerRefused(f"{head.peer} is not of this group.")
         return rank
@@ -529,7 +496,7 @@ class Mesh:
                 except PeerBusy as error:
                     if _NO_ROOM not in error.what:
                         await asyncio.sleep(_BUSY_S)
-                    elif not self._monitor.is_gone(to):
+                    elif not self.monitor.is_gone(to):
                         await is_asked_for.wait()  # it may have asked already
                         is_asked_for.clear()
         finally:
@@ -564,15 +531,14 @@ class Mesh:
             self._finish(wanted.handle, self._without(wanted.source))
 
     def _is_hopeless(self, source: int | None) -> bool:
-        if source is None:
-            return all(rank in self.lost or rank in self.left for rank in self._peers)
-        return source in self.lost or source in self.left
+        lost, left = self.monitor.lost, self.monitor.left
+        return all(rank in lost or rank in left for rank in (self._peers if source is None else [source]))
 
     def _without(self, source: int | None) -> PeerLost | None:
         """Gives what a receive ends in for which nobody is left."""
         if source is None:
-            source = max(self.lost, default=None)
-        return self._monitor.why_gone(source) if source is not None and source in self.lost else None
+            source = max(self.monitor.lost, default=None)
+        return self.monitor.why_gone(source) if source is not None and source in self.monitor.lost else None
 
     def forget(self, handle: MeshHandle[torch.Tensor | None]) -> bool:
         """Waits no more for what a `receive` has asked for; False when it has come, or is coming."""
@@ -619,8 +585,8 @@ class Mesh:
         buffers: Sequence[Any] = (),
         into: Sequence[Any] | Allocate | None = None,
     ) -> Reply:
-        if self._monitor.is_gone(to):
-            raise self._monitor.why_gone(to)
+        if self.monitor.is_gone(to):
+            raise self.monitor.why_gone(to)
         unset_until_s = time.monotonic() + _SETTING_S
         while True:
             try:
@@ -630,8 +596,8 @@ class Mesh:
                 break
             except (PeerLost, PeerUnreachable, PeerLeaving) as error:
                 await asyncio.sleep(_BUSY_S)  # in which the monitor learns how it went, if that was said
-                self._monitor.lose(to, error.what)
-                raise self._monitor.why_gone(to) from None
+                self.monitor.lose(to, error.what)
+                raise self.monitor.why_gone(to) from None
             except PeerError as error:
                 # all run the same version: a method that is not there is not there yet
                 is_unset = isinstance(error, PeerRefused) and f"no method {method!r}" in error.what
@@ -689,7 +655,7 @@ class Mesh:
 
     def _count_received(self, head: Head) -> None:
         rank = self.rank_of(head)
-        self._monitor.heard(rank)
+        self.monitor.heard(rank)
         self.received_bytes[rank] += size_of(head.payload, ()) + head.total_bytes
 
     def _cross(self, work: Coroutine[Any, Any, None], handle: MeshHandle[Any] | None = None) -> None:

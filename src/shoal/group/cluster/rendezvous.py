@@ -17,7 +17,7 @@ import platform
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -216,25 +216,19 @@ class Rendezvous:
             return str(self.store.get("secret").decode())
 
     def _wait(self, keys: Sequence[str], deadline: Deadline) -> None:
-        began_s = time.monotonic()
-        line_s, nap_s = began_s + _LINE_EVERY_S, _FIRST_NAP_S
-        while not self.store.check(list(keys)):
-            if deadline.is_past:
-                missing = self._missing(keys)
-                raise DeadlineExceeded(
-                    f"{len(keys) - len(missing)} of {len(keys)} workers have come; rank {_list(missing)} is "
-                    "missing.",
-                    next_step="see why it did not start, or did not call shoal.init().",
-                )
-            if time.monotonic() >= line_s:
-                line_s += _LINE_EVERY_S
-                waited_s = time.monotonic() - began_s
-                log.warning("waiting for rank %s to come, %.0f s", _list(self._missing(keys)), waited_s)
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+        def missing() -> list[str]:
+            return [key.rpartition("/")[2] for key in keys if not self.store.check([key])]
 
-    def _missing(self, keys: Sequence[str]) -> list[str]:
-        return [key.rpartition("/")[2] for key in keys if not self.store.check([key])]
+        is_there = _wait_until(
+            lambda: bool(self.store.check(list(keys))), lambda: f"rank {_list(missing())} to come", deadline
+        )
+        if not is_there:
+            num_missing = len(missing())
+            raise DeadlineExceeded(
+                f"{len(keys) - num_missing} of {len(keys)} workers have come; rank {_list(missing())} is "
+                "missing.",
+                next_step="see why it did not start, or did not call shoal.init().",
+            )
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
@@ -295,24 +289,38 @@ def _at_master(placement: Placement, deadline: Deadline) -> Any:
 
 def _reach(where: Address, whom: str, deadline: Deadline) -> None:
     """Waits until somebody listens there: torch would fill the screen meanwhile."""
-    began_s = time.monotonic()
-    line_s, error = began_s + _LINE_EVERY_S, OSError()
-    while not deadline.is_past:
+    errors = [OSError()]
+
+    def is_reached() -> bool:
         try:
             timeout_s = max(0.1, min(5.0, deadline.remaining_s))
             socket.create_connection((where.host, where.port), timeout_s).close()
-            return
-        except OSError as latest:
-            error = latest
+        except OSError as error:
+            errors[:] = [error]
+            return False
+        return True
+
+    if not _wait_until(is_reached, lambda: f"{whom} to come ({errors[0]})", deadline):
+        raise DeadlineExceeded(
+            f"{whom} cannot be reached at {where}: {errors[0]}.",
+            cause="it did not start, a firewall lies between, or MASTER_ADDR is no address of its machine.",
+            next_step="see rank 0's output, or set MASTER_ADDR to an address that all machines reach.",
+        )
+
+
+def _wait_until(is_done: Callable[[], bool], what: Callable[[], str], deadline: Deadline) -> bool:
+    """Looks again and again, and says every ten seconds what it waits for; False at the deadline."""
+    began_s = time.monotonic()
+    line_s, nap_s = began_s + _LINE_EVERY_S, _FIRST_NAP_S
+    while not is_done():
+        if deadline.is_past:
+            return False
         if time.monotonic() >= line_s:
             line_s += _LINE_EVERY_S
-            log.warning("waiting for %s to come, %.0f s: %s", whom, time.monotonic() - began_s, error)
-        time.sleep(_LONGEST_NAP_S)
-    raise DeadlineExceeded(
-        f"{whom} cannot be reached at {where}: {error}.",
-        cause="it did not start, a firewall lies between, or MASTER_ADDR is not an address of its machine.",
-        next_step="see rank 0's output, or set MASTER_ADDR to an address that all machines reach.",
-    )
+            log.warning("waiting for %s, %.0f s", what(), time.monotonic() - began_s)
+        time.sleep(nap_s)
+        nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+    return True
 
 
 def _no_meeting(placement: Placement) -> UsageError:

@@ -78,16 +78,6 @@ class _LockedSlot(MemorySlot):
         return True
 
 
-class _Published:
-    """A tensor that others may read, and its version."""
-
-    def __init__(self, tensor: torch.Tensor, version: int) -> None:
-        self.tensor = tensor
-        self.version = version
-        self.is_torn = False
-        """Whether a change of it was broken off."""
-
-
 class ClusterWindow(Window):
     """One worker's side of a window; `local` is that of its machine.
 
@@ -118,7 +108,10 @@ class ClusterWindow(Window):
             if self._members.place_of(source) is None
         }
         self._turns: dict[int, int] = {}
-        self._published: _Published | None = None
+        self.published: torch.Tensor | None = None
+        self._version = 0
+        self._is_torn = False
+        """Whether a change of what is published was broken off."""
         self._lock = threading.Lock()
         """Of what is published."""
         self._spares: list[torch.Tensor] = []
@@ -195,7 +188,7 @@ class ClusterWindow(Window):
         self._check_open()
         self._local.publish(tensor, version)
         with self._lock:
-            self._published = _Published(tensor.detach().view(-1), version)
+            self.published, self._version = tensor.detach().view(-1), version
 
     def reclaim(self, version: int) -> None:
         """Makes snapshots void; waits while a copy is made for somebody."""
@@ -209,18 +202,21 @@ class ClusterWindow(Window):
         """Lets nobody read it inside."""
         self._check_open()
         with self._lock, self._local.changing(version):
-            published = self._published
-            assert published is not None
-            published.is_torn = True
+            self._is_torn = True
             yield
-            published.version, published.is_torn = version, False
+            self._version, self._is_torn = version, False
 
     def fetch(self, peer: int) -> Handle[Snapshot | None]:
         """Gives the memory of a worker of this machine itself, a copy from others."""
         place = self._find(peer)
         if place is not None:
             fetched = self._local.fetch(place)
-            return self._group.handle(fetched, "fetch", lambda: _renamed(fetched.wait(), peer))
+
+            def rename() -> Snapshot | None:
+                found = fetched.wait()
+                return None if found is None else _LocalSnapshot(found, peer)
+
+            return self._group.handle(fetched, "fetch", rename)
 
         def convert(reply: Reply) -> Snapshot | None:
             if reply.payload is None:
@@ -291,12 +287,11 @@ class ClusterWindow(Window):
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            found = self._published
-            if found is None or found.is_torn or found.version < version:
+            found, version_now = self.published, self._version
+            if found is None or self._is_torn or version_now < version:
                 return None
-            copy = self._spares.pop() if self._spares else torch.empty_like(found.tensor, device=_HOST)
-            copy.copy_(found.tensor)
-            version = found.version
+            copy = self._spares.pop() if self._spares else torch.empty_like(found)
+            copy.copy_(found)
         finally:
             self._lock.release()
 
@@ -304,12 +299,7 @@ class ClusterWindow(Window):
             if len(self._spares) < _MAX_SPARES:
                 self._spares.append(copy)
 
-        return Reply([version, dtype_name(copy.dtype)], [view_of(flat_bytes(copy))], on_sent=give_back)
-
-    @property
-    def has_published(self) -> bool:
-        """Whether there is anything to read."""
-        return self._published is not None
+        return Reply([version_now, dtype_name(copy.dtype)], [view_of(flat_bytes(copy))], on_sent=give_back)
 
     # --- the rest ---
 
@@ -401,7 +391,7 @@ class Windows:
             reply = None if window is None else window.try_copy(asked.version)
             if reply is not None:
                 found.append(reply)
-            has_nothing = asked.version == 0 and (window is None or not window.has_published)
+            has_nothing = asked.version == 0 and (window is None or window.published is None)
             return bool(found) or has_nothing or self._is_over
 
         await _until(look)
@@ -427,21 +417,15 @@ class Windows:
         return self._is_over or (is_known and self._find(asked) is None)
 
 
-class _RenamedSnapshot(Snapshot):
+class _LocalSnapshot(Snapshot):
     """A snapshot inside the machine, whose publisher is named by its rank in the whole group."""
 
     def __init__(self, inner: Snapshot, rank: int) -> None:
-        self.rank = rank
-        self.version = inner.version
-        self.tensor = inner.tensor
+        self.rank, self.version, self.tensor = rank, inner.version, inner.tensor
         self._inner = inner
 
     def is_intact(self) -> bool:
         return self._inner.is_intact()
-
-
-def _renamed(found: Snapshot | None, rank: int) -> Snapshot | None:
-    return None if found is None else _RenamedSnapshot(found, rank)
 
 
 async def _until(is_done: Callable[[], bool]) -> None:
