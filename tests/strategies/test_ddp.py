@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +10,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from shoal.core import UsageError
-from shoal.group import share
+from shoal.group import Done, share
 from shoal.group.solo import SoloGroup
 from shoal.strategies import ddp
 from shoal.strategies.ddp import TorchDDP
@@ -87,7 +88,10 @@ def test_what_torch_cannot_do_is_refused():
     ("gpus", "backend"), [(["a", "b"], "nccl"), (["a", "a"], "gloo"), (["a", ""], "gloo")]
 )
 def test_nccl_where_each_worker_has_a_gpu_of_its_own(monkeypatch, gpus, backend):
-    group = SimpleNamespace(size=2, share=lambda own: gpus)
+    group = SoloGroup()
+    group.size = 2
+    told = [torch.frombuffer(bytearray(msgspec.msgpack.encode(gpu)), dtype=torch.uint8) for gpu in gpus]
+    monkeypatch.setattr(group, "all_gather", lambda own: Done(told))
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a"))

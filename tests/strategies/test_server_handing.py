@@ -23,7 +23,7 @@ def handed(state):
         windows = [None, None]
 
         def serve():
-            windows[0] = groups[0].window("states", PIECE_BYTES, torch.uint8, sources=())
+            windows[0] = groups[0].window("states", PIECE_BYTES, torch.uint8, sources=[0])
             hand_state(windows[0], 1, state)
 
         thread = threading.Thread(target=serve)
