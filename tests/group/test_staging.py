@@ -3,6 +3,8 @@
 There is no GPU here: tensors of float64 are treated as if they lay elsewhere, and copies take their time.
 """
 
+import types
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from group.clusters import open_cluster
 from group.hosts import together
 from shoal.core import Deadline, PeerLost
 from shoal.group.base import Done, Handle
+from shoal.group.cluster.collectives import TorchOperations
 from shoal.group.cluster.machine_exchange import MachineExchange
 from shoal.group.cluster.operation_queue import Operation
 from shoal.group.cluster.staging import HostStaging
@@ -142,7 +145,7 @@ def test_the_next_piece_is_copied_while_one_is_worked_on():
         piece.mul_(2)
 
     tensor = torch.arange(COUNT, dtype=torch.float64)
-    operation = Operation(1, "double", staging.in_pieces(tensor, double), [])
+    operation = Operation(1, staging.in_pieces(tensor, double), [])
     while not operation.is_done():
         operation.advance()
     assert begun == [2, 4, 6, 8, 10, 12, 14, 16, 17], "of the last piece no other one follows"
@@ -175,3 +178,20 @@ def test_a_peer_that_is_lost_between_two_pieces_is_named(monkeypatch):
     monkeypatch.setattr(MachineExchange, "reduce", broken)
     with open_cluster(MACHINES, staging=HostStaging(is_foreign, PIECE_BYTES)) as groups:
         assert together(groups, reduce) == [2, 2, None, 2]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "is_nccl"),
+    [
+        ([b"a 0", b"a 1", b"b 0"], True),
+        ([b"a 0", b"a 0", b"b 0"], False),  # two workers share one
+        ([b"a 0", b"a 1", b"-"], False),  # somebody has none, or no NCCL
+        ([b"a 0", b"a 1"], False),  # somebody has left
+    ],
+)
+def test_nccl_is_taken_where_each_worker_has_a_gpu_of_its_own(gpus, is_nccl):
+    through_torch = TorchOperations(types.SimpleNamespace(rank=0, size=3), None, None)
+    assert through_torch.is_wanted is None
+    through_torch.choose(gpus)
+    assert through_torch.is_wanted is is_nccl
+    assert not through_torch.takes(torch.ones(3)), "it is not in a GPU's memory"

@@ -36,7 +36,7 @@ from shoal.group.cluster.members import Members
 from shoal.group.cluster.mesh import Mesh
 from shoal.group.cluster.operation_queue import Operation, OperationQueue, Steps
 from shoal.group.cluster.rendezvous import Rendezvous, WorkerAddress, interface_of
-from shoal.group.cluster.staging import HostStaging, StreamOrder
+from shoal.group.cluster.staging import HostStaging
 from shoal.group.cluster.window import Windows
 from shoal.group.host import HostGroup, open_host_group
 from shoal.group.host.engine import span_of
@@ -131,6 +131,7 @@ class ClusterGroup(Group):
         self.mesh = mesh
         """The streams to other machines."""
         self._waiter = _SoloWaiter(self.rank, settings.timeout_s) if isinstance(local, SoloGroup) else local
+        self._staging = staging
         self._torch = through_torch
         self._queue = OperationQueue()
         self._issued = 0
@@ -405,17 +406,20 @@ class ClusterGroup(Group):
                 next_step="make it the last thing to leave or to close.",
             )
         self._issued += 1
-        order = StreamOrder(tensors[0].device) if tensors and tensors[0].is_cuda else None
-        steps = self._guarded(self._issued, steps if order is None else order.around(steps))
         spans = [span_of(tensor) for tensor in tensors if tensor.numel()]
-        operation = Operation(self._issued, what, steps, spans)
+        order = self._staging.order(tensors)
+        if order is None:
+            operation = Operation(self._issued, self._guarded(self._issued, steps), spans)
+        else:
+            steps = self._guarded(self._issued, order.around(steps))
+            operation = Operation(self._issued, steps, spans, order.context)
         self._queue.add(operation)
         self.progress()
 
         def result() -> Any:
             value = operation.wait()
             if order is not None:
-                order.follow()
+                order.follow(value)
             return value
 
         return self.handle(operation, what, result)

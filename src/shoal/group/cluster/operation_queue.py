@@ -8,6 +8,7 @@ later ones. Everything happens in the thread that calls, whenever it calls.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -54,9 +55,14 @@ def arrived(handles: Sequence[Handle[Any]]) -> Step:
 class Operation(Handle[Any]):
     """One numbered operation under way; `OperationQueue.advance` drives it."""
 
-    def __init__(self, seq: int, what: str, steps: Steps, spans: Sequence[Span]) -> None:
+    def __init__(
+        self,
+        seq: int,
+        steps: Steps,
+        spans: Sequence[Span],
+        context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
         self.seq = seq
-        self.what = what
         self.spans = spans
         """Memory that it reads or writes: a later operation on any of it begins when this one is over."""
         self.is_begun = False
@@ -65,6 +71,8 @@ class Operation(Handle[Any]):
         self._result: Any = None
         self._error: BaseException | None = None
         self._steps = steps
+        self._context = context
+        """In what it goes on: the stream of a GPU."""
         self._waiting: Handle[Any] | None = None
 
     def is_done(self) -> bool:
@@ -84,15 +92,16 @@ class Operation(Handle[Any]):
     def advance(self) -> bool:
         """Goes on as far as it can; tells whether it moved."""
         moved = False
-        while not self.is_over and (self._waiting is None or self._waiting.is_done()):
-            moved = self.is_begun = True
-            waited, self._waiting = self._waiting, None
-            try:
-                brought = None if waited is None else waited.wait()
-            except Exception as error:  # noqa: BLE001  (it is the operation's, which may catch it)
-                self._resume(error)
-            else:
-                self._resume(brought)
+        with self._context():
+            while not self.is_over and (self._waiting is None or self._waiting.is_done()):
+                moved = self.is_begun = True
+                waited, self._waiting = self._waiting, None
+                try:
+                    brought = None if waited is None else waited.wait()
+                except Exception as error:  # noqa: BLE001  (it is the operation's, which may catch it)
+                    self._resume(error)
+                else:
+                    self._resume(brought)
         return moved
 
     def drop(self) -> None:

@@ -1,12 +1,14 @@
 """Tensors of a GPU on their way to other machines, through pinned memory of the host.
 
 Large tensors pass in pieces through two buffers: while one piece is sent, received and reduced, the next one
-is copied, by a stream of its own. What is in the host's memory anyway is used where it lies.
+is copied. What is in the host's memory anyway is used where it lies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -33,24 +35,18 @@ class HostStaging:
         self._piece_bytes = piece_bytes
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def buffer(self, like: torch.Tensor, num_elements: int | None = None) -> torch.Tensor:
-        """Makes memory of the host for a tensor, or a part of it; torch keeps pinned memory for the next."""
-        count = like.numel() if num_elements is None else num_elements
-        return torch.empty(count, dtype=like.dtype, pin_memory=like.is_cuda)
+    def buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """Makes memory of the host for a flat tensor; torch keeps pinned memory for the next one."""
+        return torch.empty(like.numel(), dtype=like.dtype, pin_memory=like.is_cuda)
 
     def copy(self, out: torch.Tensor, source: torch.Tensor) -> Handle[None]:
-        """Begins to copy, after what the current stream does; done when the host may use both."""
+        """Begins to copy in the current stream; done when the host may use both."""
         device = out.device if out.is_cuda else source.device
         if device.type != "cuda":
             out.copy_(source)
             return Done(None)
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream = self._streams[device]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            out.copy_(source, non_blocking=True)
-        return Step(stream.record_event().query)
+        out.copy_(source, non_blocking=True)
+        return Step(torch.cuda.current_stream(device).record_event().query)
 
     def to_host(self, flat: torch.Tensor) -> Steps:
         """Gives the tensor itself if it is in the host's memory, else a copy there."""
@@ -82,7 +78,7 @@ class HostStaging:
         parts = torch.split(flat, max(1, self._piece_bytes // flat.element_size()))
         buffers = [self.buffer(part) for part in parts[:2]]
         pieces = [buffers[index % 2][: part.numel()] for index, part in enumerate(parts)]
-        # copies follow each other on their stream: one into a buffer comes after the one out of it before
+        # copies follow each other in their stream: one into a buffer comes after the one out of it before
         copied: list[Handle[None]] = [Done(None), Done(None)]
         if should_read:
             copied[0] = self.copy(pieces[0], parts[0])
@@ -93,31 +89,45 @@ class HostStaging:
             yield from work(index, pieces[index])
             if should_write:
                 copied[index % 2] = self.copy(part, pieces[index])
-        if flat.device in self._streams:
-            torch.cuda.current_stream(flat.device).wait_stream(self._streams[flat.device])
+
+    def order(self, tensors: Sequence[torch.Tensor]) -> StreamOrder | None:
+        """Gives the stream in which an operation on GPU tensors runs; None for other tensors."""
+        device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        if device is None:
+            return None
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return StreamOrder(self._streams[device], tensors)
 
 
 class StreamOrder:
-    """Orders an operation after what its caller gave to its stream, and what the caller gives later after it.
+    """Runs an operation in a stream beside its caller's, after what the caller's was given before the call.
 
-    An operation goes on whenever some call makes progress, and another stream may be the current one then.
+    An operation goes on whenever some call makes progress. In the stream that is the current one then, it
+    would wait for what was given to that stream since, and hold up what comes after.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.record()
+    def __init__(self, stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor]) -> None:
+        self._stream = stream
+        self._tensors = tensors
+        self._event = torch.cuda.current_stream(stream.device).record_event()
 
-    def record(self) -> None:
-        """Remembers what the current stream has been given until now."""
-        self._event = torch.cuda.current_stream(self._device).record_event()
-
-    def follow(self) -> None:
-        """Lets the current stream wait for what was recorded."""
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+    def context(self) -> contextlib.AbstractContextManager[Any]:
+        """Makes the operation's stream the current one, while the operation goes on."""
+        return torch.cuda.stream(self._stream)
 
     def around(self, steps: Steps) -> Steps:
-        """Does the steps of an operation in this order."""
-        self.follow()
+        """Does the steps of an operation after what was recorded, and records its end."""
+        self._stream.wait_event(self._event)
+        for tensor in self._tensors:
+            tensor.record_stream(self._stream)  # it may be dropped before the stream is done with it
         result = yield from steps
-        self.record()
+        self._event = self._stream.record_event()
         return result
+
+    def follow(self, result: torch.Tensor | list[torch.Tensor]) -> None:
+        """Lets the current stream wait for the operation's end, and use its result."""
+        current = torch.cuda.current_stream(self._stream.device)
+        current.wait_event(self._event)
+        for tensor in result if isinstance(result, list) else [result]:
+            tensor.record_stream(current)
