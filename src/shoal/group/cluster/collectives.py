@@ -549,9 +549,7 @@ class TorchOperations:
         """Reduces in place."""
         self.counter.all_reduce(tensor.nbytes)
         flat = tensor.detach().contiguous()
-        reducing = dist.all_reduce(flat, _OPS[op], async_op=True)
-        yield FREE
-        yield self._until(seq, reducing)
+        yield from self._last(seq, dist.all_reduce(flat, _OPS[op], async_op=True))
         if op == "mean":
             flat.div_(self._size)
         return put_back(flat, tensor)
@@ -560,9 +558,7 @@ class TorchOperations:
         """Copies the root's tensor, in place."""
         self.counter.broadcast(tensor.nbytes, root)
         flat = tensor.detach().contiguous()
-        sending = dist.broadcast(flat, root, async_op=True)
-        yield FREE
-        yield self._until(seq, sending)
+        yield from self._last(seq, dist.broadcast(flat, root, async_op=True))
         return put_back(flat, tensor)
 
     def all_gather(self, seq: int, tensor: torch.Tensor) -> Steps:
@@ -579,9 +575,7 @@ class TorchOperations:
         padded = own.new_zeros((longest, *own.shape[1:]))
         padded[: own.shape[0]] = own
         parts = [torch.empty_like(padded) for _ in counts]
-        gathering = dist.all_gather(parts, padded, async_op=True)
-        yield FREE  # only when the last is issued: all ranks must do so in the same order
-        yield self._until(seq, gathering)
+        yield from self._last(seq, dist.all_gather(parts, padded, async_op=True))
         return [part[:count].clone() for part, count in zip(parts, counts, strict=True)]
 
     def close(self, error: BaseException | None = None) -> None:
@@ -626,6 +620,11 @@ class TorchOperations:
             backend, store=self.store, rank=self._rank, world_size=self._size, timeout=_FOREVER
         )
         self.is_up = self._is_own = True
+
+    def _last(self, seq: int, work: Any) -> Steps:
+        """Waits for the last work of an operation; the next one issues its own, as on all ranks."""
+        yield FREE
+        yield self._until(seq, work)
 
     def _until(self, seq: int, work: Any) -> Step:
         """Waits for what torch has under way, which never ends without a member that is gone."""

@@ -125,7 +125,8 @@ class ClusterGroup(Group):
         self.machines = members.machines
         self.num_machines = len(members.ranks_on)
         self.patience = settings.patience
-        self.who = members
+        self.membership = members
+        """Who takes part, for the parts of this floor; `members` lists it."""
         self.local = local
         """The group inside this machine."""
         self.mesh = mesh
@@ -151,20 +152,20 @@ class ClusterGroup(Group):
     @property
     def members(self) -> Sequence[int]:
         """The ranks that still take part."""
-        return self.who.present(self.next_seq)
+        return self.membership.present(self.next_seq)
 
     @property
     def lost(self) -> Mapping[int, Loss]:
         """The peers that ended or fell silent without having left."""
-        return self.who.lost
+        return self.membership.lost
 
     @property
     def split(self) -> Exception | None:
         """NetworkSplit, or PeerLost where others say so, when this worker is on the side that stops."""
-        if self._breakage is None and self.who.judge_split(self.next_seq):
-            self._breakage = self.who.split
+        if self._breakage is None and self.membership.judge_split(self.next_seq):
+            self._breakage = self.membership.split
             self.mesh.fail()
-        return self.who.split
+        return self.membership.split
 
     @property
     def stats(self) -> GroupStats:
@@ -176,7 +177,7 @@ class ClusterGroup(Group):
         inside, counter = self.local.stats, self._torch.counter
         waited = list(self._waited_s)
         for place, seconds in enumerate(inside.waited_s):
-            waited[self.who.mates[place]] += seconds
+            waited[self.membership.mates[place]] += seconds
         # copied at once: another thread counts on
         return GroupStats(
             inside.sent_bytes + counter.sent_bytes + sum(tuple(self.mesh.sent_bytes.values())),
@@ -312,7 +313,7 @@ class ClusterGroup(Group):
             return
         with contextlib.suppress(DeadlineExceeded):
             deadline = Deadline.after(_LEAVING_S + self._silence_s)
-            self.wait(lambda: not self.who.is_undecided(self.next_seq), deadline, "leave")
+            self.wait(lambda: not self.membership.is_undecided(self.next_seq), deadline, "leave")
         self._check_split()
         last = self._issued if self._queue.is_idle else self._queue.first_seq - 1
         self._has_left = True
@@ -431,7 +432,7 @@ class ClusterGroup(Group):
         except Exception as error:
             self._breakage = self._breakage or error
             blamed = self._blame(error)
-            self.who.tell_failure(seq, blamed)
+            self.membership.tell_failure(seq, blamed)
             self.mesh.fail(blamed)
             raise
         finally:

@@ -98,7 +98,7 @@ class ClusterWindow(Window):
         self.dtype = local.dtype
         self.device = _HOST
         self._group = group
-        self._members = group.who
+        self._members = group.membership
         self._local = local
         self._sources = sources
         self._on_close = on_close
@@ -362,7 +362,7 @@ class Windows:
             group.clear_queue("window")
             # the machine's own group takes a window without sources for one that only publishes, and others
             # of this machine may have sources inside: a slot that nobody writes keeps all together
-            inside = [place for rank in sources if (place := group.who.place_of(rank)) is not None]
+            inside = [place for rank in sources if (place := group.membership.place_of(rank)) is not None]
             inside = inside or [group.local.rank]
         local = group.local.window(name, num_elements, dtype, sources=inside)
         window = self._open[name] = ClusterWindow(group, number, local, sorted(sources), self._forget)
