@@ -351,8 +351,8 @@ class Group(abc.ABC):
     ) -> Window:
         """Makes memory for one-sided operations; `sources` write to this worker, by default all others.
 
-        Collective, blocking; each may name other sources. With `sources=()` on all members it has no slots
-        and only publishes; then nobody is waited for. A name can be used again after `Window.close`.
+        Collective, blocking; each may name other sources. With the empty tuple as `sources` on all members it
+        has no slots and only publishes; then nobody is waited for. A name is free again after `Window.close`.
         """
 
     @abc.abstractmethod

@@ -112,7 +112,8 @@ def add_differences(
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[slice]:
-    piece = 4 * _PIECE_BYTES // tensor.element_size()
+    """Cuts what a processor computes into pieces that its cache holds; a GPU takes all at once."""
+    piece = 4 * _PIECE_BYTES // tensor.element_size() if tensor.device.type == "cpu" else tensor.numel() or 1
     for start in range(0, tensor.numel(), piece):
         yield slice(start, start + piece)
 

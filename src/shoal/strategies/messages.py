@@ -134,8 +134,7 @@ class Mail:
         self._windows: list[Window] = []
         """One for each source of this worker, so that one can be waited for alone; others may have more."""
         for place in range(topology.degree()):
-            # without a source of its own a worker names itself: else its window would only publish
-            own = self.sources[place : place + 1] or [group.rank]
+            own = list(self.sources[place : place + 1])
             self._windows.append(
                 group.window(f"{name} {number}.{place}", size_bytes, torch.uint8, sources=own)
             )

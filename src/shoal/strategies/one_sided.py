@@ -115,9 +115,7 @@ class OneSidedStrategy(SurvivingStrategy):
             return None
         turns = range(self.topology.period)
         rank = self.group.rank
-        sources = sorted({source for turn in turns for source in self.topology.sources(rank, turn)})
-        # nobody writes to itself, but without any source a window would only publish
-        return sources or [rank]
+        return sorted({source for turn in turns for source in self.topology.sources(rank, turn)})
 
     def _stopped(self) -> None:
         if self._flats_or_none is not None:

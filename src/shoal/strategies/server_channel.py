@@ -198,8 +198,7 @@ def open_channel(
     widths = [len(share) + sum(len(chunk.layout.slots) for chunk in share) for share in shares]
     first_version = max(share(group, group.notes.get(_NEXT, 0)))
     is_server = group.rank < num_servers
-    # who has no slots where others have some names itself: without any a window would only publish
-    nobody = [group.rank]
+    nobody: list[int] = []
     writers = workers if is_server else nobody
     orders = group.window(f"{_NAME} orders", len(numbers.names) + max(widths), torch.float64, sources=writers)
     readers = nobody if is_server else range(num_servers)

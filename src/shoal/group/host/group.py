@@ -385,7 +385,7 @@ class HostGroup(Group):
             raise UsageError(f"Window {name!r} would have no elements.", next_step="give it one at least.")
         code_of(dtype)  # refuses here what could not be described later
         is_on_device = device is not None and device.type != "cpu"
-        if sources is not None and len(sources) == 0:
+        if sources == ():  # on all members: there is nothing to agree on
             return HostWindow(name, SlotLayout({}, num_elements, dtype), (), self._windows, device)
         with self._uncounted():
             layout = SlotLayout.agree(self, name, num_elements, dtype, sources, is_on_device=is_on_device)
