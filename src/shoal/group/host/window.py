@@ -507,7 +507,11 @@ class PublicationTable:
             record = words[start : start + _RECORD_WORDS]
             # the name, too: a processor that reorders stores may show what the entry was before
             is_told = record[_NAME] == key and 0 < record[_NUMBER] <= self._control.get(peer, PUBLISHED)
-            if is_told and words == self._control.publication(peer, index):
+            again = self._control.publication(peer, index)
+            # not the other words: were a wish to change what it has published enough to look at the record
+            # before, its older version would be taken for that of the same memory
+            is_whole = again[start : start + _RECORD_WORDS] == record and again[_OPENED] == words[_OPENED]
+            if is_told and is_whole:
                 segment, offset = self._arena.at(record[_PLACE])
                 tensor = segment.region(peer, offset, record[_COUNT], DTYPES[record[_DTYPE]])
                 return _SharedSnapshot(self, peer, index, words[_OPENED], record[_VERSION], tensor)
