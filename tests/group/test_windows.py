@@ -1,6 +1,7 @@
 """What the contract of groups does not cover of windows: other processors, torn writes, who is stopped."""
 
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -145,6 +146,26 @@ def test_what_is_closed_or_reclaimed_while_it_is_copied_is_not_read(monkeypatch)
 
         assert interrupted_by(replace) == (2, [0.0] * 4)
         assert interrupted_by(first.close)[0] is None
+
+
+def test_a_wish_to_change_does_not_make_the_newest_look_old(monkeypatch):
+    """Both versions are of the same memory, so that the older one would be the wrong one."""
+    with open_hosts(2) as groups:
+        memory, _ = together(groups, lambda group: group.empty(4))
+        first, second = (group.window("x", 4, sources=()) for group in groups)
+        first.publish(memory, 0)
+        with first.changing(1):
+            memory.fill_(1)
+        # the moment between two looks of a reader cannot be hit from outside
+        table, page, states = groups[0]._windows.publications, groups[1]._control, itertools.cycle((1, 0))
+        really = page.publication
+
+        def publication(rank, index):
+            table.set_change(first._published, next(states))
+            return really(rank, index)
+
+        monkeypatch.setattr(page, "publication", publication)
+        assert second.fetch(0).wait().version == 1
 
 
 def test_a_window_that_is_closed_drops_its_reads():

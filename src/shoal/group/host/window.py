@@ -637,7 +637,11 @@ class PublicationTable:
             place, number = record[_PLACE], record[_NUMBER]
             if place >= DEVICE_CODE:
                 is_told = is_told and self._control.is_done_on_device(peer, DEVICE_PUBLISHED, number)
-            if is_told and words == self._control.publication(peer, index):
+            again = self._control.publication(peer, index)
+            # not the other words: were a wish to change what it has published enough to look at the record
+            # before, its older version would be taken for that of the same memory
+            is_whole = again[start : start + _RECORD_WORDS] == record and again[_OPENED] == words[_OPENED]
+            if is_told and is_whole:
                 memory = self._devices if place >= DEVICE_CODE else self._arena
                 segment, offset = memory.at(place)
                 tensor = segment.region(peer, offset, record[_COUNT], DTYPES[record[_DTYPE]])
