@@ -59,6 +59,8 @@ class GradientAllReduce(Strategy):
         layouts = BucketLayout.plan(parameters, max_bytes=size, is_reversed=True)
         buckets = [(GroupBucket(layout, self._allocate), layout.pick(parameters)) for layout in layouts]
         self._round = GradientRound(self.group, buckets, lambda: self.is_accumulating)
+        if attachment.device.type != "cpu":
+            self._round.on_share = self._check.sharing
         if self._monitors is not None:
             self._round.watch(self._monitors, [GroupBucket(layout, self._allocate) for layout in layouts])
         for parameter, hook in self._round.hooks():

@@ -67,6 +67,27 @@ class GroupBucket:
         self.memory = allocate(layout.size_bytes // real.itemsize, real)
         bucket = Bucket(layout, memory=self.memory)
         *self.views, self.flags = bucket.views
+        self.is_on_device = self.memory.device.type != "cpu"
+        starts = [slot.offset_bytes // real.itemsize for slot in layout.slots]
+        ends = [start + view.numel() for start, view in zip(starts, self.views, strict=False)]
+        self._gaps = [self.memory.new_zeros(start - end) for end, start in zip(ends, starts[1:], strict=True)]
+        self._can_fill = self.is_on_device and dtype is real
+        self._body = self.memory[: starts[-1]]
+        """What the views and the gaps behind them cover."""
+
+    def fill(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Copies all gradients by one operation of a device; False where some lie unlike the views."""
+        if not self._can_fill:
+            return False
+        parts = []
+        for gradient, view, gap in zip(gradients, self.views, self._gaps, strict=True):
+            if gradient is None or gradient is view or gradient.layout is not torch.strided:
+                return False
+            if gradient.stride() != view.stride() or gradient.dtype != view.dtype:
+                return False
+            parts += [gradient.detach().as_strided((view.numel(),), (1,)), gap]
+        torch.cat(parts, out=self._body)
+        return True
 
 
 class _Place:
@@ -92,8 +113,9 @@ class _Place:
         if self.last_round == owner.number:
             owner.begin_again()
         self.last_round = owner.number
-        self.take(parameter.grad)
         bucket = self.bucket
+        if not bucket.is_on_device:  # there one copy of them all costs less than one of each
+            self.take(parameter.grad)
         bucket.num_missing -= 1
         try:
             if not bucket.num_missing:
@@ -144,6 +166,8 @@ class GradientRound:
         ]
         self._monitors: Monitors | None = None
         self._squares: Sequence[GroupBucket] = ()
+        self.on_share: Callable[[torch.Tensor], None] | None = None
+        """Is told of gradients on a device before they are shared."""
 
     def watch(self, monitors: Monitors, squares: Sequence[GroupBucket]) -> None:
         """Reduce squares too, in buckets of the same layouts, and tell the monitors of each round."""
@@ -193,7 +217,19 @@ class GradientRound:
             if bucket.num_missing:
                 return
             bucket.flags.fill_(1)
+            if bucket.is_on_device:
+                self._take_all(bucket)
             self._start(bucket)
+
+    def _take_all(self, bucket: GroupBucket) -> None:
+        """Copies the gradients of a full bucket in."""
+        places = [place for place in self._places if place.bucket is bucket]
+        if bucket.fill([place.parameter.grad for place in places]):
+            for place in places:
+                place.parameter.grad = place.view
+        else:
+            for place in places:
+                place.take(place.parameter.grad)
 
     def has_foreign(self) -> bool:
         """Whether there are gradients that no round has left there."""
@@ -213,6 +249,8 @@ class GradientRound:
             square = self._squares[self.num_started]
             torch.mul(bucket.memory, bucket.memory, out=square.memory)
             square.handle = self.group.all_reduce(square.memory)
+        if self.on_share is not None:
+            self.on_share(bucket.memory)
         bucket.handle = self.group.all_reduce(bucket.memory)
         self.num_started += 1
 
@@ -256,6 +294,8 @@ class GradientRound:
                     without.append(place)
                 else:
                     place.take(place.parameter.grad)
+            elif place.bucket.is_on_device and place.bucket.handle is None:
+                place.take(place.parameter.grad)
         for bucket in self._buckets[self.num_started :]:
             self._start(bucket)
         return without

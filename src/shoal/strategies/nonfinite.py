@@ -31,7 +31,8 @@ Checked: TypeAlias = Literal["in backward", "before the step", "never"]
 _WHOLE_ELEMENTS = 1 << 16
 """Up to this size a tensor is looked at as a whole, above it at its first row."""
 _DEVICE_STEPS = 16
-"""So many steps are judged at once on a device: to judge is to wait for it."""
+"""So many steps are judged at once on a device: to judge is to wait for it. Each operation costs as much there
+as a layer of a small model, so parameters are looked at in the last of these steps alone, as a whole."""
 
 
 class _Look(NamedTuple):
@@ -61,7 +62,7 @@ class FiniteCheck:
         self._hidden: list[torch.Tensor | None] = []
         self._num_left_out = 0
         self._has_told = False
-        if checked == "in backward":
+        if checked == "in backward" and self._is_on_cpu:
             for parameter in attachment.parameters:
                 attachment.on_accumulated(parameter, self._ready)
 
@@ -78,7 +79,7 @@ class FiniteCheck:
             if not self._attachment.has_closure:
                 self._leave_out(step)
         elif self._checked == "before the step" and not self._is_on_cpu:
-            self._own = self._sums(self._gradients().values())
+            self._own = self._sample()
 
     def after_optimizer(self) -> None:
         """The optimizer has stepped, if it was to."""
@@ -92,10 +93,16 @@ class FiniteCheck:
             return
         self._attachment.is_left_out = False
         own, self._own = self._own, []
-        with torch.no_grad():
-            parameters = self._sums(self._attachment.parameters, is_whole=False)
+        is_judged = self._is_on_cpu or len(self._looks) + 1 == _DEVICE_STEPS
+        parameters: Sequence[torch.Tensor] = ()
+        if is_judged:  # what is not finite stays so
+            with torch.no_grad():
+                if self._is_on_cpu:
+                    parameters = self._sums(self._attachment.parameters, is_whole=False)
+                else:
+                    parameters = [torch.nn.utils.get_total_norm(map(_real, self._attachment.parameters))]
         self._looks.append(_Look(step, own, parameters))
-        if self._is_on_cpu or len(self._looks) == _DEVICE_STEPS:
+        if is_judged:
             self._judge()
 
     def skipped_step(self) -> None:
@@ -131,6 +138,16 @@ class FiniteCheck:
         if parameter.grad is not None:
             self._own += self._sums((parameter.grad,))
 
+    def sharing(self, gradients: torch.Tensor) -> None:
+        """Some of this worker's gradients, as one tensor on a device, are about to be shared in backward."""
+        if self._checked == "in backward":
+            self._own.append(torch.linalg.vector_norm(gradients))
+
+    def _sample(self) -> list[torch.Tensor]:
+        """Looks at the first parameter's gradient alone: a NaN of a loss or an activation has come to it."""
+        first = next((each for each in self._attachment.parameters if each.grad is not None), None)
+        return [] if first is None or first.grad is None else self._sums((first.grad.detach(),))
+
     def _judge(self) -> None:
         looks, self._looks = self._looks, []
         if not looks:
@@ -145,6 +162,8 @@ class FiniteCheck:
                 gradients = self._sums(self._gradients().values(), is_whole=True)  # they are still there
             if was_finite and not self._has_told and not _are_finite(gradients):
                 self._warn(look.step)
+            if not look.parameters:
+                continue
             if _are_finite(look.parameters):
                 self._first_received = None
             elif was_finite:

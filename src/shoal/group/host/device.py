@@ -135,6 +135,7 @@ class DeviceMemory:
                 opened = self._make(device)
                 opened.register(self._engine.control.memory)
                 self._device = opened
+                self._engine.is_on_device = True
             identity = self.device.identity
             own, handle = self.device.allocate(size_bytes)
         except UsageError as error:
@@ -546,7 +547,10 @@ class _DeviceHandle(Handle[T]):
 
 def _reduce_to_all(parts: Sequence[torch.Tensor], op: Reduction) -> None:
     """Replaces all parts by their reduction."""
-    reduce_into(parts[0], parts, op)
+    if op == "mean" and len(parts) == 2:
+        torch.lerp(parts[0], parts[1], 0.5, out=parts[0])  # one operation instead of two
+    else:
+        reduce_into(parts[0], parts, op)
     for part in parts[1:]:
         part.copy_(parts[0])
 
@@ -656,8 +660,10 @@ class DeviceReads:
                 continue
             for index in range(NUM_READS):
                 claim = self._control.get(rank, READ_CLAIMS[index])
-                if claim >> 40 == own and claim & ((1 << 40) - 1) <= number:
-                    ticket = self._control.get(rank, READ_TICKETS[index])
+                if claim >> 40 != own or claim & ((1 << 40) - 1) > number:
+                    continue
+                ticket = self._control.get(rank, READ_TICKETS[index])
+                if not self._control.is_done_on_device(rank, READS_DONE[index], ticket):
                     self._memory.device.caller.wait(self._control.address(rank, READS_DONE[index]), ticket)
 
     def _order(self) -> None:

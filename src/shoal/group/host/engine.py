@@ -45,6 +45,7 @@ from shoal.topology import Weights
 log = logging.getLogger(__name__)
 _SPIN_S = 5e-4
 _SPIN_CROWDED_S = 2e-4  # with more workers than cores the one that is waited for needs this one's core
+_DEVICE_SPIN_S, _DEVICE_NAP_S = 0.1, 2e-5
 _NAP_S = 5e-3  # a wake-up that came just before the nap is missed for this long
 _LINE_EVERY_S = 10.0
 KINDS = ("all_reduce", "broadcast", "all_gather", "exchange", "barrier", "empty", "free")
@@ -134,6 +135,8 @@ class ProgressEngine:
         """The loss that leaves the result of an operation on the GPU without meaning."""
         self._on_device: deque[tuple[int, Sequence[int]]] = deque()
         """Operations in which streams may still wait for each other, and who takes part."""
+        self.is_on_device = False
+        """Whether a GPU has been used: then what is waited for may come without anybody's saying so."""
         self.on_loss: list[Callable[[int], None]] = []
         """Called in the watching thread with a rank that is lost."""
         watch.on_loss = self._free_streams
@@ -265,7 +268,10 @@ class ProgressEngine:
                 if now_s > next_line_s:
                     next_line_s += _LINE_EVERY_S
                     log.warning("%s", self._waiting_line(what, now_s - began_s, whom))
-                self._nap(is_done)
+                if self.is_on_device and now_s - began_s < _DEVICE_SPIN_S:
+                    time.sleep(_DEVICE_NAP_S)  # a GPU wakes nobody
+                else:
+                    self._nap(is_done)
         finally:
             self._count_wait(time.perf_counter() - began_s)
 
