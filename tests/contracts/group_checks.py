@@ -212,7 +212,7 @@ def twins(group, arguments):
     live, spare = group.empty(count), group.empty(count)
     live.copy_(data_of(rank, count))
     values = torch.stack([data_of(other, count) for other in range(size)]).double()
-    choice = torch.Generator().manual_seed(rank)
+    choice = torch.Generator("cpu").manual_seed(rank)
     for turn in range(20):
         handle = group.exchange(live, graph(rank, size, turn), out=spare)
         _be_busy(choice)
@@ -231,7 +231,7 @@ def twins(group, arguments):
 
 
 def _be_busy(choice):
-    size = int(torch.randint(1, 120, (1,), generator=choice))
+    size = int(torch.randint(1, 120, (1,), generator=choice, device="cpu"))
     torch.ones(size, size) @ torch.ones(size, size)
 
 

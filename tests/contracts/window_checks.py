@@ -76,7 +76,7 @@ def masses(group, arguments):
     window = group.window("mass", COUNT, torch.float64, sources=others)
     own, mass = torch.full((COUNT,), float(1 << 30), dtype=torch.float64), float(1 << 30)
     seen = 0
-    choice = torch.Generator().manual_seed(rank)
+    choice = torch.Generator("cpu").manual_seed(rank)
     for turn in range(arguments["num_turns"]):
         to = others[turn % len(others)]
         part, weight = (own / 2).floor(), mass // 2  # whole numbers: all sums are exact
@@ -85,7 +85,7 @@ def masses(group, arguments):
         for source in window.filled():
             got, counted, weight = _collect(window, source)
             own, mass, seen = own + got, mass + weight, seen + counted
-        torch.ones(int(torch.randint(1, 60, (1,), generator=choice)), 60).sum()
+        torch.ones(int(torch.randint(1, 60, (1,), generator=choice, device="cpu")), 60).sum()
     group.barrier().wait()
     for source in window.filled():
         got, counted, weight = _collect(window, source)

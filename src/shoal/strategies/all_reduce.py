@@ -63,8 +63,14 @@ class GradientAllReduce(Strategy):
             self._round.on_share = self._check.sharing
         if self._monitors is not None:
             self._round.watch(self._monitors, [GroupBucket(layout, self._allocate) for layout in layouts])
-        for parameter, hook in self._round.hooks():
-            attachment.on_accumulated(parameter, hook)
+        if attachment.device.type == "cpu":
+            for parameter, hook in self._round.hooks():
+                attachment.on_accumulated(parameter, hook)
+
+    def gradient_accumulated(self) -> None:
+        """On a GPU all gradients are shared at the end of backward, as few operations."""
+        if self._round is not None and not self._round.is_open:
+            self._round.begin()
 
     def _before_step(self) -> None:
         if self._round is None:

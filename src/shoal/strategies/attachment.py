@@ -58,6 +58,9 @@ class Listener(Protocol):
     def forward_ended(self) -> None:
         """The whole forward is done, in training with gradients."""
 
+    def gradient_accumulated(self) -> None:
+        """Backward has added to the gradient of a parameter on a GPU."""
+
     def step_begins(self, num_missed: int) -> float:
         """Before the optimizer's step, `num_missed` skipped ones before it; the factor for its rates."""
 
@@ -170,9 +173,14 @@ class Attachment:
         _attached.setdefault(self.model, []).append(ref(self))
         self.add(self.model.register_forward_pre_hook(Hook(self._before_forward)))
         self.add(self.model.register_forward_hook(Hook(self._after_forward)))
+        # a step on a GPU is short, and each hook of a parameter lengthens it
+        on_device = self.device.type != "cpu"
         for parameter in self.parameters:
-            self.add(parameter.register_hook(self._before_accumulation))  # type: ignore[no-untyped-call]
-            self.on_accumulated(parameter, self._after_accumulation)
+            if not on_device:
+                self.add(parameter.register_hook(self._before_accumulation))  # type: ignore[no-untyped-call]
+            self.on_accumulated(
+                parameter, self._after_accumulation_on_device if on_device else self._after_accumulation
+            )
 
     def settle(self) -> None:
         """Make up for steps that were skipped: no step will follow the last backward pass any more."""
@@ -287,6 +295,19 @@ class Attachment:
         self._is_seen = True
         if not (self._has_backward or self._is_stepping or self._strategy.is_accumulating):
             self._has_backward = self.model.training
+
+    def _after_accumulation_on_device(self, parameter: torch.Tensor) -> None:
+        """Does what both others do. That gradients were zeroed is seen by their absence alone there."""
+        if not self._is_seen:
+            others = (each for each in self.parameters if each is not parameter)
+            is_due = self._has_backward and not self._is_stepping
+            if is_due and all(other.grad is None for other in others):
+                self._num_missed += 1
+                self._has_backward = False
+            self._is_seen = True
+            if not (self._has_backward or self._is_stepping or self._strategy.is_accumulating):
+                self._has_backward = self.model.training
+        self._strategy.gradient_accumulated()
 
     def _is_left_out(self) -> bool:
         """Whether no step will follow the last backward pass, though its gradients are there."""

@@ -296,6 +296,9 @@ class Strategy(Checkpointed):
         """A forward in training, with gradients."""
         self._after_forward()
 
+    def gradient_accumulated(self) -> None:
+        """Backward has added to the gradient of a parameter on a GPU; called for each of them."""
+
     def step_begins(self, num_missed: int) -> float:
         """Before the optimizer's step; `num_missed` steps were skipped since. The factor for its rates."""
         if not self.is_alone:

@@ -67,17 +67,19 @@ class GroupBucket:
         self.memory = allocate(layout.size_bytes // real.itemsize, real)
         bucket = Bucket(layout, memory=self.memory)
         *self.views, self.flags = bucket.views
-        self.is_on_device = self.memory.device.type != "cpu"
-        starts = [slot.offset_bytes // real.itemsize for slot in layout.slots]
-        ends = [start + view.numel() for start, view in zip(starts, self.views, strict=False)]
-        self._gaps = [self.memory.new_zeros(start - end) for end, start in zip(ends, starts[1:], strict=True)]
-        self._can_fill = self.is_on_device and dtype is real
-        self._body = self.memory[: starts[-1]]
-        """What the views and the gaps behind them cover."""
+        self._gaps: list[torch.Tensor] = []
+        """The zeros behind each view, where a device fills it as a whole; else none."""
+        if self.memory.device.type != "cpu" and dtype is real:
+            starts = [slot.offset_bytes // real.itemsize for slot in layout.slots]
+            ends = [start + view.numel() for start, view in zip(starts, self.views, strict=False)]
+            gaps = [start - end for end, start in zip(ends, starts[1:], strict=True)]
+            self._gaps = [self.memory.new_zeros(gap) for gap in gaps]
+            self._ones = self.memory.new_ones(self.num_slots)
+            self._body = self.memory[: starts[-1] + self.num_slots]
 
     def fill(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Copies all gradients by one operation of a device; False where some lie unlike the views."""
-        if not self._can_fill:
+        """Copies all gradients, with flags, by one operation of a device; False where some lie otherwise."""
+        if not self._gaps:
             return False
         parts = []
         for gradient, view, gap in zip(gradients, self.views, self._gaps, strict=True):
@@ -86,7 +88,7 @@ class GroupBucket:
             if gradient.stride() != view.stride() or gradient.dtype != view.dtype:
                 return False
             parts += [gradient.detach().as_strided((view.numel(),), (1,)), gap]
-        torch.cat(parts, out=self._body)
+        torch.cat([*parts, self._ones], out=self._body)
         return True
 
 
@@ -113,9 +115,8 @@ class _Place:
         if self.last_round == owner.number:
             owner.begin_again()
         self.last_round = owner.number
+        self.take(parameter.grad)
         bucket = self.bucket
-        if not bucket.is_on_device:  # there one copy of them all costs less than one of each
-            self.take(parameter.grad)
         bucket.num_missing -= 1
         try:
             if not bucket.num_missing:
@@ -217,19 +218,7 @@ class GradientRound:
             if bucket.num_missing:
                 return
             bucket.flags.fill_(1)
-            if bucket.is_on_device:
-                self._take_all(bucket)
             self._start(bucket)
-
-    def _take_all(self, bucket: GroupBucket) -> None:
-        """Copies the gradients of a full bucket in."""
-        places = [place for place in self._places if place.bucket is bucket]
-        if bucket.fill([place.parameter.grad for place in places]):
-            for place in places:
-                place.parameter.grad = place.view
-        else:
-            for place in places:
-                place.take(place.parameter.grad)
 
     def has_foreign(self) -> bool:
         """Whether there are gradients that no round has left there."""
@@ -285,17 +274,21 @@ class GradientRound:
         """Reduce what was not started, unused parameters included; those without any gradient."""
         without = []
         for bucket in self._buckets[self.num_started :]:
+            places = [place for place in self._places if place.bucket is bucket]
+            if bucket.fill([place.parameter.grad for place in places]):
+                for place in places:
+                    place.parameter.grad = place.view
+                continue
             bucket.flags.fill_(1)
-        for place in self._places:
-            if place.last_round != self.number:
+            for place in places:
+                if place.last_round == self.number:
+                    continue
                 if place.parameter.grad is None:
                     place.view.zero_()
                     place.bucket.flags[place.number] = 0
                     without.append(place)
                 else:
                     place.take(place.parameter.grad)
-            elif place.bucket.is_on_device and place.bucket.handle is None:
-                place.take(place.parameter.grad)
         for bucket in self._buckets[self.num_started :]:
             self._start(bucket)
         return without

@@ -31,8 +31,8 @@ Checked: TypeAlias = Literal["in backward", "before the step", "never"]
 _WHOLE_ELEMENTS = 1 << 16
 """Up to this size a tensor is looked at as a whole, above it at its first row."""
 _DEVICE_STEPS = 16
-"""So many steps are judged at once on a device: to judge is to wait for it. Each operation costs as much there
-as a layer of a small model, so parameters are looked at in the last of these steps alone, as a whole."""
+"""So many steps are judged at once on a device: to judge is to wait for it. Each operation costs there as
+much as a layer of a small model, so parameters are looked at in the last of these steps alone, as a whole."""
 
 
 class _Look(NamedTuple):
