@@ -17,6 +17,8 @@ AGAIN = {
     ],
 }
 """The least that gives all rows of the report that is kept."""
+LATER = {"publish_mix"}
+"""What is measured now, and was not when these reports were written."""
 
 
 def name_of(path):
@@ -64,10 +66,11 @@ def test_the_same_benchmark_has_the_same_rows_today(path, tmp_path, capsys):
     new = tmp_path / "new.json"
     call(capsys, "bench", path.stem, *AGAIN[path.stem], "--report", new)
     told = json.loads(call(capsys, "diff", path, new, "--json", "-"))
-    assert (told["only_baseline"], told["only_test"]) == ([], [])
+    assert told["only_baseline"] == []
+    assert {row["metric"] for row in told["only_test"]} <= LATER
     assert told["result"]["failed"] == 0
     kinds = [
         {(row["metric"], row["unit"], row["direction"]) for row in json.loads(file.read_text())["rows"]}
         for file in (path, new)
     ]
-    assert kinds[0] == kinds[1]
+    assert {kind for kind in kinds[1] if kind[0] not in LATER} == kinds[0]

@@ -115,12 +115,12 @@ def compare(
     """
     _check(baseline, test)
     old_rows, new_rows = ([row for row in report.rows if _counts(row)] for report in (baseline, test))
-    others = {row.identity: row for row in new_rows}
-    pairs = [(row, others[row.identity]) for row in old_rows if row.identity in others]
+    others = {_pairing(row): row for row in new_rows}
+    pairs = [(row, others[_pairing(row)]) for row in old_rows if _pairing(row) in others]
     _check_pairs(baseline, test, pairs)
     took_turns = bool(baseline.turns) and baseline.turns == test.turns
     judgements = judge(pairs, alpha=alpha, effect_percent=effect_percent, took_turns=took_turns)
-    paired: dict[Identity, bool] = {old.identity: True for old, _ in pairs}
+    paired: dict[Identity, bool] = {_pairing(old): True for old, _ in pairs}
     differences = _differences(baseline, test)
     return Diff(
         baseline=baseline,
@@ -129,11 +129,17 @@ def compare(
             RowDiff(old, new, _changes(old, new), judgement)
             for (old, new), judgement in zip(pairs, judgements, strict=True)
         ),
-        only_baseline=tuple(row for row in old_rows if row.identity not in paired),
-        only_test=tuple(row for row in new_rows if row.identity not in paired),
+        only_baseline=tuple(row for row in old_rows if _pairing(row) not in paired),
+        only_test=tuple(row for row in new_rows if _pairing(row) not in paired),
         differences=differences,
         warnings=tuple(_warnings(baseline, test, differences)),
     )
+
+
+def _pairing(row: Row) -> Identity:
+    """By what a row finds its other half: reports from before GPUs were measured name no device."""
+    metric, key = row.identity
+    return metric, tuple(entry for entry in key if entry != ("device", False, "cpu"))
 
 
 def _counts(row: Row) -> bool:
