@@ -26,6 +26,8 @@ _HANDLE_BYTES = 64
 _MAPPED, _PORTABLE = 2, 1
 _ALREADY_REGISTERED = 712
 _PEER_ACCESS = 1
+_WRITE_VALUE, _WAIT_VALUE = "cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"
+_GREATER_OR_EQUAL = 0
 
 
 class DeviceStream(abc.ABC):
@@ -193,19 +195,13 @@ class CudaSharedDevice(SharedDevice):
         """Waits for all streams of this process."""
         torch.cuda.synchronize(self._index)
 
-    def write_value(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
-        """Enqueues the write of a word."""
-        self._enqueue("cuStreamWriteValue32_v2", stream, address, value)
-
-    def wait_value(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
-        """Enqueues a wait until a word is `value` or more, which is what flag 0 stands for."""
-        self._enqueue("cuStreamWaitValue32_v2", stream, address, value)
-
-    def _enqueue(self, name: str, stream: torch.cuda.Stream, address: int, value: int) -> None:
-        where = ctypes.c_uint64(self._seen_by_gpu(address))
-        queue = ctypes.c_void_p(stream.cuda_stream)
-        error = self._driver.call(name, queue, where, ctypes.c_uint32(value & 0xFFFFFFFF), ctypes.c_uint(0))
-        self._driver.check(error, "order its work")
+    def enqueue(self, name: str, stream: torch.cuda.Stream, address: int, value: int) -> None:
+        """Gives a stream the write of a word, or the wait for one."""
+        error = self._driver.call(
+            name, stream.cuda_stream, self._seen_by_gpu(address), value, _GREATER_OR_EQUAL
+        )
+        if error:
+            self._driver.check(error, "order its work")
 
     def _seen_by_gpu(self, address: int) -> int:
         for start, (end, offset) in self._registered.items():
@@ -231,10 +227,10 @@ class _CudaStream(DeviceStream):
             work()
 
     def signal(self, address: int, value: int) -> None:
-        self._device.write_value(self.stream, address, value)
+        self._device.enqueue(_WRITE_VALUE, self.stream, address, value)
 
     def wait(self, address: int, value: int) -> None:
-        self._device.wait_value(self.stream, address, value)
+        self._device.enqueue(_WAIT_VALUE, self.stream, address, value)
 
     def synchronize(self) -> None:
         self.stream.synchronize()
@@ -272,6 +268,9 @@ class _Driver:
                 next_step='open the group with shoal.init(backend="gloo").',
             ) from None
         self._index = index
+        for name in (_WRITE_VALUE, _WAIT_VALUE):
+            kinds = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+            getattr(self._library, name).argtypes = kinds
         self._context = ctypes.c_void_p()
         self._thread = threading.local()
         self.check(self._library.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), index), "be used")
