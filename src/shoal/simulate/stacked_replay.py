@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.core import Address
-from shoal.group.simulated.network import CallAt, Links, Over, Ring
+from shoal.group.simulated import CallAt, Links, Over, Ring
 from shoal.simulate import stacked_tape
 from shoal.simulate.stacked_tape import Backward, Exchange, Forward, Issue, Mark, Tape, Wait
 from shoal.simulate.world import StepCosts, World
