@@ -77,7 +77,7 @@ def all_reduce(group: Group, tensor: torch.Tensor, op: Reduction = "mean") -> Op
     """Goes round a ring of the members."""
     members = list(group.members)
     if len(members) < 2 or group.rank not in members:
-        return Operation("all_reduce", tensor.nbytes, tensor=tensor)
+        return Operation("all_reduce", tensor.nbytes, needs_all=True, tensor=tensor)
     place, num_hops = members.index(group.rank), 2 * (len(members) - 1)
     size_bytes = ring_bytes(tensor.nbytes, len(members))
     sends, receives = {members[(place + 1) % len(members)]: size_bytes}, {members[place - 1]: size_bytes}
