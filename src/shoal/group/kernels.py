@@ -8,6 +8,8 @@ what is published, is checked here before it is done.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 
@@ -141,16 +143,16 @@ def _mix_piece(
         out.add_(source, alpha=weight)
 
 
+@dataclass(eq=False)
 class CopiedSnapshot(Snapshot):
     """Of its own memory: whatever the publisher does, it stays what it was."""
 
-    def __init__(self, rank: int, version: int, tensor: torch.Tensor) -> None:
-        self.rank = rank
-        self.version = version
-        self.tensor = tensor
+    rank: int
+    version: int
+    tensor: torch.Tensor
 
     def is_intact(self) -> bool:
-        """Always."""
+        """Is always true of a copy."""
         return True
 
 
@@ -161,19 +163,13 @@ class MemorySlot(Slot):
         self, source: int, num_elements: int, dtype: torch.dtype, device: torch.device | None
     ) -> None:
         self.source = source
-        self.num_writes = 0
-        self.mass = 0.0
-        self.note = b""
-        self._kind = num_elements, dtype, device
-        self._memory: torch.Tensor | None = None
+        self._make = partial(torch.zeros, num_elements, dtype=dtype, device=device)
+        self.clear()
 
-    @property
+    @cached_property
     def tensor(self) -> torch.Tensor:  # type: ignore[override]
-        """What was written."""
-        if self._memory is None:
-            num_elements, dtype, device = self._kind
-            self._memory = torch.zeros(num_elements, dtype=dtype, device=device)
-        return self._memory
+        """The memory of what was written."""
+        return self._make()
 
     def clear(self) -> None:
         """Empties it; the memory is left as it is."""
@@ -184,7 +180,7 @@ class MemorySlot(Slot):
         return write.kind != "send" or self.num_writes == 0
 
     def take(self, write: Write) -> None:
-        """Does one write."""
+        """Does one write, for which there is room."""
         has_more = write.kind == "add" and self.num_writes > 0
         (write_more if has_more else write_first)(self.tensor, write)
         self.mass = write.mass + (self.mass if has_more else 0.0)

@@ -40,7 +40,7 @@ Over: TypeAlias = Callable[[int, float], None]
 """Is told of a rank, and of a time."""
 NOTICED_AFTER_S = 0.02
 """A process that has ended is missed so much later: what its machine says when its sockets close."""
-_Arrival: TypeAlias = "tuple[Collective, SimulatedOperation[Any]]"
+_Arrival: TypeAlias = "tuple[Collective, _SimulatedOperation[Any]]"
 _CONTIGUOUS = torch.contiguous_format
 _NOTHING = torch.empty(0)
 
@@ -54,7 +54,7 @@ class SimulatedGroup(LocalGroup):
         self, network: SimulatedNetwork, rank: int, machines: Sequence[int], patience: float = 1.0
     ) -> None:
         super().__init__(network, rank, machines, patience)
-        self._under_way: list[tuple[torch.Tensor, SimulatedOperation[Any]]] = []
+        self._under_way: list[tuple[torch.Tensor, _SimulatedOperation[Any]]] = []
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "mean") -> Handle[torch.Tensor]:
         """Goes round a ring of the members, which each of them begins when it comes."""
@@ -223,7 +223,7 @@ class SimulatedGroup(LocalGroup):
         self,
         plan: Operation,
         collective: Collective,
-        handle: SimulatedOperation[Any],
+        handle: _SimulatedOperation[Any],
         sources: Sequence[int] | None,
         finish: Callable[[], None],
     ) -> None:
@@ -277,7 +277,7 @@ class _Message:
         return self.factors[rank]
 
 
-class SimulatedWindow(LocalWindow):
+class _SimulatedWindow(LocalWindow):
     """A window to which writes come after their way, and which can be waited for in virtual time."""
 
     _network: SimulatedNetwork
@@ -291,13 +291,11 @@ class SimulatedWindow(LocalWindow):
             self._network.on_change(self._somebody_is_gone)
 
     def filled(self) -> Sequence[int]:
-        """Lists the filled slots at this worker's own time."""
         self._check_open()
         self._network.turns.current.poll(lambda: bool(self._filled()), f"writes into window {self.name!r}")
         return self._filled()
 
     def wait(self, deadline: Deadline | None = None) -> Sequence[int]:
-        """Waits in virtual time."""
         self._check_open()
         turn, network = self._network.turns.current, self._network
         turn.look_up()
@@ -351,14 +349,10 @@ class SimulatedNetwork(LocalNetwork):
         super().__init__(len(addresses))
         self.turns = turns
         self.links = Links(conditions, addresses)
+        self.window_type = _SimulatedWindow
         self._collectives: dict[int, Collective] = {}
         self._numbers = [0] * self.size
         self.on_change(self._look)
-
-    @property
-    def window_type(self) -> type[LocalWindow]:
-        """The windows that can be waited for in virtual time."""
-        return SimulatedWindow
 
     @property
     def now_s(self) -> float:
@@ -369,9 +363,9 @@ class SimulatedNetwork(LocalNetwork):
         """Lets all others come to the time of the worker that calls."""
         self.turns.current.look_up()
 
-    def pending(self, rank: int, what: str) -> SimulatedOperation[Any]:
+    def pending(self, rank: int, what: str) -> _SimulatedOperation[Any]:
         """Makes a handle that can be waited for in virtual time."""
-        return SimulatedOperation(self, rank, what)
+        return _SimulatedOperation(self, rank, what)
 
     def arrives_s(self, source: int, target: int, size_bytes: int) -> float:
         """Sends something over the link, and tells when it arrives."""
@@ -408,7 +402,7 @@ class SimulatedNetwork(LocalNetwork):
             collective.look()
 
 
-class SimulatedOperation(PendingOperation[T]):
+class _SimulatedOperation(PendingOperation[T]):
     """Is under way until the time that `resolve` says."""
 
     def __init__(self, network: SimulatedNetwork, rank: int, what: str) -> None:
@@ -438,7 +432,6 @@ class SimulatedOperation(PendingOperation[T]):
         self.resolve(self._network.now_s, take)
 
     def wait(self, deadline: Deadline | None = None) -> T:
-        """Waits in virtual time."""
         if not self.is_taken:
             self._come_to_end(deadline)
         return super().wait()
@@ -462,7 +455,6 @@ class SimulatedOperation(PendingOperation[T]):
             self._blamed = None
 
     def is_done(self) -> bool:
-        """Looks at this worker's own time."""
         return self.is_taken or self._network.turns.current.poll(self._is_due, self._what)
 
     def _is_due(self) -> bool:

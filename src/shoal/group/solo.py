@@ -229,13 +229,9 @@ class LocalNetwork:
         self.lost: dict[int, Loss] = {}
         self.waited_s = [[0.0] * size for _ in range(size)]
         self.windows: dict[tuple[int, str], LocalWindow] = {}
-        self._published: dict[tuple[int, str], Publication] = {}
+        self.window_type: type[LocalWindow] = LocalWindow
+        self._readers: dict[tuple[int, str], list[Callable[[], bool]]] = {}
         self._watchers: list[Callable[[], None]] = []
-
-    @property
-    def window_type(self) -> type[LocalWindow]:
-        """The windows that members have here."""
-        return LocalWindow
 
     @property
     def now_s(self) -> float:
@@ -257,13 +253,15 @@ class LocalNetwork:
         """Carries something from now on; `deliver` is called when it arrives."""
         deliver()
 
-    def publication(self, rank: int, name: str) -> Publication:
-        """Finds what a member publishes under a name, or will."""
-        key = rank, name
-        if key not in self._published:
-            self._published[key] = Publication(rank, name)
-            self.on_change(self._published[key].look)
-        return self._published[key]
+    def when_published(self, rank: int, name: str, attempt: Callable[[], bool]) -> None:
+        """Tries now, and whenever a member publishes or changes something, or goes, until it is true."""
+        if not attempt():
+            self._readers.setdefault((rank, name), []).append(attempt)
+
+    def look(self, rank: int, name: str) -> None:
+        """Tries those that wait for what a member publishes."""
+        waiting = self._readers.pop((rank, name), [])
+        self._readers[rank, name] = [attempt for attempt in waiting if not attempt()]
 
     def on_change(self, callback: Callable[[], None]) -> None:
         """Has it called whenever somebody is gone."""
@@ -275,71 +273,8 @@ class LocalNetwork:
             self.present = [each for each in self.present if each != rank]
             for callback in list(self._watchers):
                 callback()
-
-
-class Publication:
-    """What one member has published under one name, and those that wait for a version of it."""
-
-    def __init__(self, rank: int, name: str) -> None:
-        self.rank = rank
-        self.name = name
-        self._tensor: torch.Tensor | None = None
-        self._version = -1
-        self._is_changing = False
-        self._waiting: list[Callable[[], bool]] = []
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is published."""
-        return self._tensor is None
-
-    def publish(self, tensor: torch.Tensor | None, version: int) -> None:
-        """Takes the place of what was published before; None withdraws it."""
-        self._tensor, self._version = None if tensor is None else tensor.detach(), version
-        self.look()
-
-    def check_reclaim(self, version: int) -> None:
-        """UsageError for the newest version; nobody has more than copies of any other."""
-        if self._tensor is not None and self._version <= version:
-            raise UsageError(
-                f"Version {version} of {self.name!r} is the newest that is published, and cannot be "
-                "reclaimed.",
-                next_step="publish a newer version first.",
-            )
-
-    @contextlib.contextmanager
-    def changing(self, version: int) -> Iterator[None]:
-        """Has what is published be of that version when the block has ended well."""
-        if self._tensor is None:
-            raise UsageError(
-                f"Nothing is published as {self.name!r}, so it cannot be changed.",
-                next_step="publish it first.",
-            )
-        if version < self._version:
-            raise UsageError(
-                f"{self.name!r} is of version {self._version} and cannot become {version}.",
-                next_step="count upwards.",
-            )
-        self._is_changing = True
-        yield
-        self._is_changing = False
-        self._version = version
-        self.look()
-
-    def snapshot(self, least_version: int = 0) -> CopiedSnapshot | None:
-        """Copies what is published; None where it is older than asked for, or is being changed."""
-        if self._tensor is None or self._is_changing or self._version < least_version:
-            return None
-        return CopiedSnapshot(self.rank, self._version, self._tensor.clone())
-
-    def when(self, attempt: Callable[[], bool]) -> None:
-        """Tries now, and whenever something is published or changed, until it is true."""
-        if not attempt():
-            self._waiting.append(attempt)
-
-    def look(self) -> None:
-        """Tries those that wait: it has changed, or its member is gone."""
-        self._waiting = [attempt for attempt in self._waiting if not attempt()]
+            for key in list(self._readers):
+                self.look(*key)
 
 
 class QueueingSlot(MemorySlot):
@@ -379,7 +314,11 @@ class LocalWindow(Window):
         self._group = group
         self._rank = group.rank
         self._network = group.network
-        self._publication = group.network.publication(group.rank, name)
+        # made again under a name that is in use, it goes on with what the one before has published
+        before = self._network.windows.get((self._rank, name))
+        self._published: torch.Tensor | None = None if before is None else before._published
+        self._version: int = -1 if before is None else before._version
+        self._is_changing = False
         self._slots = {source: QueueingSlot(source, form) for source in sorted(sources)}
         self._is_open = True
         self._network.windows[self._rank, name] = self
@@ -450,23 +389,51 @@ class LocalWindow(Window):
 
     def publish(self, tensor: torch.Tensor, version: int) -> None:
         """Lets others copy the tensor as it is when they ask."""
+        self._begin()
         check_write(Write("put", tensor), self.name, self.num_elements, self.dtype)
-        self._begin().publish(tensor, version)
+        self._published, self._version = tensor.detach(), version
+        self._network.look(self._rank, self.name)
 
     def reclaim(self, version: int) -> None:
         """Does nothing more than to check: snapshots are copies."""
-        self._publication.check_reclaim(version)
+        if self._published is not None and self._version <= version:
+            raise UsageError(
+                f"Version {version} of {self.name!r} is the newest that is published, and cannot be "
+                "reclaimed.",
+                next_step="publish a newer version first.",
+            )
 
     @contextlib.contextmanager
     def changing(self, version: int) -> Iterator[None]:
-        """Has readers wait until the block has ended."""
-        with self._begin().changing(version):
-            yield
+        """Has readers wait until the block has ended, and for good if it raises."""
+        self._begin()
+        if self._published is None:
+            raise UsageError(
+                f"Nothing is published as {self.name!r}, so it cannot be changed.",
+                next_step="publish it first.",
+            )
+        if version < self._version:
+            raise UsageError(
+                f"{self.name!r} is of version {self._version} and cannot become {version}.",
+                next_step="count upwards.",
+            )
+        self._is_changing = True
+        yield
+        self._is_changing = False
+        self._version = version
+        self._network.look(self._rank, self.name)
+
+    def snapshot(self, least_version: int = 0) -> CopiedSnapshot | None:
+        """Copies what is published; None where it is older than asked for, or is being changed."""
+        if self._published is None or self._is_changing or self._version < least_version:
+            return None
+        return CopiedSnapshot(self._rank, self._version, self._published.clone())
 
     def fetch(self, peer: int) -> Handle[Snapshot | None]:
         """Copies what is there when the request comes, and brings it back."""
         if peer == self._rank:
-            return Done(self._begin().snapshot())
+            self._begin()
+            return Done(self.snapshot())
         return self._ask("fetch", peer, None, lambda snapshot: snapshot)
 
     def read(self, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
@@ -477,30 +444,33 @@ class LocalWindow(Window):
         self, what: str, peer: int, version: int | None, take: Callable[[CopiedSnapshot], T]
     ) -> Handle[T | None]:
         """Asks for what a peer has published; with a version, once it is that new."""
-        network, found = self._network, self._begin(peer)
-        handle: PendingOperation[T | None] = network.pending(
-            self._rank, f"{what} {self.name!r} of rank {peer}"
-        )
+        self._group.check_rank(peer)
+        self._begin()
+        network, rank = self._network, self._rank
+        handle: PendingOperation[T | None] = network.pending(rank, f"{what} {self.name!r} of rank {peer}")
 
         def attempt() -> bool:
-            is_there = peer in network.present
-            snapshot = found.snapshot(version or 0) if is_there else None
+            there = network.windows.get((peer, self.name)) if peer in network.present else None
+            snapshot = None if there is None else there.snapshot(version or 0)
             if snapshot is not None or version is None:
-                size_bytes = 0 if snapshot is None or peer == self._rank else snapshot.tensor.nbytes
+                size_bytes = 0 if snapshot is None or peer == rank else snapshot.tensor.nbytes
 
                 def finish() -> T | None:
                     self._group.counter.received_bytes += size_bytes
                     return None if snapshot is None else take(snapshot)
 
-                handle.resolve(network.arrives_s(peer, self._rank, size_bytes), finish)
-            elif not is_there or (found.is_empty and version == 0):
+                handle.resolve(network.arrives_s(peer, rank, size_bytes), finish)
+            elif peer not in network.present or (
+                version == 0 and (there is None or there._published is None)
+            ):
                 handle.resolve(network.now_s, lambda: None)
             return handle.is_resolved
 
-        if peer == self._rank:
-            found.when(attempt)
+        when = partial(network.when_published, peer, self.name, attempt)
+        if peer == rank:
+            when()
         else:
-            network.send(self._rank, peer, 0, partial(found.when, attempt))
+            network.send(rank, peer, 0, when)
         return handle
 
     def close(self) -> None:
@@ -509,18 +479,15 @@ class LocalWindow(Window):
             del self._network.windows[self._rank, self.name]
         if self._is_open:
             self._is_open = False
-            self._publication.publish(None, -1)
+            self._network.look(self._rank, self.name)
             for slot in self._slots.values():
                 slot.drop()
 
-    def _begin(self, peer: int | None = None) -> Publication:
-        """Comes to this worker's own time, and finds what a peer, or it itself, has published."""
+    def _begin(self) -> None:
+        """Comes to this worker's own time, unless it may not do anything more."""
         self._check_open()
         self._group.check_member()
-        if peer is not None:
-            self._group.check_rank(peer)
         self._network.look_up()
-        return self._publication if peer is None else self._network.publication(peer, self.name)
 
     def _slot_of(self, source: int) -> QueueingSlot:
         if source not in self._slots:
