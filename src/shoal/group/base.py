@@ -56,11 +56,11 @@ class Done(Handle[T]):
         self._result = result
 
     def wait(self, deadline: Deadline | None = None) -> T:
-        """Returns the result."""
+        """Gives the result at once."""
         return self._result
 
     def is_done(self) -> bool:
-        """Returns True."""
+        """Is true from the beginning."""
         return True
 
 
@@ -387,7 +387,7 @@ def rank_to_blame(error: BaseException | None, own_rank: int) -> int | None:
 
 
 class GroupSettings(msgspec.Struct, frozen=True):
-    """Of one group, alike on all its members."""
+    """What one group is opened with, alike on all its members."""
 
     key: str
     """Tells this group from others on the machine; its members share it."""

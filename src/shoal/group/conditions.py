@@ -19,7 +19,7 @@ import torch
 from shoal.core import Address, Deadline, PeerLost, ShoalError
 from shoal.group.base import Done, Group, Handle, Snapshot, Window, Write
 from shoal.group.functions import spread_over_ranks
-from shoal.group.operations import Bytes, GroupWrapper, Operation, Sleeper, others
+from shoal.group.operations import Bytes, ClockSleeper, GroupWrapper, OperationPlan, others
 from shoal.topology import MachineWeights, Weights
 from shoal.transport import Conditions, FaultScript, Profile
 from shoal.transport.conditions import documents
@@ -62,7 +62,7 @@ class Shaped(GroupWrapper):
         *,
         between: Literal["workers", "machines"] = "workers",
         seed: int = 0,
-        sleeper: Sleeper | None = None,
+        sleeper: ClockSleeper | None = None,
     ) -> None:
         super().__init__(inner)
         self._conditions = Conditions(
@@ -72,9 +72,9 @@ class Shaped(GroupWrapper):
             Address("machine", machine) if between == "machines" else Address("rank", rank)
             for rank, machine in enumerate(inner.machines)
         ]
-        self._sleeper = sleeper or Sleeper()
+        self._sleeper = sleeper or ClockSleeper()
 
-    def _issue(self, operation: Operation, start: Callable[[], Handle[T]]) -> Handle[T]:
+    def _issue(self, operation: OperationPlan, start: Callable[[], Handle[T]]) -> Handle[T]:
         issued_s = due_s = self._sleeper.clock.now_s()
         handle = start()
         num_steps = operation.num_steps
@@ -172,7 +172,7 @@ class Faulty(GroupWrapper):
         script: FaultScript | str | Path,
         *,
         seed: int = 0,
-        sleeper: Sleeper | None = None,
+        sleeper: ClockSleeper | None = None,
         end: Callable[[], None] | None = None,
         first_rank: int = 0,
         should_stretch: bool = True,
@@ -181,7 +181,7 @@ class Faulty(GroupWrapper):
         self._script = script if isinstance(script, FaultScript) else FaultScript.load(script)
         self._seed = seed
         _check(self._script, inner, first_rank)
-        self._sleeper = sleeper or Sleeper()
+        self._sleeper = sleeper or ClockSleeper()
         self._end = end or (lambda: os.kill(os.getpid(), signal.SIGKILL))
         self._stop = end or (lambda: os.kill(os.getpid(), signal.SIGSTOP))
         self._should_stretch = should_stretch
@@ -214,7 +214,7 @@ class Faulty(GroupWrapper):
 
     # --- operations ---
 
-    def _issue(self, operation: Operation, start: Callable[[], Handle[T]]) -> Handle[T]:
+    def _issue(self, operation: OperationPlan, start: Callable[[], Handle[T]]) -> Handle[T]:
         """Issues what needs everybody, or asks one peer; None is what comes from beyond a partition."""
         self._begin()
         cut = self._cut(operation.needs)

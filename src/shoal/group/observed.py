@@ -10,7 +10,7 @@ import msgspec
 
 from shoal.core import SYSTEM_CLOCK, Clock, Deadline, DeadlineExceeded
 from shoal.group.base import Group, Handle
-from shoal.group.operations import GroupWrapper, Operation
+from shoal.group.operations import GroupWrapper, OperationPlan
 from shoal.report.timeline import Timeline
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class Metered(GroupWrapper):
         if isinstance(self.everybody, Metered):
             self.everybody._traffic = self._traffic
 
-    def _issue(self, operation: Operation, start: Callable[[], Handle[T]]) -> Handle[T]:
+    def _issue(self, operation: OperationPlan, start: Callable[[], Handle[T]]) -> Handle[T]:
         traffic, began_s = self._count(operation), self._clock.now_s()
 
         def waited(from_s: float, until_s: float) -> None:
@@ -91,7 +91,7 @@ class Metered(GroupWrapper):
             waited(began_s, self._clock.now_s())
         return _ObservedHandle(handle, self._clock, waited, ended, brought)
 
-    def _call(self, operation: Operation, act: Callable[[], T]) -> T:
+    def _call(self, operation: OperationPlan, act: Callable[[], T]) -> T:
         traffic, began_s = self._count(operation), self._clock.now_s()
         try:
             return act()
@@ -100,7 +100,7 @@ class Metered(GroupWrapper):
             traffic.blocked_s += lasted_s
             traffic.lasted_s += lasted_s
 
-    def _count(self, operation: Operation) -> Traffic:
+    def _count(self, operation: OperationPlan) -> Traffic:
         traffic = self._traffic.setdefault(operation.name, Traffic())
         traffic.num_calls += 1
         traffic.sent_bytes += operation.sent_bytes
@@ -129,19 +129,19 @@ class Traced(GroupWrapper):
         finally:
             self.timeline.close()
 
-    def _issue(self, operation: Operation, start: Callable[[], Handle[T]]) -> Handle[T]:
+    def _issue(self, operation: OperationPlan, start: Callable[[], Handle[T]]) -> Handle[T]:
         waited = partial(self.timeline.add, f"wait for {operation.name}", WAITING)
         ended = partial(self._record, operation, self.timeline.clock.now_s())
         return _ObservedHandle(start(), self.timeline.clock, waited, ended)
 
-    def _call(self, operation: Operation, act: Callable[[], T]) -> T:
+    def _call(self, operation: OperationPlan, act: Callable[[], T]) -> T:
         began_s = self.timeline.clock.now_s()
         try:
             return act()
         finally:
             self._record(operation, began_s, self.timeline.clock.now_s())
 
-    def _record(self, operation: Operation, began_s: float, ended_s: float) -> None:
+    def _record(self, operation: OperationPlan, began_s: float, ended_s: float) -> None:
         self.timeline.add(operation.name, operation.name, began_s, ended_s, operation.size_bytes)
 
 

@@ -1,11 +1,11 @@
 """What each operation of a group sends, receives and needs, and the wrapper through which operations pass.
 
-An `Operation` is one row of that table, seen from one worker: it serves counting, tracing, shaping, faults
-and virtual time alike. Its bytes are those of a network without shared memory, so that figures of one machine
-say what a cluster would have to carry; `Metered` lists the formulas.
+An `OperationPlan` is one row of that table, seen from one worker: it serves counting, tracing, shaping,
+faults and virtual time alike. Its bytes are those of a network without shared memory, so that figures of one
+machine say what a cluster would have to carry; `Metered` lists the formulas.
 
-A `GroupWrapper` forwards everything. A subclass overrides the hooks through which all operations pass, or
-single methods. A `Sleeper` holds the caller's thread on purpose, in the one place where a group does so.
+A `GroupWrapper` forwards everything, by methods that are made from the table. A subclass overrides the hooks
+through which all operations pass, or single methods.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -29,21 +28,20 @@ T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., Any])
 Bytes = Mapping[int, int]
 """Bytes by rank."""
-Row: TypeAlias = Callable[..., "Operation"]
+Row: TypeAlias = Callable[..., "OperationPlan"]
 """One row of the table: makes the operation of a group and of what its method is called with."""
-_NONE: Bytes = MappingProxyType({})
 _SLICE_S = 0.001  # others may wait for work that this worker does for them between two slices
 _NEAR_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class OperationPlan:
     """One call of a method of a group or a window, as one worker makes it."""
 
     name: str
     size_bytes: int = 0
-    sends: Bytes = field(default_factory=lambda: _NONE)
-    receives: Bytes = field(default_factory=lambda: _NONE)
+    sends: Bytes = field(default_factory=dict)
+    receives: Bytes = field(default_factory=dict)
     num_steps: int = 1
     """How many times one after the other something is sent: each waits for the one before."""
     needs: Sequence[int] = ()
@@ -73,31 +71,31 @@ def ring_bytes(size_bytes: int, num_members: int) -> int:
     return 2 * (num_members - 1) * size_bytes // num_members
 
 
-def all_reduce(group: Group, tensor: torch.Tensor, op: Reduction = "mean") -> Operation:
+def all_reduce(group: Group, tensor: torch.Tensor, op: Reduction = "mean") -> OperationPlan:
     """Goes round a ring of the members."""
     members = list(group.members)
     if len(members) < 2 or group.rank not in members:
-        return Operation("all_reduce", tensor.nbytes, needs_all=True, tensor=tensor)
+        return OperationPlan("all_reduce", tensor.nbytes, needs_all=True, tensor=tensor)
     place, num_hops = members.index(group.rank), 2 * (len(members) - 1)
     size_bytes = ring_bytes(tensor.nbytes, len(members))
     sends, receives = {members[(place + 1) % len(members)]: size_bytes}, {members[place - 1]: size_bytes}
-    return Operation(
+    return OperationPlan(
         "all_reduce", tensor.nbytes, sends, receives, num_hops, others(group), needs_all=True, tensor=tensor
     )
 
 
-def broadcast(group: Group, tensor: torch.Tensor, root: int = 0) -> Operation:
+def broadcast(group: Group, tensor: torch.Tensor, root: int = 0) -> OperationPlan:
     """Goes from the root straight to everybody."""
     size_bytes, peers = tensor.nbytes, others(group)
     if group.rank == root:
-        return Operation("broadcast", size_bytes, dict.fromkeys(peers, size_bytes), tensor=tensor)
+        return OperationPlan("broadcast", size_bytes, dict.fromkeys(peers, size_bytes), tensor=tensor)
     needs = [root] if root in peers else []
-    return Operation(
+    return OperationPlan(
         "broadcast", size_bytes, receives={root: size_bytes}, needs=needs, needs_all=True, tensor=tensor
     )
 
 
-def all_gather(group: Group, tensor: torch.Tensor) -> Operation:
+def all_gather(group: Group, tensor: torch.Tensor) -> OperationPlan:
     """Goes from everybody straight to everybody; the others' sizes are known when they have come."""
     members, peers = tuple(group.members), others(group)
 
@@ -106,12 +104,12 @@ def all_gather(group: Group, tensor: torch.Tensor) -> Operation:
         return {rank: part.nbytes for rank, part in given if rank != group.rank}
 
     sends = dict.fromkeys(peers, tensor.nbytes)
-    return Operation("all_gather", tensor.nbytes, sends, needs=peers, needs_all=True, learns=learn)
+    return OperationPlan("all_gather", tensor.nbytes, sends, needs=peers, needs_all=True, learns=learn)
 
 
 def exchange(
     group: Group, tensor: torch.Tensor, weights: Weights | MachineWeights, *, out: torch.Tensor | None = None
-) -> Operation:
+) -> OperationPlan:
     """Goes straight to and from those that are there, of the ranks or machines that the weights name."""
     weights = spread_over_ranks(group, weights)
     members, size_bytes = group.members, tensor.nbytes
@@ -119,45 +117,47 @@ def exchange(
     sends = {rank: size_bytes for rank in to if rank in members}
     receives = {rank: size_bytes for rank in weights.sources if rank in members}
     written = tensor if out is None else out
-    return Operation("exchange", size_bytes, sends, receives, needs=tuple(weights.sources), tensor=written)
+    return OperationPlan(
+        "exchange", size_bytes, sends, receives, needs=tuple(weights.sources), tensor=written
+    )
 
 
-def barrier(group: Group) -> Operation:
+def barrier(group: Group) -> OperationPlan:
     """Carries no bytes, but a word from everybody to everybody."""
     peers = others(group)
     words = dict.fromkeys(peers, 0)
-    return Operation("barrier", 0, words, words, needs=peers, needs_all=True)
+    return OperationPlan("barrier", 0, words, words, needs=peers, needs_all=True)
 
 
-def write(group: Group, to: int, one: Write) -> Operation:
+def write(group: Group, to: int, one: Write) -> OperationPlan:
     """Goes into a window of `to`, if it is there; is over when it has arrived."""
     size_bytes = one.tensor.nbytes
     sends = {to: size_bytes} if to in others(group) else {}
-    return Operation(one.kind, size_bytes, sends, is_request=True)
+    return OperationPlan(one.kind, size_bytes, sends, is_request=True)
 
 
-def fetch(group: Group, peer: int) -> Operation:
+def fetch(group: Group, peer: int) -> OperationPlan:
     """Sends a request, and receives what the peer has published."""
     return _request(group, "fetch", peer, lambda snapshot: snapshot.tensor.nbytes)
 
 
-def read(group: Group, peer: int, into: torch.Tensor, *, version: int = 0) -> Operation:
+def read(group: Group, peer: int, into: torch.Tensor, *, version: int = 0) -> OperationPlan:
     """Sends a request, and receives a copy of what the peer has published."""
     return _request(group, "read", peer, lambda version: into.nbytes, into.detach())
 
 
 def _request(
     group: Group, name: str, peer: int, count: Callable[[Any], int], into: torch.Tensor | None = None
-) -> Operation:
+) -> OperationPlan:
     size_bytes = 0 if into is None else into.nbytes
     if peer == group.rank:
-        return Operation(name, size_bytes)
+        return OperationPlan(name, size_bytes)
 
     def learn(result: Any) -> Bytes:
         return {} if result is None else {peer: count(result)}
 
     needs = [peer] if peer in others(group) else []
-    return Operation(name, size_bytes, {peer: 0}, needs=needs, learns=learn, is_request=True, tensor=into)
+    return OperationPlan(name, size_bytes, {peer: 0}, needs=needs, learns=learn, is_request=True, tensor=into)
 
 
 def others(group: Group) -> list[int]:
@@ -166,7 +166,7 @@ def others(group: Group) -> list[int]:
 
 
 class TrafficCounter:
-    """Counts one worker's bytes by the same formulas, where making an `Operation` would take too long."""
+    """Counts one worker's bytes by the same formulas, where making an `OperationPlan` would take too long."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.sent_bytes = 0
@@ -174,7 +174,7 @@ class TrafficCounter:
         self._rank = rank
         self._size = size
 
-    def add(self, operation: Operation) -> None:
+    def add(self, operation: OperationPlan) -> None:
         """Counts what is known of an operation when it is issued."""
         self.sent_bytes += operation.sent_bytes
         self.received_bytes += operation.received_bytes
@@ -202,12 +202,14 @@ class TrafficCounter:
         return self._size
 
 
-def _empty(group: Group, num_elements: int, dtype: torch.dtype = torch.float32, **where: Any) -> Operation:
-    return Operation("empty", num_elements * dtype.itemsize)
+def _empty(
+    group: Group, num_elements: int, dtype: torch.dtype = torch.float32, **where: Any
+) -> OperationPlan:
+    return OperationPlan("empty", num_elements * dtype.itemsize)
 
 
-def _publish(group: Group, tensor: torch.Tensor, version: int) -> Operation:
-    return Operation("publish", tensor.nbytes)
+def _publish(group: Group, tensor: torch.Tensor, version: int) -> OperationPlan:
+    return OperationPlan("publish", tensor.nbytes)
 
 
 def _forwarded(method: Method, row: Row | None = None, hook: str = "_issue") -> Method:
@@ -269,12 +271,12 @@ class GroupWrapper(Group):
         return self.inner.split
 
     empty = _forwarded(Group.empty, _empty, "_call")
-    free = _forwarded(Group.free, lambda group, tensor: Operation("free", tensor.nbytes), "_call")
+    free = _forwarded(Group.free, lambda group, tensor: OperationPlan("free", tensor.nbytes), "_call")
     all_reduce = _forwarded(Group.all_reduce, all_reduce)
     broadcast = _forwarded(Group.broadcast, broadcast)
     all_gather = _forwarded(Group.all_gather, all_gather)
     exchange = _forwarded(Group.exchange, exchange)
-    settle = _forwarded(Group.settle, lambda group, tensor: Operation("settle"), "_call")
+    settle = _forwarded(Group.settle, lambda group, tensor: OperationPlan("settle"), "_call")
     barrier = _forwarded(Group.barrier, barrier)
     progress = _forwarded(Group.progress)
     leave = _forwarded(Group.leave)
@@ -291,14 +293,14 @@ class GroupWrapper(Group):
     ) -> Window:
         """Makes a window of the inner group, whose operations pass the hooks."""
         make = partial(self.inner.window, name, num_elements, dtype, sources=sources, device=device)
-        inner = self._call(Operation("window", num_elements * dtype.itemsize), make)
+        inner = self._call(OperationPlan("window", num_elements * dtype.itemsize), make)
         return WrappedWindow(inner, self, others(self) if sources is None else list(sources))
 
-    def _issue(self, operation: Operation, start: Callable[[], Handle[T]]) -> Handle[T]:
+    def _issue(self, operation: OperationPlan, start: Callable[[], Handle[T]]) -> Handle[T]:
         """Begins an operation that has a handle; `start` does it in the inner group."""
         return start()
 
-    def _call(self, operation: Operation, act: Callable[[], T]) -> T:
+    def _call(self, operation: OperationPlan, act: Callable[[], T]) -> T:
         """Does an operation that is over when it returns."""
         return act()
 
@@ -308,7 +310,7 @@ class GroupWrapper(Group):
 
     def _wait(self, window: Window, sources: Collection[int], deadline: Deadline | None) -> Sequence[int]:
         """Waits for what its sources write into a window of the inner group."""
-        return self._call(Operation("window_wait"), partial(window.wait, deadline))
+        return self._call(OperationPlan("window_wait"), partial(window.wait, deadline))
 
     @property
     def _wrapper(self) -> GroupWrapper:
@@ -344,14 +346,14 @@ class WrappedWindow(Window):
         """Changes what the inner window publishes; to wait for its readers is one operation."""
         with contextlib.ExitStack() as stack:
             change = self.inner.changing(version)
-            self._wrapper._call(Operation("changing"), partial(stack.enter_context, change))
+            self._wrapper._call(OperationPlan("changing"), partial(stack.enter_context, change))
             yield
 
     def _write(self, to: int, write: Write) -> Handle[None]:
         return self._wrapper._write(self.inner, to, write)
 
 
-class Sleeper:
+class ClockSleeper:
     """Sleeps by a clock; a test gives one whose `sleep` moves a manual clock."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:

@@ -27,7 +27,7 @@ from shoal.core.turns import Turn, Turns
 from shoal.group import operations
 from shoal.group.base import Handle, Loss, Reduction, Write, rank_to_blame
 from shoal.group.kernels import check_reduction, mix_into, reduce_into
-from shoal.group.operations import Operation
+from shoal.group.operations import OperationPlan
 from shoal.group.solo import Form, LocalGroup, LocalNetwork, LocalWindow, PendingOperation
 from shoal.topology import MachineWeights, Weights
 from shoal.transport import Conditions
@@ -175,7 +175,7 @@ class SimulatedGroup(LocalGroup):
 
     def _send(
         self,
-        plan: Operation,
+        plan: OperationPlan,
         kind: str,
         sent: _Message,
         take: Callable[[Mapping[int, _Message]], T],
@@ -200,7 +200,7 @@ class SimulatedGroup(LocalGroup):
         self._settle(plan, collective, handle, sources, finish)
         return handle
 
-    def _arrive(self, plan: Operation, kind: str, sent: _Message, to: Iterable[int]) -> _Arrival:
+    def _arrive(self, plan: OperationPlan, kind: str, sent: _Message, to: Iterable[int]) -> _Arrival:
         """Comes to the next operation with a message, which leaves for others now."""
         network = self.network
         self.counter.add(plan)
@@ -221,7 +221,7 @@ class SimulatedGroup(LocalGroup):
 
     def _settle(
         self,
-        plan: Operation,
+        plan: OperationPlan,
         collective: Collective,
         handle: _SimulatedOperation[Any],
         sources: Sequence[int] | None,
@@ -244,7 +244,7 @@ class SimulatedGroup(LocalGroup):
         collective.settle(self.rank, self.network.present if sources is None else sources, attempt)
 
     def _failure(
-        self, plan: Operation, collective: Collective, sources: Sequence[int] | None
+        self, plan: OperationPlan, collective: Collective, sources: Sequence[int] | None
     ) -> ShoalError | None:
         """Says why an operation cannot go on without a source that is gone, if it cannot."""
         network = self.network

@@ -113,7 +113,7 @@ class LocalGroup(Group):
             self.network.leave(self.rank)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leaves in order."""
+        """Leaves; there is nothing to give back."""
         self.leave()
 
     def check_rank(self, rank: int) -> None:
