@@ -408,21 +408,17 @@ def _check(script: FaultScript, group: Group, first_rank: int) -> None:
     """UsageError for what a group cannot do, and for whom it does not know."""
     known = ["rank:*", *(f"rank:{rank}" for rank in range(group.size - first_rank))]
     known += ["machine:*", *(f"machine:{machine}" for machine in range(group.num_machines))]
-    for name, pattern in script.peers.items():
-        if pattern not in known:
-            documents.refuse(_WHAT, f"peers.{name}", _unknown(pattern, known))
+    named = [(f"peers.{name}", pattern, known) for name, pattern in script.peers.items()]
     for index, fault in enumerate(script.fault):
-        where = f"fault[{index}]"
         reason = _impossible(fault)
         if reason:
-            documents.refuse(_WHAT, where, reason)
-        for name in (name for names in fault.groups() for name in names):
-            if name not in known and name not in script.peers:
-                documents.refuse(_WHAT, where, _unknown(name, [*known, *script.peers]))
-
-
-def _unknown(name: str, known: Sequence[str]) -> str:
-    return f"no worker is called {name!r}, {documents.suggest(name, known)}"
+            documents.refuse(_WHAT, f"fault[{index}]", reason)
+        names = [name for names in fault.groups() for name in names]
+        named += [(f"fault[{index}]", name, [*known, *script.peers]) for name in names]
+    for where, name, allowed in named:
+        if name not in allowed:
+            near = documents.suggest(name, allowed)
+            documents.refuse(_WHAT, where, f"no worker is called {name!r}, {near}")
 
 
 def _impossible(fault: AnyFault) -> str:

@@ -75,7 +75,7 @@ class SimulatedGroup(LocalGroup):
                 reduce_into(collective.result, list(values.values()), op)
                 if collective.ring is None or collective.ring.ranks != tuple(values):
                     # one has gone before it came: the others begin again, now
-                    collective.ring = self._ring(collective, values, tensor.nbytes)
+                    collective.ring = self._ring(collective, list(values), tensor.nbytes)
                     for rank in values:
                         collective.ring.begin(rank, network.now_s)
 
@@ -86,11 +86,9 @@ class SimulatedGroup(LocalGroup):
         collective.ring.begin(self.rank, network.now_s)
         return handle
 
-    def _ring(self, collective: Collective, ranks: Iterable[int], size_bytes: int) -> RingAllReduce:
-        def over(rank: int, at_s: float) -> None:
-            collective.waiting[rank](at_s)
-
-        return RingAllReduce(self.network.links, self.network.turns.call_at, sorted(ranks), size_bytes, over)
+    def _ring(self, collective: Collective, ranks: Sequence[int], size_bytes: int) -> RingAllReduce:
+        network = self.network
+        return RingAllReduce(network.links, network.turns.call_at, ranks, size_bytes, collective.over)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
         """Goes straight from the root."""
@@ -227,34 +225,29 @@ class SimulatedGroup(LocalGroup):
         sources: Sequence[int] | None,
         finish: Callable[[], None],
     ) -> None:
-        """Finishes once all sources (None: all members) are there that still can come, or fails without."""
+        """Finishes once all sources (None: all members) are there that still can come.
+
+        Where it needs all of them it fails without one that is gone; of all members only those count as gone
+        that were lost.
+        """
+        network, arrived_s = self.network, collective.arrived_s
 
         def attempt() -> bool:
-            present, arrived_s = self.network.present, collective.arrived_s
-            awaited = present if sources is None else sources
-            error = collective.mismatch() or self._failure(plan, collective, sources)
+            present = network.present
+            awaited, wanted = (present, network.lost) if sources is None else (sources, sources)
+            gone = [rank for rank in wanted if rank not in arrived_s and rank not in present]
+            error = collective.mismatch()
             if error is not None:
                 handle.fail(error)
-            elif any(rank in present and rank not in arrived_s for rank in awaited):
+            elif gone and plan.needs_all and not (sources is None and self.should_survive):
+                handle.fail(network.lost.get(gone[0], Loss(gone[0], "it has left the group")).error())
+            elif any(rank not in arrived_s and rank in present for rank in awaited):
                 return False
             elif not handle.is_resolved:
                 finish()
             return True
 
-        collective.settle(self.rank, self.network.present if sources is None else sources, attempt)
-
-    def _failure(
-        self, plan: OperationPlan, collective: Collective, sources: Sequence[int] | None
-    ) -> ShoalError | None:
-        """Says why an operation cannot go on without a source that is gone, if it cannot."""
-        network = self.network
-        could_come = (
-            network.lost if sources is None else [rank for rank in sources if rank not in network.present]
-        )
-        gone = [rank for rank in could_come if rank not in collective.arrived_s]
-        if not gone or not plan.needs_all or (sources is None and self.should_survive):
-            return None
-        return network.lost.get(gone[0], Loss(gone[0], "it has left the group")).error()
+        collective.settle(self.rank, network.present if sources is None else sources, attempt)
 
 
 @dataclass(slots=True)
@@ -551,25 +544,30 @@ class Collective:
     def __init__(self, network: SimulatedNetwork, number: int) -> None:
         self._network = network
         self._number = number
+        self.arrived_s: dict[int, float] = {}
+        self.brought: dict[int, _Message] = {}
+        self.result: Any = None
         self.ring: RingAllReduce | None = None
         self.waiting: dict[int, Callable[[float], None]] = {}
         """Of a ring: who is told when it is over for a rank."""
-        self.result: Any = None
-        self.arrived_s: dict[int, float] = {}
-        self.brought: dict[int, _Message] = {}
         self._kinds: dict[int, str] = {}
         self._is_mixed = False
         self._attempts: dict[int, Callable[[], bool]] = {}
         self._missing: dict[int, dict[int, None]] = {}
+        """By who waits: those that have not arrived."""
         self._awaiting: dict[int, list[int]] = {}
-        """By who is awaited."""
+        """By who is awaited: those that wait."""
 
     def arrive(self, rank: int, kind: str, brought: _Message) -> None:
         """Notes that one member is there, with what it brings."""
         self._is_mixed = self._is_mixed or next(iter(self._kinds.values()), kind) != kind
         self._kinds[rank] = kind
-        self.arrived_s[rank] = self._network.turns.now_s
+        self.arrived_s[rank] = self._network.now_s
         self.brought[rank] = brought
+
+    def over(self, rank: int, at_s: float) -> None:
+        """Tells a member that the ring is over for it at that time."""
+        self.waiting[rank](at_s)
 
     def last_of(self, ranks: Iterable[int]) -> tuple[int, float] | None:
         """Finds who of them has arrived last, and when."""
