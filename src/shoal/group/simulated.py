@@ -14,6 +14,7 @@ share memory with each other are no faster for it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -277,48 +278,52 @@ class _SimulatedWindow(LocalWindow):
 
     def __init__(self, group: LocalGroup, name: str, form: Form, sources: Collection[int]) -> None:
         super().__init__(group, name, form, sources)
+        self._what = f"writes into window {name!r}"
         self._sent_s: dict[int, float] = {}
         """By source: when the last write that has come was sent."""
-        self._waiter: Turn | None = None
+        self._arrival: PendingOperation[None] | None = None
+        """What this worker waits for, if it does: a write, or that none can come."""
         if self._slots:
             self._network.on_change(self._somebody_is_gone)
 
     def filled(self) -> Sequence[int]:
         self._check_open()
-        self._network.turns.current.poll(lambda: bool(self._filled()), f"writes into window {self.name!r}")
+        self._network.turns.current.poll(lambda: bool(self._filled()), self._what)
         return self._filled()
 
     def wait(self, deadline: Deadline | None = None) -> Sequence[int]:
         self._check_open()
-        turn, network = self._network.turns.current, self._network
-        turn.look_up()
-        filled, began_s = self._filled(), turn.now_s
-        until_s = math.inf if deadline is None else began_s + deadline.remaining_s
-        while not filled and turn.now_s < until_s:
-            if not any(source in network.present for source in self._slots):
-                break
-            self._waiter = turn
-            turn.park(f"writes into window {self.name!r}", until_s)
-            self._waiter = None
-            filled = self._filled()
+        network = self._network
+        network.look_up()
+        began_s = network.now_s
+        if not self._is_over():
+            self._arrival = network.pending(self._rank, self._what)
+            with contextlib.suppress(DeadlineExceeded):
+                self._arrival.wait(deadline)
+            self._arrival = None
+        filled = self._filled()
         for source in filled[:1]:
             network.waited_s[self._rank][source] += max(0.0, self._sent_s[source] - began_s)
         return filled
 
     def _receive(self, source: int, write: Write, sent_s: float, done: Callable[[], None]) -> None:
         super()._receive(source, write, sent_s, done)
-        self._rouse()
         self._sent_s[source] = sent_s
+        self._look()
 
     def _somebody_is_gone(self) -> None:
         if self._rank not in self._network.present:
             for slot in self._slots.values():
                 slot.drop()
-        self._rouse()
+        self._look()
 
-    def _rouse(self) -> None:
-        if self._waiter is not None:
-            self._waiter.wake(self._network.now_s)
+    def _look(self) -> None:
+        if self._arrival is not None and self._is_over():
+            self._arrival.resolve(self._network.now_s, lambda: None)
+
+    def _is_over(self) -> bool:
+        """Tells whether there is nothing to wait for: something has come, or nobody is left to write."""
+        return bool(self._filled()) or not any(rank in self._network.present for rank in self._slots)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
