@@ -322,10 +322,8 @@ class WrappedWindow(Window):
 
     def __init__(self, inner: Window, group: GroupWrapper, sources: Collection[int]) -> None:
         self.inner = inner
-        self.name = inner.name
-        self.num_elements = inner.num_elements
-        self.dtype = inner.dtype
-        self.device = inner.device
+        for name in Window.__annotations__:
+            setattr(self, name, getattr(inner, name))
         self._wrapper = group
         self._sources = sources
 

@@ -283,8 +283,6 @@ class _SimulatedWindow(LocalWindow):
         """By source: when the last write that has come was sent."""
         self._arrival: PendingOperation[None] | None = None
         """What this worker waits for, if it does: a write, or that none can come."""
-        if self._slots:
-            self._network.on_change(self._somebody_is_gone)
 
     def filled(self) -> Sequence[int]:
         self._check_open()
@@ -311,10 +309,8 @@ class _SimulatedWindow(LocalWindow):
         self._sent_s[source] = sent_s
         self._look()
 
-    def _somebody_is_gone(self) -> None:
-        if self._rank not in self._network.present:
-            for slot in self._slots.values():
-                slot.drop()
+    def somebody_is_gone(self) -> None:
+        super().somebody_is_gone()
         self._look()
 
     def _look(self) -> None:
@@ -350,7 +346,6 @@ class SimulatedNetwork(LocalNetwork):
         self.window_type = _SimulatedWindow
         self._collectives: dict[int, Collective] = {}
         self._numbers = [0] * self.size
-        self.on_change(self._look)
 
     @property
     def now_s(self) -> float:
@@ -395,9 +390,12 @@ class SimulatedNetwork(LocalNetwork):
 
         self.turns.call_at(loss.at_s, notice)
 
-    def _look(self) -> None:
-        for collective in list(self._collectives.values()):
-            collective.look()
+    def leave(self, rank: int) -> None:
+        """Has a member be gone from now on, and those go on that have waited for it."""
+        if rank in self.present:
+            super().leave(rank)
+            for collective in list(self._collectives.values()):
+                collective.look()
 
 
 class _SimulatedOperation(PendingOperation[T]):

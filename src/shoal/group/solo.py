@@ -231,7 +231,6 @@ class LocalNetwork:
         self.windows: dict[tuple[int, str], LocalWindow] = {}
         self.window_type: type[LocalWindow] = LocalWindow
         self._readers: dict[tuple[int, str], list[Callable[[], bool]]] = {}
-        self._watchers: list[Callable[[], None]] = []
 
     @property
     def now_s(self) -> float:
@@ -263,18 +262,13 @@ class LocalNetwork:
         waiting = self._readers.pop((rank, name), [])
         self._readers[rank, name] = [attempt for attempt in waiting if not attempt()]
 
-    def on_change(self, callback: Callable[[], None]) -> None:
-        """Has it called whenever somebody is gone."""
-        self._watchers.append(callback)
-
     def leave(self, rank: int) -> None:
         """Has a member be gone from now on."""
-        if rank in self.present:
-            self.present = [each for each in self.present if each != rank]
-            for callback in list(self._watchers):
-                callback()
-            for key in list(self._readers):
-                self.look(*key)
+        self.present = [each for each in self.present if each != rank]
+        for window in list(self.windows.values()):
+            window.somebody_is_gone()
+        for key in list(self._readers):
+            self.look(*key)
 
 
 class QueueingSlot(MemorySlot):
@@ -480,6 +474,12 @@ class LocalWindow(Window):
         if self._is_open:
             self._is_open = False
             self._network.look(self._rank, self.name)
+            for slot in self._slots.values():
+                slot.drop()
+
+    def somebody_is_gone(self) -> None:
+        """Drops what waits for this worker, if it is the one."""
+        if self._rank not in self._network.present:
             for slot in self._slots.values():
                 slot.drop()
 
