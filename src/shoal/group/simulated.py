@@ -49,7 +49,7 @@ _NOTHING = torch.empty(0)
 class SimulatedGroup(LocalGroup):
     """One member's side; for the thread alone that the network's turns run for it."""
 
-    network: SimulatedNetwork
+    _network: SimulatedNetwork
 
     def __init__(
         self, network: SimulatedNetwork, rank: int, machines: Sequence[int], patience: float = 1.0
@@ -61,7 +61,7 @@ class SimulatedGroup(LocalGroup):
         """Goes round a ring of the members, which each of them begins when it comes."""
         check_reduction(tensor, op)
         self._begin(tensor)
-        network, plan = self.network, operations.all_reduce(self, tensor)
+        network, plan = self._network, operations.all_reduce(self, tensor)
         kind = f"all_reduce ({op}) of {_shape(tensor)}"
         collective, handle = self._arrive(plan, kind, _Message(_copy(tensor)), to=())
 
@@ -88,12 +88,12 @@ class SimulatedGroup(LocalGroup):
         return handle
 
     def _ring(self, collective: Collective, ranks: Sequence[int], size_bytes: int) -> RingAllReduce:
-        network = self.network
+        network = self._network
         return RingAllReduce(network.links, network.turns.call_at, ranks, size_bytes, collective.over)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
         """Goes straight from the root."""
-        self.check_rank(root)
+        self._check_rank(root)
         self._begin(tensor)
         is_root = self.rank == root
         sent = _Message(_copy(tensor) if is_root else _NOTHING)
@@ -110,7 +110,7 @@ class SimulatedGroup(LocalGroup):
 
         def take(brought: Mapping[int, _Message]) -> list[torch.Tensor]:
             given = [brought[rank].values.clone() for rank in sorted(brought)]
-            self.counter.received_bytes += sum(part.nbytes for part in given) - tensor.nbytes
+            self._counter.received_bytes += sum(part.nbytes for part in given) - tensor.nbytes
             return given
 
         plan = operations.all_gather(self, tensor)
@@ -145,7 +145,7 @@ class SimulatedGroup(LocalGroup):
 
     def progress(self) -> None:
         """Looks whether something has happened: time does all the work."""
-        self.network.turns.current.poll(lambda: False, "progress")
+        self._network.turns.current.poll(lambda: False, "progress")
 
     def close(self, error: BaseException | None = None) -> None:
         """Leaves; with an error the others find this worker lost, or blame whom it blames."""
@@ -154,17 +154,17 @@ class SimulatedGroup(LocalGroup):
         elif not self._has_left:
             self._has_left = True
             blamed = rank_to_blame(error, self.rank)
-            because = None if blamed is None else self.network.lost.get(blamed)
-            at_s = self.network.turns.clock.now_s() + NOTICED_AFTER_S
+            because = None if blamed is None else self._network.lost.get(blamed)
+            at_s = self._network.turns.clock.now_s() + NOTICED_AFTER_S
             reason = "its worker ended without leaving"
-            self.network.lose(Loss(self.rank, reason, at_s=at_s, because=because))
+            self._network.lose(Loss(self.rank, reason, at_s=at_s, because=because))
 
     # --- how operations meet ---
 
     def _begin(self, *tensors: torch.Tensor) -> None:
         """Comes to one's own time, and after all operations on the same memory."""
-        self.check_member()
-        self.network.look_up()
+        self._check_member()
+        self._network.look_up()
         self._under_way = [each for each in self._under_way if not each[1].is_taken]
         for tensor in tensors:
             start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
@@ -201,8 +201,8 @@ class SimulatedGroup(LocalGroup):
 
     def _arrive(self, plan: OperationPlan, kind: str, sent: _Message, to: Iterable[int]) -> _Arrival:
         """Comes to the next operation with a message, which leaves for others now."""
-        network = self.network
-        self.counter.add(plan)
+        network = self._network
+        self._counter.add(plan)
         collective, handle = network.next_collective(self.rank), network.pending(self.rank, kind)
         if plan.tensor is not None:
             self._under_way.append((plan.tensor, handle))
@@ -214,7 +214,7 @@ class SimulatedGroup(LocalGroup):
     def _arrives_s(self, message: _Message, source: int, sent_s: float) -> float:
         """Tells when a message arrives here; one that was not reckoned with is sent to after the others."""
         if self.rank not in message.passages:
-            passage = self.network.links.carry(source, self.rank, sent_s, message.values.nbytes)
+            passage = self._network.links.carry(source, self.rank, sent_s, message.values.nbytes)
             message.passages[self.rank] = passage
         return message.passages[self.rank].arrives_at_s
 
@@ -231,7 +231,7 @@ class SimulatedGroup(LocalGroup):
         Where it needs all of them it fails without one that is gone; of all members only those count as gone
         that were lost.
         """
-        network, arrived_s = self.network, collective.arrived_s
+        network, arrived_s = self._network, collective.arrived_s
 
         def attempt() -> bool:
             present = network.present

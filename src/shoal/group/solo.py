@@ -50,31 +50,31 @@ class LocalGroup(Group):
         self.machines = machines
         self.num_machines = max(machines) + 1
         self.patience = patience
-        self.network = network
-        self.counter = TrafficCounter(rank, network.size)
+        self._network = network
+        self._counter = TrafficCounter(rank, network.size)
         self._has_left = False
 
     @property
     def members(self) -> Sequence[int]:
         """The ranks that are there at this moment."""
-        return () if self._has_left else tuple(self.network.present)
+        return () if self._has_left else tuple(self._network.present)
 
     @property
     def lost(self) -> Mapping[int, Loss]:
         """The peers that were lost until this moment."""
-        return MappingProxyType(self.network.lost)
+        return MappingProxyType(self._network.lost)
 
     @property
     def stats(self) -> GroupStats:
         """Bytes by the formulas of `Metered`; a peer is waited for until it has issued its part."""
-        waited_s = tuple(self.network.waited_s[self.rank])
-        return GroupStats(self.counter.sent_bytes, self.counter.received_bytes, waited_s)
+        waited_s = tuple(self._network.waited_s[self.rank])
+        return GroupStats(self._counter.sent_bytes, self._counter.received_bytes, waited_s)
 
     def empty(
         self, num_elements: int, dtype: torch.dtype = torch.float32, *, device: torch.device | None = None
     ) -> torch.Tensor:
         """Makes ordinary memory, which torch aligns; nobody is waited for."""
-        self.check_member()
+        self._check_member()
         return torch.zeros(num_elements, dtype=dtype, device=device)
 
     def free(self, tensor: torch.Tensor) -> None:
@@ -93,12 +93,12 @@ class LocalGroup(Group):
         device: torch.device | None = None,
     ) -> Window:
         """Makes a window; all have theirs when it returns, unless it has no slots."""
-        self.check_member()
+        self._check_member()
         for rank in sources or ():
-            self.check_rank(rank)
+            self._check_rank(rank)
         chosen = others(self) if sources is None else sources
-        window = self.network.window_type(self, name, (num_elements, dtype, device), chosen)
-        if self.network.size > 1 and sources != ():  # an empty list is one member's: others have slots
+        window = self._network.window_type(self, name, (num_elements, dtype, device), chosen)
+        if self._network.size > 1 and sources != ():  # an empty list is one member's: others have slots
             share(self, [name, num_elements, str(dtype)])
         return window
 
@@ -108,15 +108,15 @@ class LocalGroup(Group):
     def leave(self) -> None:
         """Has the others go on without this worker from now on."""
         if not self._has_left:
-            self.network.look_up()
+            self._network.look_up()
             self._has_left = True
-            self.network.leave(self.rank)
+            self._network.leave(self.rank)
 
     def close(self, error: BaseException | None = None) -> None:
         """Leaves; there is nothing to give back."""
         self.leave()
 
-    def check_rank(self, rank: int) -> None:
+    def _check_rank(self, rank: int) -> None:
         """UsageError for a rank that there is not."""
         if not 0 <= rank < self.size:
             raise UsageError(
@@ -124,7 +124,7 @@ class LocalGroup(Group):
                 next_step=f"name a rank from 0 to {self.size - 1}.",
             )
 
-    def check_member(self) -> None:
+    def _check_member(self) -> None:
         """UsageError for whoever does something after it has left."""
         if self.rank not in self.members:
             raise UsageError(
@@ -155,26 +155,26 @@ class SoloGroup(LocalGroup):
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "mean") -> Handle[torch.Tensor]:
         """Leaves the tensor as it is."""
-        self.check_member()
+        self._check_member()
         check_reduction(tensor, op)
         return Done(tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
         """Leaves the tensor as it is."""
-        self.check_member()
-        self.check_rank(root)
+        self._check_member()
+        self._check_rank(root)
         return Done(tensor)
 
     def all_gather(self, tensor: torch.Tensor) -> Handle[list[torch.Tensor]]:
         """Copies the tensor into a list of one."""
-        self.check_member()
+        self._check_member()
         return Done([tensor.detach().clone()])
 
     def exchange(
         self, tensor: torch.Tensor, weights: Weights | MachineWeights, *, out: torch.Tensor | None = None
     ) -> Handle[torch.Tensor]:
         """Multiplies the tensor by one's own weight."""
-        self.check_member()
+        self._check_member()
         weights, result = self._prepare_exchange(tensor, weights, out)
         with torch.no_grad():
             if out is not None:
@@ -183,7 +183,7 @@ class SoloGroup(LocalGroup):
 
     def barrier(self) -> Handle[None]:
         """Is over at once."""
-        self.check_member()
+        self._check_member()
         return Done(None)
 
 
@@ -307,7 +307,7 @@ class LocalWindow(Window):
         self.device = device or torch.device("cpu")
         self._group = group
         self._rank = group.rank
-        self._network = group.network
+        self._network = group._network
         # made again under a name that is in use, it goes on with what the one before has published
         before = self._network.windows.get((self._rank, name))
         self._published: torch.Tensor | None = None if before is None else before._published
@@ -321,7 +321,7 @@ class LocalWindow(Window):
         """Is over when it is in the slot; at once for one that is gone."""
         self._check_open()
         check_write(write, self.name, self.num_elements, self.dtype)
-        self._group.check_rank(to)
+        self._group._check_rank(to)
         network, rank = self._network, self._rank
         network.look_up()
         if to not in network.present:
@@ -330,7 +330,7 @@ class LocalWindow(Window):
         if target is not None:
             target._slot_of(rank)
         if to != rank:
-            self._group.counter.sent_bytes += write.tensor.nbytes
+            self._group._counter.sent_bytes += write.tensor.nbytes
         handle: PendingOperation[None] = network.pending(rank, f"{write.kind} to rank {to} in {self.name!r}")
         sent, sent_s = dataclasses.replace(write, tensor=write.tensor.detach().clone()), network.now_s
 
@@ -438,7 +438,7 @@ class LocalWindow(Window):
         self, what: str, peer: int, version: int | None, take: Callable[[CopiedSnapshot], T]
     ) -> Handle[T | None]:
         """Asks for what a peer has published; with a version, once it is that new."""
-        self._group.check_rank(peer)
+        self._group._check_rank(peer)
         self._begin()
         network, rank = self._network, self._rank
         handle: PendingOperation[T | None] = network.pending(rank, f"{what} {self.name!r} of rank {peer}")
@@ -450,7 +450,7 @@ class LocalWindow(Window):
                 size_bytes = 0 if snapshot is None or peer == rank else snapshot.tensor.nbytes
 
                 def finish() -> T | None:
-                    self._group.counter.received_bytes += size_bytes
+                    self._group._counter.received_bytes += size_bytes
                     return None if snapshot is None else take(snapshot)
 
                 handle.resolve(network.arrives_s(peer, rank, size_bytes), finish)
@@ -486,7 +486,7 @@ class LocalWindow(Window):
     def _begin(self) -> None:
         """Comes to this worker's own time, unless it may not do anything more."""
         self._check_open()
-        self._group.check_member()
+        self._group._check_member()
         self._network.look_up()
 
     def _slot_of(self, source: int) -> QueueingSlot:
