@@ -405,7 +405,7 @@ def _unreachable(rank: int) -> PeerLost:
 
 
 def _check(script: FaultScript, group: Group, first_rank: int) -> None:
-    """UsageError for what a group cannot do, and for whom it does not know."""
+    """Raises UsageError for what a group cannot do, and for whom it does not know."""
     known = ["rank:*", *(f"rank:{rank}" for rank in range(group.size - first_rank))]
     known += ["machine:*", *(f"machine:{machine}" for machine in range(group.num_machines))]
     named = [(f"peers.{name}", pattern, known) for name, pattern in script.peers.items()]

@@ -25,7 +25,7 @@ MAX_NOTE_BYTES = 4064
 
 
 def check_reduction(tensor: torch.Tensor, op: Reduction) -> None:
-    """UsageError for a reduction that a dtype does not have."""
+    """Raises UsageError for a reduction that a dtype does not have."""
     if op not in OPS:
         raise UsageError(f"There is no reduction {op!r}.", next_step=f"take one of {', '.join(OPS)}.")
     if op == "mean" and not tensor.is_floating_point():
@@ -43,14 +43,14 @@ def check_reduction(tensor: torch.Tensor, op: Reduction) -> None:
 
 
 def share(index: int, num_shares: int, num_elements: int, element_bytes: int) -> tuple[int, int]:
-    """Bounds of one of several nearly equal parts, each from a 64-byte boundary on."""
+    """Finds the bounds of one of several nearly equal parts, each from a 64-byte boundary on."""
     step = max(1, 64 // element_bytes)
     each = -(-num_elements // (num_shares * step)) * step
     return min(index * each, num_elements), min((index + 1) * each, num_elements)
 
 
 def reduce_to_all(views: Sequence[torch.Tensor], low: int, high: int, op: Reduction) -> None:
-    """Replace elements low to high of all views by their reduction."""
+    """Replaces elements low to high of all views by their reduction."""
     piece = _PIECE_BYTES // views[0].element_size()
     for start in range(low, high, piece):
         parts = [view[start : min(start + piece, high)] for view in views]
@@ -61,7 +61,7 @@ def reduce_to_all(views: Sequence[torch.Tensor], low: int, high: int, op: Reduct
 
 
 def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Reduction) -> None:
-    """The reduction of equal parts in the order given, so that all who compute it get equal bits."""
+    """Reduces equal parts in the order given, so that all who compute it get equal bits."""
     if len(parts) == 1:
         if out is not parts[0]:
             out.copy_(parts[0])
@@ -88,7 +88,7 @@ def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Reduction)
 def mix_into(
     out: torch.Tensor, own: torch.Tensor, own_weight: float, sources: Sequence[tuple[torch.Tensor, float]]
 ) -> None:
-    """`own · own_weight + Σ source · weight`; `out` may be `own` itself.
+    """Computes `own · own_weight + Σ source · weight`; `out` may be `own` itself.
 
     Weights that sum to zero are those of differences, `Σ (source − own) · weight`: taken first, so that two
     workers get the same of each other but for the sign, and nothing where all are equal.
@@ -108,7 +108,7 @@ def mix_into(
 def add_differences(
     out: torch.Tensor, own: torch.Tensor, sources: Sequence[tuple[torch.Tensor, float]]
 ) -> None:
-    """`out + Σ (source − own) · weight`; `out` may be `own` itself. Where all are equal, it stays."""
+    """Adds `Σ (source − own) · weight` to `out`, which may be `own` itself. Where all are equal, it stays."""
     for part in _pieces(out):
         out[part].add_(_differences(own[part], [(source[part], weight) for source, weight in sources]))
 
@@ -121,7 +121,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[slice]:
 
 
 def _differences(own: torch.Tensor, sources: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor:
-    """In single precision at least."""
+    """Computes `Σ (source − own) · weight`, in single precision at least."""
     wide = own.float() if own.dtype in _HALF else own
     total = torch.zeros_like(wide)
     for source, weight in sources:
@@ -145,7 +145,7 @@ def _mix_piece(
 
 @dataclass(eq=False)
 class CopiedSnapshot(Snapshot):
-    """Of its own memory: whatever the publisher does, it stays what it was."""
+    """A snapshot with memory of its own: whatever the publisher does, it stays what it was."""
 
     rank: int
     version: int
@@ -189,7 +189,7 @@ class MemorySlot(Slot):
 
 
 def check_write(write: Write, name: str, num_elements: int, dtype: torch.dtype) -> None:
-    """TensorError for a tensor that does not fit the window, LimitExceeded for a long note."""
+    """Raises TensorError for a tensor that does not fit the window, LimitExceeded for a long note."""
     tensor = write.tensor
     if tensor.numel() != num_elements or tensor.dtype != dtype:
         raise TensorError(
@@ -209,7 +209,7 @@ def check_write(write: Write, name: str, num_elements: int, dtype: torch.dtype) 
 
 
 def write_first(slot: torch.Tensor, write: Write) -> None:
-    """`slot = weight · tensor`, whatever was there."""
+    """Sets the slot to `weight · tensor`, whatever was there."""
     flat = write.tensor.detach().reshape(-1)
     if write.weight == 1.0:
         copy_into(slot, flat)
@@ -218,7 +218,7 @@ def write_first(slot: torch.Tensor, write: Write) -> None:
 
 
 def write_more(slot: torch.Tensor, write: Write) -> None:
-    """`slot += weight · tensor`."""
+    """Adds `weight · tensor` to the slot."""
     flat = write.tensor.detach().reshape(-1).to(slot.device)
     if slot.dtype.is_floating_point:
         slot.add_(flat, alpha=write.weight)
@@ -227,7 +227,7 @@ def write_more(slot: torch.Tensor, write: Write) -> None:
 
 
 def copy_out(snapshot: Snapshot, into: torch.Tensor, name: str) -> int:
-    """Its version; TensorError when it does not fit."""
+    """Copies a snapshot, and gives its version; TensorError when it does not fit."""
     source = snapshot.tensor
     if source.numel() != into.numel() or source.dtype != into.dtype:
         raise TensorError(

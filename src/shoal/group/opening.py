@@ -275,7 +275,7 @@ class WithServers(GroupWrapper):
 
 
 def check_servers(num_servers: int, size: int) -> None:
-    """UsageError when nobody would be left to work."""
+    """Raises UsageError when nobody would be left to work."""
     if num_servers < 0:
         raise UsageError(f"{num_servers} servers are impossible.", next_step="give 0 or more.")
     if num_servers and num_servers >= size:

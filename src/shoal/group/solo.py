@@ -117,7 +117,7 @@ class LocalGroup(Group):
         self.leave()
 
     def _check_rank(self, rank: int) -> None:
-        """UsageError for a rank that there is not."""
+        """Raises UsageError for a rank that there is not."""
         if not 0 <= rank < self.size:
             raise UsageError(
                 f"There is no rank {rank} in a group of {self.size}.",
@@ -125,7 +125,7 @@ class LocalGroup(Group):
             )
 
     def _check_member(self) -> None:
-        """UsageError for whoever does something after it has left."""
+        """Raises UsageError for whoever does something after it has left."""
         if self.rank not in self.members:
             raise UsageError(
                 f"rank {self.rank} has left the group and takes part in nothing more.",
