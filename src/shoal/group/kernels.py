@@ -72,17 +72,14 @@ def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Reduction)
         for part in parts[2:]:
             combine(out, part, out=out)
         return
-    if out.dtype in _HALF:  # kept in single precision until the end
-        total = parts[0].float()
-        for part in parts[1:]:
-            total.add_(part)
-        out.copy_(total.mul_(1 / len(parts)) if op == "mean" else total)
-        return
-    torch.add(parts[0], parts[1], out=out)
+    is_half = out.dtype in _HALF  # kept in single precision until the end
+    total = parts[0].float().add_(parts[1]) if is_half else torch.add(parts[0], parts[1], out=out)
     for part in parts[2:]:
-        out.add_(part)
+        total.add_(part)
     if op == "mean":
-        out.mul_(1 / len(parts))
+        total.mul_(1 / len(parts))
+    if is_half:
+        out.copy_(total)
 
 
 def mix_into(
@@ -132,15 +129,12 @@ def _differences(own: torch.Tensor, sources: Sequence[tuple[torch.Tensor, float]
 def _mix_piece(
     out: torch.Tensor, own: torch.Tensor, own_weight: float, sources: Sequence[tuple[torch.Tensor, float]]
 ) -> None:
-    if out.dtype in _HALF:
-        total = own.float().mul_(own_weight)
-        for source, weight in sources:
-            total.add_(source, alpha=weight)
-        out.copy_(total)
-        return
-    torch.mul(own, own_weight, out=out)
+    is_half = out.dtype in _HALF
+    total = own.float().mul_(own_weight) if is_half else torch.mul(own, own_weight, out=out)
     for source, weight in sources:
-        out.add_(source, alpha=weight)
+        total.add_(source, alpha=weight)
+    if is_half:
+        out.copy_(total)
 
 
 @dataclass(eq=False)
