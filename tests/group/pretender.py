@@ -4,7 +4,7 @@ import torch
 
 from shoal.core import DeadlineExceeded, ManualClock
 from shoal.group.base import Done, Handle
-from shoal.group.operations import Sleeper, WrappedWindow
+from shoal.group.operations import ClockSleeper, WrappedWindow
 from shoal.group.solo import SoloGroup
 
 
@@ -97,7 +97,7 @@ class Pending(Handle):
         return self.is_over
 
 
-class ManualSleeper(Sleeper):
+class ManualSleeper(ClockSleeper):
     """Sleeps by moving its clock; so nothing takes any time."""
 
     def __init__(self):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shoal.simulate.course import course_of, states_of
-from shoal.simulate.job import Job, Snapshot, WorkerLog
+from shoal.simulate.job import Job, ModelSnapshot, WorkerLog
 from shoal.simulate.record import CourseRecord, Moment
 from shoal.simulate.tasks import make_task
 
@@ -15,7 +15,7 @@ def log(rank, times, *, points=None, every=10, **fields):
     """A worker with a snapshot at each of the times."""
     points = points or [0.0] * len(times)
     snapshots = [
-        Snapshot(
+        ModelSnapshot(
             step=every * index,
             at_s=at_s,
             sent_bytes=100 * index,

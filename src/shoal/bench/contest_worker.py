@@ -20,7 +20,7 @@ from shoal.bench.seat import Seat, seat_of
 from shoal.core import SYSTEM_CLOCK, Address, Deadline
 from shoal.group.base import Group
 from shoal.group.conditions import Shaped
-from shoal.group.operations import Sleeper
+from shoal.group.operations import ClockSleeper
 from shoal.report.storage import write_atomically
 from shoal.simulate.charging import charged
 from shoal.simulate.job import Job, WorkerLog
@@ -121,7 +121,7 @@ class Pace:
         self._group = group
         self._costs = costs
         self._forward_share = forward_share
-        self._sleeper = Sleeper()
+        self._sleeper = ClockSleeper()
         self._due_s = 0.0
 
     def charged(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:

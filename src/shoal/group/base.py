@@ -39,14 +39,14 @@ class Handle(abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def wait(self, deadline: Deadline | None = None) -> T:
-        """Its result, when it has one; PeerLost names a peer without whom it cannot be finished.
+        """Gives its result, once it has one; PeerLost names a peer without whom it cannot be finished.
 
         Without a deadline the group's own timeout counts.
         """
 
     @abc.abstractmethod
     def is_done(self) -> bool:
-        """Whether `wait` would return (or raise) at once; does what work there is to do, never blocks."""
+        """Tells whether `wait` would return (or raise) at once; does work that can be done, never blocks."""
 
 
 class Done(Handle[T]):
@@ -56,11 +56,11 @@ class Done(Handle[T]):
         self._result = result
 
     def wait(self, deadline: Deadline | None = None) -> T:
-        """Returns the result."""
+        """Gives the result at once."""
         return self._result
 
     def is_done(self) -> bool:
-        """Returns True."""
+        """Is true from the beginning."""
         return True
 
 
@@ -214,7 +214,7 @@ class Loss:
         return self if self.because is None else self.because.root
 
     def error(self, when: str = "") -> PeerLost:
-        """What is raised where nothing goes on without that peer; `when` is said before the reason."""
+        """Makes the error for where nothing goes on without that peer; `when` stands before the reason."""
         root = self.root
         if self.kind == "verdict":
             return PeerLost(
@@ -387,7 +387,7 @@ def rank_to_blame(error: BaseException | None, own_rank: int) -> int | None:
 
 
 class GroupSettings(msgspec.Struct, frozen=True):
-    """Of one group, alike on all its members."""
+    """What one group is opened with, alike on all its members."""
 
     key: str
     """Tells this group from others on the machine; its members share it."""
@@ -414,7 +414,7 @@ class GroupSettings(msgspec.Struct, frozen=True):
             raise UsageError(f"A timeout of {self.timeout_s} s is none.", next_step="leave it out.")
 
     def name_of(self, rank: int) -> int:
-        """The rank that people know a member by."""
+        """Gives the rank that people know a member by."""
         return self.names[rank] if self.names else rank
 
     @property

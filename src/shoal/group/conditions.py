@@ -11,7 +11,6 @@ import math
 import os
 import signal
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -20,7 +19,7 @@ import torch
 from shoal.core import Address, Deadline, PeerLost, ShoalError
 from shoal.group.base import Done, Group, Handle, Snapshot, Window, Write
 from shoal.group.functions import spread_over_ranks
-from shoal.group.operations import Bytes, GroupWrapper, Operation, Sleeper
+from shoal.group.operations import Bytes, ClockSleeper, GroupWrapper, OperationPlan, others
 from shoal.topology import MachineWeights, Weights
 from shoal.transport import Conditions, FaultScript, Profile
 from shoal.transport.conditions import documents
@@ -63,25 +62,28 @@ class Shaped(GroupWrapper):
         *,
         between: Literal["workers", "machines"] = "workers",
         seed: int = 0,
-        sleeper: Sleeper | None = None,
+        sleeper: ClockSleeper | None = None,
     ) -> None:
         super().__init__(inner)
         self._conditions = Conditions(
             profile if isinstance(profile, Profile) else Profile.load(profile), seed=seed
         )
-        self._is_by_machine = between == "machines"
-        self._sleeper = sleeper or Sleeper()
-        self._here = self._address(inner.rank)
+        self._addresses = [
+            Address("machine", machine) if between == "machines" else Address("rank", rank)
+            for rank, machine in enumerate(inner.machines)
+        ]
+        self._sleeper = sleeper or ClockSleeper()
 
-    def _issue(self, operation: Operation, start: Callable[[], Handle[T]]) -> Handle[T]:
-        issued_s = self._sleeper.clock.now_s()
+    def _issue(self, operation: OperationPlan, start: Callable[[], Handle[T]]) -> Handle[T]:
+        issued_s = due_s = self._sleeper.clock.now_s()
         handle = start()
-        due_s = issued_s
-        step_sends = {rank: size // operation.num_steps for rank, size in operation.sends.items()}
-        step_receives = {rank: size // operation.num_steps for rank, size in operation.receives.items()}
-        for _ in range(operation.num_steps):
-            sent_s = self._sent_s(due_s, step_sends, has_to_arrive=operation.is_request)
-            due_s = max(sent_s, self._received_s(due_s, step_receives))
+        num_steps = operation.num_steps
+        for _ in range(num_steps):
+            began_s = due_s
+            for rank, size_bytes in operation.sends.items():
+                passage = self._carry(self.rank, rank, began_s, size_bytes // num_steps)
+                due_s = max(due_s, passage.arrives_at_s if operation.is_request else passage.left_at_s)
+            due_s = max(due_s, self._received_s(began_s, operation.receives, num_steps))
         learn: Callable[[T], float] | None = None
         if operation.learns is not None:
             learns, asked_s = operation.learns, due_s if operation.is_request else issued_s
@@ -91,21 +93,17 @@ class Shaped(GroupWrapper):
 
         return _DelayedHandle(handle, self, operation.name, due_s, learn)
 
-    def _sent_s(self, now_s: float, sends: Bytes, *, has_to_arrive: bool) -> float:
-        """Tells when the last byte has left this worker, or reached the other side."""
-        passages = [self._carry(self._here, self._address(rank), now_s, sends[rank]) for rank in sends]
-        return max([now_s, *(each.arrives_at_s if has_to_arrive else each.left_at_s for each in passages)])
-
-    def _received_s(self, now_s: float, receives: Bytes) -> float:
-        """Tells when the last byte has come."""
-        passages = [self._carry(self._address(rank), self._here, now_s, receives[rank]) for rank in receives]
+    def _received_s(self, now_s: float, receives: Bytes, num_steps: int = 1) -> float:
+        """Tells when the last byte of one step has come."""
+        passages = [
+            self._carry(rank, self.rank, now_s, size_bytes // num_steps)
+            for rank, size_bytes in receives.items()
+        ]
         return max([now_s, *(passage.arrives_at_s for passage in passages)])
 
-    def _carry(self, source: Address, target: Address, now_s: float, size_bytes: int) -> Passage:
-        return self._conditions.link(source, target).carry_stream(now_s, size_bytes)
-
-    def _address(self, rank: int) -> Address:
-        return Address("machine", self.machines[rank]) if self._is_by_machine else Address("rank", rank)
+    def _carry(self, source: int, target: int, now_s: float, size_bytes: int) -> Passage:
+        ends = self._addresses[source], self._addresses[target]
+        return self._conditions.link(*ends).carry_stream(now_s, size_bytes)
 
 
 class _DelayedHandle(Handle[T]):
@@ -121,19 +119,13 @@ class _DelayedHandle(Handle[T]):
         self._learn = learn
 
     def wait(self, deadline: Deadline | None = None) -> T:
-        """Waits for the inner handle, and until the operation is due."""
         result = self._inner.wait(deadline)
         self._take(result)
-        self._group._sleeper.until(
-            self._due_s,
-            self._group.inner.progress,
-            deadline or Deadline.never(),
-            f"{self._name} over a shaped link",
-        )
+        sleeper, progress = self._group._sleeper, self._group.inner.progress
+        sleeper.until(self._due_s, progress, deadline or Deadline.never(), f"{self._name} over a shaped link")
         return result
 
     def is_done(self) -> bool:
-        """Tells whether the inner handle is done and the operation due."""
         if not self._inner.is_done():
             return False
         if self._learn is not None:
@@ -180,32 +172,24 @@ class Faulty(GroupWrapper):
         script: FaultScript | str | Path,
         *,
         seed: int = 0,
-        sleeper: Sleeper | None = None,
+        sleeper: ClockSleeper | None = None,
         end: Callable[[], None] | None = None,
         first_rank: int = 0,
         should_stretch: bool = True,
     ) -> None:
         super().__init__(inner)
-        script = script if isinstance(script, FaultScript) else FaultScript.load(script)
-        self._first_rank = first_rank
-        _check(script, inner, first_rank)
-        self._sleeper = sleeper or Sleeper()
-        self._script, self._seed = script, seed
-        self._schedule = Schedule(script, seed)
-        self._end = end or partial(_signal_oneself, signal.SIGKILL)
-        self._stop = end or partial(_signal_oneself, signal.SIGSTOP)
-        self._started_s = self._sleeper.clock.now_s()
-        self._returned_s = self._started_s
-        """Since when the worker has been on its own."""
-        self._step = -1
-        self._names = [self._names_of(rank) for rank in range(inner.size)]
-        self._effects = [Effects()] * inner.size
-        """On what comes from each rank."""
-        self._reverse = [Effects()] * inner.size
-        """On what goes to each rank."""
-        self._stopped: list[Event] = []
+        self._script = script if isinstance(script, FaultScript) else FaultScript.load(script)
+        self._seed = seed
+        _check(self._script, inner, first_rank)
+        self._sleeper = sleeper or ClockSleeper()
+        self._end = end or (lambda: os.kill(os.getpid(), signal.SIGKILL))
+        self._stop = end or (lambda: os.kill(os.getpid(), signal.SIGSTOP))
         self._should_stretch = should_stretch
         self._draws = [Draws(seed, "group", str(rank), str(inner.rank)) for rank in range(inner.size)]
+        self.restart()
+        self._returned_s = self._started_s
+        """Since when the worker has been on its own."""
+        self._names = [self._names_of(rank, first_rank) for rank in range(inner.size)]
 
     def hold(self) -> None:
         """Has nothing of the script happen until `restart`."""
@@ -216,22 +200,21 @@ class Faulty(GroupWrapper):
         self._started_s = self._sleeper.clock.now_s()
         self._step = -1
         self._schedule = Schedule(self._script, self._seed)
-        self._effects = self._reverse = [Effects()] * self.size
-        self._stopped = []
+        self._effects = [Effects()] * self.size
+        """On what comes from each rank."""
+        self._reverse = [Effects()] * self.size
+        """On what goes to each rank."""
+        self._stopped: list[Event] = []
 
     @property
     def slowness(self) -> float:
         """How many times as long as without faults this worker's own time lasts now."""
-        slowness = 1.0
         self._advance()
-        for event in self._schedule.events:
-            if event.is_active and isinstance(event.fault, Slow) and event.concerns(self._names[self.rank]):
-                slowness *= event.fault.factor
-        return slowness
+        return math.prod(event.fault.factor for event in self._own_events() if isinstance(event.fault, Slow))
 
     # --- operations ---
 
-    def _issue(self, operation: Operation, start: Callable[[], Handle[T]]) -> Handle[T]:
+    def _issue(self, operation: OperationPlan, start: Callable[[], Handle[T]]) -> Handle[T]:
         """Issues what needs everybody, or asks one peer; None is what comes from beyond a partition."""
         self._begin()
         cut = self._cut(operation.needs)
@@ -276,7 +259,7 @@ class Faulty(GroupWrapper):
     def _write(self, window: Window, to: int, one: Write) -> Handle[None]:
         """Writes what of it comes to its destination, if anything."""
         self._begin()
-        if to in self._others():
+        if to in others(self):
             effects = self._reverse[to]
             # what must not be missed would be sent again
             if effects.is_cut or (one.kind == "put" and self._happens(to, 1 - effects.passes)):
@@ -291,7 +274,7 @@ class Faulty(GroupWrapper):
         """Waits, but not for those beyond a partition, unless there is a deadline."""
         with self._being_called():
             while deadline is None:
-                members = self._others()
+                members = others(self)
                 there = [rank for rank in sources if rank in members]
                 if not there or all(self._effects[rank].is_cut for rank in there):
                     return window.filled()
@@ -312,33 +295,43 @@ class Faulty(GroupWrapper):
     # --- what holds now ---
 
     def _begin(self) -> None:
-        """Counts a step, and has the script catch up, before each operation."""
+        """Counts a step, before each operation, and ends what the worker has done on its own."""
         self._step += 1
-        self._turn()
-        self._stretch()
+        self._catch_up()
 
     @contextlib.contextmanager
     def _being_called(self) -> Iterator[None]:
         """Ends what the worker has done on its own, which begins again after the block."""
-        self._turn()
-        self._stretch()
+        self._catch_up()
         try:
             yield
         finally:
             self._returned_s = self._sleeper.clock.now_s()
 
-    def _stretch(self) -> None:
-        """Makes what a slow worker has done on its own last longer."""
+    def _catch_up(self) -> None:
+        """Has the script catch up; what a slow worker has done on its own then lasts longer."""
+        self._turn()
         if self._should_stretch:
             extra_s = (self.slowness - 1) * (self._sleeper.clock.now_s() - self._returned_s)
             if extra_s > 0:
                 self._sleeper.sleep(extra_s)
 
     def _turn(self) -> None:
+        """Has the script catch up, and this worker suffer what it says."""
         now_s = self._advance()
-        for event in self._schedule.events:
-            if event.is_active and event.concerns(self._names[self.rank]):
-                self._suffer(event, now_s)
+        for event in self._own_events():
+            if isinstance(event.fault, Kill):
+                self._end()
+            elif isinstance(event.fault, Pause) and event.fault.for_s is not None:
+                self._sleeper.sleep(max(0.0, event.ends_s - now_s))
+            elif isinstance(event.fault, Pause) and event not in self._stopped:
+                self._stopped.append(event)
+                self._stop()
+
+    def _own_events(self) -> Iterator[Event]:
+        """Lists what is active now and concerns this worker."""
+        own = self._names[self.rank]
+        return (event for event in self._schedule.events if event.is_active and event.concerns(own))
 
     def _advance(self) -> float:
         """Brings the script up to now, in seconds since its start."""
@@ -348,15 +341,6 @@ class Faulty(GroupWrapper):
             self._effects = [effects_on(events, names, own, self._started_s) for names in self._names]
             self._reverse = [effects_on(events, own, names, self._started_s) for names in self._names]
         return now_s
-
-    def _suffer(self, event: Event, now_s: float) -> None:
-        if isinstance(event.fault, Kill):
-            self._end()
-        elif isinstance(event.fault, Pause) and event.fault.for_s is not None:
-            self._sleeper.sleep(max(0.0, event.ends_s - now_s))
-        elif isinstance(event.fault, Pause) and event not in self._stopped:
-            self._stopped.append(event)
-            self._stop()
 
     def _cut(self, sources: Iterable[int]) -> list[int]:
         """Finds those of them whose message does not come this time."""
@@ -382,13 +366,10 @@ class Faulty(GroupWrapper):
         self._returned_s = self._sleeper.clock.now_s()
         return _FaultyHandle(inner, self, finish)
 
-    def _others(self) -> list[int]:
-        return [rank for rank in self.members if rank != self.rank]
-
-    def _names_of(self, rank: int) -> tuple[str | None, ...]:
-        if rank < self._first_rank:
+    def _names_of(self, rank: int, first_rank: int) -> tuple[str | None, ...]:
+        if rank < first_rank:
             return ()
-        peers = Address("rank", rank - self._first_rank), Address("machine", self.machines[rank])
+        peers = Address("rank", rank - first_rank), Address("machine", self.machines[rank])
         return tuple(name for peer in peers for name in self._schedule.names_of(peer, None))
 
 
@@ -402,22 +383,16 @@ class _FaultyHandle(Handle[T]):
         self._result: list[T] = []
 
     def wait(self, deadline: Deadline | None = None) -> T:
-        """Gives the inner handle's result, damaged or lost."""
         if not self._result:
             with self._group._being_called():
                 self._result.append(self._finish(self._inner.wait(deadline)))
         return self._result[0]
 
     def is_done(self) -> bool:
-        """Asks the inner handle."""
         if self._result:
             return True
         with self._group._being_called():
             return self._inner.is_done()
-
-
-def _signal_oneself(number: signal.Signals) -> None:
-    os.kill(os.getpid(), number)
 
 
 def _unreachable(rank: int) -> PeerLost:
@@ -430,24 +405,20 @@ def _unreachable(rank: int) -> PeerLost:
 
 
 def _check(script: FaultScript, group: Group, first_rank: int) -> None:
-    """UsageError for what a group cannot do, and for whom it does not know."""
+    """Raises UsageError for what a group cannot do, and for whom it does not know."""
     known = ["rank:*", *(f"rank:{rank}" for rank in range(group.size - first_rank))]
     known += ["machine:*", *(f"machine:{machine}" for machine in range(group.num_machines))]
-    for name, pattern in script.peers.items():
-        if pattern not in known:
-            documents.refuse(_WHAT, f"peers.{name}", _unknown(pattern, known))
+    named = [(f"peers.{name}", pattern, known) for name, pattern in script.peers.items()]
     for index, fault in enumerate(script.fault):
-        where = f"fault[{index}]"
         reason = _impossible(fault)
         if reason:
-            documents.refuse(_WHAT, where, reason)
-        for name in (name for names in fault.groups() for name in names):
-            if name not in known and name not in script.peers:
-                documents.refuse(_WHAT, where, _unknown(name, [*known, *script.peers]))
-
-
-def _unknown(name: str, known: Sequence[str]) -> str:
-    return f"no worker is called {name!r}, {documents.suggest(name, known)}"
+            documents.refuse(_WHAT, f"fault[{index}]", reason)
+        names = [name for names in fault.groups() for name in names]
+        named += [(f"fault[{index}]", name, [*known, *script.peers]) for name in names]
+    for where, name, allowed in named:
+        if name not in allowed:
+            near = documents.suggest(name, allowed)
+            documents.refuse(_WHAT, where, f"no worker is called {name!r}, {near}")
 
 
 def _impossible(fault: AnyFault) -> str:
@@ -466,17 +437,12 @@ def damage(tensor: torch.Tensor, draws: Draws) -> None:
     """Turns one bit of one element over, in place."""
     if not tensor.numel():
         return
-    rest = int(draws.uniform() * tensor.numel())
-    place = []
-    for extent in reversed(tensor.shape):
-        rest, index = divmod(rest, extent)
-        place.append(index)
+    index = torch.tensor(int(draws.uniform() * tensor.numel()), device=tensor.device)
     bit = int(draws.uniform() * 8 * tensor.element_size())
     with torch.no_grad():
-        element = tensor[tuple(reversed(place))]
-        raw = element.reshape(1).view(torch.uint8).clone()
+        raw = tensor.take(index).reshape(1).view(torch.uint8)
         raw[bit // 8] ^= 1 << bit % 8
-        element.copy_(raw.view(tensor.dtype)[0])
+        tensor.put_(index, raw.view(tensor.dtype)[0])
 
 
 class _DamagedSnapshot(Snapshot):
@@ -490,5 +456,4 @@ class _DamagedSnapshot(Snapshot):
         damage(self.tensor, draws)
 
     def is_intact(self) -> bool:
-        """Asks the snapshot that was copied."""
         return self._inner.is_intact()

@@ -8,6 +8,8 @@ what is published, is checked here before it is done.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 
@@ -23,7 +25,7 @@ MAX_NOTE_BYTES = 4064
 
 
 def check_reduction(tensor: torch.Tensor, op: Reduction) -> None:
-    """UsageError for a reduction that a dtype does not have."""
+    """Raises UsageError for a reduction that a dtype does not have."""
     if op not in OPS:
         raise UsageError(f"There is no reduction {op!r}.", next_step=f"take one of {', '.join(OPS)}.")
     if op == "mean" and not tensor.is_floating_point():
@@ -41,14 +43,14 @@ def check_reduction(tensor: torch.Tensor, op: Reduction) -> None:
 
 
 def share(index: int, num_shares: int, num_elements: int, element_bytes: int) -> tuple[int, int]:
-    """Bounds of one of several nearly equal parts, each from a 64-byte boundary on."""
+    """Finds the bounds of one of several nearly equal parts, each from a 64-byte boundary on."""
     step = max(1, 64 // element_bytes)
     each = -(-num_elements // (num_shares * step)) * step
     return min(index * each, num_elements), min((index + 1) * each, num_elements)
 
 
 def reduce_to_all(views: Sequence[torch.Tensor], low: int, high: int, op: Reduction) -> None:
-    """Replace elements low to high of all views by their reduction."""
+    """Replaces elements low to high of all views by their reduction."""
     piece = _PIECE_BYTES // views[0].element_size()
     for start in range(low, high, piece):
         parts = [view[start : min(start + piece, high)] for view in views]
@@ -59,7 +61,7 @@ def reduce_to_all(views: Sequence[torch.Tensor], low: int, high: int, op: Reduct
 
 
 def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Reduction) -> None:
-    """The reduction of equal parts in the order given, so that all who compute it get equal bits."""
+    """Reduces equal parts in the order given, so that all who compute it get equal bits."""
     if len(parts) == 1:
         if out is not parts[0]:
             out.copy_(parts[0])
@@ -70,23 +72,20 @@ def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Reduction)
         for part in parts[2:]:
             combine(out, part, out=out)
         return
-    if out.dtype in _HALF:  # kept in single precision until the end
-        total = parts[0].float()
-        for part in parts[1:]:
-            total.add_(part)
-        out.copy_(total.mul_(1 / len(parts)) if op == "mean" else total)
-        return
-    torch.add(parts[0], parts[1], out=out)
+    is_half = out.dtype in _HALF  # kept in single precision until the end
+    total = parts[0].float().add_(parts[1]) if is_half else torch.add(parts[0], parts[1], out=out)
     for part in parts[2:]:
-        out.add_(part)
+        total.add_(part)
     if op == "mean":
-        out.mul_(1 / len(parts))
+        total.mul_(1 / len(parts))
+    if is_half:
+        out.copy_(total)
 
 
 def mix_into(
     out: torch.Tensor, own: torch.Tensor, own_weight: float, sources: Sequence[tuple[torch.Tensor, float]]
 ) -> None:
-    """`own · own_weight + Σ source · weight`; `out` may be `own` itself.
+    """Computes `own · own_weight + Σ source · weight`; `out` may be `own` itself.
 
     Weights that sum to zero are those of differences, `Σ (source − own) · weight`: taken first, so that two
     workers get the same of each other but for the sign, and nothing where all are equal.
@@ -106,7 +105,7 @@ def mix_into(
 def add_differences(
     out: torch.Tensor, own: torch.Tensor, sources: Sequence[tuple[torch.Tensor, float]]
 ) -> None:
-    """`out + Σ (source − own) · weight`; `out` may be `own` itself. Where all are equal, it stays."""
+    """Adds `Σ (source − own) · weight` to `out`, which may be `own` itself. Where all are equal, it stays."""
     for part in _pieces(out):
         out[part].add_(_differences(own[part], [(source[part], weight) for source, weight in sources]))
 
@@ -119,7 +118,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[slice]:
 
 
 def _differences(own: torch.Tensor, sources: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor:
-    """In single precision at least."""
+    """Computes `Σ (source − own) · weight`, in single precision at least."""
     wide = own.float() if own.dtype in _HALF else own
     total = torch.zeros_like(wide)
     for source, weight in sources:
@@ -130,27 +129,24 @@ def _differences(own: torch.Tensor, sources: Sequence[tuple[torch.Tensor, float]
 def _mix_piece(
     out: torch.Tensor, own: torch.Tensor, own_weight: float, sources: Sequence[tuple[torch.Tensor, float]]
 ) -> None:
-    if out.dtype in _HALF:
-        total = own.float().mul_(own_weight)
-        for source, weight in sources:
-            total.add_(source, alpha=weight)
-        out.copy_(total)
-        return
-    torch.mul(own, own_weight, out=out)
+    is_half = out.dtype in _HALF
+    total = own.float().mul_(own_weight) if is_half else torch.mul(own, own_weight, out=out)
     for source, weight in sources:
-        out.add_(source, alpha=weight)
+        total.add_(source, alpha=weight)
+    if is_half:
+        out.copy_(total)
 
 
+@dataclass(eq=False)
 class CopiedSnapshot(Snapshot):
-    """Of its own memory: whatever the publisher does, it stays what it was."""
+    """A snapshot with memory of its own: whatever the publisher does, it stays what it was."""
 
-    def __init__(self, rank: int, version: int, tensor: torch.Tensor) -> None:
-        self.rank = rank
-        self.version = version
-        self.tensor = tensor
+    rank: int
+    version: int
+    tensor: torch.Tensor
 
     def is_intact(self) -> bool:
-        """Always."""
+        """Is always true of a copy."""
         return True
 
 
@@ -161,19 +157,13 @@ class MemorySlot(Slot):
         self, source: int, num_elements: int, dtype: torch.dtype, device: torch.device | None
     ) -> None:
         self.source = source
-        self.num_writes = 0
-        self.mass = 0.0
-        self.note = b""
-        self._kind = num_elements, dtype, device
-        self._memory: torch.Tensor | None = None
+        self._make = partial(torch.zeros, num_elements, dtype=dtype, device=device)
+        self.clear()
 
-    @property
+    @cached_property
     def tensor(self) -> torch.Tensor:  # type: ignore[override]
-        """What was written."""
-        if self._memory is None:
-            num_elements, dtype, device = self._kind
-            self._memory = torch.zeros(num_elements, dtype=dtype, device=device)
-        return self._memory
+        """The memory of what was written."""
+        return self._make()
 
     def clear(self) -> None:
         """Empties it; the memory is left as it is."""
@@ -184,7 +174,7 @@ class MemorySlot(Slot):
         return write.kind != "send" or self.num_writes == 0
 
     def take(self, write: Write) -> None:
-        """Does one write."""
+        """Does one write, for which there is room."""
         has_more = write.kind == "add" and self.num_writes > 0
         (write_more if has_more else write_first)(self.tensor, write)
         self.mass = write.mass + (self.mass if has_more else 0.0)
@@ -193,7 +183,7 @@ class MemorySlot(Slot):
 
 
 def check_write(write: Write, name: str, num_elements: int, dtype: torch.dtype) -> None:
-    """TensorError for a tensor that does not fit the window, LimitExceeded for a long note."""
+    """Raises TensorError for a tensor that does not fit the window, LimitExceeded for a long note."""
     tensor = write.tensor
     if tensor.numel() != num_elements or tensor.dtype != dtype:
         raise TensorError(
@@ -213,7 +203,7 @@ def check_write(write: Write, name: str, num_elements: int, dtype: torch.dtype) 
 
 
 def write_first(slot: torch.Tensor, write: Write) -> None:
-    """`slot = weight · tensor`, whatever was there."""
+    """Sets the slot to `weight · tensor`, whatever was there."""
     flat = write.tensor.detach().reshape(-1)
     if write.weight == 1.0:
         copy_into(slot, flat)
@@ -222,7 +212,7 @@ def write_first(slot: torch.Tensor, write: Write) -> None:
 
 
 def write_more(slot: torch.Tensor, write: Write) -> None:
-    """`slot += weight · tensor`."""
+    """Adds `weight · tensor` to the slot."""
     flat = write.tensor.detach().reshape(-1).to(slot.device)
     if slot.dtype.is_floating_point:
         slot.add_(flat, alpha=write.weight)
@@ -231,7 +221,7 @@ def write_more(slot: torch.Tensor, write: Write) -> None:
 
 
 def copy_out(snapshot: Snapshot, into: torch.Tensor, name: str) -> int:
-    """Its version; TensorError when it does not fit."""
+    """Copies a snapshot, and gives its version; TensorError when it does not fit."""
     source = snapshot.tensor
     if source.numel() != into.numel() or source.dtype != into.dtype:
         raise TensorError(

@@ -10,7 +10,7 @@ import msgspec
 
 from shoal.core import SYSTEM_CLOCK, Clock, Deadline, DeadlineExceeded
 from shoal.group.base import Group, Handle
-from shoal.group.operations import GroupWrapper, Operation
+from shoal.group.operations import GroupWrapper, OperationPlan
 from shoal.report.timeline import Timeline
 
 T = TypeVar("T")
@@ -72,9 +72,8 @@ class Metered(GroupWrapper):
         if isinstance(self.everybody, Metered):
             self.everybody._traffic = self._traffic
 
-    def _issue(self, operation: Operation, start: Callable[[], Handle[T]]) -> Handle[T]:
-        traffic = self._count(operation)
-        began_s = self._clock.now_s()
+    def _issue(self, operation: OperationPlan, start: Callable[[], Handle[T]]) -> Handle[T]:
+        traffic, began_s = self._count(operation), self._clock.now_s()
 
         def waited(from_s: float, until_s: float) -> None:
             traffic.blocked_s += until_s - from_s
@@ -92,9 +91,8 @@ class Metered(GroupWrapper):
             waited(began_s, self._clock.now_s())
         return _ObservedHandle(handle, self._clock, waited, ended, brought)
 
-    def _call(self, operation: Operation, act: Callable[[], T]) -> T:
-        traffic = self._count(operation)
-        began_s = self._clock.now_s()
+    def _call(self, operation: OperationPlan, act: Callable[[], T]) -> T:
+        traffic, began_s = self._count(operation), self._clock.now_s()
         try:
             return act()
         finally:
@@ -102,7 +100,7 @@ class Metered(GroupWrapper):
             traffic.blocked_s += lasted_s
             traffic.lasted_s += lasted_s
 
-    def _count(self, operation: Operation) -> Traffic:
+    def _count(self, operation: OperationPlan) -> Traffic:
         traffic = self._traffic.setdefault(operation.name, Traffic())
         traffic.num_calls += 1
         traffic.sent_bytes += operation.sent_bytes
@@ -131,24 +129,19 @@ class Traced(GroupWrapper):
         finally:
             self.timeline.close()
 
-    def _issue(self, operation: Operation, start: Callable[[], Handle[T]]) -> Handle[T]:
-        timeline = self.timeline
-        began_s = timeline.clock.now_s()
+    def _issue(self, operation: OperationPlan, start: Callable[[], Handle[T]]) -> Handle[T]:
+        waited = partial(self.timeline.add, f"wait for {operation.name}", WAITING)
+        ended = partial(self._record, operation, self.timeline.clock.now_s())
+        return _ObservedHandle(start(), self.timeline.clock, waited, ended)
 
-        def waited(from_s: float, until_s: float) -> None:
-            timeline.add(f"wait for {operation.name}", WAITING, from_s, until_s)
-
-        ended = partial(self._record, operation, began_s)
-        return _ObservedHandle(start(), timeline.clock, waited, ended, lambda result: None)
-
-    def _call(self, operation: Operation, act: Callable[[], T]) -> T:
+    def _call(self, operation: OperationPlan, act: Callable[[], T]) -> T:
         began_s = self.timeline.clock.now_s()
         try:
             return act()
         finally:
             self._record(operation, began_s, self.timeline.clock.now_s())
 
-    def _record(self, operation: Operation, began_s: float, ended_s: float) -> None:
+    def _record(self, operation: OperationPlan, began_s: float, ended_s: float) -> None:
         self.timeline.add(operation.name, operation.name, began_s, ended_s, operation.size_bytes)
 
 
@@ -165,16 +158,16 @@ class _ObservedHandle(Handle[T]):
         clock: Clock,
         waited: Callable[[float, float], None],
         ended: Callable[[float], None],
-        brought: Callable[[T], None],
+        brought: Callable[[T], None] = lambda result: None,
     ) -> None:
         self._inner = inner
         self._clock = clock
         self._waited = waited
-        self._ended: Callable[[float], None] | None = ended
-        self._brought: Callable[[T], None] | None = brought
+        self._ended = ended
+        self._brought = brought
+        self._is_over = self._has_result = False
 
     def wait(self, deadline: Deadline | None = None) -> T:
-        """Waits for the inner handle."""
         began_s = self._clock.now_s()
         is_over = True
         try:
@@ -187,19 +180,18 @@ class _ObservedHandle(Handle[T]):
             self._waited(began_s, ended_s)
             if is_over:
                 self._notice(ended_s)
-        if self._brought is not None:
-            brought, self._brought = self._brought, None
-            brought(result)
+        if not self._has_result:
+            self._has_result = True
+            self._brought(result)
         return result
 
     def is_done(self) -> bool:
-        """Asks the inner handle."""
         is_done = self._inner.is_done()
         if is_done:
             self._notice(self._clock.now_s())
         return is_done
 
     def _notice(self, at_s: float) -> None:
-        if self._ended is not None:
-            ended, self._ended = self._ended, None
-            ended(at_s)
+        if not self._is_over:
+            self._is_over = True
+            self._ended(at_s)

@@ -70,17 +70,25 @@ def init(
     leaves it when its program ends well.
     """
     placement = Placement.from_environment()
-    options = RunOptions.from_environment()
+    given = {
+        "patience": patience,
+        "timeout_s": timeout_s,
+        "workers_per_machine": workers_per_machine,
+        "num_servers": num_servers,
+        "allow_split": allow_split,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    options = msgspec.structs.replace(RunOptions.from_environment(), **given)
     settings = GroupSettings(
         key=_key(placement, options, os.environ),
-        patience=options.patience if patience is None else patience,
-        timeout_s=options.timeout_s if timeout_s is None else timeout_s,
-        workers_per_machine=workers_per_machine or options.workers_per_machine,
+        patience=options.patience,
+        timeout_s=options.timeout_s,
+        workers_per_machine=options.workers_per_machine,
         network_interface=options.network_interface,
         backend=backend,
-        on_split="continue" if (options.allow_split if allow_split is None else allow_split) else "stop",
+        on_split="continue" if options.allow_split else "stop",
     )
-    servers = options.num_servers if num_servers is None else num_servers
+    servers = options.num_servers
     check_servers(servers, placement.size)
     group = _open_with_servers(placement, settings, servers) if servers else open_group(placement, settings)
     group.run = name_of_run(settings.key)
@@ -103,8 +111,11 @@ def open_group(placement: Placement, settings: GroupSettings, name: str = "") ->
     """
     if placement.size == 1 and settings.backend is None:
         return SoloGroup(settings.patience)
-    if _is_one_machine(placement, settings):
-        return open_host_group(placement, settings)
+    if placement.size == placement.local_size and settings.backend is None:
+        per_machine = settings.workers_per_machine or placement.size
+        # without a place to meet, a machine that is split is one that only counts as several
+        if per_machine >= placement.size or placement.rendezvous is None:
+            return open_host_group(placement, settings)
     from shoal.group.cluster import open_cluster_group
     from shoal.group.cluster.rendezvous import Rendezvous, WorkerAddress
 
@@ -117,15 +128,6 @@ def open_group(placement: Placement, settings: GroupSettings, name: str = "") ->
         rank, size = placement.rank, placement.size
         return open_host_group(Placement(rank, size, rank, size, placement.source), settings)
     return open_cluster_group(placement, settings, addresses, rendezvous)
-
-
-def _is_one_machine(placement: Placement, settings: GroupSettings) -> bool:
-    """Whether all workers are known to be on this machine, and share its memory."""
-    if placement.size != placement.local_size or settings.backend is not None:
-        return False
-    per_machine = settings.workers_per_machine or placement.size
-    # without a place to meet, a machine that is split is one that only counts as several
-    return per_machine >= placement.size or placement.rendezvous is None
 
 
 def _open_with_servers(placement: Placement, settings: GroupSettings, num_servers: int) -> Group:
@@ -148,29 +150,20 @@ def _among_workers(
     placement: Placement, settings: GroupSettings, everybody: Group, num_servers: int
 ) -> tuple[Placement, GroupSettings]:
     """Finds a worker's place when servers are not counted, on the machines that all have agreed on."""
-    named = msgspec.structs.replace(settings, key=f"{settings.key} workers")
+    key, source = f"{settings.key} workers", placement.source
     rank, size = placement.rank - num_servers, placement.size - num_servers
     if isinstance(everybody, HostGroup):
-        return Placement(rank, size, rank, size, placement.source), named
+        return Placement(rank, size, rank, size, source), msgspec.structs.replace(settings, key=key)
     machine = everybody.machine
     here = [other for other, home in enumerate(everybody.machines[num_servers:]) if home == machine]
-    place, meeting = here.index(rank), placement.rendezvous
-    return (
-        Placement(rank, size, place, len(here), placement.source, meeting, machine),
-        msgspec.structs.replace(named, workers_per_machine=None),
-    )
+    placed = Placement(rank, size, here.index(rank), len(here), source, placement.rendezvous, machine)
+    return placed, msgspec.structs.replace(settings, key=key, workers_per_machine=None)
 
 
 class _Exits:
     """Remembers the code with which the program was told to exit."""
 
-    def __init__(self) -> None:
-        self.code: object = None
-        self._exit = sys.exit
-
-    @property
-    def is_failed(self) -> bool:
-        return self.code is not None and self.code != 0
+    code: object = None
 
     def listen(self) -> None:
         """Remembers exits from now on; idempotent."""
@@ -192,7 +185,7 @@ def has_failed(earlier_error: object) -> bool:
 
     `earlier_error` is what `sys.last_value` was before: an interactive session keeps what it has shown.
     """
-    return _exits.is_failed or getattr(sys, "last_value", None) is not earlier_error
+    return _exits.code not in (None, 0) or getattr(sys, "last_value", None) is not earlier_error
 
 
 def _end(group: Group, pid: int, earlier_error: object) -> None:
@@ -245,45 +238,44 @@ def _key(placement: Placement, options: RunOptions, environ: Mapping[str, str]) 
 class WithServers(GroupWrapper):
     """The group of workers, `inner`, for everything, and `everybody` beside it; both end together."""
 
+    everybody: Group
+
     def __init__(self, inner: Group, everybody: Group, num_servers: int) -> None:
         super().__init__(inner)
         self.everybody = everybody
         self.num_servers = num_servers
-        self.role: Literal["worker", "server"] = "server" if everybody.rank < num_servers else "worker"
+        self.role = "server" if everybody.rank < num_servers else "worker"
 
     @property
     def stats(self) -> GroupStats:
         """Adds the bytes of both groups."""
-        own, all_ = self.inner.stats, self._all.stats
-        return GroupStats(
-            own.sent_bytes + all_.sent_bytes, own.received_bytes + all_.received_bytes, own.waited_s
+        own, both = self.inner.stats, self.everybody.stats
+        sent_bytes, received_bytes = (
+            own.sent_bytes + both.sent_bytes,
+            own.received_bytes + both.received_bytes,
         )
+        return GroupStats(sent_bytes, received_bytes, own.waited_s)
 
     def progress(self) -> None:
         """Does work of both groups' operations."""
         self.inner.progress()
-        self._all.progress()
+        self.everybody.progress()
 
     def leave(self) -> None:
-        """Leaves both groups."""
+        """Leaves both groups, that of the workers first."""
         self.inner.leave()
-        self._all.leave()
+        self.everybody.leave()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Closes both groups."""
+        """Closes both groups, whatever happens."""
         try:
             self.inner.close(error)
         finally:
-            self._all.close(error)
-
-    @property
-    def _all(self) -> Group:
-        assert self.everybody is not None
-        return self.everybody
+            self.everybody.close(error)
 
 
 def check_servers(num_servers: int, size: int) -> None:
-    """UsageError when nobody would be left to work."""
+    """Raises UsageError when nobody would be left to work."""
     if num_servers < 0:
         raise UsageError(f"{num_servers} servers are impossible.", next_step="give 0 or more.")
     if num_servers and num_servers >= size:

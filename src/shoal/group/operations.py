@@ -1,11 +1,11 @@
 """What each operation of a group sends, receives and needs, and the wrapper through which operations pass.
 
-An `Operation` is one row of that table, seen from one worker: it serves counting, tracing, shaping, faults
-and virtual time alike. Its bytes are those of a network without shared memory, so that figures of one machine
-say what a cluster would have to carry; `Metered` lists the formulas.
+An `OperationPlan` is one row of that table, seen from one worker: it serves counting, tracing, shaping,
+faults and virtual time alike. Its bytes are those of a network without shared memory, so that figures of one
+machine say what a cluster would have to carry; `Metered` lists the formulas.
 
-A `GroupWrapper` forwards everything. A subclass overrides the hooks through which all operations pass, or
-single methods. A `Sleeper` holds the caller's thread on purpose, in the one place where a group does so.
+A `GroupWrapper` forwards everything, by methods that are made from the table. A subclass overrides the hooks
+through which all operations pass, or single methods.
 """
 
 from __future__ import annotations
@@ -14,43 +14,44 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from types import MappingProxyType
-from typing import Any, TypeVar
+from functools import partial, wraps
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 
 from shoal.core import SYSTEM_CLOCK, Clock, Deadline
-from shoal.group.base import Group, GroupStats, Handle, Loss, Reduction, Slot, Snapshot, Window, Write
+from shoal.group.base import Group, GroupStats, Handle, Loss, Reduction, Window, Write
 from shoal.group.functions import spread_over_ranks
 from shoal.topology import MachineWeights, Weights
 
 T = TypeVar("T")
+Method = TypeVar("Method", bound=Callable[..., Any])
 Bytes = Mapping[int, int]
 """Bytes by rank."""
-_NONE: Bytes = MappingProxyType({})
+Row: TypeAlias = Callable[..., "OperationPlan"]
+"""One row of the table: makes the operation of a group and of what its method is called with."""
 _SLICE_S = 0.001  # others may wait for work that this worker does for them between two slices
 _NEAR_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class OperationPlan:
     """One call of a method of a group or a window, as one worker makes it."""
 
     name: str
     size_bytes: int = 0
-    sends: Bytes = field(default_factory=lambda: _NONE)
-    receives: Bytes = field(default_factory=lambda: _NONE)
+    sends: Bytes = field(default_factory=dict)
+    receives: Bytes = field(default_factory=dict)
     num_steps: int = 1
     """How many times one after the other something is sent: each waits for the one before."""
-    learns: Callable[[Any], Bytes] | None = None
-    """For what only the result tells: maps it to what was received."""
-    is_request: bool = False
-    """Whether it goes to one peer, and what is received is sent only when the request has arrived."""
     needs: Sequence[int] = ()
     """The other ranks from which something must come; a peer that is gone may be among them."""
     needs_all: bool = False
     """Whether it fails without one of them, instead of doing without."""
+    learns: Callable[[Any], Bytes] | None = None
+    """For what only the result tells: maps it to what was received."""
+    is_request: bool = False
+    """Whether it goes to one peer, and what is received is sent only when the request has arrived."""
     tensor: torch.Tensor | None = None
     """The memory that what comes from others is written to, where the caller has given it."""
 
@@ -70,112 +71,102 @@ def ring_bytes(size_bytes: int, num_members: int) -> int:
     return 2 * (num_members - 1) * size_bytes // num_members
 
 
-def all_reduce(group: Group, tensor: torch.Tensor) -> Operation:
+def all_reduce(group: Group, tensor: torch.Tensor, op: Reduction = "mean") -> OperationPlan:
     """Goes round a ring of the members."""
     members = list(group.members)
     if len(members) < 2 or group.rank not in members:
-        return Operation("all_reduce", tensor.nbytes, tensor=tensor)
-    place = members.index(group.rank)
+        return OperationPlan("all_reduce", tensor.nbytes, needs_all=True, tensor=tensor)
+    place, num_hops = members.index(group.rank), 2 * (len(members) - 1)
     size_bytes = ring_bytes(tensor.nbytes, len(members))
-    following = members[(place + 1) % len(members)]
-    return Operation(
-        "all_reduce",
-        tensor.nbytes,
-        {following: size_bytes},
-        {members[place - 1]: size_bytes},
-        2 * (len(members) - 1),
-        needs=_others(group),
-        needs_all=True,
-        tensor=tensor,
+    sends, receives = {members[(place + 1) % len(members)]: size_bytes}, {members[place - 1]: size_bytes}
+    return OperationPlan(
+        "all_reduce", tensor.nbytes, sends, receives, num_hops, others(group), needs_all=True, tensor=tensor
     )
 
 
-def broadcast(group: Group, tensor: torch.Tensor, root: int) -> Operation:
+def broadcast(group: Group, tensor: torch.Tensor, root: int = 0) -> OperationPlan:
     """Goes from the root straight to everybody."""
-    size_bytes, others = tensor.nbytes, _others(group)
+    size_bytes, peers = tensor.nbytes, others(group)
     if group.rank == root:
-        return Operation("broadcast", size_bytes, dict.fromkeys(others, size_bytes), tensor=tensor)
-    needs = [root] if root in others else []
-    return Operation(
+        return OperationPlan("broadcast", size_bytes, dict.fromkeys(peers, size_bytes), tensor=tensor)
+    needs = [root] if root in peers else []
+    return OperationPlan(
         "broadcast", size_bytes, receives={root: size_bytes}, needs=needs, needs_all=True, tensor=tensor
     )
 
 
-def all_gather(group: Group, tensor: torch.Tensor) -> Operation:
+def all_gather(group: Group, tensor: torch.Tensor) -> OperationPlan:
     """Goes from everybody straight to everybody; the others' sizes are known when they have come."""
-    members, others = tuple(group.members), _others(group)
+    members, peers = tuple(group.members), others(group)
 
     def learn(result: list[torch.Tensor]) -> Bytes:
         given = zip(members, result, strict=False)  # a member may have left since
         return {rank: part.nbytes for rank, part in given if rank != group.rank}
 
-    sends = dict.fromkeys(others, tensor.nbytes)
-    return Operation("all_gather", tensor.nbytes, sends, learns=learn, needs=others, needs_all=True)
+    sends = dict.fromkeys(peers, tensor.nbytes)
+    return OperationPlan("all_gather", tensor.nbytes, sends, needs=peers, needs_all=True, learns=learn)
 
 
 def exchange(
-    group: Group, tensor: torch.Tensor, weights: Weights | MachineWeights, out: torch.Tensor | None = None
-) -> Operation:
+    group: Group, tensor: torch.Tensor, weights: Weights | MachineWeights, *, out: torch.Tensor | None = None
+) -> OperationPlan:
     """Goes straight to and from those that are there, of the ranks or machines that the weights name."""
     weights = spread_over_ranks(group, weights)
     members, size_bytes = group.members, tensor.nbytes
     to = weights.sources if weights.destinations is None else weights.destinations
-    return Operation(
-        "exchange",
-        size_bytes,
-        {rank: size_bytes for rank in to if rank in members},
-        {rank: size_bytes for rank in weights.sources if rank in members},
-        needs=tuple(weights.sources),
-        tensor=tensor if out is None else out,
+    sends = {rank: size_bytes for rank in to if rank in members}
+    receives = {rank: size_bytes for rank in weights.sources if rank in members}
+    written = tensor if out is None else out
+    return OperationPlan(
+        "exchange", size_bytes, sends, receives, needs=tuple(weights.sources), tensor=written
     )
 
 
-def barrier(group: Group) -> Operation:
+def barrier(group: Group) -> OperationPlan:
     """Carries no bytes, but a word from everybody to everybody."""
-    others = _others(group)
-    words = dict.fromkeys(others, 0)
-    return Operation("barrier", 0, words, words, needs=others, needs_all=True)
+    peers = others(group)
+    words = dict.fromkeys(peers, 0)
+    return OperationPlan("barrier", 0, words, words, needs=peers, needs_all=True)
 
 
-def write(group: Group, to: int, one: Write) -> Operation:
+def write(group: Group, to: int, one: Write) -> OperationPlan:
     """Goes into a window of `to`, if it is there; is over when it has arrived."""
     size_bytes = one.tensor.nbytes
-    sends = {to: size_bytes} if to in _others(group) else {}
-    return Operation(one.kind, size_bytes, sends, is_request=True)
+    sends = {to: size_bytes} if to in others(group) else {}
+    return OperationPlan(one.kind, size_bytes, sends, is_request=True)
 
 
-def fetch(group: Group, peer: int) -> Operation:
+def fetch(group: Group, peer: int) -> OperationPlan:
     """Sends a request, and receives what the peer has published."""
-
-    def learn(snapshot: Snapshot | None) -> Bytes:
-        return {} if snapshot is None else {peer: snapshot.tensor.nbytes}
-
-    if peer == group.rank:
-        return Operation("fetch")
-    needs = [peer] if peer in _others(group) else []
-    return Operation("fetch", sends={peer: 0}, learns=learn, is_request=True, needs=needs)
+    return _request(group, "fetch", peer, lambda snapshot: snapshot.tensor.nbytes)
 
 
-def read(group: Group, peer: int, into: torch.Tensor) -> Operation:
+def read(group: Group, peer: int, into: torch.Tensor, *, version: int = 0) -> OperationPlan:
     """Sends a request, and receives a copy of what the peer has published."""
+    return _request(group, "read", peer, lambda version: into.nbytes, into.detach())
 
-    def learn(version: int | None) -> Bytes:
-        return {} if version is None else {peer: into.nbytes}
 
+def _request(
+    group: Group, name: str, peer: int, count: Callable[[Any], int], into: torch.Tensor | None = None
+) -> OperationPlan:
+    size_bytes = 0 if into is None else into.nbytes
     if peer == group.rank:
-        return Operation("read", into.nbytes)
-    needs = [peer] if peer in _others(group) else []
-    return Operation(
-        "read", into.nbytes, {peer: 0}, learns=learn, is_request=True, needs=needs, tensor=into.detach()
-    )
+        return OperationPlan(name, size_bytes)
+
+    def learn(result: Any) -> Bytes:
+        return {} if result is None else {peer: count(result)}
+
+    needs = [peer] if peer in others(group) else []
+    return OperationPlan(name, size_bytes, {peer: 0}, needs=needs, learns=learn, is_request=True, tensor=into)
 
 
-def _others(group: Group) -> list[int]:
+def others(group: Group) -> list[int]:
+    """Lists the members but this worker."""
     return [rank for rank in group.members if rank != group.rank]
 
 
 class TrafficCounter:
-    """Counts one worker's bytes by the same formulas, where making an `Operation` would take too long."""
+    """Counts one worker's bytes by the same formulas, where making an `OperationPlan` would take too long."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.sent_bytes = 0
@@ -183,7 +174,7 @@ class TrafficCounter:
         self._rank = rank
         self._size = size
 
-    def add(self, operation: Operation) -> None:
+    def add(self, operation: OperationPlan) -> None:
         """Counts what is known of an operation when it is issued."""
         self.sent_bytes += operation.sent_bytes
         self.received_bytes += operation.received_bytes
@@ -211,6 +202,31 @@ class TrafficCounter:
         return self._size
 
 
+def _empty(
+    group: Group, num_elements: int, dtype: torch.dtype = torch.float32, **where: Any
+) -> OperationPlan:
+    return OperationPlan("empty", num_elements * dtype.itemsize)
+
+
+def _publish(group: Group, tensor: torch.Tensor, version: int) -> OperationPlan:
+    return OperationPlan("publish", tensor.nbytes)
+
+
+def _forwarded(method: Method, row: Row | None = None, hook: str = "_issue") -> Method:
+    """Makes a wrapper's method that does the same inside, through a hook if it has a row of the table."""
+    name = method.__name__
+
+    @wraps(method)
+    def forward(self: GroupWrapper | WrappedWindow, *args: Any, **options: Any) -> Any:
+        act = partial(getattr(self.inner, name), *args, **options)
+        if row is None:
+            return act()
+        return getattr(self._wrapper, hook)(row(self._wrapper, *args, **options), act)
+
+    forward.__isabstractmethod__ = False  # type: ignore[attr-defined]
+    return cast(Method, forward)
+
+
 class GroupWrapper(Group):
     """Does what `inner` does, through hooks that a subclass overrides.
 
@@ -220,39 +236,10 @@ class GroupWrapper(Group):
 
     def __init__(self, inner: Group) -> None:
         self.inner = inner
-        self.rank = inner.rank
-        self.size = inner.size
-        self.machine = inner.machine
-        self.machines = inner.machines
-        self.num_machines = inner.num_machines
-        self.run = inner.run
-        self.local_rank = inner.local_rank
-        self.patience = inner.patience
-        self.everybody = inner.everybody
-        self.num_servers = inner.num_servers
-        self.role = inner.role
-        self.timeline = inner.timeline
-
-    def _issue(self, operation: Operation, start: Callable[[], Handle[T]]) -> Handle[T]:
-        """Begins an operation that has a handle; `start` does it in the inner group."""
-        return start()
-
-    def _call(self, operation: Operation, act: Callable[[], T]) -> T:
-        """Does an operation that is over when it returns."""
-        return act()
-
-    def _write(self, window: Window, to: int, one: Write) -> Handle[None]:
-        """Begins a write into a window of the inner group."""
-        return self._issue(write(self, to, one), partial(window._write, to, one))
-
-    def _wait(self, window: Window, sources: Collection[int], deadline: Deadline | None) -> Sequence[int]:
-        """Waits for what its sources write into a window of the inner group."""
-        return self._call(Operation("window_wait"), partial(window.wait, deadline))
-
-    @cached_property
-    def notes(self) -> dict[str, Any]:
-        """What strategies remember of the inner group."""
-        return self.inner.notes
+        self.notes = inner.notes
+        for name in Group.__annotations__:
+            if name != "should_survive":
+                setattr(self, name, getattr(inner, name))
 
     @property
     def should_survive(self) -> bool:
@@ -283,43 +270,17 @@ class GroupWrapper(Group):
         """The error that ends this worker after a cut, from the inner group."""
         return self.inner.split
 
-    def empty(
-        self, num_elements: int, dtype: torch.dtype = torch.float32, *, device: torch.device | None = None
-    ) -> torch.Tensor:
-        """Makes memory of the inner group."""
-        operation = Operation("empty", num_elements * dtype.itemsize)
-        return self._call(operation, partial(self.inner.empty, num_elements, dtype, device=device))
-
-    def free(self, tensor: torch.Tensor) -> None:
-        """Gives memory of the inner group back."""
-        self._call(Operation("free", tensor.nbytes), partial(self.inner.free, tensor))
-
-    def all_reduce(self, tensor: torch.Tensor, op: Reduction = "mean") -> Handle[torch.Tensor]:
-        """Reduces through the inner group."""
-        return self._issue(all_reduce(self, tensor), partial(self.inner.all_reduce, tensor, op))
-
-    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
-        """Broadcasts through the inner group."""
-        return self._issue(broadcast(self, tensor, root), partial(self.inner.broadcast, tensor, root))
-
-    def all_gather(self, tensor: torch.Tensor) -> Handle[list[torch.Tensor]]:
-        """Gathers through the inner group."""
-        return self._issue(all_gather(self, tensor), partial(self.inner.all_gather, tensor))
-
-    def exchange(
-        self, tensor: torch.Tensor, weights: Weights | MachineWeights, *, out: torch.Tensor | None = None
-    ) -> Handle[torch.Tensor]:
-        """Exchanges through the inner group, which may know a shorter way between machines."""
-        operation = exchange(self, tensor, weights, out)
-        return self._issue(operation, partial(self.inner.exchange, tensor, weights, out=out))
-
-    def settle(self, tensor: torch.Tensor) -> None:
-        """Waits until nobody reads the tensor through the inner group."""
-        self._call(Operation("settle"), partial(self.inner.settle, tensor))
-
-    def barrier(self) -> Handle[None]:
-        """Meets the others in the inner group."""
-        return self._issue(barrier(self), self.inner.barrier)
+    empty = _forwarded(Group.empty, _empty, "_call")
+    free = _forwarded(Group.free, lambda group, tensor: OperationPlan("free", tensor.nbytes), "_call")
+    all_reduce = _forwarded(Group.all_reduce, all_reduce)
+    broadcast = _forwarded(Group.broadcast, broadcast)
+    all_gather = _forwarded(Group.all_gather, all_gather)
+    exchange = _forwarded(Group.exchange, exchange)
+    settle = _forwarded(Group.settle, lambda group, tensor: OperationPlan("settle"), "_call")
+    barrier = _forwarded(Group.barrier, barrier)
+    progress = _forwarded(Group.progress)
+    leave = _forwarded(Group.leave)
+    close = _forwarded(Group.close)
 
     def window(
         self,
@@ -332,20 +293,28 @@ class GroupWrapper(Group):
     ) -> Window:
         """Makes a window of the inner group, whose operations pass the hooks."""
         make = partial(self.inner.window, name, num_elements, dtype, sources=sources, device=device)
-        inner = self._call(Operation("window", num_elements * dtype.itemsize), make)
-        return WrappedWindow(inner, self, _others(self) if sources is None else list(sources))
+        inner = self._call(OperationPlan("window", num_elements * dtype.itemsize), make)
+        return WrappedWindow(inner, self, others(self) if sources is None else list(sources))
 
-    def progress(self) -> None:
-        """Does work of the inner group's operations."""
-        self.inner.progress()
+    def _issue(self, operation: OperationPlan, start: Callable[[], Handle[T]]) -> Handle[T]:
+        """Begins an operation that has a handle; `start` does it in the inner group."""
+        return start()
 
-    def leave(self) -> None:
-        """Leaves the inner group."""
-        self.inner.leave()
+    def _call(self, operation: OperationPlan, act: Callable[[], T]) -> T:
+        """Does an operation that is over when it returns."""
+        return act()
 
-    def close(self, error: BaseException | None = None) -> None:
-        """Closes the inner group."""
-        self.inner.close(error)
+    def _write(self, window: Window, to: int, one: Write) -> Handle[None]:
+        """Begins a write into a window of the inner group."""
+        return self._issue(write(self, to, one), partial(window._write, to, one))
+
+    def _wait(self, window: Window, sources: Collection[int], deadline: Deadline | None) -> Sequence[int]:
+        """Waits for what its sources write into a window of the inner group."""
+        return self._call(OperationPlan("window_wait"), partial(window.wait, deadline))
+
+    @property
+    def _wrapper(self) -> GroupWrapper:
+        return self
 
 
 class WrappedWindow(Window):
@@ -353,60 +322,36 @@ class WrappedWindow(Window):
 
     def __init__(self, inner: Window, group: GroupWrapper, sources: Collection[int]) -> None:
         self.inner = inner
-        self.name = inner.name
-        self.num_elements = inner.num_elements
-        self.dtype = inner.dtype
-        self.device = inner.device
-        self._group = group
+        for name in Window.__annotations__:
+            setattr(self, name, getattr(inner, name))
+        self._wrapper = group
         self._sources = sources
 
-    def _write(self, to: int, write: Write) -> Handle[None]:
-        return self._group._write(self.inner, to, write)
-
-    def slot(self, source: int) -> contextlib.AbstractContextManager[Slot]:
-        """Holds a slot of the inner window."""
-        return self.inner.slot(source)
-
-    def filled(self) -> Sequence[int]:
-        """Lists the filled slots of the inner window."""
-        return self.inner.filled()
+    slot = _forwarded(Window.slot)
+    filled = _forwarded(Window.filled)
+    publish = _forwarded(Window.publish, _publish, "_call")
+    reclaim = _forwarded(Window.reclaim)
+    fetch = _forwarded(Window.fetch, fetch)
+    read = _forwarded(Window.read, read)
+    close = _forwarded(Window.close)
 
     def wait(self, deadline: Deadline | None = None) -> Sequence[int]:
         """Waits for writes into the inner window."""
-        return self._group._wait(self.inner, self._sources, deadline)
-
-    def publish(self, tensor: torch.Tensor, version: int) -> None:
-        """Publishes through the inner window."""
-        operation = Operation("publish", tensor.nbytes)
-        self._group._call(operation, partial(self.inner.publish, tensor, version))
-
-    def reclaim(self, version: int) -> None:
-        """Reclaims in the inner window."""
-        self.inner.reclaim(version)
+        return self._wrapper._wait(self.inner, self._sources, deadline)
 
     @contextlib.contextmanager
     def changing(self, version: int) -> Iterator[None]:
-        """Changes what the inner window publishes."""
+        """Changes what the inner window publishes; to wait for its readers is one operation."""
         with contextlib.ExitStack() as stack:
             change = self.inner.changing(version)
-            self._group._call(Operation("changing"), partial(stack.enter_context, change))
+            self._wrapper._call(OperationPlan("changing"), partial(stack.enter_context, change))
             yield
 
-    def fetch(self, peer: int) -> Handle[Snapshot | None]:
-        """Fetches through the inner window."""
-        return self._group._issue(fetch(self._group, peer), partial(self.inner.fetch, peer))
-
-    def read(self, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
-        """Reads through the inner window."""
-        start = partial(self.inner.read, peer, into, version=version)
-        return self._group._issue(read(self._group, peer, into), start)
-
-    def close(self) -> None:
-        """Closes the inner window."""
-        self.inner.close()
+    def _write(self, to: int, write: Write) -> Handle[None]:
+        return self._wrapper._write(self.inner, to, write)
 
 
-class Sleeper:
+class ClockSleeper:
     """Sleeps by a clock; a test gives one whose `sleep` moves a manual clock."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:

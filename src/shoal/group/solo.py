@@ -1,15 +1,17 @@
-"""The group of one, which has nothing to wait for and nobody to lose, and windows in memory of one process.
+"""Members of one process: what they share, their windows, and the group of one, which has nobody to lose.
 
-A `LocalWindow` keeps its slots and what it publishes in ordinary tensors. In the group of one it has at most
-one slot, in which this worker writes to itself; the group in virtual time adds the way between members.
+Slots, and what is published, lie in ordinary tensors. In a plain `LocalNetwork` whatever is sent has arrived
+at once, and whoever waits waits for itself; the network in virtual time adds the way between members.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache, partial
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -27,90 +29,59 @@ from shoal.group.base import (
     Window,
     Write,
 )
-from shoal.group.functions import spread_over_ranks
+from shoal.group.functions import share, spread_over_ranks
 from shoal.group.kernels import CopiedSnapshot, MemorySlot, check_reduction, check_write, copy_out
+from shoal.group.operations import TrafficCounter, others
 from shoal.topology import MachineWeights, Weights
 
 Form: TypeAlias = tuple[int, torch.dtype, torch.device | None]
 """Of a window's slots: the number of elements, their type, and where they lie."""
-_NOBODY: Mapping[int, Loss] = MappingProxyType({})
 
 
-class SoloGroup(Group):
-    """One worker alone; every operation is over when it returns."""
+class LocalGroup(Group):
+    """One member's side of a network; its memory is ordinary, and others have copies of it."""
 
-    def __init__(self, patience: float = 1.0) -> None:
-        self.rank = 0
-        self.size = 1
-        self.machine = 0
-        self.machines = (0,)
-        self.num_machines = 1
+    def __init__(
+        self, network: LocalNetwork, rank: int, machines: Sequence[int], patience: float = 1.0
+    ) -> None:
+        self.rank = rank
+        self.size = network.size
+        self.machine = machines[rank]
+        self.machines = machines
+        self.num_machines = max(machines) + 1
         self.patience = patience
+        self._network = network
+        self._counter = TrafficCounter(rank, network.size)
         self._has_left = False
 
     @property
     def members(self) -> Sequence[int]:
-        """Rank 0, until it leaves."""
-        return () if self._has_left else (0,)
+        """The ranks that are there at this moment."""
+        return () if self._has_left else tuple(self._network.present)
 
     @property
     def lost(self) -> Mapping[int, Loss]:
-        """Nobody can be lost."""
-        return _NOBODY
+        """The peers that were lost until this moment."""
+        return MappingProxyType(self._network.lost)
 
     @property
     def stats(self) -> GroupStats:
-        """Nothing is sent, and nobody is waited for."""
-        return GroupStats(0, 0, (0.0,))
+        """Bytes by the formulas of `Metered`; a peer is waited for until it has issued its part."""
+        waited_s = tuple(self._network.waited_s[self.rank])
+        return GroupStats(self._counter.sent_bytes, self._counter.received_bytes, waited_s)
 
     def empty(
         self, num_elements: int, dtype: torch.dtype = torch.float32, *, device: torch.device | None = None
     ) -> torch.Tensor:
-        """Makes ordinary memory, which torch aligns."""
-        check_member(self)
+        """Makes ordinary memory, which torch aligns; nobody is waited for."""
+        self._check_member()
         return torch.zeros(num_elements, dtype=dtype, device=device)
 
     def free(self, tensor: torch.Tensor) -> None:
         """Does nothing: the memory goes with its last tensor."""
 
-    def all_reduce(self, tensor: torch.Tensor, op: Reduction = "mean") -> Handle[torch.Tensor]:
-        """Leaves the tensor as it is."""
-        check_member(self)
-        check_reduction(tensor, op)
-        return Done(tensor)
-
-    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
-        """Leaves the tensor as it is."""
-        check_member(self)
-        _check_rank(root)
-        return Done(tensor)
-
-    def all_gather(self, tensor: torch.Tensor) -> Handle[list[torch.Tensor]]:
-        """Copies the tensor."""
-        check_member(self)
-        return Done([tensor.detach().clone()])
-
-    def exchange(
-        self, tensor: torch.Tensor, weights: Weights | MachineWeights, *, out: torch.Tensor | None = None
-    ) -> Handle[torch.Tensor]:
-        """Multiplies the tensor by one's own weight."""
-        check_member(self)
-        weights = spread_over_ranks(self, weights)
-        weights.check(self.rank, self.size)
-        result = tensor if out is None else out
-        check_alike(tensor, result)
-        with torch.no_grad():
-            if out is not None:
-                out.copy_(tensor)
-            return Done(result if weights.own == 1 else result.mul_(weights.own))
-
     def settle(self, tensor: torch.Tensor) -> None:
-        """Does nothing: nobody reads it."""
-
-    def barrier(self) -> Handle[None]:
-        """Is over at once."""
-        check_member(self)
-        return Done(None)
+        """Does nothing: nobody else reads it."""
 
     def window(
         self,
@@ -121,120 +92,192 @@ class SoloGroup(Group):
         sources: Collection[int] | None = None,
         device: torch.device | None = None,
     ) -> Window:
-        """Makes a window with a slot for oneself, if rank 0 is named as a source."""
-        check_member(self)
-        has_slot = sources is not None and 0 in sources
-        own = [0] if has_slot else []
-        return _SoloWindow(self, Publication(0, name), (num_elements, dtype, device), own)
+        """Makes a window; all have theirs when it returns, unless it has no slots."""
+        self._check_member()
+        for rank in sources or ():
+            self._check_rank(rank)
+        chosen = others(self) if sources is None else sources
+        window = self._network.window_type(self, name, (num_elements, dtype, device), chosen)
+        if self._network.size > 1 and sources != ():  # an empty list is one member's: others have slots
+            share(self, [name, num_elements, str(dtype)])
+        return window
 
     def progress(self) -> None:
         """Does nothing: nothing is ever under way."""
 
     def leave(self) -> None:
-        """Takes part in nothing more."""
-        self._has_left = True
+        """Has the others go on without this worker from now on."""
+        if not self._has_left:
+            self._network.look_up()
+            self._has_left = True
+            self._network.leave(self.rank)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leaves; nobody is there to find this worker lost."""
+        """Leaves; there is nothing to give back."""
         self.leave()
 
+    def _check_rank(self, rank: int) -> None:
+        """Raises UsageError for a rank that there is not."""
+        if not 0 <= rank < self.size:
+            raise UsageError(
+                f"There is no rank {rank} in a group of {self.size}.",
+                next_step=f"name a rank from 0 to {self.size - 1}.",
+            )
 
-def check_member(group: Group) -> None:
-    """UsageError for whoever does something after it has left."""
-    if group.rank not in group.members:
-        raise UsageError(
-            f"rank {group.rank} has left the group and takes part in nothing more.",
-            next_step="make it the last thing to leave or to close.",
-        )
+    def _check_member(self) -> None:
+        """Raises UsageError for whoever does something after it has left."""
+        if self.rank not in self.members:
+            raise UsageError(
+                f"rank {self.rank} has left the group and takes part in nothing more.",
+                next_step="make it the last thing to leave or to close.",
+            )
+
+    def _prepare_exchange(
+        self, tensor: torch.Tensor, between: Weights | MachineWeights, out: torch.Tensor | None
+    ) -> tuple[Weights, torch.Tensor]:
+        """Finds the weights of ranks, and where the result goes; TensorError where it does not fit there."""
+        weights = spread_over_ranks(self, between)
+        weights.check(self.rank, self.size)
+        result = tensor if out is None else out
+        if tensor.shape != result.shape or tensor.dtype != result.dtype:
+            raise TensorError(
+                f"An exchange of {tensor.dtype} of shape {list(tensor.shape)} does not fit into "
+                f"{result.dtype} of shape {list(result.shape)}."
+            )
+        return weights, result
 
 
-def check_alike(tensor: torch.Tensor, out: torch.Tensor) -> None:
-    """TensorError when the result of an exchange does not fit where it should go."""
-    if tensor.shape != out.shape or tensor.dtype != out.dtype:
-        raise TensorError(
-            f"An exchange of {tensor.dtype} of shape {list(tensor.shape)} does not fit into {out.dtype} of "
-            f"shape {list(out.shape)}."
-        )
+class SoloGroup(LocalGroup):
+    """One worker alone; every operation is over when it returns."""
+
+    def __init__(self, patience: float = 1.0) -> None:
+        super().__init__(LocalNetwork(1), 0, (0,), patience)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction = "mean") -> Handle[torch.Tensor]:
+        """Leaves the tensor as it is."""
+        self._check_member()
+        check_reduction(tensor, op)
+        return Done(tensor)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
+        """Leaves the tensor as it is."""
+        self._check_member()
+        self._check_rank(root)
+        return Done(tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> Handle[list[torch.Tensor]]:
+        """Copies the tensor into a list of one."""
+        self._check_member()
+        return Done([tensor.detach().clone()])
+
+    def exchange(
+        self, tensor: torch.Tensor, weights: Weights | MachineWeights, *, out: torch.Tensor | None = None
+    ) -> Handle[torch.Tensor]:
+        """Multiplies the tensor by one's own weight."""
+        self._check_member()
+        weights, result = self._prepare_exchange(tensor, weights, out)
+        with torch.no_grad():
+            if out is not None:
+                out.copy_(tensor)
+            return Done(result if weights.own == 1 else result.mul_(weights.own))
+
+    def barrier(self) -> Handle[None]:
+        """Is over at once."""
+        self._check_member()
+        return Done(None)
 
 
-def _check_rank(rank: int) -> None:
-    if rank != 0:
-        raise UsageError(f"There is no rank {rank} in a group of one.", next_step="name rank 0.")
+class PendingOperation(Handle[T]):
+    """Is under way until `resolve`, which here only this worker itself can bring about."""
 
-
-class Publication:
-    """What one member has published under one name, and those that wait for a version of it."""
-
-    def __init__(self, rank: int, name: str) -> None:
-        self.rank = rank
-        self.name = name
-        self._tensor: torch.Tensor | None = None
-        self._version = -1
-        self._is_changing = False
-        self._waiting: list[Callable[[], bool]] = []
+    def __init__(self, what: str) -> None:
+        self.is_taken = False
+        """Whether somebody has the result, or the error."""
+        self._what = what
+        self._take: Callable[[], T] | None = None
 
     @property
-    def is_empty(self) -> bool:
-        """Whether nothing is published."""
-        return self._tensor is None
+    def is_resolved(self) -> bool:
+        """Whether its end is known."""
+        return self._take is not None
 
-    def publish(self, tensor: torch.Tensor | None, version: int) -> None:
-        """Takes the place of what was published before; None withdraws it."""
-        self._tensor, self._version = None if tensor is None else tensor.detach(), version
-        self.look()
+    def resolve(self, due_s: float, take: Callable[[], T]) -> None:
+        """Has it be over at `due_s`; `take` makes the result when it is first asked for after that."""
+        if self._take is None:
+            self._take = cache(take)
 
-    def check_reclaim(self, version: int) -> None:
-        """UsageError for the newest version; nobody has more than copies of any other."""
-        if self._tensor is not None and self._version <= version:
-            raise UsageError(
-                f"Version {version} of {self.name!r} is the newest that is published, and cannot be "
-                "reclaimed.",
-                next_step="publish a newer version first.",
+    def wait(self, deadline: Deadline | None = None) -> T:
+        """Gives the result; DeadlineExceeded at once where there is none."""
+        if self._take is None:
+            raise DeadlineExceeded(
+                f"{self._what}: nobody else is there to see to it.", next_step="do it first, then wait."
             )
+        self.is_taken = True
+        return self._take()
 
-    @contextlib.contextmanager
-    def changing(self, version: int) -> Iterator[None]:
-        """Has what is published be of that version when the block has ended well."""
-        if self._tensor is None:
-            raise UsageError(
-                f"Nothing is published as {self.name!r}, so it cannot be changed.",
-                next_step="publish it first.",
-            )
-        if version < self._version:
-            raise UsageError(
-                f"{self.name!r} is of version {self._version} and cannot become {version}.",
-                next_step="count upwards.",
-            )
-        self._is_changing = True
-        yield
-        self._is_changing = False
-        self._version = version
-        self.look()
+    def is_done(self) -> bool:
+        """Tells whether it has its result."""
+        return self._take is not None
 
-    def snapshot(self, least_version: int = 0) -> CopiedSnapshot | None:
-        """Copies what is published; None where it is older than asked for, or is being changed."""
-        if self._tensor is None or self._is_changing or self._version < least_version:
-            return None
-        return CopiedSnapshot(self.rank, self._version, self._tensor.clone())
 
-    def when(self, attempt: Callable[[], bool]) -> None:
-        """Tries now, and whenever something is published or changed, until it is true."""
+class LocalNetwork:
+    """What the members of one process share, and the way between them, which here takes no time."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.present = list(range(size))
+        self.lost: dict[int, Loss] = {}
+        self.waited_s = [[0.0] * size for _ in range(size)]
+        self.windows: dict[tuple[int, str], LocalWindow] = {}
+        self.window_type: type[LocalWindow] = LocalWindow
+        self._readers: dict[tuple[int, str], list[Callable[[], bool]]] = {}
+
+    @property
+    def now_s(self) -> float:
+        """The time of all members."""
+        return 0.0
+
+    def look_up(self) -> None:
+        """Comes to the time of the worker that calls."""
+
+    def pending(self, rank: int, what: str) -> PendingOperation[Any]:
+        """Makes the handle of something that this member waits for."""
+        return PendingOperation(what)
+
+    def arrives_s(self, source: int, target: int, size_bytes: int) -> float:
+        """Sends something now, and tells when it arrives."""
+        return self.now_s
+
+    def send(self, source: int, target: int, size_bytes: int, deliver: Callable[[], None]) -> None:
+        """Carries something from now on; `deliver` is called when it arrives."""
+        deliver()
+
+    def when_published(self, rank: int, name: str, attempt: Callable[[], bool]) -> None:
+        """Tries now, and whenever a member publishes or changes something, or goes, until it is true."""
         if not attempt():
-            self._waiting.append(attempt)
+            self._readers.setdefault((rank, name), []).append(attempt)
 
-    def look(self) -> None:
-        """Tries those that wait: it has changed, or its member is gone."""
-        self._waiting = [attempt for attempt in self._waiting if not attempt()]
+    def look(self, rank: int, name: str) -> None:
+        """Tries those that wait for what a member publishes."""
+        waiting = self._readers.pop((rank, name), [])
+        self._readers[rank, name] = [attempt for attempt in waiting if not attempt()]
+
+    def leave(self, rank: int) -> None:
+        """Has a member be gone from now on."""
+        self.present = [each for each in self.present if each != rank]
+        for window in list(self.windows.values()):
+            window.somebody_is_gone()
+        for key in list(self._readers):
+            self.look(*key)
 
 
 class QueueingSlot(MemorySlot):
     """A slot whose writes are done in order, and wait while it is held, or full and to be sent to."""
 
-    def __init__(
-        self, source: int, num_elements: int, dtype: torch.dtype, device: torch.device | None
-    ) -> None:
-        super().__init__(source, num_elements, dtype, device)
-        self.is_held = False
+    is_held = False
+
+    def __init__(self, source: int, form: Form) -> None:
+        super().__init__(source, *form)
         self._queue: list[tuple[Write, Callable[[], None]]] = []
 
     def offer(self, write: Write, done: Callable[[], None]) -> None:
@@ -256,26 +299,63 @@ class QueueingSlot(MemorySlot):
 
 
 class LocalWindow(Window):
-    """A window whose slots, and what it publishes, lie in memory of this process."""
+    """One member's window: slots for its sources, and a way to others' windows of the same name."""
 
-    def __init__(self, group: Group, publication: Publication, form: Form, sources: Collection[int]) -> None:
-        self.name = publication.name
+    def __init__(self, group: LocalGroup, name: str, form: Form, sources: Collection[int]) -> None:
+        self.name = name
         self.num_elements, self.dtype, device = form
         self.device = device or torch.device("cpu")
         self._group = group
         self._rank = group.rank
-        self._publication = publication
-        self._slots = {source: QueueingSlot(source, *form) for source in sorted(sources)}
+        self._network = group._network
+        # made again under a name that is in use, it goes on with what the one before has published
+        before = self._network.windows.get((self._rank, name))
+        self._published: torch.Tensor | None = None if before is None else before._published
+        self._version: int = -1 if before is None else before._version
+        self._is_changing = False
+        self._slots = {source: QueueingSlot(source, form) for source in sorted(sources)}
         self._is_open = True
+        self._network.windows[self._rank, name] = self
 
-    def _begin(self) -> None:
-        """Comes to this worker's own time, where members have one."""
+    def _write(self, to: int, write: Write) -> Handle[None]:
+        """Is over when it is in the slot; at once for one that is gone."""
+        self._check_open()
+        check_write(write, self.name, self.num_elements, self.dtype)
+        self._group._check_rank(to)
+        network, rank = self._network, self._rank
+        network.look_up()
+        if to not in network.present:
+            return Done(None)
+        target = network.windows.get((to, self.name))
+        if target is not None:
+            target._slot_of(rank)
+        if to != rank:
+            self._group._counter.sent_bytes += write.tensor.nbytes
+        handle: PendingOperation[None] = network.pending(rank, f"{write.kind} to rank {to} in {self.name!r}")
+        sent, sent_s = dataclasses.replace(write, tensor=write.tensor.detach().clone()), network.now_s
+
+        def done() -> None:
+            handle.resolve(network.now_s, lambda: None)
+
+        def arrived() -> None:
+            there = network.windows.get((to, self.name))
+            if there is None or to not in network.present:
+                done()
+            else:
+                there._receive(rank, sent, sent_s, done)
+
+        network.send(rank, to, write.tensor.nbytes, arrived)
+        return handle
+
+    def _receive(self, source: int, write: Write, sent_s: float, done: Callable[[], None]) -> None:
+        self._slots[source].offer(write, done)
 
     @contextlib.contextmanager
     def slot(self, source: int) -> Iterator[Slot]:
         """Holds a slot; what is written meanwhile is done after the block."""
+        self._check_open()
         slot = self._slot_of(source)
-        self._begin()
+        self._network.look_up()
         if slot.is_held:
             raise UsageError(
                 f"rank {self._rank} waits for slot of rank {source} in window {self.name!r}, which it holds "
@@ -292,116 +372,131 @@ class LocalWindow(Window):
     def filled(self) -> Sequence[int]:
         """Lists the sources whose slots have something in them."""
         self._check_open()
+        return self._filled()
+
+    def _filled(self) -> list[int]:
         return [source for source, slot in self._slots.items() if slot.num_writes]
+
+    def wait(self, deadline: Deadline | None = None) -> Sequence[int]:
+        """Lists as `filled`: nothing comes while this worker waits for itself."""
+        return self.filled()
 
     def publish(self, tensor: torch.Tensor, version: int) -> None:
         """Lets others copy the tensor as it is when they ask."""
-        self._check_usable()
-        check_write(Write("put", tensor), self.name, self.num_elements, self.dtype)
         self._begin()
-        self._publication.publish(tensor, version)
+        check_write(Write("put", tensor), self.name, self.num_elements, self.dtype)
+        self._published, self._version = tensor.detach(), version
+        self._network.look(self._rank, self.name)
 
     def reclaim(self, version: int) -> None:
         """Does nothing more than to check: snapshots are copies."""
-        self._publication.check_reclaim(version)
+        if self._published is not None and self._version <= version:
+            raise UsageError(
+                f"Version {version} of {self.name!r} is the newest that is published, and cannot be "
+                "reclaimed.",
+                next_step="publish a newer version first.",
+            )
 
     @contextlib.contextmanager
     def changing(self, version: int) -> Iterator[None]:
-        """Has readers wait until the block has ended."""
-        self._check_usable()
+        """Has readers wait until the block has ended, and for good if it raises."""
         self._begin()
-        with self._publication.changing(version):
-            yield
+        if self._published is None:
+            raise UsageError(
+                f"Nothing is published as {self.name!r}, so it cannot be changed.",
+                next_step="publish it first.",
+            )
+        if version < self._version:
+            raise UsageError(
+                f"{self.name!r} is of version {self._version} and cannot become {version}.",
+                next_step="count upwards.",
+            )
+        self._is_changing = True
+        yield
+        self._is_changing = False
+        self._version = version
+        self._network.look(self._rank, self.name)
+
+    def snapshot(self, least_version: int = 0) -> CopiedSnapshot | None:
+        """Copies what is published; None where it is older than asked for, or is being changed."""
+        if self._published is None or self._is_changing or self._version < least_version:
+            return None
+        return CopiedSnapshot(self._rank, self._version, self._published.clone())
+
+    def fetch(self, peer: int) -> Handle[Snapshot | None]:
+        """Copies what is there when the request comes, and brings it back."""
+        if peer == self._rank:
+            self._begin()
+            return Done(self.snapshot())
+        return self._ask("fetch", peer, None, lambda snapshot: snapshot)
+
+    def read(self, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
+        """Copies as `fetch` does, once the version is there, into a tensor."""
+        return self._ask("read", peer, version, lambda found: copy_out(found, into.detach(), self.name))
+
+    def _ask(
+        self, what: str, peer: int, version: int | None, take: Callable[[CopiedSnapshot], T]
+    ) -> Handle[T | None]:
+        """Asks for what a peer has published; with a version, once it is that new."""
+        self._group._check_rank(peer)
+        self._begin()
+        network, rank = self._network, self._rank
+        handle: PendingOperation[T | None] = network.pending(rank, f"{what} {self.name!r} of rank {peer}")
+
+        def attempt() -> bool:
+            there = network.windows.get((peer, self.name)) if peer in network.present else None
+            snapshot = None if there is None else there.snapshot(version or 0)
+            if snapshot is not None or version is None:
+                size_bytes = 0 if snapshot is None or peer == rank else snapshot.tensor.nbytes
+
+                def finish() -> T | None:
+                    self._group._counter.received_bytes += size_bytes
+                    return None if snapshot is None else take(snapshot)
+
+                handle.resolve(network.arrives_s(peer, rank, size_bytes), finish)
+            elif peer not in network.present or (
+                version == 0 and (there is None or there._published is None)
+            ):
+                handle.resolve(network.now_s, lambda: None)
+            return handle.is_resolved
+
+        when = partial(network.when_published, peer, self.name, attempt)
+        if peer == rank:
+            when()
+        else:
+            network.send(rank, peer, 0, when)
+        return handle
 
     def close(self) -> None:
-        """Drops what was not taken, and what was published."""
+        """Drops what was not taken or comes later, and what was published."""
+        if self._network.windows.get((self._rank, self.name)) is self:
+            del self._network.windows[self._rank, self.name]
         if self._is_open:
             self._is_open = False
-            self._publication.publish(None, -1)
+            self._network.look(self._rank, self.name)
             for slot in self._slots.values():
                 slot.drop()
 
-    def _slot_of(self, source: int) -> QueueingSlot:
-        self._check_open()
-        if source not in self._slots:
-            raise no_slot(self._rank, source, self.name)
-        return self._slots[source]
+    def somebody_is_gone(self) -> None:
+        """Drops what waits for this worker, if it is the one."""
+        if self._rank not in self._network.present:
+            for slot in self._slots.values():
+                slot.drop()
 
-    def _check_usable(self) -> None:
+    def _begin(self) -> None:
+        """Comes to this worker's own time, unless it may not do anything more."""
         self._check_open()
-        check_member(self._group)
+        self._group._check_member()
+        self._network.look_up()
+
+    def _slot_of(self, source: int) -> QueueingSlot:
+        if source not in self._slots:
+            raise UsageError(
+                f"rank {self._rank} has no slot for rank {source} in window {self.name!r}.",
+                next_step="name it among the sources when the window is made.",
+            )
+        return self._slots[source]
 
     def _check_open(self) -> None:
         if not self._is_open:
             raise UsageError(f"Window {self.name!r} is closed.", next_step="make it again by group.window().")
-
-
-def no_slot(rank: int, source: int, name: str) -> UsageError:
-    """Makes the error of whoever uses a slot that a window does not have."""
-    return UsageError(
-        f"rank {rank} has no slot for rank {source} in window {name!r}.",
-        next_step="name it among the sources when the window is made.",
-    )
-
-
-class _SoloWindow(LocalWindow):
-    """A window in which everything is done at once, or waits for this worker itself."""
-
-    def _write(self, to: int, write: Write) -> Handle[None]:
-        _check_rank(to)
-        slot = self._slot_of(to)
-        check_write(write, self.name, self.num_elements, self.dtype)
-        handle: _Awaited[None] = _Awaited(f"The slot of rank 0 in window {self.name!r} to be free")
-        slot.offer(write, lambda: handle.resolve(None))
-        return handle
-
-    def wait(self, deadline: Deadline | None = None) -> Sequence[int]:
-        """Lists as `filled`: nothing comes while this worker waits."""
-        return self.filled()
-
-    def fetch(self, peer: int) -> Handle[Snapshot | None]:
-        """Copies what this worker itself has published."""
-        self._check_usable()
-        _check_rank(peer)
-        return Done(self._publication.snapshot())
-
-    def read(self, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
-        """Copies what this worker itself has published, once it is of that version."""
-        self._check_usable()
-        _check_rank(peer)
-        handle: _Awaited[int | None] = _Awaited(f"Version {version} of {self.name!r} to be published")
-
-        def attempt() -> bool:
-            snapshot = self._publication.snapshot(version)
-            if snapshot is not None:
-                handle.resolve(copy_out(snapshot, into.detach(), self.name))
-            elif self._publication.is_empty and not version:
-                handle.resolve(None)
-            return handle.is_done()
-
-        self._publication.when(attempt)
-        return handle
-
-
-class _Awaited(Handle[T]):
-    """Something that only this worker itself can do: to wait for it is an error."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._result: list[T] = []
-
-    def resolve(self, result: T) -> None:
-        """Gives it its result."""
-        self._result.append(result)
-
-    def wait(self, deadline: Deadline | None = None) -> T:
-        """Gives the result; DeadlineExceeded at once where there is none."""
-        if not self._result:
-            raise DeadlineExceeded(
-                f"{self._what}: nobody else is there to see to it.", next_step="do it first, then wait."
-            )
-        return self._result[0]
-
-    def is_done(self) -> bool:
-        """Tells whether it has its result."""
-        return bool(self._result)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from shoal.report import context, sections
-from shoal.report.charts import Group, bars_data, gathered, group_reports, overview_data, spread_data
+from shoal.report.charts import ReportGroup, bars_data, gathered, group_reports, overview_data, spread_data
 from shoal.report.figures import Figures, Shown, beside_one_another, titled
 from shoal.report.glance import glance_tables
 from shoal.report.histograms import histogram_plots, is_histogram
@@ -115,7 +115,7 @@ def _noted(content: str, note: str) -> str:
     return f'{content}<p class="how">{escape(note)}</p>' if content else ""
 
 
-def _metric(group: Group, shown: Sequence[Shown], figures: Figures) -> Section:
+def _metric(group: ReportGroup, shown: Sequence[Shown], figures: Figures) -> Section:
     name = "Figures" if group.is_mixed else group.metric
     table = sections.statistics_table(group, shown)
     content = table + _distribution(group, shown, figures) + _closer(group, shown, figures)
@@ -127,7 +127,7 @@ def _metric(group: Group, shown: Sequence[Shown], figures: Figures) -> Section:
     return Section(name, content, " · ".join(part for part in about if part))
 
 
-def _distribution(group: Group, shown: Sequence[Shown], figures: Figures) -> str:
+def _distribution(group: ReportGroup, shown: Sequence[Shown], figures: Figures) -> str:
     """All rows on one axis; the percentiles of each beside it where they are times of a single report."""
     if group.is_mixed or not group.has_samples:
         return ""
@@ -138,7 +138,7 @@ def _distribution(group: Group, shown: Sequence[Shown], figures: Figures) -> str
     return beside_one_another(overview, percentile_plot(rows, figures, range(len(rows))))
 
 
-def _closer(group: Group, shown: Sequence[Shown], figures: Figures) -> str:
+def _closer(group: ReportGroup, shown: Sequence[Shown], figures: Figures) -> str:
     """One row at a time: its percentiles in every report beside each other, and its samples by start."""
     lines = [(index, line) for index, line in enumerate(group.rows) if _has_samples(line)]
     if not lines or group.is_of_facts:

@@ -17,7 +17,7 @@ LOG_RATIO = 20
 """Medians further apart than this are drawn on a logarithmic axis."""
 
 
-class Group:
+class ReportGroup:
     """Rows of one metric and unit over several reports; a line of `rows` has one row, or None, for each."""
 
     def __init__(self, key: tuple[str, str, str, str]) -> None:
@@ -54,19 +54,19 @@ class Group:
         return short_label(row, shared_key(self.present))
 
 
-def gathered(groups: Sequence[Group]) -> list[Group]:
+def gathered(groups: Sequence[ReportGroup]) -> list[ReportGroup]:
     """Groups of a single line in one table, after the others: a metric of one figure needs no chapter."""
     lone = [group for group in groups if len(group.rows) == 1]
     if len(lone) < 2:
         return list(groups)
-    mixed = Group(("", "", "", ""))
+    mixed = ReportGroup(("", "", "", ""))
     mixed.rows = [group.rows[0] for group in lone]
     return [*(group for group in groups if len(group.rows) > 1), mixed]
 
 
-def group_reports(reports: Sequence[Report]) -> list[Group]:
+def group_reports(reports: Sequence[Report]) -> list[ReportGroup]:
     """All rows of all reports, lined up by identity, in the order in which they first occur."""
-    groups: dict[tuple[str, str, str, str], Group] = {}
+    groups: dict[tuple[str, str, str, str], ReportGroup] = {}
     lines: dict[object, list[Row | None]] = {}
     for number, report in enumerate(reports):
         for row in report.rows:
@@ -74,12 +74,12 @@ def group_reports(reports: Sequence[Report]) -> list[Group]:
             line = lines.get((key, row.identity))
             if line is None:
                 line = lines[key, row.identity] = [None] * len(reports)
-                groups.setdefault(key, Group(key)).rows.append(line)
+                groups.setdefault(key, ReportGroup(key)).rows.append(line)
             line[number] = row
     return list(groups.values())
 
 
-def overview_data(group: Group) -> dict[str, Any]:
+def overview_data(group: ReportGroup) -> dict[str, Any]:
     """One line for each row, of all reports."""
     medians = [
         percentile(row.samples, 50) for line in group.rows for row in line if row is not None and row.starts

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from shoal.report.charts import Group
+from shoal.report.charts import ReportGroup
 from shoal.report.diff import Diff, RowDiff
 from shoal.report.figures import NUM_COLOURS, Shown
 from shoal.report.judge import LABELS, Verdict
@@ -83,7 +83,7 @@ def key_heads(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
     return heads
 
 
-def statistics_table(group: Group, shown: Sequence[Shown]) -> str:
+def statistics_table(group: ReportGroup, shown: Sequence[Shown]) -> str:
     """Every row of a group with its figures, one line for each report that has it."""
     names = _key_columns(group.present)
     has_metrics = group.is_mixed

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.simulate.job import Snapshot, WorkerLog
+from shoal.simulate.job import ModelSnapshot, WorkerLog
 from shoal.simulate.record import DIVERGED, CourseRecord, Moment
 from shoal.simulate.task import Score, Task
 from shoal.simulate.training import load_tensors
@@ -51,7 +51,7 @@ class State:
     at_s: float
     mean_step: float
     moved_bytes: int
-    latest: dict[int, Snapshot]
+    latest: dict[int, ModelSnapshot]
     """By rank, of those that have not ended before."""
 
 
@@ -70,7 +70,7 @@ def states_of(logs: Sequence[WorkerLog], eval_every: int) -> Iterator[State]:
         key=lambda event: (event[0], event[1], event[2].step),
     )
     ends_s = {log.rank: math.inf if log.ended_at_s is None else log.ended_at_s - origin_s for log in begun}
-    last: dict[int, Snapshot] = {}
+    last: dict[int, ModelSnapshot] = {}
     num_due = 0
     for index, (at_s, rank, snapshot) in enumerate(events):
         last[rank] = snapshot
@@ -118,7 +118,7 @@ class _Examiner:
             consensus_distance=math.sqrt(squared),
         )
 
-    def _value(self, snapshot: Snapshot) -> float:
+    def _value(self, snapshot: ModelSnapshot) -> float:
         known = self._values.get(id(snapshot))
         if known is None:
             known = self._values[id(snapshot)] = self._score(snapshot.tensors).value

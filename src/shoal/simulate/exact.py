@@ -19,7 +19,7 @@ from shoal.core.turns import Ended, Turn, Turns
 from shoal.group.base import Group
 from shoal.group.conditions import Faulty
 from shoal.group.opening import WithServers
-from shoal.group.operations import Sleeper
+from shoal.group.operations import ClockSleeper
 from shoal.group.simulated import SimulatedGroup, SimulatedNetwork
 from shoal.group.solo import SoloGroup
 from shoal.simulate.charging import charged
@@ -77,7 +77,7 @@ class Worker:
     add = begin
 
 
-class _VirtualSleeper(Sleeper):
+class _VirtualSleeper(ClockSleeper):
     def __init__(self, turns: Turns) -> None:
         super().__init__(turns.clock)
         self._turns = turns

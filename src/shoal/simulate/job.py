@@ -37,7 +37,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         check_split(self.split)
 
 
-class Snapshot(msgspec.Struct, kw_only=True):
+class ModelSnapshot(msgspec.Struct, kw_only=True):
     """One worker's model after so many of its steps."""
 
     step: int
@@ -54,7 +54,7 @@ class WorkerLog(msgspec.Struct, kw_only=True):
     """All that one worker tells."""
 
     rank: int
-    snapshots: list[Snapshot]
+    snapshots: list[ModelSnapshot]
     waited_s: list[float]
     """By rank; the last to arrive each time."""
     staleness: dict[int, int] = {}

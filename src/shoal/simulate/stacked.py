@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from shoal.core import UsageError
-from shoal.simulate.job import Job, Snapshot, WorkerLog
+from shoal.simulate.job import Job, ModelSnapshot, WorkerLog
 from shoal.simulate.stacked_exact_rules import DiffusionRule, ExtraRule, MomentumRule, TrackingRule
 from shoal.simulate.stacked_model import EXACT, StackedModel
 from shoal.simulate.stacked_rules import (
@@ -101,7 +101,7 @@ class StackedRun:
         logs = []
         for rank in range(self._world.num_workers):
             snapshots = [
-                Snapshot(
+                ModelSnapshot(
                     step=step,
                     at_s=float(times.marks_s[mark, rank]),
                     sent_bytes=int(self._tape.marked_bytes[mark][rank]),

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.core import Address
-from shoal.group.simulated.network import CallAt, Links, Over, Ring
+from shoal.group.simulated import CallAt, Links, Over, RingAllReduce
 from shoal.simulate import stacked_tape
 from shoal.simulate.stacked_tape import Backward, Exchange, Forward, Issue, Mark, Tape, Wait
 from shoal.simulate.world import StepCosts, World
@@ -47,9 +47,11 @@ class _Meeting:
         self._links = links
         self._operation = operation
         self._known = known
-        self._ring: Ring | None = None
+        self._ring: RingAllReduce | None = None
         if isinstance(operation, stacked_tape.Ring):
-            self._ring = Ring(links, call_at, range(operation.size), operation.size_bytes, self._over)
+            self._ring = RingAllReduce(
+                links, call_at, range(operation.size), operation.size_bytes, self._over
+            )
         self._arrived_s: dict[int, float] = {}
         self._places: dict[int, int] = {}
         """In the order of arrival."""

@@ -17,7 +17,7 @@ from shoal.core import ShoalError
 from shoal.core.clock import Clock
 from shoal.group import Group
 from shoal.group.observed import Metered
-from shoal.simulate.job import Snapshot, WorkerLog
+from shoal.simulate.job import ModelSnapshot, WorkerLog
 from shoal.simulate.task import Task
 from shoal.strategies import Strategy, make_strategy
 from shoal.strategies.parameter_server import ParameterServer
@@ -82,7 +82,7 @@ class Trainer:
     def _look(self, step: int, model: nn.Module, group: Metered, clock: Clock) -> None:
         traffic = group.totals()
         one_sided = [traffic[name].received_bytes for name in _ONE_SIDED if name in traffic]
-        snapshot = Snapshot(
+        snapshot = ModelSnapshot(
             step=step,
             at_s=clock.now_s(),
             sent_bytes=sum(each.sent_bytes for each in traffic.values()),
