@@ -2,8 +2,13 @@
 
 Whatever all take part in happens first inside a machine; then one of its workers speaks with those of other
 machines, and passes the result on (`collectives`). An `exchange` goes from rank to rank. One-sided operations
-are those of `window`. `members` knows who is there, `operation_queue` keeps the order of operations. A worker
-that waits is woken by the others of its machine, or by its streams.
+are those of `window`. `members` knows who is there. A worker that waits is woken by the others of its
+machine, or by its streams.
+
+An operation is a generator: it yields the handles that it waits for, and goes on with their results. Its
+steps inside the machine must come in the same order on all of the machine's workers, so the operations take
+turns; one gives its turn away (`yield FREE`) when it has issued its last step there, and may go on beside
+later ones. Everything happens in the thread that calls, whenever it calls.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -31,15 +37,14 @@ from shoal.group.base import (
     Window,
     rank_to_blame,
 )
-from shoal.group.cluster.collectives import Collectives, TorchOperations
+from shoal.group.cluster.collectives import Collectives, HostStaging, TorchOperations
+from shoal.group.cluster.machine_exchange import FREE, Step, Steps
 from shoal.group.cluster.members import Members
 from shoal.group.cluster.mesh import Mesh
-from shoal.group.cluster.operation_queue import Operation, OperationQueue, Steps
 from shoal.group.cluster.rendezvous import Rendezvous, WorkerAddress, interface_of
-from shoal.group.cluster.staging import HostStaging
 from shoal.group.cluster.window import Windows
 from shoal.group.host import HostGroup, open_host_group
-from shoal.group.host.engine import span_of
+from shoal.group.host.engine import Span, is_overlapping, span_of
 from shoal.group.kernels import check_reduction
 from shoal.group.solo import SoloGroup
 from shoal.topology import MachineWeights, Weights
@@ -457,6 +462,148 @@ class ClusterGroup(Group):
                 "The group belongs to the process that opened it, and this one was forked from it.",
                 next_step="let the workers of a DataLoader load data and nothing else.",
             )
+
+
+class Operation(Handle[Any]):
+    """One numbered operation under way; `OperationQueue.advance` drives it."""
+
+    def __init__(
+        self,
+        seq: int,
+        steps: Steps,
+        spans: Sequence[Span],
+        context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        self.seq = seq
+        self.spans = spans
+        """Memory that it reads or writes: a later operation on any of it begins when this one is over."""
+        self.is_begun = False
+        self.is_free = False
+        self.is_over = False
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._steps = steps
+        self._context = context
+        """In what it goes on: the stream of a GPU."""
+        self._waiting: Handle[Any] | None = None
+
+    def is_done(self) -> bool:
+        """Tells whether it is over."""
+        return self.is_over
+
+    def wait(self, deadline: Deadline | None = None) -> Any:
+        """Returns the result of an operation that is over, or raises its error."""
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def awaited(self) -> int | None:
+        """Names the rank that it waits for, where it is known."""
+        return self._waiting.awaited() if isinstance(self._waiting, Step) else None
+
+    def advance(self) -> bool:
+        """Goes on as far as it can; tells whether it moved."""
+        moved = False
+        with self._context():
+            while not self.is_over and (self._waiting is None or self._waiting.is_done()):
+                moved = self.is_begun = True
+                waited, self._waiting = self._waiting, None
+                try:
+                    brought = None if waited is None else waited.wait()
+                except Exception as error:  # noqa: BLE001  (it is the operation's, which may catch it)
+                    self._resume(error)
+                else:
+                    self._resume(brought)
+        return moved
+
+    def drop(self) -> None:
+        """Forgets it where it stands."""
+        self._end()
+        self._steps.close()
+
+    def _resume(self, brought: Any) -> None:
+        try:
+            if isinstance(brought, Exception):
+                asked = self._steps.throw(brought)
+            else:
+                asked = self._steps.send(brought)
+            while asked is FREE:
+                self.is_free = True
+                asked = next(self._steps)
+            self._waiting = asked
+        except StopIteration as end:
+            self._result = end.value
+            self._end()
+        except BaseException as error:
+            self._error = error
+            self._end()
+            if not isinstance(error, Exception):
+                raise
+
+    def _end(self) -> None:
+        self.is_free = self.is_over = True
+        self._waiting = None
+
+
+class OperationQueue:
+    """Holds a worker's operations that are under way, in order."""
+
+    def __init__(self) -> None:
+        self._open: deque[Operation] = deque()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._open
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether all operations have issued their last step inside the machine."""
+        return all(operation.is_free for operation in self._open)
+
+    @property
+    def first_seq(self) -> int:
+        """The number of the first operation under way."""
+        return self._open[0].seq
+
+    def add(self, operation: Operation) -> None:
+        """Appends the next operation."""
+        self._open.append(operation)
+
+    def advance(self) -> None:
+        """Goes on with all operations that can go on."""
+        moved = True
+        while moved:
+            moved = False
+            is_clear = True
+            for operation in tuple(self._open):
+                may_go_on = is_clear or operation.is_free
+                if may_go_on and (operation.is_begun or not self._is_in_use(operation)):
+                    moved |= operation.advance()
+                is_clear = is_clear and operation.is_free
+            while self._open and self._open[0].is_over:
+                self._open.popleft()
+
+    def awaited(self) -> int | None:
+        """Names the rank that the first operation waits for, where it is known."""
+        return next((rank for each in self._open if (rank := each.awaited()) is not None), None)
+
+    def uses(self, span: Span) -> bool:
+        """Tells whether an operation under way reads or writes some memory."""
+        return any(not each.is_over and is_overlapping(each.spans, [span]) for each in self._open)
+
+    def drop(self) -> None:
+        """Forgets all that is under way."""
+        while self._open:
+            self._open.popleft().drop()
+
+    def _is_in_use(self, operation: Operation) -> bool:
+        for earlier in self._open:
+            if earlier is operation:
+                return False
+            if not earlier.is_over and is_overlapping(earlier.spans, operation.spans):
+                return True
+        return False
 
 
 class _GroupHandle(Handle[T]):

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import msgspec
 import torch
 
 from shoal.core import Deadline, PeerLost, ShoalError, UsageError
-from shoal.group.base import Loss, Reduction
+from shoal.group.base import Done, Handle, Loss, Reduction
 from shoal.group.cluster.members import Members
 from shoal.group.cluster.mesh import Mesh, MeshHandle
-from shoal.group.cluster.operation_queue import Step, Steps, arrived
 from shoal.group.kernels import reduce_into, share
 
 _MATES_S = 2.0
@@ -27,8 +27,41 @@ _ARRIVING_S = 5.0
 _SMALL_BYTES = 1 << 16
 """Up to this size everybody gets everything at once: one delay instead of two."""
 _KINDS = ("all_reduce", "broadcast", "all_gather", "exchange", "exchange_machines", "barrier")
+FREE: Handle[None] = Done(None)
+"""Yielded by an operation whose last step inside the machine is issued."""
+Steps = Generator[Handle[Any], Any, Any]
 ABSENT = object()
 """Stands for what would have come from a machine that takes no part."""
+
+
+class Step(Handle[Any]):
+    """Something that an operation waits for; `awaited` names the rank that has not come, where it is known.
+
+    Its result is asked for once, when it is done.
+    """
+
+    def __init__(
+        self,
+        is_done: Callable[[], bool],
+        result: Callable[[], Any] = lambda: None,
+        awaited: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self._is_done = is_done
+        self._result = result
+        self.awaited = awaited
+
+    def is_done(self) -> bool:
+        """Tells whether there is a result, or an error."""
+        return self._is_done()
+
+    def wait(self, deadline: Deadline | None = None) -> Any:
+        """Gives the result, or raises the error."""
+        return self._result()
+
+
+def arrived(handles: Sequence[Handle[Any]]) -> Step:
+    """Waits until all that was sent has arrived; who is gone is noticed where something is expected of it."""
+    return Step(lambda: all(handle.is_done() for handle in handles))
 
 
 class Action(msgspec.Struct, frozen=True, array_like=True):

@@ -1,27 +1,49 @@
-"""Who takes part in a group over several machines, as one worker knows it from its machine and its streams.
+"""Who takes part in a group over several machines, and which side of a network that is cut in two goes on.
+
+Each worker beats, and asks every worker of another machine to tell when it goes. The question stays open as
+long as the other takes part. Its answer says how it went: it has left in order, it failed, and because of
+whose loss, or it has found the asker silent. Where the connection ends without an answer, or nothing is heard
+for longer than `silence_s`, the other is lost; then all connections with it are ended, so that nothing of it
+comes any more. The `HeartbeatMonitor` lives on the mesh's loop.
 
 The workers of a machine tell each other, in a table that each publishes inside the machine, which workers of
 other machines have left, and which operation they could not finish and because of whom: one that passes a
 result on has often learned this before those that get the result.
+
+Workers that fall silent at once, and whose end nobody has seen, may be alive and train a model of their own
+beyond a cut. So the side with more workers goes on, and of two equal sides the one with the lowest rank; the
+other side stops. All decide alike, because each counts the same workers: those that were there before the
+cut. Workers that end one by one leave no side behind, and the others go on.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
+import msgspec
 import torch
 
-from shoal.core import PeerLost
+from shoal.core import Deadline, NetworkSplit, Peer, PeerId, PeerLost, Scope, ShoalError, fanout
 from shoal.group.base import GroupSettings, Loss, Window
-from shoal.group.cluster.heartbeat import HeartbeatMonitor, NetworkPartition, find_partition
 from shoal.group.host import HostGroup
 from shoal.group.solo import SoloGroup
+from shoal.transport import Head, Reply, StreamTransport
 
 log = logging.getLogger(__name__)
 _DEPARTURES = "shoal: departures"
+_GREET, _WATCH, _BEAT, _FAREWELL = "mesh.greet", "mesh.watch", "mesh.beat", "mesh.farewell"
+_BEAT_S = 1.0
+_LOOKS_PER_BEAT = 4
+_ASK_AGAIN_S = 1.0
+_TURN_S = 0.005  # for a verdict to leave before its connection is ended, and for that end to be noticed
+_NOTICING = 1.25
+"""How long after a cut silence is noticed, at the latest: a beat may have been answered just before."""
 
 
 class Members:
@@ -196,3 +218,342 @@ class Members:
         if isinstance(self._local, HostGroup):
             left_at_s |= {self.mates[place]: at_s for place, at_s in self._local.left_at_s.items()}
         return find_partition(self.lost.values(), self.present(seq), left_at_s, self._silence_s)
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """Says how a worker goes."""
+
+    kind: Literal["left", "failed", "verdict"]
+    after: int = 0
+    """Of one that leaves: the last operation in which it takes part."""
+    reason: str = ""
+    """Of a verdict: why the asked one goes on without the asker; of a failure: why `culprit` is lost."""
+    culprit: int | None = None
+    """Of a failure: the lost rank because of which it failed."""
+
+
+class HeartbeatMonitor:
+    """Beats to the others, and knows who of them is lost or has left; calls `on_change` for each."""
+
+    def __init__(
+        self,
+        rank: int,
+        transport: StreamTransport,
+        scope: Scope,
+        silence_s: float,
+        on_change: Callable[[int], None],
+    ) -> None:
+        # the first two are replaced, never changed: other threads look at them
+        self.lost: Mapping[int, Loss] = {}
+        """Those that went without having said so, in the order noticed."""
+        self.left: Mapping[int, int] = {}
+        """Those that have left, and the last operation in which each takes part."""
+        self.left_at_s: dict[int, float] = {}
+        self.rank = rank
+        self._transport = transport
+        self._scope = scope
+        self._silence_s = silence_s
+        self._on_change = on_change
+        self._peers: Mapping[int, Peer] = {}
+        self._names: Mapping[int, str] = {}
+        self.ranks: dict[PeerId, int] = {}
+        self._ready = asyncio.get_running_loop().create_future()
+        self._askers: dict[PeerId, asyncio.Future[Reply | None]] = {}
+        self._ending: Ending | None = None
+        self._going: dict[int, Loss] = {}
+        """Of those with whom connections are being ended, and have been."""
+        self._silent_s: dict[int, float] = {}
+        self._unanswered: dict[int, None] = {}
+        self._ends: dict[int, asyncio.Future[None]] = {}
+        transport.handle(_GREET, self._answer_greeting)
+        transport.handle(_WATCH, self._answer_watch)
+        transport.handle(_BEAT, self._answer_beat)
+        transport.handle(_FAREWELL, self._answer_farewell)
+
+    async def open(self, peers: Mapping[int, Peer], names: Mapping[int, str], deadline: Deadline) -> None:
+        """Connects with all of them, and begins; PeerLost names one that does not answer."""
+        loop = asyncio.get_running_loop()
+        self._peers, self._names = dict(sorted(peers.items())), names
+        for rank, peer in self._peers.items():
+            assert peer.id is not None
+            self.ranks[peer.id] = rank
+            self._silent_s[rank] = 0.0
+            self._ends[rank] = loop.create_future()
+        self._ready.set_result(None)
+        greetings = [self._transport.call(peer, _GREET, deadline=deadline) for peer in self._peers.values()]
+        answers = await fanout(greetings, deadline)
+        for rank, answer in zip(self._peers, answers, strict=True):
+            if isinstance(answer, Exception):
+                raise self._not_there(rank, answer) from answer
+        for rank in self._peers:
+            self._scope.start_soon(self._watch(rank), name=f"watch rank {rank}")
+        if self._peers:
+            self._scope.start_soon(self._beat(), name="beat")
+
+    def rank_of(self, head: Head) -> int | None:
+        """Tells who calls; None for one that is not of this mesh."""
+        return None if head.peer.id is None else self.ranks.get(head.peer.id)
+
+    def is_gone(self, rank: int) -> bool:
+        """Tells whether nothing more can be asked of a rank."""
+        return rank in self._going or rank in self.left
+
+    def why_gone(self, rank: int) -> PeerLost:
+        """Gives the error to raise where somebody depends on a rank that is gone."""
+        if rank in self.left and rank not in self.lost:
+            return PeerLost(
+                f"rank {rank} has left the group.",
+                peer=rank,
+                cause="its program has ended, or closed its group, before this one.",
+                next_step="let all workers take the same number of steps.",
+            )
+        return self._going.get(rank, Loss(rank, "the mesh was closed")).error()
+
+    def tell(self, ending: Ending) -> None:
+        """Answers all who ask, and all who will, that this worker goes; the first time counts."""
+        if self._ending is None:
+            self._ending = ending
+            for asker in self._askers.values():
+                if not asker.done():
+                    asker.set_result(Reply(ending))
+
+    async def say_farewell(self, deadline: Deadline) -> None:
+        """Waits until those who are there have heard what was told."""
+        there = [peer for rank, peer in self._peers.items() if not self.is_gone(rank)]
+        await fanout([self._transport.call(peer, _FAREWELL, deadline=deadline) for peer in there], deadline)
+
+    def describe(self, rank: int) -> str:
+        """Says who a rank is and when it was last heard, for people."""
+        name = self._names.get(rank) or str(self._peers[rank].address)
+        return f"rank {rank} ({name}), last beat {self.silent_s(rank):.1f} s ago"
+
+    def silent_s(self, rank: int) -> float:
+        """Gives the seconds since something came from a rank, to within a beat."""
+        return self._silent_s.get(rank, 0.0)
+
+    def heard(self, rank: int) -> None:
+        """Takes note that something has come from a rank."""
+        self._silent_s[rank] = 0.0
+
+    def lose(self, rank: int, reason: str) -> None:
+        """Goes on without a rank that has ended; idempotent."""
+        self._part(Loss(rank, reason))
+
+    def _part(self, loss: Loss) -> None:
+        if loss.rank not in self._going and loss.rank not in self.left:
+            loss = dataclasses.replace(loss, at_s=time.monotonic())
+            self._going[loss.rank] = loss
+            self._scope.start_soon(self._lose(loss), name=f"lose rank {loss.rank}")
+
+    # --- asking ---
+
+    async def _watch(self, rank: int) -> None:
+        try:
+            ending = await self._ask(rank, Deadline.never())
+        except (ShoalError, msgspec.ValidationError):
+            # one that has ended refuses; one that has gone on without this worker says so, or is not reached
+            again = Deadline.after(min(_ASK_AGAIN_S, self._silence_s / 5))
+            try:
+                ending = await self._ask(rank, again)
+            except (ShoalError, msgspec.ValidationError) as error:
+                kind: Literal["ended", "silent"] = "silent" if _is_out_of_reach(error) else "ended"
+                self._part(Loss(rank, f"the connection to {self._names.get(rank, 'it')} ended", kind))
+                return
+        if ending.kind == "left":
+            if rank not in self._going:
+                self.left_at_s[rank] = time.monotonic()
+                self.left = {**self.left, rank: ending.after}
+                self._end(rank)
+        elif ending.kind == "verdict" or ending.culprit == self.rank:
+            reason = f"it has gone on without this worker ({ending.reason})"
+            if self._ending is None:
+                own = Loss(self.rank, f"{ending.reason}, and rank {rank} went on without it")
+                self._part(Loss(rank, reason, "verdict", because=own))
+            else:  # this worker has said itself that it goes
+                self.lose(rank, reason)
+        elif ending.culprit is None:
+            self.lose(rank, "it failed")
+        else:
+            because = self._going.get(ending.culprit) or Loss(ending.culprit, ending.reason)
+            self._part(Loss(rank, f"it failed because rank {ending.culprit} is lost", because=because))
+
+    async def _ask(self, rank: int, deadline: Deadline) -> Ending:
+        reply = await self._transport.call(self._peers[rank], _WATCH, deadline=deadline)
+        return msgspec.convert(reply.payload, Ending)
+
+    async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
+        look_s = min(_BEAT_S, self._silence_s / 5) / _LOOKS_PER_BEAT
+        looked_s, num_looks = loop.time(), 0
+        while len(self._going) + len(self.left) < len(self._peers):
+            if num_looks % _LOOKS_PER_BEAT == 0:
+                for rank in self._peers:
+                    if not self.is_gone(rank) and rank not in self._unanswered:
+                        self._unanswered[rank] = None
+                        self._scope.start_soon(self._beat_to(rank), name=f"beat to rank {rank}")
+            num_looks += 1
+            await asyncio.sleep(look_s)
+            # a pause of this worker itself (suspended, stopped, starved) is nobody else's silence
+            passed_s, looked_s = min(loop.time() - looked_s, 2 * look_s), loop.time()
+            for rank in tuple(self._unanswered):
+                self._silent_s[rank] += passed_s
+                if self._silent_s[rank] > self._silence_s and not self.is_gone(rank):
+                    self._part(Loss(rank, f"silent for {self._silent_s[rank]:.1f} s", "silent"))
+
+    async def _beat_to(self, rank: int) -> None:
+        try:
+            await self._transport.call(self._peers[rank], _BEAT, deadline=Deadline.never())
+        except ShoalError as error:
+            log.debug("a beat to rank %d was not answered: %s", rank, error.what)
+        else:
+            self._silent_s[rank] = 0.0
+        finally:
+            self._unanswered.pop(rank, None)
+
+    async def _lose(self, loss: Loss) -> None:
+        rank = loss.rank
+        peer_id = self._peers[rank].id
+        assert peer_id is not None
+        asker = self._askers.get(peer_id)
+        if asker is not None and not asker.done():
+            asker.set_result(Reply(Ending("verdict", reason=loss.reason)))
+            await asyncio.sleep(_TURN_S)
+        self._transport.cut_off(peer_id)
+        await asyncio.sleep(_TURN_S)
+        self.lost = {**self.lost, rank: loss}
+        log.warning("rank %d is lost: %s", rank, loss.reason)
+        self._end(rank)
+
+    def _end(self, rank: int) -> None:
+        self._unanswered.pop(rank, None)
+        if not self._ends[rank].done():
+            self._ends[rank].set_result(None)
+        self._on_change(rank)
+
+    def _not_there(self, rank: int, error: Exception) -> PeerLost:
+        return PeerLost(
+            f"rank {rank} cannot be reached at {self._peers[rank].address}: {error}",
+            peer=rank,
+            cause="it has ended, or a firewall lies between, or that is not the right interface.",
+            next_step=f"see rank {rank}'s output, or name the interface: shoal run --network-interface NAME.",
+        )
+
+    # --- answering ---
+
+    async def _answer_greeting(self, head: Head, buffers: Sequence[memoryview]) -> None:
+        await asyncio.shield(self._ready)
+
+    def _answer_watch(
+        self, head: Head, buffers: Sequence[memoryview]
+    ) -> Reply | asyncio.Future[Reply | None]:
+        assert head.peer.id is not None
+        if self._ending is not None:
+            return Reply(self._ending)
+        rank = self.rank_of(head)
+        if rank in self._going:
+            return Reply(Ending("verdict", reason=self._going[rank].reason))
+        asker = self._askers[head.peer.id] = asyncio.get_running_loop().create_future()
+        return asker
+
+    def _answer_beat(self, head: Head, buffers: Sequence[memoryview]) -> None:
+        if (rank := self.rank_of(head)) is not None:
+            self.heard(rank)
+
+    async def _answer_farewell(self, head: Head, buffers: Sequence[memoryview]) -> None:
+        """Answers once this worker has heard how the caller went."""
+        if (rank := self.rank_of(head)) is not None:
+            await asyncio.shield(self._ends[rank])
+
+
+def _is_out_of_reach(error: Exception) -> bool:
+    """Tells whether no answer came at all; where a process has ended, its machine refuses the connection."""
+    cause = error.__cause__
+    return isinstance(error, TimeoutError) or (
+        isinstance(cause, OSError) and not isinstance(cause, ConnectionError)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkPartition:
+    """The two sides of a network that may be cut, as one worker sees them."""
+
+    here: Sequence[int]
+    """Ranks on this side, in order."""
+    silent: Sequence[int]
+    """Ranks that may be alive on the other side, in order."""
+    verdict: Loss | None = None
+    """Of one that has said that it goes on without this worker, if any has."""
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether this side is the smaller one, or the equal one without the lowest rank."""
+        if len(self.here) != len(self.silent):
+            return len(self.here) < len(self.silent)
+        return self.here[0] > self.silent[0]
+
+    @property
+    def is_worth_saying(self) -> bool:
+        """Whether it is more than one worker that the others lose."""
+        return len(self.silent) > 1 or len(self.here) == 1
+
+    def error(self) -> Exception:
+        """Gives what is raised on the side that stops."""
+        if self.verdict is not None:
+            return self.verdict.error()
+        return NetworkSplit(
+            f"{self._what()}: this side stops, {self._reason()}.",
+            peer=self.silent[0],
+            cause="the network is cut, or the machines of the silent ranks are down.",
+            next_step="start again from a checkpoint; with --allow-split, or shoal.init(allow_split=True), "
+            "each side of a cut network goes on with a model of its own.",
+        )
+
+    def line(self, *, is_allowed: bool) -> str:
+        """Gives what is said once on the side that goes on."""
+        if is_allowed:
+            return (
+                f"{self._what()}: this side goes on, by --allow-split, and the other may train another model"
+            )
+        return f"{self._what()}: this side goes on, {self._reason()}"
+
+    def _what(self) -> str:
+        when = " at once" if len(self.silent) > 1 else ""
+        verb = "is" if len(self.here) == 1 else "are"
+        return f"{_ranks(self.silent)} fell silent{when}, and {_ranks(self.here)} {verb} on this side"
+
+    def _reason(self) -> str:
+        if len(self.here) != len(self.silent):
+            return f"being the {'smaller' if self.should_stop else 'larger'} one"
+        return "because the lowest rank is on " + ("the other" if self.should_stop else "it")
+
+
+def find_partition(
+    losses: Iterable[Loss], members: Sequence[int], left_at_s: Mapping[int, float], silence_s: float
+) -> NetworkPartition | None:
+    """Finds the latest workers that may be alive elsewhere, each lost soon after the one before.
+
+    Those that were lost longer ago are not counted on any side: the others have gone on without them. One
+    that has left or ended since the cut, and this worker could learn of it, is counted here: to the others it
+    is silent.
+    """
+    losses = list(losses)
+    unconfirmed = sorted((loss for loss in losses if loss.kind != "ended"), key=lambda loss: -loss.at_s)
+    latest: list[Loss] = []
+    for loss in unconfirmed:
+        if latest and latest[-1].at_s - loss.at_s > silence_s:
+            break
+        latest.append(loss)
+    if not latest:
+        return None
+    cut_at_s = latest[-1].at_s - _NOTICING * silence_s
+    ended_at_s = {loss.rank: loss.at_s for loss in losses if loss.kind == "ended"}
+    gone = [rank for rank, at_s in {**ended_at_s, **left_at_s}.items() if at_s > cut_at_s]
+    here = dict.fromkeys([*members, *gone])
+    verdict = next((loss for loss in latest if loss.kind == "verdict"), None)
+    return NetworkPartition(sorted(here), sorted(loss.rank for loss in latest), verdict)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

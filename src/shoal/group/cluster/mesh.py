@@ -45,7 +45,7 @@ from shoal.core import (
 )
 from shoal.core.identity import Identity
 from shoal.group.base import GroupSettings, Handle
-from shoal.group.cluster.heartbeat import Ending, HeartbeatMonitor
+from shoal.group.cluster.members import Ending, HeartbeatMonitor
 from shoal.group.cluster.rendezvous import LOOPBACK, Rendezvous, WorkerAddress
 from shoal.tensors.memory import copy_into, tensor_over
 from shoal.transport import (
