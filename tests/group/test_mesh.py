@@ -15,7 +15,7 @@ import torch
 from group.meshes import open_meshes
 from shoal.core import Address, Deadline, Peer, PeerId, PeerLost, ShoalError, TensorError, UsageError
 from shoal.core.identity import new_secret
-from shoal.group.cluster.mesh import Mesh, MeshSettings
+from shoal.group.cluster.mesh import Mesh
 from shoal.transport import Reply
 
 SOON = 20.0
@@ -192,7 +192,7 @@ def test_the_silent_are_lost_and_find_out_when_they_wake():
 
 
 def test_a_stranger_cannot_come_in():
-    one, stranger = Mesh(MeshSettings(0, new_secret())), Mesh(MeshSettings(1, new_secret()))
+    one, stranger = Mesh(0, new_secret()), Mesh(1, new_secret())
     with contextlib.closing(one), contextlib.closing(stranger):
         where = one.listen()
         stranger.listen()
@@ -232,8 +232,8 @@ def test_only_workers_of_other_machines_are_spoken_to():
 PEER = """
 import sys
 from shoal.core import Peer, Address, PeerId
-from shoal.group.cluster.mesh import Mesh, MeshSettings
-mesh = Mesh(MeshSettings(1, sys.argv[1]))
+from shoal.group.cluster.mesh import Mesh
+mesh = Mesh(1, sys.argv[1])
 own = mesh.listen()
 print(own.address, own.id, flush=True)
 mesh.connect({0: Peer(Address.parse(sys.argv[2]), PeerId.parse(sys.argv[3]))})
@@ -243,7 +243,7 @@ sys.stdin.read()
 
 def test_a_killed_process_is_known_at_once():
     secret = new_secret()
-    with contextlib.closing(Mesh(MeshSettings(0, secret))) as mesh:
+    with contextlib.closing(Mesh(0, secret)) as mesh:
         own = mesh.listen()
         arguments = [sys.executable, "-c", PEER, secret, str(own.address), str(own.id)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

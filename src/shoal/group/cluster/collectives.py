@@ -22,7 +22,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from shoal.core import PeerLost, UsageError
+from shoal.core import PeerLost, ShoalError, UsageError
 from shoal.group.base import Done, Handle, Reduction
 from shoal.group.cluster.machine_exchange import (
     ABSENT,
@@ -451,7 +451,9 @@ class Collectives:
                 return False
             if not asked.is_done():
                 return False
-            answer = None if asked.error is not None else asked.wait().payload
+            answer = None
+            with contextlib.suppress(ShoalError):
+                answer = asked.wait().payload
             if answer is None:
                 asked, ask_at_s = None, now_s + _ASK_AFTER_S
             return answer is False

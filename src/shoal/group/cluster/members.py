@@ -241,7 +241,7 @@ class HeartbeatMonitor:
         transport: StreamTransport,
         scope: Scope,
         silence_s: float,
-        on_change: Callable[[int], None],
+        on_change: Callable[[], None],
     ) -> None:
         # the first two are replaced, never changed: other threads look at them
         self.lost: Mapping[int, Loss] = {}
@@ -293,6 +293,11 @@ class HeartbeatMonitor:
     def rank_of(self, head: Head) -> int | None:
         """Tells who calls; None for one that is not of this mesh."""
         return None if head.peer.id is None else self.ranks.get(head.peer.id)
+
+    @property
+    def is_going(self) -> bool:
+        """Whether this worker has told the others that it goes."""
+        return self._ending is not None
 
     def is_gone(self, rank: int) -> bool:
         """Tells whether nothing more can be asked of a rank."""
@@ -428,7 +433,7 @@ class HeartbeatMonitor:
         self._unanswered.pop(rank, None)
         if not self._ends[rank].done():
             self._ends[rank].set_result(None)
-        self._on_change(rank)
+        self._on_change()
 
     def _not_there(self, rank: int, error: Exception) -> PeerLost:
         return PeerLost(
