@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,12 +28,12 @@ from shoal.group.base import Done, Handle, Reduction
 from shoal.group.cluster.machine_exchange import (
     ABSENT,
     FREE,
-    Action,
     Greeting,
     MachineExchange,
     Step,
     Steps,
     arrived,
+    describe,
 )
 from shoal.group.cluster.members import Members
 from shoal.group.cluster.mesh import Mesh, MeshHandle
@@ -46,7 +47,6 @@ from shoal.topology import Weights
 from shoal.transport import Head, Reply
 
 _ALIGNED = 64
-_ROOT_IS_GONE = "gone"
 _ASK_AFTER_S = 1.0
 _SENDS = "group.sends"
 _REMEMBERED = 64
@@ -95,7 +95,7 @@ class Collectives:
         present = yield from _inside(self._local.all_reduce(flat, op))
         if self._is_speaker(present):
             between = self._between(seq)
-            heard = yield from between.greet(Action.on("all_reduce", flat, op), len(present))
+            heard = yield from between.greet(describe("all_reduce", flat, op), len(present))
             machines = list(heard)
             if op == "mean" and len(machines) > 1:
                 flat.mul_(len(present) / sum(greeting.num_workers for greeting in heard.values()))
@@ -113,58 +113,52 @@ class Collectives:
             return (yield from self._torch.broadcast(seq, tensor, root))
         flat = _flat(tensor)
         present = yield from _inside(self._local.barrier())
-        place = self._members.place_of(root)
-        action = Action.on("broadcast", flat, f"root {root}")
-        if place is not None:
-            if place not in present:
-                if self._is_speaker(present):
-                    yield from self._between(seq).greet(action, len(present), _ROOT_IS_GONE)
-                raise _has_left(root)
+        is_speaker, place = self._is_speaker(present), self._members.place_of(root)
+        if place is not None and place in present:
             passed_on = self._local.broadcast(flat, place)
-            if not self._is_speaker(present):
+            if not is_speaker:
                 yield FREE
             yield passed_on
-            if self._is_speaker(present):
-                yield from self._send_whole(self._between(seq), action, len(present), flat)
-            return put_back(flat, tensor)
-        if self._is_speaker(present):
-            between = self._between(seq)
-            source = self._members.machines[root]
-            heard = yield from between.greet(action, len(present))
-            if source not in heard or heard[source].detail == _ROOT_IS_GONE:
-                raise _has_left(root)
-            yield from self._staging.in_pieces(
-                flat,
-                lambda number, piece: between.require(source, f"whole {number}", piece),
-                should_read=False,
-            )
-            between.say(source, "got", torch.zeros(1, dtype=torch.uint8))
-            yield between.told()
-        yield from self._pass_on(seq, present[0], self._local.broadcast(flat, present[0]))
+        if is_speaker:
+            yield from self._broadcast_machines(seq, len(present), flat, root, has_root=place in present)
+        if place is None:
+            yield from self._pass_on(seq, present[0], self._local.broadcast(flat, present[0]))
+        elif place not in present:
+            raise _has_left(root)
         return put_back(flat, tensor)
 
-    def _send_whole(
-        self, between: MachineExchange, action: Action, num_workers: int, flat: torch.Tensor
+    def _broadcast_machines(
+        self, seq: int, num_workers: int, flat: torch.Tensor, root: int, *, has_root: bool
     ) -> Steps:
-        """Sends a broadcast's tensor to all other machines."""
-        heard = yield from between.greet(action, num_workers)
-        others = [machine for machine in heard if machine != self._members.machine]
+        """Sends a broadcast's tensor to all other machines, or receives it."""
+        between, source = self._between(seq), self._members.machines[root]
+        heard = yield from between.greet(describe("broadcast", flat, f"root {root}"), num_workers, has_root)
+        if source not in heard or not heard[source].detail:
+            raise _has_left(root)
+        others = [machine for machine in heard if machine != between.machine]
 
         def send(number: int, piece: torch.Tensor) -> Steps:
             for machine in others:
                 between.say(machine, f"whole {number}", piece)
             yield between.told()
 
-        if others:
+        def receive(number: int, piece: torch.Tensor) -> Steps:
+            yield between.hear(source, f"whole {number}", piece, is_required=True)
+
+        if has_root and others:
             yield from self._staging.in_pieces(flat, send, should_write=False)
-        for machine in others:
-            yield between.hear(machine, "got")
+            for machine in others:
+                yield between.hear(machine, "got")
+        elif not has_root:
+            yield from self._staging.in_pieces(flat, receive, should_read=False)
+            between.say(source, "got", torch.zeros(1, dtype=torch.uint8))
+            yield between.told()
 
     def barrier(self, seq: int, name: str = "", *, is_last: bool = True) -> Steps:
         """Lets all come inside, then everywhere, and then all inside know it."""
         present = yield from _inside(self._local.barrier())
         if self._is_speaker(present):
-            yield from self._between(seq, name).greet(Action.on("barrier"), len(present))
+            yield from self._between(seq, name).greet(describe("barrier"), len(present))
         yield from self._pass_on(seq, present[0], self._local.barrier(), is_last=is_last)
 
     def all_gather(self, seq: int, tensor: torch.Tensor) -> Steps:
@@ -202,14 +196,14 @@ class Collectives:
             own = flat.clone()  # on its way, or needed for those who are gone, when the result is written
         self._destinations.append((seq, outside))
         host = (yield from self._staging.to_host(own)) if outside else own
-        self._send_to(seq, outside, destinations, host, is_copy=host is not flat)
-        coming = {
-            rank: (
-                self._from_rank(seq, rank, "said"),
-                self._from_rank(seq, rank, "x", self._staging.buffer(flat)),
-            )
-            for rank in sorted(sources)
-        }
+        for rank in outside:
+            if not self._members.is_gone(rank, seq):
+                said = Greeting(describe("exchange", flat), self._mesh.rank, detail=destinations[rank])
+                self._mesh.send(rank, (seq, "said", self._mesh.rank), said.encode())
+                sending = self._mesh.send(rank, (seq, "x", self._mesh.rank), host)
+                if host is flat:
+                    self._sending.append((span_of(flat), sending))
+        coming = {rank: self._from_rank(seq, rank, self._staging.buffer(flat)) for rank in sorted(sources)}
         if out is not None:
             yield arrived(self.sending_of(mixed))
         inside = None
@@ -219,14 +213,13 @@ class Collectives:
         if inside is not None:
             yield inside
         parts, kept = [], 0.0
-        for rank, (said, came) in coming.items():
-            heard, theirs = (yield said), (yield came)
-            if heard is None or theirs is None:
+        for rank, step in coming.items():
+            came = yield step
+            if came is None:
                 kept += sources[rank]
                 continue
-            Greeting.decode(heard[8:], Action.on("exchange", flat), self._mesh.rank)
-            weight = sources[rank] * float(heard[:8].view(torch.float64))
-            parts.append((self._staging.to_device(theirs, flat), weight))
+            heard = Greeting.decode(came[0], describe("exchange", flat), self._mesh.rank)
+            parts.append((self._staging.to_device(came[1], flat), sources[rank] * heard.detail))
         if inside is None:
             mix_into(mixed, own, weights.own + kept, parts)
         elif weights.is_difference:
@@ -258,7 +251,7 @@ class Collectives:
     ) -> Steps:
         machine = between.machine
         named = sorted(weights.sources)
-        heard = yield from between.greet(Action.on("exchange_machines", flat), num_workers, named)
+        heard = yield from between.greet(describe("exchange_machines", flat), num_workers, named)
         wanted_by = [other for other in heard if other != machine and machine in heard[other].detail]
         coming = {
             other: between.hear(other, "mean", self._staging.buffer(flat))
@@ -294,20 +287,22 @@ class Collectives:
         if self._is_speaker(present):
             between = self._between(seq, name)
             blob = _pack(inside)
-            heard = yield from between.greet(Action.on("all_gather"), len(present), blob.numel())
-            blobs = {}
+            heard = yield from between.greet(describe("all_gather"), len(present), blob.numel())
+            blobs = []
             for machine, greeting in heard.items():
                 if machine != between.machine:
                     between.say(machine, "whole", blob)
-                    blobs[machine] = torch.empty(greeting.detail, dtype=torch.uint8)
-            for machine, theirs in blobs.items():
-                yield from between.require(machine, "whole", theirs)
-            # never nothing, so that its mates know that it has spoken
-            outside = torch.cat([torch.zeros(_ALIGNED, dtype=torch.uint8), *blobs.values()])
+                    theirs = torch.empty(greeting.detail, dtype=torch.uint8)
+                    blobs.append(between.hear(machine, "whole", theirs, is_required=True))
+            others = []
+            for each in blobs:
+                others += _unpack((yield each))
+            outside = _pack(others)
             yield between.told()
         passed_on = self._local.all_gather(outside)
         yield from self._pass_on(seq, present[0], passed_on, is_last=is_last)
-        others = [entry for blob in passed_on.wait() for entry in _unpack(blob[_ALIGNED:])]
+        # the speaker alone has something to pass on, if only that there is nothing
+        others = [entry for blob in passed_on.wait() if blob.numel() for entry in _unpack(blob)]
         return sorted(inside + others, key=lambda entry: entry[0].rank)
 
     def _is_for_torch(self, seq: int, tensor: torch.Tensor) -> Steps:
@@ -355,26 +350,6 @@ class Collectives:
         # differences from oneself: those from members elsewhere are added when they have come
         own = -sum(inside.values()) if weights.is_difference else weights.own
         return Weights(own, inside, sends)
-
-    def _send_to(
-        self,
-        seq: int,
-        ranks: Sequence[int],
-        factors: Mapping[int, float],
-        own: torch.Tensor,
-        *,
-        is_copy: bool,
-    ) -> None:
-        """Starts what an exchange sends to other machines."""
-        greeting = Greeting(Action.on("exchange", own), self._mesh.rank).encode()
-        for rank in ranks:
-            if self._members.is_gone(rank, seq):
-                continue
-            factor = torch.tensor([factors[rank]], dtype=torch.float64).view(torch.uint8)
-            self._mesh.send(rank, (seq, "said", self._mesh.rank), torch.cat([factor, greeting]))
-            sending = self._mesh.send(rank, (seq, "x", self._mesh.rank), own)
-            if not is_copy:
-                self._sending.append((span_of(own), sending))
 
     def sending_of(self, tensor: torch.Tensor) -> list[MeshHandle[None]]:
         """Lists what is still on its way of some memory that is to be written."""
@@ -434,45 +409,47 @@ class Collectives:
         # the speaker may be lost, or fail, before it has passed anything on
         yield Step(lambda: handle.is_done() or find_error() is not None, result)
 
-    def _from_rank(self, seq: int, rank: int, topic: str, into: torch.Tensor | None = None) -> Step:
-        """Waits for what a rank of another machine sends in an exchange; None when it is gone before."""
-        received = self._mesh.receive(rank, (seq, topic, rank), into)
-        self._under_way.setdefault(seq, []).append(received)
+    def _from_rank(self, seq: int, rank: int, into: torch.Tensor) -> Step:
+        """Waits for what a rank sends in an exchange: a greeting and its tensor; None when it is gone."""
+        said = self._mesh.receive(rank, (seq, "said", rank))
+        came = self._mesh.receive(rank, (seq, "x", rank), into)
+        self._under_way.setdefault(seq, []).extend([said, came])
         ask_at_s = time.monotonic() + _ASK_AFTER_S
         asked: MeshHandle[Reply] | None = None
+
+        def is_here() -> bool:
+            return said.is_done() and came.is_done()
 
         def is_refused() -> bool:
             """Asks, when it has been long, whether anything will come."""
             nonlocal asked, ask_at_s
-            now_s = time.monotonic()
-            if asked is None:
-                if now_s > ask_at_s:
-                    asked = self._mesh.call(rank, _SENDS, seq)
-                return False
-            if not asked.is_done():
+            if asked is None and time.monotonic() > ask_at_s:
+                asked = self._mesh.call(rank, _SENDS, seq)
+            if asked is None or not asked.is_done():
                 return False
             answer = None
             with contextlib.suppress(ShoalError):
                 answer = asked.wait().payload
             if answer is None:
-                asked, ask_at_s = None, now_s + _ASK_AFTER_S
+                asked, ask_at_s = None, time.monotonic() + _ASK_AFTER_S
             return answer is False
 
-        def is_done() -> bool:
-            return received.is_done() or self._members.is_gone(rank, seq) or is_refused()
-
-        def result() -> torch.Tensor | None:
-            if received.is_done():
-                with contextlib.suppress(PeerLost):
-                    return received.wait()
-            elif not self._members.is_gone(rank, seq):
+        def result() -> tuple[torch.Tensor, torch.Tensor] | None:
+            if not is_here() and not self._members.is_gone(rank, seq):
                 raise UsageError(
                     f"rank {self._mesh.rank} wants to receive from rank {rank}, which does not send to it.",
                     next_step="let sources and destinations agree; a Topology's weights do.",
                 )
+            if is_here():
+                with contextlib.suppress(PeerLost):
+                    greeting, tensor = said.wait(), came.wait()
+                    if greeting is not None and tensor is not None:
+                        return greeting, tensor
             return None
 
-        return Step(is_done, result, lambda: rank)
+        return Step(
+            lambda: is_here() or self._members.is_gone(rank, seq) or is_refused(), result, lambda: rank
+        )
 
 
 def _inside(handle: Handle[Any]) -> Steps:
@@ -492,32 +469,33 @@ class _Part(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     shape: tuple[int, ...]
 
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
+
 
 def _pack(entries: Sequence[tuple[_Part, torch.Tensor]]) -> torch.Tensor:
     """Puts descriptions and contents in one tensor of bytes, each content from a 64-byte boundary on."""
-    pieces, at = [], 0
-    for part, flat in entries:
-        head = msgspec.msgpack.encode(part)
-        payload = flat.contiguous().view(torch.uint8)
-        start = -(-(at + 16 + len(head)) // _ALIGNED) * _ALIGNED
-        lengths = torch.tensor([len(head), payload.numel()], dtype=torch.int64).view(torch.uint8)
-        gap = torch.zeros(start - at - 16 - len(head), dtype=torch.uint8)
-        rest = torch.zeros(-payload.numel() % _ALIGNED, dtype=torch.uint8)
-        pieces += [lengths, torch.frombuffer(bytearray(head), dtype=torch.uint8), gap, payload, rest]
-        at = start + payload.numel() + rest.numel()
-    return torch.cat(pieces)
+    head = msgspec.msgpack.encode([part for part, _ in entries])
+    head = len(head).to_bytes(8, "little") + head
+    contents = [torch.frombuffer(bytearray(head), dtype=torch.uint8)]
+    contents += [flat.contiguous().view(torch.uint8) for _, flat in entries]
+    gaps = [torch.zeros(_aligned(each.numel()) - each.numel(), dtype=torch.uint8) for each in contents]
+    return torch.cat([each for pair in zip(contents, gaps, strict=True) for each in pair])
 
 
 def _unpack(blob: torch.Tensor) -> list[tuple[_Part, torch.Tensor]]:
     """Does the reverse; contents are views."""
-    entries, at = [], 0
-    while at < blob.numel():
-        num_head, num_payload = blob[at : at + 16].clone().view(torch.int64).tolist()
-        head = blob[at + 16 : at + 16 + num_head].numpy().tobytes()
-        start = -(-(at + 16 + num_head) // _ALIGNED) * _ALIGNED
-        entries.append((msgspec.msgpack.decode(head, type=_Part), blob[start : start + num_payload]))
-        at = start + -(-num_payload // _ALIGNED) * _ALIGNED
+    end = 8 + int.from_bytes(blob[:8].numpy().tobytes(), "little")
+    entries, at = [], _aligned(end)
+    for part in msgspec.msgpack.decode(blob[8:end].numpy().tobytes(), type=list[_Part]):
+        entries.append((part, blob[at : at + part.size_bytes]))
+        at += _aligned(part.size_bytes)
     return entries
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNED) * _ALIGNED
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
