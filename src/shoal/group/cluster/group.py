@@ -323,7 +323,7 @@ class ClusterGroup(Group):
         last = self._issued if self._queue.is_idle else self._queue.first_seq - 1
         self._has_left = True
         self._queue.drop()
-        self._windows.leave()
+        self._windows.close()
         self.mesh.leave(last)
         self.local.leave()
 
@@ -507,13 +507,18 @@ class Operation(Handle[Any]):
         with self._context():
             while not self.is_over and (self._waiting is None or self._waiting.is_done()):
                 moved = self.is_begun = True
-                waited, self._waiting = self._waiting, None
                 try:
-                    brought = None if waited is None else waited.wait()
-                except Exception as error:  # noqa: BLE001  (it is the operation's, which may catch it)
-                    self._resume(error)
-                else:
-                    self._resume(brought)
+                    self._waiting = self._resume()
+                except StopIteration as end:
+                    self._result = end.value
+                    self._end()
+                except BaseException as error:
+                    self._error = error
+                    self._end()
+                    if not isinstance(error, Exception):
+                        raise
+                # FREE itself is done, so that the operation goes on at once
+                self.is_free |= self._waiting is FREE
         return moved
 
     def drop(self) -> None:
@@ -521,24 +526,13 @@ class Operation(Handle[Any]):
         self._end()
         self._steps.close()
 
-    def _resume(self, brought: Any) -> None:
+    def _resume(self) -> Handle[Any]:
+        """Gives the steps what they have waited for, or its error; gives what they wait for next."""
         try:
-            if isinstance(brought, Exception):
-                asked = self._steps.throw(brought)
-            else:
-                asked = self._steps.send(brought)
-            while asked is FREE:
-                self.is_free = True
-                asked = next(self._steps)
-            self._waiting = asked
-        except StopIteration as end:
-            self._result = end.value
-            self._end()
-        except BaseException as error:
-            self._error = error
-            self._end()
-            if not isinstance(error, Exception):
-                raise
+            brought = None if self._waiting is None else self._waiting.wait()
+        except Exception as error:  # noqa: BLE001  (it is the operation's, which may catch it)
+            return self._steps.throw(error)
+        return self._steps.send(brought)
 
     def _end(self) -> None:
         self.is_free = self.is_over = True

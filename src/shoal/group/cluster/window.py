@@ -7,7 +7,6 @@ it is there waits for it.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 import time
@@ -19,7 +18,7 @@ import torch
 
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, TensorError, UsageError
 from shoal.group.base import Done, Handle, Slot, Snapshot, T, Window, Write
-from shoal.group.cluster.mesh import MeshHandle, flat_bytes, view_of
+from shoal.group.cluster.mesh import MeshHandle, flat_bytes, poll_until, view_of
 from shoal.group.kernels import CopiedSnapshot, MemorySlot, check_write
 from shoal.tensors.dtypes import DTYPES, dtype_name
 from shoal.tensors.memory import tensor_over
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 
 _HELD_S = 1e-4
 _READ, _WRITE = "group.read", "group.write"
-_LOOK_S = 2e-4
-_SLOWEST_LOOK_S = 5e-3
 _MAX_SPARES = 2
 _HOST = torch.device("cpu")
 
@@ -360,22 +357,15 @@ class Windows:
             if sources is None:
                 sources = [rank for rank in range(group.size) if rank != group.rank]
             group.clear_queue("window")
-            # the machine's own group takes a window without sources for one that only publishes, and others
-            # of this machine may have sources inside: a slot that nobody writes keeps all together
             inside = [place for rank in sources if (place := group.membership.place_of(rank)) is not None]
-            inside = inside or [group.local.rank]
         local = group.local.window(name, num_elements, dtype, sources=inside)
         window = self._open[name] = ClusterWindow(group, number, local, sorted(sources), self._forget)
         if number:
             self._numbers[name] = number  # last: what has a number and is not open is closed
         return window
 
-    def leave(self) -> None:
-        """Lets nobody wait any more for something of this worker."""
-        self._is_over = True
-
     def close(self) -> None:
-        """Forgets all windows."""
+        """Forgets all windows, and lets nobody wait any more for something of this worker. Idempotent."""
         self._is_over = True
         self._open.clear()
 
@@ -384,31 +374,30 @@ class Windows:
 
     async def _serve_read(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         asked: _Reading = head.payload
-        found: list[Reply] = []
+        reply: Reply | None = None
 
         def look() -> bool:
-            window = None if self._is_over else self._open.get(asked.window)
+            nonlocal reply
+            window = self._open.get(asked.window)
             reply = None if window is None else window.try_copy(asked.version)
-            if reply is not None:
-                found.append(reply)
             has_nothing = asked.version == 0 and (window is None or window.published is None)
-            return bool(found) or has_nothing or self._is_over
+            return reply is not None or has_nothing or self._is_over
 
-        await _until(look)
-        return found[0] if found else Reply(None)
+        await poll_until(look)
+        return reply or Reply(None)
 
     async def _serve_write(self, head: Head, buffers: Sequence[memoryview]) -> None:
         asked: _Writing = head.payload
-        await _until(lambda: self._is_closed(asked) or self._find(asked) is not None)
+        await poll_until(lambda: self._is_closed(asked) or self._find(asked) is not None)
         window = self._find(asked)
         if window is None:
             return  # closed, or this worker has left: writes to one who is gone do nothing
         try_write = window.take_write(self._group.mesh.rank_of(head), asked, buffers)
-        await _until(lambda: self._is_over or try_write())
+        await poll_until(lambda: self._is_over or try_write())
         self._group.wake()
 
     def _find(self, asked: _Writing) -> ClusterWindow | None:
-        window = None if self._is_over else self._open.get(asked.window)
+        window = self._open.get(asked.window)
         return window if window is not None and window.number == asked.number else None
 
     def _is_closed(self, asked: _Writing) -> bool:
@@ -426,11 +415,3 @@ class _LocalSnapshot(Snapshot):
 
     def is_intact(self) -> bool:
         return self._inner.is_intact()
-
-
-async def _until(is_done: Callable[[], bool]) -> None:
-    """Looks again and again, ever more rarely: what is waited for happens in another thread."""
-    nap_s = _LOOK_S
-    while not is_done():
-        await asyncio.sleep(nap_s)
-        nap_s = min(1.25 * nap_s, _SLOWEST_LOOK_S)
