@@ -29,7 +29,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from shoal.core import Deadline, NetworkSplit, Peer, PeerId, PeerLost, Scope, ShoalError, fanout
+from shoal.core import Deadline, NetworkSplit, Peer, PeerId, PeerLost, PeerRefused, Scope, ShoalError, fanout
 from shoal.group.base import GroupSettings, Loss, Window
 from shoal.group.host import HostGroup
 from shoal.group.solo import SoloGroup
@@ -129,15 +129,11 @@ class Members:
         """Tells why a rank of another machine is lost, if it is."""
         return self._monitor.lost.get(rank)
 
-    def has_left(self, rank: int, seq: int) -> bool:
-        """Tells whether a rank of another machine left in order before an operation."""
-        if self._monitor.left.get(rank, seq) < seq:
+    def is_gone(self, rank: int, seq: int) -> bool:
+        """Tells whether a rank of another machine is lost, or left in order before an operation."""
+        if rank in self._monitor.lost or self._monitor.left.get(rank, seq) < seq:
             return True
         return any(0 < table[rank] <= seq for table in self._tables.values())
-
-    def is_gone(self, rank: int, seq: int) -> bool:
-        """Tells whether a rank of another machine takes no part in an operation."""
-        return rank in self._monitor.lost or self.has_left(rank, seq)
 
     def loss_on(self, machine: int) -> Loss:
         """Tells why a machine that took part gives nothing more."""
@@ -232,6 +228,32 @@ class Ending(msgspec.Struct, frozen=True):
     """Of a failure: the lost rank because of which it failed."""
 
 
+@dataclass(slots=True)
+class _Watched:
+    """What a worker knows of one of another machine."""
+
+    peer: Peer
+    name: str
+    """For people: 'process 4711 on node2'."""
+    ended: asyncio.Future[None]
+    """Done when it is lost, or has left."""
+    loss: Loss | None = None
+    """Why it is lost, from when connections with it are being ended."""
+    silent_s: float = 0.0
+    """Seconds since something came from it, to within a beat."""
+    is_beat_open: bool = False
+    """Whether a beat to it was not answered yet."""
+    asker: asyncio.Future[Reply | None] | None = None
+    """The answer to its question how this worker goes."""
+
+    def answer(self, ending: Ending) -> bool:
+        """Tells it how this worker goes; False when it does not ask, or has been told."""
+        if self.asker is None or self.asker.done():
+            return False
+        self.asker.set_result(Reply(ending))
+        return True
+
+
 class HeartbeatMonitor:
     """Beats to the others, and knows who of them is lost or has left; calls `on_change` for each."""
 
@@ -254,17 +276,10 @@ class HeartbeatMonitor:
         self._scope = scope
         self._silence_s = silence_s
         self._on_change = on_change
-        self._peers: Mapping[int, Peer] = {}
-        self._names: Mapping[int, str] = {}
-        self.ranks: dict[PeerId, int] = {}
+        self._others: dict[int, _Watched] = {}
+        self._ranks: dict[PeerId, int] = {}
         self._ready = asyncio.get_running_loop().create_future()
-        self._askers: dict[PeerId, asyncio.Future[Reply | None]] = {}
         self._ending: Ending | None = None
-        self._going: dict[int, Loss] = {}
-        """Of those with whom connections are being ended, and have been."""
-        self._silent_s: dict[int, float] = {}
-        self._unanswered: dict[int, None] = {}
-        self._ends: dict[int, asyncio.Future[None]] = {}
         transport.handle(_GREET, self._answer_greeting)
         transport.handle(_WATCH, self._answer_watch)
         transport.handle(_BEAT, self._answer_beat)
@@ -272,27 +287,36 @@ class HeartbeatMonitor:
 
     async def open(self, peers: Mapping[int, Peer], names: Mapping[int, str], deadline: Deadline) -> None:
         """Connects with all of them, and begins; PeerLost names one that does not answer."""
-        loop = asyncio.get_running_loop()
-        self._peers, self._names = dict(sorted(peers.items())), names
-        for rank, peer in self._peers.items():
+        for rank, peer in sorted(peers.items()):
             assert peer.id is not None
-            self.ranks[peer.id] = rank
-            self._silent_s[rank] = 0.0
-            self._ends[rank] = loop.create_future()
+            self._ranks[peer.id] = rank
+            ended = asyncio.get_running_loop().create_future()
+            self._others[rank] = _Watched(peer, names.get(rank) or str(peer.address), ended)
         self._ready.set_result(None)
-        greetings = [self._transport.call(peer, _GREET, deadline=deadline) for peer in self._peers.values()]
-        answers = await fanout(greetings, deadline)
-        for rank, answer in zip(self._peers, answers, strict=True):
+        there = [other.peer for other in self._others.values()]
+        answers = await fanout(
+            [self._transport.call(peer, _GREET, deadline=deadline) for peer in there], deadline
+        )
+        for (rank, other), answer in zip(self._others.items(), answers, strict=True):
             if isinstance(answer, Exception):
-                raise self._not_there(rank, answer) from answer
-        for rank in self._peers:
+                raise PeerLost(
+                    f"rank {rank} cannot be reached at {other.peer.address}: {answer}",
+                    peer=rank,
+                    cause="it has ended, or a firewall lies between, or that is not the right interface.",
+                    next_step=f"see rank {rank}'s output, or name the interface: "
+                    "shoal run --network-interface NAME.",
+                ) from answer
+        for rank in self._others:
             self._scope.start_soon(self._watch(rank), name=f"watch rank {rank}")
-        if self._peers:
+        if self._others:
             self._scope.start_soon(self._beat(), name="beat")
 
-    def rank_of(self, head: Head) -> int | None:
-        """Tells who calls; None for one that is not of this mesh."""
-        return None if head.peer.id is None else self.ranks.get(head.peer.id)
+    def rank_of(self, head: Head) -> int:
+        """Tells who calls; PeerRefused for one that is not of this mesh."""
+        rank = None if head.peer.id is None else self._ranks.get(head.peer.id)
+        if rank is None:
+            raise PeerRefused(f"{head.peer} is not of this group.")
+        return rank
 
     @property
     def is_going(self) -> bool:
@@ -301,7 +325,7 @@ class HeartbeatMonitor:
 
     def is_gone(self, rank: int) -> bool:
         """Tells whether nothing more can be asked of a rank."""
-        return rank in self._going or rank in self.left
+        return rank in self.left or self._others[rank].loss is not None
 
     def why_gone(self, rank: int) -> PeerLost:
         """Gives the error to raise where somebody depends on a rank that is gone."""
@@ -312,136 +336,121 @@ class HeartbeatMonitor:
                 cause="its program has ended, or closed its group, before this one.",
                 next_step="let all workers take the same number of steps.",
             )
-        return self._going.get(rank, Loss(rank, "the mesh was closed")).error()
+        return (self._others[rank].loss or Loss(rank, "the mesh was closed")).error()
 
     def tell(self, ending: Ending) -> None:
         """Answers all who ask, and all who will, that this worker goes; the first time counts."""
         if self._ending is None:
             self._ending = ending
-            for asker in self._askers.values():
-                if not asker.done():
-                    asker.set_result(Reply(ending))
+            for other in self._others.values():
+                other.answer(ending)
 
     async def say_farewell(self, deadline: Deadline) -> None:
         """Waits until those who are there have heard what was told."""
-        there = [peer for rank, peer in self._peers.items() if not self.is_gone(rank)]
+        there = [other.peer for rank, other in self._others.items() if not self.is_gone(rank)]
         await fanout([self._transport.call(peer, _FAREWELL, deadline=deadline) for peer in there], deadline)
 
     def describe(self, rank: int) -> str:
         """Says who a rank is and when it was last heard, for people."""
-        name = self._names.get(rank) or str(self._peers[rank].address)
-        return f"rank {rank} ({name}), last beat {self.silent_s(rank):.1f} s ago"
+        other = self._others[rank]
+        return f"rank {rank} ({other.name}), last beat {other.silent_s:.1f} s ago"
 
     def silent_s(self, rank: int) -> float:
         """Gives the seconds since something came from a rank, to within a beat."""
-        return self._silent_s.get(rank, 0.0)
+        return self._others[rank].silent_s
 
     def heard(self, rank: int) -> None:
         """Takes note that something has come from a rank."""
-        self._silent_s[rank] = 0.0
+        self._others[rank].silent_s = 0.0
 
-    def lose(self, rank: int, reason: str) -> None:
-        """Goes on without a rank that has ended; idempotent."""
-        self._part(Loss(rank, reason))
+    def lose(self, loss: Loss) -> None:
+        """Goes on without a rank that has ended, or is taken for it; the first time counts."""
+        other = self._others[loss.rank]
+        if not self.is_gone(loss.rank):
+            other.loss = dataclasses.replace(loss, at_s=time.monotonic())
+            self._scope.start_soon(self._lose(other, other.loss), name=f"lose rank {loss.rank}")
 
-    def _part(self, loss: Loss) -> None:
-        if loss.rank not in self._going and loss.rank not in self.left:
-            loss = dataclasses.replace(loss, at_s=time.monotonic())
-            self._going[loss.rank] = loss
-            self._scope.start_soon(self._lose(loss), name=f"lose rank {loss.rank}")
+    async def _lose(self, other: _Watched, loss: Loss) -> None:
+        assert other.peer.id is not None
+        if other.answer(Ending("verdict", reason=loss.reason)):
+            await asyncio.sleep(_TURN_S)
+        self._transport.cut_off(other.peer.id)
+        await asyncio.sleep(_TURN_S)
+        self.lost = {**self.lost, loss.rank: loss}
+        log.warning("rank %d is lost: %s", loss.rank, loss.reason)
+        self._end(other)
+
+    def _end(self, other: _Watched) -> None:
+        if not other.ended.done():
+            other.ended.set_result(None)
+        self._on_change()
 
     # --- asking ---
 
     async def _watch(self, rank: int) -> None:
+        other = self._others[rank]
         try:
-            ending = await self._ask(rank, Deadline.never())
+            ending = await self._ask(other, Deadline.never())
         except (ShoalError, msgspec.ValidationError):
             # one that has ended refuses; one that has gone on without this worker says so, or is not reached
             again = Deadline.after(min(_ASK_AGAIN_S, self._silence_s / 5))
             try:
-                ending = await self._ask(rank, again)
+                ending = await self._ask(other, again)
             except (ShoalError, msgspec.ValidationError) as error:
                 kind: Literal["ended", "silent"] = "silent" if _is_out_of_reach(error) else "ended"
-                self._part(Loss(rank, f"the connection to {self._names.get(rank, 'it')} ended", kind))
+                self.lose(Loss(rank, f"the connection to {other.name} ended", kind))
                 return
         if ending.kind == "left":
-            if rank not in self._going:
+            if other.loss is None:
                 self.left_at_s[rank] = time.monotonic()
                 self.left = {**self.left, rank: ending.after}
-                self._end(rank)
+                self._end(other)
         elif ending.kind == "verdict" or ending.culprit == self.rank:
             reason = f"it has gone on without this worker ({ending.reason})"
             if self._ending is None:
                 own = Loss(self.rank, f"{ending.reason}, and rank {rank} went on without it")
-                self._part(Loss(rank, reason, "verdict", because=own))
+                self.lose(Loss(rank, reason, "verdict", because=own))
             else:  # this worker has said itself that it goes
-                self.lose(rank, reason)
+                self.lose(Loss(rank, reason))
         elif ending.culprit is None:
-            self.lose(rank, "it failed")
+            self.lose(Loss(rank, "it failed"))
         else:
-            because = self._going.get(ending.culprit) or Loss(ending.culprit, ending.reason)
-            self._part(Loss(rank, f"it failed because rank {ending.culprit} is lost", because=because))
+            culprit = self._others.get(ending.culprit)
+            because = (culprit and culprit.loss) or Loss(ending.culprit, ending.reason)
+            self.lose(Loss(rank, f"it failed because rank {ending.culprit} is lost", because=because))
 
-    async def _ask(self, rank: int, deadline: Deadline) -> Ending:
-        reply = await self._transport.call(self._peers[rank], _WATCH, deadline=deadline)
+    async def _ask(self, other: _Watched, deadline: Deadline) -> Ending:
+        reply = await self._transport.call(other.peer, _WATCH, deadline=deadline)
         return msgspec.convert(reply.payload, Ending)
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
         look_s = min(_BEAT_S, self._silence_s / 5) / _LOOKS_PER_BEAT
         looked_s, num_looks = loop.time(), 0
-        while len(self._going) + len(self.left) < len(self._peers):
+        while there := {rank: other for rank, other in self._others.items() if not self.is_gone(rank)}:
             if num_looks % _LOOKS_PER_BEAT == 0:
-                for rank in self._peers:
-                    if not self.is_gone(rank) and rank not in self._unanswered:
-                        self._unanswered[rank] = None
-                        self._scope.start_soon(self._beat_to(rank), name=f"beat to rank {rank}")
+                for rank, other in there.items():
+                    if not other.is_beat_open:
+                        other.is_beat_open = True
+                        self._scope.start_soon(self._beat_to(other), name=f"beat to rank {rank}")
             num_looks += 1
             await asyncio.sleep(look_s)
             # a pause of this worker itself (suspended, stopped, starved) is nobody else's silence
             passed_s, looked_s = min(loop.time() - looked_s, 2 * look_s), loop.time()
-            for rank in tuple(self._unanswered):
-                self._silent_s[rank] += passed_s
-                if self._silent_s[rank] > self._silence_s and not self.is_gone(rank):
-                    self._part(Loss(rank, f"silent for {self._silent_s[rank]:.1f} s", "silent"))
+            for rank, other in there.items():
+                if other.is_beat_open:
+                    other.silent_s += passed_s
+                    if other.silent_s > self._silence_s:
+                        self.lose(Loss(rank, f"silent for {other.silent_s:.1f} s", "silent"))
 
-    async def _beat_to(self, rank: int) -> None:
+    async def _beat_to(self, other: _Watched) -> None:
         try:
-            await self._transport.call(self._peers[rank], _BEAT, deadline=Deadline.never())
+            await self._transport.call(other.peer, _BEAT, deadline=Deadline.never())
+            other.silent_s = 0.0
         except ShoalError as error:
-            log.debug("a beat to rank %d was not answered: %s", rank, error.what)
-        else:
-            self._silent_s[rank] = 0.0
+            log.debug("a beat to %s was not answered: %s", other.name, error.what)
         finally:
-            self._unanswered.pop(rank, None)
-
-    async def _lose(self, loss: Loss) -> None:
-        rank = loss.rank
-        peer_id = self._peers[rank].id
-        assert peer_id is not None
-        asker = self._askers.get(peer_id)
-        if asker is not None and not asker.done():
-            asker.set_result(Reply(Ending("verdict", reason=loss.reason)))
-            await asyncio.sleep(_TURN_S)
-        self._transport.cut_off(peer_id)
-        await asyncio.sleep(_TURN_S)
-        self.lost = {**self.lost, rank: loss}
-        log.warning("rank %d is lost: %s", rank, loss.reason)
-        self._end(rank)
-
-    def _end(self, rank: int) -> None:
-        self._unanswered.pop(rank, None)
-        if not self._ends[rank].done():
-            self._ends[rank].set_result(None)
-        self._on_change()
-
-    def _not_there(self, rank: int, error: Exception) -> PeerLost:
-        return PeerLost(
-            f"rank {rank} cannot be reached at {self._peers[rank].address}: {error}",
-            peer=rank,
-            cause="it has ended, or a firewall lies between, or that is not the right interface.",
-            next_step=f"see rank {rank}'s output, or name the interface: shoal run --network-interface NAME.",
-        )
+            other.is_beat_open = False
 
     # --- answering ---
 
@@ -451,23 +460,20 @@ class HeartbeatMonitor:
     def _answer_watch(
         self, head: Head, buffers: Sequence[memoryview]
     ) -> Reply | asyncio.Future[Reply | None]:
-        assert head.peer.id is not None
+        other = self._others[self.rank_of(head)]
         if self._ending is not None:
             return Reply(self._ending)
-        rank = self.rank_of(head)
-        if rank in self._going:
-            return Reply(Ending("verdict", reason=self._going[rank].reason))
-        asker = self._askers[head.peer.id] = asyncio.get_running_loop().create_future()
-        return asker
+        if other.loss is not None:
+            return Reply(Ending("verdict", reason=other.loss.reason))
+        other.asker = asyncio.get_running_loop().create_future()
+        return other.asker
 
     def _answer_beat(self, head: Head, buffers: Sequence[memoryview]) -> None:
-        if (rank := self.rank_of(head)) is not None:
-            self.heard(rank)
+        self.heard(self.rank_of(head))
 
     async def _answer_farewell(self, head: Head, buffers: Sequence[memoryview]) -> None:
         """Answers once this worker has heard how the caller went."""
-        if (rank := self.rank_of(head)) is not None:
-            await asyncio.shield(self._ends[rank])
+        await asyncio.shield(self._others[self.rank_of(head)].ended)
 
 
 def _is_out_of_reach(error: Exception) -> bool:

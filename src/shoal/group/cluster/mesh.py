@@ -45,7 +45,7 @@ from shoal.core import (
 )
 from shoal.core.identity import Identity
 from shoal.core.run_options import SILENCE_S
-from shoal.group.base import GroupSettings, Handle
+from shoal.group.base import GroupSettings, Handle, Loss
 from shoal.group.cluster.members import Ending, HeartbeatMonitor
 from shoal.group.cluster.rendezvous import LOOPBACK, Rendezvous, WorkerAddress
 from shoal.tensors.memory import copy_into, tensor_over
@@ -478,10 +478,7 @@ class Mesh:
 
     def rank_of(self, head: Head) -> int:
         """Tells who has sent a call; PeerRefused for one that is not of this mesh."""
-        rank = self.monitor.rank_of(head)
-        if rank is None:
-            raise PeerRefused(f"{head.peer} is not of this group.")
-        return rank
+        return self.monitor.rank_of(head)
 
     # --- tensors ---
 
@@ -594,7 +591,7 @@ class Mesh:
                 break
             except (PeerLost, PeerUnreachable, PeerLeaving) as error:
                 await asyncio.sleep(_BUSY_S)  # in which the monitor learns how it went, if that was said
-                self.monitor.lose(to, error.what)
+                self.monitor.lose(Loss(to, error.what))
                 raise self.monitor.why_gone(to) from None
             except PeerError as error:
                 # all run the same version: a method that is not there is not there yet
