@@ -86,7 +86,7 @@ def test_what_nobody_asks_for_is_bounded_and_waits_at_its_sender():
             assert torch.equal(got.view(torch.float32), some() + index)
         for handle in handles:
             handle.wait(soon())
-        assert other._mailbox.unclaimed_bytes == 0
+        assert other._mailbox.is_empty
 
 
 def test_a_tensor_of_another_size_is_an_error_on_both_sides():

@@ -23,7 +23,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from shoal.core import PeerLost, ShoalError, UsageError
+from shoal.core import Deadline, PeerLost, ShoalError, UsageError
 from shoal.group.base import Done, Handle, Reduction
 from shoal.group.cluster.machine_exchange import (
     ABSENT,
@@ -36,8 +36,8 @@ from shoal.group.cluster.machine_exchange import (
     describe,
 )
 from shoal.group.cluster.members import Members
-from shoal.group.cluster.mesh import Mesh, MeshHandle
-from shoal.group.cluster.rendezvous import Rendezvous, host_id
+from shoal.group.cluster.mesh import Mesh, MeshHandle, poll_until
+from shoal.group.cluster.rendezvous import host_id
 from shoal.group.host import HostGroup
 from shoal.group.host.engine import Span, is_overlapping, put_back, span_of
 from shoal.group.kernels import add_differences, mix_into
@@ -48,6 +48,7 @@ from shoal.transport import Head, Reply
 
 _ALIGNED = 64
 _ASK_AFTER_S = 1.0
+_ARRIVING_S = 5.0
 _SENDS = "group.sends"
 _REMEMBERED = 64
 _OPS = {
@@ -79,7 +80,7 @@ class Collectives:
         self._mates = members.mates
         self._staging = staging
         self._torch = through_torch
-        self._under_way: dict[int, list[MachineExchange | MeshHandle[torch.Tensor | None]]] = {}
+        self._receiving: dict[int, list[MeshHandle[torch.Tensor | None]]] = {}
         """What waits for tensors of other machines, by operation."""
         self._sending: list[tuple[Span, MeshHandle[None]]] = []
         """Memory that is on its way to other machines."""
@@ -358,15 +359,18 @@ class Collectives:
         return [handle for other, handle in self._sending if is_overlapping([other], [span])]
 
     def forget(self, seq: int) -> None:
-        """Waits no more for what an operation, which is over, has asked for and nobody sent."""
-        for each in self._under_way.pop(seq, ()):
-            if isinstance(each, MachineExchange):
-                each.close()
-            elif not each.is_done():
-                self._mesh.forget(each)
+        """Lets nothing be written any more that an operation, which is over, has asked for."""
+        for each in self._receiving.pop(seq, ()):
+            if not each.is_done() and not self._mesh.forget(each):
+                with contextlib.suppress(ShoalError):  # it is just arriving, into memory of the operation
+                    each.wait(Deadline.after(_ARRIVING_S))
 
-    def _serve_sends(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
-        """Tells another worker whether this one sends to it in an exchange; None where it cannot say."""
+    async def _serve_sends(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
+        """Tells another worker, once it is known, whether this one sends to it in an exchange.
+
+        None where it cannot say any more.
+        """
+        await poll_until(lambda: any(seq >= head.payload for seq, _ in tuple(self._destinations)))
         asker = self._mesh.rank_of(head)
         found = [destinations for seq, destinations in tuple(self._destinations) if seq == head.payload]
         return Reply(asker in found[0] if found else None)
@@ -375,9 +379,7 @@ class Collectives:
         return self._mates[present[0]] == self._mesh.rank
 
     def _between(self, seq: int, name: str = "") -> MachineExchange:
-        between = MachineExchange(self._mesh, self._members, seq, name)
-        self._under_way.setdefault(seq, []).append(between)
-        return between
+        return MachineExchange(self._mesh, self._members, seq, self._receiving.setdefault(seq, []), name)
 
     def _pass_on(self, seq: int, speaker: int, handle: Handle[Any], *, is_last: bool = True) -> Steps:
         """Waits for the operation's last step inside the machine, where the speaker gives the result."""
@@ -413,7 +415,7 @@ class Collectives:
         """Waits for what a rank sends in an exchange: a greeting and its tensor; None when it is gone."""
         said = self._mesh.receive(rank, (seq, "said", rank))
         came = self._mesh.receive(rank, (seq, "x", rank), into)
-        self._under_way.setdefault(seq, []).extend([said, came])
+        self._receiving.setdefault(seq, []).extend([said, came])
         ask_at_s = time.monotonic() + _ASK_AFTER_S
         asked: MeshHandle[Reply] | None = None
 
@@ -422,17 +424,12 @@ class Collectives:
 
         def is_refused() -> bool:
             """Asks, when it has been long, whether anything will come."""
-            nonlocal asked, ask_at_s
+            nonlocal asked
             if asked is None and time.monotonic() > ask_at_s:
                 asked = self._mesh.call(rank, _SENDS, seq)
-            if asked is None or not asked.is_done():
-                return False
-            answer = None
             with contextlib.suppress(ShoalError):
-                answer = asked.wait().payload
-            if answer is None:
-                asked, ask_at_s = None, time.monotonic() + _ASK_AFTER_S
-            return answer is False
+                return asked is not None and asked.is_done() and asked.wait().payload is False
+            return False
 
         def result() -> tuple[torch.Tensor, torch.Tensor] | None:
             if not is_here() and not self._members.is_gone(rank, seq):
@@ -580,34 +577,36 @@ class HostStaging:
             if should_write:
                 copied[index % 2] = self.copy(part, pieces[index])
 
-    def order(self, tensors: Sequence[torch.Tensor]) -> StreamOrder | None:
-        """Gives the stream in which an operation on GPU tensors runs; None for other tensors."""
+    def order(self, tensors: Sequence[torch.Tensor]) -> StreamOrder:
+        """Gives the stream in which an operation on these tensors runs, if they are of a GPU."""
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-        if device is None:
-            return None
-        if device not in self._streams:
+        if device is not None and device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return StreamOrder(self._streams[device], tensors)
+        return StreamOrder(None if device is None else self._streams[device], tensors)
 
 
 class StreamOrder:
     """Runs an operation in a stream beside its caller's, after what the caller's was given before the call.
 
     An operation goes on whenever some call makes progress. In the stream that is the current one then, it
-    would wait for what was given to that stream since, and hold up what comes after.
+    would wait for what was given to that stream since, and hold up what comes after. An operation on tensors
+    of the host has no stream.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, stream: torch.cuda.Stream | None, tensors: Sequence[torch.Tensor]) -> None:
         self._stream = stream
         self._tensors = tensors
-        self._event = torch.cuda.current_stream(stream.device).record_event()
+        if stream is not None:
+            self._event = torch.cuda.current_stream(stream.device).record_event()
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         """Makes the operation's stream the current one, while the operation goes on."""
-        return torch.cuda.stream(self._stream)
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def around(self, steps: Steps) -> Steps:
         """Does the steps of an operation after what was recorded, and records its end."""
+        if self._stream is None:
+            return (yield from steps)
         self._stream.wait_event(self._event)
         for tensor in self._tensors:
             tensor.record_stream(self._stream)  # it may be dropped before the stream is done with it
@@ -615,29 +614,30 @@ class StreamOrder:
         self._event = self._stream.record_event()
         return result
 
-    def follow(self, result: torch.Tensor | list[torch.Tensor]) -> None:
-        """Lets the current stream wait for the operation's end, and use its result."""
-        current = torch.cuda.current_stream(self._stream.device)
-        current.wait_event(self._event)
-        for tensor in result if isinstance(result, list) else [result]:
-            tensor.record_stream(current)
+    def follow(self, result: Any) -> Any:
+        """Lets the current stream wait for the operation's end, and use its result, which it gives back."""
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._stream.device)
+            current.wait_event(self._event)
+            for tensor in result if isinstance(result, list) else [result]:
+                tensor.record_stream(current)
+        return result
 
 
 class TorchOperations:
     """Collectives of one worker through torch.distributed, which cannot go on without a member."""
 
-    def __init__(self, members: Members, backend: str | None, rendezvous: Rendezvous | None) -> None:
+    def __init__(self, members: Members, backend: str | None, store: Any) -> None:
         self.counter = TrafficCounter(members.rank, members.size)
         """The bytes that it was asked to move, by formula."""
-        self.store: Any = None if rendezvous is None else rendezvous.store
-        """Shared by all members."""
         self.is_wanted = None if backend is None else True
         """Whether GPU tensors go this way; None until somebody has a look at all members' GPUs."""
+        self.is_up = False
         self._rank = members.rank
         self._size = members.size
         self._members = members
         self._backend = backend
-        self.is_up = False
+        self._store = store
         self._is_own = False
 
     def choose(self, gpus: Sequence[bytes]) -> None:
@@ -720,7 +720,7 @@ class TorchOperations:
         if tensor.is_cuda:
             torch.cuda.set_device(tensor.device)
         dist.init_process_group(
-            backend, store=self.store, rank=self._rank, world_size=self._size, timeout=_FOREVER
+            backend, store=self._store, rank=self._rank, world_size=self._size, timeout=_FOREVER
         )
         self.is_up = self._is_own = True
 

@@ -97,15 +97,13 @@ def assemble(
         )
         local = open_host_group(Placement(place, len(mates), place, len(mates)), inside)
     try:
-        members = Members(machines, local, mesh.monitor, settings)
-        through_torch = TorchOperations(members, settings.backend, rendezvous)
-        group = ClusterGroup(members, local, mesh, staging or HostStaging(), through_torch, settings)
+        group = ClusterGroup(machines, local, mesh, settings, rendezvous, staging or HostStaging())
     except BaseException as error:
         local.close(error)
         raise
     try:
         group.barrier().wait()  # from now on everybody answers
-        members.read_tables()
+        group.membership.read_tables()
     except BaseException as error:
         group.close(error)
         raise
@@ -117,13 +115,14 @@ class ClusterGroup(Group):
 
     def __init__(
         self,
-        members: Members,
+        machines: Sequence[Sequence[int]],
         local: HostGroup | SoloGroup,
         mesh: Mesh,
-        staging: HostStaging,
-        through_torch: TorchOperations,
         settings: GroupSettings,
+        rendezvous: Rendezvous | None,
+        staging: HostStaging,
     ) -> None:
+        members = Members(machines, local, mesh.monitor, settings)
         self.rank = members.rank
         self.size = members.size
         self.machine = members.machine
@@ -136,9 +135,11 @@ class ClusterGroup(Group):
         """The group inside this machine."""
         self.mesh = mesh
         """The streams to other machines."""
+        self.torch_store = None if rendezvous is None else rendezvous.store
+        """A torch.distributed store that all members share."""
         self._waiter = _SoloWaiter(self.rank, settings.timeout_s) if isinstance(local, SoloGroup) else local
         self._staging = staging
-        self._torch = through_torch
+        self._torch = TorchOperations(members, settings.backend, self.torch_store)
         self._queue = OperationQueue()
         self._issued = 0
         self._has_left = False
@@ -148,9 +149,9 @@ class ClusterGroup(Group):
         self._blamed: int | None = None
         self._silence_s = settings.silence_s
         self._waited_s = [0.0] * self.size
-        self._collectives = Collectives(local, mesh, members, staging, through_torch)
+        self._collectives = Collectives(local, mesh, members, staging, self._torch)
         self._windows = Windows(self)
-        mesh.add_listener(self.wake)
+        mesh.add_listener(self._waiter.wake)
 
     # --- who is there ---
 
@@ -198,11 +199,6 @@ class ClusterGroup(Group):
     @should_survive.setter
     def should_survive(self, value: bool) -> None:
         self.local.should_survive = value
-
-    @property
-    def torch_store(self) -> Any:
-        """A torch.distributed store that all members share."""
-        return self._torch.store
 
     # --- memory ---
 
@@ -299,7 +295,7 @@ class ClusterGroup(Group):
     def progress(self) -> None:
         """Goes on with what is under way."""
         self.local.progress()
-        if self._queue.is_idle:
+        if not self._queue:
             return
         self._check_forked()
         try:
@@ -313,14 +309,14 @@ class ClusterGroup(Group):
         if self._has_left or self._is_broken() or os.getpid() != self._pid:
             return
         with contextlib.suppress(ShoalError):
-            self.wait(lambda: self._queue.is_idle, Deadline.after(_LEAVING_S), "leave")
+            self.wait(lambda: not self._queue, Deadline.after(_LEAVING_S), "leave")
         if self._is_broken():
             return
         with contextlib.suppress(DeadlineExceeded):
             deadline = Deadline.after(_LEAVING_S + self._silence_s)
             self.wait(lambda: not self.membership.is_undecided(self.next_seq), deadline, "leave")
         self._check_split()
-        last = self._issued if self._queue.is_idle else self._queue.first_seq - 1
+        last = self._queue[0].seq - 1 if self._queue else self._issued
         self._has_left = True
         self._queue.drop()
         self._windows.close()
@@ -353,10 +349,6 @@ class ClusterGroup(Group):
         """The number of the next operation."""
         return self._issued + 1
 
-    def wake(self) -> None:
-        """Lets a wait look again; from any thread."""
-        self._waiter.wake()
-
     def handle(self, inner: Handle[Any], what: str, result: Callable[[], T]) -> Handle[T]:
         """Gives a handle of something under way, whose caller makes progress while it waits."""
         return _GroupHandle(self, inner, what, result)
@@ -368,26 +360,23 @@ class ClusterGroup(Group):
 
     def wait(self, is_done: Callable[[], bool], deadline: Deadline | None, what: str) -> None:
         """Waits until something is so, and makes progress; PeerLost and DeadlineExceeded end it."""
-        awaited: list[int] = []
+        awaited: int | None = None
+        began_s = time.perf_counter()
 
         def look() -> bool:
+            nonlocal awaited
+            awaited = self._queue.awaited()  # when it is over, that was the last to come
             self.progress()
             return is_done()
 
         def whom() -> str:
-            rank = self._queue.awaited()
-            awaited[:] = [] if rank is None else [rank]
-            return "" if rank is None else self.mesh.monitor.describe(rank)
+            return "" if awaited is None else self.mesh.monitor.describe(awaited)
 
-        began_s = time.perf_counter()
-        if look():
-            return
         try:
             self._waiter.wait_until(look, deadline, what, whom)
         finally:
-            whom()
-            for rank in awaited:
-                self._waited_s[rank] += time.perf_counter() - began_s
+            if awaited is not None:
+                self._waited_s[awaited] += time.perf_counter() - began_s
 
     def check_usable(self) -> None:
         """UsageError in a forked child, and when this worker is out of step or has left; raises `split`."""
@@ -414,21 +403,11 @@ class ClusterGroup(Group):
         self._issued += 1
         spans = [span_of(tensor) for tensor in tensors if tensor.numel()]
         order = self._staging.order(tensors)
-        if order is None:
-            operation = Operation(self._issued, self._guarded(self._issued, steps), spans)
-        else:
-            steps = self._guarded(self._issued, order.around(steps))
-            operation = Operation(self._issued, steps, spans, order.context)
-        self._queue.add(operation)
+        steps = self._guarded(self._issued, order.around(steps))
+        operation = Operation(self._issued, steps, spans, order.context)
+        self._queue.append(operation)
         self.progress()
-
-        def result() -> Any:
-            value = operation.wait()
-            if order is not None:
-                order.follow(value)
-            return value
-
-        return self.handle(operation, what, result)
+        return self.handle(operation, what, lambda: order.follow(operation.wait()))
 
     def _guarded(self, seq: int, steps: Steps) -> Steps:
         """Does an operation; if it fails this worker is out of step, and the others do not wait for it."""
@@ -539,30 +518,13 @@ class Operation(Handle[Any]):
         self._waiting = None
 
 
-class OperationQueue:
+class OperationQueue(deque[Operation]):
     """Holds a worker's operations that are under way, in order."""
-
-    def __init__(self) -> None:
-        self._open: deque[Operation] = deque()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is under way."""
-        return not self._open
 
     @property
     def is_clear(self) -> bool:
         """Whether all operations have issued their last step inside the machine."""
-        return all(operation.is_free for operation in self._open)
-
-    @property
-    def first_seq(self) -> int:
-        """The number of the first operation under way."""
-        return self._open[0].seq
-
-    def add(self, operation: Operation) -> None:
-        """Appends the next operation."""
-        self._open.append(operation)
+        return all(operation.is_free for operation in self)
 
     def advance(self) -> None:
         """Goes on with all operations that can go on."""
@@ -570,29 +532,29 @@ class OperationQueue:
         while moved:
             moved = False
             is_clear = True
-            for operation in tuple(self._open):
+            for operation in tuple(self):
                 may_go_on = is_clear or operation.is_free
                 if may_go_on and (operation.is_begun or not self._is_in_use(operation)):
                     moved |= operation.advance()
                 is_clear = is_clear and operation.is_free
-            while self._open and self._open[0].is_over:
-                self._open.popleft()
+            while self and self[0].is_over:
+                self.popleft()
 
     def awaited(self) -> int | None:
         """Names the rank that the first operation waits for, where it is known."""
-        return next((rank for each in self._open if (rank := each.awaited()) is not None), None)
+        return next((rank for each in self if (rank := each.awaited()) is not None), None)
 
     def uses(self, span: Span) -> bool:
         """Tells whether an operation under way reads or writes some memory."""
-        return any(not each.is_over and is_overlapping(each.spans, [span]) for each in self._open)
+        return any(not each.is_over and is_overlapping(each.spans, [span]) for each in self)
 
     def drop(self) -> None:
         """Forgets all that is under way."""
-        while self._open:
-            self._open.popleft().drop()
+        while self:
+            self.popleft().drop()
 
     def _is_in_use(self, operation: Operation) -> bool:
-        for earlier in self._open:
+        for earlier in self:
             if earlier is operation:
                 return False
             if not earlier.is_over and is_overlapping(earlier.spans, operation.spans):

@@ -16,14 +16,13 @@ from typing import Any
 import msgspec
 import torch
 
-from shoal.core import Deadline, PeerLost, ShoalError, UsageError
+from shoal.core import Deadline, PeerLost, UsageError
 from shoal.group.base import Done, Handle, Loss, Reduction
 from shoal.group.cluster.members import Members
 from shoal.group.cluster.mesh import Mesh, MeshHandle
 from shoal.group.kernels import reduce_into, share
 
 _MATES_S = 2.0
-_ARRIVING_S = 5.0
 _SMALL_BYTES = 1 << 16
 """Up to this size everybody gets everything at once: one delay instead of two."""
 FREE: Handle[None] = Done(None)
@@ -108,7 +107,14 @@ class MachineExchange:
     `name` tells apart those that are parts of the same operation.
     """
 
-    def __init__(self, mesh: Mesh, members: Members, seq: int, name: str = "") -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        members: Members,
+        seq: int,
+        receiving: list[MeshHandle[torch.Tensor | None]],
+        name: str = "",
+    ) -> None:
         self.machine = members.machine
         self._mesh = mesh
         self._members = members
@@ -120,7 +126,8 @@ class MachineExchange:
         self._num_heard = dict.fromkeys(self._others, 0)
         """How much of what was said to a machine was said to its present listener."""
         self._sending: list[MeshHandle[None]] = []
-        self._receiving: list[MeshHandle[torch.Tensor | None]] = []
+        self._receiving = receiving
+        """Everything that the operation has asked for, for whoever ends it."""
         self._gone_before = tuple(mesh.monitor.lost)
         """Those without whom the others have begun this operation, too."""
 
@@ -183,13 +190,6 @@ class MachineExchange:
     def told(self) -> Step:
         """Waits until all that was said has arrived."""
         return arrived(self._sending)
-
-    def close(self) -> None:
-        """Lets nothing that was asked for be written any more; what is just arriving is waited for."""
-        waiting = [each for each in self._receiving if not each.is_done() and not self._mesh.forget(each)]
-        for each in waiting:
-            with contextlib.suppress(ShoalError):
-                each.wait(Deadline.after(_ARRIVING_S))
 
     def reduce(self, flat: torch.Tensor, machines: list[int], op: Reduction, number: int = 0) -> Steps:
         """Reduces the machines' tensors in place, of which each machine reduces its share; equal bits.

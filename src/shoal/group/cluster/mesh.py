@@ -164,20 +164,9 @@ class Mailbox:
         """What was asked for, or began to arrive, first comes first."""
 
     @property
-    def unclaimed_bytes(self) -> int:
-        """Bytes that are here, or arrive, and nobody has asked for."""
-        with self._lock:
-            return sum(
-                each.content.nbytes
-                for each in self._all()
-                if each.handle is None and each.content is not None
-            )
-
-    @property
-    def num_wanted(self) -> int:
-        """How many tensors are waited for."""
-        with self._lock:
-            return sum(each.handle is not None for each in self._all())
+    def is_empty(self) -> bool:
+        """Whether nothing lies here, and nothing is waited for."""
+        return not self._lines
 
     def want(self, wanted: Delivery) -> None:
         """Finishes the handle with this tensor, now or later."""
@@ -196,8 +185,11 @@ class Mailbox:
     def has_room(self, source: int, key: Key, size_bytes: int) -> bool:
         """Tells whether a tensor may be sent: somebody waits for it, or the bound leaves room."""
         with self._lock:
-            is_wanted = self._find_wanted(source, key) is not None
-            return is_wanted or self.unclaimed_bytes + size_bytes <= self._max_unclaimed_bytes
+            if self._find_wanted(source, key) is not None:
+                return True
+            early = [each.content for each in self._all() if each.handle is None]
+            unclaimed_bytes = sum(content.nbytes for content in early if content is not None)
+            return unclaimed_bytes + size_bytes <= self._max_unclaimed_bytes
 
     def expect(self, source: int, key: Key, size_bytes: int) -> memoryview:
         """Gives memory for a tensor that begins to arrive.
@@ -535,7 +527,7 @@ class Mesh:
             lost = self.monitor.lost
             source = max(lost, default=-1) if wanted.wanted_from is None else wanted.wanted_from
             wanted.give(self.monitor.why_gone(source) if source in lost else None)
-        self._wake()
+        self.wake()
 
     def forget(self, handle: MeshHandle[torch.Tensor | None]) -> bool:
         """Waits no more for what a `receive` has asked for; False when it has come, or is coming."""
@@ -613,7 +605,7 @@ class Mesh:
     def _take(self, head: Head, buffers: Sequence[memoryview]) -> None:
         """Takes a tensor that has come."""
         if self._mailbox.complete(self._count_received(head), head.payload):
-            self._wake()
+            self.wake()
 
     async def _wait_for_room(self, head: Head, buffers: Sequence[memoryview]) -> None:
         """Answers a sender when its tensor may come, or when this worker goes, which it learns elsewhere."""
@@ -632,7 +624,7 @@ class Mesh:
             finally:
                 if not handle.is_done():  # cancelled
                     handle.finish(_closed(what))
-                self._wake()
+                self.wake()
 
         def start() -> None:
             try:
@@ -646,7 +638,8 @@ class Mesh:
             handle.finish(_closed(what))
         return handle
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Lets all who wait for something of the mesh look again."""
         for wake in self._listeners:
             wake()
 

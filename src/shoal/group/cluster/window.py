@@ -394,7 +394,7 @@ class Windows:
             return  # closed, or this worker has left: writes to one who is gone do nothing
         try_write = window.take_write(self._group.mesh.rank_of(head), asked, buffers)
         await poll_until(lambda: self._is_over or try_write())
-        self._group.wake()
+        self._group.mesh.wake()
 
     def _find(self, asked: _Writing) -> ClusterWindow | None:
         window = self._open.get(asked.window)
