@@ -208,7 +208,7 @@ class Collectives:
         if out is not None:
             yield arrived(self.sending_of(mixed))
         inside = None
-        if not isinstance(self._local, SoloGroup):
+        if len(self._mates) > 1:
             inside = self._local.exchange(tensor, self._inside_weights(weights), out=out)
         yield FREE
         if inside is not None:

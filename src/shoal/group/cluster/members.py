@@ -30,7 +30,7 @@ import msgspec
 import torch
 
 from shoal.core import Deadline, NetworkSplit, Peer, PeerId, PeerLost, PeerRefused, Scope, ShoalError, fanout
-from shoal.group.base import GroupSettings, Loss, Window
+from shoal.group.base import GroupSettings, Loss
 from shoal.group.host import HostGroup
 from shoal.group.solo import SoloGroup
 from shoal.transport import Head, Reply, StreamTransport
@@ -69,29 +69,25 @@ class Members:
         self._local = local
         self._monitor = monitor
         self._lost: dict[int, Loss] = {}
-        self._silence_s = settings.silence_s
-        self._on_split = settings.on_split
+        self._settings = settings
         self._judged: Mapping[int, Loss] = monitor.lost
         """The losses for which it is settled which side of a cut network this worker is on."""
         self._said: Sequence[int] = ()
         """The silent ranks that were spoken of last."""
         self.split: Exception | None = None
         """Why this worker stops, if it is on the wrong side of a cut network; `judge_split` finds out."""
-        self._own_table: torch.Tensor | None = None
-        self._window: Window | None = None
+        self._own_table = local.empty(self.size + 2, torch.int64)
+        self._window = local.window(_DEPARTURES, self.size + 2, torch.int64, sources=())
+        self._window.publish(self._own_table, 0)
         self._tables: dict[int, Any] = {}
         """For each mate's place: by rank, one more than the last operation in which that rank takes part; and
         behind them the number of an operation that the mate could not finish, and one more than the rank
         that was to blame."""
-        if isinstance(local, HostGroup):
-            self._own_table = local.empty(self.size + 2, torch.int64)
-            self._window = local.window(_DEPARTURES, self.size + 2, torch.int64, sources=())
-            self._window.publish(self._own_table, 0)
 
     def read_tables(self) -> None:
         """Finds the tables of this machine's workers, all of which have published theirs."""
         for place, rank in enumerate(self.mates):
-            if self._window is not None and rank != self.rank:
+            if rank != self.rank:
                 found = self._window.fetch(place).wait()
                 if found is not None:
                     self._tables[place] = found.tensor.numpy()
@@ -160,15 +156,13 @@ class Members:
 
     def tell_departures(self) -> None:
         """Tells the machine's workers who has left elsewhere, before they get a result from this one."""
-        if self._own_table is not None:
-            for rank, after in self._monitor.left.items():
-                self._own_table[rank] = after + 1
+        for rank, after in self._monitor.left.items():
+            self._own_table[rank] = after + 1
 
     def tell_failure(self, seq: int, blamed: int | None) -> None:
         """Tells the machine's workers that this one could not finish an operation, and because of whom."""
-        if self._own_table is not None:
-            self._own_table[self.size + 1] = 0 if blamed is None else blamed + 1
-            self._own_table[self.size] = seq
+        self._own_table[self.size + 1] = 0 if blamed is None else blamed + 1
+        self._own_table[self.size] = seq
 
     def has_failed(self, place: int, seq: int) -> bool:
         """Tells whether a worker of this machine says that it could not finish an operation."""
@@ -190,9 +184,9 @@ class Members:
             return False
         self._judged = self._monitor.lost
         found = self._find_partition(seq)
-        if found is None or self._on_split == "ignore":
+        if found is None or self._settings.on_split == "ignore":
             return False
-        is_allowed = self._on_split == "continue"
+        is_allowed = self._settings.on_split == "continue"
         if found.should_stop and not is_allowed:
             self.split = found.error()
             return True
@@ -204,7 +198,7 @@ class Members:
     def is_undecided(self, seq: int) -> bool:
         """Tells whether somebody else seems to fall silent too, so that it is not clear yet who is where."""
         return self._find_partition(seq) is not None and any(
-            self._monitor.silent_s(rank) > self._silence_s / 2
+            self._monitor.silent_s(rank) > self._settings.silence_s / 2
             for rank in self.present(seq)
             if self.machines[rank] != self.machine
         )
@@ -213,7 +207,7 @@ class Members:
         left_at_s = dict(self._monitor.left_at_s)
         if isinstance(self._local, HostGroup):
             left_at_s |= {self.mates[place]: at_s for place, at_s in self._local.left_at_s.items()}
-        return find_partition(self.lost.values(), self.present(seq), left_at_s, self._silence_s)
+        return find_partition(self.lost.values(), self.present(seq), left_at_s, self._settings.silence_s)
 
 
 class Ending(msgspec.Struct, frozen=True):
