@@ -167,19 +167,17 @@ class Collectives:
         tensor = tensor.detach()
         if (yield from self._is_for_torch(seq, tensor)):
             return (yield from self._torch.all_gather(seq, tensor))
-        shape = tuple(tensor.shape) if tensor.ndim else (1,)
-        mine = _Part(self._mesh.rank, str(tensor.dtype).removeprefix("torch."), shape)
         flat = yield from self._staging.to_host(tensor.contiguous().reshape(-1))
-        parts = yield from self._gather_parts(seq, mine, flat)
-        for part, _ in parts:
-            if (part.dtype, part.shape[1:]) != (mine.dtype, mine.shape[1:]):
+        mine = flat.view(tensor.shape or (1,))
+        parts = yield from self._gather(seq, mine)
+        for rank, theirs in parts:
+            if (theirs.dtype, theirs.shape[1:]) != (mine.dtype, mine.shape[1:]):
                 raise UsageError(
-                    f"rank {mine.rank} called all_gather of {mine.dtype}, rows of {list(shape[1:])}, where "
-                    f"rank {part.rank} called all_gather of {part.dtype}, rows of {list(part.shape[1:])}.",
+                    f"rank {self._mesh.rank} called all_gather of {_rows(mine)}, where rank {rank} called "
+                    f"all_gather of {_rows(theirs)}.",
                     next_step="let all workers give tensors that differ in their first dimension alone.",
                 )
-        made = [payload.view(tensor.dtype).view(part.shape) for part, payload in parts]
-        return [self._staging.to_device(each, tensor) for each in made]
+        return [self._staging.to_device(theirs, tensor) for _, theirs in parts]
 
     def exchange(self, seq: int, tensor: torch.Tensor, weights: Weights, out: torch.Tensor | None) -> Steps:
         """Goes straight from rank to rank; inside the machine its own group does it."""
@@ -276,14 +274,12 @@ class Collectives:
 
     # --- parts of them ---
 
-    def _gather_parts(
-        self, seq: int, mine: _Part, flat: torch.Tensor, *, name: str = "", is_last: bool = True
-    ) -> Steps:
-        """Gives everybody's (description, bytes) by rank; with `is_last` the queue is free after it."""
-        gathered = self._local.all_gather(_pack([(mine, flat)]))
+    def _gather(self, seq: int, mine: torch.Tensor, *, name: str = "", is_last: bool = True) -> Steps:
+        """Gives everybody's tensor of the host with its rank; with `is_last` the queue is free after it."""
+        gathered = self._local.all_gather(_pack([(self._mesh.rank, mine)]))
         yield gathered
-        inside = [entry for blob in gathered.wait() for entry in _unpack(blob)]
-        present = [self._mates.index(part.rank) for part, _ in inside]
+        inside = [part for blob in gathered.wait() for part in _unpack(blob)]
+        present = [self._mates.index(rank) for rank, _ in inside]
         outside = torch.empty(0, dtype=torch.uint8)
         if self._is_speaker(present):
             between = self._between(seq, name)
@@ -303,8 +299,8 @@ class Collectives:
         passed_on = self._local.all_gather(outside)
         yield from self._pass_on(seq, present[0], passed_on, is_last=is_last)
         # the speaker alone has something to pass on, if only that there is nothing
-        others = [entry for blob in passed_on.wait() if blob.numel() for entry in _unpack(blob)]
-        return sorted(inside + others, key=lambda entry: entry[0].rank)
+        others = [part for blob in passed_on.wait() if blob.numel() for part in _unpack(blob)]
+        return sorted(inside + others, key=lambda part: part[0])
 
     def _is_for_torch(self, seq: int, tensor: torch.Tensor) -> Steps:
         """Tells whether a collective goes through torch.distributed; all members find the same.
@@ -313,9 +309,8 @@ class Collectives:
         """
         if self._torch.is_wanted is None and tensor.is_cuda:
             name = torch.frombuffer(bytearray(self._own_gpu(tensor).encode()), dtype=torch.uint8)
-            mine = _Part(self._mesh.rank, "uint8", (name.numel(),))
-            parts = yield from self._gather_parts(seq, mine, name, name="gpu ", is_last=False)
-            self._torch.choose([payload.numpy().tobytes() for _, payload in parts])
+            parts = yield from self._gather(seq, name, name="gpu ", is_last=False)
+            self._torch.choose([theirs.numpy().tobytes() for _, theirs in parts])
         if not self._torch.takes(tensor):
             return False
         self._torch.check_complete(seq)
@@ -334,10 +329,8 @@ class Collectives:
         """Gives the ranks that want to receive from this one, where nobody has said so, with factors of 1."""
         named = torch.tensor(list(weights.sources), dtype=torch.int64)
         rank = self._mesh.rank
-        mine = _Part(rank, "int64", (named.numel(),))
-        parts = yield from self._gather_parts(seq, mine, named, is_last=False)
-        named_by = {part.rank: payload.view(torch.int64).tolist() for part, payload in parts}
-        return {other: 1.0 for other, theirs in named_by.items() if other != rank and rank in theirs}
+        parts = yield from self._gather(seq, named, is_last=False)
+        return {other: 1.0 for other, theirs in parts if other != rank and rank in theirs.tolist()}
 
     def _inside_weights(self, weights: Weights) -> Weights:
         """Gives the part of an exchange that stays in this machine, by places."""
@@ -459,40 +452,40 @@ def _present(handle: Handle[Any]) -> Sequence[int]:
     return getattr(handle, "present", (0,))
 
 
-class _Part(msgspec.Struct, frozen=True, array_like=True):
-    """Describes one rank's tensor in a gathering."""
-
-    rank: int
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        return math.prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
-
-
-def _pack(entries: Sequence[tuple[_Part, torch.Tensor]]) -> torch.Tensor:
-    """Puts descriptions and contents in one tensor of bytes, each content from a 64-byte boundary on."""
-    head = msgspec.msgpack.encode([part for part, _ in entries])
+def _pack(parts: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
+    """Puts tensors and their ranks in one tensor of bytes, each tensor from a 64-byte boundary on."""
+    kinds = [(rank, _dtype_name(tensor), list(tensor.shape)) for rank, tensor in parts]
+    head = msgspec.msgpack.encode(kinds)
     head = len(head).to_bytes(8, "little") + head
     contents = [torch.frombuffer(bytearray(head), dtype=torch.uint8)]
-    contents += [flat.contiguous().view(torch.uint8) for _, flat in entries]
+    contents += [tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in parts]
     gaps = [torch.zeros(_aligned(each.numel()) - each.numel(), dtype=torch.uint8) for each in contents]
     return torch.cat([each for pair in zip(contents, gaps, strict=True) for each in pair])
 
 
-def _unpack(blob: torch.Tensor) -> list[tuple[_Part, torch.Tensor]]:
-    """Does the reverse; contents are views."""
+def _unpack(blob: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """Does the reverse; the tensors are views."""
     end = 8 + int.from_bytes(blob[:8].numpy().tobytes(), "little")
-    entries, at = [], _aligned(end)
-    for part in msgspec.msgpack.decode(blob[8:end].numpy().tobytes(), type=list[_Part]):
-        entries.append((part, blob[at : at + part.size_bytes]))
-        at += _aligned(part.size_bytes)
-    return entries
+    kinds = msgspec.msgpack.decode(blob[8:end].numpy().tobytes(), type=list[tuple[int, str, list[int]]])
+    parts, at = [], _aligned(end)
+    for rank, dtype_name, shape in kinds:
+        dtype = getattr(torch, dtype_name)
+        size_bytes = math.prod(shape) * dtype.itemsize
+        parts.append((rank, blob[at : at + size_bytes].view(dtype).view(shape)))
+        at += _aligned(size_bytes)
+    return parts
 
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNED) * _ALIGNED
+
+
+def _rows(tensor: torch.Tensor) -> str:
+    return f"{_dtype_name(tensor)}, rows of {list(tensor.shape[1:])}"
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
