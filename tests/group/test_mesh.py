@@ -89,6 +89,31 @@ def test_what_nobody_asks_for_is_bounded_and_waits_at_its_sender():
         assert other._mailbox.is_empty
 
 
+@pytest.mark.parametrize("is_in_order", [True, False])
+def test_a_tensor_that_waits_for_room_is_not_kept_for_one_who_goes(is_in_order):
+    with open_meshes(2, max_unclaimed_bytes=100) as (one, other):
+        sending = one.send(1, ("x",), some())
+        if is_in_order:
+            other.leave(after=1)
+        else:
+            other.close(ConnectionAbortedError())
+        with pytest.raises(PeerLost, match="rank 1 has left" if is_in_order else "rank 1 is lost"):
+            sending.wait(soon())
+        assert bool(one.monitor.lost) is not is_in_order
+
+
+def test_one_that_is_lost_while_it_sends_leaves_the_place_to_another():
+    with open_meshes(3) as (one, two, three):
+        mailbox, into = one._mailbox, torch.zeros(3)  # so that a tensor comes only in part
+        received = one.receive(None, ("x",), into)
+        mailbox.expect(1, ("x",), 12)
+        three.send(0, ("x",), torch.ones(3)).wait(soon())
+        assert not received.is_done()
+        two.close(ConnectionAbortedError())
+        assert torch.equal(received.wait(soon()), torch.ones(3))
+        assert mailbox.is_empty
+
+
 def test_a_tensor_of_another_size_is_an_error_on_both_sides():
     with open_meshes(2) as (one, other):
         received = other.receive(0, ("x",), torch.zeros(4))

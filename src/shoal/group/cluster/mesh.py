@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
+import contextlib
 import inspect
 import logging
 import threading
@@ -494,7 +495,8 @@ class Mesh:
                 except PeerBusy:
                     # it takes no calls just now, or has no room: the answer to this comes when it has
                     await asyncio.sleep(_BUSY_S)
-                    await self._ask(to, _ROOM, (key, view.nbytes))
+                    with contextlib.suppress(PeerBusy):
+                        await self._ask(to, _ROOM, (key, view.nbytes))
         finally:
             self._num_sending -= 1
 

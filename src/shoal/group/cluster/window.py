@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -27,7 +26,6 @@ from shoal.transport import Head, Reply
 if TYPE_CHECKING:
     from shoal.group.cluster.group import ClusterGroup
 
-_HELD_S = 1e-4
 _READ, _WRITE = "group.read", "group.write"
 _MAX_SPARES = 2
 _HOST = torch.device("cpu")
@@ -78,7 +76,8 @@ class _LockedSlot(MemorySlot):
 class ClusterWindow(Window):
     """One worker's side of a window; `local` is that of its machine.
 
-    `number` counts windows of this name that have slots; 0 if it has none, and only publishes.
+    `number` counts windows of this name that have slots; 0 if it has none, and only publishes. It is in the
+    `registry` of open windows until it is closed.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class ClusterWindow(Window):
         number: int,
         local: Window,
         sources: Sequence[int],
-        on_close: Callable[[str], None],
+        registry: dict[str, ClusterWindow],
     ) -> None:
         self.name = local.name
         self.number = number
@@ -98,7 +97,7 @@ class ClusterWindow(Window):
         self._members = group.membership
         self._local = local
         self._sources = sources
-        self._on_close = on_close
+        self._registry = registry
         self._slots = {
             source: _LockedSlot(source, self.num_elements, self.dtype)
             for source in sources
@@ -150,14 +149,12 @@ class ClusterWindow(Window):
                 f"rank {self._group.rank} waits for a slot of window {self.name!r}, which it holds itself.",
                 next_step="end the first `with` block before the second begins.",
             )
-        while not slot.lock.acquire(blocking=False):
-            time.sleep(_HELD_S)  # a write that is being taken in
-        slot.is_held = True
-        try:
-            yield slot
-        finally:
-            slot.is_held = False
-            slot.lock.release()
+        with slot.lock:  # a write holds it only while it is copied
+            slot.is_held = True
+            try:
+                yield slot
+            finally:
+                slot.is_held = False
 
     def filled(self) -> Sequence[int]:
         """Lists the sources whose slots have something in them."""
@@ -261,7 +258,7 @@ class ClusterWindow(Window):
         if self.number:
             self._group.clear_queue("window")
         self._is_open = False
-        self._on_close(self.name)
+        self._registry.pop(self.name, None)
         self._local.close()
 
     # --- answers, on the mesh's loop ---
@@ -359,7 +356,7 @@ class Windows:
             group.clear_queue("window")
             inside = [place for rank in sources if (place := group.membership.place_of(rank)) is not None]
         local = group.local.window(name, num_elements, dtype, sources=inside)
-        window = self._open[name] = ClusterWindow(group, number, local, sorted(sources), self._forget)
+        window = self._open[name] = ClusterWindow(group, number, local, sorted(sources), self._open)
         if number:
             self._numbers[name] = number  # last: what has a number and is not open is closed
         return window
@@ -368,9 +365,6 @@ class Windows:
         """Forgets all windows, and lets nobody wait any more for something of this worker. Idempotent."""
         self._is_over = True
         self._open.clear()
-
-    def _forget(self, name: str) -> None:
-        self._open.pop(name, None)
 
     async def _serve_read(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         asked: _Reading = head.payload
