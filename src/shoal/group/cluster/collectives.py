@@ -313,7 +313,9 @@ class Collectives:
             self._torch.choose([theirs.numpy().tobytes() for _, theirs in parts])
         if not self._torch.takes(tensor):
             return False
-        self._torch.check_complete(seq)
+        absent = self._members.error_of_absence(seq)
+        if absent is not None:
+            raise absent
         if not self._torch.is_up:
             yield from self.barrier(seq, "torch ", is_last=False)  # torch could not say who is missing
             self._torch.bring_up(tensor)
@@ -684,12 +686,6 @@ class TorchOperations:
                 if abort is not None:
                     abort()
         self._is_own = self.is_up = False
-
-    def check_complete(self, seq: int) -> None:
-        """PeerLost when a member is lost, or has left before an operation."""
-        gone = self._members.error_of_absence(seq)
-        if gone is not None:
-            raise gone
 
     def bring_up(self, tensor: torch.Tensor) -> None:
         """Initialises torch.distributed, unless the program has; all members do it together."""

@@ -597,28 +597,26 @@ class _SoloWaiter:
         if deadline is None and self._timeout_s is not None:
             deadline = Deadline.after(self._timeout_s)
         began_s = time.perf_counter()
-        next_line_s = began_s + _LINE_EVERY_S
-
-        def line() -> str:
-            name, waited_s = whom(), time.perf_counter() - began_s
-            return f"rank {self._rank}: {what}: waiting{' for ' if name else ''}{name}, {waited_s:.0f} s"
-
+        next_line_s = _LINE_EVERY_S
         while True:
             self._is_woken.clear()
             if is_done():
                 return
-            now_s = time.perf_counter()
-            if now_s - began_s < _SPIN_S:
+            waited_s = time.perf_counter() - began_s
+            if waited_s < _SPIN_S:
                 time.sleep(0)
                 continue
-            if deadline is not None and deadline.is_past:
-                raise DeadlineExceeded(
-                    f"{line()}: the deadline has passed.",
-                    next_step="see what that rank does, or give a longer --peer-timeout.",
-                )
-            if now_s > next_line_s:
+            is_late = deadline is not None and deadline.is_past
+            if is_late or waited_s > next_line_s:
+                name = whom()
+                line = f"rank {self._rank}: {what}: waiting{name and ' for ' + name}, {waited_s:.0f} s"
+                if is_late:
+                    raise DeadlineExceeded(
+                        f"{line}: the deadline has passed.",
+                        next_step="see what that rank does, or give a longer --peer-timeout.",
+                    )
+                log.warning("%s", line)
                 next_line_s += _LINE_EVERY_S
-                log.warning("%s", line())
             self._is_woken.wait(_NAP_S)
 
     def wake(self) -> None:
