@@ -7,7 +7,7 @@ import os
 
 from shoal.group.base import GroupSettings
 from shoal.group.cluster.group import assemble
-from shoal.group.cluster.mesh import Mesh, MeshSettings
+from shoal.group.cluster.mesh import Mesh
 
 SECRET = "s" * 40
 _numbers = itertools.count()
@@ -21,7 +21,7 @@ def open_cluster(machines, cables=None, staging=None, **settings):
     where = {rank: index for index, ranks in enumerate(machines) for rank in ranks}
     with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(size) as threads:
         chosen = GroupSettings(key=key, **settings)
-        meshes = [Mesh(MeshSettings(rank, SECRET, silence_s=chosen.silence_s)) for rank in range(size)]
+        meshes = [Mesh(rank, SECRET, silence_s=chosen.silence_s) for rank in range(size)]
         peers = [mesh.listen() for mesh in meshes]
         for mesh in meshes:
             stack.callback(mesh.close, ConnectionAbortedError())

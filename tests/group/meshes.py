@@ -4,14 +4,14 @@ import concurrent.futures
 import contextlib
 
 from shoal.core.identity import new_secret
-from shoal.group.cluster.mesh import Mesh, MeshSettings
+from shoal.group.cluster.mesh import Mesh
 
 
 @contextlib.contextmanager
 def open_meshes(size, **settings):
     secret = new_secret()
     with contextlib.ExitStack() as stack:
-        meshes = [Mesh(MeshSettings(rank, secret, **settings)) for rank in range(size)]
+        meshes = [Mesh(rank, secret, **settings) for rank in range(size)]
         peers = {}
         for mesh in meshes:
             peers[mesh.rank] = mesh.listen()

@@ -75,7 +75,7 @@ def test_a_hierarchical_exchange_sends_one_tensor_a_machine():
         assert together(groups, hierarchical) == [1.5] * 4
         machine_bytes = counted(groups, before + flat_bytes + 2 * 4 * count) - before - flat_bytes
     assert 4 * 4 * count < flat_bytes < 4 * 4 * count + 2000
-    assert machine_bytes <= flat_bytes / 2
+    assert machine_bytes < flat_bytes / 2 + 100, "heads are a little longer"
 
 
 def test_an_all_reduce_sends_two_shares_a_machine():
@@ -421,4 +421,20 @@ def test_nothing_is_expected_of_those_who_are_gone():
     with open_cluster([[0], [1], [2]]) as groups:
         groups[2].leave()
         together(groups[:2], lambda group: [group.barrier().wait() for _ in range(20)])
-        assert groups[0].mesh._mailbox.num_wanted == 0
+        assert groups[0].mesh._mailbox.is_empty
+
+
+def test_who_is_waited_for_is_counted():
+    is_waiting = threading.Event()
+
+    def work(group):
+        if group.rank == 1:
+            is_waiting.wait(20)
+        handle = group.barrier()
+        is_waiting.set()
+        handle.wait()
+        return [seconds > 0 for seconds in group.stats.waited_s]
+
+    with open_cluster([[0], [1]]) as groups:
+        is_late = together(groups, work)[0]
+        assert is_late == [False, True]

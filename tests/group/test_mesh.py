@@ -15,7 +15,7 @@ import torch
 from group.meshes import open_meshes
 from shoal.core import Address, Deadline, Peer, PeerId, PeerLost, ShoalError, TensorError, UsageError
 from shoal.core.identity import new_secret
-from shoal.group.cluster.mesh import Mesh, MeshSettings
+from shoal.group.cluster.mesh import Mesh
 from shoal.transport import Reply
 
 SOON = 20.0
@@ -86,7 +86,32 @@ def test_what_nobody_asks_for_is_bounded_and_waits_at_its_sender():
             assert torch.equal(got.view(torch.float32), some() + index)
         for handle in handles:
             handle.wait(soon())
-        assert other._mailbox.unclaimed_bytes == 0
+        assert other._mailbox.is_empty
+
+
+@pytest.mark.parametrize("is_in_order", [True, False])
+def test_a_tensor_that_waits_for_room_is_not_kept_for_one_who_goes(is_in_order):
+    with open_meshes(2, max_unclaimed_bytes=100) as (one, other):
+        sending = one.send(1, ("x",), some())
+        if is_in_order:
+            other.leave(after=1)
+        else:
+            other.close(ConnectionAbortedError())
+        with pytest.raises(PeerLost, match="rank 1 has left" if is_in_order else "rank 1 is lost"):
+            sending.wait(soon())
+        assert bool(one.monitor.lost) is not is_in_order
+
+
+def test_one_that_is_lost_while_it_sends_leaves_the_place_to_another():
+    with open_meshes(3) as (one, two, three):
+        mailbox, into = one._mailbox, torch.zeros(3)  # so that a tensor comes only in part
+        received = one.receive(None, ("x",), into)
+        mailbox.expect(1, ("x",), 12)
+        three.send(0, ("x",), torch.ones(3)).wait(soon())
+        assert not received.is_done()
+        two.close(ConnectionAbortedError())
+        assert torch.equal(received.wait(soon()), torch.ones(3))
+        assert mailbox.is_empty
 
 
 def test_a_tensor_of_another_size_is_an_error_on_both_sides():
@@ -192,7 +217,7 @@ def test_the_silent_are_lost_and_find_out_when_they_wake():
 
 
 def test_a_stranger_cannot_come_in():
-    one, stranger = Mesh(MeshSettings(0, new_secret())), Mesh(MeshSettings(1, new_secret()))
+    one, stranger = Mesh(0, new_secret()), Mesh(1, new_secret())
     with contextlib.closing(one), contextlib.closing(stranger):
         where = one.listen()
         stranger.listen()
@@ -232,8 +257,8 @@ def test_only_workers_of_other_machines_are_spoken_to():
 PEER = """
 import sys
 from shoal.core import Peer, Address, PeerId
-from shoal.group.cluster.mesh import Mesh, MeshSettings
-mesh = Mesh(MeshSettings(1, sys.argv[1]))
+from shoal.group.cluster.mesh import Mesh
+mesh = Mesh(1, sys.argv[1])
 own = mesh.listen()
 print(own.address, own.id, flush=True)
 mesh.connect({0: Peer(Address.parse(sys.argv[2]), PeerId.parse(sys.argv[3]))})
@@ -243,7 +268,7 @@ sys.stdin.read()
 
 def test_a_killed_process_is_known_at_once():
     secret = new_secret()
-    with contextlib.closing(Mesh(MeshSettings(0, secret))) as mesh:
+    with contextlib.closing(Mesh(0, secret)) as mesh:
         own = mesh.listen()
         arguments = [sys.executable, "-c", PEER, secret, str(own.address), str(own.id)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

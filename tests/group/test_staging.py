@@ -12,10 +12,9 @@ from group.clusters import open_cluster
 from group.hosts import together
 from shoal.core import Deadline, PeerLost
 from shoal.group.base import Done, Handle
-from shoal.group.cluster.collectives import TorchOperations
+from shoal.group.cluster.collectives import HostStaging, TorchOperations
+from shoal.group.cluster.group import Operation
 from shoal.group.cluster.machine_exchange import MachineExchange
-from shoal.group.cluster.operation_queue import Operation
-from shoal.group.cluster.staging import HostStaging
 from shoal.group.functions import exchange_machines
 from shoal.topology import Weights
 

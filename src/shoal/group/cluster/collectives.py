@@ -2,7 +2,7 @@
 
 Everything begins inside the machine, by the machine's own group, on a GPU's memory too. Then one worker of
 each machine exchanges tensors with the others (`machine_exchange`), those of a GPU through pinned memory of
-the host (`staging`), and passes the result on.
+the host (`HostStaging`), and passes the result on.
 
 GPU tensors go through NCCL instead where each worker of the group has a GPU of its own, and all tensors
 through torch.distributed where its gloo backend was asked for (`TorchOperations`). It is brought up when the
@@ -13,23 +13,31 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from shoal.core import PeerLost, UsageError
-from shoal.group.base import Handle, Reduction
-from shoal.group.cluster.machine_exchange import ABSENT, Action, Greeting, MachineExchange
+from shoal.core import Deadline, PeerLost, ShoalError, UsageError
+from shoal.group.base import Done, Handle, Reduction
+from shoal.group.cluster.machine_exchange import (
+    ABSENT,
+    FREE,
+    Greeting,
+    MachineExchange,
+    Step,
+    Steps,
+    arrived,
+    describe,
+)
 from shoal.group.cluster.members import Members
-from shoal.group.cluster.mesh import Mesh, MeshHandle
-from shoal.group.cluster.operation_queue import FREE, Step, Steps, arrived
-from shoal.group.cluster.rendezvous import Rendezvous, host_id
-from shoal.group.cluster.staging import HostStaging
+from shoal.group.cluster.mesh import Mesh, MeshHandle, poll_until
+from shoal.group.cluster.rendezvous import host_id
 from shoal.group.host import HostGroup
 from shoal.group.host.engine import Span, is_overlapping, put_back, span_of
 from shoal.group.kernels import add_differences, mix_into
@@ -39,8 +47,8 @@ from shoal.topology import Weights
 from shoal.transport import Head, Reply
 
 _ALIGNED = 64
-_ROOT_IS_GONE = "gone"
 _ASK_AFTER_S = 1.0
+_ARRIVING_S = 5.0
 _SENDS = "group.sends"
 _REMEMBERED = 64
 _OPS = {
@@ -50,6 +58,8 @@ _OPS = {
     "max": dist.ReduceOp.MAX,
 }
 _FOREVER = datetime.timedelta(days=365)  # who is lost is noticed by the mesh
+PIECE_BYTES = 16 << 20
+"""A network of 10 Gbit/s carries it in 13 ms, so that delays do not count, and a bus of 10 GB/s in 2 ms."""
 _ended: deque[Any] = deque(maxlen=4)
 
 
@@ -70,7 +80,7 @@ class Collectives:
         self._mates = members.mates
         self._staging = staging
         self._torch = through_torch
-        self._under_way: dict[int, list[MachineExchange | MeshHandle[torch.Tensor | None]]] = {}
+        self._receiving: dict[int, list[MeshHandle[torch.Tensor | None]]] = {}
         """What waits for tensors of other machines, by operation."""
         self._sending: list[tuple[Span, MeshHandle[None]]] = []
         """Memory that is on its way to other machines."""
@@ -86,7 +96,7 @@ class Collectives:
         present = yield from _inside(self._local.all_reduce(flat, op))
         if self._is_speaker(present):
             between = self._between(seq)
-            heard = yield from between.greet(Action.on("all_reduce", flat, op), len(present))
+            heard = yield from between.greet(describe("all_reduce", flat, op), len(present))
             machines = list(heard)
             if op == "mean" and len(machines) > 1:
                 flat.mul_(len(present) / sum(greeting.num_workers for greeting in heard.values()))
@@ -104,58 +114,52 @@ class Collectives:
             return (yield from self._torch.broadcast(seq, tensor, root))
         flat = _flat(tensor)
         present = yield from _inside(self._local.barrier())
-        place = self._members.place_of(root)
-        action = Action.on("broadcast", flat, f"root {root}")
-        if place is not None:
-            if place not in present:
-                if self._is_speaker(present):
-                    yield from self._between(seq).greet(action, len(present), _ROOT_IS_GONE)
-                raise _has_left(root)
+        is_speaker, place = self._is_speaker(present), self._members.place_of(root)
+        if place is not None and place in present:
             passed_on = self._local.broadcast(flat, place)
-            if not self._is_speaker(present):
+            if not is_speaker:
                 yield FREE
             yield passed_on
-            if self._is_speaker(present):
-                yield from self._send_whole(self._between(seq), action, len(present), flat)
-            return put_back(flat, tensor)
-        if self._is_speaker(present):
-            between = self._between(seq)
-            source = self._members.machines[root]
-            heard = yield from between.greet(action, len(present))
-            if source not in heard or heard[source].detail == _ROOT_IS_GONE:
-                raise _has_left(root)
-            yield from self._staging.in_pieces(
-                flat,
-                lambda number, piece: between.require(source, f"whole {number}", piece),
-                should_read=False,
-            )
-            between.say(source, "got", torch.zeros(1, dtype=torch.uint8))
-            yield between.told()
-        yield from self._pass_on(seq, present[0], self._local.broadcast(flat, present[0]))
+        if is_speaker:
+            yield from self._broadcast_machines(seq, len(present), flat, root, has_root=place in present)
+        if place is None:
+            yield from self._pass_on(seq, present[0], self._local.broadcast(flat, present[0]))
+        elif place not in present:
+            raise _has_left(root)
         return put_back(flat, tensor)
 
-    def _send_whole(
-        self, between: MachineExchange, action: Action, num_workers: int, flat: torch.Tensor
+    def _broadcast_machines(
+        self, seq: int, num_workers: int, flat: torch.Tensor, root: int, *, has_root: bool
     ) -> Steps:
-        """Sends a broadcast's tensor to all other machines."""
-        heard = yield from between.greet(action, num_workers)
-        others = [machine for machine in heard if machine != self._members.machine]
+        """Sends a broadcast's tensor to all other machines, or receives it."""
+        between, source = self._between(seq), self._members.machines[root]
+        heard = yield from between.greet(describe("broadcast", flat, f"root {root}"), num_workers, has_root)
+        if source not in heard or not heard[source].detail:
+            raise _has_left(root)
+        others = [machine for machine in heard if machine != between.machine]
 
         def send(number: int, piece: torch.Tensor) -> Steps:
             for machine in others:
                 between.say(machine, f"whole {number}", piece)
             yield between.told()
 
-        if others:
+        def receive(number: int, piece: torch.Tensor) -> Steps:
+            yield between.hear(source, f"whole {number}", piece, is_required=True)
+
+        if has_root and others:
             yield from self._staging.in_pieces(flat, send, should_write=False)
-        for machine in others:
-            yield between.hear(machine, "got")
+            for machine in others:
+                yield between.hear(machine, "got")
+        elif not has_root:
+            yield from self._staging.in_pieces(flat, receive, should_read=False)
+            between.say(source, "got", torch.zeros(1, dtype=torch.uint8))
+            yield between.told()
 
     def barrier(self, seq: int, name: str = "", *, is_last: bool = True) -> Steps:
         """Lets all come inside, then everywhere, and then all inside know it."""
         present = yield from _inside(self._local.barrier())
         if self._is_speaker(present):
-            yield from self._between(seq, name).greet(Action.on("barrier"), len(present))
+            yield from self._between(seq, name).greet(describe("barrier"), len(present))
         yield from self._pass_on(seq, present[0], self._local.barrier(), is_last=is_last)
 
     def all_gather(self, seq: int, tensor: torch.Tensor) -> Steps:
@@ -163,19 +167,17 @@ class Collectives:
         tensor = tensor.detach()
         if (yield from self._is_for_torch(seq, tensor)):
             return (yield from self._torch.all_gather(seq, tensor))
-        shape = tuple(tensor.shape) if tensor.ndim else (1,)
-        mine = _Part(self._mesh.rank, str(tensor.dtype).removeprefix("torch."), shape)
         flat = yield from self._staging.to_host(tensor.contiguous().reshape(-1))
-        parts = yield from self._gather_parts(seq, mine, flat)
-        for part, _ in parts:
-            if (part.dtype, part.shape[1:]) != (mine.dtype, mine.shape[1:]):
+        mine = flat.view(tensor.shape or (1,))
+        parts = yield from self._gather(seq, mine)
+        for rank, theirs in parts:
+            if (theirs.dtype, theirs.shape[1:]) != (mine.dtype, mine.shape[1:]):
                 raise UsageError(
-                    f"rank {mine.rank} called all_gather of {mine.dtype}, rows of {list(shape[1:])}, where "
-                    f"rank {part.rank} called all_gather of {part.dtype}, rows of {list(part.shape[1:])}.",
+                    f"rank {self._mesh.rank} called all_gather of {_rows(mine)}, where rank {rank} called "
+                    f"all_gather of {_rows(theirs)}.",
                     next_step="let all workers give tensors that differ in their first dimension alone.",
                 )
-        made = [payload.view(tensor.dtype).view(part.shape) for part, payload in parts]
-        return [self._staging.to_device(each, tensor) for each in made]
+        return [self._staging.to_device(theirs, tensor) for _, theirs in parts]
 
     def exchange(self, seq: int, tensor: torch.Tensor, weights: Weights, out: torch.Tensor | None) -> Steps:
         """Goes straight from rank to rank; inside the machine its own group does it."""
@@ -193,31 +195,30 @@ class Collectives:
             own = flat.clone()  # on its way, or needed for those who are gone, when the result is written
         self._destinations.append((seq, outside))
         host = (yield from self._staging.to_host(own)) if outside else own
-        self._send_to(seq, outside, destinations, host, is_copy=host is not flat)
-        coming = {
-            rank: (
-                self._from_rank(seq, rank, "said"),
-                self._from_rank(seq, rank, "x", self._staging.buffer(flat)),
-            )
-            for rank in sorted(sources)
-        }
+        for rank in outside:
+            if not self._members.is_gone(rank, seq):
+                said = Greeting(describe("exchange", flat), self._mesh.rank, detail=destinations[rank])
+                self._mesh.send(rank, (seq, "said", self._mesh.rank), said.encode())
+                sending = self._mesh.send(rank, (seq, "x", self._mesh.rank), host)
+                if host is flat:
+                    self._sending.append((span_of(flat), sending))
+        coming = {rank: self._from_rank(seq, rank, self._staging.buffer(flat)) for rank in sorted(sources)}
         if out is not None:
             yield arrived(self.sending_of(mixed))
         inside = None
-        if not isinstance(self._local, SoloGroup):
+        if len(self._mates) > 1:
             inside = self._local.exchange(tensor, self._inside_weights(weights), out=out)
         yield FREE
         if inside is not None:
             yield inside
         parts, kept = [], 0.0
-        for rank, (said, came) in coming.items():
-            heard, theirs = (yield said), (yield came)
-            if heard is None or theirs is None:
+        for rank, step in coming.items():
+            came = yield step
+            if came is None:
                 kept += sources[rank]
                 continue
-            Greeting.decode(heard[8:], Action.on("exchange", flat), self._mesh.rank)
-            weight = sources[rank] * float(heard[:8].view(torch.float64))
-            parts.append((self._staging.to_device(theirs, flat), weight))
+            heard = Greeting.decode(came[0], describe("exchange", flat), self._mesh.rank)
+            parts.append((self._staging.to_device(came[1], flat), sources[rank] * heard.detail))
         if inside is None:
             mix_into(mixed, own, weights.own + kept, parts)
         elif weights.is_difference:
@@ -249,7 +250,7 @@ class Collectives:
     ) -> Steps:
         machine = between.machine
         named = sorted(weights.sources)
-        heard = yield from between.greet(Action.on("exchange_machines", flat), num_workers, named)
+        heard = yield from between.greet(describe("exchange_machines", flat), num_workers, named)
         wanted_by = [other for other in heard if other != machine and machine in heard[other].detail]
         coming = {
             other: between.hear(other, "mean", self._staging.buffer(flat))
@@ -273,33 +274,33 @@ class Collectives:
 
     # --- parts of them ---
 
-    def _gather_parts(
-        self, seq: int, mine: _Part, flat: torch.Tensor, *, name: str = "", is_last: bool = True
-    ) -> Steps:
-        """Gives everybody's (description, bytes) by rank; with `is_last` the queue is free after it."""
-        gathered = self._local.all_gather(_pack([(mine, flat)]))
+    def _gather(self, seq: int, mine: torch.Tensor, *, name: str = "", is_last: bool = True) -> Steps:
+        """Gives everybody's tensor of the host with its rank; with `is_last` the queue is free after it."""
+        gathered = self._local.all_gather(_pack([(self._mesh.rank, mine)]))
         yield gathered
-        inside = [entry for blob in gathered.wait() for entry in _unpack(blob)]
-        present = [self._mates.index(part.rank) for part, _ in inside]
+        inside = [part for blob in gathered.wait() for part in _unpack(blob)]
+        present = [self._mates.index(rank) for rank, _ in inside]
         outside = torch.empty(0, dtype=torch.uint8)
         if self._is_speaker(present):
             between = self._between(seq, name)
             blob = _pack(inside)
-            heard = yield from between.greet(Action.on("all_gather"), len(present), blob.numel())
-            blobs = {}
+            heard = yield from between.greet(describe("all_gather"), len(present), blob.numel())
+            blobs = []
             for machine, greeting in heard.items():
                 if machine != between.machine:
                     between.say(machine, "whole", blob)
-                    blobs[machine] = torch.empty(greeting.detail, dtype=torch.uint8)
-            for machine, theirs in blobs.items():
-                yield from between.require(machine, "whole", theirs)
-            # never nothing, so that its mates know that it has spoken
-            outside = torch.cat([torch.zeros(_ALIGNED, dtype=torch.uint8), *blobs.values()])
+                    theirs = torch.empty(greeting.detail, dtype=torch.uint8)
+                    blobs.append(between.hear(machine, "whole", theirs, is_required=True))
+            others = []
+            for each in blobs:
+                others += _unpack((yield each))
+            outside = _pack(others)
             yield between.told()
         passed_on = self._local.all_gather(outside)
         yield from self._pass_on(seq, present[0], passed_on, is_last=is_last)
-        others = [entry for blob in passed_on.wait() for entry in _unpack(blob[_ALIGNED:])]
-        return sorted(inside + others, key=lambda entry: entry[0].rank)
+        # the speaker alone has something to pass on, if only that there is nothing
+        others = [part for blob in passed_on.wait() if blob.numel() for part in _unpack(blob)]
+        return sorted(inside + others, key=lambda part: part[0])
 
     def _is_for_torch(self, seq: int, tensor: torch.Tensor) -> Steps:
         """Tells whether a collective goes through torch.distributed; all members find the same.
@@ -308,12 +309,13 @@ class Collectives:
         """
         if self._torch.is_wanted is None and tensor.is_cuda:
             name = torch.frombuffer(bytearray(self._own_gpu(tensor).encode()), dtype=torch.uint8)
-            mine = _Part(self._mesh.rank, "uint8", (name.numel(),))
-            parts = yield from self._gather_parts(seq, mine, name, name="gpu ", is_last=False)
-            self._torch.choose([payload.numpy().tobytes() for _, payload in parts])
+            parts = yield from self._gather(seq, name, name="gpu ", is_last=False)
+            self._torch.choose([theirs.numpy().tobytes() for _, theirs in parts])
         if not self._torch.takes(tensor):
             return False
-        self._torch.check_complete(seq)
+        absent = self._members.error_of_absence(seq)
+        if absent is not None:
+            raise absent
         if not self._torch.is_up:
             yield from self.barrier(seq, "torch ", is_last=False)  # torch could not say who is missing
             self._torch.bring_up(tensor)
@@ -329,10 +331,8 @@ class Collectives:
         """Gives the ranks that want to receive from this one, where nobody has said so, with factors of 1."""
         named = torch.tensor(list(weights.sources), dtype=torch.int64)
         rank = self._mesh.rank
-        mine = _Part(rank, "int64", (named.numel(),))
-        parts = yield from self._gather_parts(seq, mine, named, is_last=False)
-        named_by = {part.rank: payload.view(torch.int64).tolist() for part, payload in parts}
-        return {other: 1.0 for other, theirs in named_by.items() if other != rank and rank in theirs}
+        parts = yield from self._gather(seq, named, is_last=False)
+        return {other: 1.0 for other, theirs in parts if other != rank and rank in theirs.tolist()}
 
     def _inside_weights(self, weights: Weights) -> Weights:
         """Gives the part of an exchange that stays in this machine, by places."""
@@ -347,26 +347,6 @@ class Collectives:
         own = -sum(inside.values()) if weights.is_difference else weights.own
         return Weights(own, inside, sends)
 
-    def _send_to(
-        self,
-        seq: int,
-        ranks: Sequence[int],
-        factors: Mapping[int, float],
-        own: torch.Tensor,
-        *,
-        is_copy: bool,
-    ) -> None:
-        """Starts what an exchange sends to other machines."""
-        greeting = Greeting(Action.on("exchange", own), self._mesh.rank).encode()
-        for rank in ranks:
-            if self._members.is_gone(rank, seq):
-                continue
-            factor = torch.tensor([factors[rank]], dtype=torch.float64).view(torch.uint8)
-            self._mesh.send(rank, (seq, "said", self._mesh.rank), torch.cat([factor, greeting]))
-            sending = self._mesh.send(rank, (seq, "x", self._mesh.rank), own)
-            if not is_copy:
-                self._sending.append((span_of(own), sending))
-
     def sending_of(self, tensor: torch.Tensor) -> list[MeshHandle[None]]:
         """Lists what is still on its way of some memory that is to be written."""
         self._sending = [entry for entry in self._sending if not entry[1].is_done()]
@@ -374,15 +354,18 @@ class Collectives:
         return [handle for other, handle in self._sending if is_overlapping([other], [span])]
 
     def forget(self, seq: int) -> None:
-        """Waits no more for what an operation, which is over, has asked for and nobody sent."""
-        for each in self._under_way.pop(seq, ()):
-            if isinstance(each, MachineExchange):
-                each.close()
-            elif not each.is_done():
-                self._mesh.forget(each)
+        """Lets nothing be written any more that an operation, which is over, has asked for."""
+        for each in self._receiving.pop(seq, ()):
+            if not each.is_done() and not self._mesh.forget(each):
+                with contextlib.suppress(ShoalError):  # it is just arriving, into memory of the operation
+                    each.wait(Deadline.after(_ARRIVING_S))
 
-    def _serve_sends(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
-        """Tells another worker whether this one sends to it in an exchange; None where it cannot say."""
+    async def _serve_sends(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
+        """Tells another worker, once it is known, whether this one sends to it in an exchange.
+
+        None where it cannot say any more.
+        """
+        await poll_until(lambda: any(seq >= head.payload for seq, _ in tuple(self._destinations)))
         asker = self._mesh.rank_of(head)
         found = [destinations for seq, destinations in tuple(self._destinations) if seq == head.payload]
         return Reply(asker in found[0] if found else None)
@@ -391,9 +374,7 @@ class Collectives:
         return self._mates[present[0]] == self._mesh.rank
 
     def _between(self, seq: int, name: str = "") -> MachineExchange:
-        between = MachineExchange(self._mesh, self._members, seq, name)
-        self._under_way.setdefault(seq, []).append(between)
-        return between
+        return MachineExchange(self._mesh, self._members, seq, self._receiving.setdefault(seq, []), name)
 
     def _pass_on(self, seq: int, speaker: int, handle: Handle[Any], *, is_last: bool = True) -> Steps:
         """Waits for the operation's last step inside the machine, where the speaker gives the result."""
@@ -425,43 +406,42 @@ class Collectives:
         # the speaker may be lost, or fail, before it has passed anything on
         yield Step(lambda: handle.is_done() or find_error() is not None, result)
 
-    def _from_rank(self, seq: int, rank: int, topic: str, into: torch.Tensor | None = None) -> Step:
-        """Waits for what a rank of another machine sends in an exchange; None when it is gone before."""
-        received = self._mesh.receive(rank, (seq, topic, rank), into)
-        self._under_way.setdefault(seq, []).append(received)
+    def _from_rank(self, seq: int, rank: int, into: torch.Tensor) -> Step:
+        """Waits for what a rank sends in an exchange: a greeting and its tensor; None when it is gone."""
+        said = self._mesh.receive(rank, (seq, "said", rank))
+        came = self._mesh.receive(rank, (seq, "x", rank), into)
+        self._receiving.setdefault(seq, []).extend([said, came])
         ask_at_s = time.monotonic() + _ASK_AFTER_S
         asked: MeshHandle[Reply] | None = None
 
+        def is_here() -> bool:
+            return said.is_done() and came.is_done()
+
         def is_refused() -> bool:
             """Asks, when it has been long, whether anything will come."""
-            nonlocal asked, ask_at_s
-            now_s = time.monotonic()
-            if asked is None:
-                if now_s > ask_at_s:
-                    asked = self._mesh.call(rank, _SENDS, seq)
-                return False
-            if not asked.is_done():
-                return False
-            answer = None if asked.error is not None else asked.wait().payload
-            if answer is None:
-                asked, ask_at_s = None, now_s + _ASK_AFTER_S
-            return answer is False
+            nonlocal asked
+            if asked is None and time.monotonic() > ask_at_s:
+                asked = self._mesh.call(rank, _SENDS, seq)
+            with contextlib.suppress(ShoalError):
+                return asked is not None and asked.is_done() and asked.wait().payload is False
+            return False
 
-        def is_done() -> bool:
-            return received.is_done() or self._members.is_gone(rank, seq) or is_refused()
-
-        def result() -> torch.Tensor | None:
-            if received.is_done():
-                with contextlib.suppress(PeerLost):
-                    return received.wait()
-            elif not self._members.is_gone(rank, seq):
+        def result() -> tuple[torch.Tensor, torch.Tensor] | None:
+            if not is_here() and not self._members.is_gone(rank, seq):
                 raise UsageError(
                     f"rank {self._mesh.rank} wants to receive from rank {rank}, which does not send to it.",
                     next_step="let sources and destinations agree; a Topology's weights do.",
                 )
+            if is_here():
+                with contextlib.suppress(PeerLost):
+                    greeting, tensor = said.wait(), came.wait()
+                    if greeting is not None and tensor is not None:
+                        return greeting, tensor
             return None
 
-        return Step(is_done, result, lambda: rank)
+        return Step(
+            lambda: is_here() or self._members.is_gone(rank, seq) or is_refused(), result, lambda: rank
+        )
 
 
 def _inside(handle: Handle[Any]) -> Steps:
@@ -474,39 +454,40 @@ def _present(handle: Handle[Any]) -> Sequence[int]:
     return getattr(handle, "present", (0,))
 
 
-class _Part(msgspec.Struct, frozen=True, array_like=True):
-    """Describes one rank's tensor in a gathering."""
-
-    rank: int
-    dtype: str
-    shape: tuple[int, ...]
-
-
-def _pack(entries: Sequence[tuple[_Part, torch.Tensor]]) -> torch.Tensor:
-    """Puts descriptions and contents in one tensor of bytes, each content from a 64-byte boundary on."""
-    pieces, at = [], 0
-    for part, flat in entries:
-        head = msgspec.msgpack.encode(part)
-        payload = flat.contiguous().view(torch.uint8)
-        start = -(-(at + 16 + len(head)) // _ALIGNED) * _ALIGNED
-        lengths = torch.tensor([len(head), payload.numel()], dtype=torch.int64).view(torch.uint8)
-        gap = torch.zeros(start - at - 16 - len(head), dtype=torch.uint8)
-        rest = torch.zeros(-payload.numel() % _ALIGNED, dtype=torch.uint8)
-        pieces += [lengths, torch.frombuffer(bytearray(head), dtype=torch.uint8), gap, payload, rest]
-        at = start + payload.numel() + rest.numel()
-    return torch.cat(pieces)
+def _pack(parts: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
+    """Puts tensors and their ranks in one tensor of bytes, each tensor from a 64-byte boundary on."""
+    kinds = [(rank, _dtype_name(tensor), list(tensor.shape)) for rank, tensor in parts]
+    head = msgspec.msgpack.encode(kinds)
+    head = len(head).to_bytes(8, "little") + head
+    contents = [torch.frombuffer(bytearray(head), dtype=torch.uint8)]
+    contents += [tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in parts]
+    gaps = [torch.zeros(_aligned(each.numel()) - each.numel(), dtype=torch.uint8) for each in contents]
+    return torch.cat([each for pair in zip(contents, gaps, strict=True) for each in pair])
 
 
-def _unpack(blob: torch.Tensor) -> list[tuple[_Part, torch.Tensor]]:
-    """Does the reverse; contents are views."""
-    entries, at = [], 0
-    while at < blob.numel():
-        num_head, num_payload = blob[at : at + 16].clone().view(torch.int64).tolist()
-        head = blob[at + 16 : at + 16 + num_head].numpy().tobytes()
-        start = -(-(at + 16 + num_head) // _ALIGNED) * _ALIGNED
-        entries.append((msgspec.msgpack.decode(head, type=_Part), blob[start : start + num_payload]))
-        at = start + -(-num_payload // _ALIGNED) * _ALIGNED
-    return entries
+def _unpack(blob: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """Does the reverse; the tensors are views."""
+    end = 8 + int.from_bytes(blob[:8].numpy().tobytes(), "little")
+    kinds = msgspec.msgpack.decode(blob[8:end].numpy().tobytes(), type=list[tuple[int, str, list[int]]])
+    parts, at = [], _aligned(end)
+    for rank, dtype_name, shape in kinds:
+        dtype = getattr(torch, dtype_name)
+        size_bytes = math.prod(shape) * dtype.itemsize
+        parts.append((rank, blob[at : at + size_bytes].view(dtype).view(shape)))
+        at += _aligned(size_bytes)
+    return parts
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNED) * _ALIGNED
+
+
+def _rows(tensor: torch.Tensor) -> str:
+    return f"{_dtype_name(tensor)}, rows of {list(tensor.shape[1:])}"
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -520,21 +501,138 @@ def _has_left(root: int) -> UsageError:
     )
 
 
+def is_on_device(tensor: torch.Tensor) -> bool:
+    """Tells whether a tensor lies outside the host's memory."""
+    return tensor.device.type != "cpu"
+
+
+class HostStaging:
+    """Copies between the memory of a GPU and that of the host; tests give another `takes`."""
+
+    def __init__(
+        self, takes: Callable[[torch.Tensor], bool] = is_on_device, piece_bytes: int = PIECE_BYTES
+    ) -> None:
+        self.takes = takes
+        """Tells which tensors must pass through the host's memory."""
+        self._piece_bytes = piece_bytes
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """Makes memory of the host for a flat tensor; torch keeps pinned memory for the next one."""
+        return torch.empty(like.numel(), dtype=like.dtype, pin_memory=like.is_cuda)
+
+    def copy(self, out: torch.Tensor, source: torch.Tensor) -> Handle[None]:
+        """Begins to copy in the current stream; done when the host may use both."""
+        device = out.device if out.is_cuda else source.device
+        if device.type != "cuda":
+            out.copy_(source)
+            return Done(None)
+        out.copy_(source, non_blocking=True)
+        return Step(torch.cuda.current_stream(device).record_event().query)
+
+    def to_host(self, flat: torch.Tensor) -> Steps:
+        """Gives the tensor itself if it is in the host's memory, else a copy there."""
+        if not self.takes(flat):
+            return flat
+        host = self.buffer(flat)
+        yield self.copy(host, flat)
+        return host
+
+    def to_device(self, host: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Gives what came in the host's memory to the current stream of another tensor's device."""
+        return host.to(like.device, non_blocking=True)
+
+    def in_pieces(
+        self,
+        flat: torch.Tensor,
+        work: Callable[[int, torch.Tensor], Steps],
+        *,
+        should_read: bool = True,
+        should_write: bool = True,
+    ) -> Steps:
+        """Does `work(number, piece)` in the host's memory, piece by piece, and copies in and out around it.
+
+        A piece's memory must not be in use any more when its work is over.
+        """
+        if not self.takes(flat):
+            yield from work(0, flat)
+            return
+        parts = torch.split(flat, max(1, self._piece_bytes // flat.element_size()))
+        buffers = [self.buffer(part) for part in parts[:2]]
+        pieces = [buffers[index % 2][: part.numel()] for index, part in enumerate(parts)]
+        # copies follow each other in their stream: one into a buffer comes after the one out of it before
+        copied: list[Handle[None]] = [Done(None), Done(None)]
+        if should_read:
+            copied[0] = self.copy(pieces[0], parts[0])
+        for index, part in enumerate(parts):
+            yield copied[index % 2]
+            if should_read and index + 1 < len(parts):
+                copied[(index + 1) % 2] = self.copy(pieces[index + 1], parts[index + 1])
+            yield from work(index, pieces[index])
+            if should_write:
+                copied[index % 2] = self.copy(part, pieces[index])
+
+    def order(self, tensors: Sequence[torch.Tensor]) -> StreamOrder:
+        """Gives the stream in which an operation on these tensors runs, if they are of a GPU."""
+        device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        if device is not None and device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return StreamOrder(None if device is None else self._streams[device], tensors)
+
+
+class StreamOrder:
+    """Runs an operation in a stream beside its caller's, after what the caller's was given before the call.
+
+    An operation goes on whenever some call makes progress. In the stream that is the current one then, it
+    would wait for what was given to that stream since, and hold up what comes after. An operation on tensors
+    of the host has no stream.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None, tensors: Sequence[torch.Tensor]) -> None:
+        self._stream = stream
+        self._tensors = tensors
+        if stream is not None:
+            self._event = torch.cuda.current_stream(stream.device).record_event()
+
+    def context(self) -> contextlib.AbstractContextManager[Any]:
+        """Makes the operation's stream the current one, while the operation goes on."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def around(self, steps: Steps) -> Steps:
+        """Does the steps of an operation after what was recorded, and records its end."""
+        if self._stream is None:
+            return (yield from steps)
+        self._stream.wait_event(self._event)
+        for tensor in self._tensors:
+            tensor.record_stream(self._stream)  # it may be dropped before the stream is done with it
+        result = yield from steps
+        self._event = self._stream.record_event()
+        return result
+
+    def follow(self, result: Any) -> Any:
+        """Lets the current stream wait for the operation's end, and use its result, which it gives back."""
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._stream.device)
+            current.wait_event(self._event)
+            for tensor in result if isinstance(result, list) else [result]:
+                tensor.record_stream(current)
+        return result
+
+
 class TorchOperations:
     """Collectives of one worker through torch.distributed, which cannot go on without a member."""
 
-    def __init__(self, members: Members, backend: str | None, rendezvous: Rendezvous | None) -> None:
+    def __init__(self, members: Members, backend: str | None, store: Any) -> None:
         self.counter = TrafficCounter(members.rank, members.size)
         """The bytes that it was asked to move, by formula."""
-        self.store: Any = None if rendezvous is None else rendezvous.store
-        """Shared by all members."""
         self.is_wanted = None if backend is None else True
         """Whether GPU tensors go this way; None until somebody has a look at all members' GPUs."""
+        self.is_up = False
         self._rank = members.rank
         self._size = members.size
         self._members = members
         self._backend = backend
-        self.is_up = False
+        self._store = store
         self._is_own = False
 
     def choose(self, gpus: Sequence[bytes]) -> None:
@@ -589,12 +687,6 @@ class TorchOperations:
                     abort()
         self._is_own = self.is_up = False
 
-    def check_complete(self, seq: int) -> None:
-        """PeerLost when a member is lost, or has left before an operation."""
-        gone = self._members.error_of_absence(seq)
-        if gone is not None:
-            raise gone
-
     def bring_up(self, tensor: torch.Tensor) -> None:
         """Initialises torch.distributed, unless the program has; all members do it together."""
         if dist.is_initialized():
@@ -617,7 +709,7 @@ class TorchOperations:
         if tensor.is_cuda:
             torch.cuda.set_device(tensor.device)
         dist.init_process_group(
-            backend, store=self.store, rank=self._rank, world_size=self._size, timeout=_FOREVER
+            backend, store=self._store, rank=self._rank, world_size=self._size, timeout=_FOREVER
         )
         self.is_up = self._is_own = True
 

@@ -2,8 +2,13 @@
 
 Whatever all take part in happens first inside a machine; then one of its workers speaks with those of other
 machines, and passes the result on (`collectives`). An `exchange` goes from rank to rank. One-sided operations
-are those of `window`. `members` knows who is there, `operation_queue` keeps the order of operations. A worker
-that waits is woken by the others of its machine, or by its streams.
+are those of `window`. `members` knows who is there. A worker that waits is woken by the others of its
+machine, or by its streams.
+
+An operation is a generator: it yields the handles that it waits for, and goes on with their results. Its
+steps inside the machine must come in the same order on all of the machine's workers, so the operations take
+turns; one gives its turn away (`yield FREE`) when it has issued its last step there, and may go on beside
+later ones. Everything happens in the thread that calls, whenever it calls.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -31,15 +37,14 @@ from shoal.group.base import (
     Window,
     rank_to_blame,
 )
-from shoal.group.cluster.collectives import Collectives, TorchOperations
+from shoal.group.cluster.collectives import Collectives, HostStaging, TorchOperations
+from shoal.group.cluster.machine_exchange import FREE, Step, Steps
 from shoal.group.cluster.members import Members
 from shoal.group.cluster.mesh import Mesh
-from shoal.group.cluster.operation_queue import Operation, OperationQueue, Steps
 from shoal.group.cluster.rendezvous import Rendezvous, WorkerAddress, interface_of
-from shoal.group.cluster.staging import HostStaging
 from shoal.group.cluster.window import Windows
 from shoal.group.host import HostGroup, open_host_group
-from shoal.group.host.engine import span_of
+from shoal.group.host.engine import Span, is_overlapping, span_of
 from shoal.group.kernels import check_reduction
 from shoal.group.solo import SoloGroup
 from shoal.topology import MachineWeights, Weights
@@ -92,15 +97,13 @@ def assemble(
         )
         local = open_host_group(Placement(place, len(mates), place, len(mates)), inside)
     try:
-        members = Members(machines, local, mesh.monitor, settings)
-        through_torch = TorchOperations(members, settings.backend, rendezvous)
-        group = ClusterGroup(members, local, mesh, staging or HostStaging(), through_torch, settings)
+        group = ClusterGroup(machines, local, mesh, settings, rendezvous, staging or HostStaging())
     except BaseException as error:
         local.close(error)
         raise
     try:
         group.barrier().wait()  # from now on everybody answers
-        members.read_tables()
+        group.membership.read_tables()
     except BaseException as error:
         group.close(error)
         raise
@@ -112,13 +115,14 @@ class ClusterGroup(Group):
 
     def __init__(
         self,
-        members: Members,
+        machines: Sequence[Sequence[int]],
         local: HostGroup | SoloGroup,
         mesh: Mesh,
-        staging: HostStaging,
-        through_torch: TorchOperations,
         settings: GroupSettings,
+        rendezvous: Rendezvous | None,
+        staging: HostStaging,
     ) -> None:
+        members = Members(machines, local, mesh.monitor, settings)
         self.rank = members.rank
         self.size = members.size
         self.machine = members.machine
@@ -131,9 +135,11 @@ class ClusterGroup(Group):
         """The group inside this machine."""
         self.mesh = mesh
         """The streams to other machines."""
+        self.torch_store = None if rendezvous is None else rendezvous.store
+        """A torch.distributed store that all members share."""
         self._waiter = _SoloWaiter(self.rank, settings.timeout_s) if isinstance(local, SoloGroup) else local
         self._staging = staging
-        self._torch = through_torch
+        self._torch = TorchOperations(members, settings.backend, self.torch_store)
         self._queue = OperationQueue()
         self._issued = 0
         self._has_left = False
@@ -143,9 +149,9 @@ class ClusterGroup(Group):
         self._blamed: int | None = None
         self._silence_s = settings.silence_s
         self._waited_s = [0.0] * self.size
-        self._collectives = Collectives(local, mesh, members, staging, through_torch)
+        self._collectives = Collectives(local, mesh, members, staging, self._torch)
         self._windows = Windows(self)
-        mesh.add_listener(self.wake)
+        mesh.add_listener(self._waiter.wake)
 
     # --- who is there ---
 
@@ -193,11 +199,6 @@ class ClusterGroup(Group):
     @should_survive.setter
     def should_survive(self, value: bool) -> None:
         self.local.should_survive = value
-
-    @property
-    def torch_store(self) -> Any:
-        """A torch.distributed store that all members share."""
-        return self._torch.store
 
     # --- memory ---
 
@@ -294,7 +295,7 @@ class ClusterGroup(Group):
     def progress(self) -> None:
         """Goes on with what is under way."""
         self.local.progress()
-        if self._queue.is_idle:
+        if not self._queue:
             return
         self._check_forked()
         try:
@@ -308,17 +309,17 @@ class ClusterGroup(Group):
         if self._has_left or self._is_broken() or os.getpid() != self._pid:
             return
         with contextlib.suppress(ShoalError):
-            self.wait(lambda: self._queue.is_idle, Deadline.after(_LEAVING_S), "leave")
+            self.wait(lambda: not self._queue, Deadline.after(_LEAVING_S), "leave")
         if self._is_broken():
             return
         with contextlib.suppress(DeadlineExceeded):
             deadline = Deadline.after(_LEAVING_S + self._silence_s)
             self.wait(lambda: not self.membership.is_undecided(self.next_seq), deadline, "leave")
         self._check_split()
-        last = self._issued if self._queue.is_idle else self._queue.first_seq - 1
+        last = self._queue[0].seq - 1 if self._queue else self._issued
         self._has_left = True
         self._queue.drop()
-        self._windows.leave()
+        self._windows.close()
         self.mesh.leave(last)
         self.local.leave()
 
@@ -348,10 +349,6 @@ class ClusterGroup(Group):
         """The number of the next operation."""
         return self._issued + 1
 
-    def wake(self) -> None:
-        """Lets a wait look again; from any thread."""
-        self._waiter.wake()
-
     def handle(self, inner: Handle[Any], what: str, result: Callable[[], T]) -> Handle[T]:
         """Gives a handle of something under way, whose caller makes progress while it waits."""
         return _GroupHandle(self, inner, what, result)
@@ -363,26 +360,23 @@ class ClusterGroup(Group):
 
     def wait(self, is_done: Callable[[], bool], deadline: Deadline | None, what: str) -> None:
         """Waits until something is so, and makes progress; PeerLost and DeadlineExceeded end it."""
-        awaited: list[int] = []
+        awaited: int | None = None
+        began_s = time.perf_counter()
 
         def look() -> bool:
+            nonlocal awaited
+            awaited = self._queue.awaited()  # when it is over, that was the last to come
             self.progress()
             return is_done()
 
         def whom() -> str:
-            rank = self._queue.awaited()
-            awaited[:] = [] if rank is None else [rank]
-            return "" if rank is None else self.mesh.monitor.describe(rank)
+            return "" if awaited is None else self.mesh.monitor.describe(awaited)
 
-        began_s = time.perf_counter()
-        if look():
-            return
         try:
             self._waiter.wait_until(look, deadline, what, whom)
         finally:
-            whom()
-            for rank in awaited:
-                self._waited_s[rank] += time.perf_counter() - began_s
+            if awaited is not None:
+                self._waited_s[awaited] += time.perf_counter() - began_s
 
     def check_usable(self) -> None:
         """UsageError in a forked child, and when this worker is out of step or has left; raises `split`."""
@@ -409,21 +403,11 @@ class ClusterGroup(Group):
         self._issued += 1
         spans = [span_of(tensor) for tensor in tensors if tensor.numel()]
         order = self._staging.order(tensors)
-        if order is None:
-            operation = Operation(self._issued, self._guarded(self._issued, steps), spans)
-        else:
-            steps = self._guarded(self._issued, order.around(steps))
-            operation = Operation(self._issued, steps, spans, order.context)
-        self._queue.add(operation)
+        steps = self._guarded(self._issued, order.around(steps))
+        operation = Operation(self._issued, steps, spans, order.context)
+        self._queue.append(operation)
         self.progress()
-
-        def result() -> Any:
-            value = operation.wait()
-            if order is not None:
-                order.follow(value)
-            return value
-
-        return self.handle(operation, what, result)
+        return self.handle(operation, what, lambda: order.follow(operation.wait()))
 
     def _guarded(self, seq: int, steps: Steps) -> Steps:
         """Does an operation; if it fails this worker is out of step, and the others do not wait for it."""
@@ -457,6 +441,125 @@ class ClusterGroup(Group):
                 "The group belongs to the process that opened it, and this one was forked from it.",
                 next_step="let the workers of a DataLoader load data and nothing else.",
             )
+
+
+class Operation(Handle[Any]):
+    """One numbered operation under way; `OperationQueue.advance` drives it."""
+
+    def __init__(
+        self,
+        seq: int,
+        steps: Steps,
+        spans: Sequence[Span],
+        context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        self.seq = seq
+        self.spans = spans
+        """Memory that it reads or writes: a later operation on any of it begins when this one is over."""
+        self.is_begun = False
+        self.is_free = False
+        self.is_over = False
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._steps = steps
+        self._context = context
+        """In what it goes on: the stream of a GPU."""
+        self._waiting: Handle[Any] | None = None
+
+    def is_done(self) -> bool:
+        """Tells whether it is over."""
+        return self.is_over
+
+    def wait(self, deadline: Deadline | None = None) -> Any:
+        """Returns the result of an operation that is over, or raises its error."""
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def awaited(self) -> int | None:
+        """Names the rank that it waits for, where it is known."""
+        return self._waiting.awaited() if isinstance(self._waiting, Step) else None
+
+    def advance(self) -> bool:
+        """Goes on as far as it can; tells whether it moved."""
+        moved = False
+        with self._context():
+            while not self.is_over and (self._waiting is None or self._waiting.is_done()):
+                moved = self.is_begun = True
+                try:
+                    self._waiting = self._resume()
+                except StopIteration as end:
+                    self._result = end.value
+                    self._end()
+                except BaseException as error:
+                    self._error = error
+                    self._end()
+                    if not isinstance(error, Exception):
+                        raise
+                # FREE itself is done, so that the operation goes on at once
+                self.is_free |= self._waiting is FREE
+        return moved
+
+    def drop(self) -> None:
+        """Forgets it where it stands."""
+        self._end()
+        self._steps.close()
+
+    def _resume(self) -> Handle[Any]:
+        """Gives the steps what they have waited for, or its error; gives what they wait for next."""
+        try:
+            brought = None if self._waiting is None else self._waiting.wait()
+        except Exception as error:  # noqa: BLE001  (it is the operation's, which may catch it)
+            return self._steps.throw(error)
+        return self._steps.send(brought)
+
+    def _end(self) -> None:
+        self.is_free = self.is_over = True
+        self._waiting = None
+
+
+class OperationQueue(deque[Operation]):
+    """Holds a worker's operations that are under way, in order."""
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether all operations have issued their last step inside the machine."""
+        return all(operation.is_free for operation in self)
+
+    def advance(self) -> None:
+        """Goes on with all operations that can go on."""
+        moved = True
+        while moved:
+            moved = False
+            is_clear = True
+            for operation in tuple(self):
+                may_go_on = is_clear or operation.is_free
+                if may_go_on and (operation.is_begun or not self._is_in_use(operation)):
+                    moved |= operation.advance()
+                is_clear = is_clear and operation.is_free
+            while self and self[0].is_over:
+                self.popleft()
+
+    def awaited(self) -> int | None:
+        """Names the rank that the first operation waits for, where it is known."""
+        return next((rank for each in self if (rank := each.awaited()) is not None), None)
+
+    def uses(self, span: Span) -> bool:
+        """Tells whether an operation under way reads or writes some memory."""
+        return any(not each.is_over and is_overlapping(each.spans, [span]) for each in self)
+
+    def drop(self) -> None:
+        """Forgets all that is under way."""
+        while self:
+            self.popleft().drop()
+
+    def _is_in_use(self, operation: Operation) -> bool:
+        for earlier in self:
+            if earlier is operation:
+                return False
+            if not earlier.is_over and is_overlapping(earlier.spans, operation.spans):
+                return True
+        return False
 
 
 class _GroupHandle(Handle[T]):
@@ -494,28 +597,26 @@ class _SoloWaiter:
         if deadline is None and self._timeout_s is not None:
             deadline = Deadline.after(self._timeout_s)
         began_s = time.perf_counter()
-        next_line_s = began_s + _LINE_EVERY_S
-
-        def line() -> str:
-            name, waited_s = whom(), time.perf_counter() - began_s
-            return f"rank {self._rank}: {what}: waiting{' for ' if name else ''}{name}, {waited_s:.0f} s"
-
+        next_line_s = _LINE_EVERY_S
         while True:
             self._is_woken.clear()
             if is_done():
                 return
-            now_s = time.perf_counter()
-            if now_s - began_s < _SPIN_S:
+            waited_s = time.perf_counter() - began_s
+            if waited_s < _SPIN_S:
                 time.sleep(0)
                 continue
-            if deadline is not None and deadline.is_past:
-                raise DeadlineExceeded(
-                    f"{line()}: the deadline has passed.",
-                    next_step="see what that rank does, or give a longer --peer-timeout.",
-                )
-            if now_s > next_line_s:
+            is_late = deadline is not None and deadline.is_past
+            if is_late or waited_s > next_line_s:
+                name = whom()
+                line = f"rank {self._rank}: {what}: waiting{name and ' for ' + name}, {waited_s:.0f} s"
+                if is_late:
+                    raise DeadlineExceeded(
+                        f"{line}: the deadline has passed.",
+                        next_step="see what that rank does, or give a longer --peer-timeout.",
+                    )
+                log.warning("%s", line)
                 next_line_s += _LINE_EVERY_S
-                log.warning("%s", line())
             self._is_woken.wait(_NAP_S)
 
     def wake(self) -> None:

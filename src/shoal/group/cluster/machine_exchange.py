@@ -10,53 +10,74 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import msgspec
 import torch
 
-from shoal.core import Deadline, PeerLost, ShoalError, UsageError
-from shoal.group.base import Loss, Reduction
+from shoal.core import Deadline, PeerLost, UsageError
+from shoal.group.base import Done, Handle, Loss, Reduction
 from shoal.group.cluster.members import Members
 from shoal.group.cluster.mesh import Mesh, MeshHandle
-from shoal.group.cluster.operation_queue import Step, Steps, arrived
 from shoal.group.kernels import reduce_into, share
 
 _MATES_S = 2.0
-_ARRIVING_S = 5.0
 _SMALL_BYTES = 1 << 16
 """Up to this size everybody gets everything at once: one delay instead of two."""
-_KINDS = ("all_reduce", "broadcast", "all_gather", "exchange", "exchange_machines", "barrier")
+FREE: Handle[None] = Done(None)
+"""Yielded by an operation whose last step inside the machine is issued."""
+Steps = Generator[Handle[Any], Any, Any]
 ABSENT = object()
 """Stands for what would have come from a machine that takes no part."""
 
 
-class Action(msgspec.Struct, frozen=True, array_like=True):
-    """What is done, which must be alike everywhere; short, for it goes before every tensor."""
+class Step(Handle[Any]):
+    """Something that an operation waits for; `awaited` names the rank that has not come, where it is known.
 
-    kind: int
-    dtype: str = ""
-    num_elements: int = 0
-    rule: str = ""
-    """A reduction, or a root."""
+    Its result is asked for once, when it is done.
+    """
 
-    @classmethod
-    def on(cls, kind: str, tensor: torch.Tensor | None = None, rule: str = "") -> Action:
-        """Describes an operation on a tensor; without one, on none, or on tensors that differ."""
-        if tensor is None:
-            return cls(_KINDS.index(kind))
-        return cls(_KINDS.index(kind), str(tensor.dtype).removeprefix("torch."), tensor.numel(), rule)
+    def __init__(
+        self,
+        is_done: Callable[[], bool],
+        result: Callable[[], Any] = lambda: None,
+        awaited: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self._is_done = is_done
+        self._result = result
+        self.awaited = awaited
 
-    def __str__(self) -> str:
-        kind = _KINDS[self.kind] if 0 <= self.kind < len(_KINDS) else "something else"
-        rule = f", {self.rule}" if self.rule else ""
-        return f"{kind} of {self.num_elements} elements ({self.dtype}{rule})" if self.dtype else kind
+    def is_done(self) -> bool:
+        """Tells whether there is a result, or an error."""
+        return self._is_done()
+
+    def wait(self, deadline: Deadline | None = None) -> Any:
+        """Gives the result, or raises the error."""
+        return self._result()
+
+
+def arrived(handles: Sequence[Handle[Any]]) -> Step:
+    """Waits until all that was sent has arrived; who is gone is noticed where something is expected of it."""
+    return Step(lambda: all(handle.is_done() for handle in handles))
+
+
+def describe(kind: str, tensor: torch.Tensor | None = None, rule: str = "") -> str:
+    """Says what is done, which must be alike everywhere; short, for it goes before every tensor.
+
+    `rule` is a reduction, or a root. Without a tensor it is on none, or on tensors that differ.
+    """
+    if tensor is None:
+        return kind
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{kind} of {tensor.numel()} elements ({dtype}{rule and ', ' + rule})"
 
 
 class Greeting(msgspec.Struct, frozen=True, array_like=True):
     """The first thing that is said in an operation, by a machine or a rank."""
 
-    action: Action
+    action: str
+    """What `describe` says of the operation."""
     rank: int
     """Who speaks."""
     num_workers: int = 1
@@ -64,7 +85,7 @@ class Greeting(msgspec.Struct, frozen=True, array_like=True):
     detail: Any = None
 
     @classmethod
-    def decode(cls, content: torch.Tensor, own: Action, rank: int) -> Greeting:
+    def decode(cls, content: torch.Tensor, own: str, rank: int) -> Greeting:
         """Reads what came; UsageError when it speaks of something else than this worker does."""
         greeting = msgspec.msgpack.decode(content.numpy().tobytes(), type=cls)
         if greeting.action != own:
@@ -86,7 +107,14 @@ class MachineExchange:
     `name` tells apart those that are parts of the same operation.
     """
 
-    def __init__(self, mesh: Mesh, members: Members, seq: int, name: str = "") -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        members: Members,
+        seq: int,
+        receiving: list[MeshHandle[torch.Tensor | None]],
+        name: str = "",
+    ) -> None:
         self.machine = members.machine
         self._mesh = mesh
         self._members = members
@@ -95,12 +123,15 @@ class MachineExchange:
         self._others = [other for other in range(len(members.ranks_on)) if other != self.machine]
         self._said: dict[int, list[tuple[str, torch.Tensor]]] = {other: [] for other in self._others}
         self._listeners: dict[int, int] = {}
+        self._num_heard = dict.fromkeys(self._others, 0)
+        """How much of what was said to a machine was said to its present listener."""
         self._sending: list[MeshHandle[None]] = []
-        self._receiving: list[MeshHandle[torch.Tensor | None]] = []
+        self._receiving = receiving
+        """Everything that the operation has asked for, for whoever ends it."""
         self._gone_before = tuple(mesh.monitor.lost)
         """Those without whom the others have begun this operation, too."""
 
-    def greet(self, action: Action, num_workers: int, detail: Any = None) -> Steps:
+    def greet(self, action: str, num_workers: int, detail: Any = None) -> Steps:
         """Says what is being done here, and gives what is done elsewhere: a `Greeting` of each machine.
 
         UsageError when others do something else; PeerLost when one of them is needed and lost.
@@ -124,65 +155,41 @@ class MachineExchange:
     def say(self, machine: int, topic: str, tensor: torch.Tensor) -> None:
         """Sends; `tensor` may be written again when an answer has come that needs it, or after `told`."""
         self._said[machine].append((topic, tensor))
-        listener = self._listener(machine)
-        if listener is not None and self._listeners.setdefault(machine, listener) == listener:
-            self._send(listener, topic, tensor)
-        elif listener is not None:
-            self._speak_to(machine, listener)
+        self._speak_to(machine, self._listener(machine))
 
-    def hear(self, machine: int, topic: str, into: torch.Tensor | None = None) -> Step:
-        """Waits for what a machine says about a topic: bytes, or `into`; ABSENT when it takes no part."""
+    def hear(
+        self, machine: int, topic: str, into: torch.Tensor | None = None, *, is_required: bool = False
+    ) -> Step:
+        """Waits for what a machine says about a topic: bytes, or `into`; ABSENT when it takes no part.
+
+        PeerLost instead of ABSENT where something `is_required`.
+        """
         received = self._mesh.receive(None, self._key(topic, machine), into)
         self._receiving.append(received)
-        final: Loss | None = None
-        patient_until_s = 0.0
-
-        def loss_after_patience() -> Loss | None:
-            """Others of a machine may speak for one that was lost; if they do not, it had begun to."""
-            nonlocal patient_until_s
-            loss = self._loss_meanwhile(machine)
-            if loss is not None:
-                patient_until_s = patient_until_s or time.monotonic() + _MATES_S
-            return loss if time.monotonic() > patient_until_s else None
 
         def is_done() -> bool:
-            nonlocal final
-            if received.is_done():
-                return True
-            final = self._members.first_loss() or loss_after_patience()
-            # what came just before its sender went counts
-            is_absent = not self.look_again(machine)
-            return received.is_done() or is_absent or final is not None
+            return received.is_done() or self._final_loss(machine) is not None or not self.look_again(machine)
 
         def result() -> Any:
-            came = None
+            # what came just before its sender went counts
             if received.is_done():
                 with contextlib.suppress(PeerLost):
                     came = received.wait()
-            if came is not None:
-                return came
+                    if came is not None:
+                        return came
             # somebody may be lost since `is_done` has looked; where all are, that has ended the receive
-            loss = self._members.first_loss() or final
+            loss = self._final_loss(machine)
+            if loss is None and is_required:
+                loss = self._members.loss_on(machine)
             if loss is not None:
                 raise loss.error()
             return ABSENT
 
         return Step(is_done, result, lambda: self._listeners.get(machine))
 
-    def require(self, machine: int, topic: str, into: torch.Tensor) -> Steps:
-        """Waits for what a machine that takes part must give."""
-        yield from self._require(machine, self.hear(machine, topic, into))
-
     def told(self) -> Step:
         """Waits until all that was said has arrived."""
         return arrived(self._sending)
-
-    def close(self) -> None:
-        """Lets nothing that was asked for be written any more; what is just arriving is waited for."""
-        waiting = [each for each in self._receiving if not each.is_done() and not self._mesh.forget(each)]
-        for each in waiting:
-            with contextlib.suppress(ShoalError):
-                each.wait(Deadline.after(_ARRIVING_S))
 
     def reduce(self, flat: torch.Tensor, machines: list[int], op: Reduction, number: int = 0) -> Steps:
         """Reduces the machines' tensors in place, of which each machine reduces its share; equal bits.
@@ -198,7 +205,7 @@ class MachineExchange:
             for machine in others:
                 self.say(machine, f"whole {number}", parts[self.machine])
             for machine in others:
-                yield from self.require(machine, f"whole {number}", parts[machine])
+                yield self.hear(machine, f"whole {number}", parts[machine], is_required=True)
             reduce_into(flat, [parts[machine] for machine in machines], op)
             return
         shares = {
@@ -209,39 +216,36 @@ class MachineExchange:
         for machine in others:
             self.say(machine, f"part {number}", shares[machine])
         parts = {machine: torch.empty_like(mine) for machine in others}
-        waiting = [self.hear(machine, f"part {number}", parts[machine]) for machine in others]
-        results = [self.hear(machine, f"share {number}", shares[machine]) for machine in others]
-        for machine, came in zip(others, waiting, strict=True):
-            yield from self._require(machine, came)
+        coming = [self.hear(each, f"part {number}", parts[each], is_required=True) for each in others]
+        results = [self.hear(each, f"share {number}", shares[each], is_required=True) for each in others]
+        for step in coming:
+            yield step
         # what it is reduced into comes first, since it is overwritten
         reduce_into(mine, [mine, *parts.values()], op)
         for machine in others:
             self.say(machine, f"share {number}", mine)
-        for machine, came in zip(others, results, strict=True):
-            yield from self._require(machine, came)
+        for step in results:
+            yield step
         yield self.told()
 
     def look_again(self, machine: int) -> bool:
         """Says everything again if the listener has left before this; tells if the machine takes part."""
-        known = self._listeners.get(machine)
-        listener = self._listener(machine)
-        if listener is None:
-            return False
-        self._listeners[machine] = listener if known is None else known
-        self._speak_to(machine, listener)
-        return True
+        return self._speak_to(machine, self._listener(machine))
 
-    def _loss_meanwhile(self, machine: int) -> Loss | None:
-        """Finds a loss on a machine since this operation began: that rank may have been its speaker."""
+    def _final_loss(self, machine: int) -> Loss | None:
+        """Finds the loss without which a machine says nothing more.
+
+        Others of a machine may speak for one that was lost since this operation began; if they do not within
+        `_MATES_S`, it had begun to speak.
+        """
+        first = self._members.first_loss()
+        if first is not None:
+            return first
         for rank in self._members.ranks_on[machine]:
             loss = self._members.loss(rank)
             if loss is not None and rank not in self._gone_before:
-                return loss
+                return loss if time.monotonic() > loss.at_s + _MATES_S else None
         return None
-
-    def _require(self, machine: int, heard: Step) -> Steps:
-        if (yield heard) is ABSENT:
-            raise self._members.loss_on(machine).error()
 
     def _listener(self, machine: int) -> int | None:
         """Names who speaks there, as far as is known; None when nobody is left."""
@@ -251,15 +255,16 @@ class MachineExchange:
         ranks = self._members.ranks_on[machine]
         return next((rank for rank in ranks if not self._members.is_gone(rank, self._seq)), None)
 
-    def _speak_to(self, machine: int, listener: int) -> None:
-        """Says to another listener what was said to the one before."""
+    def _speak_to(self, machine: int, listener: int | None) -> bool:
+        """Says what the listener has not heard yet, which is everything where it is another than before."""
+        if listener is None:
+            return False
         if self._listeners.get(machine) != listener:
-            self._listeners[machine] = listener
-            for topic, tensor in self._said[machine]:
-                self._send(listener, topic, tensor)
-
-    def _send(self, listener: int, topic: str, tensor: torch.Tensor) -> None:
-        self._sending.append(self._mesh.send(listener, self._key(topic, self.machine), tensor))
+            self._listeners[machine], self._num_heard[machine] = listener, 0
+        for topic, tensor in self._said[machine][self._num_heard[machine] :]:
+            self._sending.append(self._mesh.send(listener, self._key(topic, self.machine), tensor))
+        self._num_heard[machine] = len(self._said[machine])
+        return True
 
     def _key(self, topic: str, machine: int) -> tuple[int | str, ...]:
         return self._seq, self._name + topic, machine

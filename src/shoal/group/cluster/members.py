@@ -1,27 +1,49 @@
-"""Who takes part in a group over several machines, as one worker knows it from its machine and its streams.
+"""Who takes part in a group over several machines, and which side of a network that is cut in two goes on.
+
+Each worker beats, and asks every worker of another machine to tell when it goes. The question stays open as
+long as the other takes part. Its answer says how it went: it has left in order, it failed, and because of
+whose loss, or it has found the asker silent. Where the connection ends without an answer, or nothing is heard
+for longer than `silence_s`, the other is lost; then all connections with it are ended, so that nothing of it
+comes any more. The `HeartbeatMonitor` lives on the mesh's loop.
 
 The workers of a machine tell each other, in a table that each publishes inside the machine, which workers of
 other machines have left, and which operation they could not finish and because of whom: one that passes a
 result on has often learned this before those that get the result.
+
+Workers that fall silent at once, and whose end nobody has seen, may be alive and train a model of their own
+beyond a cut. So the side with more workers goes on, and of two equal sides the one with the lowest rank; the
+other side stops. All decide alike, because each counts the same workers: those that were there before the
+cut. Workers that end one by one leave no side behind, and the others go on.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
+import msgspec
 import torch
 
-from shoal.core import PeerLost
-from shoal.group.base import GroupSettings, Loss, Window
-from shoal.group.cluster.heartbeat import HeartbeatMonitor, NetworkPartition, find_partition
+from shoal.core import Deadline, NetworkSplit, Peer, PeerId, PeerLost, PeerRefused, Scope, ShoalError, fanout
+from shoal.group.base import GroupSettings, Loss
 from shoal.group.host import HostGroup
 from shoal.group.solo import SoloGroup
+from shoal.transport import Head, Reply, StreamTransport
 
 log = logging.getLogger(__name__)
 _DEPARTURES = "shoal: departures"
+_GREET, _WATCH, _BEAT, _FAREWELL = "mesh.greet", "mesh.watch", "mesh.beat", "mesh.farewell"
+_BEAT_S = 1.0
+_LOOKS_PER_BEAT = 4
+_ASK_AGAIN_S = 1.0
+_TURN_S = 0.005  # for a verdict to leave before its connection is ended, and for that end to be noticed
+_NOTICING = 1.25
+"""How long after a cut silence is noticed, at the latest: a beat may have been answered just before."""
 
 
 class Members:
@@ -47,29 +69,25 @@ class Members:
         self._local = local
         self._monitor = monitor
         self._lost: dict[int, Loss] = {}
-        self._silence_s = settings.silence_s
-        self._on_split = settings.on_split
+        self._settings = settings
         self._judged: Mapping[int, Loss] = monitor.lost
         """The losses for which it is settled which side of a cut network this worker is on."""
         self._said: Sequence[int] = ()
         """The silent ranks that were spoken of last."""
         self.split: Exception | None = None
         """Why this worker stops, if it is on the wrong side of a cut network; `judge_split` finds out."""
-        self._own_table: torch.Tensor | None = None
-        self._window: Window | None = None
+        self._own_table = local.empty(self.size + 2, torch.int64)
+        self._window = local.window(_DEPARTURES, self.size + 2, torch.int64, sources=())
+        self._window.publish(self._own_table, 0)
         self._tables: dict[int, Any] = {}
         """For each mate's place: by rank, one more than the last operation in which that rank takes part; and
         behind them the number of an operation that the mate could not finish, and one more than the rank
         that was to blame."""
-        if isinstance(local, HostGroup):
-            self._own_table = local.empty(self.size + 2, torch.int64)
-            self._window = local.window(_DEPARTURES, self.size + 2, torch.int64, sources=())
-            self._window.publish(self._own_table, 0)
 
     def read_tables(self) -> None:
         """Finds the tables of this machine's workers, all of which have published theirs."""
         for place, rank in enumerate(self.mates):
-            if self._window is not None and rank != self.rank:
+            if rank != self.rank:
                 found = self._window.fetch(place).wait()
                 if found is not None:
                     self._tables[place] = found.tensor.numpy()
@@ -107,15 +125,11 @@ class Members:
         """Tells why a rank of another machine is lost, if it is."""
         return self._monitor.lost.get(rank)
 
-    def has_left(self, rank: int, seq: int) -> bool:
-        """Tells whether a rank of another machine left in order before an operation."""
-        if self._monitor.left.get(rank, seq) < seq:
+    def is_gone(self, rank: int, seq: int) -> bool:
+        """Tells whether a rank of another machine is lost, or left in order before an operation."""
+        if rank in self._monitor.lost or self._monitor.left.get(rank, seq) < seq:
             return True
         return any(0 < table[rank] <= seq for table in self._tables.values())
-
-    def is_gone(self, rank: int, seq: int) -> bool:
-        """Tells whether a rank of another machine takes no part in an operation."""
-        return rank in self._monitor.lost or self.has_left(rank, seq)
 
     def loss_on(self, machine: int) -> Loss:
         """Tells why a machine that took part gives nothing more."""
@@ -142,15 +156,13 @@ class Members:
 
     def tell_departures(self) -> None:
         """Tells the machine's workers who has left elsewhere, before they get a result from this one."""
-        if self._own_table is not None:
-            for rank, after in self._monitor.left.items():
-                self._own_table[rank] = after + 1
+        for rank, after in self._monitor.left.items():
+            self._own_table[rank] = after + 1
 
     def tell_failure(self, seq: int, blamed: int | None) -> None:
         """Tells the machine's workers that this one could not finish an operation, and because of whom."""
-        if self._own_table is not None:
-            self._own_table[self.size + 1] = 0 if blamed is None else blamed + 1
-            self._own_table[self.size] = seq
+        self._own_table[self.size + 1] = 0 if blamed is None else blamed + 1
+        self._own_table[self.size] = seq
 
     def has_failed(self, place: int, seq: int) -> bool:
         """Tells whether a worker of this machine says that it could not finish an operation."""
@@ -172,9 +184,9 @@ class Members:
             return False
         self._judged = self._monitor.lost
         found = self._find_partition(seq)
-        if found is None or self._on_split == "ignore":
+        if found is None or self._settings.on_split == "ignore":
             return False
-        is_allowed = self._on_split == "continue"
+        is_allowed = self._settings.on_split == "continue"
         if found.should_stop and not is_allowed:
             self.split = found.error()
             return True
@@ -186,7 +198,7 @@ class Members:
     def is_undecided(self, seq: int) -> bool:
         """Tells whether somebody else seems to fall silent too, so that it is not clear yet who is where."""
         return self._find_partition(seq) is not None and any(
-            self._monitor.silent_s(rank) > self._silence_s / 2
+            self._monitor.silent_s(rank) > self._settings.silence_s / 2
             for rank in self.present(seq)
             if self.machines[rank] != self.machine
         )
@@ -195,4 +207,358 @@ class Members:
         left_at_s = dict(self._monitor.left_at_s)
         if isinstance(self._local, HostGroup):
             left_at_s |= {self.mates[place]: at_s for place, at_s in self._local.left_at_s.items()}
-        return find_partition(self.lost.values(), self.present(seq), left_at_s, self._silence_s)
+        return find_partition(self.lost.values(), self.present(seq), left_at_s, self._settings.silence_s)
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """Says how a worker goes."""
+
+    kind: Literal["left", "failed", "verdict"]
+    after: int = 0
+    """Of one that leaves: the last operation in which it takes part."""
+    reason: str = ""
+    """Of a verdict: why the asked one goes on without the asker; of a failure: why `culprit` is lost."""
+    culprit: int | None = None
+    """Of a failure: the lost rank because of which it failed."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    """What a worker knows of one of another machine."""
+
+    peer: Peer
+    name: str
+    """For people: 'process 4711 on node2'."""
+    ended: asyncio.Future[None]
+    """Done when it is lost, or has left."""
+    loss: Loss | None = None
+    """Why it is lost, from when connections with it are being ended."""
+    silent_s: float = 0.0
+    """Seconds since something came from it, to within a beat."""
+    is_beat_open: bool = False
+    """Whether a beat to it was not answered yet."""
+    asker: asyncio.Future[Reply | None] | None = None
+    """The answer to its question how this worker goes."""
+
+    def answer(self, ending: Ending) -> bool:
+        """Tells it how this worker goes; False when it does not ask, or has been told."""
+        if self.asker is None or self.asker.done():
+            return False
+        self.asker.set_result(Reply(ending))
+        return True
+
+
+class HeartbeatMonitor:
+    """Beats to the others, and knows who of them is lost or has left; calls `on_change` for each."""
+
+    def __init__(
+        self,
+        rank: int,
+        transport: StreamTransport,
+        scope: Scope,
+        silence_s: float,
+        on_change: Callable[[], None],
+    ) -> None:
+        # the first two are replaced, never changed: other threads look at them
+        self.lost: Mapping[int, Loss] = {}
+        """Those that went without having said so, in the order noticed."""
+        self.left: Mapping[int, int] = {}
+        """Those that have left, and the last operation in which each takes part."""
+        self.left_at_s: dict[int, float] = {}
+        self.rank = rank
+        self._transport = transport
+        self._scope = scope
+        self._silence_s = silence_s
+        self._on_change = on_change
+        self._others: dict[int, _Watched] = {}
+        self._ranks: dict[PeerId, int] = {}
+        self._ready = asyncio.get_running_loop().create_future()
+        self._ending: Ending | None = None
+        transport.handle(_GREET, self._answer_greeting)
+        transport.handle(_WATCH, self._answer_watch)
+        transport.handle(_BEAT, self._answer_beat)
+        transport.handle(_FAREWELL, self._answer_farewell)
+
+    async def open(self, peers: Mapping[int, Peer], names: Mapping[int, str], deadline: Deadline) -> None:
+        """Connects with all of them, and begins; PeerLost names one that does not answer."""
+        for rank, peer in sorted(peers.items()):
+            assert peer.id is not None
+            self._ranks[peer.id] = rank
+            ended = asyncio.get_running_loop().create_future()
+            self._others[rank] = _Watched(peer, names.get(rank) or str(peer.address), ended)
+        self._ready.set_result(None)
+        there = [other.peer for other in self._others.values()]
+        answers = await fanout(
+            [self._transport.call(peer, _GREET, deadline=deadline) for peer in there], deadline
+        )
+        for (rank, other), answer in zip(self._others.items(), answers, strict=True):
+            if isinstance(answer, Exception):
+                raise PeerLost(
+                    f"rank {rank} cannot be reached at {other.peer.address}: {answer}",
+                    peer=rank,
+                    cause="it has ended, or a firewall lies between, or that is not the right interface.",
+                    next_step=f"see rank {rank}'s output, or name the interface: "
+                    "shoal run --network-interface NAME.",
+                ) from answer
+        for rank in self._others:
+            self._scope.start_soon(self._watch(rank), name=f"watch rank {rank}")
+        if self._others:
+            self._scope.start_soon(self._beat(), name="beat")
+
+    def rank_of(self, head: Head) -> int:
+        """Tells who calls; PeerRefused for one that is not of this mesh."""
+        rank = None if head.peer.id is None else self._ranks.get(head.peer.id)
+        if rank is None:
+            raise PeerRefused(f"{head.peer} is not of this group.")
+        return rank
+
+    @property
+    def is_going(self) -> bool:
+        """Whether this worker has told the others that it goes."""
+        return self._ending is not None
+
+    def is_gone(self, rank: int) -> bool:
+        """Tells whether nothing more can be asked of a rank."""
+        return rank in self.left or self._others[rank].loss is not None
+
+    def why_gone(self, rank: int) -> PeerLost:
+        """Gives the error to raise where somebody depends on a rank that is gone."""
+        if rank in self.left and rank not in self.lost:
+            return PeerLost(
+                f"rank {rank} has left the group.",
+                peer=rank,
+                cause="its program has ended, or closed its group, before this one.",
+                next_step="let all workers take the same number of steps.",
+            )
+        return (self._others[rank].loss or Loss(rank, "the mesh was closed")).error()
+
+    def tell(self, ending: Ending) -> None:
+        """Answers all who ask, and all who will, that this worker goes; the first time counts."""
+        if self._ending is None:
+            self._ending = ending
+            for other in self._others.values():
+                other.answer(ending)
+
+    async def say_farewell(self, deadline: Deadline) -> None:
+        """Waits until those who are there have heard what was told."""
+        there = [other.peer for rank, other in self._others.items() if not self.is_gone(rank)]
+        await fanout([self._transport.call(peer, _FAREWELL, deadline=deadline) for peer in there], deadline)
+
+    def describe(self, rank: int) -> str:
+        """Says who a rank is and when it was last heard, for people."""
+        other = self._others[rank]
+        return f"rank {rank} ({other.name}), last beat {other.silent_s:.1f} s ago"
+
+    def silent_s(self, rank: int) -> float:
+        """Gives the seconds since something came from a rank, to within a beat."""
+        return self._others[rank].silent_s
+
+    def heard(self, rank: int) -> None:
+        """Takes note that something has come from a rank."""
+        self._others[rank].silent_s = 0.0
+
+    def lose(self, loss: Loss) -> None:
+        """Goes on without a rank that has ended, or is taken for it; the first time counts."""
+        other = self._others[loss.rank]
+        if not self.is_gone(loss.rank):
+            other.loss = dataclasses.replace(loss, at_s=time.monotonic())
+            self._scope.start_soon(self._lose(other, other.loss), name=f"lose rank {loss.rank}")
+
+    async def _lose(self, other: _Watched, loss: Loss) -> None:
+        assert other.peer.id is not None
+        if other.answer(Ending("verdict", reason=loss.reason)):
+            await asyncio.sleep(_TURN_S)
+        self._transport.cut_off(other.peer.id)
+        await asyncio.sleep(_TURN_S)
+        self.lost = {**self.lost, loss.rank: loss}
+        log.warning("rank %d is lost: %s", loss.rank, loss.reason)
+        self._end(other)
+
+    def _end(self, other: _Watched) -> None:
+        if not other.ended.done():
+            other.ended.set_result(None)
+        self._on_change()
+
+    # --- asking ---
+
+    async def _watch(self, rank: int) -> None:
+        other = self._others[rank]
+        try:
+            ending = await self._ask(other, Deadline.never())
+        except (ShoalError, msgspec.ValidationError):
+            # one that has ended refuses; one that has gone on without this worker says so, or is not reached
+            again = Deadline.after(min(_ASK_AGAIN_S, self._silence_s / 5))
+            try:
+                ending = await self._ask(other, again)
+            except (ShoalError, msgspec.ValidationError) as error:
+                kind: Literal["ended", "silent"] = "silent" if _is_out_of_reach(error) else "ended"
+                self.lose(Loss(rank, f"the connection to {other.name} ended", kind))
+                return
+        if ending.kind == "left":
+            if other.loss is None:
+                self.left_at_s[rank] = time.monotonic()
+                self.left = {**self.left, rank: ending.after}
+                self._end(other)
+        elif ending.kind == "verdict" or ending.culprit == self.rank:
+            reason = f"it has gone on without this worker ({ending.reason})"
+            if self._ending is None:
+                own = Loss(self.rank, f"{ending.reason}, and rank {rank} went on without it")
+                self.lose(Loss(rank, reason, "verdict", because=own))
+            else:  # this worker has said itself that it goes
+                self.lose(Loss(rank, reason))
+        elif ending.culprit is None:
+            self.lose(Loss(rank, "it failed"))
+        else:
+            culprit = self._others.get(ending.culprit)
+            because = (culprit and culprit.loss) or Loss(ending.culprit, ending.reason)
+            self.lose(Loss(rank, f"it failed because rank {ending.culprit} is lost", because=because))
+
+    async def _ask(self, other: _Watched, deadline: Deadline) -> Ending:
+        reply = await self._transport.call(other.peer, _WATCH, deadline=deadline)
+        return msgspec.convert(reply.payload, Ending)
+
+    async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
+        look_s = min(_BEAT_S, self._silence_s / 5) / _LOOKS_PER_BEAT
+        looked_s, num_looks = loop.time(), 0
+        while there := {rank: other for rank, other in self._others.items() if not self.is_gone(rank)}:
+            if num_looks % _LOOKS_PER_BEAT == 0:
+                for rank, other in there.items():
+                    if not other.is_beat_open:
+                        other.is_beat_open = True
+                        self._scope.start_soon(self._beat_to(other), name=f"beat to rank {rank}")
+            num_looks += 1
+            await asyncio.sleep(look_s)
+            # a pause of this worker itself (suspended, stopped, starved) is nobody else's silence
+            passed_s, looked_s = min(loop.time() - looked_s, 2 * look_s), loop.time()
+            for rank, other in there.items():
+                if other.is_beat_open:
+                    other.silent_s += passed_s
+                    if other.silent_s > self._silence_s:
+                        self.lose(Loss(rank, f"silent for {other.silent_s:.1f} s", "silent"))
+
+    async def _beat_to(self, other: _Watched) -> None:
+        try:
+            await self._transport.call(other.peer, _BEAT, deadline=Deadline.never())
+            other.silent_s = 0.0
+        except ShoalError as error:
+            log.debug("a beat to %s was not answered: %s", other.name, error.what)
+        finally:
+            other.is_beat_open = False
+
+    # --- answering ---
+
+    async def _answer_greeting(self, head: Head, buffers: Sequence[memoryview]) -> None:
+        await asyncio.shield(self._ready)
+
+    def _answer_watch(
+        self, head: Head, buffers: Sequence[memoryview]
+    ) -> Reply | asyncio.Future[Reply | None]:
+        other = self._others[self.rank_of(head)]
+        if self._ending is not None:
+            return Reply(self._ending)
+        if other.loss is not None:
+            return Reply(Ending("verdict", reason=other.loss.reason))
+        other.asker = asyncio.get_running_loop().create_future()
+        return other.asker
+
+    def _answer_beat(self, head: Head, buffers: Sequence[memoryview]) -> None:
+        self.heard(self.rank_of(head))
+
+    async def _answer_farewell(self, head: Head, buffers: Sequence[memoryview]) -> None:
+        """Answers once this worker has heard how the caller went."""
+        await asyncio.shield(self._others[self.rank_of(head)].ended)
+
+
+def _is_out_of_reach(error: Exception) -> bool:
+    """Tells whether no answer came at all; where a process has ended, its machine refuses the connection."""
+    cause = error.__cause__
+    return isinstance(error, TimeoutError) or (
+        isinstance(cause, OSError) and not isinstance(cause, ConnectionError)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkPartition:
+    """The two sides of a network that may be cut, as one worker sees them."""
+
+    here: Sequence[int]
+    """Ranks on this side, in order."""
+    silent: Sequence[int]
+    """Ranks that may be alive on the other side, in order."""
+    verdict: Loss | None = None
+    """Of one that has said that it goes on without this worker, if any has."""
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether this side is the smaller one, or the equal one without the lowest rank."""
+        if len(self.here) != len(self.silent):
+            return len(self.here) < len(self.silent)
+        return self.here[0] > self.silent[0]
+
+    @property
+    def is_worth_saying(self) -> bool:
+        """Whether it is more than one worker that the others lose."""
+        return len(self.silent) > 1 or len(self.here) == 1
+
+    def error(self) -> Exception:
+        """Gives what is raised on the side that stops."""
+        if self.verdict is not None:
+            return self.verdict.error()
+        return NetworkSplit(
+            f"{self._what()}: this side stops, {self._reason()}.",
+            peer=self.silent[0],
+            cause="the network is cut, or the machines of the silent ranks are down.",
+            next_step="start again from a checkpoint; with --allow-split, or shoal.init(allow_split=True), "
+            "each side of a cut network goes on with a model of its own.",
+        )
+
+    def line(self, *, is_allowed: bool) -> str:
+        """Gives what is said once on the side that goes on."""
+        if is_allowed:
+            return (
+                f"{self._what()}: this side goes on, by --allow-split, and the other may train another model"
+            )
+        return f"{self._what()}: this side goes on, {self._reason()}"
+
+    def _what(self) -> str:
+        when = " at once" if len(self.silent) > 1 else ""
+        verb = "is" if len(self.here) == 1 else "are"
+        return f"{_ranks(self.silent)} fell silent{when}, and {_ranks(self.here)} {verb} on this side"
+
+    def _reason(self) -> str:
+        if len(self.here) != len(self.silent):
+            return f"being the {'smaller' if self.should_stop else 'larger'} one"
+        return "because the lowest rank is on " + ("the other" if self.should_stop else "it")
+
+
+def find_partition(
+    losses: Iterable[Loss], members: Sequence[int], left_at_s: Mapping[int, float], silence_s: float
+) -> NetworkPartition | None:
+    """Finds the latest workers that may be alive elsewhere, each lost soon after the one before.
+
+    Those that were lost longer ago are not counted on any side: the others have gone on without them. One
+    that has left or ended since the cut, and this worker could learn of it, is counted here: to the others it
+    is silent.
+    """
+    losses = list(losses)
+    unconfirmed = sorted((loss for loss in losses if loss.kind != "ended"), key=lambda loss: -loss.at_s)
+    latest: list[Loss] = []
+    for loss in unconfirmed:
+        if latest and latest[-1].at_s - loss.at_s > silence_s:
+            break
+        latest.append(loss)
+    if not latest:
+        return None
+    cut_at_s = latest[-1].at_s - _NOTICING * silence_s
+    ended_at_s = {loss.rank: loss.at_s for loss in losses if loss.kind == "ended"}
+    gone = [rank for rank, at_s in {**ended_at_s, **left_at_s}.items() if at_s > cut_at_s]
+    here = dict.fromkeys([*members, *gone])
+    verdict = next((loss for loss in latest if loss.kind == "verdict"), None)
+    return NetworkPartition(sorted(here), sorted(loss.rank for loss in latest), verdict)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

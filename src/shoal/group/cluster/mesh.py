@@ -7,19 +7,21 @@ is there.
 
 What waits to be taken lies in the `Mailbox`, where each tensor that has come and each that is waited for
 finds its counterpart by its key. What was asked for before it came is received where it belongs. What nobody
-has asked for yet lies in memory of the mailbox, up to a bound; beyond it a sender is told to keep its tensor
-until it is asked for. The mailbox, and the handles of what is under way, are for any thread.
+has asked for yet lies in memory of the mailbox, up to a bound; beyond it a sender keeps its tensor, and asks
+when there is room. The mailbox, and the handles of what is under way, are for any thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import concurrent.futures
+import contextlib
 import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
@@ -38,14 +40,14 @@ from shoal.core import (
     PeerLost,
     PeerRefused,
     PeerUnreachable,
-    ShoalError,
     StandingScope,
     TensorError,
     UsageError,
 )
 from shoal.core.identity import Identity
-from shoal.group.base import GroupSettings, Handle
-from shoal.group.cluster.heartbeat import Ending, HeartbeatMonitor
+from shoal.core.run_options import SILENCE_S
+from shoal.group.base import GroupSettings, Handle, Loss
+from shoal.group.cluster.members import Ending, HeartbeatMonitor
 from shoal.group.cluster.rendezvous import LOOPBACK, Rendezvous, WorkerAddress
 from shoal.tensors.memory import copy_into, tensor_over
 from shoal.transport import (
@@ -66,97 +68,90 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-_waiting = threading.Lock()
 Key = tuple[int | str, ...]
-_Lines = dict[Key, collections.deque[T]]
-_SEND, _AGAIN = "mesh.send", "mesh.again"
+_SEND, _ROOM = "mesh.send", "mesh.room"
 _CONNECTING_S = 60.0
 _FAREWELL_S = 2.0
 _BUSY_S = 0.02
 _SETTING_S = 30.0
 """How much later than one worker another may set its handlers."""
+_LOOK_S, _SLOWEST_LOOK_S = 2e-4, 5e-3
 _ANY_SIZE = 1 << 50  # what is in flight is bounded by the mailbox, and by memory that others have given
-_NO_ROOM = "there is no room for this tensor until it is asked for."
 
 
 class MeshHandle(Handle[T]):
     """A result or an error, once there is one; the first that is given counts."""
 
-    __slots__ = ("_ended", "_is_done", "_result", "error", "what")
-
     def __init__(self, what: str) -> None:
-        self.what = what
-        self.error: Exception | None = None
-        self._result: T | None = None
-        self._is_done = False
-        self._ended: threading.Event | None = None
+        self._what = what
+        self._future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def is_done(self) -> bool:
         """Tells whether `wait` would return, or raise, at once."""
-        return self._is_done
+        return self._future.done()
 
     def wait(self, deadline: Deadline | None = None) -> T:
         """Gives the result, when there is one; not for the mesh's own loop, which it would block."""
-        if not self._is_done:
-            with _waiting:
-                ended = self._ended = self._ended or threading.Event()
-            # a result that came in this moment may not have seen the event
-            if not self._is_done and not ended.wait(None if deadline is None else deadline.timeout_s):
-                raise DeadlineExceeded(f"{self.what} was not over before its deadline.")
-        if self.error is not None:
-            raise self.error
-        return cast("T", self._result)
+        try:
+            return self._future.result(None if deadline is None else deadline.timeout_s)
+        except TimeoutError:
+            if self._future.done():  # the error that it was given
+                raise
+            raise DeadlineExceeded(f"{self._what} was not over before its deadline.") from None
 
     def finish(self, result: T | Exception) -> bool:
         """Gives it its end; False when it had one."""
-        with _waiting:
-            if self._is_done:
-                return False
+        try:
             if isinstance(result, Exception):
-                self.error = result
+                self._future.set_exception(result)
             else:
-                self._result = result
-            self._is_done = True
-            ended = self._ended
-        if ended is not None:
-            ended.set()
+                self._future.set_result(result)
+        except concurrent.futures.InvalidStateError:
+            return False
         return True
 
 
-class Wanted(msgspec.Struct, eq=False):
-    """A tensor that somebody waits for."""
+class Delivery(msgspec.Struct, eq=False):
+    """A tensor that somebody waits for, or that is arriving or has arrived, or both."""
 
-    source: int | None
-    into: torch.Tensor | None
-    handle: MeshHandle[torch.Tensor | None]
-
-    def takes(self, source: int) -> bool:
-        """Tells whether one from there will do."""
-        return self.source is None or self.source == source
-
-    def take(self, came: Coming) -> None:
-        """Finishes the handle with a tensor, which is copied if it did not come into its place."""
-        if self.into is None:
-            self.handle.finish(came.tensor)
-        elif self.into.nbytes != came.tensor.nbytes:
-            self.handle.finish(_other_size(came.source, came.key, came.tensor.nbytes, self.into.nbytes))
-        else:
-            if came.wanted is not self:
-                copy_into(flat_bytes(self.into), came.tensor)
-            self.handle.finish(self.into)
-
-
-class Coming(msgspec.Struct, eq=False):
-    """A tensor whose bytes are arriving, or have arrived."""
-
-    message: object
-    """What it comes with, kept because its id names it."""
-    source: int
     key: Key
-    tensor: torch.Tensor
-    """Flat, uint8."""
-    wanted: Wanted | None
-    """What it was placed for, if somebody had asked for it."""
+    wanted_from: int | None = None
+    """Who shall send it; None for anybody."""
+    into: torch.Tensor | None = None
+    handle: MeshHandle[torch.Tensor | None] | None = None
+    """Of whoever waits for it, if somebody does."""
+    sender: int | None = None
+    content: torch.Tensor | None = None
+    """Flat, uint8, from when its bytes begin to arrive; of the memory of `into` where that was known then."""
+    is_here: bool = False
+    """Whether all bytes have arrived."""
+
+    def give(self, result: torch.Tensor | Exception | None) -> None:
+        """Ends the wait for it."""
+        assert self.handle is not None
+        self.handle.finish(result)
+
+    def give_content(self) -> None:
+        """Gives the tensor to whoever waits for it, copied if it did not come into its place."""
+        assert self.content is not None
+        if self.into is None:
+            self.give(self.content)
+        elif self.into.nbytes != self.content.nbytes:
+            self.give(self.error_of_size(self.content.nbytes))
+        else:
+            if self.into.data_ptr() != self.content.data_ptr():
+                copy_into(flat_bytes(self.into), self.content)
+            self.give(self.into)
+
+    def error_of_size(self, came_bytes: int) -> TensorError:
+        """Gives the error of both sides when another size comes than is waited for."""
+        here_bytes = 0 if self.into is None else self.into.nbytes
+        return TensorError(
+            f"rank {self.sender} sent {came_bytes:,} bytes as {self.key}, for which there are {here_bytes:,} "
+            "here.",
+            cause="the workers disagree on a tensor's shape or dtype.",
+            next_step="call the same operations with equal shapes on all workers.",
+        )
 
 
 class Mailbox:
@@ -164,100 +159,119 @@ class Mailbox:
 
     def __init__(self, max_unclaimed_bytes: int) -> None:
         self._max_unclaimed_bytes = max_unclaimed_bytes
-        self.unclaimed_bytes = 0
         self._pool = BufferPool()
-        self._lock = threading.Lock()
-        self._wanted: _Lines[Wanted] = {}
-        self._arrived: _Lines[Coming] = {}
-        self._kept: _Lines[int] = {}
-        """Who keeps a tensor of this key until it is asked for."""
-        self._coming: dict[int, Coming] = {}
+        self._lock = threading.RLock()
+        self._lines: dict[Key, list[Delivery]] = {}
+        """What was asked for, or began to arrive, first comes first."""
 
     @property
-    def num_wanted(self) -> int:
-        """How many tensors are waited for."""
-        return sum(map(len, self._wanted.values()))
+    def is_empty(self) -> bool:
+        """Whether nothing lies here, and nothing is waited for."""
+        return not self._lines
 
-    def want(self, wanted: Wanted, key: Key) -> int | None:
-        """Finishes the handle with this tensor, now or later; gives who keeps it and must be asked."""
+    def want(self, wanted: Delivery) -> None:
+        """Finishes the handle with this tensor, now or later."""
         with self._lock:
-            arrived = _take(self._arrived, key, lambda coming: wanted.takes(coming.source))
-            if arrived is None:
-                self._wanted.setdefault(key, collections.deque()).append(wanted)
-                return _take(self._kept, key, wanted.takes)
-            self.unclaimed_bytes -= arrived.tensor.nbytes
-        wanted.take(arrived)
-        return None
+            source = wanted.wanted_from
+            found = self._find(wanted.key, lambda each: each.handle is None and source in (None, each.sender))
+            if found is None:
+                self._lines.setdefault(wanted.key, []).append(wanted)
+                return
+            found.wanted_from, found.into, found.handle = source, wanted.into, wanted.handle
+            if not found.is_here:
+                return
+            self._remove(found)
+        found.give_content()
 
-    def expect(self, message: object, source: int, key: Key, size_bytes: int) -> memoryview:
-        """Gives memory for a tensor that begins to arrive; `message` names it to `complete`.
+    def has_room(self, source: int, key: Key, size_bytes: int) -> bool:
+        """Tells whether a tensor may be sent: somebody waits for it, or the bound leaves room."""
+        with self._lock:
+            if self._find_wanted(source, key) is not None:
+                return True
+            early = [each.content for each in self._all() if each.handle is None]
+            unclaimed_bytes = sum(content.nbytes for content in early if content is not None)
+            return unclaimed_bytes + size_bytes <= self._max_unclaimed_bytes
+
+    def expect(self, source: int, key: Key, size_bytes: int) -> memoryview:
+        """Gives memory for a tensor that begins to arrive.
 
         PeerBusy when it must wait at its sender; TensorError when it is not of the size that is wanted.
         """
         with self._lock:
-            wanted = _take(self._wanted, key, lambda wanted: wanted.takes(source))
-            into = None if wanted is None else wanted.into
-            if wanted is not None and into is not None and into.nbytes != size_bytes:
-                error = _other_size(source, key, size_bytes, into.nbytes)
-                wanted.handle.finish(error)
+            if not self.has_room(source, key, size_bytes):
+                raise PeerBusy("there is no room for this tensor until it is asked for.")
+            found = self._find_wanted(source, key)
+            if found is None:
+                found = Delivery(key)
+                self._lines.setdefault(key, []).append(found)
+            found.sender = source
+            if found.into is not None and found.into.nbytes != size_bytes:
+                error = found.error_of_size(size_bytes)
+                self._remove(found)
+                found.give(error)
                 raise error
-            if wanted is None:
-                if self.unclaimed_bytes + size_bytes > self._max_unclaimed_bytes:
-                    self._kept.setdefault(key, collections.deque()).append(source)
-                    raise PeerBusy(_NO_ROOM)
-                self.unclaimed_bytes += size_bytes
-            if into is not None:
-                tensor = flat_bytes(into)
+            if found.into is not None:
+                found.content = flat_bytes(found.into)
             elif size_bytes:
-                tensor = tensor_over(self._pool.allocate(size_bytes))
+                found.content = tensor_over(self._pool.allocate(size_bytes))
             else:
-                tensor = torch.empty(0, dtype=torch.uint8)
-            self._coming[id(message)] = Coming(message, source, key, tensor, wanted)
-        return view_of(tensor)
+                found.content = torch.empty(0, dtype=torch.uint8)
+            return view_of(found.content)
 
-    def complete(self, message: object) -> bool:
+    def complete(self, source: int, key: Key) -> bool:
         """Takes note that all bytes of a tensor are here; tells whether somebody waited for it."""
         with self._lock:
-            coming = self._coming.pop(id(message))
-            wanted = coming.wanted
-            if wanted is None:
-                wanted = _take(self._wanted, coming.key, lambda wanted: wanted.takes(coming.source))
-                if wanted is None:
-                    self._arrived.setdefault(coming.key, collections.deque()).append(coming)
-                    return False
-                self.unclaimed_bytes -= coming.tensor.nbytes
-        wanted.take(coming)
+            # a key names one tensor of a sender at a time
+            found = self._find(key, lambda each: each.sender == source and not each.is_here)
+            assert found is not None
+            found.is_here = True
+            if found.handle is None:
+                return False
+            self._remove(found)
+        found.give_content()
         return True
 
     def forget(self, handle: MeshHandle[torch.Tensor | None]) -> bool:
         """Waits no more for this; False when it has come, or is coming."""
         with self._lock:
-            before = self.num_wanted
-            self._wanted = _without(self._wanted, lambda wanted: wanted.handle is handle)
-            return self.num_wanted < before
+            found = next((each for each in self._all() if each.handle is handle), None)
+            if found is None or found.content is not None:
+                return False
+            self._remove(found)
+            return True
 
-    def give_up(self, is_hopeless: Callable[[int | None], bool]) -> list[Wanted]:
+    def give_up(self, is_hopeless: Callable[[int | None], bool]) -> list[Delivery]:
         """Waits no more for what comes from sources of which `is_hopeless` is true; gives what that was.
 
         What has arrived from them stays.
         """
         with self._lock:
+            for each in tuple(self._all()):
+                if each.content is not None and not each.is_here and is_hopeless(each.sender):
+                    self._remove(each)
+                    if each.handle is not None:  # somebody else may send it, or has
+                        self.want(Delivery(each.key, each.wanted_from, each.into, each.handle))
             hopeless = [
-                wanted for line in self._wanted.values() for wanted in line if is_hopeless(wanted.source)
+                each for each in self._all() if each.content is None and is_hopeless(each.wanted_from)
             ]
-            self._wanted = _without(self._wanted, lambda wanted: is_hopeless(wanted.source))
-            self._kept = _without(self._kept, is_hopeless)
-            for token, coming in tuple(self._coming.items()):
-                if not is_hopeless(coming.source):
-                    continue
-                del self._coming[token]
-                if coming.wanted is None:
-                    self.unclaimed_bytes -= coming.tensor.nbytes
-                elif is_hopeless(coming.wanted.source):
-                    hopeless.append(coming.wanted)
-                else:  # somebody else may send it
-                    self._wanted.setdefault(coming.key, collections.deque()).appendleft(coming.wanted)
+            for each in hopeless:
+                self._remove(each)
         return hopeless
+
+    def _all(self) -> Iterator[Delivery]:
+        return (each for line in self._lines.values() for each in line)
+
+    def _find(self, key: Key, is_it: Callable[[Delivery], bool]) -> Delivery | None:
+        return next((each for each in self._lines.get(key, ()) if is_it(each)), None)
+
+    def _find_wanted(self, source: int, key: Key) -> Delivery | None:
+        return self._find(key, lambda each: each.content is None and each.wanted_from in (None, source))
+
+    def _remove(self, delivery: Delivery) -> None:
+        line = self._lines[delivery.key]
+        line.remove(delivery)
+        if not line:
+            del self._lines[delivery.key]
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -275,62 +289,52 @@ def view_of(flat: torch.Tensor) -> memoryview:
     return byte_view(cast("Buffer", flat.numpy()))
 
 
-def _other_size(source: int, key: Key, size_bytes: int, into_bytes: int) -> TensorError:
-    return TensorError(
-        f"rank {source} sent {size_bytes:,} bytes as {key}, for which there are {into_bytes:,} here.",
-        cause="the workers disagree on a tensor's shape or dtype.",
-        next_step="call the same operations with equal shapes on all workers.",
-    )
-
-
-def _take(lines: _Lines[T], key: Key, is_it: Callable[[T], bool]) -> T | None:
-    line = lines.get(key, ())
-    for index, item in enumerate(line):
-        if is_it(item):
-            del lines[key][index]
-            if not line:
-                del lines[key]
-            return item
-    return None
-
-
-def _without(lines: _Lines[T], is_out: Callable[[T], bool]) -> _Lines[T]:
-    kept = {key: collections.deque(item for item in line if not is_out(item)) for key, line in lines.items()}
-    return {key: line for key, line in kept.items() if line}
-
-
-class MeshSettings(msgspec.Struct, frozen=True):
-    """What one worker's mesh is opened with."""
-
-    rank: int
-    secret: str
-    """The run's; 32 characters or more."""
-    host: str = LOOPBACK
-    """An address of this machine that the other machines reach."""
-    silence_s: float = 5.0
-    max_unclaimed_bytes: int = 256 << 20
-    """Tensors that have come and nobody has asked for yet; beyond it they wait at their senders."""
+async def poll_until(is_done: Callable[[], bool]) -> None:
+    """Looks again and again, ever more rarely: what is waited for happens in another thread."""
+    nap_s = _LOOK_S
+    while not is_done():
+        await asyncio.sleep(nap_s)
+        nap_s = min(1.25 * nap_s, _SLOWEST_LOOK_S)
 
 
 class Mesh:
-    """One worker's streams to those of other machines; `open` makes it."""
+    """One worker's streams to those of other machines; `open` makes it.
 
-    def __init__(self, settings: MeshSettings) -> None:
-        self.rank = settings.rank
+    `secret` is the run's, of 32 characters or more, `host` an address of this machine that the others reach.
+    Tensors that have come and nobody has asked for take up to `max_unclaimed_bytes`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        secret: str,
+        *,
+        host: str = LOOPBACK,
+        silence_s: float = SILENCE_S,
+        max_unclaimed_bytes: int = 256 << 20,
+    ) -> None:
+        self.rank = rank
         self.loop = LoopThread("shoal-mesh")
         self.sent_bytes: collections.Counter[int] = collections.Counter()
         """Buffers and heads of messages by rank, without beats; written by the loop's thread alone."""
         self.received_bytes: collections.Counter[int] = collections.Counter()
-        self._settings = settings
-        self._membership = Membership(Identity.generate(), SwarmSecret.parse(settings.secret))
-        self._transport = StreamTransport(membership=self._membership, limits=_limits(settings.silence_s))
+        self._host = host
+        self._silence_s = silence_s
+        self._membership = Membership(Identity.generate(), SwarmSecret.parse(secret))
+        limits = Limits(
+            max_connections=4096,
+            max_calls=4096,
+            max_message_bytes=_ANY_SIZE,
+            max_bytes_in_flight=_ANY_SIZE,
+            frame_s=max(10.0, 2 * silence_s),  # silence is noticed by beats, before this
+            idle_s=3600.0,
+        )
+        self._transport = StreamTransport(membership=self._membership, limits=limits)
         self._standing = StandingScope("mesh")
-        self._mailbox = Mailbox(settings.max_unclaimed_bytes)
+        self._mailbox = Mailbox(max_unclaimed_bytes)
         self._peers: dict[int, Peer] = {}
         self._listeners: list[Callable[[], None]] = []
-        self._sending: dict[tuple[int, Key], asyncio.Event] = {}
-        """Tensors on their way; each is kept for now if its receiver has no room, until it asks for it."""
-        self._is_idle = asyncio.Event()
+        self._num_sending = 0
         self.monitor: HeartbeatMonitor
         """Knows who of the other machines' workers is there, from `listen` on."""
         self._is_open = False
@@ -350,7 +354,7 @@ class Mesh:
         deadline = Deadline.after(settings.timeout_s or _CONNECTING_S)
         is_one_host = all(address.host_id == addresses[rank].host_id for address in addresses)
         host = LOOPBACK if is_one_host else addresses[rank].address
-        mesh = cls(MeshSettings(rank, rendezvous.secret(deadline), host, settings.silence_s))
+        mesh = cls(rank, rendezvous.secret(deadline), host=host, silence_s=settings.silence_s)
         listening = mesh.listen()
         try:
             told = rendezvous.share("mesh", (str(listening.address), str(listening.id)), deadline)
@@ -380,11 +384,10 @@ class Mesh:
     async def _listen(self) -> Peer:
         scope = await self._standing.open()
         await self._transport.__aenter__()
-        silence_s = self._settings.silence_s
-        self.monitor = HeartbeatMonitor(self.rank, self._transport, scope, silence_s, self._on_change)
+        self.monitor = HeartbeatMonitor(self.rank, self._transport, scope, self._silence_s, self._give_up)
         self._transport.handle(_SEND, self._take, allocate=self._place, payload_type=tuple[int | str, ...])
-        self._transport.handle(_AGAIN, self._send_again, payload_type=tuple[int | str, ...])
-        address = await self._transport.listen(Address(self._settings.host, 0))
+        self.handle(_ROOM, self._wait_for_room, payload_type=tuple[tuple[int | str, ...], int])
+        address = await self._transport.listen(Address(self._host, 0))
         return Peer(address, self._membership.peer_id)
 
     def connect(
@@ -407,22 +410,24 @@ class Mesh:
 
         It may send nothing after that.
         """
-        self._cross(self._leave(after))
 
-    async def _leave(self, after: int) -> None:
-        await self._until_idle()
-        self.monitor.tell(Ending("left", after))
+        async def leave() -> None:
+            await poll_until(self._is_idle)
+            self.monitor.tell(Ending("left", after))
+
+        self._start("leaving", leave)
 
     def fail(self, culprit: int | None = None) -> None:
         """Tells all that this worker takes part in nothing more, without having left; it can still ask.
 
         The others blame the lost `culprit`, if that is why, and not this worker.
         """
-        self._cross(self._fail(culprit))
 
-    async def _fail(self, culprit: int | None) -> None:
-        loss = self.monitor.lost.get(culprit) if culprit is not None else None
-        self.monitor.tell(Ending("failed", reason=loss.reason if loss else "it failed", culprit=culprit))
+        async def fail() -> None:
+            loss = self.monitor.lost.get(culprit) if culprit is not None else None
+            self.monitor.tell(Ending("failed", reason=loss.reason if loss else "it failed", culprit=culprit))
+
+        self._start("failing", fail)
 
     def close(self, error: BaseException | None = None) -> None:
         """Ends, in order when `leave` was called; otherwise the others find this worker failed. Idempotent.
@@ -440,8 +445,8 @@ class Mesh:
     async def _close(self, *, is_patient: bool) -> None:
         if is_patient:
             try:
-                async with asyncio.timeout(_FAREWELL_S + self._settings.silence_s):
-                    await self._until_idle()
+                async with asyncio.timeout(_FAREWELL_S + self._silence_s):
+                    await poll_until(self._is_idle)
             except TimeoutError:
                 log.warning("rank %d ends while others have not taken what it sent", self.rank)
         self.monitor.tell(Ending("failed"))
@@ -452,15 +457,13 @@ class Mesh:
         await self._standing.close()
         await self._transport.__aexit__(None, None, None)
         for wanted in self._mailbox.give_up(lambda source: True):
-            wanted.handle.finish(_closed(wanted.handle.what))
+            wanted.give(_closed(f"receiving {wanted.key}"))
 
-    async def _until_idle(self) -> None:
-        while self._sending:
-            self._is_idle.clear()
-            await self._is_idle.wait()
+    def _is_idle(self) -> bool:
+        return not self._num_sending
 
     def add_listener(self, wake: Callable[[], None]) -> None:
-        """Has `wake` called, on the loop, whenever a handle is over or a peer is lost or has left.
+        """Has `wake` called, on any thread, whenever a handle is over or a peer is lost or has left.
 
         It must be quick, and may look at handles only.
         """
@@ -468,10 +471,7 @@ class Mesh:
 
     def rank_of(self, head: Head) -> int:
         """Tells who has sent a call; PeerRefused for one that is not of this mesh."""
-        rank = self.monitor.rank_of(head)
-        if rank is None:
-            raise PeerRefused(f"{head.peer} is not of this group.")
-        return rank
+        return self.monitor.rank_of(head)
 
     # --- tensors ---
 
@@ -481,29 +481,24 @@ class Mesh:
         It is done when `to` has it in its memory. A key names one tensor at a time: it may be used again to
         the same peer when the send before is done. PeerLost when the peer is gone.
         """
-        handle: MeshHandle[None] = MeshHandle(f"sending {key} to rank {to}")
         self._check_peer(to)
-        self._cross(self._finish_with(handle, self._send, to, key, view_of(flat_bytes(tensor))), handle)
-        return handle
+        view = view_of(flat_bytes(tensor))
+        return self._start(f"sending {key} to rank {to}", lambda: self._send(to, key, view))
 
     async def _send(self, to: int, key: Key, view: memoryview) -> None:
-        is_asked_for = self._sending[to, key] = asyncio.Event()
+        self._num_sending += 1
         try:
             while True:
                 try:
                     await self._ask(to, _SEND, key, (view,))
                     return
-                except PeerBusy as error:
-                    if _NO_ROOM not in error.what:
-                        await asyncio.sleep(_BUSY_S)
-                    elif not self.monitor.is_gone(to):
-                        await is_asked_for.wait()  # it may have asked already
-                        is_asked_for.clear()
+                except PeerBusy:
+                    # it takes no calls just now, or has no room: the answer to this comes when it has
+                    await asyncio.sleep(_BUSY_S)
+                    with contextlib.suppress(PeerBusy):
+                        await self._ask(to, _ROOM, (key, view.nbytes))
         finally:
-            if self._sending.get((to, key)) is is_asked_for:
-                del self._sending[to, key]
-            if not self._sending:
-                self._is_idle.set()
+            self._num_sending -= 1
 
     def receive(
         self, source: int | None, key: Key, into: torch.Tensor | None = None
@@ -519,26 +514,22 @@ class Mesh:
             self._check_peer(source)
         if into is not None:
             flat_bytes(into)
-        keeper = self._mailbox.want(Wanted(source, into, handle), key)
-        if keeper is not None:
-            self.call(keeper, _AGAIN, key)
-        elif not handle.is_done() and self._is_hopeless(source):
-            self._cross(self._give_up(source))
+        self._mailbox.want(Delivery(key, source, into, handle))
+        if not handle.is_done() and self._is_hopeless(source):
+            self._give_up()
         return handle
-
-    async def _give_up(self, source: int | None) -> None:
-        for wanted in self._mailbox.give_up(lambda other: other == source and self._is_hopeless(other)):
-            self._finish(wanted.handle, self._without(wanted.source))
 
     def _is_hopeless(self, source: int | None) -> bool:
         lost, left = self.monitor.lost, self.monitor.left
         return all(rank in lost or rank in left for rank in (self._peers if source is None else [source]))
 
-    def _without(self, source: int | None) -> PeerLost | None:
-        """Gives what a receive ends in for which nobody is left."""
-        if source is None:
-            source = max(self.monitor.lost, default=None)
-        return self.monitor.why_gone(source) if source is not None and source in self.monitor.lost else None
+    def _give_up(self) -> None:
+        """Ends all that is received from those who are gone: in None from one that has left in order."""
+        for wanted in self._mailbox.give_up(self._is_hopeless):
+            lost = self.monitor.lost
+            source = max(lost, default=-1) if wanted.wanted_from is None else wanted.wanted_from
+            wanted.give(self.monitor.why_gone(source) if source in lost else None)
+        self.wake()
 
     def forget(self, handle: MeshHandle[torch.Tensor | None]) -> bool:
         """Waits no more for what a `receive` has asked for; False when it has come, or is coming."""
@@ -556,10 +547,8 @@ class Mesh:
         into: Sequence[Any] | Allocate | None = None,
     ) -> MeshHandle[Reply]:
         """Asks another machine's worker; PeerLost when it is gone, or goes before it has answered."""
-        handle: MeshHandle[Reply] = MeshHandle(f"{method} at rank {to}")
         self._check_peer(to)
-        self._cross(self._finish_with(handle, self._ask, to, method, payload, buffers, into), handle)
-        return handle
+        return self._start(f"{method} at rank {to}", lambda: self._ask(to, method, payload, buffers, into))
 
     def handle(self, method: str, serve: Serve, *, payload_type: Any = Any) -> None:
         """Answers calls of this method, on the loop's thread; `rank_of` tells who calls.
@@ -568,11 +557,11 @@ class Mesh:
         """
 
         async def answer(head: Head, buffers: Sequence[memoryview]) -> Reply | None:
-            self._count_received(head)
+            rank = self._count_received(head)
             given: Any = serve(head, buffers)
             reply: Reply | None = await given if inspect.isawaitable(given) else given
             if reply is not None:
-                self.sent_bytes[self.rank_of(head)] += size_of(reply.payload, reply.buffers)
+                self.sent_bytes[rank] += size_of(reply.payload, reply.buffers)
             return reply
 
         self._transport.handle(method, answer, payload_type=payload_type)
@@ -596,7 +585,7 @@ class Mesh:
                 break
             except (PeerLost, PeerUnreachable, PeerLeaving) as error:
                 await asyncio.sleep(_BUSY_S)  # in which the monitor learns how it went, if that was said
-                self.monitor.lose(to, error.what)
+                self.monitor.lose(Loss(to, error.what))
                 raise self.monitor.why_gone(to) from None
             except PeerError as error:
                 # all run the same version: a method that is not there is not there yet
@@ -613,67 +602,55 @@ class Mesh:
 
     def _place(self, head: Head) -> list[memoryview]:
         """Gives memory for a tensor that begins to arrive."""
-        return [self._mailbox.expect(head, self.rank_of(head), head.payload, head.total_bytes)]
+        return [self._mailbox.expect(self.rank_of(head), head.payload, head.total_bytes)]
 
     def _take(self, head: Head, buffers: Sequence[memoryview]) -> None:
         """Takes a tensor that has come."""
-        self._count_received(head)
-        if self._mailbox.complete(head):
-            self._wake()
+        if self._mailbox.complete(self._count_received(head), head.payload):
+            self.wake()
 
-    def _send_again(self, head: Head, buffers: Sequence[memoryview]) -> None:
-        is_asked_for = self._sending.get((self.rank_of(head), head.payload))
-        if is_asked_for is not None:
-            is_asked_for.set()
+    async def _wait_for_room(self, head: Head, buffers: Sequence[memoryview]) -> None:
+        """Answers a sender when its tensor may come, or when this worker goes, which it learns elsewhere."""
+        rank, (key, size_bytes) = self.rank_of(head), head.payload
+        await poll_until(lambda: self.monitor.is_going or self._mailbox.has_room(rank, key, size_bytes))
 
-    def _on_change(self, rank: int) -> None:
-        """Looks at all that depends on one that is gone."""
-        for is_asked_for in self._sending.values():
-            is_asked_for.set()
-        for wanted in self._mailbox.give_up(self._is_hopeless):
-            wanted.handle.finish(self._without(wanted.source))
-        self._wake()
+    def _start(self, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> MeshHandle[T]:
+        """Does some work on the loop, and finishes a handle with what comes of it."""
+        handle: MeshHandle[T] = MeshHandle(what)
 
-    async def _finish_with(
-        self, handle: MeshHandle[T], work: Callable[..., Coroutine[Any, Any, T]], *given: Any
-    ) -> None:
-        """Does some work, and finishes a handle with what comes of it."""
-        try:
-            self._finish(handle, await work(*given))
-        except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the handle
-            self._finish(handle, error)
-        finally:
-            self._finish(handle, _closed(handle.what))
-
-    def _finish(self, handle: MeshHandle[Any], result: Any) -> None:
-        if handle.finish(result):
-            self._wake()
-
-    def _wake(self) -> None:
-        for wake in self._listeners:
-            wake()
-
-    def _count_received(self, head: Head) -> None:
-        rank = self.rank_of(head)
-        self.monitor.heard(rank)
-        self.received_bytes[rank] += size_of(head.payload, ()) + head.total_bytes
-
-    def _cross(self, work: Coroutine[Any, Any, None], handle: MeshHandle[Any] | None = None) -> None:
-        """Starts work on the loop; on a mesh that is closed its handle ends at once."""
+        async def do() -> None:
+            try:
+                handle.finish(await work())
+            except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the handle
+                handle.finish(error)
+            finally:
+                if not handle.is_done():  # cancelled
+                    handle.finish(_closed(what))
+                self.wake()
 
         def start() -> None:
             try:
-                self._standing.scope.start_soon(work)
+                self._standing.scope.start_soon(do())
             except UsageError:  # closing
-                if handle is not None:
-                    handle.finish(_closed(handle.what))
+                handle.finish(_closed(what))
 
         try:
             self.loop.loop.call_soon_threadsafe(start)
         except (RuntimeError, UsageError):  # the loop is closed
-            work.close()
-            if handle is not None:
-                handle.finish(_closed(handle.what))
+            handle.finish(_closed(what))
+        return handle
+
+    def wake(self) -> None:
+        """Lets all who wait for something of the mesh look again."""
+        for wake in self._listeners:
+            wake()
+
+    def _count_received(self, head: Head) -> int:
+        """Takes note of what has come; gives the rank that has sent it."""
+        rank = self.rank_of(head)
+        self.monitor.heard(rank)
+        self.received_bytes[rank] += size_of(head.payload, ()) + head.total_bytes
+        return rank
 
     def _check_peer(self, rank: int) -> None:
         if rank not in self._peers:
@@ -689,16 +666,5 @@ def size_of(payload: Any, buffers: Sequence[Any]) -> int:
     return head_bytes + sum(memoryview(buffer).nbytes for buffer in buffers)
 
 
-def _limits(silence_s: float) -> Limits:
-    return Limits(
-        max_connections=4096,
-        max_calls=4096,
-        max_message_bytes=_ANY_SIZE,
-        max_bytes_in_flight=_ANY_SIZE,
-        frame_s=max(10.0, 2 * silence_s),  # silence is noticed by beats, before this
-        idle_s=3600.0,
-    )
-
-
-def _closed(what: str) -> ShoalError:
+def _closed(what: str) -> PeerLost:
     return PeerLost(f"{what}: the mesh was closed before that was over.")

@@ -17,7 +17,7 @@ import platform
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -198,43 +198,21 @@ class Rendezvous:
 
     def share(self, topic: str, value: T, deadline: Deadline) -> list[T]:
         """Gives everybody's value (of one MessagePack type) in rank order; once for each topic."""
-        with self._answering():
-            self.store.set(f"{topic}/{self.rank}", msgspec.msgpack.encode(value).hex())
-            self._wait([f"{topic}/{rank}" for rank in range(self.size)], deadline)
-            texts = [self.store.get(f"{topic}/{rank}") for rank in range(self.size)]
-        return [msgspec.msgpack.decode(bytes.fromhex(text.decode()), type=type(value)) for text in texts]
+        keys = [f"{topic}/{rank}" for rank in range(self.size)]
 
-    def secret(self, deadline: Deadline) -> str:
-        """Gives the run's secret: that of its launcher, else one that rank 0 leaves in the store."""
-        given = os.environ.get(SECRET_VARIABLE)
-        if given:
-            return given
-        with self._answering():
-            if self.rank == 0:
-                self.store.set("secret", new_secret())
-            self._wait(["secret"], deadline)
-            return str(self.store.get("secret").decode())
+        def missing() -> str:
+            ranks = [str(rank) for rank, key in enumerate(keys) if not self.store.check([key])]
+            return ", ".join(ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
-    def _wait(self, keys: Sequence[str], deadline: Deadline) -> None:
-        def missing() -> list[str]:
-            return [key.rpartition("/")[2] for key in keys if not self.store.check([key])]
-
-        is_there = _wait_until(
-            lambda: bool(self.store.check(list(keys))), lambda: f"rank {_list(missing())} to come", deadline
-        )
-        if not is_there:
-            num_missing = len(missing())
-            raise DeadlineExceeded(
-                f"{len(keys) - num_missing} of {len(keys)} workers have come; rank {_list(missing())} is "
-                "missing.",
-                next_step="see why it did not start, or did not call shoal.init().",
-            )
-
-    @contextlib.contextmanager
-    def _answering(self) -> Iterator[None]:
-        """Translates what torch raises when the store's process has gone."""
         try:
-            yield
+            self.store.set(keys[self.rank], msgspec.msgpack.encode(value).hex())
+            if not _wait_until(lambda: self.store.check(keys), lambda: f"rank {missing()} to come", deadline):
+                num_here = sum(self.store.check([key]) for key in keys)
+                raise DeadlineExceeded(
+                    f"{num_here} of {self.size} workers have come; rank {missing()} is missing.",
+                    next_step="see why it did not start, or did not call shoal.init().",
+                )
+            texts = [self.store.get(key).decode() for key in keys]
         except dist.DistError as error:
             raise PeerLost(
                 "The store where the workers meet does not answer any more.",
@@ -242,6 +220,11 @@ class Rendezvous:
                 cause="the process that held it, rank 0 or torchrun's agent, has ended.",
                 next_step="look at its output, and start the run again.",
             ) from error
+        return [msgspec.msgpack.decode(bytes.fromhex(text), type=type(value)) for text in texts]
+
+    def secret(self, deadline: Deadline) -> str:
+        """Gives the run's secret: that of its launcher, else one that rank 0 makes."""
+        return os.environ.get(SECRET_VARIABLE) or self.share("secret", new_secret(), deadline)[0]
 
 
 def _initialised(placement: Placement) -> Any:
@@ -351,7 +334,3 @@ def _on_machines(addresses: list[WorkerAddress]) -> list[WorkerAddress]:
         msgspec.structs.replace(each, machine=f"{each.host_id}/{each.machine.partition('/')[2]}")
         for each in addresses
     ]
-
-
-def _list(missing: Sequence[str]) -> str:
-    return ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")

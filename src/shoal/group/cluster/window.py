@@ -7,10 +7,8 @@ it is there waits for it.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -19,7 +17,7 @@ import torch
 
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, TensorError, UsageError
 from shoal.group.base import Done, Handle, Slot, Snapshot, T, Window, Write
-from shoal.group.cluster.mesh import MeshHandle, flat_bytes, view_of
+from shoal.group.cluster.mesh import MeshHandle, flat_bytes, poll_until, view_of
 from shoal.group.kernels import CopiedSnapshot, MemorySlot, check_write
 from shoal.tensors.dtypes import DTYPES, dtype_name
 from shoal.tensors.memory import tensor_over
@@ -28,10 +26,7 @@ from shoal.transport import Head, Reply
 if TYPE_CHECKING:
     from shoal.group.cluster.group import ClusterGroup
 
-_HELD_S = 1e-4
 _READ, _WRITE = "group.read", "group.write"
-_LOOK_S = 2e-4
-_SLOWEST_LOOK_S = 5e-3
 _MAX_SPARES = 2
 _HOST = torch.device("cpu")
 
@@ -81,7 +76,8 @@ class _LockedSlot(MemorySlot):
 class ClusterWindow(Window):
     """One worker's side of a window; `local` is that of its machine.
 
-    `number` counts windows of this name that have slots; 0 if it has none, and only publishes.
+    `number` counts windows of this name that have slots; 0 if it has none, and only publishes. It is in the
+    `registry` of open windows until it is closed.
     """
 
     def __init__(
@@ -90,7 +86,7 @@ class ClusterWindow(Window):
         number: int,
         local: Window,
         sources: Sequence[int],
-        on_close: Callable[[str], None],
+        registry: dict[str, ClusterWindow],
     ) -> None:
         self.name = local.name
         self.number = number
@@ -101,7 +97,7 @@ class ClusterWindow(Window):
         self._members = group.membership
         self._local = local
         self._sources = sources
-        self._on_close = on_close
+        self._registry = registry
         self._slots = {
             source: _LockedSlot(source, self.num_elements, self.dtype)
             for source in sources
@@ -153,14 +149,12 @@ class ClusterWindow(Window):
                 f"rank {self._group.rank} waits for a slot of window {self.name!r}, which it holds itself.",
                 next_step="end the first `with` block before the second begins.",
             )
-        while not slot.lock.acquire(blocking=False):
-            time.sleep(_HELD_S)  # a write that is being taken in
-        slot.is_held = True
-        try:
-            yield slot
-        finally:
-            slot.is_held = False
-            slot.lock.release()
+        with slot.lock:  # a write holds it only while it is copied
+            slot.is_held = True
+            try:
+                yield slot
+            finally:
+                slot.is_held = False
 
     def filled(self) -> Sequence[int]:
         """Lists the sources whose slots have something in them."""
@@ -264,7 +258,7 @@ class ClusterWindow(Window):
         if self.number:
             self._group.clear_queue("window")
         self._is_open = False
-        self._on_close(self.name)
+        self._registry.pop(self.name, None)
         self._local.close()
 
     # --- answers, on the mesh's loop ---
@@ -360,55 +354,44 @@ class Windows:
             if sources is None:
                 sources = [rank for rank in range(group.size) if rank != group.rank]
             group.clear_queue("window")
-            # the machine's own group takes a window without sources for one that only publishes, and others
-            # of this machine may have sources inside: a slot that nobody writes keeps all together
             inside = [place for rank in sources if (place := group.membership.place_of(rank)) is not None]
-            inside = inside or [group.local.rank]
         local = group.local.window(name, num_elements, dtype, sources=inside)
-        window = self._open[name] = ClusterWindow(group, number, local, sorted(sources), self._forget)
+        window = self._open[name] = ClusterWindow(group, number, local, sorted(sources), self._open)
         if number:
             self._numbers[name] = number  # last: what has a number and is not open is closed
         return window
 
-    def leave(self) -> None:
-        """Lets nobody wait any more for something of this worker."""
-        self._is_over = True
-
     def close(self) -> None:
-        """Forgets all windows."""
+        """Forgets all windows, and lets nobody wait any more for something of this worker. Idempotent."""
         self._is_over = True
         self._open.clear()
 
-    def _forget(self, name: str) -> None:
-        self._open.pop(name, None)
-
     async def _serve_read(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         asked: _Reading = head.payload
-        found: list[Reply] = []
+        reply: Reply | None = None
 
         def look() -> bool:
-            window = None if self._is_over else self._open.get(asked.window)
+            nonlocal reply
+            window = self._open.get(asked.window)
             reply = None if window is None else window.try_copy(asked.version)
-            if reply is not None:
-                found.append(reply)
             has_nothing = asked.version == 0 and (window is None or window.published is None)
-            return bool(found) or has_nothing or self._is_over
+            return reply is not None or has_nothing or self._is_over
 
-        await _until(look)
-        return found[0] if found else Reply(None)
+        await poll_until(look)
+        return reply or Reply(None)
 
     async def _serve_write(self, head: Head, buffers: Sequence[memoryview]) -> None:
         asked: _Writing = head.payload
-        await _until(lambda: self._is_closed(asked) or self._find(asked) is not None)
+        await poll_until(lambda: self._is_closed(asked) or self._find(asked) is not None)
         window = self._find(asked)
         if window is None:
             return  # closed, or this worker has left: writes to one who is gone do nothing
         try_write = window.take_write(self._group.mesh.rank_of(head), asked, buffers)
-        await _until(lambda: self._is_over or try_write())
-        self._group.wake()
+        await poll_until(lambda: self._is_over or try_write())
+        self._group.mesh.wake()
 
     def _find(self, asked: _Writing) -> ClusterWindow | None:
-        window = None if self._is_over else self._open.get(asked.window)
+        window = self._open.get(asked.window)
         return window if window is not None and window.number == asked.number else None
 
     def _is_closed(self, asked: _Writing) -> bool:
@@ -426,11 +409,3 @@ class _LocalSnapshot(Snapshot):
 
     def is_intact(self) -> bool:
         return self._inner.is_intact()
-
-
-async def _until(is_done: Callable[[], bool]) -> None:
-    """Looks again and again, ever more rarely: what is waited for happens in another thread."""
-    nap_s = _LOOK_S
-    while not is_done():
-        await asyncio.sleep(nap_s)
-        nap_s = min(1.25 * nap_s, _SLOWEST_LOOK_S)
