@@ -25,7 +25,9 @@ import torch
 from shoal.core import Deadline, UsageError
 from shoal.group.base import Handle, Reduction, T
 from shoal.group.functions import share as share_objects
-from shoal.group.host.control import (
+from shoal.group.host.cuda import DeviceStream, MakeDevice, SharedDevice, open_device
+from shoal.group.host.engine import ProgressEngine, Span, Task, is_overlapping, sent_by, span_of
+from shoal.group.host.memory import (
     DEVICE_ARRIVED,
     DEVICE_CODE,
     DEVICE_COMPLETE,
@@ -36,10 +38,8 @@ from shoal.group.host.control import (
     READ_CLAIMS,
     READ_TICKETS,
     READS_DONE,
+    MemoryFull,
 )
-from shoal.group.host.cuda import DeviceStream, MakeDevice, SharedDevice, open_device
-from shoal.group.host.engine import ProgressEngine, Span, Task, is_overlapping, sent_by, span_of
-from shoal.group.host.memory import MemoryFull
 from shoal.group.kernels import mix_into, reduce_into, share
 from shoal.topology import Weights
 

@@ -22,7 +22,8 @@ import torch
 
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, ShoalError, UsageError
 from shoal.group.base import GroupSettings, Handle, Reduction, T, rank_to_blame
-from shoal.group.host.control import (
+from shoal.group.host.heartbeat import ProcessWatch
+from shoal.group.host.memory import (
     ARRIVED,
     ASLEEP,
     DEVICE_COMPLETE,
@@ -33,11 +34,10 @@ from shoal.group.host.control import (
     NOT_YET,
     VERDICT,
     ControlPage,
+    Segment,
     WakePipes,
     code_of,
 )
-from shoal.group.host.heartbeat import ProcessWatch
-from shoal.group.host.memory import Segment
 from shoal.group.kernels import OPS, reduce_into, share
 from shoal.group.operations import TrafficCounter
 from shoal.topology import Weights

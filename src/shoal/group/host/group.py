@@ -17,16 +17,6 @@ import torch
 from shoal.core import Deadline, DeadlineExceeded, Placement, ShoalError, UsageError
 from shoal.group.base import Group, GroupSettings, GroupStats, Handle, Loss, Reduction, T, rank_to_blame
 from shoal.group.functions import spread_over_ranks
-from shoal.group.host.control import (
-    ARRIVED,
-    BEAT,
-    LEFT,
-    NOT_YET,
-    ControlPage,
-    WakePipes,
-    code_of,
-    failed_beat,
-)
 from shoal.group.host.cuda import MakeDevice, open_device
 from shoal.group.host.device import DeviceCollectives, DeviceMemory
 from shoal.group.host.engine import (
@@ -45,7 +35,21 @@ from shoal.group.host.engine import (
 )
 from shoal.group.host.heartbeat import ProcessWatch
 from shoal.group.host.meeting import JoinRequest, SharedFiles, meet
-from shoal.group.host.memory import Arena, MemoryFull, MemoryRange, Segment, open_files
+from shoal.group.host.memory import (
+    ARRIVED,
+    BEAT,
+    LEFT,
+    NOT_YET,
+    Arena,
+    ControlPage,
+    MemoryFull,
+    MemoryRange,
+    Segment,
+    WakePipes,
+    code_of,
+    failed_beat,
+    open_files,
+)
 from shoal.group.host.window import HostWindow, SlotLayout, WindowSet
 from shoal.group.kernels import OPS, check_reduction, mix_into, reduce_into, reduce_to_all, share
 from shoal.tensors.memory import copy_into

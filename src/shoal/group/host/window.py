@@ -35,19 +35,20 @@ from shoal.core import Deadline, DeadlineExceeded, ShoalError, TensorError, Usag
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.group.base import Done, Group, Handle, Slot, Snapshot, T, Window, Write
 from shoal.group.functions import share
-from shoal.group.host.control import (
+from shoal.group.host.cuda import SharedDevice
+from shoal.group.host.device import DeviceMemory, DeviceReads, DeviceSegment, DeviceSlot
+from shoal.group.host.engine import HostTrafficCounter, ProgressEngine
+from shoal.group.host.memory import (
     DEVICE_CODE,
     DEVICE_PUBLISHED,
     DTYPES,
     NOT_YET,
     PUBLICATIONS,
     PUBLISHED,
+    Arena,
+    Segment,
     code_of,
 )
-from shoal.group.host.cuda import SharedDevice
-from shoal.group.host.device import DeviceMemory, DeviceReads, DeviceSegment, DeviceSlot
-from shoal.group.host.engine import HostTrafficCounter, ProgressEngine
-from shoal.group.host.memory import Arena, Segment
 from shoal.group.kernels import MAX_NOTE_BYTES, check_write, copy_out, write_first, write_more
 
 _PUBLICATION_LOCKS = 1 << 61
