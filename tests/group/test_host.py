@@ -205,7 +205,7 @@ def test_an_operation_that_was_broken_off_is_not_done_again(monkeypatch):
         def interrupt(*_):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("shoal.group.host.group.reduce_into", interrupt)
+        monkeypatch.setattr("shoal.group.host.collectives.reduce_into", interrupt)
         with pytest.raises(KeyboardInterrupt):
             second.all_reduce(torch.ones(3))
         monkeypatch.undo()

@@ -143,8 +143,9 @@ class Segment:
 class Arena:
     """The files, and the segments that are mapped of them; only the coordinator makes them grow."""
 
-    def __init__(self, files: Sequence[int], num_ranks: int) -> None:
+    def __init__(self, files: Sequence[int], rank: int, num_ranks: int) -> None:
         self._files = list(files)
+        self._rank = rank
         self._num_ranks = num_ranks
         self._segments: list[Segment] = []
         for descriptor in self._files:
@@ -200,12 +201,12 @@ class Arena:
                 return segment
         return None
 
-    def find_own(self, tensor: torch.Tensor, rank: int) -> tuple[Segment, int] | None:
-        """Finds where in a rank's own region a tensor lies; None for other memory and tensors with gaps."""
+    def find_own(self, tensor: torch.Tensor) -> tuple[Segment, int] | None:
+        """Finds where in this worker's region a tensor lies; None for other memory and tensors with gaps."""
         segment = self.find(tensor)
         if segment is None or not tensor.is_contiguous():
             return None
-        offset = tensor.data_ptr() - segment.start - rank * segment.stride_bytes
+        offset = tensor.data_ptr() - segment.start - self._rank * segment.stride_bytes
         is_inside = offset >= 0 and offset + tensor.numel() * tensor.element_size() <= segment.stride_bytes
         return (segment, offset) if is_inside else None
 

@@ -36,7 +36,7 @@ from shoal.core.fork import close_in_children, keep_in_children
 from shoal.group.base import Done, Group, Handle, Slot, Snapshot, T, Window, Write
 from shoal.group.functions import share
 from shoal.group.host.cuda import SharedDevice
-from shoal.group.host.device import DeviceMemory, DeviceReads, DeviceSegment, DeviceSlot
+from shoal.group.host.device import DeviceMemory, DeviceReads, DeviceSlot
 from shoal.group.host.engine import HostTrafficCounter, ProgressEngine
 from shoal.group.host.memory import (
     DEVICE_CODE,
@@ -250,11 +250,8 @@ class HostWindow(Window):
         if version < 0:
             raise UsageError(f"Version {version} of {self.name!r} is negative.", next_step="count from 0.")
         is_on_device = self._shared.devices.takes(tensor)
-        place: tuple[Segment | DeviceSegment, int] | None
-        if is_on_device:
-            place = self._shared.devices.place(tensor)
-        else:
-            place = self._shared.arena.find_own(tensor, self._rank)
+        memory = self._shared.devices if is_on_device else self._shared.arena
+        place = memory.find_own(tensor)
         if place is None:
             raise UsageError(
                 f"What is published in window {self.name!r} is not memory of the group.",
@@ -524,7 +521,7 @@ class WindowSet:
                 continue
             cell = made[pair] = SlotCell(segment, start, layout.num_elements, layout.dtype)
             if layout.device_starts:
-                place = self.devices.place(memory[1])
+                place = self.devices.find_own(memory[1])
                 assert place is not None
                 tensor = place[0].region(
                     pair[0], layout.device_starts[pair], layout.num_elements, layout.dtype
