@@ -23,9 +23,8 @@ from functools import partial
 import torch
 
 from shoal.core import UsageError
-from shoal.group.base import Handle, Reduction, T
-from shoal.group.host.cuda import DeviceStream
-from shoal.group.host.device import GRAIN_BYTES, DeviceMemory, DeviceSegment
+from shoal.group.base import Handle, Reduction
+from shoal.group.host.device import GRAIN_BYTES, DeviceMemory, DeviceSegment, DeviceStream
 from shoal.group.host.engine import ProgressEngine, Span, Task, TasksHandle, is_overlapping, put_back, span_of
 from shoal.group.host.memory import (
     DEVICE_ARRIVED,
@@ -55,7 +54,7 @@ Step = Callable[[Task, torch.Tensor, dict[int, torch.Tensor]], None]
 """Work on one piece: the own part, and the staged parts of those who take part, by rank."""
 
 
-class Collectives:
+class HostCollectives:
     """The collectives of one worker on memory of the CPU, where all work is done in the thread that calls.
 
     `words` describe an operation to the others: its kind, dtype and number of elements, and its detail.
@@ -72,6 +71,8 @@ class Collectives:
         self._rank = engine.rank
         self._memory = memory
         self._stage = stage
+        self._order: Callable[[], None] | None = None
+        """Orders the caller's stream after what was issued, where there are streams."""
         self._read_at: dict[Span, int] = {}
         """Memory that others read, and the last operation in which they do."""
 
@@ -83,7 +84,8 @@ class Collectives:
             return self._reduce_staged(tensor, op, words)
         flat = flat.view(-1)
         words = [*words, place[0].code + place[1]]
-        return self._begin(self._reduce_in_place(flat, _views(place, flat), op, words), tensor)
+        task = self._reduce_in_place(flat, _views(place, flat), op, words)
+        return TasksHandle(self._engine, [self._engine.issue(task)], lambda: tensor, self._order)
 
     def broadcast(self, tensor: torch.Tensor, root: int, words: list[int]) -> Handle[torch.Tensor]:
         """Lets all copy the root's tensor, where it lies or from the stage."""
@@ -102,7 +104,7 @@ class Collectives:
         task = self._broadcast_in_place(flat, _views(place, flat), root, words)
         # the root waits for everybody: they read its memory
         task.sources = None if is_root else (root,)
-        return self._begin(task, tensor)
+        return TasksHandle(self._engine, [self._engine.issue(task)], lambda: tensor, self._order)
 
     def all_gather(
         self,
@@ -151,7 +153,7 @@ class Collectives:
                 if all(task.present is not None and rank in task.present for task in tasks)
             ]
 
-        return self._handle(tasks, those_who_stayed)
+        return TasksHandle(self._engine, tasks, those_who_stayed, self._order)
 
     def exchange(
         self, tensor: torch.Tensor, weights: Weights, words: list[int], out: torch.Tensor | None
@@ -177,9 +179,8 @@ class Collectives:
         words = [*words, place[0].code + place[1]]
         task = self._mix_in_place(own, result, _views(place, own), weights, words)
         task.after = self.forget_readers(result_span)
-        handle = self._begin(task, out)
-        self._read_at[own_span] = task.seq
-        return handle
+        self._read_at[own_span] = self._engine.issue(task).seq
+        return TasksHandle(self._engine, [task], lambda: out, self._order)
 
     def settle(self, tensor: torch.Tensor) -> None:
         """Waits until nobody reads `tensor` any more."""
@@ -193,9 +194,6 @@ class Collectives:
         return max([self._read_at.pop(other) for other in read], default=0)
 
     # --- common to CPU and GPU ---
-
-    def _begin(self, task: Task, result: torch.Tensor) -> Handle[torch.Tensor]:
-        return self._handle([self._engine.issue(task)], lambda: result)
 
     def _through_stage(
         self,
@@ -222,7 +220,7 @@ class Collectives:
             if weights is not None:
                 self._address(task, weights)
             tasks.append(self._engine.issue(task))
-        return self._handle(tasks, lambda: put_back(flat, tensor))
+        return TasksHandle(self._engine, tasks, lambda: put_back(flat, tensor), self._order)
 
     def _address(self, task: Task, weights: Weights) -> None:
         """Says from whom, and to whom with which factors, an exchange goes."""
@@ -253,9 +251,6 @@ class Collectives:
     # --- what a GPU does otherwise ---
 
     _can_gather_in_place = True
-
-    def _handle(self, tasks: Sequence[Task], result: Callable[[], T]) -> Handle[T]:
-        return TasksHandle(self._engine, tasks, result)
 
     def _is_finished(self, seq: int) -> bool:
         """Tells whether nobody reads any more what others could read in an operation."""
@@ -355,10 +350,10 @@ class Collectives:
             work = partial(copy_out, part, first)
             second = Task(first.words, work, first.spans, follows=first, after=first.seq)
             tasks += [first, self._engine.issue(second)]
-        return self._handle(tasks, lambda: put_back(flat, tensor))
+        return TasksHandle(self._engine, tasks, lambda: put_back(flat, tensor), self._order)
 
 
-class DeviceCollectives(Collectives):
+class DeviceCollectives(HostCollectives):
     """The collectives on GPU memory: work is given to a stream beside the caller's own."""
 
     _stage_code = -DEVICE_CODE
@@ -367,6 +362,7 @@ class DeviceCollectives(Collectives):
     def __init__(self, engine: ProgressEngine, memory: DeviceMemory) -> None:
         super().__init__(engine, memory)
         self._devices = memory
+        self._order = self._order_caller
         self._halves: torch.Tensor | None = None
         """The stage, in group memory of the GPU, once it was needed."""
         self._halves_read_at = [0, 0]
@@ -374,7 +370,7 @@ class DeviceCollectives(Collectives):
         self._next_half = 0
 
     def close(self) -> None:
-        """Forgets the stage."""
+        """Lets go of the staging memory."""
         self._halves = None
 
     def _reduce_in_place(self, flat: torch.Tensor, views: Views, op: Reduction, words: list[int]) -> Task:
@@ -535,15 +531,8 @@ class DeviceCollectives(Collectives):
 
         return Task(words, work, [span_of(tensor) for tensor in tensors], prepare=prepare)
 
-    def _handle(self, tasks: Sequence[Task], result: Callable[[], T]) -> Handle[T]:
-        device = self._devices.device
-
-        def ordered() -> T:
-            """To wait is to order the caller's stream after what the side stream was given."""
-            device.caller.follow(device.mark(device.side))
-            return result()
-
-        return TasksHandle(self._engine, tasks, ordered)
+    def _order_caller(self) -> None:
+        self._devices.device.caller.follow(self._devices.device.mark(self._side))
 
     def _signal(self, name: int, seq: int) -> None:
         self._side.signal(self._control.address(self._rank, name), seq)

@@ -1,28 +1,23 @@
-"""GPU memory of the workers of one machine: collectives, slots of windows and publications in it.
+"""GPU memory that the workers of one machine share, and the order of what their streams do with it.
 
-The protocol is that of the CPU: of operation n a worker says that it has arrived, and that it has finished.
-On a GPU both are said twice: by the processor when it has *issued* its part, and by the GPU when its part is
-*done*, in a word of the control page that its stream writes (`cuda`). An operation that ends the run on a
-loss waits on the processor until all have issued their parts, and leaves the rest to the streams. One that
-outlives losses waits on the processor until the others' parts are done, so that nothing is mixed in that is
-half-written.
-
-Workers that share one GPU take turns on it, and a change from one process to another costs as much as
-reducing 100 MB. So there one of them reduces for all, and mixes for all where everybody mixes with everybody.
-Workers on GPUs of their own reduce a share each.
+Memory is mapped by CUDA IPC. Order between processes is kept by words of shared host memory that streams
+write and wait for by themselves (`cuStreamWriteValue32`, `cuStreamWaitValue32`): no process waits for the GPU
+of another, a processor sees without a call to CUDA what a GPU has done, and a stream that waits for a worker
+that was lost goes on as soon as somebody writes the word for it. With interprocess events it would be stuck.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shoal.core import UsageError
 from shoal.group.functions import share as share_objects
-from shoal.group.host.cuda import MakeDevice, SharedDevice, open_device
 from shoal.group.host.engine import ProgressEngine
 from shoal.group.host.memory import (
     DEVICE_CODE,
@@ -38,8 +33,25 @@ from shoal.group.host.memory import (
 if TYPE_CHECKING:
     from shoal.group.host.group import HostGroup
 
+_LIBRARY = "libcuda.so.1"
+_OUT_OF_MEMORY = 2
+_HANDLE_BYTES = 64
+_MAPPED, _PORTABLE = 2, 1
+_ALREADY_REGISTERED = 712
+_PEER_ACCESS = 1
 GRAIN_BYTES = 2 << 20
 """The driver gives memory in such pieces."""
+MakeDevice = Callable[[torch.device], "SharedDevice"]
+
+
+def open_device(device: torch.device) -> SharedDevice:
+    """Gives the device of a tensor; UsageError for kinds whose memory processes cannot share."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        raise UsageError(
+            f"workers of one machine share memory of the CPU and of NVIDIA GPUs, not of {device}.",
+            next_step='open the group with shoal.init(backend="gloo"), or keep the model on the CPU.',
+        )
+    return SharedDevice(torch.cuda.current_device() if device.index is None else device.index)
 
 
 class DeviceSegment:
@@ -163,9 +175,6 @@ class DeviceMemory:
         return next((each for each in self._segments if each.start <= pointer < each.end), None)
 
 
-# --- windows ---
-
-
 class DeviceSlot:
     """How often one slot in GPU memory was written and read, so that streams wait for each other.
 
@@ -271,3 +280,203 @@ class DeviceReads:
     def _order(self) -> None:
         with self._fence:
             pass
+
+
+# --- NVIDIA ---
+
+
+class SharedDevice:
+    """A GPU of this machine, as one process sees it."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        torch.zeros(1, device=f"cuda:{index}")  # the context exists from now on
+        properties = torch.cuda.get_device_properties(index)
+        self.name = f"cuda:{index} ({properties.name})"
+        self.identity = str(properties.uuid)
+        """Equal for all processes that use the same GPU."""
+        self._driver = _Driver(index)
+        side: torch.cuda.Stream = torch.cuda.Stream(index, priority=-1)  # type: ignore[no-untyped-call]
+        self.side = DeviceStream(self, side)
+        """The stream of collectives, which overlap with the caller's own work."""
+        self._registered: dict[int, tuple[int, int]] = {}
+        """By the first address of registered memory: its end, and how far off the GPU sees it."""
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Tells whether a tensor lies in its memory."""
+        return tensor.device.type == "cuda"
+
+    @property
+    def caller(self) -> DeviceStream:
+        """The stream that the operations of this thread go to now."""
+        return DeviceStream(self, torch.cuda.current_stream(self._index))
+
+    def mark(self, stream: DeviceStream) -> torch.cuda.Event:
+        """Names the place that a stream has come to, for `DeviceStream.follow`."""
+        event: torch.cuda.Event = stream.stream.record_event()
+        return event
+
+    def allocate(self, size_bytes: int) -> tuple[torch.Tensor, bytes]:
+        """Takes memory, a flat uint8 tensor of zeros, and a handle by which other processes attach it.
+
+        It is the driver's own: torch gives parts of blocks, and a handle maps whole ones. It goes back when
+        the last tensor over it is gone.
+        """
+        pointer = ctypes.c_uint64()
+        error = self._driver.call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size_bytes))
+        if error == _OUT_OF_MEMORY:
+            torch.cuda.empty_cache()  # what torch keeps for later
+            error = self._driver.call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size_bytes))
+        if error == _OUT_OF_MEMORY:
+            raise MemoryFull(
+                f"{self.name} has no room for {size_bytes / 1e6:.1f} MB more.",
+                next_step="use a smaller model or batch, or fewer workers on one GPU.",
+            )
+        self._driver.check(error, "take memory")
+        handle = (ctypes.c_char * _HANDLE_BYTES)()
+        self._driver.check(self._driver.call("cuIpcGetMemHandle", handle, pointer), "share memory")
+        memory = self._tensor(pointer.value, size_bytes, "cuMemFree_v2")
+        memory.zero_()
+        torch.cuda.current_stream(self._index).synchronize()
+        return memory, bytes(handle)
+
+    def attach(self, handle: bytes, size_bytes: int) -> torch.Tensor:
+        """Maps memory that another process has allocated, for as long as there are tensors over it.
+
+        The GPU may be another one of this machine, if this process sees it.
+        """
+        pointer = ctypes.c_uint64()
+        opened = _IpcHandle.from_buffer_copy(handle)
+        error = self._driver.call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), opened, _PEER_ACCESS)
+        self._driver.check(error, "map the memory of another worker")
+        return self._tensor(pointer.value, size_bytes, "cuIpcCloseMemHandle")
+
+    def register(self, memory: torch.Tensor) -> None:
+        """Pins host memory and maps it for the GPU, so that streams write and wait for words in it."""
+        start = memory.data_ptr()
+        if start in self._registered:
+            return
+        error = self._driver.call(
+            "cuMemHostRegister_v2",
+            ctypes.c_void_p(start),
+            ctypes.c_size_t(memory.nbytes),
+            _MAPPED | _PORTABLE,
+        )
+        if error != _ALREADY_REGISTERED:
+            self._driver.check(error, "map host memory")
+        seen = ctypes.c_uint64()
+        error = self._driver.call(
+            "cuMemHostGetDevicePointer_v2", ctypes.byref(seen), ctypes.c_void_p(start), ctypes.c_uint(0)
+        )
+        self._driver.check(error, "map host memory")
+        self._registered[start] = start + memory.nbytes, seen.value - start
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        """Ends what `register` began."""
+        if self._registered.pop(memory.data_ptr(), None) is not None:
+            self._driver.call("cuMemHostUnregister", ctypes.c_void_p(memory.data_ptr()))
+
+    def synchronize(self) -> None:
+        """Waits until the GPU has done all that this process gave it."""
+        torch.cuda.synchronize(self._index)
+
+    def enqueue(self, name: str, stream: torch.cuda.Stream, address: int, value: int) -> None:
+        """Gives a stream a function of the driver that writes or waits for a word of registered memory."""
+        where = ctypes.c_uint64(self._seen_by_gpu(address))
+        queue = ctypes.c_void_p(stream.cuda_stream)
+        error = self._driver.call(name, queue, where, ctypes.c_uint32(value & 0xFFFFFFFF), ctypes.c_uint(0))
+        self._driver.check(error, "order its work")
+
+    def _seen_by_gpu(self, address: int) -> int:
+        for start, (end, offset) in self._registered.items():
+            if start <= address < end:
+                return address + offset
+        raise UsageError(f"{self.name} cannot reach the host memory at {address:#x}.")
+
+    def _tensor(self, pointer: int, size_bytes: int, release: str) -> torch.Tensor:
+        """Makes a tensor; when it and all its views are gone, the driver's function `release` is called."""
+        memory = _Memory(pointer, size_bytes)
+        end = weakref.finalize(memory, self._driver.call, release, ctypes.c_uint64(pointer))
+        end.atexit = False  # the process's end gives everything back
+        return torch.as_tensor(memory, device=f"cuda:{self._index}")
+
+
+class DeviceStream:
+    """A queue of work that a GPU does in order, while the caller goes on."""
+
+    def __init__(self, device: SharedDevice, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        self._device = device
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Gives it some tensor operations."""
+        with torch.cuda.stream(self.stream):
+            work()
+
+    def signal(self, address: int, value: int) -> None:
+        """Lets it write a word of registered host memory when all before is done and visible to others."""
+        self._device.enqueue("cuStreamWriteValue32_v2", self.stream, address, value)
+
+    def wait(self, address: int, value: int) -> None:
+        """Lets it wait until a word of registered host memory is `value` or more, which is flag 0."""
+        self._device.enqueue("cuStreamWaitValue32_v2", self.stream, address, value)
+
+    def synchronize(self) -> None:
+        """Waits until it has done all that it was given."""
+        self.stream.synchronize()
+
+    def follow(self, mark: torch.cuda.Event) -> None:
+        """Lets what comes next wait for what a stream was given before `SharedDevice.mark`."""
+        self.stream.wait_event(mark)
+
+
+class _Memory:
+    """Some GPU memory, in the terms by which torch takes it from others without a copy."""
+
+    def __init__(self, pointer: int, size_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 3,
+        }
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
+
+
+class _Driver:
+    """The CUDA driver's own interface, for what torch has no function for."""
+
+    def __init__(self, index: int) -> None:
+        try:
+            self._library = ctypes.CDLL(_LIBRARY)
+        except OSError as error:
+            raise UsageError(
+                f"workers cannot share the memory of a GPU here: {error}.",
+                next_step='open the group with shoal.init(backend="gloo").',
+            ) from None
+        self._index = index
+        self._context = ctypes.c_void_p()
+        self._thread = threading.local()
+        self.check(self._library.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), index), "be used")
+
+    def call(self, name: str, *arguments: Any) -> int:
+        """Calls a function of the driver in the context that torch uses."""
+        if not getattr(self._thread, "is_ready", False):
+            self._library.cuCtxSetCurrent(self._context)
+            self._thread.is_ready = True
+        return int(getattr(self._library, name)(*arguments))
+
+    def check(self, error: int, what: str) -> None:
+        """Raises UsageError for anything but success."""
+        if error:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(error, ctypes.byref(text))
+            reason = (text.value or b"unknown error").decode()
+            raise UsageError(
+                f"GPU {self._index} could not {what}: {reason} (CUDA error {error}).",
+                cause="the driver or the container does not let processes share a GPU's memory.",
+                next_step='open the group with shoal.init(backend="gloo"), which goes through host memory.',
+            )

@@ -177,7 +177,8 @@ class ProgressEngine:
                 raise self._void
             return
         self.check_usable()
-        self.pipes.take_in()
+        if self.pipes.must_listen:
+            self.pipes.take_in()
         try:
             moved = True
             while moved:
@@ -200,7 +201,8 @@ class ProgressEngine:
             return False
         if not (task.is_shared or task.needs_shares):
             return True
-        self.pipes.take_in()
+        if self.pipes.must_listen:
+            self.pipes.take_in()
         for rank in task.present:
             if self.control.get(rank, FINISHED) >= task.seq:
                 continue
@@ -374,7 +376,9 @@ class ProgressEngine:
 
     def _try(self, task: Task) -> bool:
         """Does a task's work if all whom it needs have arrived; True when it is over."""
-        if task.seq > self.control.get(self.rank, ARRIVED) or not self.is_finished(task.after):
+        if task.seq > self.control.get(self.rank, ARRIVED):
+            return False
+        if task.after and not self.is_finished(task.after):
             return False
         present = [self.rank]
         for rank in self._others if task.sources is None else task.sources:
@@ -540,17 +544,26 @@ def _give_way() -> None:
 
 
 class TasksHandle(Handle[T]):
-    """An operation that consists of tasks, which end in order."""
+    """An operation that consists of tasks, which end in order; `order` is called before the result."""
 
-    def __init__(self, engine: ProgressEngine, tasks: Sequence[Task], result: Callable[[], T]) -> None:
+    def __init__(
+        self,
+        engine: ProgressEngine,
+        tasks: Sequence[Task],
+        result: Callable[[], T],
+        order: Callable[[], None] | None = None,
+    ) -> None:
         self._engine = engine
         self._tasks = tasks
         self._result = result
+        self._order = order
 
     def wait(self, deadline: Deadline | None = None) -> T:
         """Returns the result, or raises the error of the first task that has one."""
         for task in self._tasks:
             self._engine.wait(task, deadline)
+        if self._order is not None:
+            self._order()
         return self._result()
 
     def is_done(self) -> bool:

@@ -19,11 +19,10 @@ from shoal.group.functions import spread_over_ranks
 from shoal.group.host.collectives import (
     NO_PLACE,
     STAGE_BYTES,
-    Collectives,
     DeviceCollectives,
+    HostCollectives,
 )
-from shoal.group.host.cuda import MakeDevice, open_device
-from shoal.group.host.device import DeviceMemory
+from shoal.group.host.device import DeviceMemory, MakeDevice, open_device
 from shoal.group.host.engine import KINDS, HostTrafficCounter, ProgressEngine, Task, TasksHandle
 from shoal.group.host.heartbeat import ProcessWatch
 from shoal.group.host.meeting import JoinRequest, SharedFiles, meet
@@ -126,7 +125,7 @@ class HostGroup(Group):
         self._watch = engine.watch
         self._devices = DeviceMemory(self, engine, make_device)
         self._on_device = DeviceCollectives(engine, self._devices)
-        self._on_host = Collectives(engine, arena, stage)
+        self._on_host = HostCollectives(engine, arena, stage)
         self._counter = HostTrafficCounter(engine)
         self._windows = WindowSet(engine, arena, self._counter, self._devices)
         self._is_open = True
@@ -351,7 +350,7 @@ class HostGroup(Group):
         self._engine.drop()
         self._windows.pending.drop(None, f"rank {self.rank} has left the group before it was done.")
 
-    def _collectives(self, tensor: torch.Tensor) -> Collectives:
+    def _collectives(self, tensor: torch.Tensor) -> HostCollectives:
         return self._on_device if self._devices.takes(tensor) else self._on_host
 
     def _meet(self, task: Task) -> None:

@@ -395,6 +395,8 @@ class WakePipes:
     """Tells the other workers that a counter has changed, and wakes those that sleep; one pipe for each."""
 
     def __init__(self, rank: int, own: int, pipes: Sequence[int], control: ControlPage) -> None:
+        self.must_listen = not IS_ORDERED
+        """Whether counters of others come through the pipe, and `take_in` reads them."""
         self._rank = rank
         self._own = own
         self._pipes = list(pipes)
@@ -443,7 +445,7 @@ class WakePipes:
 
     def take_in(self) -> None:
         """Reads what others have told, where their counters cannot be read as they are."""
-        if not IS_ORDERED:
+        if self.must_listen:
             self._drain()
 
     def sleep(self, timeout_s: float) -> None:

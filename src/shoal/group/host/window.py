@@ -35,8 +35,7 @@ from shoal.core import Deadline, DeadlineExceeded, ShoalError, TensorError, Usag
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.group.base import Done, Group, Handle, Slot, Snapshot, T, Window, Write
 from shoal.group.functions import share
-from shoal.group.host.cuda import SharedDevice
-from shoal.group.host.device import DeviceMemory, DeviceReads, DeviceSlot
+from shoal.group.host.device import DeviceMemory, DeviceReads, DeviceSlot, SharedDevice
 from shoal.group.host.engine import HostTrafficCounter, ProgressEngine
 from shoal.group.host.memory import (
     DEVICE_CODE,
