@@ -41,7 +41,7 @@ from shoal.group.host.memory import (
     failed_beat,
     open_files,
 )
-from shoal.group.host.window import HostWindow, SlotLayout, WindowSet
+from shoal.group.host.window import HostWindow, WindowSet, agree_on_sources
 from shoal.group.kernels import OPS, check_reduction
 from shoal.topology import MachineWeights, Weights
 
@@ -267,21 +267,12 @@ class HostGroup(Group):
         if num_elements < 1:
             raise UsageError(f"Window {name!r} would have no elements.", next_step="give it one at least.")
         code_of(dtype)  # refuses here what could not be described later
-        is_on_device = device is not None and device.type != "cpu"
+        shape = num_elements, dtype, device
         if sources == ():  # on all members: there is nothing to agree on
-            return HostWindow(name, SlotLayout({}, num_elements, dtype), (), self._windows, device)
+            return HostWindow(self, name, shape, {}, self._windows)
         with self._uncounted():
-            layout = SlotLayout.agree(self, name, num_elements, dtype, sources, is_on_device=is_on_device)
-        memory = [self.empty(-(-layout.size_bytes // self.size) or 1, torch.uint8)]
-        if is_on_device:
-            memory.append(self.empty(layout.device_bytes or 1, torch.uint8, device=device))
-
-        def free() -> None:
-            self._windows.forget(memory[0])
-            for tensor in memory:
-                self.free(tensor)
-
-        return HostWindow(name, layout, memory, self._windows, device, free)
+            sources_of = agree_on_sources(self, name, num_elements, dtype, sources)
+        return HostWindow(self, name, shape, sources_of, self._windows)
 
     def wait_until(
         self, is_done: Callable[[], bool], deadline: Deadline | None, what: str, whom: Callable[[], str]
