@@ -115,6 +115,8 @@ class HostCollectives:
     ) -> Handle[list[torch.Tensor]]:
         """Collects tensors of known shapes, from where they lie where all are group memory."""
         results = {rank: tensor.new_empty(shape) for rank, shape in shapes.items()}
+        if self._order is not None:
+            self._order()  # operations before this one may still be writing it
         copy_into(results[self._rank], tensor.detach().reshape(shapes[self._rank]))
         flats = {rank: result.view(-1) for rank, result in results.items()}
         own, longest = flats[self._rank], max(flat.numel() for flat in flats.values())
@@ -123,8 +125,8 @@ class HostCollectives:
             def read_all(task: Task, present: list[int]) -> None:
                 for rank in present:
                     if rank != self._rank:
-                        segment, offset = self._memory.at(codes[rank])
-                        copy_into(flats[rank], _views((segment, offset), flats[rank])([rank])[rank])
+                        views = _views(self._memory.at(codes[rank]), flats[rank])
+                        copy_into(flats[rank], views([rank])[rank])
 
             task = Task([*words, NO_PLACE, 0], read_all, [span_of(tensor)], is_shared=True)
             tasks = [self._engine.issue(task)]
@@ -313,7 +315,7 @@ class HostCollectives:
     def _reduce_staged(self, tensor: torch.Tensor, op: Reduction, words: list[int]) -> Handle[torch.Tensor]:
         """Lets each reduce everything for itself, or its share in the stage, then all copy all shares out.
 
-        From three workers on shares move fewer bytes.
+        From three workers on shares move fewer bytes; on a GPU they would be one more change of processes.
         """
 
         def reduce(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
@@ -367,7 +369,6 @@ class DeviceCollectives(HostCollectives):
         """The stage, in group memory of the GPU, once it was needed."""
         self._halves_read_at = [0, 0]
         """The last operation in which each half was read."""
-        self._next_half = 0
 
     def close(self) -> None:
         """Lets go of the staging memory."""
@@ -477,17 +478,15 @@ class DeviceCollectives(HostCollectives):
     def _staged(
         self, part: torch.Tensor, words: list[int], step: Step, num_staged: int, *, should_give: bool = True
     ) -> Task:
-        """Makes the task of one piece, in the half of the stage that was not used last."""
         assert self._halves is not None
-        half, self._next_half = self._next_half, 1 - self._next_half
-        place = self._devices.find_own(self._halves[half * (self._halves.numel() // 2) :])
+        place, half_bytes = self._devices.find_own(self._halves), self._halves.numel() // 2
         assert place is not None
-        segment, offset = place
+        segment, start = place
 
         def copy_in(task: Task) -> None:
-            own = segment.region(self._rank, offset, part.numel(), part.dtype)
+            own = segment.region(self._rank, start + task.half * half_bytes, part.numel(), part.dtype)
             self._side.run(lambda: copy_into(own, part))
-            self._halves_read_at[half] = task.seq
+            self._halves_read_at[task.half] = task.seq
 
         def may_work(task: Task, present: list[int]) -> bool:
             return not self._is_surviving(task) or self._engine.are_done_on_device(
@@ -497,13 +496,14 @@ class DeviceCollectives(HostCollectives):
         def work(task: Task, present: list[int]) -> None:
             if not self._is_surviving(task):
                 self._follow(task.seq, DEVICE_ARRIVED, present)
-            stages = {rank: segment.region(rank, offset, num_staged, part.dtype) for rank in present}
+            at, dtype = start + task.half * half_bytes, part.dtype
+            stages = {rank: segment.region(rank, at, num_staged, dtype) for rank in present}
             self._side.run(partial(step, task, part, stages))
             self._signal(DEVICE_FINISHED, task.seq)
             self._note(task.seq, present)
 
         task = self._task(words, work, part, copy_in=copy_in if should_give else None)
-        task.may_arrive = lambda task: self._is_finished(self._halves_read_at[half])
+        task.may_arrive = lambda task: self._is_finished(self._halves_read_at[task.half])
         task.may_work = may_work
         return task
 
