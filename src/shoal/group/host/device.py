@@ -90,11 +90,6 @@ class DeviceMemory:
         assert self._device is not None, "no memory of a device was taken yet"
         return self._device
 
-    @property
-    def is_open(self) -> bool:
-        """Whether memory was taken on a device."""
-        return self._device is not None
-
     def takes(self, tensor: torch.Tensor) -> bool:
         """Tells whether a tensor lies on a device."""
         return tensor.device.type != "cpu" or (self._device is not None and self._device.takes(tensor))

@@ -566,6 +566,11 @@ class TasksHandle(Handle[T]):
             self._order()
         return self._result()
 
+    @property
+    def present(self) -> Sequence[int]:
+        """The ranks that took part in the first task, once it is over; the cluster's collectives ask."""
+        return (self._tasks[0].present if self._tasks else None) or ()
+
     def is_done(self) -> bool:
         """Makes progress; tells whether all tasks are complete."""
         self._engine.progress()

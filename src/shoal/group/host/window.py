@@ -164,6 +164,8 @@ class HostWindow(Window):
         self._sources = sources_of.get(self._rank, ())
         self._memory: list[torch.Tensor] = []
         """What the slots lie in: shared memory, and that of a device, if the window is there."""
+        self._words: torch.Tensor | None = None
+        """The shared memory in which streams of a device count, if they do."""
         self._cells = self._make_cells(sources_of) if sources_of else {}
         self._engine.on_loss.append(self._lost)
         self._key = _digest(name)
@@ -186,8 +188,10 @@ class HostWindow(Window):
             device_bytes = tensor_bytes * max(map(len, sources_of.values())) or 1
             self._memory.append(self._group.empty(device_bytes, torch.uint8, device=self.device))
             place = devices.find_own(self._memory[1])
-            tensors = place[0] if place is not None else None
-            devices.device.register(segment.flat)
+            assert place is not None
+            tensors = place[0]
+            self._words = segment.flat
+            devices.device.register(self._words)
         cells = {}
         for index, (owner, source) in enumerate(pairs):
             if self._rank not in (owner, source):
@@ -367,10 +371,8 @@ class HostWindow(Window):
         self._shared.pending.drop(self, f"Window {self.name!r} was closed before it was written or read.")
         self._cells.clear()
         self._engine.on_loss.remove(self._lost)
-        if self._memory and self._shared.devices.is_open:
-            segment = self._shared.arena.find(self._memory[0])
-            if segment is not None:
-                self._shared.devices.device.unregister(segment.flat)
+        if self._words is not None:
+            self._shared.devices.device.unregister(self._words)
         for tensor in self._memory:  # first: until all have come, some may read what is published
             self._group.free(tensor)
         if self._published is not None:
