@@ -14,15 +14,15 @@ import time
 
 import torch
 
-from shoal.group.host.cuda import DeviceStream, SharedDevice
 from shoal.group.host.memory import MemoryFull
 
 _LOOK_S = 5e-5
 
 
-class FakeDevice(SharedDevice):
-    """`capacity_bytes` is what it has room for; with an `identity` each, workers have GPUs of their own.
+class FakeDevice:
+    """A `SharedDevice` without a GPU.
 
+    `capacity_bytes` is what it has room for; with an `identity` each, workers have GPUs of their own.
     With `is_everything` all tensors count as its own, save those of uint8, in which objects travel.
     """
 
@@ -86,7 +86,7 @@ def _word(address):
     return ctypes.c_int32.from_address(address)
 
 
-class _CallerStream(DeviceStream):
+class _CallerStream:
     def run(self, work):
         work()
 
@@ -108,7 +108,7 @@ class _CallerStream(DeviceStream):
         pass
 
 
-class _LaggingStream(DeviceStream):
+class _LaggingStream:
     def __init__(self, choice, longest_s):
         self._choice = choice
         self._longest_s = longest_s

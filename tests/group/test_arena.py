@@ -11,7 +11,7 @@ from shoal.group.host.memory import Arena, MemoryFull, open_files
 
 @pytest.fixture
 def arena(tmp_path):
-    arena = Arena(open_files(tmp_path), 2)
+    arena = Arena(open_files(tmp_path), 0, 2)
     yield arena
     arena.close()
 

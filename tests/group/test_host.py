@@ -23,7 +23,7 @@ from shoal.core import (
 )
 from shoal.group import GroupSettings, MemoryFull, open_host_group
 from shoal.group.functions import exchange_machines, share
-from shoal.group.host import control
+from shoal.group.host import memory as shared_memory
 from shoal.topology import Weights
 
 
@@ -36,7 +36,7 @@ def test_work_goes_on_only_when_asked_and_nobody_need_wait_alone():
 
 def test_stores_that_need_ordering_go_through_pipes(monkeypatch):
     """The way of processors that reorder stores."""
-    monkeypatch.setattr(control, "IS_ORDERED", False)
+    monkeypatch.setattr(shared_memory, "IS_ORDERED", False)
     with open_hosts(2) as groups:
 
         def train(group):
@@ -205,7 +205,7 @@ def test_an_operation_that_was_broken_off_is_not_done_again(monkeypatch):
         def interrupt(*_):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("shoal.group.host.group.reduce_into", interrupt)
+        monkeypatch.setattr("shoal.group.host.collectives.reduce_into", interrupt)
         with pytest.raises(KeyboardInterrupt):
             second.all_reduce(torch.ones(3))
         monkeypatch.undo()
@@ -287,7 +287,7 @@ def test_windows_that_publish_come_and_go_by_the_hundred():
         kept.publish(memory, 1)
         readers = [groups[1].window(name, 1, sources=()) for name in ("kept", "again", "other")]
         old = None
-        for turn in range(2 * control.PUBLICATIONS):
+        for turn in range(2 * shared_memory.PUBLICATIONS):
             window = groups[0].window("again" if turn % 2 else "other", 1, sources=())
             window.publish(memory, turn % 3)
             seen = [reader.fetch(0).wait() for reader in readers]
@@ -298,7 +298,7 @@ def test_windows_that_publish_come_and_go_by_the_hundred():
             old = new
             window.close()
             assert not old.is_intact()
-        open_windows = [groups[0].window(f"w {n}", 1, sources=()) for n in range(control.PUBLICATIONS)]
+        open_windows = [groups[0].window(f"w {n}", 1, sources=()) for n in range(shared_memory.PUBLICATIONS)]
         for window in open_windows[:-1]:
             window.publish(memory, 0)
         with pytest.raises(UsageError, match="at most 512 windows"):

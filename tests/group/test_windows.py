@@ -13,11 +13,12 @@ from group.hosts import open_hosts, open_member, together
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, UsageError
 from shoal.group import GroupSettings, SoloGroup
 from shoal.group.functions import Mutex
-from shoal.group.host import control, window
+from shoal.group.host import memory as shared_memory
+from shoal.group.host import window
 
 
 def test_processors_that_reorder_stores(monkeypatch):
-    monkeypatch.setattr(control, "IS_ORDERED", False)
+    monkeypatch.setattr(shared_memory, "IS_ORDERED", False)
     with open_hosts(2) as groups:
 
         def work(group):

@@ -1,60 +1,59 @@
-"""GPU memory of the workers of one machine: collectives, slots of windows and publications in it.
+"""GPU memory that the workers of one machine share, and the order of what their streams do with it.
 
-The protocol is that of the CPU: of operation n a worker says that it has arrived, and that it has finished.
-On a GPU both are said twice: by the processor when it has *issued* its part, and by the GPU when its part is
-*done*, in a word of the control page that its stream writes (`cuda`). An operation that ends the run on a
-loss waits on the processor until all have issued their parts, and leaves the rest to the streams. One that
-outlives losses waits on the processor until the others' parts are done, so that nothing is mixed in that is
-half-written.
-
-Workers that share one GPU take turns on it, and a change from one process to another costs as much as
-reducing 100 MB. So there one of them reduces for all, and mixes for all where everybody mixes with everybody.
-Workers on GPUs of their own reduce a share each.
+Memory is mapped by CUDA IPC. Order between processes is kept by words of shared host memory that streams
+write and wait for by themselves (`cuStreamWriteValue32`, `cuStreamWaitValue32`): no process waits for the GPU
+of another, a processor sees without a call to CUDA what a GPU has done, and a stream that waits for a worker
+that was lost goes on as soon as somebody writes the word for it. With interprocess events it would be stuck.
 """
 
 from __future__ import annotations
 
-import math
+import ctypes
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.core import Deadline, UsageError
-from shoal.group.base import Handle, Reduction, T
+from shoal.core import UsageError
 from shoal.group.functions import share as share_objects
-from shoal.group.host.control import (
-    DEVICE_ARRIVED,
+from shoal.group.host.engine import ProgressEngine
+from shoal.group.host.memory import (
     DEVICE_CODE,
-    DEVICE_COMPLETE,
-    DEVICE_FINISHED,
     DEVICE_PUBLISHED,
     FREED,
     NUM_READS,
     READ_CLAIMS,
     READ_TICKETS,
     READS_DONE,
+    MemoryFull,
 )
-from shoal.group.host.cuda import DeviceStream, MakeDevice, SharedDevice, open_device
-from shoal.group.host.engine import ProgressEngine, Span, Task, is_overlapping, sent_by, span_of
-from shoal.group.host.memory import MemoryFull
-from shoal.group.kernels import mix_into, reduce_into, share
-from shoal.topology import Weights
 
 if TYPE_CHECKING:
     from shoal.group.host.group import HostGroup
 
-_HAS_FACTORS, _IS_FULL, _RESULT = 4, 5, 6
-"""Words of the description of an exchange: whether its factors for sending count, whether it mixes with
-everybody, and where its result lies."""
-_STAGE_BYTES = 128 << 20
-"""The largest piece of private memory that passes through group memory at once."""
-_GRAIN_BYTES = 2 << 20
+_LIBRARY = "libcuda.so.1"
+_OUT_OF_MEMORY = 2
+_HANDLE_BYTES = 64
+_MAPPED, _PORTABLE = 2, 1
+_ALREADY_REGISTERED = 712
+_PEER_ACCESS = 1
+_WRITE_VALUE, _WAIT_VALUE = "cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"
+_NO_FLAGS = 0
+GRAIN_BYTES = 2 << 20
 """The driver gives memory in such pieces."""
-Step = Callable[[Task, torch.Tensor, dict[int, torch.Tensor]], None]
-"""Work on one piece: the own part, and the staged parts of those who take part, by rank."""
+MakeDevice = Callable[[torch.device], "SharedDevice"]
+
+
+def open_device(device: torch.device) -> SharedDevice:
+    """Gives the device of a tensor; UsageError for kinds whose memory processes cannot share."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        raise UsageError(
+            f"workers of one machine share memory of the CPU and of NVIDIA GPUs, not of {device}.",
+            next_step='open the group with shoal.init(backend="gloo"), or keep the model on the CPU.',
+        )
+    return SharedDevice(torch.cuda.current_device() if device.index is None else device.index)
 
 
 class DeviceSegment:
@@ -93,11 +92,6 @@ class DeviceMemory:
         assert self._device is not None, "no memory of a device was taken yet"
         return self._device
 
-    @property
-    def is_open(self) -> bool:
-        """Whether memory was taken on a device."""
-        return self._device is not None
-
     def takes(self, tensor: torch.Tensor) -> bool:
         """Tells whether a tensor lies on a device."""
         return tensor.device.type != "cpu" or (self._device is not None and self._device.takes(tensor))
@@ -107,7 +101,7 @@ class DeviceMemory:
         if num_elements <= 0:
             return torch.empty(0, dtype=dtype, device=device)
         rank = self._engine.rank
-        size_bytes = -(-num_elements * dtype.itemsize // _GRAIN_BYTES) * _GRAIN_BYTES
+        size_bytes = -(-num_elements * dtype.itemsize // GRAIN_BYTES) * GRAIN_BYTES
         own, told = self._allocate(device, size_bytes)
         regions, problem = {rank: own}, ""
         for other, (_, handle) in told.items():
@@ -154,7 +148,7 @@ class DeviceMemory:
             meet()
             self._segments.remove(segment)
 
-    def place(self, tensor: torch.Tensor) -> tuple[DeviceSegment, int] | None:
+    def find_own(self, tensor: torch.Tensor) -> tuple[DeviceSegment, int] | None:
         """Tells where a tensor lies in group memory; None for other memory and for tensors with gaps."""
         segment = self._find(tensor)
         if segment is None or not tensor.is_contiguous():
@@ -177,389 +171,6 @@ class DeviceMemory:
     def _find(self, tensor: torch.Tensor) -> DeviceSegment | None:
         pointer = tensor.data_ptr()
         return next((each for each in self._segments if each.start <= pointer < each.end), None)
-
-
-class DeviceCollectives:
-    """The collectives of one worker on GPU memory."""
-
-    def __init__(self, memory: DeviceMemory, engine: ProgressEngine) -> None:
-        self._memory = memory
-        self._engine = engine
-        self._control = engine.control
-        self._rank = engine.rank
-        self._stage: torch.Tensor | None = None
-        self._stage_read_at = [0, 0]
-        """The last operation in which each half of the stage was read."""
-        self._half = 0
-        self._read_at: dict[Span, int] = {}
-        """Memory that others read, and the last operation in which they do."""
-
-    def all_reduce(self, tensor: torch.Tensor, op: Reduction, words: list[int]) -> Handle[torch.Tensor]:
-        """Reduces in place; private memory, and where losses are outlived any, through the stage."""
-        place = None if self._engine.should_survive else self._memory.place(tensor)
-        if place is None:
-
-            def reduce(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
-                reduce_into(part, list(stages.values()), op)
-
-            return self._through_stage(tensor, words, reduce)
-        segment, offset = place
-        flat = tensor.detach().view(-1)
-
-        def work(task: Task, present: list[int]) -> None:
-            reducers = present[:1] if self._memory.is_one_device else present
-            if self._rank in reducers:
-                self._follow(task.seq, DEVICE_ARRIVED, present)
-                parts = [segment.region(rank, offset, flat.numel(), flat.dtype) for rank in present]
-                if len(reducers) > 1:
-                    place = present.index(self._rank), len(present)
-                    low, high = share(*place, flat.numel(), flat.element_size())
-                    parts = [part[low:high] for part in parts]
-                self._side.run(partial(_reduce_to_all, parts, op))
-                self._signal(DEVICE_FINISHED, task.seq)
-            self._follow(task.seq, DEVICE_FINISHED, reducers)
-            self._note(task.seq, present)
-
-        return self._begin([self._task([*words, segment.code + offset], work, flat)], lambda: tensor)
-
-    def broadcast(self, tensor: torch.Tensor, root: int, words: list[int]) -> Handle[torch.Tensor]:
-        """Lets all copy the root's tensor where it lies."""
-        place = None if self._engine.should_survive else self._memory.place(tensor)
-        if place is None:
-
-            def take(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
-                if self._rank != root:
-                    part.copy_(sent_by(root, stages))
-
-            sources = () if self._rank == root else (root,)
-            return self._through_stage(tensor, words, take, sources=sources)
-        segment, offset = place
-        flat = tensor.detach().view(-1)
-
-        def work(task: Task, present: list[int]) -> None:
-            if self._rank == root:
-                self._follow(task.seq, DEVICE_FINISHED, present)  # they read its memory
-            else:
-                sent_by(root, dict.fromkeys(present, flat))
-                self._follow(task.seq, DEVICE_ARRIVED, [root])
-                theirs = segment.region(root, offset, flat.numel(), flat.dtype)
-                self._side.run(lambda: _copy(flat, theirs))
-            self._signal(DEVICE_FINISHED, task.seq)
-            self._note(task.seq, present)
-
-        task = self._task([*words, segment.code + offset], work, flat)
-        task.sources = None if self._rank == root else (root,)
-        return self._begin([task], lambda: tensor)
-
-    def all_gather(
-        self, tensor: torch.Tensor, shapes: Mapping[int, tuple[int, ...]], words: list[int]
-    ) -> Handle[list[torch.Tensor]]:
-        """Collects tensors of known shapes through the stage."""
-        results = {rank: tensor.new_empty(shape) for rank, shape in shapes.items()}
-        flats = {rank: result.view(-1) for rank, result in results.items()}
-        own = tensor.detach().reshape(-1)
-        longest = max(flat.numel() for flat in flats.values())
-        piece = self._prepare_stage(longest * own.element_size(), own.device) // own.element_size()
-
-        def take(part: slice, task: Task, mine: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
-            for rank, staged in stages.items():
-                theirs = flats[rank][part]
-                theirs.copy_(mine if rank == self._rank else staged[: theirs.numel()])
-
-        tasks = []
-        for start in range(0, max(longest, 1), piece):
-            part = slice(start, start + piece)
-            num_staged = min(piece, longest - start)
-            described = [*words, -1 - start, 0, -DEVICE_CODE]
-            tasks.append(self._staged(own[part], described, partial(take, part), num_staged))
-
-        def those_who_stayed() -> list[torch.Tensor]:
-            return [
-                result
-                for rank, result in results.items()
-                if all(task.present is not None and rank in task.present for task in tasks)
-            ]
-
-        return self._begin(tasks, those_who_stayed)
-
-    # --- exchanges ---
-
-    def exchange(
-        self, tensor: torch.Tensor, weights: Weights, words: list[int], out: torch.Tensor | None
-    ) -> Handle[torch.Tensor]:
-        """Mixes once the sources' tensors are written."""
-        if out is None:
-
-            def step(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
-                self._mix(self._rank, task.seq, part, {**stages, self._rank: part})
-
-            return self._through_stage(tensor, words, step, weights=weights)
-        place, result_place = self._memory.place(tensor), self._memory.place(out)
-        is_alike = out.shape == tensor.shape and out.dtype == tensor.dtype and out.is_contiguous()
-        if place is None or not is_alike or is_overlapping([span_of(out)], [span_of(tensor)]):
-            raise UsageError(
-                "An exchange into another tensor begins in memory of the group; both are alike, and apart.",
-                next_step="take both from group.empty(), or leave out= away.",
-            )
-        segment, offset = place
-        own, result = tensor.detach().view(-1), out.detach().view(-1)
-        after = self._forget_readers(span_of(out))
-
-        def may_work(task: Task, present: list[int]) -> bool:
-            mixer = self._mixer(task, present)
-            if mixer is None or mixer == self._rank:
-                return self._engine.are_done_on_device(DEVICE_ARRIVED, task.seq, present)
-            return self._engine.are_done_on_device(DEVICE_FINISHED, task.seq, [mixer])
-
-        def work(task: Task, present: list[int]) -> None:
-            mixer = self._mixer(task, present)
-            if mixer is None or mixer == self._rank:
-                views = {rank: segment.region(rank, offset, own.numel(), own.dtype) for rank in present}
-                self._side.run(partial(self._mix, self._rank, task.seq, result, views))
-            if mixer == self._rank:
-                for rank in present:
-                    if rank != self._rank:
-                        theirs = self._result_of(rank, task.seq, own)
-                        self._side.run(partial(self._mix, rank, task.seq, theirs, views))
-            self._signal(DEVICE_FINISHED, task.seq)
-
-        task = self._task([*words, segment.code + offset], work, own, result)
-        self._address(task, weights)
-        # where all mix with all, one may mix for the others, into memory that it reaches
-        is_full = all(rank in weights.sources for rank in self._engine.members() if rank != self._rank)
-        if result_place is None or not self._memory.is_one_device:
-            task.words += [0, 0]
-        else:
-            task.words += [int(is_full), result_place[0].code + result_place[1]]
-        task.may_arrive = lambda task: self._is_finished(after)
-        task.may_work = may_work
-        handle = self._begin([task], lambda: out)
-        self._read_at[span_of(tensor)] = task.seq
-        return handle
-
-    def settle(self, tensor: torch.Tensor) -> None:
-        """Waits until nobody's GPU reads `tensor` any more."""
-        seq = self._forget_readers(span_of(tensor))
-        if not self._is_finished(seq):
-            self._engine.wait_until(lambda: self._is_finished(seq), None, "settle")
-
-    def _mixer(self, task: Task, present: Sequence[int]) -> int | None:
-        """Finds who mixes for all: the lowest rank, where all mix with all in memory that all reach.
-
-        All come to the same, since everybody's description is there. Should that one be lost, each mixes for
-        itself: what is read stays as it is until all have finished.
-        """
-        if len(present) < len(self._engine.members(task.seq)):
-            return None
-        if any(self._control.description(rank, task.seq)[_IS_FULL] != 1 for rank in present):
-            return None
-        return None if self._engine.is_gone(present[0]) else present[0]
-
-    def _result_of(self, rank: int, seq: int, like: torch.Tensor) -> torch.Tensor:
-        segment, offset = self._memory.at(self._control.description(rank, seq)[_RESULT])
-        return segment.region(rank, offset, like.numel(), like.dtype)
-
-    def _address(self, task: Task, weights: Weights) -> None:
-        """Says from whom, and to whom, with which factors an exchange goes."""
-        size, sends = self._engine.size, weights.destinations
-        task.sources = tuple(weights.sources)
-        task.is_survivable = True
-        task.must_match = 4
-        task.words.append(int(sends is not None))
-        receives = [weights.sources.get(rank, math.nan) for rank in range(size)]
-        receives[self._rank] = weights.own
-        task.factors = [*((sends or {}).get(rank, math.nan) for rank in range(size)), *receives]
-
-    def _mix(self, rank: int, seq: int, out: torch.Tensor, views: Mapping[int, torch.Tensor]) -> None:
-        """Takes a rank's weighted average, by the weights that it and its sources have told."""
-        size = self._engine.size
-        told = {other: self._control.factor(rank, seq, size + other) for other in range(size)}
-        own = told.pop(rank)
-        sources = {other: weight for other, weight in told.items() if not math.isnan(weight)}
-        weights = Weights(own, sources).without([other for other in sources if other not in views])
-        parts = []
-        for other, weight in weights.sources.items():
-            factor = 1.0
-            if self._control.description(other, seq)[_HAS_FACTORS]:
-                factor = self._control.factor(other, seq, rank)
-                if math.isnan(factor):
-                    raise self._engine.not_sent_error(other, rank)
-            parts.append((views[other], weight * factor))
-        mix_into(out, views[rank], weights.own, parts)
-
-    # --- through the stage ---
-
-    def _through_stage(
-        self,
-        tensor: torch.Tensor,
-        words: list[int],
-        step: Step,
-        *,
-        sources: Sequence[int] | None = None,
-        weights: Weights | None = None,
-    ) -> Handle[torch.Tensor]:
-        """Copies pieces into group memory, where the others read them, and does a step on each piece."""
-        flat = tensor.detach().reshape(-1)
-        piece = self._prepare_stage(flat.nbytes, flat.device) // flat.element_size()
-        tasks = []
-        for start in range(0, max(flat.numel(), 1), piece):
-            part = flat[start : start + piece]
-            task = self._staged(part, [*words, -DEVICE_CODE - start], step, part.numel())
-            task.sources = sources
-            if weights is not None:
-                self._address(task, weights)
-            tasks.append(task)
-
-        def put_back() -> torch.Tensor:
-            if flat.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(flat.view(tensor.shape))
-            return tensor
-
-        return self._begin(tasks, put_back)
-
-    def _staged(self, part: torch.Tensor, words: list[int], step: Step, num_staged: int) -> Task:
-        """Makes the task of one piece, in the half of the stage that was not used last."""
-        assert self._stage is not None
-        half, self._half = self._half, 1 - self._half
-        place = self._memory.place(self._stage[half * (self._stage.numel() // 2) :])
-        assert place is not None
-        segment, offset = place
-
-        def copy_in(task: Task) -> None:
-            own = segment.region(self._rank, offset, part.numel(), part.dtype)
-            self._side.run(lambda: _copy(own, part))
-            self._stage_read_at[half] = task.seq
-
-        def may_work(task: Task, present: list[int]) -> bool:
-            return not self._is_surviving(task) or self._engine.are_done_on_device(
-                DEVICE_ARRIVED, task.seq, present
-            )
-
-        def work(task: Task, present: list[int]) -> None:
-            if not self._is_surviving(task):
-                self._follow(task.seq, DEVICE_ARRIVED, present)
-            stages = {rank: segment.region(rank, offset, num_staged, part.dtype) for rank in present}
-            stages[self._rank] = stages[self._rank][: part.numel()]
-            self._side.run(partial(step, task, part, stages))
-            self._signal(DEVICE_FINISHED, task.seq)
-            self._note(task.seq, present)
-
-        task = self._task(words, work, part, copy_in=copy_in)
-        task.may_arrive = lambda task: self._is_finished(self._stage_read_at[half])
-        task.may_work = may_work
-        return task
-
-    def _prepare_stage(self, size_bytes: int, device: torch.device) -> int:
-        """Makes halves of the stage that hold so much, up to a bound; the size of one. May be collective."""
-        half_bytes = min(_STAGE_BYTES, max(_GRAIN_BYTES, 1 << max(0, size_bytes - 1).bit_length()))
-        if self._stage is None or self._stage.numel() < 2 * half_bytes:
-            self._stage = self._memory.empty(2 * half_bytes, torch.uint8, device)
-            self._stage_read_at = [0, 0]
-        return self._stage.numel() // 2
-
-    def close(self) -> None:
-        """Forgets the stage."""
-        self._stage = None
-
-    # --- order ---
-
-    @property
-    def _side(self) -> DeviceStream:
-        return self._memory.device.side
-
-    def _task(
-        self,
-        words: list[int],
-        work: Callable[[Task, list[int]], None],
-        *tensors: torch.Tensor,
-        copy_in: Callable[[Task], None] | None = None,
-    ) -> Task:
-        """Makes a task whose part is there when the caller's stream has come to where it is now."""
-        mark = self._memory.device.mark(self._memory.device.caller)
-
-        def prepare(task: Task) -> None:
-            self._side.follow(mark)
-            if copy_in is not None:
-                copy_in(task)
-            self._signal(DEVICE_ARRIVED, task.seq)
-
-        task = Task(words, work, [span_of(tensor) for tensor in tensors])
-        task.prepare = prepare
-        return task
-
-    def _begin(self, tasks: Sequence[Task], result: Callable[[], T]) -> Handle[T]:
-        for task in tasks:
-            self._engine.issue(task)
-        return _DeviceHandle(self._engine, self._memory.device, tasks, result)
-
-    def _signal(self, name: int, seq: int) -> None:
-        self._side.signal(self._control.address(self._rank, name), seq)
-
-    def _follow(self, seq: int, name: int, ranks: Sequence[int]) -> None:
-        """Lets the side stream wait until the GPUs of others have come so far."""
-        for rank in ranks:
-            if rank != self._rank:
-                self._side.wait(self._control.address(rank, name), seq)
-
-    def _note(self, seq: int, present: Sequence[int]) -> None:
-        """Remembers an operation in which streams wait for each other."""
-        self._signal(DEVICE_COMPLETE, seq)
-        self._engine.note_on_device(seq, present)
-
-    def _is_surviving(self, task: Task) -> bool:
-        return task.is_survivable or self._engine.should_survive
-
-    def _is_finished(self, seq: int) -> bool:
-        return not seq or self._engine.are_done_on_device(DEVICE_FINISHED, seq, range(self._engine.size))
-
-    def _forget_readers(self, span: Span) -> int:
-        """Finds the last operation in which others read any of some memory that is to be written."""
-        read = [other for other in self._read_at if is_overlapping([other], [span])]
-        return max([self._read_at.pop(other) for other in read], default=0)
-
-
-class _DeviceHandle(Handle[T]):
-    """Tasks of a device; to wait is to order the caller's stream after them."""
-
-    def __init__(
-        self, engine: ProgressEngine, device: SharedDevice, tasks: Sequence[Task], result: Callable[[], T]
-    ) -> None:
-        self._engine = engine
-        self._device = device
-        self._tasks = tasks
-        self._result = result
-
-    def wait(self, deadline: Deadline | None = None) -> T:
-        for task in self._tasks:
-            self._engine.wait(task, deadline)
-        self._device.caller.follow(self._device.mark(self._device.side))
-        return self._result()
-
-    @property
-    def present(self) -> Sequence[int]:
-        """The ranks that took part in the first task, once it is over."""
-        return (self._tasks[0].present if self._tasks else None) or ()
-
-    def is_done(self) -> bool:
-        self._engine.progress()
-        return all(self._engine.is_complete(task) for task in self._tasks)
-
-
-def _reduce_to_all(parts: Sequence[torch.Tensor], op: Reduction) -> None:
-    """Replaces all parts by their reduction."""
-    if op == "mean" and len(parts) == 2:
-        torch.lerp(parts[0], parts[1], 0.5, out=parts[0])  # one operation instead of two
-    else:
-        reduce_into(parts[0], parts, op)
-    for part in parts[1:]:
-        part.copy_(parts[0])
-
-
-def _copy(into: torch.Tensor, source: torch.Tensor) -> None:
-    into.copy_(source)
-
-
-# --- windows ---
 
 
 class DeviceSlot:
@@ -669,3 +280,205 @@ class DeviceReads:
     def _order(self) -> None:
         with self._fence:
             pass
+
+
+# --- NVIDIA ---
+
+
+class SharedDevice:
+    """A GPU of this machine, as one process sees it."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        torch.zeros(1, device=f"cuda:{index}")  # the context exists from now on
+        properties = torch.cuda.get_device_properties(index)
+        self.name = f"cuda:{index} ({properties.name})"
+        self.identity = str(properties.uuid)
+        """Equal for all processes that use the same GPU."""
+        self._driver = _Driver(index)
+        side: torch.cuda.Stream = torch.cuda.Stream(index, priority=-1)  # type: ignore[no-untyped-call]
+        self.side = DeviceStream(self, side)
+        """The stream of collectives, which overlap with the caller's own work."""
+        self._registered: dict[int, tuple[int, int]] = {}
+        """By the first address of registered memory: its end, and how far off the GPU sees it."""
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Tells whether a tensor lies in its memory."""
+        return tensor.device.type == "cuda"
+
+    @property
+    def caller(self) -> DeviceStream:
+        """The stream that the operations of this thread go to now."""
+        return DeviceStream(self, torch.cuda.current_stream(self._index))
+
+    def mark(self, stream: DeviceStream) -> torch.cuda.Event:
+        """Names the place that a stream has come to, for `DeviceStream.follow`."""
+        event: torch.cuda.Event = stream.stream.record_event()
+        return event
+
+    def allocate(self, size_bytes: int) -> tuple[torch.Tensor, bytes]:
+        """Takes memory, a flat uint8 tensor of zeros, and a handle by which other processes attach it.
+
+        It is the driver's own: torch gives parts of blocks, and a handle maps whole ones. It goes back when
+        the last tensor over it is gone.
+        """
+        pointer = ctypes.c_uint64()
+        error = self._driver.call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size_bytes))
+        if error == _OUT_OF_MEMORY:
+            torch.cuda.empty_cache()  # what torch keeps for later
+            error = self._driver.call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size_bytes))
+        if error == _OUT_OF_MEMORY:
+            raise MemoryFull(
+                f"{self.name} has no room for {size_bytes / 1e6:.1f} MB more.",
+                next_step="use a smaller model or batch, or fewer workers on one GPU.",
+            )
+        self._driver.check(error, "take memory")
+        handle = (ctypes.c_char * _HANDLE_BYTES)()
+        self._driver.check(self._driver.call("cuIpcGetMemHandle", handle, pointer), "share memory")
+        memory = self._tensor(pointer.value, size_bytes, "cuMemFree_v2")
+        memory.zero_()
+        torch.cuda.current_stream(self._index).synchronize()
+        return memory, bytes(handle)
+
+    def attach(self, handle: bytes, size_bytes: int) -> torch.Tensor:
+        """Maps memory that another process has allocated, for as long as there are tensors over it.
+
+        The GPU may be another one of this machine, if this process sees it.
+        """
+        pointer = ctypes.c_uint64()
+        opened = _IpcHandle.from_buffer_copy(handle)
+        error = self._driver.call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), opened, _PEER_ACCESS)
+        self._driver.check(error, "map the memory of another worker")
+        return self._tensor(pointer.value, size_bytes, "cuIpcCloseMemHandle")
+
+    def register(self, memory: torch.Tensor) -> None:
+        """Pins host memory and maps it for the GPU, so that streams write and wait for words in it."""
+        start = memory.data_ptr()
+        if start in self._registered:
+            return
+        error = self._driver.call(
+            "cuMemHostRegister_v2",
+            ctypes.c_void_p(start),
+            ctypes.c_size_t(memory.nbytes),
+            _MAPPED | _PORTABLE,
+        )
+        if error != _ALREADY_REGISTERED:
+            self._driver.check(error, "map host memory")
+        seen = ctypes.c_uint64()
+        error = self._driver.call(
+            "cuMemHostGetDevicePointer_v2", ctypes.byref(seen), ctypes.c_void_p(start), ctypes.c_uint(0)
+        )
+        self._driver.check(error, "map host memory")
+        self._registered[start] = start + memory.nbytes, seen.value - start
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        """Ends what `register` began."""
+        if self._registered.pop(memory.data_ptr(), None) is not None:
+            self._driver.call("cuMemHostUnregister", ctypes.c_void_p(memory.data_ptr()))
+
+    def synchronize(self) -> None:
+        """Waits until the GPU has done all that this process gave it."""
+        torch.cuda.synchronize(self._index)
+
+    def enqueue(self, name: str, stream: torch.cuda.Stream, address: int, value: int) -> None:
+        """Gives a stream a function of the driver that writes or waits for a word of registered memory."""
+        error = self._driver.call(name, stream.cuda_stream, self._seen_by_gpu(address), value, _NO_FLAGS)
+        if error:
+            self._driver.check(error, "order its work")
+
+    def _seen_by_gpu(self, address: int) -> int:
+        for start, (end, offset) in self._registered.items():
+            if start <= address < end:
+                return address + offset
+        raise UsageError(f"{self.name} cannot reach the host memory at {address:#x}.")
+
+    def _tensor(self, pointer: int, size_bytes: int, release: str) -> torch.Tensor:
+        """Makes a tensor; when it and all its views are gone, the driver's function `release` is called."""
+        memory = _Memory(pointer, size_bytes)
+        end = weakref.finalize(memory, self._driver.call, release, ctypes.c_uint64(pointer))
+        end.atexit = False  # the process's end gives everything back
+        return torch.as_tensor(memory, device=f"cuda:{self._index}")
+
+
+class DeviceStream:
+    """A queue of work that a GPU does in order, while the caller goes on."""
+
+    def __init__(self, device: SharedDevice, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        self._device = device
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Gives it some tensor operations."""
+        with torch.cuda.stream(self.stream):
+            work()
+
+    def signal(self, address: int, value: int) -> None:
+        """Lets it write a word of registered host memory when all before is done and visible to others."""
+        self._device.enqueue(_WRITE_VALUE, self.stream, address, value)
+
+    def wait(self, address: int, value: int) -> None:
+        """Lets it wait until a word of registered host memory is `value` or more, which no flag stands for."""
+        self._device.enqueue(_WAIT_VALUE, self.stream, address, value)
+
+    def synchronize(self) -> None:
+        """Waits until it has done all that it was given."""
+        self.stream.synchronize()
+
+    def follow(self, mark: torch.cuda.Event) -> None:
+        """Lets what comes next wait for what a stream was given before `SharedDevice.mark`."""
+        self.stream.wait_event(mark)
+
+
+class _Memory:
+    """Some GPU memory, in the terms by which torch takes it from others without a copy."""
+
+    def __init__(self, pointer: int, size_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 3,
+        }
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
+
+
+class _Driver:
+    """The CUDA driver's own interface, for what torch has no function for."""
+
+    def __init__(self, index: int) -> None:
+        try:
+            self._library = ctypes.CDLL(_LIBRARY)
+        except OSError as error:
+            raise UsageError(
+                f"workers cannot share the memory of a GPU here: {error}.",
+                next_step='open the group with shoal.init(backend="gloo").',
+            ) from None
+        self._index = index
+        for name in (_WRITE_VALUE, _WAIT_VALUE):
+            kinds = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+            getattr(self._library, name).argtypes = kinds
+        self._context = ctypes.c_void_p()
+        self._thread = threading.local()
+        self.check(self._library.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), index), "be used")
+
+    def call(self, name: str, *arguments: Any) -> int:
+        """Calls a function of the driver in the context that torch uses."""
+        if not getattr(self._thread, "is_ready", False):
+            self._library.cuCtxSetCurrent(self._context)
+            self._thread.is_ready = True
+        return int(getattr(self._library, name)(*arguments))
+
+    def check(self, error: int, what: str) -> None:
+        """Raises UsageError for anything but success."""
+        if error:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(error, ctypes.byref(text))
+            reason = (text.value or b"unknown error").decode()
+            raise UsageError(
+                f"GPU {self._index} could not {what}: {reason} (CUDA error {error}).",
+                cause="the driver or the container does not let processes share a GPU's memory.",
+                next_step='open the group with shoal.init(backend="gloo"), which goes through host memory.',
+            )

@@ -3,9 +3,6 @@
 All members number their operations alike. Of each one a member says first that it has arrived (what it gives
 lies in shared memory), then that it has finished its part of the work. Everything happens in the thread that
 calls, whenever it calls: a worker's own computing leaves no core free for another thread.
-
-Tensors that are not the group's own pass through two halves of shared memory, piece by piece (`Staging`):
-while one piece is worked on, the next is copied into the other half.
 """
 
 from __future__ import annotations
@@ -15,14 +12,15 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, ShoalError, UsageError
-from shoal.group.base import GroupSettings, Handle, Reduction, T, rank_to_blame
-from shoal.group.host.control import (
+from shoal.group.base import GroupSettings, Handle, T, rank_to_blame
+from shoal.group.host.heartbeat import ProcessWatch
+from shoal.group.host.memory import (
     ARRIVED,
     ASLEEP,
     DEVICE_COMPLETE,
@@ -34,11 +32,8 @@ from shoal.group.host.control import (
     VERDICT,
     ControlPage,
     WakePipes,
-    code_of,
 )
-from shoal.group.host.heartbeat import ProcessWatch
-from shoal.group.host.memory import Segment
-from shoal.group.kernels import OPS, reduce_into, share
+from shoal.group.kernels import OPS
 from shoal.group.operations import TrafficCounter
 from shoal.topology import Weights
 
@@ -51,8 +46,6 @@ _LINE_EVERY_S = 10.0
 KINDS = ("all_reduce", "broadcast", "all_gather", "exchange", "barrier", "empty", "free")
 Span = tuple[int, int]
 """First address of some memory, and the first behind it."""
-STAGE_BYTES = 1 << 22
-"""One half of the staging memory: a step's overhead does not count any more, and caches still hold it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -187,7 +180,8 @@ class ProgressEngine:
                 raise self._void
             return
         self.check_usable()
-        self.pipes.take_in()
+        if self.pipes.must_listen:
+            self.pipes.take_in()
         try:
             moved = True
             while moved:
@@ -210,7 +204,8 @@ class ProgressEngine:
             return False
         if not (task.is_shared or task.needs_shares):
             return True
-        self.pipes.take_in()
+        if self.pipes.must_listen:
+            self.pipes.take_in()
         for rank in task.present:
             if self.control.get(rank, FINISHED) >= task.seq:
                 continue
@@ -387,7 +382,9 @@ class ProgressEngine:
 
     def _try(self, task: Task) -> bool:
         """Does a task's work if all whom it needs have arrived; True when it is over."""
-        if task.seq > self.control.get(self.rank, ARRIVED) or not self.is_finished(task.after):
+        if task.seq > self.control.get(self.rank, ARRIVED):
+            return False
+        if task.after and not self.is_finished(task.after):
             return False
         present = [self.rank]
         for rank in self._others if task.sources is None else task.sources:
@@ -552,123 +549,32 @@ def _give_way() -> None:
         time.sleep(0)
 
 
-Step = Callable[[Task, torch.Tensor, dict[int, torch.Tensor]], None]
-"""Work on one piece: the own part, and the staged parts of those who take part, by rank."""
-
-
-class Staging:
-    """Does operations on memory that others cannot see, piece by piece through memory that they can."""
-
-    def __init__(self, rank: int, stage: Segment, engine: ProgressEngine) -> None:
-        self._rank = rank
-        self._stage = stage
-        self._engine = engine
-
-    def run(
-        self,
-        tensor: torch.Tensor,
-        words: list[int],
-        step: Step,
-        address: Callable[[Task], None] | None = None,
-        *,
-        should_give: bool = True,
-    ) -> Handle[torch.Tensor]:
-        """Copies in, if there is something to give, and does a step; `address` completes the tasks."""
-        flat = _flat(tensor)
-        tasks = []
-        for start, part in _pieces(flat):
-            task = self._task(part, [*words, -1 - start], step)
-            if should_give:
-                task.prepare = self._copy_in(part)
-            if address is not None:
-                address(task)
-            tasks.append(self._engine.issue(task))
-        return TasksHandle(self._engine, tasks, lambda: put_back(flat, tensor))
-
-    def reduce_in_shares(self, tensor: torch.Tensor, words: list[int], op: Reduction) -> Handle[torch.Tensor]:
-        """Lets each worker reduce its share in the staging memory, then all copy all shares out.
-
-        From three workers on this moves fewer bytes than if each reduced everything for itself.
-        """
-        flat = _flat(tensor)
-        tasks = []
-        for start, part in _pieces(flat):
-            first = self._task(part, [*words, -1 - start], self._reduce_own_share(op))
-            first.prepare = self._copy_in(part)
-            first.needs_shares = True
-            first.num_holding = 1
-            first.half = (self._engine.issued + 1 >> 1) & 1
-            self._engine.issue(first)
-            copy_out = self._copy_out(part, first)
-            second = Task(first.words, copy_out, first.spans, follows=first, after=first.seq)
-            tasks += [first, self._engine.issue(second)]
-        return TasksHandle(self._engine, tasks, lambda: put_back(flat, tensor))
-
-    def gather_step(self, kind: int, flats: dict[int, torch.Tensor], part: slice) -> Task:
-        """Makes the task that collects one piece of everybody's tensor, of whatever length."""
-        own = flats[self._rank][part]
-
-        def take(task: Task, own: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
-            for rank in stages:
-                if rank != self._rank:
-                    theirs = flats[rank][part]
-                    place = task.half * STAGE_BYTES
-                    theirs.copy_(self._stage.region(rank, place, theirs.numel(), theirs.dtype))
-
-        task = self._task(own, [kind, code_of(own.dtype), -1 - part.start, 0], take)
-        task.prepare = self._copy_in(own)
-        return task
-
-    def _task(self, part: torch.Tensor, words: list[int], step: Step) -> Task:
-        def work(task: Task, present: list[int]) -> None:
-            step(task, part, regions(self._stage, task.half * STAGE_BYTES, part, present))
-
-        return Task(words, work, [span_of(part)], is_staged=True)
-
-    def _copy_in(self, part: torch.Tensor) -> Callable[[Task], None]:
-        def prepare(task: Task) -> None:
-            self._stage.region(self._rank, task.half * STAGE_BYTES, part.numel(), part.dtype).copy_(part)
-
-        return prepare
-
-    def _reduce_own_share(self, op: Reduction) -> Step:
-        def step(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
-            ranks = list(stages)
-            low, high = share(ranks.index(self._rank), len(ranks), part.numel(), part.element_size())
-            own = stages[self._rank][low:high]
-            # what it is reduced into comes first, since it is overwritten
-            reduce_into(own, [own, *(stages[rank][low:high] for rank in ranks if rank != self._rank)], op)
-
-        return step
-
-    def _copy_out(self, part: torch.Tensor, first: Task) -> Callable[[Task, list[int]], None]:
-        def work(task: Task, present: list[int]) -> None:
-            ranks = first.present or []
-            stages = regions(self._stage, first.half * STAGE_BYTES, part, ranks)
-            for index, rank in enumerate(ranks):
-                low, high = share(index, len(ranks), part.numel(), part.element_size())
-                part[low:high].copy_(stages[rank][low:high])
-
-        return work
-
-
 class TasksHandle(Handle[T]):
-    """An operation that consists of tasks, which end in order."""
+    """An operation that consists of tasks, which end in order; `order` is called before the result."""
 
-    def __init__(self, engine: ProgressEngine, tasks: Sequence[Task], result: Callable[[], T]) -> None:
+    def __init__(
+        self,
+        engine: ProgressEngine,
+        tasks: Sequence[Task],
+        result: Callable[[], T],
+        order: Callable[[], None] | None = None,
+    ) -> None:
         self._engine = engine
         self._tasks = tasks
         self._result = result
+        self._order = order
 
     def wait(self, deadline: Deadline | None = None) -> T:
         """Returns the result, or raises the error of the first task that has one."""
         for task in self._tasks:
             self._engine.wait(task, deadline)
+        if self._order is not None:
+            self._order()
         return self._result()
 
     @property
     def present(self) -> Sequence[int]:
-        """The ranks that took part in the first task, once it is over."""
+        """The ranks that took part in the first task, once it is over; the cluster's collectives ask."""
         return (self._tasks[0].present if self._tasks else None) or ()
 
     def is_done(self) -> bool:
@@ -681,33 +587,6 @@ def span_of(tensor: torch.Tensor) -> Span:
     """Finds the memory of a tensor without gaps."""
     start = tensor.data_ptr()
     return start, start + tensor.numel() * tensor.element_size()
-
-
-def sent_by(root: int, views: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Finds the root's tensor; UsageError when it has left."""
-    if root not in views:
-        raise UsageError(
-            f"rank {root}, which should broadcast, has left the group.", next_step="broadcast from a member."
-        )
-    return views[root]
-
-
-def regions(
-    segment: Segment, offset_bytes: int, like: torch.Tensor, ranks: Sequence[int]
-) -> dict[int, torch.Tensor]:
-    """Views the same place in the regions of several ranks."""
-    return {rank: segment.region(rank, offset_bytes, like.numel(), like.dtype) for rank in ranks}
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Views a tensor in one dimension and memory of the CPU: its own where that can be."""
-    return tensor.detach().reshape(-1).cpu()
-
-
-def _pieces(flat: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """Cuts into parts that fit one half; an empty one where there are none, so that all count alike."""
-    step = STAGE_BYTES // flat.element_size()
-    return [(start, flat[start : start + step]) for start in range(0, max(flat.numel(), 1), step)]
 
 
 def put_back(flat: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

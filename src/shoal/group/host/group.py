@@ -7,7 +7,6 @@ memory, in pieces. `all_gather` waits for the others before it returns: it must 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,40 +14,35 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import torch
 
 from shoal.core import Deadline, DeadlineExceeded, Placement, ShoalError, UsageError
-from shoal.group.base import Group, GroupSettings, GroupStats, Handle, Loss, Reduction, T, rank_to_blame
+from shoal.group.base import Group, GroupSettings, GroupStats, Handle, Loss, Reduction, rank_to_blame
 from shoal.group.functions import spread_over_ranks
-from shoal.group.host.control import (
+from shoal.group.host.collectives import (
+    NO_PLACE,
+    STAGE_BYTES,
+    DeviceCollectives,
+    HostCollectives,
+)
+from shoal.group.host.device import DeviceMemory, MakeDevice, open_device
+from shoal.group.host.engine import KINDS, HostTrafficCounter, ProgressEngine, Task, TasksHandle
+from shoal.group.host.heartbeat import ProcessWatch
+from shoal.group.host.meeting import JoinRequest, SharedFiles, meet
+from shoal.group.host.memory import (
     ARRIVED,
     BEAT,
     LEFT,
     NOT_YET,
+    Arena,
     ControlPage,
+    MemoryFull,
+    MemoryRange,
+    Segment,
     WakePipes,
     code_of,
     failed_beat,
+    open_files,
 )
-from shoal.group.host.cuda import MakeDevice, open_device
-from shoal.group.host.device import DeviceCollectives, DeviceMemory
-from shoal.group.host.engine import (
-    KINDS,
-    STAGE_BYTES,
-    HostTrafficCounter,
-    ProgressEngine,
-    Span,
-    Staging,
-    Task,
-    TasksHandle,
-    is_overlapping,
-    regions,
-    sent_by,
-    span_of,
-)
-from shoal.group.host.heartbeat import ProcessWatch
-from shoal.group.host.meeting import JoinRequest, SharedFiles, meet
-from shoal.group.host.memory import Arena, MemoryFull, MemoryRange, Segment, open_files
-from shoal.group.host.window import HostWindow, SlotLayout, WindowSet
-from shoal.group.kernels import OPS, check_reduction, mix_into, reduce_into, reduce_to_all, share
-from shoal.tensors.memory import copy_into
+from shoal.group.host.window import HostWindow, WindowSet, agree_on_sources
+from shoal.group.kernels import OPS, check_reduction
 from shoal.topology import MachineWeights, Weights
 
 _LEAVING_S = 10.0
@@ -56,8 +50,6 @@ _MEETING_S = 300.0
 _PAGE = 4096
 _ALL_REDUCE, _BROADCAST, _ALL_GATHER, _EXCHANGE, _BARRIER, _EMPTY, _FREE = range(len(KINDS))
 _NOTHING, _TAKEN, _NO_ROOM = range(3)
-_NO_PLACE = -1
-_SMALL_BYTES = 1 << 16
 _opened: dict[tuple[str, int], int] = {}
 
 
@@ -79,7 +71,7 @@ def open_host_group(
         shared = None
         if rank == 0:
             files = open_files(settings.folder)
-            arena = undo.enter_context(contextlib.closing(Arena(files, size)))
+            arena = undo.enter_context(contextlib.closing(Arena(files, rank, size)))
             shared = SharedFiles(
                 files, [arena.grow(ControlPage.region_bytes(size)), arena.grow(2 * STAGE_BYTES)]
             )
@@ -93,7 +85,7 @@ def open_host_group(
         for descriptor in met.pipes[:rank] + met.pipes[rank + 1 :]:
             undo.callback(os.close, descriptor)
         if rank != 0:
-            arena = undo.enter_context(contextlib.closing(Arena(met.shared.files, size)))
+            arena = undo.enter_context(contextlib.closing(Arena(met.shared.files, rank, size)))
             # its own came back to it under another number
             os.close(met.pipes[rank])
             met.pipes[rank] = own_pipe[1]
@@ -132,12 +124,10 @@ class HostGroup(Group):
         self._pipes = engine.pipes
         self._watch = engine.watch
         self._devices = DeviceMemory(self, engine, make_device)
-        self._on_device = DeviceCollectives(self._devices, engine)
-        self._staging = Staging(self.rank, stage, engine)
+        self._on_device = DeviceCollectives(engine, self._devices)
+        self._on_host = HostCollectives(engine, arena, stage)
         self._counter = HostTrafficCounter(engine)
         self._windows = WindowSet(engine, arena, self._counter, self._devices)
-        self._read_at: dict[Span, int] = {}
-        """Memory that others read, and the last operation in which they do."""
         self._is_open = True
 
     @property
@@ -206,120 +196,45 @@ class HostGroup(Group):
 
         span = (segment.start, segment.end)
         self._meet(Task([_FREE, 0, segment.place.size_bytes, segment.code], work, [span]))
-        self._forget_readers(span)
+        self._on_host.forget_readers(span)
         self._arena.forget(segment)
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "mean") -> Handle[torch.Tensor]:
         """Reduces in place; of the group's own memory each worker reduces one share, for all."""
-        given, tensor = tensor, tensor.detach()
         check_reduction(tensor, op)
         self._counter.all_reduce(tensor.nbytes)
         words = [_ALL_REDUCE, code_of(tensor.dtype), tensor.numel(), OPS.index(op)]
-        if self._devices.takes(tensor):
-            return self._on_device.all_reduce(given, op, words)
-        should_survive = self._engine.should_survive
-        place = None if should_survive else self._arena.find_own(tensor, self.rank)
-        if place is None:
-            if self.size > 2 and not should_survive:
-                return self._staging.reduce_in_shares(given, words, op)
-
-            def reduce(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
-                reduce_into(part, list(stages.values()), op)
-
-            return self._staging.run(given, words, reduce)
-        segment, offset = place
-        count, dtype = tensor.numel(), tensor.dtype
-
-        def work(task: Task, present: list[int]) -> None:
-            views = list(regions(segment, offset, tensor, present).values())
-            low, high = share(present.index(self.rank), len(present), count, dtype.itemsize)
-            reduce_to_all(views, low, high, op)
-
-        task = Task([*words, segment.code + offset], work, [span_of(tensor)])
-        task.is_shared = task.needs_shares = True
-        return self._begin(task, given)
+        return self._collectives(tensor).all_reduce(tensor, op, words)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
         """Copies the root's tensor to all, in place."""
-        given, tensor = tensor, tensor.detach()
         self._engine.check_rank(root)
         self._counter.broadcast(tensor.nbytes, root)
         words = [_BROADCAST, code_of(tensor.dtype), tensor.numel(), root]
-        if self._devices.takes(tensor):
-            return self._on_device.broadcast(given, root, words)
-        sources = () if self.rank == root else (root,)
-        place = self._arena.find_own(tensor, self.rank)
-        # of what is small the root gives a copy, and need not wait until all have read it
-        if place is None or tensor.numel() * tensor.element_size() <= _SMALL_BYTES:
-
-            def take(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
-                if self.rank != root:
-                    part.copy_(sent_by(root, stages))
-
-            def address(task: Task) -> None:
-                task.sources = sources
-
-            return self._staging.run(given, words, take, address, should_give=self.rank == root)
-        segment, offset = place
-
-        def work(task: Task, present: list[int]) -> None:
-            if self.rank != root:
-                copy_into(tensor.view(-1), sent_by(root, regions(segment, offset, tensor, present)))
-
-        task = Task([*words, segment.code + offset], work, [span_of(tensor)])
-        # the root waits for everybody: they read its memory
-        task.sources = None if self.rank == root else sources
-        task.is_shared = self.rank == root
-        return self._begin(task, given)
+        return self._collectives(tensor).broadcast(tensor, root, words)
 
     def all_gather(self, tensor: torch.Tensor) -> Handle[list[torch.Tensor]]:
         """Collects everybody's tensor; all dimensions but the first are equal."""
-        tensor = tensor.detach()
         rows, rest = (tensor.shape[0], tuple(tensor.shape[1:])) if tensor.ndim else (1, ())
         told: dict[int, list[int]] = {}
 
         def learn(task: Task, present: list[int]) -> None:
             told.update({rank: self._control.description(rank, task.seq)[4:6] for rank in present})
 
-        width = torch.Size(rest).numel()
-        place = self._arena.find_own(tensor, self.rank)
-        code = _NO_PLACE if place is None else place[0].code + place[1]
-        words = [_ALL_GATHER, code_of(tensor.dtype), width, len(rest), rows, code]
-        self._meet(Task(words, learn, must_match=4))
-        row_bytes = width * tensor.element_size()
-        all_bytes = row_bytes * sum(rows for rows, _ in told.values())
-        self._counter.all_gather(tensor.nbytes, all_bytes - tensor.nbytes)
-        if self._devices.takes(tensor):
-            shapes = {rank: (rows, *rest) for rank, (rows, _) in told.items()}
-            return self._on_device.all_gather(tensor, shapes, [_ALL_GATHER, code_of(tensor.dtype)])
-        results = {rank: tensor.new_empty((rows, *rest)) for rank, (rows, _) in told.items()}
-        copy_into(results[self.rank], tensor.reshape(rows, *rest))
-        flats = {rank: result.view(-1) for rank, result in results.items()}
-        piece = STAGE_BYTES // tensor.element_size()
-        longest = max(flat.numel() for flat in flats.values())
+        width, dtype = torch.Size(rest).numel(), code_of(tensor.dtype)
+        place = self._arena.find_own(tensor)
+        code = NO_PLACE if place is None else place[0].code + place[1]
+        self._meet(Task([_ALL_GATHER, dtype, width, len(rest), rows, code], learn, must_match=4))
+        shapes = {rank: (rows, *rest) for rank, (rows, _) in told.items()}
         codes = {rank: code for rank, (_, code) in told.items()}
-        if _NO_PLACE not in codes.values():
-            tasks = [self._engine.issue(self._read_all(tensor, flats, codes))]
-        else:
-            tasks = [
-                self._engine.issue(self._staging.gather_step(_ALL_GATHER, flats, slice(start, start + piece)))
-                for start in range(0, longest, piece)
-            ]
-
-        def those_who_stayed() -> list[torch.Tensor]:
-            return [
-                result
-                for rank, result in results.items()
-                if all(task.present is not None and rank in task.present for task in tasks)
-            ]
-
-        return TasksHandle(self._engine, tasks, those_who_stayed)
+        all_bytes = width * tensor.element_size() * sum(rows for rows, _ in told.values())
+        self._counter.all_gather(tensor.nbytes, all_bytes - tensor.nbytes)
+        return self._collectives(tensor).all_gather(tensor, shapes, codes, [_ALL_GATHER, dtype])
 
     def exchange(
         self, tensor: torch.Tensor, weights: Weights | MachineWeights, *, out: torch.Tensor | None = None
     ) -> Handle[torch.Tensor]:
         """Takes the weighted average; waits for those alone that this worker names as sources."""
-        given, tensor = tensor, tensor.detach()
         if not isinstance(weights, Weights):
             weights = spread_over_ranks(self, weights)
         weights.check(self.rank, self.size)
@@ -327,49 +242,17 @@ class HostGroup(Group):
             raise UsageError(
                 f"Cannot average {tensor.dtype} tensors: convert the tensor to a floating-point type first."
             )
-        words = [_EXCHANGE, code_of(tensor.dtype), tensor.numel()]
         self._counter.exchange(tensor.nbytes, weights)
-        if self._devices.takes(tensor):
-            return self._on_device.exchange(given, weights, words, out)
-        if out is None:
-
-            def mix(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
-                self._mix(task, part, part, stages, weights)
-
-            return self._staging.run(given, words, mix, lambda task: self._address(task, weights))
-        result, out = out, out.detach()
-        place = self._arena.find_own(tensor, self.rank)
-        is_alike = out.shape == tensor.shape and out.dtype == tensor.dtype and out.is_contiguous()
-        if place is None or not is_alike or is_overlapping([span_of(out)], [span_of(tensor)]):
-            raise UsageError(
-                "An exchange into another tensor begins in memory of the group; both are alike, and apart.",
-                next_step="take both from group.empty(), or leave out= away.",
-            )
-        segment, offset = place
-
-        def work(task: Task, present: list[int]) -> None:
-            views = regions(segment, offset, tensor, present)
-            self._mix(task, out.view(-1), tensor.view(-1), views, weights)
-
-        task = Task([*words, segment.code + offset], work, [span_of(tensor), span_of(out)])
-        self._address(task, weights)
-        task.after = self._forget_readers(span_of(out))
-        handle = self._begin(task, result)
-        self._read_at[span_of(tensor)] = task.seq
-        return handle
+        words = [_EXCHANGE, code_of(tensor.dtype), tensor.numel()]
+        return self._collectives(tensor).exchange(tensor, weights, words, out)
 
     def settle(self, tensor: torch.Tensor) -> None:
         """Waits until nobody reads `tensor` any more."""
-        if self._devices.takes(tensor):
-            self._on_device.settle(tensor)
-            return
-        seq = self._forget_readers(span_of(tensor))
-        if not self._engine.is_finished(seq):
-            self._engine.wait_until(lambda: self._engine.is_finished(seq), None, "settle")
+        self._collectives(tensor).settle(tensor)
 
     def barrier(self) -> Handle[None]:
         """Is done when all members have come to it."""
-        return self._begin(Task([_BARRIER, 0, 0, 0]), None)
+        return TasksHandle(self._engine, [self._engine.issue(Task([_BARRIER, 0, 0, 0]))], lambda: None)
 
     def window(
         self,
@@ -384,21 +267,12 @@ class HostGroup(Group):
         if num_elements < 1:
             raise UsageError(f"Window {name!r} would have no elements.", next_step="give it one at least.")
         code_of(dtype)  # refuses here what could not be described later
-        is_on_device = device is not None and device.type != "cpu"
+        shape = num_elements, dtype, device
         if sources == ():  # on all members: there is nothing to agree on
-            return HostWindow(name, SlotLayout({}, num_elements, dtype), (), self._windows, device)
+            return HostWindow(self, name, shape, {}, self._windows)
         with self._uncounted():
-            layout = SlotLayout.agree(self, name, num_elements, dtype, sources, is_on_device=is_on_device)
-        memory = [self.empty(-(-layout.size_bytes // self.size) or 1, torch.uint8)]
-        if is_on_device:
-            memory.append(self.empty(layout.device_bytes or 1, torch.uint8, device=device))
-
-        def free() -> None:
-            self._windows.forget(memory[0])
-            for tensor in memory:
-                self.free(tensor)
-
-        return HostWindow(name, layout, memory, self._windows, device, free)
+            sources_of = agree_on_sources(self, name, num_elements, dtype, sources)
+        return HostWindow(self, name, shape, sources_of, self._windows)
 
     def wait_until(
         self, is_done: Callable[[], bool], deadline: Deadline | None, what: str, whom: Callable[[], str]
@@ -467,8 +341,8 @@ class HostGroup(Group):
         self._engine.drop()
         self._windows.pending.drop(None, f"rank {self.rank} has left the group before it was done.")
 
-    def _begin(self, task: Task, result: T) -> Handle[T]:
-        return TasksHandle(self._engine, [self._engine.issue(task)], lambda: result)
+    def _collectives(self, tensor: torch.Tensor) -> HostCollectives:
+        return self._on_device if self._devices.takes(tensor) else self._on_host
 
     def _meet(self, task: Task) -> None:
         """Does an operation that cannot be left half-way: who gives up here is out of step."""
@@ -478,11 +352,6 @@ class HostGroup(Group):
         except DeadlineExceeded as error:
             self._engine.fail(error)
             raise
-
-    def _forget_readers(self, span: Span) -> int:
-        """Finds the last operation in which others read any of some memory that is to be written."""
-        read = [other for other in self._read_at if is_overlapping([other], [span])]
-        return max([self._read_at.pop(other) for other in read], default=0)
 
     def _take_memory(self, num_elements: int, dtype: torch.dtype, region: int) -> MemoryRange | None:
         """Learns what memory the first of those present has taken for all; None when it has gone."""
@@ -512,45 +381,3 @@ class HostGroup(Group):
             task.words[3] = _NO_ROOM
         else:
             task.words[3:] = [_TAKEN, place.file, place.offset_bytes]
-
-    def _read_all(self, own: torch.Tensor, flats: dict[int, torch.Tensor], codes: dict[int, int]) -> Task:
-        """Makes the task that copies everybody's tensor from where it lies in the group's memory."""
-
-        def work(task: Task, present: list[int]) -> None:
-            for rank in present:
-                if rank != self.rank:
-                    segment, offset = self._arena.at(codes[rank])
-                    flat = flats[rank]
-                    copy_into(flat, segment.region(rank, offset, flat.numel(), flat.dtype))
-
-        return Task([_ALL_GATHER, code_of(own.dtype), -1, 0], work, [span_of(own)], is_shared=True)
-
-    def _address(self, task: Task, weights: Weights) -> None:
-        """Says from whom, and to whom with which factors, an exchange goes."""
-        task.sources = tuple(weights.sources)
-        task.is_survivable = True
-        task.must_match = 4
-        task.words.append(int(weights.destinations is not None))
-        if weights.destinations is not None:
-            task.factors = [weights.destinations.get(rank, math.nan) for rank in range(self.size)]
-
-    def _mix(
-        self,
-        task: Task,
-        out: torch.Tensor,
-        own: torch.Tensor,
-        views: dict[int, torch.Tensor],
-        weights: Weights,
-    ) -> None:
-        gone = [rank for rank in weights.sources if rank not in views]
-        if gone:
-            weights = weights.without(gone)
-        sources = []
-        for rank, weight in weights.sources.items():
-            factor = 1.0
-            if self._control.description(rank, task.seq)[4]:
-                factor = self._control.factor(rank, task.seq, self.rank)
-                if math.isnan(factor):
-                    raise self._engine.not_sent_error(rank, self.rank)
-            sources.append((views[rank], weight * factor))
-        mix_into(out, own, weights.own, sources)

@@ -22,7 +22,7 @@ from shoal.core import LoopThread
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.core.processes import stat_fields
 from shoal.group.base import GroupSettings, Loss
-from shoal.group.host.control import BEAT, LEFT, NOT_YET, VERDICT, ControlPage, WakePipes, culprit_of
+from shoal.group.host.memory import BEAT, LEFT, NOT_YET, VERDICT, ControlPage, WakePipes, culprit_of
 
 log = logging.getLogger(__name__)
 _BEAT_S = 0.2

@@ -271,7 +271,7 @@ class _RankZero:
                     send(worker, Failed("rank 0 runs another version of Shoal."))
                 raise PeerRefused("a worker runs another version of Shoal than rank 0.") from None
             except (OSError, EOFError) as error:
-                if isinstance(error, OSError) and error.errno in _SHORTAGES:
+                if getattr(error, "errno", None) in _SHORTAGES:
                     raise _too_few_files(0) from None
                 log.warning("a worker connected, and ended before it said who it is")
                 return
@@ -302,7 +302,7 @@ class _RankZero:
             except DeadlineExceeded:
                 raise
             except OSError as error:
-                raise (_too_few_files(0) if error.errno in _SHORTAGES else _lost(rank)) from None
+                raise _broken_off(error, 0, rank) from None
         for worker in self._workers.values():
             with contextlib.suppress(OSError):  # who ends from now on is lost to the group
                 send(worker, Ready())
@@ -324,29 +324,28 @@ def _join(address: str, request: JoinRequest, pipe: int, wait: _Wait) -> Welcome
         f"rank {request.rank} waited for the other workers in vain.",
         next_step="see which rank has not called shoal.init().",
     )
-    whom = "the other workers to come; rank 0 knows which"
     with contextlib.ExitStack() as received, _connect(address, request, wait) as host:
+
+        def hear(kind: Any) -> tuple[Any, list[int]]:
+            wait.until_readable([host], "the other workers to come; rank 0 knows which", late)
+            said, descriptors = receive(host, kind | Failed, received)
+            if isinstance(said, Failed):
+                raise said.error()
+            return said, descriptors
+
         try:
             send(host, request, [pipe])
-            wait.until_readable([host], whom, late)
-            met, descriptors = receive(host, Welcome | Failed, received)
-            if isinstance(met, Failed):
-                raise met.error()
+            met, descriptors = hear(Welcome)
             if len(descriptors) != request.size + len(met.shared.files):
                 raise _too_few_files(request.rank)
             host.sendall(_ACK)
-            wait.until_readable([host], whom, late)
-            end, _ = receive(host, Ready | Failed, received)
-            if isinstance(end, Failed):
-                raise end.error()
+            hear(Ready)
         except UnknownMessageError:
             raise PeerRefused("rank 0 runs another version of Shoal.", peer=0) from None
         except DeadlineExceeded:
             raise
         except (OSError, EOFError) as error:
-            if isinstance(error, OSError) and error.errno in _SHORTAGES:
-                raise _too_few_files(request.rank) from None
-            raise _lost(0) from None
+            raise _broken_off(error, request.rank, 0) from None
         received.pop_all()
     return Welcome(
         met.pids, descriptors[: request.size], SharedFiles(descriptors[request.size :], met.shared.places)
@@ -390,6 +389,11 @@ def _is_own_user(other: socket.socket) -> bool:
 
 def _lost(rank: int) -> PeerLost:
     return PeerLost(f"rank {rank} ended while the group was made.", peer=rank)
+
+
+def _broken_off(error: OSError | EOFError, here: int, there: int) -> ShoalError:
+    """Tells why one side of a conversation could not go on: too few files here, or the other has ended."""
+    return _too_few_files(here) if getattr(error, "errno", None) in _SHORTAGES else _lost(there)
 
 
 def _too_few_files(rank: int) -> LimitExceeded:

@@ -1,7 +1,12 @@
-"""Shared memory of the workers of one machine: ranges of a nameless file, mapped by all of them.
+"""What the workers of one machine share: ranges of a nameless file, mapped by all, and the words in them.
 
 `posix_fallocate` takes the pages when they are asked for, so a full /dev/shm is an error here and not a
 SIGBUS later; the temporary folder is the second choice.
+
+The first range is the control page, words by which workers tell each other how far they are. Every word has
+one writer, save the verdicts, which all who write them write alike. On x86 a store is seen after the stores
+before it, and counters are read where they lie. Elsewhere a counter could be seen before the tensor that it
+speaks of: there its value travels through a pipe, which orders both.
 """
 
 from __future__ import annotations
@@ -11,9 +16,13 @@ import errno
 import logging
 import mmap
 import os
+import platform
+import select
 import shutil
+import struct
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +37,40 @@ log = logging.getLogger(__name__)
 _MEMORY_FOLDER = Path("/dev/shm")
 _MAX_REGIONS = 4096
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
+_LINE = 8  # words of 8 bytes: a cache line, so that two writers never share one
+ARRIVED, FINISHED, PUBLISHED, BEAT, LEFT, VERDICT, ASLEEP = (line * _LINE for line in range(7))
+DEVICE_ARRIVED, DEVICE_FINISHED, DEVICE_COMPLETE, DEVICE_PUBLISHED = (line * _LINE for line in range(7, 11))
+"""Words that a worker's GPU writes when it has come so far: its part of an operation is there, its work is
+done, all that it waits for is done; and the number of the last publication whose memory is written."""
+NUM_READS = 4
+"""Publications in GPU memory that one worker may be reading at the same time."""
+READ_CLAIMS, READ_TICKETS, READS_DONE = (
+    [(line + 3 * index) * _LINE for index in range(NUM_READS)] for line in range(11, 14)
+)
+_COUNTERS = (11 + 3 * NUM_READS) * _LINE
+FREED = 0x7FFFFFFF
+"""Written over what the GPU of a lost worker owes, so that nobody's stream waits for it."""
+DEVICE_CODE = 1 << 60
+"""From here on, and below its negative, places that descriptions name are in GPU memory."""
+MAX_AHEAD = 512
+"""Operations that one worker may be ahead of the slowest: so many descriptions are kept."""
+_DESCRIPTION_WORDS = 8
+PUBLICATIONS = 512
+"""Windows in which one worker may publish at the same time."""
+PUBLICATION_WORDS = 16
+NOT_YET = -1
+_FAILED = -1
+_MESSAGE = struct.Struct("<iiq")
+_IN_PIPES = (ARRIVED, FINISHED, PUBLISHED)
+_WAKE = _MESSAGE.pack(0, ASLEEP, 0)
+_READ_BYTES = 1 << 16
+_FULL_S = 1e-4
+IS_ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
+DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+"""In this order on all workers: a description names a dtype by its position."""
 
 
 class MemoryFull(UsageError):
@@ -100,8 +143,9 @@ class Segment:
 class Arena:
     """The files, and the segments that are mapped of them; only the coordinator makes them grow."""
 
-    def __init__(self, files: Sequence[int], num_ranks: int) -> None:
+    def __init__(self, files: Sequence[int], rank: int, num_ranks: int) -> None:
         self._files = list(files)
+        self._rank = rank
         self._num_ranks = num_ranks
         self._segments: list[Segment] = []
         for descriptor in self._files:
@@ -157,12 +201,12 @@ class Arena:
                 return segment
         return None
 
-    def find_own(self, tensor: torch.Tensor, rank: int) -> tuple[Segment, int] | None:
-        """Finds where in a rank's own region a tensor lies; None for other memory and tensors with gaps."""
+    def find_own(self, tensor: torch.Tensor) -> tuple[Segment, int] | None:
+        """Finds where in this worker's region a tensor lies; None for other memory and tensors with gaps."""
         segment = self.find(tensor)
         if segment is None or not tensor.is_contiguous():
             return None
-        offset = tensor.data_ptr() - segment.start - rank * segment.stride_bytes
+        offset = tensor.data_ptr() - segment.start - self._rank * segment.stride_bytes
         is_inside = offset >= 0 and offset + tensor.numel() * tensor.element_size() <= segment.stride_bytes
         return (segment, offset) if is_inside else None
 
@@ -200,3 +244,243 @@ def _describe_full(descriptor: int) -> str:
     with contextlib.suppress(OSError):
         return f"{target} ({shutil.disk_usage(target).free / 1e6:.1f} MB free)"
     return target
+
+
+def code_of(dtype: torch.dtype) -> int:
+    """Finds the number by which descriptions name a dtype."""
+    try:
+        return DTYPES.index(dtype)
+    except ValueError:
+        raise UsageError(f"Tensors of {dtype} cannot be exchanged.", next_step="view it as uint8.") from None
+
+
+def failed_beat(culprit: int | None) -> int:
+    """Makes the last beat of a worker that gives up, a negative one; it tells because of whose loss."""
+    return _FAILED if culprit is None else _FAILED - 1 - culprit
+
+
+def culprit_of(beat: int) -> int | None:
+    """Finds the rank because of which a worker has given up, if its last beat tells."""
+    return _FAILED - 1 - beat if beat < _FAILED else None
+
+
+class ControlPage:
+    """The words of all ranks, which everybody reads; a worker writes its own, and verdicts."""
+
+    def __init__(self, segment: Segment, rank: int, size: int) -> None:
+        self.memory = segment.flat
+        self._words = segment.flat.numpy().data.cast("B").cast("q")
+        self._numbers = segment.flat.numpy().data.cast("B").cast("d")
+        self._stride = segment.stride_bytes // 8
+        self._rank = rank
+        self._size = size
+        self._descriptions_at = _COUNTERS
+        self._factors_at = self._descriptions_at + MAX_AHEAD * _DESCRIPTION_WORDS
+        self._publications_at = self._factors_at + MAX_AHEAD * 2 * size
+        self._own_at = rank * self._stride
+        self._left = self._words[LEFT :: self._stride]
+        self._verdicts = self._words[VERDICT :: self._stride]
+        self._all_there = [NOT_YET] * size
+        self._told: list[dict[int, int]] = [dict.fromkeys(_IN_PIPES, 0) for _ in range(size)]
+        """The counters that came through the pipe, by rank."""
+
+    @staticmethod
+    def region_bytes(size: int) -> int:
+        """Says how much of the page's memory each rank needs."""
+        words = _COUNTERS + MAX_AHEAD * (_DESCRIPTION_WORDS + 2 * size) + PUBLICATIONS * PUBLICATION_WORDS
+        return -(-words * 8 // 4096) * 4096
+
+    def clear(self) -> None:
+        """Prepares the page before its first use: nobody has left, nobody is judged."""
+        for rank in range(self._size):
+            self._words[rank * self._stride + LEFT] = self._words[rank * self._stride + VERDICT] = NOT_YET
+
+    def get(self, rank: int, name: int) -> int:
+        """Reads a counter of a rank."""
+        if not IS_ORDERED and rank != self._rank and name in _IN_PIPES:
+            return self._told[rank][name]
+        return self._words[rank * self._stride + name]
+
+    def set(self, name: int, value: int) -> None:
+        """Writes a counter of this worker; `WakePipes.tell` is for those that others wait for."""
+        self._words[self._own_at + name] = value
+
+    def take_in(self, rank: int, name: int, value: int) -> None:
+        """Remembers a counter that has come through the pipe."""
+        if name in _IN_PIPES:
+            self._told[rank][name] = value
+
+    def judge(self, rank: int, value: int) -> None:
+        """Says that a rank is gone after its operation `value`; the first verdict stands.
+
+        One that woke up when it was judged, and went one operation further, must not be judged again by its
+        end: the others have begun that operation without it.
+        """
+        if self._words[rank * self._stride + VERDICT] == NOT_YET:
+            self._words[rank * self._stride + VERDICT] = value
+
+    def gone_after(self, rank: int) -> int:
+        """Reads the last operation that a rank takes part in, NOT_YET for one that is there."""
+        at = rank * self._stride
+        left = self._words[at + LEFT]
+        return left if left != NOT_YET else self._words[at + VERDICT]
+
+    def is_complete(self) -> bool:
+        """Tells whether nobody is gone, in one look: one at each rank takes longer than a whole count."""
+        return self._left.tolist() == self._all_there and self._verdicts.tolist() == self._all_there
+
+    def describe(self, seq: int, words: Sequence[int], factors: Sequence[float] | None = None) -> None:
+        """Says what this worker's operation `seq` is."""
+        at = self._own_at + self._descriptions_at + seq % MAX_AHEAD * _DESCRIPTION_WORDS
+        for index, word in enumerate(words):
+            self._words[at + index] = word
+        if factors is not None:
+            at = self._own_at + self._factors_at + seq % MAX_AHEAD * 2 * self._size
+            for index, factor in enumerate(factors):
+                self._numbers[at + index] = factor
+
+    def description(self, rank: int, seq: int) -> list[int]:
+        """Reads what a rank's operation `seq` is; valid once it has arrived there."""
+        at = rank * self._stride + self._descriptions_at + seq % MAX_AHEAD * _DESCRIPTION_WORDS
+        return self._words[at : at + _DESCRIPTION_WORDS].tolist()
+
+    def factor(self, rank: int, seq: int, receiver: int) -> float:
+        """Reads what a rank multiplies with before it sends to `receiver`.
+
+        On a GPU `size + source` stands for what the rank multiplies with that it receives from a source.
+        """
+        at = self._factors_at + seq % MAX_AHEAD * 2 * self._size
+        return self._numbers[rank * self._stride + at + receiver]
+
+    # --- what GPUs say ---
+
+    def address(self, rank: int, name: int) -> int:
+        """Gives the address of a word, for a GPU that writes it or waits for it."""
+        return self.memory.data_ptr() + (rank * self._stride + name) * 8
+
+    def is_done_on_device(self, rank: int, name: int, seq: int) -> bool:
+        """Tells whether a rank's GPU has said so of an operation, and not somebody else for it."""
+        return seq <= self._words[rank * self._stride + name] < FREED
+
+    def free_device(self, rank: int) -> None:
+        """Lets no stream wait for the GPU of a lost rank any more."""
+        for name in (DEVICE_ARRIVED, DEVICE_FINISHED, DEVICE_COMPLETE, *READS_DONE):
+            self._words[rank * self._stride + name] = FREED
+
+    def last_given(self, rank: int) -> int:
+        """Finds the last operation to which a rank that is gone has given its part, on its GPU too.
+
+        All who ask come to the same number: neither the worker nor its GPU writes any more.
+        """
+        arrived = self.get(rank, ARRIVED)
+        given = self._words[rank * self._stride + DEVICE_ARRIVED]
+        for seq in range(max(given, arrived - MAX_AHEAD) + 1, arrived + 1):
+            if any(abs(word) >= DEVICE_CODE for word in self.description(rank, seq)[3:5]):
+                return seq - 1
+        return arrived
+
+    def publication(self, rank: int, index: int) -> list[int]:
+        """Reads one entry of a rank's table of publications; `window` says what the words mean."""
+        at = rank * self._stride + self._publications_at + index * PUBLICATION_WORDS
+        return self._words[at : at + PUBLICATION_WORDS].tolist()
+
+    def set_publication(self, index: int, first: int, *values: int) -> None:
+        """Writes words of an entry of this worker's table, one after the other."""
+        at = self._own_at + self._publications_at + index * PUBLICATION_WORDS + first
+        for offset, value in enumerate(values):
+            self._words[at + offset] = value
+
+
+class WakePipes:
+    """Tells the other workers that a counter has changed, and wakes those that sleep; one pipe for each."""
+
+    def __init__(self, rank: int, own: int, pipes: Sequence[int], control: ControlPage) -> None:
+        self.must_listen = not IS_ORDERED
+        """Whether counters of others come through the pipe, and `take_in` reads them."""
+        self._rank = rank
+        self._own = own
+        self._pipes = list(pipes)
+        self._control = control
+        self._others = [other for other in range(len(pipes)) if other != rank]
+        self._unread = b""
+        self._poll = select.poll()
+        self._poll.register(own, select.POLLIN)
+        for descriptor in {own: None, **dict.fromkeys(self._pipes)}:
+            close_in_children(descriptor)
+
+    @staticmethod
+    def new_pipe() -> tuple[int, int]:
+        """Makes a worker's own pipe: the descriptors to read and to write."""
+        ends = os.pipe()
+        for descriptor in ends:
+            os.set_blocking(descriptor, False)
+        return ends
+
+    def tell(self, name: int, value: int) -> None:
+        """Sets a counter of this worker, for all to see."""
+        self._control.set(name, value)
+        if not IS_ORDERED:
+            message = _MESSAGE.pack(self._rank, name, value)
+            for rank in self._others:
+                self._send(rank, message)
+            return
+        for rank in self._others:
+            if self._control.get(rank, ASLEEP):
+                self._send(rank, _WAKE)
+
+    def wake(self, rank: int) -> None:
+        """Wakes a rank, if it sleeps."""
+        if self._pipes and (not IS_ORDERED or self._control.get(rank, ASLEEP)):
+            self._send(rank, _WAKE)
+
+    def wake_self(self) -> None:
+        """Lets this worker's waiting thread look again; from any thread."""
+        if self._pipes:
+            self._send(self._rank, _WAKE)
+
+    def wake_others(self) -> None:
+        """Wakes all others that sleep."""
+        for rank in self._others:
+            self.wake(rank)
+
+    def take_in(self) -> None:
+        """Reads what others have told, where their counters cannot be read as they are."""
+        if self.must_listen:
+            self._drain()
+
+    def sleep(self, timeout_s: float) -> None:
+        """Sleeps until somebody tells something; the caller has said ASLEEP and looked once more."""
+        self._poll.poll(timeout_s * 1e3)
+        self._drain()
+
+    def close(self) -> None:
+        """Closes all pipes; telling only sets the counter afterwards."""
+        descriptors = {self._own: None, **dict.fromkeys(self._pipes)}
+        self._pipes, self._others = [], []
+        for descriptor in descriptors:
+            keep_in_children(descriptor)
+            os.close(descriptor)
+
+    def _send(self, rank: int, message: bytes) -> None:
+        while True:
+            try:
+                os.write(self._pipes[rank], message)
+            except BlockingIOError:
+                if message is _WAKE or self._control.gone_after(rank) != NOT_YET:
+                    return  # one that is not yet read is enough
+                self._drain()  # it may be waiting for us to do the same
+                time.sleep(_FULL_S)
+            except BrokenPipeError:
+                return
+            else:
+                return
+
+    def _drain(self) -> None:
+        if not self._pipes:
+            return
+        with contextlib.suppress(BlockingIOError):
+            heard = self._unread + os.read(self._own, _READ_BYTES)
+            whole = len(heard) - len(heard) % _MESSAGE.size
+            for rank, name, value in _MESSAGE.iter_unpack(heard[:whole]):
+                self._control.take_in(rank, name, value)
+            self._unread = heard[whole:]

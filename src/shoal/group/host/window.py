@@ -27,6 +27,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic
 
 import torch
@@ -35,19 +36,19 @@ from shoal.core import Deadline, DeadlineExceeded, ShoalError, TensorError, Usag
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.group.base import Done, Group, Handle, Slot, Snapshot, T, Window, Write
 from shoal.group.functions import share
-from shoal.group.host.control import (
+from shoal.group.host.device import DeviceMemory, DeviceReads, DeviceSegment, DeviceSlot, SharedDevice
+from shoal.group.host.engine import HostTrafficCounter, ProgressEngine
+from shoal.group.host.memory import (
     DEVICE_CODE,
     DEVICE_PUBLISHED,
     DTYPES,
     NOT_YET,
     PUBLICATIONS,
     PUBLISHED,
+    Arena,
+    Segment,
     code_of,
 )
-from shoal.group.host.cuda import SharedDevice
-from shoal.group.host.device import DeviceMemory, DeviceReads, DeviceSegment, DeviceSlot
-from shoal.group.host.engine import HostTrafficCounter, ProgressEngine
-from shoal.group.host.memory import Arena, Segment
 from shoal.group.kernels import MAX_NOTE_BYTES, check_write, copy_out, write_first, write_more
 
 _PUBLICATION_LOCKS = 1 << 61
@@ -55,7 +56,7 @@ _PUBLICATION_LOCKS = 1 << 61
 _LOCK_STRIDE = 1 << 10
 """Bytes for each publication: one for each rank that may read it."""
 _FLOCK = struct.Struct("@hhqqi0q")
-_held_in_process: dict[tuple[int, int, int], int] = {}
+_held_in_process: dict[tuple[int, int, int], tuple[FileLocks, int]] = {}
 Attempt = Callable[[], list[T] | None]
 """Tries once and never blocks: None for 'not yet', else the result alone in a list."""
 _CURRENT, _RECLAIMED, _CHANGE, _OPENED, _RECORDS = range(5)
@@ -70,79 +71,51 @@ _WHOLE, _BEING_WRITTEN, _BEING_ADDED_TO = range(3)
 _HEAD_BYTES = 8 * _NOTE + MAX_NOTE_BYTES
 
 
-class SlotLayout:
-    """Where each slot of a window lies: all who name their sources alike come to the same."""
-
-    def __init__(
-        self,
-        sources: Mapping[int, Sequence[int]],
-        num_elements: int,
-        dtype: torch.dtype,
-        *,
-        is_on_device: bool = False,
-    ) -> None:
-        self.sources = sources
-        self.num_elements = num_elements
-        self.dtype = dtype
-        tensor_bytes = -(-num_elements * dtype.itemsize // 64) * 64
-        slot_bytes = _HEAD_BYTES + (DeviceSlot.SIZE_BYTES if is_on_device else tensor_bytes)
-        pairs = [(owner, source) for owner, named in sources.items() for source in named]
-        self.starts = {pair: index * slot_bytes for index, pair in enumerate(pairs)}
-        self.size_bytes = len(pairs) * slot_bytes
-        self.device_starts: dict[tuple[int, int], int] = {}
-        """Where tensors lie in their owner's memory of a device, where they do."""
-        if is_on_device:
-            for owner, named in sources.items():
-                places = {(owner, source): place * tensor_bytes for place, source in enumerate(named)}
-                self.device_starts.update(places)
-        self.device_bytes = tensor_bytes * max(map(len, sources.values()), default=0)
-
-    @classmethod
-    def agree(
-        cls,
-        group: Group,
-        name: str,
-        num_elements: int,
-        dtype: torch.dtype,
-        sources: Collection[int] | None,
-        *,
-        is_on_device: bool = False,
-    ) -> SlotLayout:
-        """Learns what all members ask for; UsageError on all of them when they ask for different windows."""
-        others = [rank for rank in range(group.size) if rank != group.rank]
-        named = others if sources is None else [rank for rank in range(group.size) if rank in sources]
-        told = share(group, [group.rank, named, name, num_elements, code_of(dtype)])
-        first, _, *wanted = told[0]
-        for rank, _, *what in told:
-            if what != wanted:
-                raise UsageError(
-                    f"rank {rank} makes window {what[0]!r} of {what[1]} elements ({DTYPES[what[2]]}) where "
-                    f"rank {first} makes {wanted[0]!r} of {wanted[1]} ({DTYPES[wanted[2]]}).",
-                    next_step="let all workers make the same windows in the same order.",
-                )
-        named_by = {rank: sources for rank, sources, *_ in told}
-        return cls(named_by, num_elements, dtype, is_on_device=is_on_device)
+def agree_on_sources(
+    group: Group, name: str, num_elements: int, dtype: torch.dtype, sources: Collection[int] | None
+) -> dict[int, list[int]]:
+    """Learns the sources of each member; UsageError on all when they ask for different windows."""
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    named = others if sources is None else [rank for rank in range(group.size) if rank in sources]
+    told = share(group, [group.rank, named, name, num_elements, code_of(dtype)])
+    first, _, *wanted = told[0]
+    for rank, _, *what in told:
+        if what != wanted:
+            raise UsageError(
+                f"rank {rank} makes window {what[0]!r} of {what[1]} elements ({DTYPES[what[2]]}) where "
+                f"rank {first} makes {wanted[0]!r} of {wanted[1]} ({DTYPES[wanted[2]]}).",
+                next_step="let all workers make the same windows in the same order.",
+            )
+    return {rank: sources for rank, sources, *_ in told}
 
 
 class SlotCell:
-    """The memory of one slot: a head of words and a note, and the tensor behind it."""
+    """The memory of one slot: a head of words and a note, and the tensor behind it.
+
+    Where the tensor is on a device, the words behind the head count what streams do with it.
+    """
 
     on_device: DeviceSlot | None = None
-    """The counts by which streams wait for each other, where the tensor is on a device."""
 
-    def __init__(self, segment: Segment, start: int, num_elements: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        start: int,
+        num_elements: int,
+        dtype: torch.dtype,
+        device: tuple[SharedDevice, torch.Tensor] | None = None,
+    ) -> None:
         self.lock = segment.code + start
         head = segment.flat[start : start + _HEAD_BYTES].numpy().data.cast("B")
         self.words = head.cast("q")
         self.numbers = head.cast("d")
         self.note = head[8 * _NOTE :]
-        self._behind = segment.flat[start + _HEAD_BYTES :]
-        self.tensor = self._behind[: num_elements * dtype.itemsize].view(dtype)
-
-    def move_to_device(self, device: SharedDevice, tensor: torch.Tensor) -> None:
-        """Lets the tensor be one on a device; the words behind the head count what streams do with it."""
-        self.tensor = tensor
-        self.on_device = DeviceSlot(device, self._behind[: DeviceSlot.SIZE_BYTES])
+        behind = segment.flat[start + _HEAD_BYTES :]
+        if device is None:
+            self.tensor = behind[: num_elements * dtype.itemsize].view(dtype)
+        else:
+            self.tensor = device[1]
+            self.on_device = DeviceSlot(device[0], behind[: DeviceSlot.SIZE_BYTES])
 
     def is_written(self) -> bool:
         """Tells whether what was written is there, on a device too."""
@@ -175,30 +148,61 @@ class HostWindow(Window):
 
     def __init__(
         self,
+        group: Group,
         name: str,
-        layout: SlotLayout,
-        memory: Sequence[torch.Tensor],
+        shape: tuple[int, torch.dtype, torch.device | None],
+        sources_of: Mapping[int, Sequence[int]],
         shared: WindowSet,
-        device: torch.device | None = None,
-        free: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
-        self.num_elements = layout.num_elements
-        self.dtype = layout.dtype
+        self.num_elements, self.dtype, device = shape
         self.device = torch.device("cpu") if device is None else device
+        self._group = group
         self._shared = shared
         self._engine = shared.engine
         self._rank = shared.engine.rank
-        self._free = free
-        self._sources = layout.sources.get(self._rank, ())
-        self._cells = shared.cells(layout, memory)
-        self._on_device: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
-        """Versions that were published on a device, and their numbers."""
+        self._sources = sources_of.get(self._rank, ())
+        self._memory: list[torch.Tensor] = []
+        """What the slots lie in: shared memory, and that of a device, if the window is there."""
+        self._words: torch.Tensor | None = None
+        """The shared memory in which streams of a device count, if they do."""
+        self._cells = self._make_cells(sources_of) if sources_of else {}
         self._engine.on_loss.append(self._lost)
         self._key = _digest(name)
         self._published: int | None = None
         """The index of its entry in this worker's table of publications, once it has one."""
         self._is_open = True
+
+    def _make_cells(self, sources_of: Mapping[int, Sequence[int]]) -> dict[tuple[int, int], SlotCell]:
+        """Takes memory for all slots; makes those that this worker owns or writes, by owner and source."""
+        devices, is_on_device = self._shared.devices, self.device.type != "cpu"
+        tensor_bytes = -(-self.num_elements * self.dtype.itemsize // 64) * 64
+        slot_bytes = _HEAD_BYTES + (DeviceSlot.SIZE_BYTES if is_on_device else tensor_bytes)
+        pairs = [(owner, source) for owner, named in sources_of.items() for source in named]
+        region_bytes = -(-len(pairs) * slot_bytes // self._engine.size) or 1
+        self._memory.append(self._group.empty(region_bytes, torch.uint8))
+        segment = self._shared.arena.find(self._memory[0])
+        assert segment is not None
+        tensors: DeviceSegment | None = None
+        if is_on_device:
+            device_bytes = tensor_bytes * max(map(len, sources_of.values())) or 1
+            self._memory.append(self._group.empty(device_bytes, torch.uint8, device=self.device))
+            place = devices.find_own(self._memory[1])
+            assert place is not None
+            tensors = place[0]
+            self._words = segment.flat
+            devices.device.register(self._words)
+        cells = {}
+        for index, (owner, source) in enumerate(pairs):
+            if self._rank not in (owner, source):
+                continue
+            on_device = None
+            if tensors is not None:
+                at = sources_of[owner].index(source) * tensor_bytes
+                on_device = devices.device, tensors.region(owner, at, self.num_elements, self.dtype)
+            start = index * slot_bytes
+            cells[owner, source] = SlotCell(segment, start, self.num_elements, self.dtype, on_device)
+        return cells
 
     @contextlib.contextmanager
     def slot(self, source: int) -> Iterator[Slot]:
@@ -248,12 +252,8 @@ class HostWindow(Window):
             )
         if version < 0:
             raise UsageError(f"Version {version} of {self.name!r} is negative.", next_step="count from 0.")
-        is_on_device = self._shared.devices.takes(tensor)
-        place: tuple[Segment | DeviceSegment, int] | None
-        if is_on_device:
-            place = self._shared.devices.place(tensor)
-        else:
-            place = self._shared.arena.find_own(tensor, self._rank)
+        memory = self._shared.devices if self._shared.devices.takes(tensor) else self._shared.arena
+        place = memory.find_own(tensor)
         if place is None:
             raise UsageError(
                 f"What is published in window {self.name!r} is not memory of the group.",
@@ -262,20 +262,14 @@ class HostWindow(Window):
         table = self._shared.publications
         if self._published is None:
             self._published = table.open(self._key, self.name)
-        code = place[0].code + place[1]
-        what = [self._key, code, tensor.numel(), code_of(tensor.dtype)]
-        number = table.publish(self._published, what, version)
-        if is_on_device:
-            self._shared.reads.publish(number)
-            self._on_device.append((version, number))
+        what = [self._key, place[0].code + place[1], tensor.numel(), code_of(tensor.dtype)]
+        table.publish(self._published, what, version)
 
     def reclaim(self, version: int) -> None:
-        """Makes snapshots up to this version void."""
+        """Makes snapshots up to this version void; on a device what comes next waits for those that read."""
         if self._published is not None:
             self._shared.publications.reclaim(self._published, version)
-            numbers = [number for published, number in self._on_device if published <= version]
-            if numbers:
-                self._shared.reads.follow(max(numbers))
+            self._shared.publications.follow_readers(self._published, version)
 
     @contextlib.contextmanager
     def changing(self, version: int) -> Iterator[None]:
@@ -307,10 +301,10 @@ class HostWindow(Window):
             table.set_change(index, _CHANGING)
             table.reclaim(index, before)
             yield
-            if what[_PLACE] >= DEVICE_CODE:  # nobody may see the version before what was written
-                self._shared.reads.publish(table.next_number)
-                self._shared.devices.device.caller.synchronize()
             table.publish(index, what, version)
+            if what[_PLACE] >= DEVICE_CODE:
+                # until the stream has written all, a reader would take it for the version before
+                self._shared.devices.device.caller.synchronize()
             table.set_change(index, _SETTLED)
         finally:
             self._release(taken)
@@ -320,7 +314,7 @@ class HostWindow(Window):
         """Looks at the peer's memory itself: nothing is copied."""
         self._check_open()
         self._engine.check_rank(peer)
-        snapshot = None if self._engine.is_gone(peer) else self._shared.newest(peer, self._key)
+        snapshot = None if self._engine.is_gone(peer) else self._shared.publications.fetch(peer, self._key)
         if snapshot is not None and peer != self._rank:
             self._shared.counter.received_bytes += snapshot.tensor.nbytes
         return Done(snapshot)
@@ -377,8 +371,10 @@ class HostWindow(Window):
         self._shared.pending.drop(self, f"Window {self.name!r} was closed before it was written or read.")
         self._cells.clear()
         self._engine.on_loss.remove(self._lost)
-        if self._free is not None:
-            self._free()  # first: until all have come, some may read what is published
+        if self._words is not None:
+            self._shared.devices.device.unregister(self._words)
+        for tensor in self._memory:  # first: until all have come, some may read what is published
+            self._group.free(tensor)
         if self._published is not None:
             self._shared.publications.close(self._published)
 
@@ -459,10 +455,8 @@ class HostWindow(Window):
 
         def try_again() -> bool:
             nonlocal is_taken
-            if is_taken:
-                return True
             was_gone = engine.is_gone(source)  # before the attempt: with its process the lock is free
-            is_taken = locks.try_take(cell.lock)
+            is_taken = is_taken or locks.try_take(cell.lock)
             if not is_taken:
                 if was_gone:
                     raise engine.lost_error(source)
@@ -512,43 +506,6 @@ class WindowSet:
         self.locks = FileLocks(arena.lock_file)
         self.pending = PendingWrites(engine)
         self.publications = PublicationTable(engine, arena, devices)
-        self.reads = DeviceReads(devices, engine)
-
-    def cells(self, layout: SlotLayout, memory: Sequence[torch.Tensor]) -> dict[tuple[int, int], SlotCell]:
-        """Makes the cells that this worker owns or writes, in memory of the host and of a device, if any."""
-        made: dict[tuple[int, int], SlotCell] = {}
-        for pair, start in layout.starts.items():
-            segment = self.arena.find(memory[0])
-            if self.engine.rank not in pair or segment is None:
-                continue
-            cell = made[pair] = SlotCell(segment, start, layout.num_elements, layout.dtype)
-            if layout.device_starts:
-                place = self.devices.place(memory[1])
-                assert place is not None
-                tensor = place[0].region(
-                    pair[0], layout.device_starts[pair], layout.num_elements, layout.dtype
-                )
-                self.devices.device.register(segment.flat)
-                cell.move_to_device(self.devices.device, tensor)
-        return made
-
-    def forget(self, memory: torch.Tensor) -> None:
-        """Ends what a device may do with the words of a window that is closed."""
-        segment = self.arena.find(memory)
-        if segment is not None and self.devices.is_open:
-            self.devices.device.unregister(segment.flat)
-
-    def newest(self, peer: int, key: int) -> Snapshot | None:
-        """Finds the newest publication of a peer; one on a device is claimed, and nobody writes over it."""
-        for _ in range(_LOOKS):
-            found = self.publications.newest(peer, key)
-            if found is None or peer == self.engine.rank or not self.devices.takes(found.tensor):
-                return found
-            claim = self.reads.begin(peer, found.number)
-            if found.is_intact():
-                return _ClaimedSnapshot(found, self.reads, claim)
-            self.reads.end(claim)
-        return None
 
 
 class PublicationTable:
@@ -565,8 +522,11 @@ class PublicationTable:
         self._devices = devices
         self._control = engine.control
         self._pipes = engine.pipes
+        self._reads = DeviceReads(devices, engine)
         self._own: dict[int, int] = {}
         self._num_published = 0
+        self._on_device: dict[int, deque[tuple[int, int]]] = {}
+        """Versions that an entry has published on a device, and their numbers."""
         self._found: dict[tuple[int, int], int] = {}
         """Indices of entries that were found, by peer and name; an entry may have been closed since."""
 
@@ -592,21 +552,25 @@ class PublicationTable:
         nothing = [_FREE, *[0] * (_RECORD_WORDS - 1)]
         self._control.set_publication(index, _OPENED, 0, *nothing, *nothing)
         del self._own[index]
+        self._on_device.pop(index, None)
         self._tell()
 
-    def publish(self, index: int, what: Sequence[int], version: int) -> int:
-        """Publishes memory: its name, place, number of elements and dtype; gives the publication's number."""
+    def publish(self, index: int, what: Sequence[int], version: int) -> None:
+        """Publishes memory: its name, place, number of elements and dtype."""
+        number = self._num_published + 1
+        if what[_PLACE] >= DEVICE_CODE:  # it counts once the caller's stream has come here, too
+            self._reads.publish(number)
+            self._on_device.setdefault(index, deque(maxlen=_REMEMBERED)).append((version, number))
         turn = 1 - self._control.publication(self._rank, index)[_CURRENT]
-        start = _RECORDS + turn * _RECORD_WORDS
-        self._control.set_publication(index, start, *what, self._num_published + 1, version)
+        self._control.set_publication(index, _RECORDS + turn * _RECORD_WORDS, *what, number, version)
         self._control.set_publication(index, _CURRENT, turn)
         self._tell()
-        return self._num_published
 
-    @property
-    def next_number(self) -> int:
-        """The number that the next publication gets."""
-        return self._num_published + 1
+    def follow_readers(self, index: int, version: int) -> None:
+        """Lets the caller's stream wait for those whose streams read an entry up to this version."""
+        numbers = [number for published, number in self._on_device.get(index, ()) if published <= version]
+        if numbers:
+            self._reads.follow(max(numbers))
 
     def reclaim(self, index: int, version: int) -> None:
         """Makes snapshots up to this version void from now on."""
@@ -620,6 +584,19 @@ class PublicationTable:
     def change(self, peer: int, index: int) -> int:
         """Reads whether a peer changes what it has published."""
         return self._control.publication(peer, index)[_CHANGE]
+
+    def fetch(self, peer: int, key: int) -> Snapshot | None:
+        """Finds the newest of a peer's; one on a device is claimed, and nobody writes over it."""
+        for _ in range(_LOOKS):
+            found = self.newest(peer, key)
+            if found is None or peer == self._rank or not self._devices.takes(found.tensor):
+                return found
+            claim = self._reads.begin(peer, found.number)
+            if found.is_intact():
+                found.end_claim = partial(self._reads.end, claim)
+                return found
+            self._reads.end(claim)
+        return None
 
     def newest(self, peer: int, key: int) -> _SharedSnapshot | None:
         """Finds the newest of a peer's; None when there is none, or the peer was stopped while publishing."""
@@ -679,7 +656,7 @@ class PublicationTable:
         self._pipes.tell(PUBLISHED, self._num_published)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _SharedSnapshot(Snapshot):
     table: PublicationTable
     rank: int
@@ -688,27 +665,14 @@ class _SharedSnapshot(Snapshot):
     number: int
     version: int
     tensor: torch.Tensor
+    end_claim: Callable[[], None] | None = None
+    """For one on a device, which stays as it is until the reads that were issued until this call are done."""
 
     def is_intact(self) -> bool:
-        return self.table.is_intact(self)
-
-
-class _ClaimedSnapshot(Snapshot):
-    """A publication on a device, which stays as it is until the reads that were issued are done."""
-
-    def __init__(self, found: _SharedSnapshot, reads: DeviceReads, claim: int) -> None:
-        self.rank = found.rank
-        self.version = found.version
-        self.tensor = found.tensor
-        self._found = found
-        self._reads = reads
-        self._claim: int | None = claim
-
-    def is_intact(self) -> bool:
-        if self._claim is None:
-            return self._found.is_intact()
-        self._reads.end(self._claim)
-        self._claim = None
+        if self.end_claim is None:
+            return self.table.is_intact(self)
+        self.end_claim()
+        self.end_claim = None
         return True
 
 
@@ -827,8 +791,7 @@ class FileLocks:
         status = os.fstat(self._file)
         self._key = (0, 0) if self._is_own else (status.st_dev, status.st_ino)
         self._taken = {} if self._is_own else _held_in_process
-        """The thread that has taken a lock, by the lock's place."""
-        self._own: list[tuple[int, int, int]] = []
+        """Who has taken a lock, and in which thread, by the lock's place."""
         self._guard = threading.Lock()
 
     def try_take(self, at: int, num_bytes: int = 1) -> bool:
@@ -837,22 +800,20 @@ class FileLocks:
             key = (*self._key, at)
             if key in self._taken or not self._file_lock(at, num_bytes, is_taken=True):
                 return False
-            self._taken[key] = threading.get_ident()
-            self._own.append(key)
+            self._taken[key] = self, threading.get_ident()
             return True
 
     def release(self, at: int, num_bytes: int = 1) -> None:
         """Gives a lock back; does nothing when it was not taken."""
         with self._guard:
             key = (*self._key, at)
-            if key in self._own:
+            if self._taken.get(key, (None, 0))[0] is self:
                 self._file_lock(at, num_bytes, is_taken=False)
-                self._own.remove(key)
                 del self._taken[key]
 
     def is_held_here(self, at: int) -> bool:
         """Tells whether the calling thread itself has a lock."""
-        return self._taken.get((*self._key, at)) == threading.get_ident()
+        return self._taken.get((*self._key, at)) == (self, threading.get_ident())
 
     def first_taken(self, at: int, num_bytes: int) -> int | None:
         """Finds the first byte that another worker has; None also where the system does not say."""
@@ -869,8 +830,8 @@ class FileLocks:
                 keep_in_children(self._file)
                 os.close(self._file)
                 self._file = -1
-                while self._own:
-                    self._taken.pop(self._own.pop(), None)
+                for key in [key for key, (holder, _) in self._taken.items() if holder is self]:
+                    del self._taken[key]
 
     def _file_lock(self, at: int, num_bytes: int, *, is_taken: bool) -> bool:
         if self._file < 0:

@@ -1,0 +1,580 @@
+"""The collectives of one machine's workers, in memory of the CPU and of GPUs.
+
+A tensor of the group's own memory is worked on where it lies. Any other passes, piece by piece, through two
+halves of memory that all reach: while one piece is worked on, the next is copied into the other half.
+
+On a GPU a worker says twice that it has arrived at an operation, and that it has finished its part: by the
+processor when it has *issued* its part, and by the GPU when its part is *done*, in a word of the control page
+that its stream writes (`device`). An operation that ends the run on a loss waits on the processor until all
+have issued their parts, and leaves the rest to the streams. One that outlives losses waits on the processor
+until the others' parts are done, so that nothing is mixed in that is half-written.
+
+Workers that share one GPU take turns on it, and a change from one process to another costs as much as
+reducing 100 MB. So there one of them reduces for all, and mixes for all where everybody mixes with everybody.
+Workers on GPUs of their own reduce a share each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from shoal.core import UsageError
+from shoal.group.base import Handle, Reduction
+from shoal.group.host.device import GRAIN_BYTES, DeviceMemory, DeviceSegment, DeviceStream
+from shoal.group.host.engine import ProgressEngine, Span, Task, TasksHandle, is_overlapping, put_back, span_of
+from shoal.group.host.memory import (
+    DEVICE_ARRIVED,
+    DEVICE_CODE,
+    DEVICE_COMPLETE,
+    DEVICE_FINISHED,
+    Arena,
+    Segment,
+)
+from shoal.group.kernels import mix_into, reduce_into, reduce_to_all, share
+from shoal.tensors.memory import copy_into
+from shoal.topology import Weights
+
+NO_PLACE = -1
+"""Stands in a description for memory that others cannot reach."""
+STAGE_BYTES = 1 << 22
+"""One half of the CPU's staging memory: a step's overhead does not count any more, caches still hold it."""
+_MAX_DEVICE_STAGE_BYTES = 128 << 20
+"""The largest piece of private GPU memory that passes through group memory at once."""
+_SMALL_BYTES = 1 << 16
+_HAS_FACTORS, _IS_FULL, _RESULT = 4, 5, 6
+"""Words of the description of an exchange: whether its factors for sending count; on a GPU also whether it
+mixes with everybody, and where its result lies."""
+Views = Callable[[Sequence[int]], dict[int, torch.Tensor]]
+"""Views the same place in the memory of some ranks, by rank."""
+Step = Callable[[Task, torch.Tensor, dict[int, torch.Tensor]], None]
+"""Work on one piece: the own part, and the staged parts of those who take part, by rank."""
+
+
+class HostCollectives:
+    """The collectives of one worker on memory of the CPU, where all work is done in the thread that calls.
+
+    `words` describe an operation to the others: its kind, dtype and number of elements, and its detail.
+    """
+
+    _stage_code = NO_PLACE
+    """By this minus n a description names the piece of private memory that begins at element n."""
+
+    def __init__(
+        self, engine: ProgressEngine, memory: Arena | DeviceMemory, stage: Segment | None = None
+    ) -> None:
+        self._engine = engine
+        self._control = engine.control
+        self._rank = engine.rank
+        self._memory = memory
+        self._stage = stage
+        self._order: Callable[[], None] | None = None
+        """Orders the caller's stream after what was issued, where there are streams."""
+        self._read_at: dict[Span, int] = {}
+        """Memory that others read, and the last operation in which they do."""
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, words: list[int]) -> Handle[torch.Tensor]:
+        """Reduces in place; private memory, and where losses are outlived any, through the stage."""
+        flat = tensor.detach()
+        place = None if self._engine.should_survive else self._memory.find_own(flat)
+        if place is None:
+            return self._reduce_staged(tensor, op, words)
+        flat = flat.view(-1)
+        words = [*words, place[0].code + place[1]]
+        task = self._reduce_in_place(flat, _views(place, flat), op, words)
+        return TasksHandle(self._engine, [self._engine.issue(task)], lambda: tensor, self._order)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, words: list[int]) -> Handle[torch.Tensor]:
+        """Lets all copy the root's tensor, where it lies or from the stage."""
+        flat, is_root = tensor.detach(), self._rank == root
+        place = self._memory.find_own(flat) if self._may_broadcast_in_place(flat) else None
+        if place is None:
+
+            def take(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
+                if not is_root:
+                    part.copy_(_sent_by(root, stages))
+
+            sources = () if is_root else (root,)
+            return self._through_stage(tensor, words, take, sources=sources, should_give=is_root)
+        flat = flat.view(-1)
+        words = [*words, place[0].code + place[1]]
+        task = self._broadcast_in_place(flat, _views(place, flat), root, words)
+        # the root waits for everybody: they read its memory
+        task.sources = None if is_root else (root,)
+        return TasksHandle(self._engine, [self._engine.issue(task)], lambda: tensor, self._order)
+
+    def all_gather(
+        self,
+        tensor: torch.Tensor,
+        shapes: Mapping[int, tuple[int, ...]],
+        codes: Mapping[int, int],
+        words: list[int],
+    ) -> Handle[list[torch.Tensor]]:
+        """Collects tensors of known shapes, from where they lie where all are group memory."""
+        results = {rank: tensor.new_empty(shape) for rank, shape in shapes.items()}
+        if self._order is not None:
+            self._order()  # operations before this one may still be writing it
+        copy_into(results[self._rank], tensor.detach().reshape(shapes[self._rank]))
+        flats = {rank: result.view(-1) for rank, result in results.items()}
+        own, longest = flats[self._rank], max(flat.numel() for flat in flats.values())
+        if self._can_gather_in_place and NO_PLACE not in codes.values():
+
+            def read_all(task: Task, present: list[int]) -> None:
+                for rank in present:
+                    if rank != self._rank:
+                        views = _views(self._memory.at(codes[rank]), flats[rank])
+                        copy_into(flats[rank], views([rank])[rank])
+
+            task = Task([*words, NO_PLACE, 0], read_all, [span_of(tensor)], is_shared=True)
+            tasks = [self._engine.issue(task)]
+        else:
+            tasks = []
+            piece = self._half_bytes(longest * own.element_size(), own.device) // own.element_size()
+            for start in range(0, longest, piece):
+
+                def take(
+                    task: Task, mine: torch.Tensor, stages: dict[int, torch.Tensor], start: int = start
+                ) -> None:
+                    for rank, staged in stages.items():
+                        if rank != self._rank:
+                            theirs = flats[rank][start : start + piece]
+                            theirs.copy_(staged[: theirs.numel()])
+
+                described = [*words, NO_PLACE - start, 0, self._stage_code]
+                num_staged = min(piece, longest - start)
+                task = self._staged(own[start : start + piece], described, take, num_staged)
+                tasks.append(self._engine.issue(task))
+
+        def those_who_stayed() -> list[torch.Tensor]:
+            return [
+                result
+                for rank, result in results.items()
+                if all(task.present is not None and rank in task.present for task in tasks)
+            ]
+
+        return TasksHandle(self._engine, tasks, those_who_stayed, self._order)
+
+    def exchange(
+        self, tensor: torch.Tensor, weights: Weights, words: list[int], out: torch.Tensor | None
+    ) -> Handle[torch.Tensor]:
+        """Mixes once the sources' tensors are written."""
+        if out is None:
+
+            def mix(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
+                stages[self._rank] = part
+                self._mix(task.seq, self._rank, weights, part, stages)
+
+            return self._through_stage(tensor, words, mix, weights=weights)
+        own, result = tensor.detach(), out.detach()
+        place = self._memory.find_own(own)
+        own_span, result_span = span_of(own), span_of(result)
+        is_alike = result.shape == own.shape and result.dtype == own.dtype and result.is_contiguous()
+        if place is None or not is_alike or is_overlapping([result_span], [own_span]):
+            raise UsageError(
+                "An exchange into another tensor begins in memory of the group; both are alike, and apart.",
+                next_step="take both from group.empty(), or leave out= away.",
+            )
+        own, result = own.view(-1), result.view(-1)
+        words = [*words, place[0].code + place[1]]
+        task = self._mix_in_place(own, result, _views(place, own), weights, words)
+        task.after = self.forget_readers(result_span)
+        self._read_at[own_span] = self._engine.issue(task).seq
+        return TasksHandle(self._engine, [task], lambda: out, self._order)
+
+    def settle(self, tensor: torch.Tensor) -> None:
+        """Waits until nobody reads `tensor` any more."""
+        seq = self.forget_readers(span_of(tensor))
+        if not self._is_finished(seq):
+            self._engine.wait_until(lambda: self._is_finished(seq), None, "settle")
+
+    def forget_readers(self, span: Span) -> int:
+        """Finds the last operation in which others read any of some memory that is to be written."""
+        read = [other for other in self._read_at if is_overlapping([other], [span])]
+        return max([self._read_at.pop(other) for other in read], default=0)
+
+    # --- common to CPU and GPU ---
+
+    def _through_stage(
+        self,
+        tensor: torch.Tensor,
+        words: list[int],
+        step: Step,
+        *,
+        sources: Sequence[int] | None = None,
+        weights: Weights | None = None,
+        should_give: bool = True,
+    ) -> Handle[torch.Tensor]:
+        """Copies pieces into group memory, where the others read them, and does a step on each piece.
+
+        What is empty is one piece, too, so that all count alike.
+        """
+        flat = tensor.detach().reshape(-1)
+        piece = self._half_bytes(flat.nbytes, flat.device) // flat.element_size()
+        tasks = []
+        for start in range(0, max(flat.numel(), 1), piece):
+            part = flat[start : start + piece]
+            described = [*words, self._stage_code - start]
+            task = self._staged(part, described, step, part.numel(), should_give=should_give)
+            task.sources = sources
+            if weights is not None:
+                self._address(task, weights)
+            tasks.append(self._engine.issue(task))
+        return TasksHandle(self._engine, tasks, lambda: put_back(flat, tensor), self._order)
+
+    def _address(self, task: Task, weights: Weights) -> None:
+        """Says from whom, and to whom with which factors, an exchange goes."""
+        task.sources = tuple(weights.sources)
+        task.is_survivable = True
+        task.must_match = 4
+        task.words.append(int(weights.destinations is not None))
+        if weights.destinations is not None:
+            task.factors = [weights.destinations.get(rank, math.nan) for rank in range(self._engine.size)]
+
+    def _mix(
+        self, seq: int, rank: int, weights: Weights, out: torch.Tensor, views: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Takes a rank's weighted average, by its weights and the factors that its sources have told."""
+        gone = [source for source in weights.sources if source not in views]
+        if gone:
+            weights = weights.without(gone)
+        parts = []
+        for source, weight in weights.sources.items():
+            factor = 1.0
+            if self._control.description(source, seq)[_HAS_FACTORS]:
+                factor = self._control.factor(source, seq, rank)
+                if math.isnan(factor):
+                    raise self._engine.not_sent_error(source, rank)
+            parts.append((views[source], weight * factor))
+        mix_into(out, views[rank], weights.own, parts)
+
+    # --- what a GPU does otherwise ---
+
+    _can_gather_in_place = True
+
+    def _is_finished(self, seq: int) -> bool:
+        """Tells whether nobody reads any more what others could read in an operation."""
+        return self._engine.is_finished(seq)
+
+    def _reduce_in_place(self, flat: torch.Tensor, views: Views, op: Reduction, words: list[int]) -> Task:
+        """Lets each worker reduce one share, for all."""
+
+        def work(task: Task, present: list[int]) -> None:
+            low, high = share(present.index(self._rank), len(present), flat.numel(), flat.element_size())
+            reduce_to_all(list(views(present).values()), low, high, op)
+
+        return Task(words, work, [span_of(flat)], is_shared=True, needs_shares=True)
+
+    def _may_broadcast_in_place(self, tensor: torch.Tensor) -> bool:
+        """Of what is small the root gives a copy, and need not wait until all have read it."""
+        return tensor.nbytes > _SMALL_BYTES
+
+    def _broadcast_in_place(self, flat: torch.Tensor, views: Views, root: int, words: list[int]) -> Task:
+        def work(task: Task, present: list[int]) -> None:
+            if self._rank != root:
+                copy_into(flat, _sent_by(root, views(present)))
+
+        return Task(words, work, [span_of(flat)], is_shared=self._rank == root)
+
+    def _mix_in_place(
+        self, own: torch.Tensor, out: torch.Tensor, views: Views, weights: Weights, words: list[int]
+    ) -> Task:
+        def work(task: Task, present: list[int]) -> None:
+            self._mix(task.seq, self._rank, weights, out, views(present))
+
+        task = Task(words, work, [span_of(own), span_of(out)])
+        self._address(task, weights)
+        return task
+
+    def _half_bytes(self, size_bytes: int, device: torch.device) -> int:
+        """Says how much of a tensor of that size one half of the stage holds."""
+        return STAGE_BYTES
+
+    def _staged(
+        self, part: torch.Tensor, words: list[int], step: Step, num_staged: int, *, should_give: bool = True
+    ) -> Task:
+        """Makes the task of one piece, of which the others have `num_staged` elements.
+
+        Copies it into the stage, if this worker is to give something, and does the step.
+        """
+        stage = self._stage
+        assert stage is not None
+
+        def copy_in(task: Task) -> None:
+            stage.region(self._rank, task.half * STAGE_BYTES, part.numel(), part.dtype).copy_(part)
+
+        def work(task: Task, present: list[int]) -> None:
+            at, dtype = task.half * STAGE_BYTES, part.dtype
+            step(task, part, {rank: stage.region(rank, at, num_staged, dtype) for rank in present})
+
+        prepare = copy_in if should_give else None
+        return Task(words, work, [span_of(part)], prepare=prepare, is_staged=True)
+
+    def _reduce_staged(self, tensor: torch.Tensor, op: Reduction, words: list[int]) -> Handle[torch.Tensor]:
+        """Lets each reduce everything for itself, or its share in the stage, then all copy all shares out.
+
+        From three workers on shares move fewer bytes; on a GPU they would be one more change of processes.
+        """
+
+        def reduce(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
+            reduce_into(part, list(stages.values()), op)
+
+        stage = self._stage
+        if self._engine.size <= 2 or self._engine.should_survive or stage is None:
+            return self._through_stage(tensor, words, reduce)
+
+        def reduce_share(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
+            place = list(stages).index(self._rank)
+            low, high = share(place, len(stages), part.numel(), part.element_size())
+            own = stages.pop(self._rank)[low:high]
+            # what it is reduced into comes first, since it is overwritten
+            reduce_into(own, [own, *(staged[low:high] for staged in stages.values())], op)
+
+        def copy_out(part: torch.Tensor, first: Task, task: Task, present: list[int]) -> None:
+            ranks = first.present or []
+            for index, rank in enumerate(ranks):
+                low, high = share(index, len(ranks), part.numel(), part.element_size())
+                at = first.half * STAGE_BYTES
+                part[low:high].copy_(stage.region(rank, at, part.numel(), part.dtype)[low:high])
+
+        flat = tensor.detach().reshape(-1)
+        piece = STAGE_BYTES // flat.element_size()
+        tasks = []
+        for start in range(0, max(flat.numel(), 1), piece):
+            part = flat[start : start + piece]
+            first = self._staged(part, [*words, self._stage_code - start], reduce_share, part.numel())
+            first.needs_shares = True
+            first.num_holding = 1
+            first.half = (self._engine.issued + 1 >> 1) & 1
+            self._engine.issue(first)
+            work = partial(copy_out, part, first)
+            second = Task(first.words, work, first.spans, follows=first, after=first.seq)
+            tasks += [first, self._engine.issue(second)]
+        return TasksHandle(self._engine, tasks, lambda: put_back(flat, tensor), self._order)
+
+
+class DeviceCollectives(HostCollectives):
+    """The collectives on GPU memory: work is given to a stream beside the caller's own."""
+
+    _stage_code = -DEVICE_CODE
+    _can_gather_in_place = False
+
+    def __init__(self, engine: ProgressEngine, memory: DeviceMemory) -> None:
+        super().__init__(engine, memory)
+        self._devices = memory
+        self._order = self._order_caller
+        self._halves: torch.Tensor | None = None
+        """The stage, in group memory of the GPU, once it was needed."""
+        self._halves_read_at = [0, 0]
+        """The last operation in which each half was read."""
+
+    def close(self) -> None:
+        """Lets go of the staging memory."""
+        self._halves = None
+
+    def _reduce_in_place(self, flat: torch.Tensor, views: Views, op: Reduction, words: list[int]) -> Task:
+        def work(task: Task, present: list[int]) -> None:
+            reducers = present[:1] if self._devices.is_one_device else present
+            if self._rank in reducers:
+                self._follow(task.seq, DEVICE_ARRIVED, present)
+                parts = list(views(present).values())
+                if len(reducers) > 1:
+                    own = present.index(self._rank)
+                    low, high = share(own, len(present), flat.numel(), flat.element_size())
+                    parts = [part[low:high] for part in parts]
+                self._side.run(partial(_reduce_whole, parts, op))
+                self._signal(DEVICE_FINISHED, task.seq)
+            self._follow(task.seq, DEVICE_FINISHED, reducers)
+            self._note(task.seq, present)
+
+        return self._task(words, work, flat)
+
+    def _may_broadcast_in_place(self, tensor: torch.Tensor) -> bool:
+        return not self._engine.should_survive
+
+    def _broadcast_in_place(self, flat: torch.Tensor, views: Views, root: int, words: list[int]) -> Task:
+        def work(task: Task, present: list[int]) -> None:
+            if self._rank == root:
+                self._follow(task.seq, DEVICE_FINISHED, present)
+            else:
+                theirs = _sent_by(root, views(present))
+                self._follow(task.seq, DEVICE_ARRIVED, [root])
+                self._side.run(lambda: copy_into(flat, theirs))
+            self._signal(DEVICE_FINISHED, task.seq)
+            self._note(task.seq, present)
+
+        return self._task(words, work, flat)
+
+    def _mix_in_place(
+        self, own: torch.Tensor, out: torch.Tensor, views: Views, weights: Weights, words: list[int]
+    ) -> Task:
+        def may_work(task: Task, present: list[int]) -> bool:
+            mixer = self._mixer(task, present)
+            if mixer is None or mixer == self._rank:
+                return self._engine.are_done_on_device(DEVICE_ARRIVED, task.seq, present)
+            return self._engine.are_done_on_device(DEVICE_FINISHED, task.seq, [mixer])
+
+        def work(task: Task, present: list[int]) -> None:
+            mixer = self._mixer(task, present)
+            given = views(present)
+            # its own first, since a mixer for all is the first of them
+            for rank in present if mixer == self._rank else [self._rank] if mixer is None else []:
+                theirs = out if rank == self._rank else self._result_of(rank, task.seq, own)
+                told = self._weights_of(rank, task.seq)
+                self._side.run(partial(self._mix, task.seq, rank, told, theirs, given))
+            self._signal(DEVICE_FINISHED, task.seq)
+
+        task = self._task(words, work, own, out)
+        self._address(task, weights)
+        # where all mix with all, one may mix for the others, into memory that it reaches
+        is_full = all(rank in weights.sources for rank in self._engine.members() if rank != self._rank)
+        result_place = self._devices.find_own(out) if self._devices.is_one_device else None
+        task.words += (
+            [0, 0] if result_place is None else [int(is_full), result_place[0].code + result_place[1]]
+        )
+        # that one must know the weights for what is received, too
+        ranks = range(self._engine.size)
+        receives = {**weights.sources, self._rank: weights.own}
+        sends = task.factors or [math.nan] * len(ranks)
+        task.factors = [*sends, *(receives.get(rank, math.nan) for rank in ranks)]
+        task.may_arrive = lambda task: self._is_finished(task.after)
+        task.may_work = may_work
+        return task
+
+    def _mixer(self, task: Task, present: Sequence[int]) -> int | None:
+        """Finds who mixes for all: the lowest rank, where all mix with all in memory that all reach.
+
+        All come to the same, since everybody's description is there. Should that one be lost, each mixes for
+        itself: what is read stays as it is until all have finished.
+        """
+        if len(present) < len(self._engine.members(task.seq)):
+            return None
+        if any(self._control.description(rank, task.seq)[_IS_FULL] != 1 for rank in present):
+            return None
+        return None if self._engine.is_gone(present[0]) else present[0]
+
+    def _result_of(self, rank: int, seq: int, like: torch.Tensor) -> torch.Tensor:
+        segment, offset = self._devices.at(self._control.description(rank, seq)[_RESULT])
+        return segment.region(rank, offset, like.numel(), like.dtype)
+
+    def _weights_of(self, rank: int, seq: int) -> Weights:
+        """Reads the weights that a rank has told for what it receives."""
+        size = self._engine.size
+        told = {other: self._control.factor(rank, seq, size + other) for other in range(size)}
+        own = told.pop(rank)
+        return Weights(own, {other: weight for other, weight in told.items() if not math.isnan(weight)})
+
+    def _half_bytes(self, size_bytes: int, device: torch.device) -> int:
+        """Makes halves of the stage that hold so much, up to a bound; collective when they are too small."""
+        wanted_bytes = max(GRAIN_BYTES, 1 << max(0, size_bytes - 1).bit_length())
+        half_bytes = min(_MAX_DEVICE_STAGE_BYTES, wanted_bytes)
+        if self._halves is None or self._halves.numel() < 2 * half_bytes:
+            self._halves = self._devices.empty(2 * half_bytes, torch.uint8, device)
+            self._halves_read_at = [0, 0]
+        return self._halves.numel() // 2
+
+    def _staged(
+        self, part: torch.Tensor, words: list[int], step: Step, num_staged: int, *, should_give: bool = True
+    ) -> Task:
+        assert self._halves is not None
+        place, half_bytes = self._devices.find_own(self._halves), self._halves.numel() // 2
+        assert place is not None
+        segment, start = place
+
+        def copy_in(task: Task) -> None:
+            own = segment.region(self._rank, start + task.half * half_bytes, part.numel(), part.dtype)
+            self._side.run(lambda: copy_into(own, part))
+            self._halves_read_at[task.half] = task.seq
+
+        def may_work(task: Task, present: list[int]) -> bool:
+            return not self._is_surviving(task) or self._engine.are_done_on_device(
+                DEVICE_ARRIVED, task.seq, present
+            )
+
+        def work(task: Task, present: list[int]) -> None:
+            if not self._is_surviving(task):
+                self._follow(task.seq, DEVICE_ARRIVED, present)
+            at, dtype = start + task.half * half_bytes, part.dtype
+            stages = {rank: segment.region(rank, at, num_staged, dtype) for rank in present}
+            self._side.run(partial(step, task, part, stages))
+            self._signal(DEVICE_FINISHED, task.seq)
+            self._note(task.seq, present)
+
+        task = self._task(words, work, part, copy_in=copy_in if should_give else None)
+        task.may_arrive = lambda task: self._is_finished(self._halves_read_at[task.half])
+        task.may_work = may_work
+        return task
+
+    # --- order ---
+
+    @property
+    def _side(self) -> DeviceStream:
+        return self._devices.device.side
+
+    def _task(
+        self,
+        words: list[int],
+        work: Callable[[Task, list[int]], None],
+        *tensors: torch.Tensor,
+        copy_in: Callable[[Task], None] | None = None,
+    ) -> Task:
+        """Makes a task whose part is there when the caller's stream has come to where it is now."""
+        mark = self._devices.device.mark(self._devices.device.caller)
+
+        def prepare(task: Task) -> None:
+            self._side.follow(mark)
+            if copy_in is not None:
+                copy_in(task)
+            self._signal(DEVICE_ARRIVED, task.seq)
+
+        return Task(words, work, [span_of(tensor) for tensor in tensors], prepare=prepare)
+
+    def _order_caller(self) -> None:
+        self._devices.device.caller.follow(self._devices.device.mark(self._side))
+
+    def _signal(self, name: int, seq: int) -> None:
+        self._side.signal(self._control.address(self._rank, name), seq)
+
+    def _follow(self, seq: int, name: int, ranks: Sequence[int]) -> None:
+        """Lets the side stream wait until the GPUs of others have come so far."""
+        for rank in ranks:
+            if rank != self._rank:
+                self._side.wait(self._control.address(rank, name), seq)
+
+    def _note(self, seq: int, present: Sequence[int]) -> None:
+        """Remembers an operation in which streams wait for each other."""
+        self._signal(DEVICE_COMPLETE, seq)
+        self._engine.note_on_device(seq, present)
+
+    def _is_surviving(self, task: Task) -> bool:
+        return task.is_survivable or self._engine.should_survive
+
+    def _is_finished(self, seq: int) -> bool:
+        return not seq or self._engine.are_done_on_device(DEVICE_FINISHED, seq, range(self._engine.size))
+
+
+def _views(place: tuple[Segment | DeviceSegment, int], like: torch.Tensor) -> Views:
+    """Views the memory of others at the same place as a tensor of one's own."""
+    (segment, offset), num_elements, dtype = place, like.numel(), like.dtype
+    return lambda ranks: {rank: segment.region(rank, offset, num_elements, dtype) for rank in ranks}
+
+
+def _sent_by(root: int, views: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """Finds the root's tensor; UsageError when it has left."""
+    if root not in views:
+        raise UsageError(
+            f"rank {root}, which should broadcast, has left the group.", next_step="broadcast from a member."
+        )
+    return views[root]
+
+
+def _reduce_whole(parts: Sequence[torch.Tensor], op: Reduction) -> None:
+    """Replaces all parts by their reduction, each in one operation of a GPU."""
+    if op == "mean" and len(parts) == 2:
+        torch.lerp(parts[0], parts[1], 0.5, out=parts[0])  # one operation instead of two
+    else:
+        reduce_into(parts[0], parts, op)
+    for part in parts[1:]:
+        part.copy_(parts[0])
