@@ -30,8 +30,12 @@ class FakeDevice:
         self, *, seed=0, identity="fake", capacity_bytes=1 << 40, longest_s=1e-3, is_everything=False
     ):
         self.name = self.identity = identity
+        self.index = None
         self.capacity_bytes = capacity_bytes
-        self.side = _LaggingStream(random.Random(seed), longest_s)
+        self.gate = threading.Event()
+        """While it is not set, the side stream does nothing."""
+        self.gate.set()
+        self.side = _LaggingStream(random.Random(seed), longest_s, self.gate)
         self._caller = _CallerStream()
         self.is_registered = False
         self.is_everything = is_everything
@@ -49,6 +53,12 @@ class FakeDevice:
 
     def mark(self, stream):
         return stream.mark()
+
+    def is_reached(self, mark):
+        return mark is None or mark.is_set()
+
+    def keep(self, tensor):
+        pass
 
     def allocate(self, size_bytes):
         if size_bytes > self.capacity_bytes:
@@ -109,8 +119,9 @@ class _CallerStream:
 
 
 class _LaggingStream:
-    def __init__(self, choice, longest_s):
+    def __init__(self, choice, longest_s, gate):
         self._choice = choice
+        self._gate = gate
         self._longest_s = longest_s
         self._items = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()
@@ -139,6 +150,7 @@ class _LaggingStream:
     def _work(self):
         while True:
             item = self._items.get()
+            self._gate.wait()
             if self._choice.random() < 0.3:
                 time.sleep(self._choice.random() * self._longest_s)
             item()

@@ -387,7 +387,7 @@ class DeviceCollectives(HostCollectives):
                 self._side.run(partial(_reduce_whole, parts, op))
                 self._signal(DEVICE_FINISHED, task.seq)
             self._follow(task.seq, DEVICE_FINISHED, reducers)
-            self._note(task.seq, present)
+            self._note(task.seq, present, reducers)
 
         return self._task(words, work, flat)
 
@@ -403,7 +403,7 @@ class DeviceCollectives(HostCollectives):
                 self._follow(task.seq, DEVICE_ARRIVED, [root])
                 self._side.run(lambda: copy_into(flat, theirs))
             self._signal(DEVICE_FINISHED, task.seq)
-            self._note(task.seq, present)
+            self._note(task.seq, () if self._rank == root else (root,), ())
 
         return self._task(words, work, flat)
 
@@ -421,6 +421,7 @@ class DeviceCollectives(HostCollectives):
             given = views(present)
             # its own first, since a mixer for all is the first of them
             for rank in present if mixer == self._rank else [self._rank] if mixer is None else []:
+                self._engine.check_own_verdict()  # who was given up must not write over what others train
                 theirs = out if rank == self._rank else self._result_of(rank, task.seq, own)
                 told = self._weights_of(rank, task.seq)
                 self._side.run(partial(self._mix, task.seq, rank, told, theirs, given))
@@ -451,8 +452,13 @@ class DeviceCollectives(HostCollectives):
         """
         if len(present) < len(self._engine.members(task.seq)):
             return None
-        if any(self._control.description(rank, task.seq)[_IS_FULL] != 1 for rank in present):
+        told = {rank: self._control.description(rank, task.seq) for rank in present}
+        if any(words[_IS_FULL] != 1 for words in told.values()):
             return None
+        for source, words in told.items():
+            factors = (self._control.factor(source, task.seq, rank) for rank in present if rank != source)
+            if words[_HAS_FACTORS] and any(map(math.isnan, factors)):
+                return None  # who does not get what it names says so itself
         return None if self._engine.is_gone(present[0]) else present[0]
 
     def _result_of(self, rank: int, seq: int, like: torch.Tensor) -> torch.Tensor:
@@ -500,7 +506,7 @@ class DeviceCollectives(HostCollectives):
             stages = {rank: segment.region(rank, at, num_staged, dtype) for rank in present}
             self._side.run(partial(step, task, part, stages))
             self._signal(DEVICE_FINISHED, task.seq)
-            self._note(task.seq, present)
+            self._note(task.seq, present, ())
 
         task = self._task(words, work, part, copy_in=copy_in if should_give else None)
         task.may_arrive = lambda task: self._is_finished(self._halves_read_at[task.half])
@@ -522,6 +528,8 @@ class DeviceCollectives(HostCollectives):
     ) -> Task:
         """Makes a task whose part is there when the caller's stream has come to where it is now."""
         mark = self._devices.device.mark(self._devices.device.caller)
+        for tensor in tensors:
+            self._devices.device.keep(tensor)
 
         def prepare(task: Task) -> None:
             self._side.follow(mark)
@@ -543,10 +551,10 @@ class DeviceCollectives(HostCollectives):
             if rank != self._rank:
                 self._side.wait(self._control.address(rank, name), seq)
 
-    def _note(self, seq: int, present: Sequence[int]) -> None:
-        """Remembers an operation in which streams wait for each other."""
+    def _note(self, seq: int, givers: Sequence[int], finishers: Sequence[int]) -> None:
+        """Lets the GPU say that it is through, and remembers until then for whom the stream waits."""
         self._signal(DEVICE_COMPLETE, seq)
-        self._engine.note_on_device(seq, present)
+        self._engine.note_on_device(seq, givers, finishers)
 
     def _is_surviving(self, task: Task) -> bool:
         return task.is_survivable or self._engine.should_survive

@@ -123,7 +123,7 @@ class DeviceMemory:
         self, device: torch.device, size_bytes: int
     ) -> tuple[torch.Tensor, dict[int, tuple[str, bytes]]]:
         """Takes this worker's memory; learns everybody's GPU and handle, by rank."""
-        own, handle, identity, problem = torch.empty(0), b"", "", ""
+        own, handle, identity, problem, is_full = torch.empty(0), b"", "", "", False
         try:
             if self._device is None:
                 opened = self._make(device)
@@ -131,14 +131,23 @@ class DeviceMemory:
                 self._device = opened
                 self._engine.is_on_device = True
             identity = self.device.identity
+            if self.device.index != device.index and device.index is not None:
+                raise UsageError(
+                    f"this worker's memory of the group is on {self.device.name}, not on {device}.",
+                    next_step="use one GPU in each worker.",
+                )
             own, handle = self.device.allocate(size_bytes)
-        except UsageError as error:
-            problem = str(error)
-        everybody = share_objects(self._group, [self._engine.rank, identity, handle, problem])
-        problems = [text for *_, text in everybody if text]
-        if problems:
-            raise MemoryFull(problems[0])
-        return own, {rank: (identity, handle) for rank, identity, handle, _ in everybody}
+        except (
+            UsageError,
+            RuntimeError,
+            AttributeError,
+        ) as error:  # whatever it is, the others must learn it
+            problem, is_full = str(error), isinstance(error, MemoryFull | torch.OutOfMemoryError)
+        everybody = share_objects(self._group, [self._engine.rank, identity, handle, problem, is_full])
+        for *_, text, is_room_missing in everybody:
+            if text:
+                raise MemoryFull(text) if is_room_missing else UsageError(text)
+        return own, {rank: (identity, handle) for rank, identity, handle, *_ in everybody}
 
     def free(self, tensor: torch.Tensor, meet: Callable[[], None]) -> None:
         """Gives memory back once nobody's GPU uses it; `meet` waits for the other workers."""
@@ -162,10 +171,18 @@ class DeviceMemory:
                 return segment, code - segment.code
         raise UsageError("A peer names GPU memory that this worker has given back.")
 
+    def drain(self) -> Callable[[], bool]:
+        """Tells, when asked, whether the GPU has done all that this worker gave it until now."""
+        if self._device is None:
+            return lambda: True
+        device = self._device
+        marks = [device.mark(stream) for stream in (device.side, device.caller)]
+        return lambda: all(device.is_reached(mark) for mark in marks)
+
     def close(self) -> None:
-        """Gives the memory back, for as far as no tensor holds it."""
+        """Gives the memory back, as far as no tensor holds it; what the GPU may still write stays pinned."""
         self._segments.clear()
-        if self._device is not None:
+        if self._device is not None and self.drain()():
             self._device.unregister(self._engine.control.memory)
 
     def _find(self, tensor: torch.Tensor) -> DeviceSegment | None:
@@ -234,33 +251,37 @@ class DeviceReads:
         self._is_open = [False] * NUM_READS
         self._fence = threading.Lock()  # law: its atomic operations order stores before loads
 
-    def begin(self, peer: int, number: int) -> int:
-        """Claims a publication of a peer; the claim's number is for `end`."""
+    def begin(self, peer: int, number: int) -> tuple[int, int]:
+        """Claims a publication of a peer; what it returns names the claim to `end`."""
         index = self._next
         self._next = (index + 1) % NUM_READS
-        if self._is_open[index]:
-            self.end(index)
         rank, ticket = self._engine.rank, self._control.get(self._engine.rank, READ_TICKETS[index])
+        self.end((index, ticket))
         if ticket and not self._control.is_done_on_device(rank, READS_DONE[index], ticket):
             self._memory.device.caller.synchronize()  # all claims are taken, by reads that are not done
         self._control.set(READ_TICKETS[index], ticket + 1)
         self._control.set(READ_CLAIMS[index], (peer + 1) << 40 | number)
         self._is_open[index] = True
         self._order()
-        return index
+        return index, ticket + 1
 
-    def end(self, index: int) -> None:
-        """Says that what is read under a claim was issued to the caller's stream."""
-        if self._is_open[index]:
-            self._is_open[index] = False
-            ticket = self._control.get(self._engine.rank, READ_TICKETS[index])
-            word = self._control.address(self._engine.rank, READS_DONE[index])
-            self._memory.device.caller.signal(word, ticket)
+    def end(self, claim: tuple[int, int]) -> bool:
+        """Says that what is read under a claim was issued to the caller's stream; False when it had ended."""
+        index, ticket = claim
+        if not self._is_open[index] or self._control.get(self._engine.rank, READ_TICKETS[index]) != ticket:
+            return False
+        self._is_open[index] = False
+        self._memory.device.caller.signal(self._control.address(self._engine.rank, READS_DONE[index]), ticket)
+        return True
 
     def publish(self, number: int) -> None:
         """Says, when the caller's stream has come there, that a publication is written."""
         word = self._control.address(self._engine.rank, DEVICE_PUBLISHED)
         self._memory.device.caller.signal(word, number)
+
+    def is_published(self, number: int) -> bool:
+        """Tells whether this worker's GPU has written a publication."""
+        return self._control.is_done_on_device(self._engine.rank, DEVICE_PUBLISHED, number)
 
     def follow(self, number: int) -> None:
         """Lets the caller's stream wait for those that read publications up to this number."""
@@ -289,7 +310,7 @@ class SharedDevice:
     """A GPU of this machine, as one process sees it."""
 
     def __init__(self, index: int) -> None:
-        self._index = index
+        self._index = self.index = index
         torch.zeros(1, device=f"cuda:{index}")  # the context exists from now on
         properties = torch.cuda.get_device_properties(index)
         self.name = f"cuda:{index} ({properties.name})"
@@ -315,6 +336,14 @@ class SharedDevice:
         """Names the place that a stream has come to, for `DeviceStream.follow`."""
         event: torch.cuda.Event = stream.stream.record_event()
         return event
+
+    def is_reached(self, mark: torch.cuda.Event) -> bool:
+        """Tells whether a stream has come to a mark."""
+        return bool(mark.query())  # type: ignore[no-untyped-call]
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Lets torch use the memory of a tensor anew only when the side stream is through with it."""
+        tensor.record_stream(self.side.stream)
 
     def allocate(self, size_bytes: int) -> tuple[torch.Tensor, bytes]:
         """Takes memory, a flat uint8 tensor of zeros, and a handle by which other processes attach it.
@@ -417,7 +446,7 @@ class DeviceStream:
         self._device.enqueue(_WRITE_VALUE, self.stream, address, value)
 
     def wait(self, address: int, value: int) -> None:
-        """Lets it wait until a word of registered host memory is `value` or more, which no flag stands for."""
+        """Lets it wait until a word of registered host memory is `value` or more; no flag says so."""
         self._device.enqueue(_WAIT_VALUE, self.stream, address, value)
 
     def synchronize(self) -> None:
@@ -461,15 +490,15 @@ class _Driver:
             kinds = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
             getattr(self._library, name).argtypes = kinds
         self._context = ctypes.c_void_p()
-        self._thread = threading.local()
         self.check(self._library.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), index), "be used")
 
     def call(self, name: str, *arguments: Any) -> int:
         """Calls a function of the driver in the context that torch uses."""
-        if not getattr(self._thread, "is_ready", False):
-            self._library.cuCtxSetCurrent(self._context)
-            self._thread.is_ready = True
-        return int(getattr(self._library, name)(*arguments))
+        self._library.cuCtxPushCurrent_v2(self._context)  # the thread may have come to another GPU since
+        try:
+            return int(getattr(self._library, name)(*arguments))
+        finally:
+            self._library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
     def check(self, error: int, what: str) -> None:
         """Raises UsageError for anything but success."""

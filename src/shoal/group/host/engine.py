@@ -23,7 +23,9 @@ from shoal.group.host.heartbeat import ProcessWatch
 from shoal.group.host.memory import (
     ARRIVED,
     ASLEEP,
+    DEVICE_ARRIVED,
     DEVICE_COMPLETE,
+    DEVICE_FINISHED,
     DTYPES,
     FINISHED,
     LEFT,
@@ -126,8 +128,8 @@ class ProgressEngine:
         self._breakage: BaseException | None = None
         self._void: PeerLost | None = None
         """The loss that leaves the result of an operation on the GPU without meaning."""
-        self._on_device: deque[tuple[int, Sequence[int]]] = deque()
-        """Operations in which streams may still wait for each other, and who takes part."""
+        self._on_device: deque[tuple[int, Sequence[int], Sequence[int]]] = deque()
+        """Operations in which streams may still wait for each other: who gives, and who must finish."""
         self.is_on_device = False
         """Whether a GPU has been used: then what is waited for may come without anybody's saying so."""
         self.on_loss: list[Callable[[int], None]] = []
@@ -318,32 +320,44 @@ class ProgressEngine:
         return True
 
     def are_done_on_device(self, name: int, seq: int, ranks: Iterable[int]) -> bool:
-        """Tells whether the GPUs of those of some ranks that are there have come so far."""
+        """Tells whether the GPUs of those of some ranks that are there have come so far.
+
+        One that has gone before it gave its part is not done: the next look finds that it takes no part.
+        """
         for rank in ranks:
             if self.control.is_done_on_device(rank, name, seq):
                 continue
-            if rank == self.rank or self.control.gone_after(rank) == NOT_YET:
+            gone_after = self.control.gone_after(rank)
+            if rank == self.rank or gone_after == NOT_YET:
                 self.blocker = None if rank == self.rank else rank
+                return False
+            if name == DEVICE_ARRIVED and seq > gone_after:
                 return False
         return True
 
-    def note_on_device(self, seq: int, present: Sequence[int]) -> None:
-        """Remembers an operation until this worker's stream has come through."""
-        self._on_device.append((seq, present))
-        while self._on_device and self.control.is_done_on_device(
-            self.rank, DEVICE_COMPLETE, self._on_device[0][0]
-        ):
+    def note_on_device(self, seq: int, givers: Sequence[int], finishers: Sequence[int]) -> None:
+        """Remembers an operation until this worker's stream has come through, and all that it waited for."""
+        self._on_device.append((seq, givers, finishers))
+        gone = [rank for rank in (*givers, *finishers) if self.is_gone(rank)]
+        for rank in gone:  # the watching thread may have looked before this was noted
+            self._find_void(rank)
+        is_through = self.control.is_done_on_device
+        while not gone and self._on_device and is_through(self.rank, DEVICE_COMPLETE, self._on_device[0][0]):
             self._on_device.popleft()
 
-    def _free_streams(self, rank: int) -> None:
-        """Frees the streams that wait for a lost rank, in the watching thread.
-
-        What they were waiting for never came, so where a loss ends the run no more operation may follow.
-        """
-        for seq, present in tuple(self._on_device):
-            is_over = self.control.is_done_on_device(self.rank, DEVICE_COMPLETE, seq)
-            if rank in present and not is_over and not self.should_survive and self._void is None:
+    def _find_void(self, rank: int) -> None:
+        """Ends a run that a loss ends, if one that is gone owes its part of an operation under way."""
+        if self.should_survive or self._void is not None:
+            return
+        was_done = self.control.was_done_on_device
+        for seq, givers, finishers in tuple(self._on_device):
+            has_given = rank not in givers or was_done(rank, DEVICE_ARRIVED, seq)
+            if not (has_given and (rank not in finishers or was_done(rank, DEVICE_FINISHED, seq))):
                 self._void = self.lost_error(rank)
+
+    def _free_streams(self, rank: int) -> None:
+        """Frees the streams that wait for a rank that is gone, in the watching thread."""
+        self._find_void(rank)
         self.control.free_device(rank)
         for callback in tuple(self.on_loss):
             callback(rank)

@@ -184,7 +184,7 @@ class HostGroup(Group):
     def free(self, tensor: torch.Tensor) -> None:
         """Gives the memory back to the system."""
         if self._devices.takes(tensor):
-            self._devices.free(tensor, lambda: self._meet(Task([_FREE, 0, 0, 0])))
+            self._devices.free(tensor, lambda: self._meet(Task([_FREE, 0, 0, 0, 0])))
             return
         segment = self._arena.find(tensor)
         if segment is None:
@@ -252,7 +252,7 @@ class HostGroup(Group):
 
     def barrier(self) -> Handle[None]:
         """Is done when all members have come to it."""
-        return TasksHandle(self._engine, [self._engine.issue(Task([_BARRIER, 0, 0, 0]))], lambda: None)
+        return TasksHandle(self._engine, [self._engine.issue(Task([_BARRIER, 0, 0, 0, 0]))], lambda: None)
 
     def window(
         self,
@@ -297,6 +297,8 @@ class HostGroup(Group):
             return
         with contextlib.suppress(ShoalError):
             self._engine.wait_until(self._is_idle, Deadline.after(_LEAVING_S), "leave")
+            is_drained = self._devices.drain()
+            self._engine.wait_until(is_drained, Deadline.after(_LEAVING_S), "leave")
         self._drop()
         self._pipes.tell(LEFT, self._control.get(self.rank, ARRIVED))
 
@@ -319,7 +321,7 @@ class HostGroup(Group):
         if self._control.gone_after(self.rank) == NOT_YET:
             beat = failed_beat(self._engine.culprit if culprit is None else culprit)
             self._control.set(BEAT, beat)  # first: who sees the verdict shall know whom to blame
-            self._control.judge(self.rank, self._control.get(self.rank, ARRIVED))
+            self._control.judge(self.rank, self._control.last_given(self.rank))
             self._pipes.tell(BEAT, beat)
         self._pipes.close()
         self._windows.locks.close()

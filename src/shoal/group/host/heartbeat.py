@@ -37,7 +37,7 @@ class ProcessWatch:
     ) -> None:
         self.lost: dict[int, Loss] = {}
         self.on_loss: Callable[[int], None] | None = None
-        """Called with a rank once it is judged, in the watching thread."""
+        """Called with a rank once it is judged or has left, in the watching thread."""
         self.left_at_s: dict[int, float] = {}
         """When those were seen to have left that have, by the monotonic clock."""
         self._rank = rank
@@ -175,6 +175,8 @@ class ProcessWatch:
 
     def _note_left(self, rank: int) -> None:
         self.left_at_s[rank] = time.monotonic()
+        if self.on_loss is not None:
+            self.on_loss(rank)
         self._forget(rank)
 
     def _lose(self, rank: int, *, after: int | None = None) -> None:

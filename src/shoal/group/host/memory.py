@@ -362,10 +362,17 @@ class ControlPage:
         """Tells whether a rank's GPU has said so of an operation, and not somebody else for it."""
         return seq <= self._words[rank * self._stride + name] < FREED
 
+    def was_done_on_device(self, rank: int, name: int, seq: int) -> bool:
+        """Tells the same of a rank that may have been freed: a GPU writes the lower half of a word alone."""
+        word = self._words[rank * self._stride + name]
+        return seq <= (word >> 32 if word & 0xFFFFFFFF == FREED else word)
+
     def free_device(self, rank: int) -> None:
-        """Lets no stream wait for the GPU of a lost rank any more."""
+        """Lets no stream wait for the GPU of a rank that is gone; what it has said is kept beside it."""
         for name in (DEVICE_ARRIVED, DEVICE_FINISHED, DEVICE_COMPLETE, *READS_DONE):
-            self._words[rank * self._stride + name] = FREED
+            word = self._words[rank * self._stride + name]
+            if word & 0xFFFFFFFF != FREED:
+                self._words[rank * self._stride + name] = word << 32 | FREED
 
     def last_given(self, rank: int) -> int:
         """Finds the last operation to which a rank that is gone has given its part, on its GPU too.
@@ -373,9 +380,9 @@ class ControlPage:
         All who ask come to the same number: neither the worker nor its GPU writes any more.
         """
         arrived = self.get(rank, ARRIVED)
-        given = self._words[rank * self._stride + DEVICE_ARRIVED]
-        for seq in range(max(given, arrived - MAX_AHEAD) + 1, arrived + 1):
-            if any(abs(word) >= DEVICE_CODE for word in self.description(rank, seq)[3:5]):
+        for seq in range(max(0, arrived - MAX_AHEAD) + 1, arrived + 1):
+            is_on_device = any(abs(word) >= DEVICE_CODE for word in self.description(rank, seq)[3:5])
+            if is_on_device and not self.was_done_on_device(rank, DEVICE_ARRIVED, seq):
                 return seq - 1
         return arrived
 

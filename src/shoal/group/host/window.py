@@ -24,10 +24,10 @@ import os
 import struct
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic
 
 import torch
@@ -267,9 +267,13 @@ class HostWindow(Window):
 
     def reclaim(self, version: int) -> None:
         """Makes snapshots up to this version void; on a device what comes next waits for those that read."""
-        if self._published is not None:
-            self._shared.publications.reclaim(self._published, version)
-            self._shared.publications.follow_readers(self._published, version)
+        index, table = self._published, self._shared.publications
+        if index is None:
+            return
+        if not table.is_newest_written(index):  # else there would be none to fetch meanwhile
+            self._engine.wait_until(lambda: table.is_newest_written(index), None, f"reclaim {self.name!r}")
+        table.reclaim(index, version)
+        table.follow_readers(index, version)
 
     @contextlib.contextmanager
     def changing(self, version: int) -> Iterator[None]:
@@ -300,6 +304,7 @@ class HostWindow(Window):
                 )
             table.set_change(index, _CHANGING)
             table.reclaim(index, before)
+            table.follow_readers(index, before)
             yield
             table.publish(index, what, version)
             if what[_PLACE] >= DEVICE_CODE:
@@ -371,9 +376,9 @@ class HostWindow(Window):
         self._shared.pending.drop(self, f"Window {self.name!r} was closed before it was written or read.")
         self._cells.clear()
         self._engine.on_loss.remove(self._lost)
-        if self._words is not None:
-            self._shared.devices.device.unregister(self._words)
-        for tensor in self._memory:  # first: until all have come, some may read what is published
+        for tensor in reversed(self._memory):  # first: until all have come, some may read what is published
+            if tensor is self._memory[0] and self._words is not None:
+                self._shared.devices.device.unregister(self._words)  # now that no stream writes it
             self._group.free(tensor)
         if self._published is not None:
             self._shared.publications.close(self._published)
@@ -392,6 +397,8 @@ class HostWindow(Window):
             try:
                 if write.kind == "send" and cell.words[_NUM_WRITES]:
                     return None
+                if not cell.is_written():
+                    return None  # one after the other, so that the owner finds a moment to read
                 cell.write(write)
             finally:
                 self._shared.locks.release(cell.lock)
@@ -572,6 +579,11 @@ class PublicationTable:
         if numbers:
             self._reads.follow(max(numbers))
 
+    def is_newest_written(self, index: int) -> bool:
+        """Tells whether the newest of an entry is there; on a device once its stream has come to it."""
+        published = self._on_device.get(index)
+        return not published or self._reads.is_published(published[-1][1])
+
     def reclaim(self, index: int, version: int) -> None:
         """Makes snapshots up to this version void from now on."""
         self._control.set_publication(index, _RECLAIMED, version)
@@ -593,7 +605,8 @@ class PublicationTable:
                 return found
             claim = self._reads.begin(peer, found.number)
             if found.is_intact():
-                found.end_claim = partial(self._reads.end, claim)
+                found.end_claim = weakref.finalize(found, self._reads.end, claim)
+                found.end_claim.atexit = False
                 return found
             self._reads.end(claim)
         return None
@@ -665,15 +678,14 @@ class _SharedSnapshot(Snapshot):
     number: int
     version: int
     tensor: torch.Tensor
-    end_claim: Callable[[], None] | None = None
-    """For one on a device, which stays as it is until the reads that were issued until this call are done."""
+    end_claim: weakref.finalize[..., _SharedSnapshot] | None = None
+    """For one on a device, which stays as it is until the reads that were issued until this call are done.
+    One that nobody asks for ends with the snapshot."""
 
     def is_intact(self) -> bool:
-        if self.end_claim is None:
-            return self.table.is_intact(self)
-        self.end_claim()
-        self.end_claim = None
-        return True
+        if self.end_claim is not None and self.end_claim():
+            return True
+        return self.table.is_intact(self)
 
 
 class _HostSlot(Slot):

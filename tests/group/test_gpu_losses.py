@@ -1,0 +1,121 @@
+"""A worker of one machine that goes while its GPU lags behind: nothing that it did not give is used."""
+
+import concurrent.futures
+import contextlib
+import itertools
+import os
+
+import pytest
+import torch
+
+from group.fake_device import FakeDevice
+from group.hosts import together
+from shoal.core import Deadline, PeerLost, Placement
+from shoal.group import GroupSettings, open_host_group
+from shoal.topology import Weights
+
+GPU = torch.device("meta")
+_numbers = itertools.count()
+
+
+@contextlib.contextmanager
+def gpu_workers(size):
+    """Groups of workers that are threads of this process, and their GPUs, by rank."""
+    key = f"gpu losses {os.getpid()} {next(_numbers)}"
+    devices = [FakeDevice(seed=rank, longest_s=0) for rank in range(size)]
+
+    def open_member(rank):
+        placement = Placement(rank, size, rank, size, "test")
+        return open_host_group(placement, GroupSettings(key=key), lambda _: devices[rank])
+
+    with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(size) as threads:
+        for device in devices:
+            stack.callback(device.gate.set)
+        groups = list(threads.map(open_member, range(size)))
+        for group in reversed(groups):
+            stack.callback(group.close, ConnectionAbortedError())
+        yield groups, devices
+
+
+def filled(groups):
+    """Memory of each worker on its GPU, with its rank in it."""
+    memory = together(groups, lambda group: group.empty(8, device=GPU))
+    for rank, tensor in enumerate(memory):
+        tensor.fill_(rank)
+    return memory
+
+
+def test_who_fails_before_its_gpu_has_given_its_part_is_left_out_of_an_exchange():
+    with gpu_workers(3) as (groups, devices):
+        live, spare = filled(groups), filled(groups)
+        devices[2].gate.clear()
+        everybody = [Weights.uniform([other for other in range(3) if other != rank]) for rank in range(3)]
+        handles = [
+            group.exchange(live[rank], everybody[rank], out=spare[rank]) for rank, group in enumerate(groups)
+        ]
+        assert not any(handle.is_done() for handle in handles[:2])
+        groups[2].close(ConnectionAbortedError())
+        for rank in range(2):
+            handles[rank].wait(Deadline.after(20))
+            mean = (2 * rank + (1 - rank)) / 3  # the weight of who is gone goes to oneself
+            assert spare[rank].tolist() == pytest.approx([mean] * 8)
+
+
+def test_an_all_reduce_that_lacks_a_part_is_void_for_all_others():
+    with gpu_workers(3) as (groups, devices):
+        memory = filled(groups)
+        devices[2].gate.clear()
+        handles = together(groups, lambda group: group.all_reduce(memory[group.rank]))
+        together(groups, lambda group: group.progress())
+        assert all(handle.is_done() for handle in handles)  # issued by all
+        groups[2].close(ConnectionAbortedError())
+        for rank in range(2):
+            with pytest.raises(PeerLost) as raised:
+                while True:
+                    groups[rank].all_reduce(memory[rank]).wait(Deadline.after(20))
+            assert raised.value.peer == 2
+        devices[0].synchronize()  # no stream waits for it any more
+        devices[1].synchronize()
+
+
+def test_who_leaves_does_so_when_its_gpu_has_done_its_part():
+    with gpu_workers(2) as (groups, devices):
+        memory = filled(groups)
+        devices[1].gate.clear()
+        handles = together(groups, lambda group: group.all_reduce(memory[group.rank], "sum"))
+        with concurrent.futures.ThreadPoolExecutor(1) as threads:
+            leaving = threads.submit(groups[1].leave)
+            assert list(groups[0].members) == [0, 1]
+            devices[1].gate.set()
+            leaving.result(20)
+        handles[0].wait(Deadline.after(20))
+        assert memory[0].tolist() == [1.0] * 8
+        assert list(groups[0].members) == [0]
+        assert not groups[0].lost
+
+
+def test_there_is_always_a_publication_to_fetch_while_the_gpu_lags_behind():
+    with gpu_workers(2) as (groups, devices):
+        buffers = [filled(groups), filled(groups)]
+        windows = [group.window("model", 8, sources=(), device=GPU) for group in groups]
+        for version in range(6):
+            memory = buffers[version % 2][1].fill_(version)
+            windows[1].publish(memory, version)
+            windows[1].reclaim(version - 1)
+            snapshot = windows[0].fetch(1).wait()
+            assert snapshot.version == version
+            values = snapshot.tensor.clone()
+            assert snapshot.is_intact()
+            assert values.tolist() == [float(version)] * 8
+
+
+def test_more_snapshots_than_claims_are_told_apart():
+    with gpu_workers(2) as (groups, _):
+        memory = filled(groups)
+        windows = [group.window("model", 8, sources=(), device=GPU) for group in groups]
+        windows[1].publish(memory[1], 0)
+        snapshots = [windows[0].fetch(1).wait() for _ in range(5)]
+        assert all(snapshot.is_intact() for snapshot in snapshots)
+        with windows[1].changing(1):
+            memory[1].fill_(7)
+        assert not any(snapshot.is_intact() for snapshot in snapshots)
