@@ -62,6 +62,7 @@ class HostCollectives:
 
     _stage_code = NO_PLACE
     """By this minus n a description names the piece of private memory that begins at element n."""
+    _can_gather_in_place = True
 
     def __init__(
         self, engine: ProgressEngine, memory: Arena | DeviceMemory, stage: Segment | None = None
@@ -115,11 +116,12 @@ class HostCollectives:
     ) -> Handle[list[torch.Tensor]]:
         """Collects tensors of known shapes, from where they lie where all are group memory."""
         results = {rank: tensor.new_empty(shape) for rank, shape in shapes.items()}
+        flats = {rank: result.view(-1) for rank, result in results.items()}
+        own, longest = flats[self._rank], max(flat.numel() for flat in flats.values())
+        piece = self._half_bytes(longest * own.element_size(), own.device) // own.element_size()
         if self._order is not None:
             self._order()  # operations before this one may still be writing it
         copy_into(results[self._rank], tensor.detach().reshape(shapes[self._rank]))
-        flats = {rank: result.view(-1) for rank, result in results.items()}
-        own, longest = flats[self._rank], max(flat.numel() for flat in flats.values())
         if self._can_gather_in_place and NO_PLACE not in codes.values():
 
             def read_all(task: Task, present: list[int]) -> None:
@@ -132,7 +134,6 @@ class HostCollectives:
             tasks = [self._engine.issue(task)]
         else:
             tasks = []
-            piece = self._half_bytes(longest * own.element_size(), own.device) // own.element_size()
             for start in range(0, longest, piece):
 
                 def take(
@@ -251,8 +252,6 @@ class HostCollectives:
         mix_into(out, views[rank], weights.own, parts)
 
     # --- what a GPU does otherwise ---
-
-    _can_gather_in_place = True
 
     def _is_finished(self, seq: int) -> bool:
         """Tells whether nobody reads any more what others could read in an operation."""
