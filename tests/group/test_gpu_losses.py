@@ -71,8 +71,7 @@ def test_an_all_reduce_that_lacks_a_part_is_void_for_all_others():
         groups[2].close(ConnectionAbortedError())
         for rank in range(2):
             with pytest.raises(PeerLost) as raised:
-                while True:
-                    groups[rank].all_reduce(memory[rank]).wait(Deadline.after(20))
+                groups[rank].all_reduce(memory[rank]).wait(Deadline.after(20))
             assert raised.value.peer == 2
         devices[0].synchronize()  # no stream waits for it any more
         devices[1].synchronize()
@@ -94,8 +93,8 @@ def test_who_leaves_does_so_when_its_gpu_has_done_its_part():
         assert not groups[0].lost
 
 
-def test_there_is_always_a_publication_to_fetch_while_the_gpu_lags_behind():
-    with gpu_workers(2) as (groups, devices):
+def test_there_is_always_a_publication_to_fetch():
+    with gpu_workers(2) as (groups, _):
         buffers = [filled(groups), filled(groups)]
         windows = [group.window("model", 8, sources=(), device=GPU) for group in groups]
         for version in range(6):
