@@ -52,6 +52,11 @@ class _OnDevice(GroupWrapper):
     def window(self, *what, sources=None, device=None):
         return self.inner.window(*what, sources=sources, device=device or self._device)
 
+    def barrier(self):
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()  # a barrier orders processors, not GPUs
+        return self.inner.barrier()
+
 
 def _on_gpu(rank, size, key, is_one=True, **settings):
     """All tensors on a GPU: a real one where SHOAL_TEST_DEVICE says so, else one made of a thread."""
