@@ -47,7 +47,7 @@ from shoal.core import (
 from shoal.core.identity import Identity
 from shoal.core.run_options import SILENCE_S
 from shoal.group.base import GroupSettings, Handle, Loss
-from shoal.group.cluster.members import Ending, HeartbeatMonitor
+from shoal.group.cluster.members import Departure, HeartbeatMonitor
 from shoal.group.cluster.rendezvous import LOOPBACK, Rendezvous, WorkerAddress
 from shoal.tensors.memory import copy_into, tensor_over
 from shoal.transport import (
@@ -413,7 +413,7 @@ class Mesh:
 
         async def leave() -> None:
             await poll_until(self._is_idle)
-            self.monitor.tell(Ending("left", after))
+            self.monitor.tell(Departure("left", after))
 
         self._start("leaving", leave)
 
@@ -425,7 +425,9 @@ class Mesh:
 
         async def fail() -> None:
             loss = self.monitor.lost.get(culprit) if culprit is not None else None
-            self.monitor.tell(Ending("failed", reason=loss.reason if loss else "it failed", culprit=culprit))
+            self.monitor.tell(
+                Departure("failed", reason=loss.reason if loss else "it failed", culprit=culprit)
+            )
 
         self._start("failing", fail)
 
@@ -449,7 +451,7 @@ class Mesh:
                     await poll_until(self._is_idle)
             except TimeoutError:
                 log.warning("rank %d ends while others have not taken what it sent", self.rank)
-        self.monitor.tell(Ending("failed"))
+        self.monitor.tell(Departure("failed"))
         if is_patient:
             await self.monitor.say_farewell(Deadline.after(_FAREWELL_S))
         else:
