@@ -165,6 +165,19 @@ def test_one_that_leaves_in_order_is_not_lost_and_what_it_sent_has_come():
         assert not three.monitor.lost
 
 
+def test_one_that_leaves_and_closes_while_it_sends_has_left():
+    with open_meshes(2, max_unclaimed_bytes=100) as (one, two):
+        two.send(0, ("last",), some())
+        two.leave(after=7)
+        closing = threading.Thread(target=two.close)
+        closing.start()
+        received = one.receive(1, ("last",))
+        assert torch.equal(received.wait(soon()).view(torch.float32), some())
+        closing.join(SOON)
+        until(lambda: one.monitor.left == {1: 7})
+        assert not one.monitor.lost
+
+
 def test_all_close_at_once():
     with open_meshes(3) as meshes:
         for mesh in meshes:

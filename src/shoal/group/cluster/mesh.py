@@ -335,6 +335,10 @@ class Mesh:
         self._peers: dict[int, Peer] = {}
         self._listeners: list[Callable[[], None]] = []
         self._num_sending = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._departure = Departure("failed")
+        """How this worker goes when it is closed and what it sends is there."""
         self.monitor: HeartbeatMonitor
         """Knows who of the other machines' workers is there, from `listen` on."""
         self._is_open = False
@@ -410,10 +414,11 @@ class Mesh:
 
         It may send nothing after that.
         """
+        self._departure = Departure("left", after)
 
         async def leave() -> None:
-            await poll_until(self._is_idle)
-            self.monitor.tell(Departure("left", after))
+            await self._is_idle.wait()
+            self.monitor.tell(self._departure)
 
         self._start("leaving", leave)
 
@@ -448,7 +453,8 @@ class Mesh:
         if is_patient:
             try:
                 async with asyncio.timeout(_FAREWELL_S + self._silence_s):
-                    await poll_until(self._is_idle)
+                    await self._is_idle.wait()
+                self.monitor.tell(self._departure)
             except TimeoutError:
                 log.warning("rank %d ends while others have not taken what it sent", self.rank)
         self.monitor.tell(Departure("failed"))
@@ -460,9 +466,6 @@ class Mesh:
         await self._transport.__aexit__(None, None, None)
         for wanted in self._mailbox.give_up(lambda source: True):
             wanted.give(_closed(f"receiving {wanted.key}"))
-
-    def _is_idle(self) -> bool:
-        return not self._num_sending
 
     def add_listener(self, wake: Callable[[], None]) -> None:
         """Has `wake` called, on any thread, whenever a handle is over or a peer is lost or has left.
@@ -489,6 +492,7 @@ class Mesh:
 
     async def _send(self, to: int, key: Key, view: memoryview) -> None:
         self._num_sending += 1
+        self._is_idle.clear()
         try:
             while True:
                 try:
@@ -501,6 +505,8 @@ class Mesh:
                         await self._ask(to, _ROOM, (key, view.nbytes))
         finally:
             self._num_sending -= 1
+            if not self._num_sending:
+                self._is_idle.set()
 
     def receive(
         self, source: int | None, key: Key, into: torch.Tensor | None = None
