@@ -99,7 +99,7 @@ def test_a_tensor_that_waits_for_room_is_not_kept_for_one_who_goes(is_in_order):
             other.close(ConnectionAbortedError())
         with pytest.raises(PeerLost, match="rank 1 has left" if is_in_order else "rank 1 is lost"):
             sending.wait(soon())
-        assert bool(one.monitor.lost) is not is_in_order
+        until(lambda: list(one.monitor.left if is_in_order else one.monitor.lost) == [1])
 
 
 def test_one_that_is_lost_while_it_sends_leaves_the_place_to_another():
@@ -163,6 +163,19 @@ def test_one_that_leaves_in_order_is_not_lost_and_what_it_sent_has_come():
         one.send(2, ("x",), sent).wait(soon())
         assert not one.monitor.lost
         assert not three.monitor.lost
+
+
+def test_one_that_leaves_and_closes_while_it_sends_has_left():
+    with open_meshes(2, max_unclaimed_bytes=100) as (one, two):
+        two.send(0, ("last",), some())
+        two.leave(after=7)
+        closing = threading.Thread(target=two.close)
+        closing.start()
+        received = one.receive(1, ("last",))
+        assert torch.equal(received.wait(soon()).view(torch.float32), some())
+        closing.join(SOON)
+        until(lambda: one.monitor.left == {1: 7})
+        assert not one.monitor.lost
 
 
 def test_all_close_at_once():

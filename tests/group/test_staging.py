@@ -13,7 +13,7 @@ from group.hosts import together
 from shoal.core import Deadline, PeerLost
 from shoal.group.base import Done, Handle
 from shoal.group.cluster.collectives import HostStaging, TorchOperations
-from shoal.group.cluster.group import Operation
+from shoal.group.cluster.group import QueuedOperation
 from shoal.group.cluster.machine_exchange import MachineExchange
 from shoal.group.functions import exchange_machines
 from shoal.topology import Weights
@@ -144,7 +144,7 @@ def test_the_next_piece_is_copied_while_one_is_worked_on():
         piece.mul_(2)
 
     tensor = torch.arange(COUNT, dtype=torch.float64)
-    operation = Operation(1, staging.in_pieces(tensor, double), [])
+    operation = QueuedOperation(1, staging.in_pieces(tensor, double), [])
     while not operation.is_done():
         operation.advance()
     assert begun == [2, 4, 6, 8, 10, 12, 14, 16, 17], "of the last piece no other one follows"

@@ -28,9 +28,9 @@ from shoal.group.base import Done, Handle, Reduction
 from shoal.group.cluster.machine_exchange import (
     ABSENT,
     FREE,
-    Greeting,
     MachineExchange,
-    Step,
+    MachineGreeting,
+    PendingStep,
     Steps,
     arrived,
     describe,
@@ -197,7 +197,7 @@ class Collectives:
         host = (yield from self._staging.to_host(own)) if outside else own
         for rank in outside:
             if not self._members.is_gone(rank, seq):
-                said = Greeting(describe("exchange", flat), self._mesh.rank, detail=destinations[rank])
+                said = MachineGreeting(describe("exchange", flat), self._mesh.rank, detail=destinations[rank])
                 self._mesh.send(rank, (seq, "said", self._mesh.rank), said.encode())
                 sending = self._mesh.send(rank, (seq, "x", self._mesh.rank), host)
                 if host is flat:
@@ -217,7 +217,7 @@ class Collectives:
             if came is None:
                 kept += sources[rank]
                 continue
-            heard = Greeting.decode(came[0], describe("exchange", flat), self._mesh.rank)
+            heard = MachineGreeting.decode(came[0], describe("exchange", flat), self._mesh.rank)
             parts.append((self._staging.to_device(came[1], flat), sources[rank] * heard.detail))
         if inside is None:
             mix_into(mixed, own, weights.own + kept, parts)
@@ -404,9 +404,9 @@ class Collectives:
         if is_last:
             yield FREE
         # the speaker may be lost, or fail, before it has passed anything on
-        yield Step(lambda: handle.is_done() or find_error() is not None, result)
+        yield PendingStep(lambda: handle.is_done() or find_error() is not None, result)
 
-    def _from_rank(self, seq: int, rank: int, into: torch.Tensor) -> Step:
+    def _from_rank(self, seq: int, rank: int, into: torch.Tensor) -> PendingStep:
         """Waits for what a rank sends in an exchange: a greeting and its tensor; None when it is gone."""
         said = self._mesh.receive(rank, (seq, "said", rank))
         came = self._mesh.receive(rank, (seq, "x", rank), into)
@@ -439,7 +439,7 @@ class Collectives:
                         return greeting, tensor
             return None
 
-        return Step(
+        return PendingStep(
             lambda: is_here() or self._members.is_gone(rank, seq) or is_refused(), result, lambda: rank
         )
 
@@ -528,7 +528,7 @@ class HostStaging:
             out.copy_(source)
             return Done(None)
         out.copy_(source, non_blocking=True)
-        return Step(torch.cuda.current_stream(device).record_event().query)
+        return PendingStep(torch.cuda.current_stream(device).record_event().query)
 
     def to_host(self, flat: torch.Tensor) -> Steps:
         """Gives the tensor itself if it is in the host's memory, else a copy there."""
@@ -644,7 +644,7 @@ class TorchOperations:
         return self._backend == "gloo" or (tensor.is_cuda and bool(self.is_wanted))
 
     def all_reduce(self, seq: int, tensor: torch.Tensor, op: Reduction) -> Steps:
-        """Reduces in place."""
+        """Reduces in place, and divides where a mean is asked for."""
         self.counter.all_reduce(tensor.nbytes)
         flat = tensor.detach().contiguous()
         yield from self._last(seq, dist.all_reduce(flat, _OPS[op], async_op=True))
@@ -718,7 +718,7 @@ class TorchOperations:
         yield FREE
         yield self._until(seq, work)
 
-    def _until(self, seq: int, work: Any) -> Step:
+    def _until(self, seq: int, work: Any) -> PendingStep:
         """Waits for what torch has under way, which never ends without a member that is gone."""
 
         def find_absent() -> PeerLost | None:
@@ -734,7 +734,7 @@ class TorchOperations:
                 failed = PeerLost(f"torch.distributed failed: {error}.", cause="a worker has ended.")
                 raise (self._members.error_of_absence(seq) or failed) from None
 
-        return Step(lambda: work.is_completed() or find_absent() is not None, result)
+        return PendingStep(lambda: work.is_completed() or find_absent() is not None, result)
 
 
 def destroy_world() -> None:

@@ -38,7 +38,7 @@ from shoal.group.base import (
     rank_to_blame,
 )
 from shoal.group.cluster.collectives import Collectives, HostStaging, TorchOperations
-from shoal.group.cluster.machine_exchange import FREE, Step, Steps
+from shoal.group.cluster.machine_exchange import FREE, PendingStep, Steps
 from shoal.group.cluster.members import Members
 from shoal.group.cluster.mesh import Mesh
 from shoal.group.cluster.rendezvous import Rendezvous, WorkerAddress, interface_of
@@ -404,7 +404,7 @@ class ClusterGroup(Group):
         spans = [span_of(tensor) for tensor in tensors if tensor.numel()]
         order = self._staging.order(tensors)
         steps = self._guarded(self._issued, order.around(steps))
-        operation = Operation(self._issued, steps, spans, order.context)
+        operation = QueuedOperation(self._issued, steps, spans, order.context)
         self._queue.append(operation)
         self.progress()
         return self.handle(operation, what, lambda: order.follow(operation.wait()))
@@ -443,7 +443,7 @@ class ClusterGroup(Group):
             )
 
 
-class Operation(Handle[Any]):
+class QueuedOperation(Handle[Any]):
     """One numbered operation under way; `OperationQueue.advance` drives it."""
 
     def __init__(
@@ -478,7 +478,7 @@ class Operation(Handle[Any]):
 
     def awaited(self) -> int | None:
         """Names the rank that it waits for, where it is known."""
-        return self._waiting.awaited() if isinstance(self._waiting, Step) else None
+        return self._waiting.awaited() if isinstance(self._waiting, PendingStep) else None
 
     def advance(self) -> bool:
         """Goes on as far as it can; tells whether it moved."""
@@ -518,7 +518,7 @@ class Operation(Handle[Any]):
         self._waiting = None
 
 
-class OperationQueue(deque[Operation]):
+class OperationQueue(deque[QueuedOperation]):
     """Holds a worker's operations that are under way, in order."""
 
     @property
@@ -553,7 +553,7 @@ class OperationQueue(deque[Operation]):
         while self:
             self.popleft().drop()
 
-    def _is_in_use(self, operation: Operation) -> bool:
+    def _is_in_use(self, operation: QueuedOperation) -> bool:
         for earlier in self:
             if earlier is operation:
                 return False

@@ -32,7 +32,7 @@ ABSENT = object()
 """Stands for what would have come from a machine that takes no part."""
 
 
-class Step(Handle[Any]):
+class PendingStep(Handle[Any]):
     """Something that an operation waits for; `awaited` names the rank that has not come, where it is known.
 
     Its result is asked for once, when it is done.
@@ -57,9 +57,9 @@ class Step(Handle[Any]):
         return self._result()
 
 
-def arrived(handles: Sequence[Handle[Any]]) -> Step:
+def arrived(handles: Sequence[Handle[Any]]) -> PendingStep:
     """Waits until all that was sent has arrived; who is gone is noticed where something is expected of it."""
-    return Step(lambda: all(handle.is_done() for handle in handles))
+    return PendingStep(lambda: all(handle.is_done() for handle in handles))
 
 
 def describe(kind: str, tensor: torch.Tensor | None = None, rule: str = "") -> str:
@@ -73,7 +73,7 @@ def describe(kind: str, tensor: torch.Tensor | None = None, rule: str = "") -> s
     return f"{kind} of {tensor.numel()} elements ({dtype}{rule and ', ' + rule})"
 
 
-class Greeting(msgspec.Struct, frozen=True, array_like=True):
+class MachineGreeting(msgspec.Struct, frozen=True, array_like=True):
     """The first thing that is said in an operation, by a machine or a rank."""
 
     action: str
@@ -85,7 +85,7 @@ class Greeting(msgspec.Struct, frozen=True, array_like=True):
     detail: Any = None
 
     @classmethod
-    def decode(cls, content: torch.Tensor, own: str, rank: int) -> Greeting:
+    def decode(cls, content: torch.Tensor, own: str, rank: int) -> MachineGreeting:
         """Reads what came; UsageError when it speaks of something else than this worker does."""
         greeting = msgspec.msgpack.decode(content.numpy().tobytes(), type=cls)
         if greeting.action != own:
@@ -132,11 +132,11 @@ class MachineExchange:
         """Those without whom the others have begun this operation, too."""
 
     def greet(self, action: str, num_workers: int, detail: Any = None) -> Steps:
-        """Says what is being done here, and gives what is done elsewhere: a `Greeting` of each machine.
+        """Says what is being done here, and gives what is done elsewhere, by machine.
 
         UsageError when others do something else; PeerLost when one of them is needed and lost.
         """
-        mine = Greeting(action, self._mesh.rank, num_workers, detail)
+        mine = MachineGreeting(action, self._mesh.rank, num_workers, detail)
         encoded = mine.encode()
         for machine in tuple(self._others):
             self.say(machine, "greeting", encoded)
@@ -146,7 +146,7 @@ class MachineExchange:
             if came is ABSENT:
                 self._others.remove(machine)
                 continue
-            theirs = Greeting.decode(came, action, self._mesh.rank)
+            theirs = MachineGreeting.decode(came, action, self._mesh.rank)
             self._speak_to(machine, theirs.rank)
             heard[machine] = theirs
         self._members.tell_departures()
@@ -159,7 +159,7 @@ class MachineExchange:
 
     def hear(
         self, machine: int, topic: str, into: torch.Tensor | None = None, *, is_required: bool = False
-    ) -> Step:
+    ) -> PendingStep:
         """Waits for what a machine says about a topic: bytes, or `into`; ABSENT when it takes no part.
 
         PeerLost instead of ABSENT where something `is_required`.
@@ -185,9 +185,9 @@ class MachineExchange:
                 raise loss.error()
             return ABSENT
 
-        return Step(is_done, result, lambda: self._listeners.get(machine))
+        return PendingStep(is_done, result, lambda: self._listeners.get(machine))
 
-    def told(self) -> Step:
+    def told(self) -> PendingStep:
         """Waits until all that was said has arrived."""
         return arrived(self._sending)
 

@@ -210,7 +210,7 @@ class Members:
         return find_partition(self.lost.values(), self.present(seq), left_at_s, self._settings.silence_s)
 
 
-class Ending(msgspec.Struct, frozen=True):
+class Departure(msgspec.Struct, frozen=True):
     """Says how a worker goes."""
 
     kind: Literal["left", "failed", "verdict"]
@@ -240,7 +240,7 @@ class _Watched:
     asker: asyncio.Future[Reply | None] | None = None
     """The answer to its question how this worker goes."""
 
-    def answer(self, ending: Ending) -> bool:
+    def answer(self, ending: Departure) -> bool:
         """Tells it how this worker goes; False when it does not ask, or has been told."""
         if self.asker is None or self.asker.done():
             return False
@@ -273,7 +273,7 @@ class HeartbeatMonitor:
         self._others: dict[int, _Watched] = {}
         self._ranks: dict[PeerId, int] = {}
         self._ready = asyncio.get_running_loop().create_future()
-        self._ending: Ending | None = None
+        self._ending: Departure | None = None
         transport.handle(_GREET, self._answer_greeting)
         transport.handle(_WATCH, self._answer_watch)
         transport.handle(_BEAT, self._answer_beat)
@@ -332,7 +332,7 @@ class HeartbeatMonitor:
             )
         return (self._others[rank].loss or Loss(rank, "the mesh was closed")).error()
 
-    def tell(self, ending: Ending) -> None:
+    def tell(self, ending: Departure) -> None:
         """Answers all who ask, and all who will, that this worker goes; the first time counts."""
         if self._ending is None:
             self._ending = ending
@@ -366,7 +366,7 @@ class HeartbeatMonitor:
 
     async def _lose(self, other: _Watched, loss: Loss) -> None:
         assert other.peer.id is not None
-        if other.answer(Ending("verdict", reason=loss.reason)):
+        if other.answer(Departure("verdict", reason=loss.reason)):
             await asyncio.sleep(_TURN_S)
         self._transport.cut_off(other.peer.id)
         await asyncio.sleep(_TURN_S)
@@ -413,9 +413,9 @@ class HeartbeatMonitor:
             because = (culprit and culprit.loss) or Loss(ending.culprit, ending.reason)
             self.lose(Loss(rank, f"it failed because rank {ending.culprit} is lost", because=because))
 
-    async def _ask(self, other: _Watched, deadline: Deadline) -> Ending:
+    async def _ask(self, other: _Watched, deadline: Deadline) -> Departure:
         reply = await self._transport.call(other.peer, _WATCH, deadline=deadline)
-        return msgspec.convert(reply.payload, Ending)
+        return msgspec.convert(reply.payload, Departure)
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
@@ -458,7 +458,7 @@ class HeartbeatMonitor:
         if self._ending is not None:
             return Reply(self._ending)
         if other.loss is not None:
-            return Reply(Ending("verdict", reason=other.loss.reason))
+            return Reply(Departure("verdict", reason=other.loss.reason))
         other.asker = asyncio.get_running_loop().create_future()
         return other.asker
 

@@ -47,7 +47,7 @@ from shoal.core import (
 from shoal.core.identity import Identity
 from shoal.core.run_options import SILENCE_S
 from shoal.group.base import GroupSettings, Handle, Loss
-from shoal.group.cluster.members import Ending, HeartbeatMonitor
+from shoal.group.cluster.members import Departure, HeartbeatMonitor
 from shoal.group.cluster.rendezvous import LOOPBACK, Rendezvous, WorkerAddress
 from shoal.tensors.memory import copy_into, tensor_over
 from shoal.transport import (
@@ -335,6 +335,10 @@ class Mesh:
         self._peers: dict[int, Peer] = {}
         self._listeners: list[Callable[[], None]] = []
         self._num_sending = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._departure = Departure("failed")
+        """How this worker goes when it is closed and what it sends is there."""
         self.monitor: HeartbeatMonitor
         """Knows who of the other machines' workers is there, from `listen` on."""
         self._is_open = False
@@ -410,10 +414,11 @@ class Mesh:
 
         It may send nothing after that.
         """
+        self._departure = Departure("left", after)
 
         async def leave() -> None:
-            await poll_until(self._is_idle)
-            self.monitor.tell(Ending("left", after))
+            await self._is_idle.wait()
+            self.monitor.tell(self._departure)
 
         self._start("leaving", leave)
 
@@ -425,7 +430,9 @@ class Mesh:
 
         async def fail() -> None:
             loss = self.monitor.lost.get(culprit) if culprit is not None else None
-            self.monitor.tell(Ending("failed", reason=loss.reason if loss else "it failed", culprit=culprit))
+            self.monitor.tell(
+                Departure("failed", reason=loss.reason if loss else "it failed", culprit=culprit)
+            )
 
         self._start("failing", fail)
 
@@ -446,10 +453,11 @@ class Mesh:
         if is_patient:
             try:
                 async with asyncio.timeout(_FAREWELL_S + self._silence_s):
-                    await poll_until(self._is_idle)
+                    await self._is_idle.wait()
+                self.monitor.tell(self._departure)
             except TimeoutError:
                 log.warning("rank %d ends while others have not taken what it sent", self.rank)
-        self.monitor.tell(Ending("failed"))
+        self.monitor.tell(Departure("failed"))
         if is_patient:
             await self.monitor.say_farewell(Deadline.after(_FAREWELL_S))
         else:
@@ -458,9 +466,6 @@ class Mesh:
         await self._transport.__aexit__(None, None, None)
         for wanted in self._mailbox.give_up(lambda source: True):
             wanted.give(_closed(f"receiving {wanted.key}"))
-
-    def _is_idle(self) -> bool:
-        return not self._num_sending
 
     def add_listener(self, wake: Callable[[], None]) -> None:
         """Has `wake` called, on any thread, whenever a handle is over or a peer is lost or has left.
@@ -487,6 +492,7 @@ class Mesh:
 
     async def _send(self, to: int, key: Key, view: memoryview) -> None:
         self._num_sending += 1
+        self._is_idle.clear()
         try:
             while True:
                 try:
@@ -499,6 +505,8 @@ class Mesh:
                         await self._ask(to, _ROOM, (key, view.nbytes))
         finally:
             self._num_sending -= 1
+            if not self._num_sending:
+                self._is_idle.set()
 
     def receive(
         self, source: int | None, key: Key, into: torch.Tensor | None = None
