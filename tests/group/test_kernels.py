@@ -4,13 +4,20 @@ import pytest
 import torch
 
 from shoal.core import UsageError
-from shoal.group.kernels import add_differences, check_reduction, mix_into, reduce_into, reduce_to_all, share
+from shoal.group.kernels import (
+    add_differences,
+    check_reduction,
+    mix_into,
+    reduce_into,
+    reduce_to_all,
+    share_bounds,
+)
 
 
 @pytest.mark.parametrize("num_elements", [0, 1, 15, 16, 17, 1000, 1_000_003])
 @pytest.mark.parametrize("num_shares", [1, 2, 3, 5])
 def test_shares_cover_everything_once_and_start_on_cache_lines(num_elements, num_shares):
-    bounds = [share(index, num_shares, num_elements, 4) for index in range(num_shares)]
+    bounds = [share_bounds(index, num_shares, num_elements, 4) for index in range(num_shares)]
     assert bounds[0][0] == 0
     assert bounds[-1][1] == num_elements
     assert all(high == low for (_, high), (low, _) in itertools.pairwise(bounds))

@@ -5,7 +5,7 @@ All members issue the collective operations (`empty`, `free`, `all_reduce`, `bro
 operation returns a handle at once and goes on while the caller computes; operations on the same memory follow
 each other. What a `Window` does is one-sided: it waits for nobody, or for one peer alone. A `with` block that
 ends in an exception does not leave in order, so that the others learn of it. What can be said with these
-operations (`share`, `mutex`, ...) is a function in `functions`.
+operations (`share`, `Mutex`, ...) stands in `functions`.
 
 Tensors may lie on a GPU. There `Handle.wait` returns as soon as the operation is ordered before whatever the
 caller gives to its current stream afterwards, as with any other work of a GPU.
@@ -257,6 +257,7 @@ class Group(abc.ABC):
     local_rank: int = 0
     """This worker's number among the processes of its machine, by its launcher: the GPU to take."""
     patience: float
+    """How many times as long as usual a peer may be silent (5 s) before it counts as lost."""
     should_survive: bool = False
     """Whether all operations go on without lost peers; `exchange` and windows always do."""
     everybody: Group | None = None
@@ -403,7 +404,7 @@ class GroupSettings(msgspec.Struct, frozen=True):
     network_interface: str | None = None
     """Through which machines talk: its name, or an address of it; None finds the one that reaches rank 0."""
     on_split: Literal["stop", "continue", "ignore"] = "stop"
-    """What the side of a cut network does that should stop: see `heartbeat`. `ignore` also says nothing."""
+    """What the side that should stop of a cut network does (`cluster.members`); `ignore` says nothing, too."""
     folder: Path | None = None
     """Where shared memory lies; by default /dev/shm where there is one, else the temporary folder."""
 

@@ -42,7 +42,7 @@ def check_reduction(tensor: torch.Tensor, op: Reduction) -> None:
         )
 
 
-def share(index: int, num_shares: int, num_elements: int, element_bytes: int) -> tuple[int, int]:
+def share_bounds(index: int, num_shares: int, num_elements: int, element_bytes: int) -> tuple[int, int]:
     """Finds the bounds of one of several nearly equal parts, each from a 64-byte boundary on."""
     step = max(1, 64 // element_bytes)
     each = -(-num_elements // (num_shares * step)) * step

@@ -66,8 +66,8 @@ def init(
     processes as `num_servers` says are parameter servers, and no workers. Models may lie on a GPU; a
     `backend` is for those who want torch.distributed to carry tensors instead: all of them (gloo), or those
     of GPUs (nccl). With `allow_split` each side of a network that is cut goes on, with a model of its own;
-    without, the smaller side stops (`heartbeat`). The group may be closed with `with`; otherwise this worker
-    leaves it when its program ends well.
+    without, the smaller side stops (`cluster.members`). The group may be closed with `with`; otherwise this
+    worker leaves it when its program ends well.
     """
     placement = Placement.from_environment()
     given = {

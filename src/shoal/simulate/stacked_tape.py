@@ -13,6 +13,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from shoal.group.operations import ring_bytes
 from shoal.simulate.stacked_mixing import Edges
 
 Bytes: TypeAlias = npt.NDArray[np.int64]
@@ -45,7 +46,7 @@ class Ring:
     @property
     def sent_bytes(self) -> Bytes:
         """To the next one."""
-        return np.full(self.size, 2 * (self.size - 1) * self.size_bytes // self.size)
+        return np.full(self.size, ring_bytes(self.size_bytes, self.size))
 
 
 Operation: TypeAlias = Exchange | Ring

@@ -20,7 +20,7 @@ from shoal.core import Deadline, PeerLost, UsageError
 from shoal.group.base import Done, Handle, Loss, Reduction
 from shoal.group.cluster.members import Members
 from shoal.group.cluster.mesh import Mesh, MeshHandle
-from shoal.group.kernels import reduce_into, share
+from shoal.group.kernels import reduce_into, share_bounds
 
 _MATES_S = 2.0
 _SMALL_BYTES = 1 << 16
@@ -209,7 +209,7 @@ class MachineExchange:
             reduce_into(flat, [parts[machine] for machine in machines], op)
             return
         shares = {
-            machine: flat[slice(*share(index, len(machines), flat.numel(), flat.element_size()))]
+            machine: flat[slice(*share_bounds(index, len(machines), flat.numel(), flat.element_size()))]
             for index, machine in enumerate(machines)
         }
         mine = shares[self.machine]

@@ -34,7 +34,7 @@ from shoal.group.host.memory import (
     Arena,
     Segment,
 )
-from shoal.group.kernels import mix_into, reduce_into, reduce_to_all, share
+from shoal.group.kernels import mix_into, reduce_into, reduce_to_all, share_bounds
 from shoal.tensors.memory import copy_into
 from shoal.topology import Weights
 
@@ -261,7 +261,9 @@ class HostCollectives:
         """Lets each worker reduce one share, for all."""
 
         def work(task: Task, present: list[int]) -> None:
-            low, high = share(present.index(self._rank), len(present), flat.numel(), flat.element_size())
+            low, high = share_bounds(
+                present.index(self._rank), len(present), flat.numel(), flat.element_size()
+            )
             reduce_to_all(list(views(present).values()), low, high, op)
 
         return Task(words, work, [span_of(flat)], is_shared=True, needs_shares=True)
@@ -321,12 +323,12 @@ class HostCollectives:
             reduce_into(part, list(stages.values()), op)
 
         stage = self._stage
-        if self._engine.size <= 2 or self._engine.should_survive or stage is None:
+        if self._engine.size <= 2 or self._engine.should_survive or stage is None:  # none: on a GPU
             return self._through_stage(tensor, words, reduce)
 
         def reduce_share(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
             place = list(stages).index(self._rank)
-            low, high = share(place, len(stages), part.numel(), part.element_size())
+            low, high = share_bounds(place, len(stages), part.numel(), part.element_size())
             own = stages.pop(self._rank)[low:high]
             # what it is reduced into comes first, since it is overwritten
             reduce_into(own, [own, *(staged[low:high] for staged in stages.values())], op)
@@ -334,7 +336,7 @@ class HostCollectives:
         def copy_out(part: torch.Tensor, first: Task, task: Task, present: list[int]) -> None:
             ranks = first.present or []
             for index, rank in enumerate(ranks):
-                low, high = share(index, len(ranks), part.numel(), part.element_size())
+                low, high = share_bounds(index, len(ranks), part.numel(), part.element_size())
                 at = first.half * STAGE_BYTES
                 part[low:high].copy_(stage.region(rank, at, part.numel(), part.dtype)[low:high])
 
@@ -346,7 +348,7 @@ class HostCollectives:
             first = self._staged(part, [*words, self._stage_code - start], reduce_share, part.numel())
             first.needs_shares = True
             first.num_holding = 1
-            first.half = (self._engine.issued + 1 >> 1) & 1
+            first.half = (self._engine.issued + 1 >> 1) & 1  # two tasks use one half, the next two the other
             self._engine.issue(first)
             work = partial(copy_out, part, first)
             second = Task(first.words, work, first.spans, follows=first, after=first.seq)
@@ -381,7 +383,7 @@ class DeviceCollectives(HostCollectives):
                 parts = list(views(present).values())
                 if len(reducers) > 1:
                     own = present.index(self._rank)
-                    low, high = share(own, len(present), flat.numel(), flat.element_size())
+                    low, high = share_bounds(own, len(present), flat.numel(), flat.element_size())
                     parts = [part[low:high] for part in parts]
                 self._side.run(partial(_reduce_whole, parts, op))
                 self._signal(DEVICE_FINISHED, task.seq)

@@ -55,7 +55,10 @@ class Task:
     """One numbered step of an operation."""
 
     words: list[int]
-    """What this worker does: kind, dtype, number of elements, detail, place; compared with others."""
+    """What this worker does: kind, dtype, number of elements, detail, place; compared with others.
+
+    An exchange has no detail, its place comes first; a piece of a gather has a negative number of elements.
+    """
     work: Callable[[Task, list[int]], None] | None = None
     """Called with the ranks that take part, once all `sources` (None: everybody) have arrived."""
     spans: Sequence[Span] = ()
@@ -346,7 +349,10 @@ class ProgressEngine:
             self._on_device.popleft()
 
     def _find_void(self, rank: int) -> None:
-        """Ends a run that a loss ends, if one that is gone owes its part of an operation under way."""
+        """Remembers the error, where losses end the run, if one that is gone owes its part of an operation.
+
+        In the caller's thread or the watching one.
+        """
         if self.should_survive or self._void is not None:
             return
         was_done = self.control.was_done_on_device

@@ -23,7 +23,7 @@ from shoal.group.host.collectives import (
     HostCollectives,
 )
 from shoal.group.host.device import DeviceMemory, MakeDevice, open_device
-from shoal.group.host.engine import KINDS, HostTrafficCounter, ProgressEngine, Task, TasksHandle
+from shoal.group.host.engine import KINDS, HostTrafficCounter, ProgressEngine, Task, TasksHandle, span_of
 from shoal.group.host.heartbeat import ProcessWatch
 from shoal.group.host.meeting import JoinRequest, SharedFiles, meet
 from shoal.group.host.memory import (
@@ -185,6 +185,7 @@ class HostGroup(Group):
         """Gives the memory back to the system."""
         if self._devices.takes(tensor):
             self._devices.free(tensor, lambda: self._meet(Task([_FREE, 0, 0, 0, 0])))
+            self._on_device.forget_readers(span_of(tensor))
             return
         segment = self._arena.find(tensor)
         if segment is None:
