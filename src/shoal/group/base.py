@@ -404,7 +404,7 @@ class GroupSettings(msgspec.Struct, frozen=True):
     network_interface: str | None = None
     """Through which machines talk: its name, or an address of it; None finds the one that reaches rank 0."""
     on_split: Literal["stop", "continue", "ignore"] = "stop"
-    """What the side that should stop of a cut network does (`cluster.members`); `ignore` says nothing, too."""
+    """What the side of a cut network does that should stop (`cluster.members`); `ignore` is silent, too."""
     folder: Path | None = None
     """Where shared memory lies; by default /dev/shm where there is one, else the temporary folder."""
 
