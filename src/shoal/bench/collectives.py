@@ -51,7 +51,8 @@ class CollectivesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     workers: tuple[int, ...] = (2, 4)
     sizes: tuple[int, ...] = (4 * KIB, 64 * KIB, MIB, 25 * MIB, 100 * MIB)
     """Bytes of each worker's tensor of float32."""
-    ops: tuple[str, ...] = OPS
+    ops: tuple[str, ...] = ()
+    """None stands for all that this version knows."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where tensors are; workers share GPUs where there are fewer."""
     repeats: int | None = None
@@ -96,7 +97,7 @@ class CollectivesScenario:
         for num_workers in self._config.workers:
             settings = CrewSettings("shoal.bench.collective_worker:work", num_workers, {"device": device})
             with Crew(settings) as crew:
-                for op in self._config.ops:
+                for op in self._config.ops or OPS:
                     for size_bytes in self._config.sizes if op != "barrier" else (0,):
                         of = f" of {size_text(size_bytes)}" if size_bytes else ""
                         tell(f"{num_workers} workers on {device}: {op}{of}")

@@ -174,9 +174,19 @@ def run_benchmark(
 
 
 def _for_another_version(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same settings, without strategies' options that this version alone may know."""
-    options = config.get("options")
-    return {**config, "options": without_defaults(options)} if isinstance(options, Mapping) else config
+    """The same settings, without what this version alone may know.
+
+    What is empty, None or on the CPU is what every version does by itself.
+    """
+    asked = {
+        name: value
+        for name, value in config.items()
+        if value is not None and value not in ((), []) and (name, value) != ("device", "cpu")
+    }
+    options = asked.get("options")
+    if isinstance(options, Mapping):
+        asked["options"] = without_defaults(options)
+    return asked
 
 
 def run_start(arguments: dict[str, Any], parent: Parent) -> None:
