@@ -79,12 +79,12 @@ class HostCollectives:
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, words: list[int]) -> Handle[torch.Tensor]:
         """Reduces in place; private memory, and where losses are outlived any, through the stage."""
-        flat = tensor.detach()
+        flat = tensor.detach() if tensor.requires_grad else tensor
         place = None if self._engine.should_survive else self._memory.find_own(flat)
         if place is None:
             return self._reduce_staged(tensor, op, words)
-        flat = flat.view(-1)
-        words = [*words, place[0].code + place[1]]
+        flat = flat.view(-1) if flat.ndim != 1 else flat
+        words.append(place[0].code + place[1])
         task = self._reduce_in_place(flat, _views(place, flat), op, words)
         return TasksHandle(self._engine, [self._engine.issue(task)], lambda: tensor, self._order)
 

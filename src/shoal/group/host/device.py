@@ -94,7 +94,7 @@ class DeviceMemory:
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Tells whether a tensor lies on a device."""
-        return tensor.device.type != "cpu" or (self._device is not None and self._device.takes(tensor))
+        return not tensor.is_cpu or (self._device is not None and self._device.takes(tensor))
 
     def empty(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Takes memory on all members, and maps everybody's; MemoryFull on all when one has no room."""
@@ -325,7 +325,7 @@ class SharedDevice:
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Tells whether a tensor lies in its memory."""
-        return tensor.device.type == "cuda"
+        return tensor.is_cuda
 
     @property
     def caller(self) -> DeviceStream:
