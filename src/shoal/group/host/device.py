@@ -137,11 +137,8 @@ class DeviceMemory:
                     next_step="use one GPU in each worker.",
                 )
             own, handle = self.device.allocate(size_bytes)
-        except (
-            UsageError,
-            RuntimeError,
-            AttributeError,
-        ) as error:  # whatever it is, the others must learn it
+        except (UsageError, RuntimeError, AttributeError) as error:
+            # whatever it is, the others wait to hear of it
             problem, is_full = str(error), isinstance(error, MemoryFull | torch.OutOfMemoryError)
         everybody = share_objects(self._group, [self._engine.rank, identity, handle, problem, is_full])
         for *_, text, is_room_missing in everybody:

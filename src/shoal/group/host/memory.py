@@ -365,7 +365,8 @@ class ControlPage:
     def was_done_on_device(self, rank: int, name: int, seq: int) -> bool:
         """Tells the same of a rank that may have been freed: a GPU writes the lower half of a word alone."""
         word = self._words[rank * self._stride + name]
-        return seq <= (word >> 32 if word & 0xFFFFFFFF == FREED else word)
+        lower = word & 0xFFFFFFFF
+        return seq <= (word >> 32 if lower == FREED else lower)
 
     def free_device(self, rank: int) -> None:
         """Lets no stream wait for the GPU of a rank that is gone; what it has said is kept beside it."""
