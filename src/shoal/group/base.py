@@ -8,9 +8,9 @@ ends in an exception does not leave in order, so that the others learn of it. Wh
 operations (`share`, `Mutex`, ...) stands in `functions`.
 
 Tensors may lie on a GPU. There `Handle.wait` returns as soon as the operation is ordered before whatever the
-caller gives to its current stream afterwards, as with any other work of a GPU. What a `Window` does there goes
-to the caller's current stream, always the same one, and `filled` names slots whose writes the GPU has done. A
-`barrier` orders processors, not GPUs.
+caller gives to its current stream afterwards, as with any other work of a GPU. A `Window` works in the
+caller's current stream, which must always be the same one, and `filled` names slots whose writes the GPU has
+done. A `barrier` orders processors, not GPUs.
 """
 
 from __future__ import annotations
