@@ -57,7 +57,10 @@ class FakeDevice:
     def is_reached(self, mark):
         return mark is None or mark.is_set()
 
-    def keep(self, tensor):
+    def stream_of_group(self, *, is_shared):
+        return self.side
+
+    def keep(self, tensor, stream):
         pass
 
     def allocate(self, size_bytes):
@@ -107,6 +110,9 @@ class _CallerStream:
         while _word(address).value < value:
             time.sleep(_LOOK_S)
 
+    def load(self, tensor, address):
+        ctypes.memmove(tensor.data_ptr(), address, tensor.nbytes)
+
     def follow(self, mark):
         if mark is not None:
             mark.wait()
@@ -134,6 +140,9 @@ class _LaggingStream:
 
     def wait(self, address, value):
         self._items.put(lambda: _CallerStream().wait(address, value))
+
+    def load(self, tensor, address):
+        self._items.put(lambda: _CallerStream().load(tensor, address))
 
     def follow(self, mark):
         if mark is not None:

@@ -102,6 +102,34 @@ def mix_into(
             _mix_piece(out[part], own[part], own_weight, parts)
 
 
+def mix_on_device(
+    out: torch.Tensor,
+    own: torch.Tensor,
+    own_weight: float,
+    sources: Sequence[tuple[torch.Tensor, torch.Tensor, float]],
+) -> None:
+    """Computes what `mix_into` does; each source has a weight on the device, and one that was meant.
+
+    What a source weighs less than was meant goes to oneself.
+    """
+    wide, is_half = (own.float(), True) if own.dtype in _HALF else (own, False)
+    total = own_weight + sum(weight for _, _, weight in sources)
+    if len(sources) == 1 and total == 1.0:
+        tensor, weight, _ = sources[0]
+        result = torch.lerp(wide, tensor.to(wide.dtype), weight, out=None if is_half else out)
+    elif are_differences(own_weight, [weight for _, _, weight in sources]):
+        result = torch.zeros_like(wide)
+        for tensor, weight, _ in sources:
+            result.addcmul_(tensor - wide, weight)
+    else:
+        rest = total - torch.stack([weight for _, weight, _ in sources]).sum() if sources else total
+        result = torch.mul(wide, rest, out=None if is_half else out)
+        for tensor, weight, _ in sources:
+            result.addcmul_(tensor.to(wide.dtype), weight)
+    if result is not out:
+        out.copy_(result)
+
+
 def add_differences(
     out: torch.Tensor, own: torch.Tensor, sources: Sequence[tuple[torch.Tensor, float]]
 ) -> None:

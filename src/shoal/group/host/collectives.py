@@ -6,35 +6,35 @@ halves of memory that all reach: while one piece is worked on, the next is copie
 On a GPU a worker says twice that it has arrived at an operation, and that it has finished its part: by the
 processor when it has *issued* its part, and by the GPU when its part is *done*, in a word of the control page
 that its stream writes (`device`). An operation that ends the run on a loss waits on the processor until all
-have issued their parts, and leaves the rest to the streams. One that outlives losses waits on the processor
-until the others' parts are done, so that nothing is mixed in that is half-written.
+have issued their parts, and leaves the rest to the streams. So does an exchange where it mixes what others
+have in group memory: its weights are read by the GPU when the others' parts are there, and the weight of one
+that is lost before is nothing then. Whatever else outlives losses waits on the processor until the others'
+parts are done, so that nothing is mixed in that is half-written.
 
 Workers that share one GPU take turns on it, and a change from one process to another costs as much as
-reducing 100 MB. So there one of them reduces for all, and mixes for all where everybody mixes with everybody.
-Workers on GPUs of their own reduce a share each.
+reducing 100 MB. So there one of them reduces for all. Workers on GPUs of their own reduce a share each.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
 
 from shoal.core import UsageError
 from shoal.group.base import Handle, Reduction
-from shoal.group.host.device import GRAIN_BYTES, DeviceMemory, DeviceSegment, DeviceStream
+from shoal.group.host.device import GRAIN_BYTES, DeviceMemory, DeviceSegment
 from shoal.group.host.engine import ProgressEngine, Span, Task, TasksHandle, is_overlapping, put_back, span_of
 from shoal.group.host.memory import (
     DEVICE_ARRIVED,
     DEVICE_CODE,
-    DEVICE_COMPLETE,
     DEVICE_FINISHED,
     Arena,
     Segment,
 )
-from shoal.group.kernels import mix_into, reduce_into, reduce_to_all, share_bounds
+from shoal.group.kernels import mix_into, mix_on_device, reduce_into, reduce_to_all, share_bounds
 from shoal.tensors.memory import copy_into
 from shoal.topology import Weights
 
@@ -45,9 +45,8 @@ STAGE_BYTES = 1 << 22
 _MAX_DEVICE_STAGE_BYTES = 128 << 20
 """The largest piece of private GPU memory that passes through group memory at once."""
 _SMALL_BYTES = 1 << 16
-_HAS_FACTORS, _IS_FULL, _RESULT = 4, 5, 6
-"""Words of the description of an exchange: whether its factors for sending count; on a GPU also whether it
-mixes with everybody, and where its result lies."""
+_HAS_FACTORS = 4
+"""The word in the description of an exchange that says whether its factors for sending count."""
 Views = Callable[[Sequence[int]], dict[int, torch.Tensor]]
 """Views the same place in the memory of some ranks, by rank."""
 Step = Callable[[Task, torch.Tensor, dict[int, torch.Tensor]], None]
@@ -166,7 +165,9 @@ class HostCollectives:
 
             def mix(task: Task, part: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
                 stages[self._rank] = part
-                self._mix(task.seq, self._rank, weights, part, stages)
+                own_weight, sources = self._weigh(task.seq, weights, stages)
+                parts = [(stages[rank], weight) for rank, weight in sources.items()]
+                mix_into(part, part, own_weight, parts)
 
             return self._through_stage(tensor, words, mix, weights=weights)
         own, result = tensor.detach(), out.detach()
@@ -234,22 +235,19 @@ class HostCollectives:
         if weights.destinations is not None:
             task.factors = [weights.destinations.get(rank, math.nan) for rank in range(self._engine.size)]
 
-    def _mix(
-        self, seq: int, rank: int, weights: Weights, out: torch.Tensor, views: Mapping[int, torch.Tensor]
-    ) -> None:
-        """Takes a rank's weighted average, by its weights and the factors that its sources have told."""
-        gone = [source for source in weights.sources if source not in views]
+    def _weigh(self, seq: int, weights: Weights, present: Collection[int]) -> tuple[float, dict[int, float]]:
+        """Finds this worker's own weight, and those of its sources by what they have told, too."""
+        gone = [source for source in weights.sources if source not in present]
         if gone:
             weights = weights.without(gone)
-        parts = []
-        for source, weight in weights.sources.items():
-            factor = 1.0
+        sources = dict(weights.sources)
+        for source in sources:
             if self._control.description(source, seq)[_HAS_FACTORS]:
-                factor = self._control.factor(source, seq, rank)
+                factor = self._control.factor(source, seq, self._rank)
                 if math.isnan(factor):
-                    raise self._engine.not_sent_error(source, rank)
-            parts.append((views[source], weight * factor))
-        mix_into(out, views[rank], weights.own, parts)
+                    raise self._engine.not_sent_error(source, self._rank)
+                sources[source] *= factor
+        return weights.own, sources
 
     # --- what a GPU does otherwise ---
 
@@ -283,7 +281,9 @@ class HostCollectives:
         self, own: torch.Tensor, out: torch.Tensor, views: Views, weights: Weights, words: list[int]
     ) -> Task:
         def work(task: Task, present: list[int]) -> None:
-            self._mix(task.seq, self._rank, weights, out, views(present))
+            own_weight, sources = self._weigh(task.seq, weights, present)
+            given = views(list(sources))
+            mix_into(out, own, own_weight, [(given[rank], weight) for rank, weight in sources.items()])
 
         task = Task(words, work, [span_of(own), span_of(out)])
         self._address(task, weights)
@@ -365,7 +365,9 @@ class DeviceCollectives(HostCollectives):
     def __init__(self, engine: ProgressEngine, memory: DeviceMemory) -> None:
         super().__init__(engine, memory)
         self._devices = memory
-        self._order = self._order_caller
+        self._order = memory.order_caller
+        self._weights: dict[bool, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}
+        """Memory of the GPU for the weights of an exchange, by whether they have double precision."""
         self._halves: torch.Tensor | None = None
         """The stage, in group memory of the GPU, once it was needed."""
         self._halves_read_at = [0, 0]
@@ -378,6 +380,7 @@ class DeviceCollectives(HostCollectives):
     def _reduce_in_place(self, flat: torch.Tensor, views: Views, op: Reduction, words: list[int]) -> Task:
         def work(task: Task, present: list[int]) -> None:
             reducers = present[:1] if self._devices.is_one_device else present
+            self._engine.note_on_device(task.seq, present, reducers)
             if self._rank in reducers:
                 self._follow(task.seq, DEVICE_ARRIVED, present)
                 parts = list(views(present).values())
@@ -385,10 +388,12 @@ class DeviceCollectives(HostCollectives):
                     own = present.index(self._rank)
                     low, high = share_bounds(own, len(present), flat.numel(), flat.element_size())
                     parts = [part[low:high] for part in parts]
-                self._side.run(partial(_reduce_whole, parts, op))
+                self._devices.queue.run(partial(_reduce_whole, parts, op))
                 self._signal(DEVICE_FINISHED, task.seq)
-            self._follow(task.seq, DEVICE_FINISHED, reducers)
-            self._note(task.seq, present, reducers)
+                self._follow(task.seq, DEVICE_FINISHED, reducers)
+            else:
+                self._follow(task.seq, DEVICE_FINISHED, reducers)
+                self._signal(DEVICE_FINISHED, task.seq)
 
         return self._task(words, work, flat)
 
@@ -401,77 +406,47 @@ class DeviceCollectives(HostCollectives):
                 self._follow(task.seq, DEVICE_FINISHED, present)
             else:
                 theirs = _sent_by(root, views(present))
+                self._engine.note_on_device(task.seq, (root,))
                 self._follow(task.seq, DEVICE_ARRIVED, [root])
-                self._side.run(lambda: copy_into(flat, theirs))
+                self._devices.queue.run(lambda: copy_into(flat, theirs))
             self._signal(DEVICE_FINISHED, task.seq)
-            self._note(task.seq, () if self._rank == root else (root,), ())
 
         return self._task(words, work, flat)
 
     def _mix_in_place(
         self, own: torch.Tensor, out: torch.Tensor, views: Views, weights: Weights, words: list[int]
     ) -> Task:
-        def may_work(task: Task, present: list[int]) -> bool:
-            mixer = self._mixer(task, present)
-            if mixer is None or mixer == self._rank:
-                return self._engine.are_done_on_device(DEVICE_ARRIVED, task.seq, present)
-            return self._engine.are_done_on_device(DEVICE_FINISHED, task.seq, [mixer])
-
         def work(task: Task, present: list[int]) -> None:
-            mixer = self._mixer(task, present)
-            given = views(present)
-            # its own first, since a mixer for all is the first of them
-            for rank in present if mixer == self._rank else [self._rank] if mixer is None else []:
-                self._engine.check_own_verdict()  # who was given up must not write over what others train
-                theirs = out if rank == self._rank else self._result_of(rank, task.seq, own)
-                told = self._weights_of(rank, task.seq)
-                self._side.run(partial(self._mix, task.seq, rank, told, theirs, given))
+            own_weight, sources = self._weigh(task.seq, weights, present)
+            is_double = own.dtype is torch.float64
+            address = self._control.set_weights(task.seq, sources, is_double=is_double)
+            self._engine.note_on_device(task.seq, list(sources), is_weighted=True)
+            self._follow(task.seq, DEVICE_ARRIVED, list(sources))
+            others = [rank for rank in range(self._engine.size) if not self._is_finished(task.after, rank)]
+            self._follow(task.after, DEVICE_FINISHED, others)  # until then they read what `out` was
+            memory, told = self._weights_on_device(own.device, is_double=is_double)
+            self._devices.queue.load(memory, address)
+            given = views(list(sources))
+            parts = [(given[rank], told[rank], weight) for rank, weight in sources.items()]
+            self._devices.queue.run(partial(mix_on_device, out, own, own_weight, parts))
             self._signal(DEVICE_FINISHED, task.seq)
 
         task = self._task(words, work, own, out)
         self._address(task, weights)
-        # where all mix with all, one may mix for the others, into memory that it reaches
-        is_full = all(rank in weights.sources for rank in self._engine.members() if rank != self._rank)
-        result_place = self._devices.find_own(out) if self._devices.is_one_device else None
-        task.words += (
-            [0, 0] if result_place is None else [int(is_full), result_place[0].code + result_place[1]]
-        )
-        # that one must know the weights for what is received, too
-        ranks = range(self._engine.size)
-        receives = {**weights.sources, self._rank: weights.own}
-        sends = task.factors or [math.nan] * len(ranks)
-        task.factors = [*sends, *(receives.get(rank, math.nan) for rank in ranks)]
-        task.may_arrive = lambda task: self._is_finished(task.after)
-        task.may_work = may_work
         return task
 
-    def _mixer(self, task: Task, present: Sequence[int]) -> int | None:
-        """Finds who mixes for all: the lowest rank, where all mix with all in memory that all reach.
+    def _weights_on_device(
+        self, device: torch.device, *, is_double: bool
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Finds memory for the weights of an exchange, as a whole and as a number for each rank.
 
-        All come to the same, since everybody's description is there. Should that one be lost, each mixes for
-        itself: what is read stays as it is until all have finished.
+        Operations follow each other on the GPU, so it serves them all.
         """
-        if len(present) < len(self._engine.members(task.seq)):
-            return None
-        told = {rank: self._control.description(rank, task.seq) for rank in present}
-        if any(words[_IS_FULL] != 1 for words in told.values()):
-            return None
-        for source, words in told.items():
-            factors = (self._control.factor(source, task.seq, rank) for rank in present if rank != source)
-            if words[_HAS_FACTORS] and any(map(math.isnan, factors)):
-                return None  # who does not get what it names says so itself
-        return None if self._engine.is_gone(present[0]) else present[0]
-
-    def _result_of(self, rank: int, seq: int, like: torch.Tensor) -> torch.Tensor:
-        segment, offset = self._devices.at(self._control.description(rank, seq)[_RESULT])
-        return segment.region(rank, offset, like.numel(), like.dtype)
-
-    def _weights_of(self, rank: int, seq: int) -> Weights:
-        """Reads the weights that a rank has told for what it receives."""
-        size = self._engine.size
-        told = {other: self._control.factor(rank, seq, size + other) for other in range(size)}
-        own = told.pop(rank)
-        return Weights(own, {other: weight for other, weight in told.items() if not math.isnan(weight)})
+        if is_double not in self._weights:
+            whole = torch.zeros(self._engine.size, dtype=torch.float64, device=device)
+            numbers = whole if is_double else whole.view(torch.float32)[::2]
+            self._weights[is_double] = whole, numbers.unbind()
+        return self._weights[is_double]
 
     def _half_bytes(self, size_bytes: int, device: torch.device) -> int:
         """Makes halves of the stage that hold so much, up to a bound; collective when they are too small."""
@@ -492,7 +467,7 @@ class DeviceCollectives(HostCollectives):
 
         def copy_in(task: Task) -> None:
             own = segment.region(self._rank, start + task.half * half_bytes, part.numel(), part.dtype)
-            self._side.run(lambda: copy_into(own, part))
+            self._devices.queue.run(lambda: copy_into(own, part))
             self._halves_read_at[task.half] = task.seq
 
         def may_work(task: Task, present: list[int]) -> bool:
@@ -502,12 +477,12 @@ class DeviceCollectives(HostCollectives):
 
         def work(task: Task, present: list[int]) -> None:
             if not self._is_surviving(task):
+                self._engine.note_on_device(task.seq, present)
                 self._follow(task.seq, DEVICE_ARRIVED, present)
             at, dtype = start + task.half * half_bytes, part.dtype
             stages = {rank: segment.region(rank, at, num_staged, dtype) for rank in present}
-            self._side.run(partial(step, task, part, stages))
+            self._devices.queue.run(partial(step, task, part, stages))
             self._signal(DEVICE_FINISHED, task.seq)
-            self._note(task.seq, present, ())
 
         task = self._task(words, work, part, copy_in=copy_in if should_give else None)
         task.may_arrive = lambda task: self._is_finished(self._halves_read_at[task.half])
@@ -515,10 +490,6 @@ class DeviceCollectives(HostCollectives):
         return task
 
     # --- order ---
-
-    @property
-    def _side(self) -> DeviceStream:
-        return self._devices.device.side
 
     def _task(
         self,
@@ -528,40 +499,38 @@ class DeviceCollectives(HostCollectives):
         copy_in: Callable[[Task], None] | None = None,
     ) -> Task:
         """Makes a task whose part is there when the caller's stream has come to where it is now."""
-        mark = self._devices.device.mark(self._devices.device.caller)
-        for tensor in tensors:
-            self._devices.device.keep(tensor)
+        device, caller = self._devices.device, self._devices.device.caller
+        mark = device.mark(caller) if self._devices.join_queue() is not caller else None
 
         def prepare(task: Task) -> None:
-            self._side.follow(mark)
+            queue = self._devices.queue
+            if queue is not caller:
+                for tensor in tensors:
+                    device.keep(tensor, queue)
+                if mark is not None:  # else the queue has followed the caller's stream since
+                    queue.follow(mark)
             if copy_in is not None:
                 copy_in(task)
             self._signal(DEVICE_ARRIVED, task.seq)
 
         return Task(words, work, [span_of(tensor) for tensor in tensors], prepare=prepare)
 
-    def _order_caller(self) -> None:
-        self._devices.device.caller.follow(self._devices.device.mark(self._side))
-
     def _signal(self, name: int, seq: int) -> None:
-        self._side.signal(self._control.address(self._rank, name), seq)
+        self._devices.queue.signal(self._control.address(self._rank, name), seq)
 
     def _follow(self, seq: int, name: int, ranks: Sequence[int]) -> None:
-        """Lets the side stream wait until the GPUs of others have come so far."""
+        """Lets the stream wait until the GPUs of others have come so far."""
         for rank in ranks:
             if rank != self._rank:
-                self._side.wait(self._control.address(rank, name), seq)
-
-    def _note(self, seq: int, givers: Sequence[int], finishers: Sequence[int]) -> None:
-        """Lets the GPU say that it is through, and remembers until then for whom the stream waits."""
-        self._signal(DEVICE_COMPLETE, seq)
-        self._engine.note_on_device(seq, givers, finishers)
+                self._devices.queue.wait(self._control.address(rank, name), seq)
 
     def _is_surviving(self, task: Task) -> bool:
         return task.is_survivable or self._engine.should_survive
 
-    def _is_finished(self, seq: int) -> bool:
-        return not seq or self._engine.are_done_on_device(DEVICE_FINISHED, seq, range(self._engine.size))
+    def _is_finished(self, seq: int, *ranks: int) -> bool:
+        """Tells whether the GPUs of some ranks, by default all, have finished an operation."""
+        ranks = ranks or tuple(range(self._engine.size))
+        return not seq or self._engine.are_done_on_device(DEVICE_FINISHED, seq, ranks)
 
 
 def _views(place: tuple[Segment | DeviceSegment, int], like: torch.Tensor) -> Views:

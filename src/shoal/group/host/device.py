@@ -39,7 +39,7 @@ _HANDLE_BYTES = 64
 _MAPPED, _PORTABLE = 2, 1
 _ALREADY_REGISTERED = 712
 _PEER_ACCESS = 1
-_WRITE_VALUE, _WAIT_VALUE = "cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"
+_WRITE_VALUE, _WAIT_VALUE, _COPY = "cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2", "cuMemcpyHtoDAsync_v2"
 _NO_FLAGS = 0
 GRAIN_BYTES = 2 << 20
 """The driver gives memory in such pieces."""
@@ -66,11 +66,16 @@ class DeviceSegment:
         self.stride_bytes = regions[rank].numel()
         self.start = regions[rank].data_ptr()
         self.end = self.start + self.stride_bytes
+        self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
 
     def region(self, rank: int, offset_bytes: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Gives a flat tensor in a rank's region."""
-        end = offset_bytes + num_elements * dtype.itemsize
-        return self.regions[rank][offset_bytes:end].view(dtype)
+        """Gives a flat tensor in a rank's region; the same one each time, since a view takes its time."""
+        key = rank, offset_bytes, num_elements, dtype
+        view = self._views.get(key)
+        if view is None:
+            end = offset_bytes + num_elements * dtype.itemsize
+            view = self._views[key] = self.regions[rank][offset_bytes:end].view(dtype)
+        return view
 
 
 class DeviceMemory:
@@ -85,12 +90,38 @@ class DeviceMemory:
         self._device: SharedDevice | None = None
         self._segments: list[DeviceSegment] = []
         self._taken_bytes = 0
+        self._queue: DeviceStream | None = None
 
     @property
     def device(self) -> SharedDevice:
         """The GPU, once memory was taken on it."""
         assert self._device is not None, "no memory of a device was taken yet"
         return self._device
+
+    @property
+    def queue(self) -> DeviceStream:
+        """The stream in which operations follow each other: that of the last one."""
+        assert self._queue is not None, "no operation was begun yet"
+        return self._queue
+
+    def join_queue(self) -> DeviceStream:
+        """Lets operations go to the stream that fits the caller now, behind all that were begun before.
+
+        Workers that share a GPU use the caller's own: a second stream hides nothing there, and a process with
+        work in two of them waits longer for its turn. Those with a GPU each use one beside the caller's.
+        """
+        stream = self.device.stream_of_group(is_shared=self.is_one_device)
+        if stream is not self._queue:
+            if self._queue is not None:
+                stream.follow(self.device.mark(self._queue))
+            self._queue = stream
+        return stream
+
+    def order_caller(self) -> None:
+        """Lets what the caller does next wait for the operations that were begun."""
+        caller = self.device.caller
+        if caller is not self._queue:
+            caller.follow(self.device.mark(self.queue))
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Tells whether a tensor lies on a device."""
@@ -173,7 +204,8 @@ class DeviceMemory:
         if self._device is None:
             return lambda: True
         device = self._device
-        marks = [device.mark(stream) for stream in (device.side, device.caller)]
+        streams = [device.caller] if self._queue is None else [device.caller, self._queue]
+        marks = [device.mark(stream) for stream in streams]
         return lambda: all(device.is_reached(mark) for mark in marks)
 
     def close(self) -> None:
@@ -314,9 +346,8 @@ class SharedDevice:
         self.identity = str(properties.uuid)
         """Equal for all processes that use the same GPU."""
         self._driver = _Driver(index)
-        side: torch.cuda.Stream = torch.cuda.Stream(index, priority=-1)  # type: ignore[no-untyped-call]
-        self.side = DeviceStream(self, side)
-        """The stream of collectives, which overlap with the caller's own work."""
+        self._side: DeviceStream | None = None
+        self._streams: dict[int, DeviceStream] = {}
         self._registered: dict[int, tuple[int, int]] = {}
         """By the first address of registered memory: its end, and how far off the GPU sees it."""
 
@@ -326,8 +357,21 @@ class SharedDevice:
 
     @property
     def caller(self) -> DeviceStream:
-        """The stream that the operations of this thread go to now."""
-        return DeviceStream(self, torch.cuda.current_stream(self._index))
+        """The stream that the operations of this thread go to now; of each one there is one object."""
+        stream = torch.cuda.current_stream(self._index)
+        known = self._streams.get(stream.cuda_stream)
+        if known is None:
+            known = self._streams[stream.cuda_stream] = DeviceStream(self, stream)
+        return known
+
+    def stream_of_group(self, *, is_shared: bool) -> DeviceStream:
+        """Finds the stream for operations: the caller's on a GPU that is shared, else one beside it."""
+        if is_shared:
+            return self.caller
+        if self._side is None:
+            side: torch.cuda.Stream = torch.cuda.Stream(self._index, priority=-1)  # type: ignore[no-untyped-call]
+            self._side = DeviceStream(self, side)
+        return self._side
 
     def mark(self, stream: DeviceStream) -> torch.cuda.Event:
         """Names the place that a stream has come to, for `DeviceStream.follow`."""
@@ -338,9 +382,9 @@ class SharedDevice:
         """Tells whether a stream has come to a mark."""
         return bool(mark.query())  # type: ignore[no-untyped-call]
 
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Lets torch use the memory of a tensor anew only when the side stream is through with it."""
-        tensor.record_stream(self.side.stream)
+    def keep(self, tensor: torch.Tensor, stream: DeviceStream) -> None:
+        """Lets torch use the memory of a tensor anew only when a stream is through with it."""
+        tensor.record_stream(stream.stream)
 
     def allocate(self, size_bytes: int) -> tuple[torch.Tensor, bytes]:
         """Takes memory, a flat uint8 tensor of zeros, and a handle by which other processes attach it.
@@ -406,13 +450,14 @@ class SharedDevice:
         """Waits until the GPU has done all that this process gave it."""
         torch.cuda.synchronize(self._index)
 
-    def enqueue(self, name: str, stream: torch.cuda.Stream, address: int, value: int) -> None:
-        """Gives a stream a function of the driver that writes or waits for a word of registered memory."""
-        error = self._driver.call(name, stream.cuda_stream, self._seen_by_gpu(address), value, _NO_FLAGS)
+    def enqueue(self, name: str, *arguments: Any) -> None:
+        """Gives a stream a function of the driver."""
+        error = self._driver.call(name, *arguments)
         if error:
             self._driver.check(error, "order its work")
 
-    def _seen_by_gpu(self, address: int) -> int:
+    def seen_by_gpu(self, address: int) -> int:
+        """Finds where the GPU sees registered host memory."""
         for start, (end, offset) in self._registered.items():
             if start <= address < end:
                 return address + offset
@@ -431,20 +476,30 @@ class DeviceStream:
 
     def __init__(self, device: SharedDevice, stream: torch.cuda.Stream) -> None:
         self.stream = stream
+        self._number = stream.cuda_stream
         self._device = device
 
     def run(self, work: Callable[[], None]) -> None:
         """Gives it some tensor operations."""
-        with torch.cuda.stream(self.stream):
+        if self._device.caller is self:
             work()
+        else:
+            with torch.cuda.stream(self.stream):
+                work()
 
     def signal(self, address: int, value: int) -> None:
         """Lets it write a word of registered host memory when all before is done and visible to others."""
-        self._device.enqueue(_WRITE_VALUE, self.stream, address, value)
+        device = self._device
+        device.enqueue(_WRITE_VALUE, self._number, device.seen_by_gpu(address), value, _NO_FLAGS)
 
     def wait(self, address: int, value: int) -> None:
         """Lets it wait until a word of registered host memory is `value` or more; no flag says so."""
-        self._device.enqueue(_WAIT_VALUE, self.stream, address, value)
+        device = self._device
+        device.enqueue(_WAIT_VALUE, self._number, device.seen_by_gpu(address), value, _NO_FLAGS)
+
+    def load(self, tensor: torch.Tensor, address: int) -> None:
+        """Lets it fill a tensor from registered host memory, with what is there when it comes to it."""
+        self._device.enqueue(_COPY, tensor.data_ptr(), address, tensor.nbytes, self._number)
 
     def synchronize(self) -> None:
         """Waits until it has done all that it was given."""
@@ -483,19 +538,26 @@ class _Driver:
                 next_step='open the group with shoal.init(backend="gloo").',
             ) from None
         self._index = index
-        for name in (_WRITE_VALUE, _WAIT_VALUE):
+        for name in (_WRITE_VALUE, _WAIT_VALUE):  # fixed kinds are converted sooner
             kinds = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
             getattr(self._library, name).argtypes = kinds
+        pointers = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+        getattr(self._library, _COPY).argtypes = pointers
         self._context = ctypes.c_void_p()
         self.check(self._library.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), index), "be used")
 
     def call(self, name: str, *arguments: Any) -> int:
         """Calls a function of the driver in the context that torch uses."""
-        self._library.cuCtxPushCurrent_v2(self._context)  # the thread may have come to another GPU since
+        function = getattr(self._library, name)
+        current = ctypes.c_void_p()
+        self._library.cuCtxGetCurrent(ctypes.byref(current))
+        if current.value == self._context.value:
+            return int(function(*arguments))
+        self._library.cuCtxPushCurrent_v2(self._context)  # the thread has come to another GPU since
         try:
-            return int(getattr(self._library, name)(*arguments))
+            return int(function(*arguments))
         finally:
-            self._library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+            self._library.cuCtxPopCurrent_v2(ctypes.byref(current))
 
     def check(self, error: int, what: str) -> None:
         """Raises UsageError for anything but success."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +25,6 @@ from shoal.group.host.memory import (
     ARRIVED,
     ASLEEP,
     DEVICE_ARRIVED,
-    DEVICE_COMPLETE,
     DEVICE_FINISHED,
     DTYPES,
     FINISHED,
@@ -133,6 +133,7 @@ class ProgressEngine:
         """The loss that leaves the result of an operation on the GPU without meaning."""
         self._on_device: deque[tuple[int, Sequence[int], Sequence[int]]] = deque()
         """Operations in which streams may still wait for each other: who gives, and who must finish."""
+        self._guard = threading.Lock()
         self.is_on_device = False
         """Whether a GPU has been used: then what is waited for may come without anybody's saying so."""
         self.on_loss: list[Callable[[int], None]] = []
@@ -338,32 +339,46 @@ class ProgressEngine:
                 return False
         return True
 
-    def note_on_device(self, seq: int, givers: Sequence[int], finishers: Sequence[int]) -> None:
-        """Remembers an operation until this worker's stream has come through, and all that it waited for."""
-        self._on_device.append((seq, givers, finishers))
-        gone = [rank for rank in (*givers, *finishers) if self.is_gone(rank)]
-        for rank in gone:  # the watching thread may have looked before this was noted
-            self._find_void(rank)
-        is_through = self.control.is_done_on_device
-        while not gone and self._on_device and is_through(self.rank, DEVICE_COMPLETE, self._on_device[0][0]):
+    def note_on_device(
+        self, seq: int, givers: Sequence[int], finishers: Sequence[int] = (), *, is_weighted: bool = False
+    ) -> None:
+        """Remembers an operation before this worker's stream is told to wait for others in it.
+
+        Should one of them be lost before its GPU has given or finished its part, the result has no meaning,
+        unless it is weighted by what `ControlPage.set_weights` has written before: then that one is left out.
+        """
+        with self._guard:  # and its atomic operations order what was written before what is looked at
+            self._on_device.append((seq, () if is_weighted else givers, finishers))
+        for rank in (*givers, *finishers):  # the watching thread may have looked before this was noted
+            if self.is_gone(rank):
+                self._go_without(rank)
+        while self._on_device and self._is_through(*self._on_device[0]):
             self._on_device.popleft()
 
-    def _find_void(self, rank: int) -> None:
-        """Remembers the error, where losses end the run, if one that is gone owes its part of an operation.
+    def _is_through(self, seq: int, givers: Sequence[int], finishers: Sequence[int]) -> bool:
+        """Tells whether no stream waits for another in an operation any more."""
+        is_done = self.control.is_done_on_device
+        return all(is_done(rank, DEVICE_FINISHED, seq) for rank in (self.rank, *finishers))
+
+    def _go_without(self, rank: int) -> None:
+        """Leaves out one that is gone, or remembers the error where it owes its part of an operation.
 
         In the caller's thread or the watching one.
         """
+        self.control.leave_out(rank)
         if self.should_survive or self._void is not None:
             return
         was_done = self.control.was_done_on_device
-        for seq, givers, finishers in tuple(self._on_device):
+        with self._guard:
+            noted = tuple(self._on_device)
+        for seq, givers, finishers in noted:
             has_given = rank not in givers or was_done(rank, DEVICE_ARRIVED, seq)
             if not (has_given and (rank not in finishers or was_done(rank, DEVICE_FINISHED, seq))):
                 self._void = self.lost_error(rank)
 
     def _free_streams(self, rank: int) -> None:
         """Frees the streams that wait for a rank that is gone, in the watching thread."""
-        self._find_void(rank)
+        self._go_without(rank)
         self.control.free_device(rank)
         for callback in tuple(self.on_loss):
             callback(rank)

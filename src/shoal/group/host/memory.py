@@ -23,7 +23,7 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -39,15 +39,15 @@ _MAX_REGIONS = 4096
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
 _LINE = 8  # words of 8 bytes: a cache line, so that two writers never share one
 ARRIVED, FINISHED, PUBLISHED, BEAT, LEFT, VERDICT, ASLEEP = (line * _LINE for line in range(7))
-DEVICE_ARRIVED, DEVICE_FINISHED, DEVICE_COMPLETE, DEVICE_PUBLISHED = (line * _LINE for line in range(7, 11))
+DEVICE_ARRIVED, DEVICE_FINISHED, DEVICE_PUBLISHED = (line * _LINE for line in range(7, 10))
 """Words that a worker's GPU writes when it has come so far: its part of an operation is there, its work is
-done, all that it waits for is done; and the number of the last publication whose memory is written."""
+done; and the number of the last publication whose memory is written."""
 NUM_READS = 4
 """Publications in GPU memory that one worker may be reading at the same time."""
 READ_CLAIMS, READ_TICKETS, READS_DONE = (
-    [(line + 3 * index) * _LINE for index in range(NUM_READS)] for line in range(11, 14)
+    [(line + 3 * index) * _LINE for index in range(NUM_READS)] for line in range(10, 13)
 )
-_COUNTERS = (11 + 3 * NUM_READS) * _LINE
+_COUNTERS = (10 + 3 * NUM_READS) * _LINE
 FREED = 0x7FFFFFFF
 """Written over what the GPU of a lost worker owes, so that nobody's stream waits for it."""
 DEVICE_CODE = 1 << 60
@@ -61,6 +61,7 @@ PUBLICATION_WORDS = 16
 NOT_YET = -1
 _FAILED = -1
 _MESSAGE = struct.Struct("<iiq")
+_DOUBLE, _SINGLE = struct.Struct("=d"), struct.Struct("=f4x")
 _IN_PIPES = (ARRIVED, FINISHED, PUBLISHED)
 _WAKE = _MESSAGE.pack(0, ASLEEP, 0)
 _READ_BYTES = 1 << 16
@@ -269,8 +270,9 @@ class ControlPage:
 
     def __init__(self, segment: Segment, rank: int, size: int) -> None:
         self.memory = segment.flat
-        self._words = segment.flat.numpy().data.cast("B").cast("q")
-        self._numbers = segment.flat.numpy().data.cast("B").cast("d")
+        self._bytes = segment.flat.numpy().data.cast("B")
+        self._words = self._bytes.cast("q")
+        self._numbers = self._bytes.cast("d")
         self._stride = segment.stride_bytes // 8
         self._rank = rank
         self._size = size
@@ -345,14 +347,37 @@ class ControlPage:
         return self._words[at : at + _DESCRIPTION_WORDS].tolist()
 
     def factor(self, rank: int, seq: int, receiver: int) -> float:
-        """Reads what a rank multiplies with before it sends to `receiver`.
-
-        On a GPU `size + source` stands for what the rank multiplies with that it receives from a source.
-        """
+        """Reads what a rank multiplies with before it sends to `receiver`."""
         at = self._factors_at + seq % MAX_AHEAD * 2 * self._size
         return self._numbers[rank * self._stride + at + receiver]
 
-    # --- what GPUs say ---
+    # --- what GPUs say and read ---
+
+    def set_weights(self, seq: int, weights: Mapping[int, float], *, is_double: bool) -> int:
+        """Writes the weights of others in this worker's exchange `seq`, 8 bytes for each rank; their address.
+
+        This worker's GPU reads them when the others' parts are there. Until then one that is lost can be left
+        out. Numbers of single precision have zeros behind them, so that zeros are nothing in both.
+        """
+        at = 8 * (self._own_at + self._weights_at(seq))
+        for rank in range(self._size):
+            weight = weights.get(rank, 0.0)
+            self._bytes[at + 8 * rank : at + 8 * rank + 8] = (_DOUBLE if is_double else _SINGLE).pack(weight)
+        return self.memory.data_ptr() + at
+
+    def leave_out(self, rank: int) -> None:
+        """Lets a rank that is gone weigh nothing in all exchanges to which its GPU has not given its part.
+
+        Whoever notices the loss does so for everybody, before it frees everybody's streams.
+        """
+        seq = self.get(rank, ARRIVED)
+        while seq > 0 and not self.was_done_on_device(rank, DEVICE_ARRIVED, seq):
+            for other in range(self._size):
+                self._numbers[other * self._stride + self._weights_at(seq) + rank] = 0.0
+            seq -= 1
+
+    def _weights_at(self, seq: int) -> int:
+        return self._factors_at + (seq % MAX_AHEAD * 2 + 1) * self._size
 
     def address(self, rank: int, name: int) -> int:
         """Gives the address of a word, for a GPU that writes it or waits for it."""
@@ -370,7 +395,7 @@ class ControlPage:
 
     def free_device(self, rank: int) -> None:
         """Lets no stream wait for the GPU of a rank that is gone; what it has said is kept beside it."""
-        for name in (DEVICE_ARRIVED, DEVICE_FINISHED, DEVICE_COMPLETE, *READS_DONE):
+        for name in (DEVICE_ARRIVED, DEVICE_FINISHED, *READS_DONE):
             word = self._words[rank * self._stride + name]
             if word & 0xFFFFFFFF != FREED:
                 self._words[rank * self._stride + name] = word << 32 | FREED
