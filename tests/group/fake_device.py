@@ -113,6 +113,9 @@ class _CallerStream:
     def load(self, tensor, address):
         ctypes.memmove(tensor.data_ptr(), address, tensor.nbytes)
 
+    def copy(self, to, tensor):
+        to.copy_(tensor)
+
     def follow(self, mark):
         if mark is not None:
             mark.wait()
@@ -143,6 +146,9 @@ class _LaggingStream:
 
     def load(self, tensor, address):
         self._items.put(lambda: _CallerStream().load(tensor, address))
+
+    def copy(self, to, tensor):
+        self._items.put(lambda: to.copy_(tensor))
 
     def follow(self, mark):
         if mark is not None:

@@ -26,6 +26,7 @@ from shoal.core.status import tell_launcher
 from shoal.strategies.hooks import Hook
 
 log = logging.getLogger(__name__)
+_NUM_ALIKE = 3
 
 
 class Removable(Protocol):
@@ -54,6 +55,10 @@ class Listener(Protocol):
     @property
     def is_accumulating(self) -> bool:
         """Whether a backward pass now shares nothing, and no step follows it."""
+
+    @property
+    def hears_forward(self) -> bool:
+        """Whether it is to be told that a forward is done."""
 
     def forward_ended(self) -> None:
         """The whole forward is done, in training with gradients."""
@@ -116,6 +121,13 @@ class Attachment:
         """Whether the step under way computes its gradients itself."""
         self.is_left_out = False
         """Whether the step under way finds no gradients, since some are not finite."""
+        self._watches: dict[nn.Parameter, Removable] = {}
+        """The hooks of parameters on a GPU."""
+        self._first_accumulated: torch.Tensor | None = None
+        """The parameter whose gradient came first in the last backward pass."""
+        self._usual_first: torch.Tensor | None = None
+        self._num_alike = 0
+        """Steps in a row in whose backward passes it was the same, and all others came too."""
         self.named_tensors = _named_tensors(model, optimizer)
         trainable = {
             name: tensor
@@ -172,15 +184,45 @@ class Attachment:
             return
         _attached.setdefault(self.model, []).append(ref(self))
         self.add(self.model.register_forward_pre_hook(Hook(self._before_forward)))
-        self.add(self.model.register_forward_hook(Hook(self._after_forward)))
-        # a step on a GPU is short, and each hook of a parameter lengthens it
-        on_device = self.device.type != "cpu"
+        if self._strategy.hears_forward:
+            self.add(self.model.register_forward_hook(Hook(self._after_forward)))
+        if self.device.type != "cpu":
+            self._watch_on_device()
+            return
         for parameter in self.parameters:
-            if not on_device:
-                self.add(parameter.register_hook(self._before_accumulation))  # type: ignore[no-untyped-call]
-            self.on_accumulated(
-                parameter, self._after_accumulation_on_device if on_device else self._after_accumulation
-            )
+            self.add(parameter.register_hook(self._before_accumulation))  # type: ignore[no-untyped-call]
+            self.on_accumulated(parameter, self._after_accumulation)
+
+    def _watch_on_device(self) -> None:
+        """Register one hook for each parameter on a GPU, where a step is short and hooks lengthen it.
+
+        It does what both hooks do elsewhere. Where gradients are not shared in backward, the one that comes
+        first is enough to know of a backward pass, once all have come in a few: see `_thin_out`.
+        """
+        self._watches = {
+            parameter: parameter.register_post_accumulate_grad_hook(self._after_accumulation_on_device)  # type: ignore[no-untyped-call]
+            for parameter in self.parameters
+        }
+        self._num_alike = 0
+
+    def _thin_out(self) -> None:
+        """After a step: keep one hook alone, once the same gradient came first in each of a few steps."""
+        usual, self._usual_first = self._usual_first, self._first_accumulated
+        is_alike = usual is self._usual_first and all(each.grad is not None for each in self.parameters)
+        self._num_alike = self._num_alike + 1 if is_alike else 0
+        if self._num_alike >= _NUM_ALIKE:
+            for parameter in [each for each in self._watches if each is not usual]:
+                self._watches.pop(parameter).remove()
+
+    def _watch_anew(self) -> None:
+        """Before a step: watch all parameters, for good, when a backward pass was not noticed."""
+        is_missed = not self._has_backward and not self._is_settled and self.model.training
+        if is_missed and any(each.grad is not None for each in self.parameters):
+            for watch in self._watches.values():
+                watch.remove()
+            self._watch_on_device()
+            self._has_backward = True
+            self._num_alike = -1
 
     def settle(self) -> None:
         """Make up for steps that were skipped: no step will follow the last backward pass any more."""
@@ -196,9 +238,10 @@ class Attachment:
 
     def silence(self) -> None:
         """Take the hooks off, and forget what they have seen."""
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._watches.values()):
             hook.remove()
         self._hooks.clear()
+        self._watches.clear()
         self._restore_rates()
         self._has_backward = self._is_seen = self._is_stepping = False
         self._is_settled = self._is_between = self._is_tried = False
@@ -236,6 +279,8 @@ class Attachment:
         self._is_stepping = False
         self._is_tried = True
         self._restore_rates()
+        if 0 < len(self._watches) < len(self.parameters):
+            self._watch_anew()
         self._require_unchanged()
         self._require_unsettled()
         self._warn_of_others()
@@ -254,6 +299,8 @@ class Attachment:
         self._is_simple = self._is_simple is not False and not self._is_between and not self.has_closure
         self._has_backward = self._is_seen = self._is_stepping = self._is_between = False
         self._is_tried = False
+        if len(self._watches) > 1 and not self._strategy.shares_gradients and self._num_alike >= 0:
+            self._thin_out()
         self._strategy.step_ended()
 
     def _restore_rates(self) -> None:
@@ -305,6 +352,7 @@ class Attachment:
                 self._num_missed += 1
                 self._has_backward = False
             self._is_seen = True
+            self._first_accumulated = parameter
             if not (self._has_backward or self._is_stepping or self._strategy.is_accumulating):
                 self._has_backward = self.model.training
         self._strategy.gradient_accumulated()

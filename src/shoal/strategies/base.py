@@ -296,6 +296,11 @@ class Strategy(Checkpointed):
         """A forward in training, with gradients."""
         self._after_forward()
 
+    @property
+    def hears_forward(self) -> bool:
+        """Whether the strategy does anything when a forward is done."""
+        return type(self)._after_forward is not Strategy._after_forward
+
     def gradient_accumulated(self) -> None:
         """Backward has added to the gradient of a parameter on a GPU; called for each of them."""
 
@@ -384,7 +389,8 @@ class Strategy(Checkpointed):
             if not self.is_alone:
                 self._started(attachment)
                 if self.has_last_round and self.group.size > 1 and not attachment.stays:
-                    self._counter = StepCounter(self.group, self.steps)
+                    is_on_device = attachment.device.type != "cpu"
+                    self._counter = StepCounter(self.group, self.steps, is_on_device=is_on_device)
                     self._memory.append(self._counter.memory)
             apply_survival(self.group)
             attachment.listen()

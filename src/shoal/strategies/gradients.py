@@ -67,28 +67,21 @@ class GroupBucket:
         self.memory = allocate(layout.size_bytes // real.itemsize, real)
         bucket = Bucket(layout, memory=self.memory)
         *self.views, self.flags = bucket.views
-        self._gaps: list[torch.Tensor] = []
-        """The zeros behind each view, where a device fills it as a whole; else none."""
-        if self.memory.device.type != "cpu" and dtype is real:
-            starts = [slot.offset_bytes // real.itemsize for slot in layout.slots]
-            ends = [start + view.numel() for start, view in zip(starts, self.views, strict=False)]
-            gaps = [start - end for end, start in zip(ends, starts[1:], strict=True)]
-            self._gaps = [self.memory.new_zeros(gap) for gap in gaps]
-            self._ones = self.memory.new_ones(self.num_slots)
-            self._body = self.memory[: starts[-1] + self.num_slots]
+        self._ones = torch.ones_like(self.flags)
 
     def fill(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Copies all gradients, with flags, by one operation of a device; False where some lie otherwise."""
-        if not self._gaps:
+        """Copies all gradients by one operation of a device, and sets all flags; False where one is missing.
+
+        torch's optimizers write all their parameters by such operations, none of which is documented.
+        """
+        if self.memory.device.type == "cpu" or not hasattr(torch, "_foreach_copy_"):
             return False
-        parts = []
-        for gradient, view, gap in zip(gradients, self.views, self._gaps, strict=True):
+        given = []
+        for gradient, view in zip(gradients, self.views, strict=True):
             if gradient is None or gradient is view or gradient.layout is not torch.strided:
                 return False
-            if gradient.stride() != view.stride() or gradient.dtype != view.dtype:
-                return False
-            parts += [gradient.detach().as_strided((view.numel(),), (1,)), gap]
-        torch.cat([*parts, self._ones], out=self._body)
+            given.append(gradient.detach() if gradient.requires_grad else gradient)
+        torch._foreach_copy_([*self.views, self.flags], [*given, self._ones])
         return True
 
 
@@ -165,10 +158,13 @@ class GradientRound:
             for bucket, parameters in buckets
             for number, parameter in enumerate(parameters)
         ]
+        self._places_of = {
+            bucket: [place for place in self._places if place.bucket is bucket] for bucket in self._buckets
+        }
         self._monitors: Monitors | None = None
         self._squares: Sequence[GroupBucket] = ()
-        self.on_share: Callable[[torch.Tensor], None] | None = None
-        """Is told of gradients on a device before they are shared."""
+        self.on_share: Callable[[], None] | None = None
+        """Is told on a device before gradients are shared."""
 
     def watch(self, monitors: Monitors, squares: Sequence[GroupBucket]) -> None:
         """Reduce squares too, in buckets of the same layouts, and tell the monitors of each round."""
@@ -238,8 +234,6 @@ class GradientRound:
             square = self._squares[self.num_started]
             torch.mul(bucket.memory, bucket.memory, out=square.memory)
             square.handle = self.group.all_reduce(square.memory)
-        if self.on_share is not None:
-            self.on_share(bucket.memory)
         bucket.handle = self.group.all_reduce(bucket.memory)
         self.num_started += 1
 
@@ -249,7 +243,7 @@ class GradientRound:
             return
         try:
             unused = self._start_rest() if self.num_started < len(self._buckets) else []
-            num_members = len(self.group.members)
+            num_members = 0 if self._monitors is None else len(self.group.members)
             for bucket in (*self._buckets, *self._squares):
                 assert bucket.handle is not None, "a bucket that was never started"
                 bucket.handle.wait()
@@ -272,9 +266,11 @@ class GradientRound:
 
     def _start_rest(self) -> list[_Place]:
         """Reduce what was not started, unused parameters included; those without any gradient."""
+        if self.on_share is not None:
+            self.on_share()
         without = []
         for bucket in self._buckets[self.num_started :]:
-            places = [place for place in self._places if place.bucket is bucket]
+            places = self._places_of[bucket]
             if bucket.fill([place.parameter.grad for place in places]):
                 for place in places:
                     place.parameter.grad = place.view

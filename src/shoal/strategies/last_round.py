@@ -16,6 +16,8 @@ _NO_PROGRESS_S = 10.0
 """A worker that makes no step for so long, and for as many steps as `_NO_PROGRESS_STEPS` take this one, may
 wait for this worker in an operation of the user's own."""
 _NO_PROGRESS_STEPS = 4.0
+_PUBLISH_S = 0.02
+"""With a GPU, whose steps may be short, the number of steps is published after so long at the earliest."""
 
 
 class StepCounter:
@@ -26,8 +28,10 @@ class StepCounter:
     `close`.
     """
 
-    def __init__(self, group: Group, steps: int) -> None:
+    def __init__(self, group: Group, steps: int, *, is_on_device: bool = False) -> None:
         self._group = group
+        self._pause_s = _PUBLISH_S if is_on_device else 0.0
+        self._published_s = 0.0
         self.memory = group.empty(1)
         name = f"steps {next_number(group, 'step counters')}"
         self._window = group.window(name, 1, sources=())
@@ -36,11 +40,13 @@ class StepCounter:
         self.publish(steps)
 
     def publish(self, steps: int) -> None:
-        """Say how many steps this worker has done."""
+        """Say how many steps this worker has done; not always at once: `meet` says it again."""
         now_s = SYSTEM_CLOCK.now_s()
         self._longest_s = max(self._longest_s, now_s - self._stepped_s)
         self._stepped_s = now_s
-        self._window.publish(self.memory, 2 * steps)
+        if not self._pause_s or now_s - self._published_s >= self._pause_s:
+            self._published_s = now_s
+            self._window.publish(self.memory, 2 * steps)
 
     def meet(self, steps: int) -> bool:
         """At the end of training: whether another worker ends after the same step, and none goes on."""

@@ -8,6 +8,10 @@ has to be asked. Parameters that are not, where its gradients were, hold what ot
 where a step does little else. A NaN in a loss or in an activation reaches all gradients before it, and is not
 missed; a single value of a large tensor can be. `skip` and `stop` promise that no such gradient is used, and
 look at every value of it.
+
+On a GPU every operation costs as much as a layer of a small model, and a look at its result waits for all
+that was given to it. There `warn` keeps one small gradient of each step, looks at those of many steps at
+once, and reads what came of it as many steps later.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
+from shoal.core import SYSTEM_CLOCK
 from shoal.core.errors import ShoalError
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.common_options import OnNonfinite
@@ -30,13 +35,15 @@ Checked: TypeAlias = Literal["in backward", "before the step", "never"]
 
 _WHOLE_ELEMENTS = 1 << 16
 """Up to this size a tensor is looked at as a whole, above it at its first row."""
-_DEVICE_STEPS = 16
-"""So many steps are judged at once on a device: to judge is to wait for it. Each operation costs there as
-much as a layer of a small model, so parameters are looked at in the last of these steps alone, as a whole."""
+_DEVICE_S, _DEVICE_STEPS = 1.0, 256
+"""On a device the steps of a second, or so many, are judged at once, parameters after the last of them."""
+_LOOK_STEPS = 16
+"""The clock is looked at after so many steps."""
+_SAMPLE_ELEMENTS = 1 << 13
 
 
 class _Look(NamedTuple):
-    """What one step has left, as sums that are not finite where a value is not."""
+    """What one step has left: sums that are not finite where a value is not, or on a device a gradient."""
 
     step: int
     gradients: Sequence[torch.Tensor]
@@ -50,6 +57,7 @@ class FiniteCheck:
 
     def __init__(self, mode: OnNonfinite, rank: int, attachment: Attachment, checked: Checked) -> None:
         self._mode = mode
+        self._is_on_cpu = attachment.device.type == "cpu"
         self._rank = rank
         self._attachment = attachment
         self._checked = checked
@@ -57,6 +65,11 @@ class FiniteCheck:
         """Sums of the gradients that this worker has computed since the last step."""
         self._looks: list[_Look] = []
         """Of the steps that are not judged yet."""
+        self._pending: _Pending | None = None
+        """What a device was asked for, and is read when the next steps are to be judged."""
+        self._sampled = self._find_sampled()
+        self._last_sample: torch.Tensor | None = None
+        self._looked_s = SYSTEM_CLOCK.now_s()
         self._first_received: int | None = None
         """The step since which the parameters hold values of others that are not finite."""
         self._hidden: list[torch.Tensor | None] = []
@@ -93,17 +106,21 @@ class FiniteCheck:
             return
         self._attachment.is_left_out = False
         own, self._own = self._own, []
-        is_judged = self._is_on_cpu or len(self._looks) + 1 == _DEVICE_STEPS
         parameters: Sequence[torch.Tensor] = ()
-        if is_judged:  # what is not finite stays so
+        is_last = self._is_on_cpu or self._is_time_to_look()
+        if is_last:  # what is not finite stays so
             with torch.no_grad():
                 if self._is_on_cpu:
                     parameters = self._sums(self._attachment.parameters, is_whole=False)
                 else:
-                    parameters = [torch.nn.utils.get_total_norm(map(_real, self._attachment.parameters))]
+                    parameters = [_norm(self._attachment.parameters)]
         self._looks.append(_Look(step, own, parameters))
-        if is_judged:
+        if is_last and self._is_on_cpu:
             self._judge()
+        elif is_last:
+            self._judge_pending()
+            looks, self._looks = self._looks, []
+            self._pending = _Pending(looks)
 
     def skipped_step(self) -> None:
         """A GradScaler has found an infinity, and the optimizer does not step."""
@@ -121,6 +138,7 @@ class FiniteCheck:
 
     def closed(self, *, speaks_for_all: bool) -> None:
         """The loop has ended well. One worker says so if the model is spoiled: maybe no other has."""
+        self._judge_pending()
         self._judge()
         if self._num_left_out > 1:
             log.warning("rank %d: %d steps were left out in all.", self._rank, self._num_left_out)
@@ -138,26 +156,65 @@ class FiniteCheck:
         if parameter.grad is not None:
             self._own += self._sums((parameter.grad,))
 
-    def sharing(self, gradients: torch.Tensor) -> None:
-        """Some of this worker's gradients, as one tensor on a device, are about to be shared in backward."""
+    def sharing(self) -> None:
+        """Takes a look in backward at gradients on a device that are about to be shared."""
         if self._checked == "in backward":
-            self._own.append(torch.linalg.vector_norm(gradients))
+            self._own = self._sums(self._gradients().values()) if self._mode != "warn" else self._sample()
+
+    def _find_sampled(self) -> torch.Tensor | None:
+        """Finds the parameter whose gradient is looked at alone: the first small one.
+
+        A NaN of a loss or of an activation behind it comes to it.
+        """
+        parameters = self._attachment.parameters
+        small = (each for each in parameters if each.numel() <= _SAMPLE_ELEMENTS)
+        return next(small, parameters[0] if parameters else None)
 
     def _sample(self) -> list[torch.Tensor]:
-        """Looks at the first parameter's gradient alone: a NaN of a loss or an activation has come to it."""
-        first = next((each for each in self._attachment.parameters if each.grad is not None), None)
-        return [] if first is None or first.grad is None else self._sums((first.grad.detach(),))
+        gradient = None if self._sampled is None else self._sampled.grad
+        if gradient is None:
+            return []
+        is_kept, self._last_sample = gradient is self._last_sample, gradient
+        # one that stays from step to step is overwritten, one that is new in every step stays what it is
+        if is_kept or gradient.numel() > _SAMPLE_ELEMENTS:
+            return self._sums((gradient.detach(),))
+        return [gradient.detach()]
+
+    def _is_time_to_look(self) -> bool:
+        if (len(self._looks) + 1) % _LOOK_STEPS:
+            return False
+        now_s = SYSTEM_CLOCK.now_s()
+        if now_s - self._looked_s < _DEVICE_S and len(self._looks) + 1 < _DEVICE_STEPS:
+            return False
+        self._looked_s = now_s
+        return True
+
+    def _judge_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if pending.is_finite():
+            self._first_received = None
+        else:
+            self._judge_each(pending.looks)
 
     def _judge(self) -> None:
         looks, self._looks = self._looks, []
         if not looks:
             return
-        if _are_finite([total for look in looks for total in (*look.gradients, *look.parameters)]):
+        if not self._is_on_cpu:
+            self._judge_each(looks)
+        elif _are_finite([total for look in looks for total in (*look.gradients, *look.parameters)]):
             self._first_received = None
-            return
+        else:
+            self._judge_each(looks)
+
+    def _judge_each(self, looks: Sequence[_Look]) -> None:
         for look in looks:
             was_finite = self._first_received is None
-            gradients = look.gradients
+            gradients: Sequence[torch.Tensor] = look.gradients
+            if not self._is_on_cpu:
+                gradients = self._sums(gradients, is_whole=True)
             if self._is_on_cpu and self._checked == "before the step":
                 gradients = self._sums(self._gradients().values(), is_whole=True)  # they are still there
             if was_finite and not self._has_told and not _are_finite(gradients):
@@ -210,10 +267,6 @@ class FiniteCheck:
             sums.append(_sum(tensor if is_whole or is_small else tensor[0]))
         return sums
 
-    @property
-    def _is_on_cpu(self) -> bool:
-        return self._attachment.device.type == "cpu"
-
     def _parameters(self) -> dict[str, torch.Tensor]:
         return {name: tensor.detach() for name, tensor in self._attachment.named_parameters.items()}
 
@@ -241,6 +294,28 @@ class FiniteCheck:
             next_step="lower the learning rate, clip gradients, check the data, or leave such steps out with "
             "--on-nonfinite skip.",
         )
+
+
+class _Pending:
+    """The norm of what some steps have left on a device, on its way to the processor."""
+
+    def __init__(self, looks: Sequence[_Look]) -> None:
+        self.looks = looks
+        norm = _norm([tensor for look in looks for tensor in (*look.gradients, *look.parameters)])
+        self._norm = torch.empty((), dtype=norm.dtype, pin_memory=True)
+        self._norm.copy_(norm, non_blocking=True)
+        self._is_there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._is_there.record(torch.cuda.current_stream(norm.device))
+
+    def is_finite(self) -> bool:
+        """Tells whether all values are finite, once the device has come to it."""
+        self._is_there.synchronize()
+        return math.isfinite(self._norm.item())
+
+
+def _norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Computes one number from all of them, by few operations; not finite where a value is not."""
+    return torch.nn.utils.get_total_norm([_real(tensor) for tensor in tensors])
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

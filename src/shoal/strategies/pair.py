@@ -3,7 +3,8 @@
 Before a step: pull the newest model that a random peer has published, and average one half. Then the step.
 Then publish. The order is fixed. Of the twins one is published while the other trains; the mix into the
 published one's place happens only after a newer one is published. A snapshot that was overwritten while it
-was read is pulled again, and left out when that happens too often.
+was read is pulled again, and left out when that happens too often. On a GPU, which comes to what it is told
+later, there is a third buffer: the model before the last is there to pull while the last one is not yet.
 """
 
 from __future__ import annotations
@@ -88,6 +89,9 @@ class PairAverage(ParameterStrategy):
             self._generator = self._seeded(self._version)
         self.staleness.load_state_dict(state["staleness"])
 
+    def _num_buffers(self, device: torch.device) -> int:
+        return 2 if device.type == "cpu" else 3
+
     def _started(self, attachment: Attachment) -> None:
         super()._started(attachment)
         number = 1 + max(self._published.numbers, default=-1)
@@ -136,7 +140,7 @@ class PairAverage(ParameterStrategy):
     def _average_all(self) -> None:
         """Collective. What it writes was published, what it reads is: a round has just ended."""
         self._retire()
-        if not self._twins.is_home:
+        while not self._twins.is_home:
             # Workers have done different numbers of rounds, but an exchange is one of equal buffers.
             self._move()
             self._retire()
@@ -180,8 +184,9 @@ class PairAverage(ParameterStrategy):
 
     def _retire(self) -> None:
         """Nobody reads the spare buffers from now on; only what a global average left there is waited for."""
+        num_kept = self._num_buffers(self.attachment.device) - 1
         for window, pair in zip(self._windows, self._twins.pairs, strict=True):
-            window.reclaim(self._version - 1)
+            window.reclaim(self._version - num_kept)
             self.group.settle(pair.spare)
 
     def _move(self) -> None:

@@ -74,7 +74,14 @@ class ParameterStrategy(SurvivingStrategy):
         return self._twins_or_none
 
     def _started(self, attachment: Attachment) -> None:
-        self._twins_or_none = Twins(self.group, attachment.parameters, self._allocate)
+        num_buffers = self._num_buffers(attachment.device)
+        self._twins_or_none = Twins(
+            self.group, attachment.parameters, self._allocate, num_buffers=num_buffers
+        )
+
+    def _num_buffers(self, device: torch.device) -> int:
+        """Says in how many buffers the parameters live in turn."""
+        return 2
 
     def _stopped(self) -> None:
         if self._twins_or_none is not None:
@@ -121,6 +128,11 @@ class ExchangeStrategy(ParameterStrategy):
     @abc.abstractmethod
     def _exchange(self, live: torch.Tensor, spare: torch.Tensor) -> Handle[torch.Tensor]:
         """Start this round's exchange of one buffer into another."""
+
+    @property
+    def hears_forward(self) -> bool:
+        """Whether it is overlapped: the round starts then."""
+        return self.is_overlapped
 
     def _after_forward(self) -> None:
         is_early = self.is_accumulating or self._under_way is not None

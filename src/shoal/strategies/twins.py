@@ -1,5 +1,7 @@
 """Parameters in memory of the group, twice: the live copy that trains, the spare one that a round fills.
 
+Where others read older copies for longer, there are more of them, which become spare in turn.
+
 An exchange reads the live buffer where it lies and writes the spare one, and `swap` re-points every
 parameter: no copy besides the mix itself, and a round that fails has touched nothing that trains. Optimizer
 state stays private, keyed by parameter as ever. What is exchanged, and when, is left to strategies.
@@ -42,23 +44,26 @@ class Twins:
         group: Group,
         parameters: Sequence[torch.nn.Parameter],
         allocate: Callable[[int, torch.dtype], torch.Tensor],
+        *,
+        num_buffers: int = 2,
     ) -> None:
         layouts = BucketLayout.plan(parameters, max_bytes=sys.maxsize)
         require_equal_layouts(group, layouts)
-        self.is_home = True
-        """Whether the live buffers are those that were live at first."""
-        self._pairs: list[Pair] = []
-        self._views: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self._num_swaps = 0
+        self._buffers: list[list[torch.Tensor]] = []
+        """Of each dtype all buffers: the live one, the spare one, and those that are spare after it."""
+        self._views: list[list[torch.Tensor]] = [[] for _ in range(num_buffers)]
+        """The parameters in each of the buffers."""
         self._members: list[torch.nn.Parameter] = []
         self._versions: list[int] = []
         for layout in layouts:
             dtype = DTYPES[layout.dtype]
             # Mixing is linear: a complex number travels as two real ones.
             real = dtype.to_real()
-            pair = Pair(*(allocate(layout.size_bytes // real.itemsize, real) for _ in range(2)))
-            self._pairs.append(pair)
+            buffers = [allocate(layout.size_bytes // real.itemsize, real) for _ in range(num_buffers)]
+            self._buffers.append(buffers)
             self._members += layout.pick(parameters)
-            for flat, views in zip(pair, self._views, strict=True):
+            for flat, views in zip(buffers, self._views, strict=True):
                 views.extend(views_over(layout, flat, dtype))
         for parameter, view in zip(self._members, self._views[0], strict=True):
             require_same_kind(parameter, view)
@@ -67,7 +72,12 @@ class Twins:
     @property
     def pairs(self) -> Sequence[Pair]:
         """One for each dtype, in an order that all members share."""
-        return self._pairs
+        return [Pair(buffers[0], buffers[1]) for buffers in self._buffers]
+
+    @property
+    def is_home(self) -> bool:
+        """Whether the live buffers are those that were live at first."""
+        return self._num_swaps % len(self._views) == 0
 
     def adopt(self) -> None:
         """Take back parameters whose `data` was replaced (`model.to(...)`, `p.data = …`), with their values.
@@ -94,24 +104,24 @@ class Twins:
 
     def keep(self) -> None:
         """Fill the spare buffers with the parameters as they are; others may still read the live ones."""
-        for parameter, live, spare in zip(self._members, *self._views, strict=True):
+        for parameter, live, spare in zip(self._members, *self._views[:2], strict=True):
             require_same_kind(parameter, live)
             spare.copy_(parameter.detach())
 
     def swap(self) -> None:
         """The spare buffers, filled, become the live ones."""
-        live, spare = self._views
-        for parameter, view in zip(self._members, spare, strict=True):
+        for parameter, view in zip(self._members, self._views[1], strict=True):
             parameter.data = view
-        self._views = (spare, live)
-        self._pairs = [Pair(pair.spare, pair.live) for pair in self._pairs]
-        self.is_home = not self.is_home
+        self._views.append(self._views.pop(0))
+        for buffers in self._buffers:
+            buffers.append(buffers.pop(0))
+        self._num_swaps += 1
 
     def close(self) -> None:
         """The parameters move back into private memory; idempotent."""
         for parameter in self._members:
             parameter.data = parameter.detach().clone()
-        self._pairs, self._members, self._views = [], [], ([], [])
+        self._buffers, self._members, self._views = [], [], [[], []]
 
 
 def views_over(layout: BucketLayout, flat: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:

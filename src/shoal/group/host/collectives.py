@@ -388,7 +388,10 @@ class DeviceCollectives(HostCollectives):
                     own = present.index(self._rank)
                     low, high = share_bounds(own, len(present), flat.numel(), flat.element_size())
                     parts = [part[low:high] for part in parts]
-                self._devices.queue.run(partial(_reduce_whole, parts, op))
+                queue = self._devices.queue
+                queue.run(partial(_reduce_first, parts, op))
+                for part in parts[1:]:
+                    queue.copy(part, parts[0])
                 self._signal(DEVICE_FINISHED, task.seq)
                 self._follow(task.seq, DEVICE_FINISHED, reducers)
             else:
@@ -408,7 +411,7 @@ class DeviceCollectives(HostCollectives):
                 theirs = _sent_by(root, views(present))
                 self._engine.note_on_device(task.seq, (root,))
                 self._follow(task.seq, DEVICE_ARRIVED, [root])
-                self._devices.queue.run(lambda: copy_into(flat, theirs))
+                self._devices.queue.copy(flat, theirs)
             self._signal(DEVICE_FINISHED, task.seq)
 
         return self._task(words, work, flat)
@@ -548,11 +551,9 @@ def _sent_by(root: int, views: Mapping[int, torch.Tensor]) -> torch.Tensor:
     return views[root]
 
 
-def _reduce_whole(parts: Sequence[torch.Tensor], op: Reduction) -> None:
-    """Replaces all parts by their reduction, each in one operation of a GPU."""
+def _reduce_first(parts: Sequence[torch.Tensor], op: Reduction) -> None:
+    """Replaces the first part by the reduction of all, in few operations of a GPU."""
     if op == "mean" and len(parts) == 2:
         torch.lerp(parts[0], parts[1], 0.5, out=parts[0])  # one operation instead of two
     else:
         reduce_into(parts[0], parts, op)
-    for part in parts[1:]:
-        part.copy_(parts[0])

@@ -270,6 +270,7 @@ class ControlPage:
 
     def __init__(self, segment: Segment, rank: int, size: int) -> None:
         self.memory = segment.flat
+        self._address = segment.start
         self._bytes = segment.flat.numpy().data.cast("B")
         self._words = self._bytes.cast("q")
         self._numbers = self._bytes.cast("d")
@@ -363,7 +364,7 @@ class ControlPage:
         for rank in range(self._size):
             weight = weights.get(rank, 0.0)
             self._bytes[at + 8 * rank : at + 8 * rank + 8] = (_DOUBLE if is_double else _SINGLE).pack(weight)
-        return self.memory.data_ptr() + at
+        return self._address + at
 
     def leave_out(self, rank: int) -> None:
         """Lets a rank that is gone weigh nothing in all exchanges to which its GPU has not given its part.
@@ -381,7 +382,7 @@ class ControlPage:
 
     def address(self, rank: int, name: int) -> int:
         """Gives the address of a word, for a GPU that writes it or waits for it."""
-        return self.memory.data_ptr() + (rank * self._stride + name) * 8
+        return self._address + (rank * self._stride + name) * 8
 
     def is_done_on_device(self, rank: int, name: int, seq: int) -> bool:
         """Tells whether a rank's GPU has said so of an operation, and not somebody else for it."""

@@ -270,8 +270,10 @@ class HostWindow(Window):
         index, table = self._published, self._shared.publications
         if index is None:
             return
-        if not table.is_newest_written(index):  # else there would be none to fetch meanwhile
-            self._engine.wait_until(lambda: table.is_newest_written(index), None, f"reclaim {self.name!r}")
+        if not table.is_written_after(index, version):  # else there would be none to fetch meanwhile
+            self._engine.wait_until(
+                lambda: table.is_written_after(index, version), None, f"reclaim {self.name!r}"
+            )
         table.reclaim(index, version)
         table.follow_readers(index, version)
 
@@ -579,10 +581,14 @@ class PublicationTable:
         if numbers:
             self._reads.follow(max(numbers))
 
-    def is_newest_written(self, index: int) -> bool:
-        """Tells whether the newest of an entry is there; on a device once its stream has come to it."""
-        published = self._on_device.get(index)
-        return not published or self._reads.is_published(published[-1][1])
+    def is_written_after(self, index: int, version: int) -> bool:
+        """Tells whether one of the two newest of an entry, above a version, is there to fetch.
+
+        On a device that is when its stream has come to it.
+        """
+        newest = list(self._on_device.get(index, ()))[-2:]
+        numbers = [number for published, number in newest if published > version]
+        return not numbers or any(map(self._reads.is_published, numbers))
 
     def reclaim(self, index: int, version: int) -> None:
         """Makes snapshots up to this version void from now on."""
