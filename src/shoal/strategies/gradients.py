@@ -74,8 +74,6 @@ class GroupBucket:
 
         torch's optimizers write all their parameters by such operations, none of which is documented.
         """
-        if self.memory.device.type == "cpu" or not hasattr(torch, "_foreach_copy_"):
-            return False
         given = []
         for gradient, view in zip(gradients, self.views, strict=True):
             if gradient is None or gradient is view or gradient.layout is not torch.strided:
@@ -271,7 +269,8 @@ class GradientRound:
         without = []
         for bucket in self._buckets[self.num_started :]:
             places = self._places_of[bucket]
-            if bucket.fill([place.parameter.grad for place in places]):
+            is_filled = self.on_share is not None and bucket.fill([place.parameter.grad for place in places])
+            if is_filled:
                 for place in places:
                     place.parameter.grad = place.view
                 continue

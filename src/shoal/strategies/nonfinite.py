@@ -174,9 +174,9 @@ class FiniteCheck:
         gradient = None if self._sampled is None else self._sampled.grad
         if gradient is None:
             return []
-        is_kept, self._last_sample = gradient is self._last_sample, gradient
+        last, self._last_sample = self._last_sample, gradient
         # one that stays from step to step is overwritten, one that is new in every step stays what it is
-        if is_kept or gradient.numel() > _SAMPLE_ELEMENTS:
+        if last is None or gradient is last or gradient.numel() > _SAMPLE_ELEMENTS:
             return self._sums((gradient.detach(),))
         return [gradient.detach()]
 
@@ -302,14 +302,16 @@ class _Pending:
     def __init__(self, looks: Sequence[_Look]) -> None:
         self.looks = looks
         norm = _norm([tensor for look in looks for tensor in (*look.gradients, *look.parameters)])
-        self._norm = torch.empty((), dtype=norm.dtype, pin_memory=True)
+        self._norm = torch.empty((), dtype=norm.dtype, pin_memory=norm.is_cuda)
         self._norm.copy_(norm, non_blocking=True)
-        self._is_there = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._is_there.record(torch.cuda.current_stream(norm.device))
+        self._is_there: torch.cuda.Event | None = None
+        if norm.is_cuda:
+            self._is_there = torch.cuda.current_stream(norm.device).record_event()
 
     def is_finite(self) -> bool:
         """Tells whether all values are finite, once the device has come to it."""
-        self._is_there.synchronize()
+        if self._is_there is not None:
+            self._is_there.synchronize()
         return math.isfinite(self._norm.item())
 
 
