@@ -1,21 +1,24 @@
 """Members of one process: what they share, their windows, and the group of one, which has nobody to lose.
 
-Slots, and what is published, lie in ordinary tensors. In a plain `LocalNetwork` whatever is sent has arrived
-at once, and whoever waits waits for itself; the network in virtual time adds the way between members.
+Slots, and what is published, lie in ordinary tensors. Members take turns, and what they send takes time, in
+`simulated`. For one worker alone time stands still: whatever is sent has arrived at once, and whoever waits
+waits for itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import NoReturn, TypeAlias
 
 import torch
 
-from shoal.core import Deadline, DeadlineExceeded, TensorError, UsageError
+from shoal.core import Deadline, DeadlineExceeded, ShoalError, TensorError, UsageError
+from shoal.core.turns import Turn, Turns
 from shoal.group.base import (
     Done,
     Group,
@@ -97,7 +100,7 @@ class LocalGroup(Group):
         for rank in sources or ():
             self._check_rank(rank)
         chosen = others(self) if sources is None else sources
-        window = self._network.window_type(self, name, (num_elements, dtype, device), chosen)
+        window = LocalWindow(self, name, (num_elements, dtype, device), chosen)
         if self._network.size > 1 and sources != ():  # an empty list is one member's: others have slots
             share(self, [name, num_elements, str(dtype)])
         return window
@@ -108,7 +111,7 @@ class LocalGroup(Group):
     def leave(self) -> None:
         """Has the others go on without this worker from now on."""
         if not self._has_left:
-            self._network.look_up()
+            self._network.turn.look_up()
             self._has_left = True
             self._network.leave(self.rank)
 
@@ -187,70 +190,35 @@ class SoloGroup(LocalGroup):
         return Done(None)
 
 
-class PendingOperation(Handle[T]):
-    """Is under way until `resolve`, which here only this worker itself can bring about."""
-
-    def __init__(self, what: str) -> None:
-        self.is_taken = False
-        """Whether somebody has the result, or the error."""
-        self._what = what
-        self._take: Callable[[], T] | None = None
-
-    @property
-    def is_resolved(self) -> bool:
-        """Whether its end is known."""
-        return self._take is not None
-
-    def resolve(self, due_s: float, take: Callable[[], T]) -> None:
-        """Has it be over at `due_s`; `take` makes the result when it is first asked for after that."""
-        if self._take is None:
-            self._take = cache(take)
-
-    def wait(self, deadline: Deadline | None = None) -> T:
-        """Gives the result; DeadlineExceeded at once where there is none."""
-        if self._take is None:
-            raise DeadlineExceeded(
-                f"{self._what}: nobody else is there to see to it.", next_step="do it first, then wait."
-            )
-        self.is_taken = True
-        return self._take()
-
-    def is_done(self) -> bool:
-        """Tells whether it has its result."""
-        return self._take is not None
-
-
 class LocalNetwork:
-    """What the members of one process share, and the way between them, which here takes no time."""
+    """What the members of one process share: the time, who is there, and their windows."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, turns: Turns | None = None) -> None:
         self.size = size
         self.present = list(range(size))
         self.lost: dict[int, Loss] = {}
         self.waited_s = [[0.0] * size for _ in range(size)]
         self.windows: dict[tuple[int, str], LocalWindow] = {}
-        self.window_type: type[LocalWindow] = LocalWindow
+        self._turns = turns or _Standstill()
         self._readers: dict[tuple[int, str], list[Callable[[], bool]]] = {}
 
     @property
     def now_s(self) -> float:
         """The time of all members."""
-        return 0.0
+        return self._turns.now_s
 
-    def look_up(self) -> None:
-        """Comes to the time of the worker that calls."""
+    @property
+    def turn(self) -> Turn | _Standstill:
+        """The turn of the worker that calls."""
+        return self._turns.current
 
-    def pending(self, rank: int, what: str) -> PendingOperation[Any]:
-        """Makes the handle of something that this member waits for."""
-        return PendingOperation(what)
+    def call_at(self, at_s: float, call: Callable[[], None]) -> None:
+        """Has something called at a time."""
+        self._turns.call_at(at_s, call)
 
     def arrives_s(self, source: int, target: int, size_bytes: int) -> float:
         """Sends something now, and tells when it arrives."""
         return self.now_s
-
-    def send(self, source: int, target: int, size_bytes: int, deliver: Callable[[], None]) -> None:
-        """Carries something from now on; `deliver` is called when it arrives."""
-        deliver()
 
     def when_published(self, rank: int, name: str, attempt: Callable[[], bool]) -> None:
         """Tries now, and whenever a member publishes or changes something, or goes, until it is true."""
@@ -269,6 +237,108 @@ class LocalNetwork:
             window.somebody_is_gone()
         for key in list(self._readers):
             self.look(*key)
+
+
+class _Standstill:
+    """The turns of one worker alone: no time passes, and nothing happens while it waits."""
+
+    now_s = 0.0
+
+    @property
+    def current(self) -> _Standstill:
+        return self
+
+    def look_up(self) -> None: ...
+
+    def wake(self, at_s: float) -> None: ...
+
+    def poll(self, is_there: Callable[[], bool], what: str) -> bool:
+        return is_there()
+
+    def park(self, what: str, until_s: float) -> NoReturn:
+        raise DeadlineExceeded(
+            f"{what}: nobody else is there to see to it.", next_step="do it first, then wait."
+        )
+
+    def call_at(self, at_s: float, call: Callable[[], None]) -> None:
+        call()
+
+
+class PendingOperation(Handle[T]):
+    """Is under way until the time that `resolve` says."""
+
+    def __init__(self, network: LocalNetwork, rank: int, what: str) -> None:
+        self.is_taken = False
+        """Whether somebody has the result, or the error."""
+        self._network = network
+        self._rank = rank
+        self._what = what
+        self._take: Callable[[], T] | None = None
+        self._due_s = self._until_s = math.inf
+        self._waiter: Turn | _Standstill | None = None
+        self._is_announced = False
+        """Whether its end is something that happens, for one that only looks."""
+        self._blamed: tuple[int, float] | None = None
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether its end is known."""
+        return self._take is not None
+
+    def resolve(self, due_s: float, take: Callable[[], T], blamed: tuple[int, float] | None = None) -> None:
+        """Has it be over at `due_s`; `take` makes the result when it is first asked for after that.
+
+        `blamed` is who came last, and when.
+        """
+        if self._take is None:
+            self._take, self._due_s, self._blamed = cache(take), due_s, blamed
+            if self._waiter is not None:
+                self._waiter.wake(min(due_s, self._until_s))
+
+    def fail(self, error: ShoalError) -> None:
+        """Has it be over now, with an error for a result."""
+
+        def take() -> NoReturn:
+            raise error
+
+        self.resolve(self._network.now_s, take)
+
+    def wait(self, deadline: Deadline | None = None) -> T:
+        """Gives the result when it is due; DeadlineExceeded if that is later than the deadline."""
+        if not self.is_taken:
+            self._come_to_end(deadline)
+        assert self._take is not None
+        self.is_taken = True
+        return self._take()
+
+    def _come_to_end(self, deadline: Deadline | None) -> None:
+        turn = self._network.turn
+        turn.look_up()
+        began_s = turn.now_s
+        self._until_s = math.inf if deadline is None else began_s + deadline.remaining_s
+        self._waiter = turn
+        try:
+            while turn.now_s < min(self._due_s, self._until_s):
+                turn.park(self._what, min(self._due_s, self._until_s))
+        finally:
+            self._waiter = None
+        if turn.now_s < self._due_s:
+            raise DeadlineExceeded(f"{self._what} on rank {self._rank}: the deadline has passed.")
+        if self._blamed is not None:
+            blamed, came_s = self._blamed
+            self._network.waited_s[self._rank][blamed] += max(0.0, came_s - began_s)
+            self._blamed = None
+
+    def is_done(self) -> bool:
+        """Tells whether it is due."""
+        return self.is_taken or self._network.turn.poll(self._is_due, self._what)
+
+    def _is_due(self) -> bool:
+        is_due = self._due_s <= self._network.now_s
+        if self.is_resolved and not is_due and not self._is_announced:
+            self._is_announced = True
+            self._network.call_at(self._due_s, lambda: None)
+        return is_due
 
 
 class QueueingSlot(MemorySlot):
@@ -314,6 +384,11 @@ class LocalWindow(Window):
         self._version: int = -1 if before is None else before._version
         self._is_changing = False
         self._slots = {source: QueueingSlot(source, form) for source in sorted(sources)}
+        self._sent_s: dict[int, float] = {}
+        """By source: when the last write that has come was sent."""
+        self._what = f"writes into window {name!r}"
+        self._arrival: PendingOperation[None] | None = None
+        """What this worker waits for, if it does: a write, or that none can come."""
         self._is_open = True
         self._network.windows[self._rank, name] = self
 
@@ -323,7 +398,7 @@ class LocalWindow(Window):
         check_write(write, self.name, self.num_elements, self.dtype)
         self._group._check_rank(to)
         network, rank = self._network, self._rank
-        network.look_up()
+        network.turn.look_up()
         if to not in network.present:
             return Done(None)
         target = network.windows.get((to, self.name))
@@ -331,7 +406,7 @@ class LocalWindow(Window):
             target._slot_of(rank)
         if to != rank:
             self._group._counter.sent_bytes += write.tensor.nbytes
-        handle: PendingOperation[None] = network.pending(rank, f"{write.kind} to rank {to} in {self.name!r}")
+        handle = PendingOperation[None](network, rank, f"{write.kind} to rank {to} in {self.name!r}")
         sent, sent_s = dataclasses.replace(write, tensor=write.tensor.detach().clone()), network.now_s
 
         def done() -> None:
@@ -342,20 +417,19 @@ class LocalWindow(Window):
             if there is None or to not in network.present:
                 done()
             else:
-                there._receive(rank, sent, sent_s, done)
+                there._sent_s[rank] = sent_s
+                there._slots[rank].offer(sent, done)
+                there._look()
 
-        network.send(rank, to, write.tensor.nbytes, arrived)
+        network.call_at(network.arrives_s(rank, to, write.tensor.nbytes), arrived)
         return handle
-
-    def _receive(self, source: int, write: Write, sent_s: float, done: Callable[[], None]) -> None:
-        self._slots[source].offer(write, done)
 
     @contextlib.contextmanager
     def slot(self, source: int) -> Iterator[Slot]:
         """Holds a slot; what is written meanwhile is done after the block."""
         self._check_open()
         slot = self._slot_of(source)
-        self._network.look_up()
+        self._network.turn.look_up()
         if slot.is_held:
             raise UsageError(
                 f"rank {self._rank} waits for slot of rank {source} in window {self.name!r}, which it holds "
@@ -372,14 +446,35 @@ class LocalWindow(Window):
     def filled(self) -> Sequence[int]:
         """Lists the sources whose slots have something in them."""
         self._check_open()
+        self._network.turn.poll(lambda: bool(self._filled()), self._what)
         return self._filled()
 
     def _filled(self) -> list[int]:
         return [source for source, slot in self._slots.items() if slot.num_writes]
 
     def wait(self, deadline: Deadline | None = None) -> Sequence[int]:
-        """Lists as `filled`: nothing comes while this worker waits for itself."""
-        return self.filled()
+        """Waits for a write, or until none can come."""
+        self._check_open()
+        network = self._network
+        network.turn.look_up()
+        began_s = network.now_s
+        if not self._is_over():
+            self._arrival = PendingOperation(network, self._rank, self._what)
+            with contextlib.suppress(DeadlineExceeded):
+                self._arrival.wait(deadline)
+            self._arrival = None
+        filled = self._filled()
+        for source in filled[:1]:
+            network.waited_s[self._rank][source] += max(0.0, self._sent_s[source] - began_s)
+        return filled
+
+    def _look(self) -> None:
+        if self._arrival is not None and self._is_over():
+            self._arrival.resolve(self._network.now_s, lambda: None)
+
+    def _is_over(self) -> bool:
+        """Tells whether there is nothing to wait for: something has come, or nobody is left to write."""
+        return bool(self._filled()) or not any(rank in self._network.present for rank in self._slots)
 
     def publish(self, tensor: torch.Tensor, version: int) -> None:
         """Lets others copy the tensor as it is when they ask."""
@@ -441,7 +536,7 @@ class LocalWindow(Window):
         self._group._check_rank(peer)
         self._begin()
         network, rank = self._network, self._rank
-        handle: PendingOperation[T | None] = network.pending(rank, f"{what} {self.name!r} of rank {peer}")
+        handle = PendingOperation[T | None](network, rank, f"{what} {self.name!r} of rank {peer}")
 
         def attempt() -> bool:
             there = network.windows.get((peer, self.name)) if peer in network.present else None
@@ -464,7 +559,7 @@ class LocalWindow(Window):
         if peer == rank:
             when()
         else:
-            network.send(rank, peer, 0, when)
+            network.call_at(network.arrives_s(rank, peer, 0), when)
         return handle
 
     def close(self) -> None:
@@ -478,16 +573,17 @@ class LocalWindow(Window):
                 slot.drop()
 
     def somebody_is_gone(self) -> None:
-        """Drops what waits for this worker, if it is the one."""
+        """Drops what waits for this worker, if it is the one; else nobody may be left for whom it waits."""
         if self._rank not in self._network.present:
             for slot in self._slots.values():
                 slot.drop()
+        self._look()
 
     def _begin(self) -> None:
         """Comes to this worker's own time, unless it may not do anything more."""
         self._check_open()
         self._group._check_member()
-        self._network.look_up()
+        self._network.turn.look_up()
 
     def _slot_of(self, source: int) -> QueueingSlot:
         if source not in self._slots:
