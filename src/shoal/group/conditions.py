@@ -18,8 +18,8 @@ import torch
 
 from shoal.core import Address, Deadline, PeerLost, ShoalError
 from shoal.group.base import Done, Group, Handle, Snapshot, Window, Write
-from shoal.group.functions import spread_over_ranks
-from shoal.group.operations import Bytes, ClockSleeper, GroupWrapper, OperationPlan, others
+from shoal.group.functions import others, spread_over_ranks
+from shoal.group.operations import Bytes, ClockSleeper, GroupWrapper, OperationPlan
 from shoal.topology import MachineWeights, Weights
 from shoal.transport import Conditions, FaultScript, Profile
 from shoal.transport.conditions import documents

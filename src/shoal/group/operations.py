@@ -21,7 +21,7 @@ import torch
 
 from shoal.core import SYSTEM_CLOCK, Clock, Deadline
 from shoal.group.base import Group, GroupStats, Handle, Loss, Reduction, Window, Write
-from shoal.group.functions import spread_over_ranks
+from shoal.group.functions import others, spread_over_ranks
 from shoal.topology import MachineWeights, Weights
 
 T = TypeVar("T")
@@ -158,11 +158,6 @@ def _request(
 
     needs = [peer] if peer in others(group) else []
     return OperationPlan(name, size_bytes, {peer: 0}, needs=needs, learns=learn, is_request=True, tensor=into)
-
-
-def others(group: Group) -> list[int]:
-    """Lists the members but this worker."""
-    return [rank for rank in group.members if rank != group.rank]
 
 
 class TrafficCounter:

@@ -76,18 +76,18 @@ class SimulatedGroup(LocalGroup):
                     # one has gone before it came: the others begin again, now
                     collective.ring = self._ring(collective, list(values), tensor.nbytes)
                     for rank in values:
-                        collective.ring.begin(rank, network.now_s)
+                        collective.ring.begin(rank, network.turns.now_s)
 
         collective.waiting[self.rank] = over
         if collective.ring is None:
             collective.ring = self._ring(collective, network.present, tensor.nbytes)
         collective.settle(self, plan, handle, None, reduce)
-        collective.ring.begin(self.rank, network.now_s)
+        collective.ring.begin(self.rank, network.turns.now_s)
         return handle
 
     def _ring(self, collective: Collective, ranks: Sequence[int], size_bytes: int) -> RingAllReduce:
         network = self._network
-        return RingAllReduce(network.links, network.call_at, ranks, size_bytes, collective.over)
+        return RingAllReduce(network.links, network.turns.call_at, ranks, size_bytes, collective.over)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
         """Goes straight from the root."""
@@ -143,7 +143,7 @@ class SimulatedGroup(LocalGroup):
 
     def progress(self) -> None:
         """Looks whether something has happened: time does all the work."""
-        self._network.turn.poll(lambda: False, "progress")
+        self._network.turns.current.poll(lambda: False, "progress")
 
     def close(self, error: BaseException | None = None) -> None:
         """Leaves; with an error the others find this worker lost, or blame whom it blames."""
@@ -153,7 +153,7 @@ class SimulatedGroup(LocalGroup):
             self._has_left = True
             blamed = rank_to_blame(error, self.rank)
             because = None if blamed is None else self._network.lost.get(blamed)
-            at_s = self._network.clock.now_s() + NOTICED_AFTER_S
+            at_s = self._network.turns.clock.now_s() + NOTICED_AFTER_S
             reason = "its worker ended without leaving"
             self._network.lose(Loss(self.rank, reason, at_s=at_s, because=because))
 
@@ -162,7 +162,7 @@ class SimulatedGroup(LocalGroup):
     def _begin(self, *tensors: torch.Tensor) -> None:
         """Comes to one's own time, and after all operations on the same memory."""
         self._check_member()
-        self._network.turn.look_up()
+        self._network.turns.current.look_up()
         self._under_way = [each for each in self._under_way if not each[1].is_taken]
         for tensor in tensors:
             start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
@@ -209,7 +209,9 @@ class SimulatedGroup(LocalGroup):
             self._under_way.append((plan.tensor, handle))
         collective.arrive(self.rank, kind, sent)
         for rank in to:
-            sent.passages[rank] = network.links.carry(self.rank, rank, network.now_s, sent.values.nbytes)
+            sent.passages[rank] = network.links.carry(
+                self.rank, rank, network.turns.now_s, sent.values.nbytes
+            )
         return collective, handle
 
     def _arrives_s(self, message: _Message, source: int, sent_s: float) -> float:
@@ -257,28 +259,26 @@ def _shape(tensor: torch.Tensor) -> str:
 class SimulatedNetwork(LocalNetwork):
     """The members of one group and the links between them; `addresses` are what a profile calls them."""
 
+    turns: Turns
+
     def __init__(self, turns: Turns, conditions: Conditions, addresses: Sequence[Address]) -> None:
         super().__init__(len(addresses), turns)
-        self.clock = turns.clock
         self.links = Links(conditions, addresses)
-        self._collectives: dict[int, Collective] = {}
+        self.collectives: dict[int, Collective] = {}
+        """By number: those to which somebody still comes."""
         self._numbers = [0] * self.size
 
     def arrives_s(self, source: int, target: int, size_bytes: int) -> float:
         """Sends something over the link, and tells when it arrives."""
         if source == target:
-            return self.now_s
-        return self.links.carry(source, target, self.now_s, size_bytes).arrives_at_s
+            return self.turns.now_s
+        return self.links.carry(source, target, self.turns.now_s, size_bytes).arrives_at_s
 
     def next_collective(self, rank: int) -> Collective:
         """Finds the operation that this member comes to next."""
         number = self._numbers[rank]
         self._numbers[rank] += 1
-        return self._collectives.setdefault(number, Collective(self, number))
-
-    def forget(self, number: int) -> None:
-        """Lets go of an operation to which nobody comes any more."""
-        self._collectives.pop(number, None)
+        return self.collectives.setdefault(number, Collective(self, number))
 
     def lose(self, loss: Loss) -> None:
         """Has the others notice a loss at its time, unless that member is gone by then."""
@@ -288,13 +288,13 @@ class SimulatedNetwork(LocalNetwork):
                 self.lost[loss.rank] = loss
                 self.leave(loss.rank)
 
-        self.call_at(loss.at_s, notice)
+        self.turns.call_at(loss.at_s, notice)
 
     def leave(self, rank: int) -> None:
         """Has a member be gone from now on, and those go on that have waited for it."""
         if rank in self.present:
             super().leave(rank)
-            for collective in list(self._collectives.values()):
+            for collective in list(self.collectives.values()):
                 collective.look()
 
 
@@ -398,7 +398,7 @@ class Collective:
         """Notes that one member is there, with what it brings."""
         self._is_mixed = self._is_mixed or next(iter(self._kinds.values()), kind) != kind
         self._kinds[rank] = kind
-        self.arrived_s[rank] = self._network.now_s
+        self.arrived_s[rank] = self._network.turns.now_s
         self.brought[rank] = brought
 
     def over(self, rank: int, at_s: float) -> None:
@@ -452,7 +452,7 @@ class Collective:
             if (came is None or not missing) and attempt():
                 del self._attempts[rank]
         if not self._attempts and all(rank in self.arrived_s for rank in self._network.present):
-            self._network.forget(self._number)
+            self._network.collectives.pop(self._number, None)
 
     def _mismatch(self) -> UsageError:
         """Says why members cannot go on: they have called different things."""

@@ -13,30 +13,19 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from types import MappingProxyType
-from typing import NoReturn, TypeAlias
+from typing import NoReturn, TypeAlias, TypeVar
 
 import torch
 
 from shoal.core import Deadline, DeadlineExceeded, ShoalError, TensorError, UsageError
 from shoal.core.turns import Turn, Turns
-from shoal.group.base import (
-    Done,
-    Group,
-    GroupStats,
-    Handle,
-    Loss,
-    Reduction,
-    Slot,
-    Snapshot,
-    T,
-    Window,
-    Write,
-)
-from shoal.group.functions import share, spread_over_ranks
+from shoal.group.base import Done, Group, GroupStats, Handle, Loss, Reduction, Slot, Snapshot, Window, Write
+from shoal.group.functions import others, share, spread_over_ranks
 from shoal.group.kernels import CopiedSnapshot, MemorySlot, check_reduction, check_write, copy_out
-from shoal.group.operations import TrafficCounter, others
+from shoal.group.operations import TrafficCounter
 from shoal.topology import MachineWeights, Weights
 
+T = TypeVar("T")
 Form: TypeAlias = tuple[int, torch.dtype, torch.device | None]
 """Of a window's slots: the number of elements, their type, and where they lie."""
 
@@ -111,7 +100,7 @@ class LocalGroup(Group):
     def leave(self) -> None:
         """Has the others go on without this worker from now on."""
         if not self._has_left:
-            self._network.turn.look_up()
+            self._network.turns.current.look_up()
             self._has_left = True
             self._network.leave(self.rank)
 
@@ -199,26 +188,12 @@ class LocalNetwork:
         self.lost: dict[int, Loss] = {}
         self.waited_s = [[0.0] * size for _ in range(size)]
         self.windows: dict[tuple[int, str], LocalWindow] = {}
-        self._turns = turns or _Standstill()
+        self.turns: Turns | _Standstill = turns or _Standstill()
         self._readers: dict[tuple[int, str], list[Callable[[], bool]]] = {}
-
-    @property
-    def now_s(self) -> float:
-        """The time of all members."""
-        return self._turns.now_s
-
-    @property
-    def turn(self) -> Turn | _Standstill:
-        """The turn of the worker that calls."""
-        return self._turns.current
-
-    def call_at(self, at_s: float, call: Callable[[], None]) -> None:
-        """Has something called at a time."""
-        self._turns.call_at(at_s, call)
 
     def arrives_s(self, source: int, target: int, size_bytes: int) -> float:
         """Sends something now, and tells when it arrives."""
-        return self.now_s
+        return self.turns.now_s
 
     def when_published(self, rank: int, name: str, attempt: Callable[[], bool]) -> None:
         """Tries now, and whenever a member publishes or changes something, or goes, until it is true."""
@@ -301,7 +276,7 @@ class PendingOperation(Handle[T]):
         def take() -> NoReturn:
             raise error
 
-        self.resolve(self._network.now_s, take)
+        self.resolve(self._network.turns.now_s, take)
 
     def wait(self, deadline: Deadline | None = None) -> T:
         """Gives the result when it is due; DeadlineExceeded if that is later than the deadline."""
@@ -312,7 +287,7 @@ class PendingOperation(Handle[T]):
         return self._take()
 
     def _come_to_end(self, deadline: Deadline | None) -> None:
-        turn = self._network.turn
+        turn = self._network.turns.current
         turn.look_up()
         began_s = turn.now_s
         self._until_s = math.inf if deadline is None else began_s + deadline.remaining_s
@@ -331,13 +306,13 @@ class PendingOperation(Handle[T]):
 
     def is_done(self) -> bool:
         """Tells whether it is due."""
-        return self.is_taken or self._network.turn.poll(self._is_due, self._what)
+        return self.is_taken or self._network.turns.current.poll(self._is_due, self._what)
 
     def _is_due(self) -> bool:
-        is_due = self._due_s <= self._network.now_s
+        is_due = self._due_s <= self._network.turns.now_s
         if self.is_resolved and not is_due and not self._is_announced:
             self._is_announced = True
-            self._network.call_at(self._due_s, lambda: None)
+            self._network.turns.call_at(self._due_s, lambda: None)
         return is_due
 
 
@@ -398,7 +373,7 @@ class LocalWindow(Window):
         check_write(write, self.name, self.num_elements, self.dtype)
         self._group._check_rank(to)
         network, rank = self._network, self._rank
-        network.turn.look_up()
+        network.turns.current.look_up()
         if to not in network.present:
             return Done(None)
         target = network.windows.get((to, self.name))
@@ -407,10 +382,10 @@ class LocalWindow(Window):
         if to != rank:
             self._group._counter.sent_bytes += write.tensor.nbytes
         handle = PendingOperation[None](network, rank, f"{write.kind} to rank {to} in {self.name!r}")
-        sent, sent_s = dataclasses.replace(write, tensor=write.tensor.detach().clone()), network.now_s
+        sent, sent_s = dataclasses.replace(write, tensor=write.tensor.detach().clone()), network.turns.now_s
 
         def done() -> None:
-            handle.resolve(network.now_s, lambda: None)
+            handle.resolve(network.turns.now_s, lambda: None)
 
         def arrived() -> None:
             there = network.windows.get((to, self.name))
@@ -421,7 +396,7 @@ class LocalWindow(Window):
                 there._slots[rank].offer(sent, done)
                 there._look()
 
-        network.call_at(network.arrives_s(rank, to, write.tensor.nbytes), arrived)
+        network.turns.call_at(network.arrives_s(rank, to, write.tensor.nbytes), arrived)
         return handle
 
     @contextlib.contextmanager
@@ -429,7 +404,7 @@ class LocalWindow(Window):
         """Holds a slot; what is written meanwhile is done after the block."""
         self._check_open()
         slot = self._slot_of(source)
-        self._network.turn.look_up()
+        self._network.turns.current.look_up()
         if slot.is_held:
             raise UsageError(
                 f"rank {self._rank} waits for slot of rank {source} in window {self.name!r}, which it holds "
@@ -446,7 +421,7 @@ class LocalWindow(Window):
     def filled(self) -> Sequence[int]:
         """Lists the sources whose slots have something in them."""
         self._check_open()
-        self._network.turn.poll(lambda: bool(self._filled()), self._what)
+        self._network.turns.current.poll(lambda: bool(self._filled()), self._what)
         return self._filled()
 
     def _filled(self) -> list[int]:
@@ -456,8 +431,8 @@ class LocalWindow(Window):
         """Waits for a write, or until none can come."""
         self._check_open()
         network = self._network
-        network.turn.look_up()
-        began_s = network.now_s
+        network.turns.current.look_up()
+        began_s = network.turns.now_s
         if not self._is_over():
             self._arrival = PendingOperation(network, self._rank, self._what)
             with contextlib.suppress(DeadlineExceeded):
@@ -470,7 +445,7 @@ class LocalWindow(Window):
 
     def _look(self) -> None:
         if self._arrival is not None and self._is_over():
-            self._arrival.resolve(self._network.now_s, lambda: None)
+            self._arrival.resolve(self._network.turns.now_s, lambda: None)
 
     def _is_over(self) -> bool:
         """Tells whether there is nothing to wait for: something has come, or nobody is left to write."""
@@ -520,9 +495,6 @@ class LocalWindow(Window):
 
     def fetch(self, peer: int) -> Handle[Snapshot | None]:
         """Copies what is there when the request comes, and brings it back."""
-        if peer == self._rank:
-            self._begin()
-            return Done(self.snapshot())
         return self._ask("fetch", peer, None, lambda snapshot: snapshot)
 
     def read(self, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
@@ -552,14 +524,14 @@ class LocalWindow(Window):
             elif peer not in network.present or (
                 version == 0 and (there is None or there._published is None)
             ):
-                handle.resolve(network.now_s, lambda: None)
+                handle.resolve(network.turns.now_s, lambda: None)
             return handle.is_resolved
 
         when = partial(network.when_published, peer, self.name, attempt)
         if peer == rank:
             when()
         else:
-            network.call_at(network.arrives_s(rank, peer, 0), when)
+            network.turns.call_at(network.arrives_s(rank, peer, 0), when)
         return handle
 
     def close(self) -> None:
@@ -583,7 +555,7 @@ class LocalWindow(Window):
         """Comes to this worker's own time, unless it may not do anything more."""
         self._check_open()
         self._group._check_member()
-        self._network.turn.look_up()
+        self._network.turns.current.look_up()
 
     def _slot_of(self, source: int) -> QueueingSlot:
         if source not in self._slots:
