@@ -40,7 +40,6 @@ Over: TypeAlias = Callable[[int, float], None]
 NOTICED_AFTER_S = 0.02
 """A process that has ended is missed so much later: what its machine says when its sockets close."""
 _Arrival: TypeAlias = "tuple[Collective, PendingOperation[Any]]"
-_CONTIGUOUS = torch.contiguous_format
 _NOTHING = torch.empty(0)
 
 
@@ -53,6 +52,7 @@ class SimulatedGroup(LocalGroup):
         self, network: SimulatedNetwork, rank: int, machines: Sequence[int], patience: float = 1.0
     ) -> None:
         super().__init__(network, rank, machines, patience)
+        self._num_issued = 0
         self._under_way: list[tuple[torch.Tensor, PendingOperation[Any]]] = []
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "mean") -> Handle[torch.Tensor]:
@@ -152,10 +152,19 @@ class SimulatedGroup(LocalGroup):
         elif not self._has_left:
             self._has_left = True
             blamed = rank_to_blame(error, self.rank)
-            because = None if blamed is None else self._network.lost.get(blamed)
-            at_s = self._network.turns.clock.now_s() + NOTICED_AFTER_S
-            reason = "its worker ended without leaving"
-            self._network.lose(Loss(self.rank, reason, at_s=at_s, because=because))
+            network = self._network
+            loss = Loss(
+                self.rank,
+                "its worker ended without leaving",
+                at_s=network.turns.clock.now_s() + NOTICED_AFTER_S,
+                because=None if blamed is None else network.lost.get(blamed),
+            )
+
+            def notice() -> None:
+                network.lost[self.rank] = loss
+                network.leave(self.rank)
+
+            network.turns.call_at(loss.at_s, notice)
 
     # --- how operations meet ---
 
@@ -201,10 +210,10 @@ class SimulatedGroup(LocalGroup):
         """Comes to the next operation with a message, which leaves for others now."""
         network = self._network
         self._counter.add(plan)
-        collective, handle = (
-            network.next_collective(self.rank),
-            PendingOperation[Any](network, self.rank, kind),
-        )
+        number = self._num_issued
+        self._num_issued += 1
+        collective = network.collectives.setdefault(number, Collective(network, number))
+        handle = PendingOperation[Any](network, self.rank, kind)
         if plan.tensor is not None:
             self._under_way.append((plan.tensor, handle))
         collective.arrive(self.rank, kind, sent)
@@ -243,7 +252,7 @@ class _Message:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone(memory_format=_CONTIGUOUS)
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _store(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -266,7 +275,6 @@ class SimulatedNetwork(LocalNetwork):
         self.links = Links(conditions, addresses)
         self.collectives: dict[int, Collective] = {}
         """By number: those to which somebody still comes."""
-        self._numbers = [0] * self.size
 
     def arrives_s(self, source: int, target: int, size_bytes: int) -> float:
         """Sends something over the link, and tells when it arrives."""
@@ -274,28 +282,11 @@ class SimulatedNetwork(LocalNetwork):
             return self.turns.now_s
         return self.links.carry(source, target, self.turns.now_s, size_bytes).arrives_at_s
 
-    def next_collective(self, rank: int) -> Collective:
-        """Finds the operation that this member comes to next."""
-        number = self._numbers[rank]
-        self._numbers[rank] += 1
-        return self.collectives.setdefault(number, Collective(self, number))
-
-    def lose(self, loss: Loss) -> None:
-        """Has the others notice a loss at its time, unless that member is gone by then."""
-
-        def notice() -> None:
-            if loss.rank in self.present:
-                self.lost[loss.rank] = loss
-                self.leave(loss.rank)
-
-        self.turns.call_at(loss.at_s, notice)
-
     def leave(self, rank: int) -> None:
         """Has a member be gone from now on, and those go on that have waited for it."""
-        if rank in self.present:
-            super().leave(rank)
-            for collective in list(self.collectives.values()):
-                collective.look()
+        super().leave(rank)
+        for collective in list(self.collectives.values()):
+            collective.look()
 
 
 class Links:

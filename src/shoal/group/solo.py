@@ -189,28 +189,30 @@ class LocalNetwork:
         self.waited_s = [[0.0] * size for _ in range(size)]
         self.windows: dict[tuple[int, str], LocalWindow] = {}
         self.turns: Turns | _Standstill = turns or _Standstill()
-        self._readers: dict[tuple[int, str], list[Callable[[], bool]]] = {}
+        self._attempts: dict[tuple[int, str], list[Callable[[], bool]]] = {}
+        """By a member's rank, and the name of its window: what waits for a change of it."""
 
     def arrives_s(self, source: int, target: int, size_bytes: int) -> float:
         """Sends something now, and tells when it arrives."""
         return self.turns.now_s
 
-    def when_published(self, rank: int, name: str, attempt: Callable[[], bool]) -> None:
-        """Tries now, and whenever a member publishes or changes something, or goes, until it is true."""
+    def when_changed(self, rank: int, name: str, attempt: Callable[[], bool]) -> None:
+        """Tries now, and whenever a member's window has changed or somebody goes, until it is true."""
         if not attempt():
-            self._readers.setdefault((rank, name), []).append(attempt)
+            self._attempts.setdefault((rank, name), []).append(attempt)
 
     def look(self, rank: int, name: str) -> None:
-        """Tries those that wait for what a member publishes."""
-        waiting = self._readers.pop((rank, name), [])
-        self._readers[rank, name] = [attempt for attempt in waiting if not attempt()]
+        """Tries what waits for a change of a member's window."""
+        waiting = self._attempts.pop((rank, name), [])
+        self._attempts[rank, name] = [attempt for attempt in waiting if not attempt()]
 
     def leave(self, rank: int) -> None:
-        """Has a member be gone from now on."""
+        """Has a member be gone from now on, and those go on that have waited for it."""
         self.present = [each for each in self.present if each != rank]
-        for window in list(self.windows.values()):
-            window.somebody_is_gone()
-        for key in list(self._readers):
+        for (owner, _), window in list(self.windows.items()):
+            if owner == rank:
+                window.drop_writes()
+        for key in list(self._attempts):
             self.look(*key)
 
 
@@ -243,29 +245,27 @@ class PendingOperation(Handle[T]):
     """Is under way until the time that `resolve` says."""
 
     def __init__(self, network: LocalNetwork, rank: int, what: str) -> None:
+        self.is_resolved = False
+        """Whether its end is known."""
         self.is_taken = False
         """Whether somebody has the result, or the error."""
         self._network = network
         self._rank = rank
         self._what = what
-        self._take: Callable[[], T] | None = None
+        self._take: Callable[[], T]
         self._due_s = self._until_s = math.inf
         self._waiter: Turn | _Standstill | None = None
         self._is_announced = False
         """Whether its end is something that happens, for one that only looks."""
         self._blamed: tuple[int, float] | None = None
 
-    @property
-    def is_resolved(self) -> bool:
-        """Whether its end is known."""
-        return self._take is not None
-
     def resolve(self, due_s: float, take: Callable[[], T], blamed: tuple[int, float] | None = None) -> None:
         """Has it be over at `due_s`; `take` makes the result when it is first asked for after that.
 
         `blamed` is who came last, and when.
         """
-        if self._take is None:
+        if not self.is_resolved:
+            self.is_resolved = True
             self._take, self._due_s, self._blamed = cache(take), due_s, blamed
             if self._waiter is not None:
                 self._waiter.wake(min(due_s, self._until_s))
@@ -282,7 +282,6 @@ class PendingOperation(Handle[T]):
         """Gives the result when it is due; DeadlineExceeded if that is later than the deadline."""
         if not self.is_taken:
             self._come_to_end(deadline)
-        assert self._take is not None
         self.is_taken = True
         return self._take()
 
@@ -338,7 +337,7 @@ class QueueingSlot(MemorySlot):
             done()
 
     def drop(self) -> None:
-        """Forgets writes that wait: nobody will ever take them."""
+        """Forgets writes that wait."""
         while self._queue:
             self._queue.pop(0)[1]()
 
@@ -362,8 +361,6 @@ class LocalWindow(Window):
         self._sent_s: dict[int, float] = {}
         """By source: when the last write that has come was sent."""
         self._what = f"writes into window {name!r}"
-        self._arrival: PendingOperation[None] | None = None
-        """What this worker waits for, if it does: a write, or that none can come."""
         self._is_open = True
         self._network.windows[self._rank, name] = self
 
@@ -394,7 +391,7 @@ class LocalWindow(Window):
             else:
                 there._sent_s[rank] = sent_s
                 there._slots[rank].offer(sent, done)
-                there._look()
+                network.look(to, self.name)
 
         network.turns.call_at(network.arrives_s(rank, to, write.tensor.nbytes), arrived)
         return handle
@@ -433,23 +430,24 @@ class LocalWindow(Window):
         network = self._network
         network.turns.current.look_up()
         began_s = network.turns.now_s
-        if not self._is_over():
-            self._arrival = PendingOperation(network, self._rank, self._what)
-            with contextlib.suppress(DeadlineExceeded):
-                self._arrival.wait(deadline)
-            self._arrival = None
+        arrival = PendingOperation[None](network, self._rank, self._what)
+
+        def attempt() -> bool:
+            # something has come, or nobody is left to write
+            if self._filled() or not any(rank in network.present for rank in self._slots):
+                arrival.resolve(network.turns.now_s, lambda: None)
+            return arrival.is_resolved
+
+        network.when_changed(self._rank, self.name, attempt)
+        with contextlib.suppress(DeadlineExceeded):
+            arrival.wait(deadline)
+        if not arrival.is_resolved:  # the deadline has come, and nobody tries it again
+            arrival.resolve(began_s, lambda: None)
+            network.look(self._rank, self.name)
         filled = self._filled()
         for source in filled[:1]:
             network.waited_s[self._rank][source] += max(0.0, self._sent_s[source] - began_s)
         return filled
-
-    def _look(self) -> None:
-        if self._arrival is not None and self._is_over():
-            self._arrival.resolve(self._network.turns.now_s, lambda: None)
-
-    def _is_over(self) -> bool:
-        """Tells whether there is nothing to wait for: something has come, or nobody is left to write."""
-        return bool(self._filled()) or not any(rank in self._network.present for rank in self._slots)
 
     def publish(self, tensor: torch.Tensor, version: int) -> None:
         """Lets others copy the tensor as it is when they ask."""
@@ -527,7 +525,7 @@ class LocalWindow(Window):
                 handle.resolve(network.turns.now_s, lambda: None)
             return handle.is_resolved
 
-        when = partial(network.when_published, peer, self.name, attempt)
+        when = partial(network.when_changed, peer, self.name, attempt)
         if peer == rank:
             when()
         else:
@@ -541,15 +539,12 @@ class LocalWindow(Window):
         if self._is_open:
             self._is_open = False
             self._network.look(self._rank, self.name)
-            for slot in self._slots.values():
-                slot.drop()
+            self.drop_writes()
 
-    def somebody_is_gone(self) -> None:
-        """Drops what waits for this worker, if it is the one; else nobody may be left for whom it waits."""
-        if self._rank not in self._network.present:
-            for slot in self._slots.values():
-                slot.drop()
-        self._look()
+    def drop_writes(self) -> None:
+        """Forgets writes that wait: nobody will ever take them."""
+        for slot in self._slots.values():
+            slot.drop()
 
     def _begin(self) -> None:
         """Comes to this worker's own time, unless it may not do anything more."""
