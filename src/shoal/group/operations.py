@@ -169,11 +169,6 @@ class TrafficCounter:
         self._rank = rank
         self._size = size
 
-    def add(self, operation: OperationPlan) -> None:
-        """Counts what is known of an operation when it is issued."""
-        self.sent_bytes += operation.sent_bytes
-        self.received_bytes += operation.received_bytes
-
     def all_reduce(self, size_bytes: int) -> None:
         """Counts an all-reduce of so many bytes."""
         moved_bytes = ring_bytes(size_bytes, self._num_members())

@@ -209,7 +209,8 @@ class SimulatedGroup(LocalGroup):
     def _arrive(self, plan: OperationPlan, kind: str, sent: _Message, to: Iterable[int]) -> _Arrival:
         """Comes to the next operation with a message, which leaves for others now."""
         network = self._network
-        self._counter.add(plan)
+        self._counter.sent_bytes += plan.sent_bytes
+        self._counter.received_bytes += plan.received_bytes
         number = self._num_issued
         self._num_issued += 1
         collective = network.collectives.setdefault(number, Collective(network, number))

@@ -89,7 +89,7 @@ class LocalGroup(Group):
         for rank in sources or ():
             self._check_rank(rank)
         chosen = others(self) if sources is None else sources
-        window = LocalWindow(self, name, (num_elements, dtype, device), chosen)
+        window = _LocalWindow(self, name, (num_elements, dtype, device), chosen)
         if self._network.size > 1 and sources != ():  # an empty list is one member's: others have slots
             share(self, [name, num_elements, str(dtype)])
         return window
@@ -187,7 +187,7 @@ class LocalNetwork:
         self.present = list(range(size))
         self.lost: dict[int, Loss] = {}
         self.waited_s = [[0.0] * size for _ in range(size)]
-        self.windows: dict[tuple[int, str], LocalWindow] = {}
+        self.windows: dict[tuple[int, str], _LocalWindow] = {}
         self.turns: Turns | _Standstill = turns or _Standstill()
         self._attempts: dict[tuple[int, str], list[Callable[[], bool]]] = {}
         """By a member's rank, and the name of its window: what waits for a change of it."""
@@ -315,7 +315,7 @@ class PendingOperation(Handle[T]):
         return is_due
 
 
-class QueueingSlot(MemorySlot):
+class _QueueingSlot(MemorySlot):
     """A slot whose writes are done in order, and wait while it is held, or full and to be sent to."""
 
     is_held = False
@@ -325,7 +325,6 @@ class QueueingSlot(MemorySlot):
         self._queue: list[tuple[Write, Callable[[], None]]] = []
 
     def offer(self, write: Write, done: Callable[[], None]) -> None:
-        """Takes a write when its time has come, and calls `done` then."""
         self._queue.append((write, done))
         self.settle()
 
@@ -337,12 +336,11 @@ class QueueingSlot(MemorySlot):
             done()
 
     def drop(self) -> None:
-        """Forgets writes that wait."""
         while self._queue:
             self._queue.pop(0)[1]()
 
 
-class LocalWindow(Window):
+class _LocalWindow(Window):
     """One member's window: slots for its sources, and a way to others' windows of the same name."""
 
     def __init__(self, group: LocalGroup, name: str, form: Form, sources: Collection[int]) -> None:
@@ -357,7 +355,7 @@ class LocalWindow(Window):
         self._published: torch.Tensor | None = None if before is None else before._published
         self._version: int = -1 if before is None else before._version
         self._is_changing = False
-        self._slots = {source: QueueingSlot(source, form) for source in sorted(sources)}
+        self._slots = {source: _QueueingSlot(source, form) for source in sorted(sources)}
         self._sent_s: dict[int, float] = {}
         """By source: when the last write that has come was sent."""
         self._what = f"writes into window {name!r}"
@@ -416,7 +414,6 @@ class LocalWindow(Window):
             slot.settle()
 
     def filled(self) -> Sequence[int]:
-        """Lists the sources whose slots have something in them."""
         self._check_open()
         self._network.turns.current.poll(lambda: bool(self._filled()), self._what)
         return self._filled()
@@ -425,7 +422,6 @@ class LocalWindow(Window):
         return [source for source, slot in self._slots.items() if slot.num_writes]
 
     def wait(self, deadline: Deadline | None = None) -> Sequence[int]:
-        """Waits for a write, or until none can come."""
         self._check_open()
         network = self._network
         network.turns.current.look_up()
@@ -542,7 +538,7 @@ class LocalWindow(Window):
             self.drop_writes()
 
     def drop_writes(self) -> None:
-        """Forgets writes that wait: nobody will ever take them."""
+        """Ends writes that wait: nobody will ever take them."""
         for slot in self._slots.values():
             slot.drop()
 
@@ -552,7 +548,7 @@ class LocalWindow(Window):
         self._group._check_member()
         self._network.turns.current.look_up()
 
-    def _slot_of(self, source: int) -> QueueingSlot:
+    def _slot_of(self, source: int) -> _QueueingSlot:
         if source not in self._slots:
             raise UsageError(
                 f"rank {self._rank} has no slot for rank {source} in window {self.name!r}.",
