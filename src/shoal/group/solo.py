@@ -434,10 +434,11 @@ class _LocalWindow(Window):
                 arrival.resolve(network.turns.now_s, lambda: None)
             return arrival.is_resolved
 
-        network.when_changed(self._rank, self.name, attempt)
-        with contextlib.suppress(DeadlineExceeded):
-            arrival.wait(deadline)
-        if not arrival.is_resolved:  # the deadline has come, and nobody tries it again
+        if not attempt():
+            network.when_changed(self._rank, self.name, attempt)
+            with contextlib.suppress(DeadlineExceeded):
+                arrival.wait(deadline)
+            # where the deadline has come first, nobody tries it again
             arrival.resolve(began_s, lambda: None)
             network.look(self._rank, self.name)
         filled = self._filled()
@@ -489,6 +490,9 @@ class _LocalWindow(Window):
 
     def fetch(self, peer: int) -> Handle[Snapshot | None]:
         """Copies what is there when the request comes, and brings it back."""
+        if peer == self._rank:
+            self._begin()
+            return Done(self.snapshot())
         return self._ask("fetch", peer, None, lambda snapshot: snapshot)
 
     def read(self, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
