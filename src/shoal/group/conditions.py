@@ -18,8 +18,8 @@ import torch
 
 from shoal.core import Address, Deadline, PeerLost, ShoalError
 from shoal.group.base import Done, Group, Handle, Snapshot, Window, Write
-from shoal.group.functions import spread_over_ranks
-from shoal.group.operations import Bytes, ClockSleeper, GroupWrapper, OperationPlan, others
+from shoal.group.functions import others, spread_over_ranks
+from shoal.group.operations import Bytes, ClockSleeper, GroupWrapper, OperationPlan
 from shoal.topology import MachineWeights, Weights
 from shoal.transport import Conditions, FaultScript, Profile
 from shoal.transport.conditions import documents
@@ -84,14 +84,7 @@ class Shaped(GroupWrapper):
                 passage = self._carry(self.rank, rank, began_s, size_bytes // num_steps)
                 due_s = max(due_s, passage.arrives_at_s if operation.is_request else passage.left_at_s)
             due_s = max(due_s, self._received_s(began_s, operation.receives, num_steps))
-        learn: Callable[[T], float] | None = None
-        if operation.learns is not None:
-            learns, asked_s = operation.learns, due_s if operation.is_request else issued_s
-
-            def learn(result: T) -> float:
-                return self._received_s(asked_s, learns(result))
-
-        return _DelayedHandle(handle, self, operation.name, due_s, learn)
+        return _DelayedHandle(handle, self, operation, due_s if operation.is_request else issued_s, due_s)
 
     def _received_s(self, now_s: float, receives: Bytes, num_steps: int = 1) -> float:
         """Tells when the last byte of one step has come."""
@@ -107,28 +100,29 @@ class Shaped(GroupWrapper):
 
 
 class _DelayedHandle(Handle[T]):
-    """Is over when the inner one is, and not before it is due; `learn` tells that of a result."""
+    """Is over when the inner one is, and not before it is due; what a result tells was sent at `asked_s`."""
 
     def __init__(
-        self, inner: Handle[T], group: Shaped, name: str, due_s: float, learn: Callable[[T], float] | None
+        self, inner: Handle[T], group: Shaped, operation: OperationPlan, asked_s: float, due_s: float
     ) -> None:
         self._inner = inner
         self._group = group
-        self._name = name
+        self._what = f"{operation.name} over a shaped link"
+        self._learns = operation.learns
+        self._asked_s = asked_s
         self._due_s = due_s
-        self._learn = learn
 
     def wait(self, deadline: Deadline | None = None) -> T:
         result = self._inner.wait(deadline)
         self._take(result)
         sleeper, progress = self._group._sleeper, self._group.inner.progress
-        sleeper.until(self._due_s, progress, deadline or Deadline.never(), f"{self._name} over a shaped link")
+        sleeper.until(self._due_s, progress, deadline or Deadline.never(), self._what)
         return result
 
     def is_done(self) -> bool:
         if not self._inner.is_done():
             return False
-        if self._learn is not None:
+        if self._learns is not None:
             try:
                 self._take(self._inner.wait())
             except ShoalError:
@@ -136,9 +130,9 @@ class _DelayedHandle(Handle[T]):
         return self._group._sleeper.clock.now_s() >= self._due_s
 
     def _take(self, result: T) -> None:
-        if self._learn is not None:
-            self._due_s = max(self._due_s, self._learn(result))
-            self._learn = None
+        if self._learns is not None:
+            self._due_s = max(self._due_s, self._group._received_s(self._asked_s, self._learns(result)))
+            self._learns = None
 
 
 class Faulty(GroupWrapper):
@@ -216,31 +210,32 @@ class Faulty(GroupWrapper):
 
     def _issue(self, operation: OperationPlan, start: Callable[[], Handle[T]]) -> Handle[T]:
         """Issues what needs everybody, or asks one peer; None is what comes from beyond a partition."""
-        self._begin()
-        cut = self._cut(operation.needs)
-        if cut and not operation.needs_all:
-            return self._handle(Done[Any](None))
-        damaged = self._damaged(operation.needs)
-        before = operation.tensor.detach().clone() if cut and operation.tensor is not None else None
+        with self._being_called(num_steps=1):
+            cut = self._cut(operation.needs)
+            if cut and not operation.needs_all:
+                return _FaultyHandle(Done[Any](None), self)
+            damaged = self._damaged(operation.needs)
+            before = operation.tensor.detach().clone() if cut and operation.tensor is not None else None
 
-        def finish(result: Any) -> Any:
-            if before is not None and operation.tensor is not None:
-                operation.tensor.detach().copy_(before)
-            if cut and not self.should_survive:
-                raise _unreachable(cut[0])
-            if isinstance(result, list):
-                # a member may have left since, so that there is less
-                parts = dict(zip(sorted({*operation.needs, self.rank}), result, strict=False))
-                for rank in parts.keys() & damaged:
-                    self._damage(parts[rank], [rank])
-                return [part for rank, part in parts.items() if rank not in cut]
-            if isinstance(result, Snapshot) and damaged:
-                return _DamagedSnapshot(result, self._draws[damaged[0]])
-            if operation.tensor is not None and result is not None and not cut:
-                self._damage(operation.tensor.detach(), damaged)
-            return result
+            def finish(result: Any) -> Any:
+                if before is not None and operation.tensor is not None:
+                    operation.tensor.detach().copy_(before)
+                if cut and not self.should_survive:
+                    raise _unreachable(cut[0])
+                if isinstance(result, list):
+                    # a member may have left since, so that there is less
+                    parts = dict(zip(sorted({*operation.needs, self.rank}), result, strict=False))
+                    for rank in parts.keys() & damaged:
+                        self._damage(parts[rank], [rank])
+                    return [part for rank, part in parts.items() if rank not in cut]
+                if isinstance(result, Snapshot) and damaged:
+                    # a copy: the publisher's own memory stays as it is
+                    result.tensor = self._damage(result.tensor.clone(), damaged)
+                elif operation.tensor is not None and result is not None and not cut:
+                    self._damage(operation.tensor.detach(), damaged)
+                return result
 
-        return self._handle(start(), finish)
+            return _FaultyHandle(start(), self, finish)
 
     def exchange(
         self, tensor: torch.Tensor, weights: Weights | MachineWeights, *, out: torch.Tensor | None = None
@@ -248,27 +243,26 @@ class Faulty(GroupWrapper):
         """Exchanges with those that can be reached."""
         weights = spread_over_ranks(self, weights)
         weights.check(self.rank, self.size)
-        self._begin()
-        rest = weights.without(self._cut(weights.sources))
-        # a source sends in any case: whether it is heard is its receiver's affair
-        rest = dataclasses.replace(rest, destinations=weights.destinations)
-        damaged = self._damaged(rest.sources)
-        handle = self.inner.exchange(tensor, rest, out=out)
-        return self._handle(handle, lambda result: self._damage(result, damaged))
+        with self._being_called(num_steps=1):
+            rest = weights.without(self._cut(weights.sources))
+            # a source sends in any case: whether it is heard is its receiver's affair
+            rest = dataclasses.replace(rest, destinations=weights.destinations)
+            damaged = self._damaged(rest.sources)
+            handle = self.inner.exchange(tensor, rest, out=out)
+            return _FaultyHandle(handle, self, lambda result: self._damage(result, damaged))
 
     def _write(self, window: Window, to: int, one: Write) -> Handle[None]:
         """Writes what of it comes to its destination, if anything."""
-        self._begin()
-        if to in others(self):
-            effects = self._reverse[to]
-            # what must not be missed would be sent again
-            if effects.is_cut or (one.kind == "put" and self._happens(to, 1 - effects.passes)):
-                self._returned_s = self._sleeper.clock.now_s()
-                return Done(None)
-            if self._happens(to, 1 - effects.is_right):
-                wrong = self._damage(one.tensor.detach().clone(), [to])
-                one = dataclasses.replace(one, tensor=wrong)
-        return self._handle(window._write(to, one))
+        with self._being_called(num_steps=1):
+            if to in others(self):
+                effects = self._reverse[to]
+                # what must not be missed would be sent again
+                if effects.is_cut or (one.kind == "put" and self._happens(to, 1 - effects.passes)):
+                    return Done(None)
+                if self._happens(to, 1 - effects.is_right):
+                    wrong = self._damage(one.tensor.detach().clone(), [to])
+                    one = dataclasses.replace(one, tensor=wrong)
+            return _FaultyHandle(window._write(to, one), self)
 
     def _wait(self, window: Window, sources: Collection[int], deadline: Deadline | None) -> Sequence[int]:
         """Waits, but not for those beyond a partition, unless there is a deadline."""
@@ -294,27 +288,22 @@ class Faulty(GroupWrapper):
 
     # --- what holds now ---
 
-    def _begin(self) -> None:
-        """Counts a step, before each operation, and ends what the worker has done on its own."""
-        self._step += 1
-        self._catch_up()
-
     @contextlib.contextmanager
-    def _being_called(self) -> Iterator[None]:
-        """Ends what the worker has done on its own, which begins again after the block."""
-        self._catch_up()
-        try:
-            yield
-        finally:
-            self._returned_s = self._sleeper.clock.now_s()
+    def _being_called(self, num_steps: int = 0) -> Iterator[None]:
+        """Ends what the worker has done on its own, which begins again after the block.
 
-    def _catch_up(self) -> None:
-        """Has the script catch up; what a slow worker has done on its own then lasts longer."""
+        The script catches up, steps of it included; what a slow worker has done on its own lasts longer.
+        """
+        self._step += num_steps
         self._turn()
         if self._should_stretch:
             extra_s = (self.slowness - 1) * (self._sleeper.clock.now_s() - self._returned_s)
             if extra_s > 0:
                 self._sleeper.sleep(extra_s)
+        try:
+            yield
+        finally:
+            self._returned_s = self._sleeper.clock.now_s()
 
     def _turn(self) -> None:
         """Has the script catch up, and this worker suffer what it says."""
@@ -362,10 +351,6 @@ class Faulty(GroupWrapper):
             damage(tensor, self._draws[rank])
         return tensor
 
-    def _handle(self, inner: Handle[T], finish: Callable[[T], T] = lambda result: result) -> Handle[T]:
-        self._returned_s = self._sleeper.clock.now_s()
-        return _FaultyHandle(inner, self, finish)
-
     def _names_of(self, rank: int, first_rank: int) -> tuple[str | None, ...]:
         if rank < first_rank:
             return ()
@@ -376,7 +361,9 @@ class Faulty(GroupWrapper):
 class _FaultyHandle(Handle[T]):
     """An operation that ends as the script wants it."""
 
-    def __init__(self, inner: Handle[T], group: Faulty, finish: Callable[[T], T]) -> None:
+    def __init__(
+        self, inner: Handle[T], group: Faulty, finish: Callable[[T], T] = lambda result: result
+    ) -> None:
         self._inner = inner
         self._group = group
         self._finish = finish
@@ -443,17 +430,3 @@ def damage(tensor: torch.Tensor, draws: Draws) -> None:
         raw = tensor.take(index).reshape(1).view(torch.uint8)
         raw[bit // 8] ^= 1 << bit % 8
         tensor.put_(index, raw.view(tensor.dtype)[0])
-
-
-class _DamagedSnapshot(Snapshot):
-    """A copy with a wrong bit: the publisher's own memory stays as it is."""
-
-    def __init__(self, inner: Snapshot, draws: Draws) -> None:
-        self.rank = inner.rank
-        self.version = inner.version
-        self.tensor = inner.tensor.clone()
-        self._inner = inner
-        damage(self.tensor, draws)
-
-    def is_intact(self) -> bool:
-        return self._inner.is_intact()

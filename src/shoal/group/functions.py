@@ -14,6 +14,11 @@ from shoal.group.base import Group, Handle
 from shoal.topology import MachineWeights, Weights
 
 
+def others(group: Group) -> list[int]:
+    """Lists the members but this worker."""
+    return [rank for rank in group.members if rank != group.rank]
+
+
 def pair_gossip(group: Group, tensor: torch.Tensor, peer: int, weight: float = 0.5) -> Handle[torch.Tensor]:
     """Takes `(1 − weight) · own + weight · peer's` in place; a collective in which each may name another."""
     return group.exchange(tensor, Weights(1 - weight, {peer: weight}))
@@ -95,10 +100,10 @@ class Mutex:
                 next_step="end the first `with` block before the second begins.",
             )
         self._say(_CHOOSING, 1)
-        own = 1 + max([0, *(self._look(rank)[_TICKET] for rank in self._others())]), self._group.rank
+        own = 1 + max([0, *(self._look(rank)[_TICKET] for rank in others(self._group))]), self._group.rank
         self._say(_TICKET, own[0])
         self._say(_CHOOSING, 0)
-        for rank in self._others():
+        for rank in others(self._group):
             self._wait_for(rank, own)
         self._is_inside = True
         return self
@@ -111,9 +116,6 @@ class Mutex:
         """Gives the memory back; collective."""
         self._window.close()
         self._group.free(self._memory)
-
-    def _others(self) -> list[int]:
-        return [rank for rank in self._group.members if rank != self._group.rank]
 
     def _say(self, index: int, value: int) -> None:
         self._version += 1

@@ -94,12 +94,17 @@ def mix_into(
         torch.lerp(own, sources[0][0], sources[0][1], out=out)
         return
     is_difference = are_differences(own_weight, [weight for _, weight in sources])
+    is_half = out.dtype in _HALF  # kept in single precision until the end
     for part in _pieces(out):
-        parts = [(source[part], weight) for source, weight in sources]
+        mine, parts = own[part], [(source[part], weight) for source, weight in sources]
         if is_difference:
-            out[part].copy_(_differences(own[part], parts))
+            total = _differences(mine, parts)
         else:
-            _mix_piece(out[part], own[part], own_weight, parts)
+            total = mine.float().mul_(own_weight) if is_half else torch.mul(mine, own_weight, out=out[part])
+            for source, weight in parts:
+                total.add_(source, alpha=weight)
+        if is_difference or is_half:
+            out[part].copy_(total)
 
 
 def mix_on_device(
@@ -152,17 +157,6 @@ def _differences(own: torch.Tensor, sources: Sequence[tuple[torch.Tensor, float]
     for source, weight in sources:
         total.add_(source - wide, alpha=weight)
     return total
-
-
-def _mix_piece(
-    out: torch.Tensor, own: torch.Tensor, own_weight: float, sources: Sequence[tuple[torch.Tensor, float]]
-) -> None:
-    is_half = out.dtype in _HALF
-    total = own.float().mul_(own_weight) if is_half else torch.mul(own, own_weight, out=out)
-    for source, weight in sources:
-        total.add_(source, alpha=weight)
-    if is_half:
-        out.copy_(total)
 
 
 @dataclass(eq=False)

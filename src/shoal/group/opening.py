@@ -250,11 +250,8 @@ class WithServers(GroupWrapper):
     def stats(self) -> GroupStats:
         """Adds the bytes of both groups."""
         own, both = self.inner.stats, self.everybody.stats
-        sent_bytes, received_bytes = (
-            own.sent_bytes + both.sent_bytes,
-            own.received_bytes + both.received_bytes,
-        )
-        return GroupStats(sent_bytes, received_bytes, own.waited_s)
+        sent_bytes = own.sent_bytes + both.sent_bytes
+        return GroupStats(sent_bytes, own.received_bytes + both.received_bytes, own.waited_s)
 
     def progress(self) -> None:
         """Does work of both groups' operations."""

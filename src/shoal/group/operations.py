@@ -21,7 +21,7 @@ import torch
 
 from shoal.core import SYSTEM_CLOCK, Clock, Deadline
 from shoal.group.base import Group, GroupStats, Handle, Loss, Reduction, Window, Write
-from shoal.group.functions import spread_over_ranks
+from shoal.group.functions import others, spread_over_ranks
 from shoal.topology import MachineWeights, Weights
 
 T = TypeVar("T")
@@ -160,11 +160,6 @@ def _request(
     return OperationPlan(name, size_bytes, {peer: 0}, needs=needs, learns=learn, is_request=True, tensor=into)
 
 
-def others(group: Group) -> list[int]:
-    """Lists the members but this worker."""
-    return [rank for rank in group.members if rank != group.rank]
-
-
 class TrafficCounter:
     """Counts one worker's bytes by the same formulas, where making an `OperationPlan` would take too long."""
 
@@ -173,11 +168,6 @@ class TrafficCounter:
         self.received_bytes = 0
         self._rank = rank
         self._size = size
-
-    def add(self, operation: OperationPlan) -> None:
-        """Counts what is known of an operation when it is issued."""
-        self.sent_bytes += operation.sent_bytes
-        self.received_bytes += operation.received_bytes
 
     def all_reduce(self, size_bytes: int) -> None:
         """Counts an all-reduce of so many bytes."""

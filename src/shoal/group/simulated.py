@@ -14,22 +14,20 @@ share memory with each other are no faster for it.
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from shoal.core import Address, Deadline, DeadlineExceeded, ShoalError, UsageError
-from shoal.core.turns import Turn, Turns
+from shoal.core import Address, UsageError
+from shoal.core.turns import Turns
 from shoal.group import operations
-from shoal.group.base import Handle, Loss, Reduction, Write, rank_to_blame
+from shoal.group.base import Handle, Loss, Reduction, rank_to_blame
 from shoal.group.kernels import check_reduction, mix_into, reduce_into
 from shoal.group.operations import OperationPlan
-from shoal.group.solo import Form, LocalGroup, LocalNetwork, LocalWindow, PendingOperation
+from shoal.group.solo import LocalGroup, LocalNetwork, PendingOperation
 from shoal.topology import MachineWeights, Weights
 from shoal.transport import Conditions
 from shoal.transport.networks.pipes import Link, Passage
@@ -41,8 +39,7 @@ Over: TypeAlias = Callable[[int, float], None]
 """Is told of a rank, and of a time."""
 NOTICED_AFTER_S = 0.02
 """A process that has ended is missed so much later: what its machine says when its sockets close."""
-_Arrival: TypeAlias = "tuple[Collective, _SimulatedOperation[Any]]"
-_CONTIGUOUS = torch.contiguous_format
+_Arrival: TypeAlias = "tuple[Collective, PendingOperation[Any]]"
 _NOTHING = torch.empty(0)
 
 
@@ -55,7 +52,8 @@ class SimulatedGroup(LocalGroup):
         self, network: SimulatedNetwork, rank: int, machines: Sequence[int], patience: float = 1.0
     ) -> None:
         super().__init__(network, rank, machines, patience)
-        self._under_way: list[tuple[torch.Tensor, _SimulatedOperation[Any]]] = []
+        self._num_issued = 0
+        self._under_way: list[tuple[torch.Tensor, PendingOperation[Any]]] = []
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "mean") -> Handle[torch.Tensor]:
         """Goes round a ring of the members, which each of them begins when it comes."""
@@ -78,13 +76,13 @@ class SimulatedGroup(LocalGroup):
                     # one has gone before it came: the others begin again, now
                     collective.ring = self._ring(collective, list(values), tensor.nbytes)
                     for rank in values:
-                        collective.ring.begin(rank, network.now_s)
+                        collective.ring.begin(rank, network.turns.now_s)
 
         collective.waiting[self.rank] = over
         if collective.ring is None:
             collective.ring = self._ring(collective, network.present, tensor.nbytes)
-        self._settle(plan, collective, handle, None, reduce)
-        collective.ring.begin(self.rank, network.now_s)
+        collective.settle(self, plan, handle, None, reduce)
+        collective.ring.begin(self.rank, network.turns.now_s)
         return handle
 
     def _ring(self, collective: Collective, ranks: Sequence[int], size_bytes: int) -> RingAllReduce:
@@ -154,17 +152,26 @@ class SimulatedGroup(LocalGroup):
         elif not self._has_left:
             self._has_left = True
             blamed = rank_to_blame(error, self.rank)
-            because = None if blamed is None else self._network.lost.get(blamed)
-            at_s = self._network.turns.clock.now_s() + NOTICED_AFTER_S
-            reason = "its worker ended without leaving"
-            self._network.lose(Loss(self.rank, reason, at_s=at_s, because=because))
+            network = self._network
+            loss = Loss(
+                self.rank,
+                "its worker ended without leaving",
+                at_s=network.turns.clock.now_s() + NOTICED_AFTER_S,
+                because=None if blamed is None else network.lost.get(blamed),
+            )
+
+            def notice() -> None:
+                network.lost[self.rank] = loss
+                network.leave(self.rank)
+
+            network.turns.call_at(loss.at_s, notice)
 
     # --- how operations meet ---
 
     def _begin(self, *tensors: torch.Tensor) -> None:
         """Comes to one's own time, and after all operations on the same memory."""
         self._check_member()
-        self._network.look_up()
+        self._network.turns.current.look_up()
         self._under_way = [each for each in self._under_way if not each[1].is_taken]
         for tensor in tensors:
             start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
@@ -196,19 +203,25 @@ class SimulatedGroup(LocalGroup):
             due_s = max(arrived_s[self.rank], *left_s, *comes_s, 0.0)
             handle.resolve(due_s, partial(take, messages), collective.last_of(peers))
 
-        self._settle(plan, collective, handle, sources, finish)
+        collective.settle(self, plan, handle, sources, finish)
         return handle
 
     def _arrive(self, plan: OperationPlan, kind: str, sent: _Message, to: Iterable[int]) -> _Arrival:
         """Comes to the next operation with a message, which leaves for others now."""
         network = self._network
-        self._counter.add(plan)
-        collective, handle = network.next_collective(self.rank), network.pending(self.rank, kind)
+        self._counter.sent_bytes += plan.sent_bytes
+        self._counter.received_bytes += plan.received_bytes
+        number = self._num_issued
+        self._num_issued += 1
+        collective = network.collectives.setdefault(number, Collective(network, number))
+        handle = PendingOperation[Any](network, self.rank, kind)
         if plan.tensor is not None:
             self._under_way.append((plan.tensor, handle))
         collective.arrive(self.rank, kind, sent)
         for rank in to:
-            sent.passages[rank] = network.links.carry(self.rank, rank, network.now_s, sent.values.nbytes)
+            sent.passages[rank] = network.links.carry(
+                self.rank, rank, network.turns.now_s, sent.values.nbytes
+            )
         return collective, handle
 
     def _arrives_s(self, message: _Message, source: int, sent_s: float) -> float:
@@ -217,38 +230,6 @@ class SimulatedGroup(LocalGroup):
             passage = self._network.links.carry(source, self.rank, sent_s, message.values.nbytes)
             message.passages[self.rank] = passage
         return message.passages[self.rank].arrives_at_s
-
-    def _settle(
-        self,
-        plan: OperationPlan,
-        collective: Collective,
-        handle: _SimulatedOperation[Any],
-        sources: Sequence[int] | None,
-        finish: Callable[[], None],
-    ) -> None:
-        """Finishes once all sources (None: all members) are there that still can come.
-
-        Where it needs all of them it fails without one that is gone; of all members only those count as gone
-        that were lost.
-        """
-        network, arrived_s = self._network, collective.arrived_s
-
-        def attempt() -> bool:
-            present = network.present
-            awaited, wanted = (present, network.lost) if sources is None else (sources, sources)
-            gone = [rank for rank in wanted if rank not in arrived_s and rank not in present]
-            error = collective.mismatch()
-            if error is not None:
-                handle.fail(error)
-            elif gone and plan.needs_all and not (sources is None and self.should_survive):
-                handle.fail(network.lost.get(gone[0], Loss(gone[0], "it has left the group")).error())
-            elif any(rank not in arrived_s and rank in present for rank in awaited):
-                return False
-            elif not handle.is_resolved:
-                finish()
-            return True
-
-        collective.settle(self.rank, network.present if sources is None else sources, attempt)
 
 
 @dataclass(slots=True)
@@ -271,59 +252,8 @@ class _Message:
         return self.factors[rank]
 
 
-class _SimulatedWindow(LocalWindow):
-    """A window to which writes come after their way, and which can be waited for in virtual time."""
-
-    _network: SimulatedNetwork
-
-    def __init__(self, group: LocalGroup, name: str, form: Form, sources: Collection[int]) -> None:
-        super().__init__(group, name, form, sources)
-        self._what = f"writes into window {name!r}"
-        self._sent_s: dict[int, float] = {}
-        """By source: when the last write that has come was sent."""
-        self._arrival: PendingOperation[None] | None = None
-        """What this worker waits for, if it does: a write, or that none can come."""
-
-    def filled(self) -> Sequence[int]:
-        self._check_open()
-        self._network.turns.current.poll(lambda: bool(self._filled()), self._what)
-        return self._filled()
-
-    def wait(self, deadline: Deadline | None = None) -> Sequence[int]:
-        self._check_open()
-        network = self._network
-        network.look_up()
-        began_s = network.now_s
-        if not self._is_over():
-            self._arrival = network.pending(self._rank, self._what)
-            with contextlib.suppress(DeadlineExceeded):
-                self._arrival.wait(deadline)
-            self._arrival = None
-        filled = self._filled()
-        for source in filled[:1]:
-            network.waited_s[self._rank][source] += max(0.0, self._sent_s[source] - began_s)
-        return filled
-
-    def _receive(self, source: int, write: Write, sent_s: float, done: Callable[[], None]) -> None:
-        super()._receive(source, write, sent_s, done)
-        self._sent_s[source] = sent_s
-        self._look()
-
-    def somebody_is_gone(self) -> None:
-        super().somebody_is_gone()
-        self._look()
-
-    def _look(self) -> None:
-        if self._arrival is not None and self._is_over():
-            self._arrival.resolve(self._network.now_s, lambda: None)
-
-    def _is_over(self) -> bool:
-        """Tells whether there is nothing to wait for: something has come, or nobody is left to write."""
-        return bool(self._filled()) or not any(rank in self._network.present for rank in self._slots)
-
-
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone(memory_format=_CONTIGUOUS)
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _store(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -339,127 +269,25 @@ def _shape(tensor: torch.Tensor) -> str:
 class SimulatedNetwork(LocalNetwork):
     """The members of one group and the links between them; `addresses` are what a profile calls them."""
 
+    turns: Turns
+
     def __init__(self, turns: Turns, conditions: Conditions, addresses: Sequence[Address]) -> None:
-        super().__init__(len(addresses))
-        self.turns = turns
+        super().__init__(len(addresses), turns)
         self.links = Links(conditions, addresses)
-        self.window_type = _SimulatedWindow
-        self._collectives: dict[int, Collective] = {}
-        self._numbers = [0] * self.size
-
-    @property
-    def now_s(self) -> float:
-        """The virtual time of all members."""
-        return self.turns.now_s
-
-    def look_up(self) -> None:
-        """Lets all others come to the time of the worker that calls."""
-        self.turns.current.look_up()
-
-    def pending(self, rank: int, what: str) -> _SimulatedOperation[Any]:
-        """Makes a handle that can be waited for in virtual time."""
-        return _SimulatedOperation(self, rank, what)
+        self.collectives: dict[int, Collective] = {}
+        """By number: those to which somebody still comes."""
 
     def arrives_s(self, source: int, target: int, size_bytes: int) -> float:
         """Sends something over the link, and tells when it arrives."""
         if source == target:
-            return self.now_s
-        return self.links.carry(source, target, self.now_s, size_bytes).arrives_at_s
-
-    def send(self, source: int, target: int, size_bytes: int, deliver: Callable[[], None]) -> None:
-        """Carries something over the link from now on."""
-        self.turns.call_at(self.arrives_s(source, target, size_bytes), deliver)
-
-    def next_collective(self, rank: int) -> Collective:
-        """Finds the operation that this member comes to next."""
-        number = self._numbers[rank]
-        self._numbers[rank] += 1
-        return self._collectives.setdefault(number, Collective(self, number))
-
-    def forget(self, number: int) -> None:
-        """Lets go of an operation to which nobody comes any more."""
-        self._collectives.pop(number, None)
-
-    def lose(self, loss: Loss) -> None:
-        """Has the others notice a loss at its time, unless that member is gone by then."""
-
-        def notice() -> None:
-            if loss.rank in self.present:
-                self.lost[loss.rank] = loss
-                self.leave(loss.rank)
-
-        self.turns.call_at(loss.at_s, notice)
+            return self.turns.now_s
+        return self.links.carry(source, target, self.turns.now_s, size_bytes).arrives_at_s
 
     def leave(self, rank: int) -> None:
         """Has a member be gone from now on, and those go on that have waited for it."""
-        if rank in self.present:
-            super().leave(rank)
-            for collective in list(self._collectives.values()):
-                collective.look()
-
-
-class _SimulatedOperation(PendingOperation[T]):
-    """Is under way until the time that `resolve` says."""
-
-    def __init__(self, network: SimulatedNetwork, rank: int, what: str) -> None:
-        super().__init__(what)
-        self._network = network
-        self._rank = rank
-        self._due_s = self._until_s = math.inf
-        self._waiter: Turn | None = None
-        self._is_announced = False
-        """Whether its end is something that happens, for one that only looks."""
-        self._blamed: tuple[int, float] | None = None
-
-    def resolve(self, due_s: float, take: Callable[[], T], blamed: tuple[int, float] | None = None) -> None:
-        """Has it be over at `due_s`; `blamed` is who came last, and when."""
-        if not self.is_resolved:
-            super().resolve(due_s, take)
-            self._due_s, self._blamed = due_s, blamed
-            if self._waiter is not None:
-                self._waiter.wake(min(due_s, self._until_s))
-
-    def fail(self, error: ShoalError) -> None:
-        """Has it be over now, with an error for a result."""
-
-        def take() -> NoReturn:
-            raise error
-
-        self.resolve(self._network.now_s, take)
-
-    def wait(self, deadline: Deadline | None = None) -> T:
-        if not self.is_taken:
-            self._come_to_end(deadline)
-        return super().wait()
-
-    def _come_to_end(self, deadline: Deadline | None) -> None:
-        turn = self._network.turns.current
-        turn.look_up()
-        began_s = turn.now_s
-        self._until_s = math.inf if deadline is None else began_s + deadline.remaining_s
-        self._waiter = turn
-        try:
-            while turn.now_s < min(self._due_s, self._until_s):
-                turn.park(self._what, min(self._due_s, self._until_s))
-        finally:
-            self._waiter = None
-        if turn.now_s < self._due_s:
-            raise DeadlineExceeded(f"{self._what} on rank {self._rank}: the deadline has passed.")
-        if self._blamed is not None:
-            blamed, came_s = self._blamed
-            self._network.waited_s[self._rank][blamed] += max(0.0, came_s - began_s)
-            self._blamed = None
-
-    def is_done(self) -> bool:
-        return self.is_taken or self._network.turns.current.poll(self._is_due, self._what)
-
-    def _is_due(self) -> bool:
-        turns = self._network.turns
-        is_due = self._due_s <= turns.now_s
-        if self.is_resolved and not is_due and not self._is_announced:
-            self._is_announced = True
-            turns.call_at(self._due_s, lambda: None)
-        return is_due
+        super().leave(rank)
+        for collective in list(self.collectives.values()):
+            collective.look()
 
 
 class Links:
@@ -555,17 +383,14 @@ class Collective:
         """Of a ring: who is told when it is over for a rank."""
         self._kinds: dict[int, str] = {}
         self._is_mixed = False
-        self._attempts: dict[int, Callable[[], bool]] = {}
-        self._missing: dict[int, dict[int, None]] = {}
-        """By who waits: those that have not arrived."""
-        self._awaiting: dict[int, list[int]] = {}
-        """By who is awaited: those that wait."""
+        self._attempts: dict[int, tuple[set[int], Callable[[], bool]]] = {}
+        """By who waits: those that have not arrived, and what it tries when they have."""
 
     def arrive(self, rank: int, kind: str, brought: _Message) -> None:
         """Notes that one member is there, with what it brings."""
         self._is_mixed = self._is_mixed or next(iter(self._kinds.values()), kind) != kind
         self._kinds[rank] = kind
-        self.arrived_s[rank] = self._network.now_s
+        self.arrived_s[rank] = self._network.turns.now_s
         self.brought[rank] = brought
 
     def over(self, rank: int, at_s: float) -> None:
@@ -576,10 +401,53 @@ class Collective:
         """Finds who of them has arrived last, and when."""
         return max(((rank, self.arrived_s[rank]) for rank in ranks), key=lambda each: each[1], default=None)
 
-    def mismatch(self) -> UsageError | None:
+    def settle(
+        self,
+        group: SimulatedGroup,
+        plan: OperationPlan,
+        handle: PendingOperation[Any],
+        sources: Sequence[int] | None,
+        finish: Callable[[], None],
+    ) -> None:
+        """Finishes a member's part once all sources (None: all members) are there that still can come.
+
+        Where it needs all of them it fails without one that is gone; of all members only those count as gone
+        that were lost.
+        """
+        network, arrived_s = self._network, self.arrived_s
+        awaited = network.present if sources is None else sources
+        missing = {rank for rank in awaited if rank not in arrived_s and rank in network.present}
+
+        def attempt() -> bool:
+            wanted = network.lost if sources is None else sources
+            gone = [rank for rank in wanted if rank not in arrived_s and rank not in network.present]
+            if self._is_mixed:
+                handle.fail(self._mismatch())
+            elif gone and plan.needs_all and not (sources is None and group.should_survive):
+                handle.fail(network.lost.get(gone[0], Loss(gone[0], "it has left the group")).error())
+            elif missing:
+                return False
+            elif not handle.is_resolved:
+                finish()
+            return True
+
+        self._attempts[group.rank] = missing, attempt
+        self.look(None if self._is_mixed else group.rank)
+
+    def look(self, came: int | None = None) -> None:
+        """Has those try that have waited for one alone that came, or all: somebody is gone, or is wrong."""
+        for rank, (missing, attempt) in list(self._attempts.items()):
+            if came is None:
+                missing.intersection_update(self._network.present)
+            else:
+                missing.discard(came)
+            if (came is None or not missing) and attempt():
+                del self._attempts[rank]
+        if not self._attempts and all(rank in self.arrived_s for rank in self._network.present):
+            self._network.collectives.pop(self._number, None)
+
+    def _mismatch(self) -> UsageError:
         """Says why members cannot go on: they have called different things."""
-        if not self._is_mixed:
-            return None
         kinds = dict(sorted(self._kinds.items()))
         first = next(iter(kinds))
         other = next(rank for rank, kind in kinds.items() if kind != kinds[first])
@@ -587,41 +455,3 @@ class Collective:
             f"Operation {self._number}: rank {first} has called {kinds[first]}, rank {other} {kinds[other]}.",
             next_step="issue the same operations in the same order on all members.",
         )
-
-    def settle(self, rank: int, needs: Iterable[int], attempt: Callable[[], bool]) -> None:
-        """Tries `attempt` when those that `rank` needs have arrived, or somebody goes, until it is true.
-
-        Those that have waited for `rank` are tried too.
-        """
-        present = self._network.present
-        missing = {each: None for each in needs if each not in self.arrived_s and each in present}
-        self._attempts[rank], self._missing[rank] = attempt, missing
-        for each in missing:
-            self._awaiting.setdefault(each, []).append(rank)
-        if self._is_mixed:
-            self.look()
-            return
-        for waiting in self._awaiting.pop(rank, ()):
-            self._missing[waiting].pop(rank, None)
-            if not self._missing[waiting]:
-                self._try(waiting)
-        if not missing:
-            self._try(rank)
-        self._forget()
-
-    def look(self) -> None:
-        """Tries all that wait: somebody is gone, or has called something else."""
-        for missing in self._missing.values():
-            for rank in [each for each in missing if each not in self._network.present]:
-                del missing[rank]
-        for rank in list(self._attempts):
-            self._try(rank)
-        self._forget()
-
-    def _try(self, rank: int) -> None:
-        if rank in self._attempts and self._attempts[rank]():
-            del self._attempts[rank]
-
-    def _forget(self) -> None:
-        if not self._attempts and all(rank in self.arrived_s for rank in self._network.present):
-            self._network.forget(self._number)

@@ -1,39 +1,31 @@
 """Members of one process: what they share, their windows, and the group of one, which has nobody to lose.
 
-Slots, and what is published, lie in ordinary tensors. In a plain `LocalNetwork` whatever is sent has arrived
-at once, and whoever waits waits for itself; the network in virtual time adds the way between members.
+Slots, and what is published, lie in ordinary tensors. Members take turns, and what they send takes time, in
+`simulated`. For one worker alone time stands still: whatever is sent has arrived at once, and whoever waits
+waits for itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import NoReturn, TypeAlias, TypeVar
 
 import torch
 
-from shoal.core import Deadline, DeadlineExceeded, TensorError, UsageError
-from shoal.group.base import (
-    Done,
-    Group,
-    GroupStats,
-    Handle,
-    Loss,
-    Reduction,
-    Slot,
-    Snapshot,
-    T,
-    Window,
-    Write,
-)
-from shoal.group.functions import share, spread_over_ranks
+from shoal.core import Deadline, DeadlineExceeded, ShoalError, TensorError, UsageError
+from shoal.core.turns import Turn, Turns
+from shoal.group.base import Done, Group, GroupStats, Handle, Loss, Reduction, Slot, Snapshot, Window, Write
+from shoal.group.functions import others, share, spread_over_ranks
 from shoal.group.kernels import CopiedSnapshot, MemorySlot, check_reduction, check_write, copy_out
-from shoal.group.operations import TrafficCounter, others
+from shoal.group.operations import TrafficCounter
 from shoal.topology import MachineWeights, Weights
 
+T = TypeVar("T")
 Form: TypeAlias = tuple[int, torch.dtype, torch.device | None]
 """Of a window's slots: the number of elements, their type, and where they lie."""
 
@@ -97,7 +89,7 @@ class LocalGroup(Group):
         for rank in sources or ():
             self._check_rank(rank)
         chosen = others(self) if sources is None else sources
-        window = self._network.window_type(self, name, (num_elements, dtype, device), chosen)
+        window = _LocalWindow(self, name, (num_elements, dtype, device), chosen)
         if self._network.size > 1 and sources != ():  # an empty list is one member's: others have slots
             share(self, [name, num_elements, str(dtype)])
         return window
@@ -108,7 +100,7 @@ class LocalGroup(Group):
     def leave(self) -> None:
         """Has the others go on without this worker from now on."""
         if not self._has_left:
-            self._network.look_up()
+            self._network.turns.current.look_up()
             self._has_left = True
             self._network.leave(self.rank)
 
@@ -187,91 +179,143 @@ class SoloGroup(LocalGroup):
         return Done(None)
 
 
-class PendingOperation(Handle[T]):
-    """Is under way until `resolve`, which here only this worker itself can bring about."""
-
-    def __init__(self, what: str) -> None:
-        self.is_taken = False
-        """Whether somebody has the result, or the error."""
-        self._what = what
-        self._take: Callable[[], T] | None = None
-
-    @property
-    def is_resolved(self) -> bool:
-        """Whether its end is known."""
-        return self._take is not None
-
-    def resolve(self, due_s: float, take: Callable[[], T]) -> None:
-        """Has it be over at `due_s`; `take` makes the result when it is first asked for after that."""
-        if self._take is None:
-            self._take = cache(take)
-
-    def wait(self, deadline: Deadline | None = None) -> T:
-        """Gives the result; DeadlineExceeded at once where there is none."""
-        if self._take is None:
-            raise DeadlineExceeded(
-                f"{self._what}: nobody else is there to see to it.", next_step="do it first, then wait."
-            )
-        self.is_taken = True
-        return self._take()
-
-    def is_done(self) -> bool:
-        """Tells whether it has its result."""
-        return self._take is not None
-
-
 class LocalNetwork:
-    """What the members of one process share, and the way between them, which here takes no time."""
+    """What the members of one process share: the time, who is there, and their windows."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, turns: Turns | None = None) -> None:
         self.size = size
         self.present = list(range(size))
         self.lost: dict[int, Loss] = {}
         self.waited_s = [[0.0] * size for _ in range(size)]
-        self.windows: dict[tuple[int, str], LocalWindow] = {}
-        self.window_type: type[LocalWindow] = LocalWindow
-        self._readers: dict[tuple[int, str], list[Callable[[], bool]]] = {}
-
-    @property
-    def now_s(self) -> float:
-        """The time of all members."""
-        return 0.0
-
-    def look_up(self) -> None:
-        """Comes to the time of the worker that calls."""
-
-    def pending(self, rank: int, what: str) -> PendingOperation[Any]:
-        """Makes the handle of something that this member waits for."""
-        return PendingOperation(what)
+        self.windows: dict[tuple[int, str], _LocalWindow] = {}
+        self.turns: Turns | _Standstill = turns or _Standstill()
+        self._attempts: dict[tuple[int, str], list[Callable[[], bool]]] = {}
+        """By a member's rank, and the name of its window: what waits for a change of it."""
 
     def arrives_s(self, source: int, target: int, size_bytes: int) -> float:
         """Sends something now, and tells when it arrives."""
-        return self.now_s
+        return self.turns.now_s
 
-    def send(self, source: int, target: int, size_bytes: int, deliver: Callable[[], None]) -> None:
-        """Carries something from now on; `deliver` is called when it arrives."""
-        deliver()
-
-    def when_published(self, rank: int, name: str, attempt: Callable[[], bool]) -> None:
-        """Tries now, and whenever a member publishes or changes something, or goes, until it is true."""
+    def when_changed(self, rank: int, name: str, attempt: Callable[[], bool]) -> None:
+        """Tries now, and whenever a member's window has changed or somebody goes, until it is true."""
         if not attempt():
-            self._readers.setdefault((rank, name), []).append(attempt)
+            self._attempts.setdefault((rank, name), []).append(attempt)
 
     def look(self, rank: int, name: str) -> None:
-        """Tries those that wait for what a member publishes."""
-        waiting = self._readers.pop((rank, name), [])
-        self._readers[rank, name] = [attempt for attempt in waiting if not attempt()]
+        """Tries what waits for a change of a member's window."""
+        waiting = self._attempts.pop((rank, name), [])
+        self._attempts[rank, name] = [attempt for attempt in waiting if not attempt()]
 
     def leave(self, rank: int) -> None:
-        """Has a member be gone from now on."""
+        """Has a member be gone from now on, and those go on that have waited for it."""
         self.present = [each for each in self.present if each != rank]
-        for window in list(self.windows.values()):
-            window.somebody_is_gone()
-        for key in list(self._readers):
+        for (owner, _), window in list(self.windows.items()):
+            if owner == rank:
+                window.drop_writes()
+        for key in list(self._attempts):
             self.look(*key)
 
 
-class QueueingSlot(MemorySlot):
+class _Standstill:
+    """The turns of one worker alone: no time passes, and nothing happens while it waits."""
+
+    now_s = 0.0
+
+    @property
+    def current(self) -> _Standstill:
+        return self
+
+    def look_up(self) -> None: ...
+
+    def wake(self, at_s: float) -> None: ...
+
+    def poll(self, is_there: Callable[[], bool], what: str) -> bool:
+        return is_there()
+
+    def park(self, what: str, until_s: float) -> NoReturn:
+        raise DeadlineExceeded(
+            f"{what}: nobody else is there to see to it.", next_step="do it first, then wait."
+        )
+
+    def call_at(self, at_s: float, call: Callable[[], None]) -> None:
+        call()
+
+
+class PendingOperation(Handle[T]):
+    """Is under way until the time that `resolve` says."""
+
+    def __init__(self, network: LocalNetwork, rank: int, what: str) -> None:
+        self.is_resolved = False
+        """Whether its end is known."""
+        self.is_taken = False
+        """Whether somebody has the result, or the error."""
+        self._network = network
+        self._rank = rank
+        self._what = what
+        self._take: Callable[[], T]
+        self._due_s = self._until_s = math.inf
+        self._waiter: Turn | _Standstill | None = None
+        self._is_announced = False
+        """Whether its end is something that happens, for one that only looks."""
+        self._blamed: tuple[int, float] | None = None
+
+    def resolve(self, due_s: float, take: Callable[[], T], blamed: tuple[int, float] | None = None) -> None:
+        """Has it be over at `due_s`; `take` makes the result when it is first asked for after that.
+
+        `blamed` is who came last, and when.
+        """
+        if not self.is_resolved:
+            self.is_resolved = True
+            self._take, self._due_s, self._blamed = cache(take), due_s, blamed
+            if self._waiter is not None:
+                self._waiter.wake(min(due_s, self._until_s))
+
+    def fail(self, error: ShoalError) -> None:
+        """Has it be over now, with an error for a result."""
+
+        def take() -> NoReturn:
+            raise error
+
+        self.resolve(self._network.turns.now_s, take)
+
+    def wait(self, deadline: Deadline | None = None) -> T:
+        """Gives the result when it is due; DeadlineExceeded if that is later than the deadline."""
+        if not self.is_taken:
+            self._come_to_end(deadline)
+        self.is_taken = True
+        return self._take()
+
+    def _come_to_end(self, deadline: Deadline | None) -> None:
+        turn = self._network.turns.current
+        turn.look_up()
+        began_s = turn.now_s
+        self._until_s = math.inf if deadline is None else began_s + deadline.remaining_s
+        self._waiter = turn
+        try:
+            while turn.now_s < min(self._due_s, self._until_s):
+                turn.park(self._what, min(self._due_s, self._until_s))
+        finally:
+            self._waiter = None
+        if turn.now_s < self._due_s:
+            raise DeadlineExceeded(f"{self._what} on rank {self._rank}: the deadline has passed.")
+        if self._blamed is not None:
+            blamed, came_s = self._blamed
+            self._network.waited_s[self._rank][blamed] += max(0.0, came_s - began_s)
+            self._blamed = None
+
+    def is_done(self) -> bool:
+        """Tells whether it is due."""
+        return self.is_taken or self._network.turns.current.poll(self._is_due, self._what)
+
+    def _is_due(self) -> bool:
+        is_due = self._due_s <= self._network.turns.now_s
+        if self.is_resolved and not is_due and not self._is_announced:
+            self._is_announced = True
+            self._network.turns.call_at(self._due_s, lambda: None)
+        return is_due
+
+
+class _QueueingSlot(MemorySlot):
     """A slot whose writes are done in order, and wait while it is held, or full and to be sent to."""
 
     is_held = False
@@ -281,7 +325,6 @@ class QueueingSlot(MemorySlot):
         self._queue: list[tuple[Write, Callable[[], None]]] = []
 
     def offer(self, write: Write, done: Callable[[], None]) -> None:
-        """Takes a write when its time has come, and calls `done` then."""
         self._queue.append((write, done))
         self.settle()
 
@@ -293,12 +336,11 @@ class QueueingSlot(MemorySlot):
             done()
 
     def drop(self) -> None:
-        """Forgets writes that wait: nobody will ever take them."""
         while self._queue:
             self._queue.pop(0)[1]()
 
 
-class LocalWindow(Window):
+class _LocalWindow(Window):
     """One member's window: slots for its sources, and a way to others' windows of the same name."""
 
     def __init__(self, group: LocalGroup, name: str, form: Form, sources: Collection[int]) -> None:
@@ -313,7 +355,10 @@ class LocalWindow(Window):
         self._published: torch.Tensor | None = None if before is None else before._published
         self._version: int = -1 if before is None else before._version
         self._is_changing = False
-        self._slots = {source: QueueingSlot(source, form) for source in sorted(sources)}
+        self._slots = {source: _QueueingSlot(source, form) for source in sorted(sources)}
+        self._sent_s: dict[int, float] = {}
+        """By source: when the last write that has come was sent."""
+        self._what = f"writes into window {name!r}"
         self._is_open = True
         self._network.windows[self._rank, name] = self
 
@@ -323,7 +368,7 @@ class LocalWindow(Window):
         check_write(write, self.name, self.num_elements, self.dtype)
         self._group._check_rank(to)
         network, rank = self._network, self._rank
-        network.look_up()
+        network.turns.current.look_up()
         if to not in network.present:
             return Done(None)
         target = network.windows.get((to, self.name))
@@ -331,31 +376,30 @@ class LocalWindow(Window):
             target._slot_of(rank)
         if to != rank:
             self._group._counter.sent_bytes += write.tensor.nbytes
-        handle: PendingOperation[None] = network.pending(rank, f"{write.kind} to rank {to} in {self.name!r}")
-        sent, sent_s = dataclasses.replace(write, tensor=write.tensor.detach().clone()), network.now_s
+        handle = PendingOperation[None](network, rank, f"{write.kind} to rank {to} in {self.name!r}")
+        sent, sent_s = dataclasses.replace(write, tensor=write.tensor.detach().clone()), network.turns.now_s
 
         def done() -> None:
-            handle.resolve(network.now_s, lambda: None)
+            handle.resolve(network.turns.now_s, lambda: None)
 
         def arrived() -> None:
             there = network.windows.get((to, self.name))
             if there is None or to not in network.present:
                 done()
             else:
-                there._receive(rank, sent, sent_s, done)
+                there._sent_s[rank] = sent_s
+                there._slots[rank].offer(sent, done)
+                network.look(to, self.name)
 
-        network.send(rank, to, write.tensor.nbytes, arrived)
+        network.turns.call_at(network.arrives_s(rank, to, write.tensor.nbytes), arrived)
         return handle
-
-    def _receive(self, source: int, write: Write, sent_s: float, done: Callable[[], None]) -> None:
-        self._slots[source].offer(write, done)
 
     @contextlib.contextmanager
     def slot(self, source: int) -> Iterator[Slot]:
         """Holds a slot; what is written meanwhile is done after the block."""
         self._check_open()
         slot = self._slot_of(source)
-        self._network.look_up()
+        self._network.turns.current.look_up()
         if slot.is_held:
             raise UsageError(
                 f"rank {self._rank} waits for slot of rank {source} in window {self.name!r}, which it holds "
@@ -370,16 +414,37 @@ class LocalWindow(Window):
             slot.settle()
 
     def filled(self) -> Sequence[int]:
-        """Lists the sources whose slots have something in them."""
         self._check_open()
+        self._network.turns.current.poll(lambda: bool(self._filled()), self._what)
         return self._filled()
 
     def _filled(self) -> list[int]:
         return [source for source, slot in self._slots.items() if slot.num_writes]
 
     def wait(self, deadline: Deadline | None = None) -> Sequence[int]:
-        """Lists as `filled`: nothing comes while this worker waits for itself."""
-        return self.filled()
+        self._check_open()
+        network = self._network
+        network.turns.current.look_up()
+        began_s = network.turns.now_s
+        arrival = PendingOperation[None](network, self._rank, self._what)
+
+        def attempt() -> bool:
+            # something has come, or nobody is left to write
+            if self._filled() or not any(rank in network.present for rank in self._slots):
+                arrival.resolve(network.turns.now_s, lambda: None)
+            return arrival.is_resolved
+
+        if not attempt():
+            network.when_changed(self._rank, self.name, attempt)
+            with contextlib.suppress(DeadlineExceeded):
+                arrival.wait(deadline)
+            # where the deadline has come first, nobody tries it again
+            arrival.resolve(began_s, lambda: None)
+            network.look(self._rank, self.name)
+        filled = self._filled()
+        for source in filled[:1]:
+            network.waited_s[self._rank][source] += max(0.0, self._sent_s[source] - began_s)
+        return filled
 
     def publish(self, tensor: torch.Tensor, version: int) -> None:
         """Lets others copy the tensor as it is when they ask."""
@@ -441,7 +506,7 @@ class LocalWindow(Window):
         self._group._check_rank(peer)
         self._begin()
         network, rank = self._network, self._rank
-        handle: PendingOperation[T | None] = network.pending(rank, f"{what} {self.name!r} of rank {peer}")
+        handle = PendingOperation[T | None](network, rank, f"{what} {self.name!r} of rank {peer}")
 
         def attempt() -> bool:
             there = network.windows.get((peer, self.name)) if peer in network.present else None
@@ -457,14 +522,14 @@ class LocalWindow(Window):
             elif peer not in network.present or (
                 version == 0 and (there is None or there._published is None)
             ):
-                handle.resolve(network.now_s, lambda: None)
+                handle.resolve(network.turns.now_s, lambda: None)
             return handle.is_resolved
 
-        when = partial(network.when_published, peer, self.name, attempt)
+        when = partial(network.when_changed, peer, self.name, attempt)
         if peer == rank:
             when()
         else:
-            network.send(rank, peer, 0, when)
+            network.turns.call_at(network.arrives_s(rank, peer, 0), when)
         return handle
 
     def close(self) -> None:
@@ -474,22 +539,20 @@ class LocalWindow(Window):
         if self._is_open:
             self._is_open = False
             self._network.look(self._rank, self.name)
-            for slot in self._slots.values():
-                slot.drop()
+            self.drop_writes()
 
-    def somebody_is_gone(self) -> None:
-        """Drops what waits for this worker, if it is the one."""
-        if self._rank not in self._network.present:
-            for slot in self._slots.values():
-                slot.drop()
+    def drop_writes(self) -> None:
+        """Ends writes that wait: nobody will ever take them."""
+        for slot in self._slots.values():
+            slot.drop()
 
     def _begin(self) -> None:
         """Comes to this worker's own time, unless it may not do anything more."""
         self._check_open()
         self._group._check_member()
-        self._network.look_up()
+        self._network.turns.current.look_up()
 
-    def _slot_of(self, source: int) -> QueueingSlot:
+    def _slot_of(self, source: int) -> _QueueingSlot:
         if source not in self._slots:
             raise UsageError(
                 f"rank {self._rank} has no slot for rank {source} in window {self.name!r}.",
