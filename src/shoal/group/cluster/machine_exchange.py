@@ -1,9 +1,9 @@
 """What machines say to each other in one operation.
 
 A machine speaks by the first of its workers that has come to the operation. Who that is follows from who has
-come there; another machine cannot know that, and sends to whom it takes for the speaker. Should that one turn
-out to have left before, all that was said to it is said again to the next. A machine whose workers have all
-left, or are lost, takes no part.
+come there; another machine cannot know that, and greets whom it takes for the speaker. Should that one turn
+out to have left before, the next is greeted. A machine whose workers have all left, or are lost, takes no
+part. From its greeting on it is known who speaks.
 """
 
 from __future__ import annotations
@@ -120,11 +120,9 @@ class MachineExchange:
         self._members = members
         self._seq = seq
         self._name = name
-        self._others = [other for other in range(len(members.ranks_on)) if other != self.machine]
-        self._said: dict[int, list[tuple[str, torch.Tensor]]] = {other: [] for other in self._others}
-        self._listeners: dict[int, int] = {}
-        self._num_heard = dict.fromkeys(self._others, 0)
-        """How much of what was said to a machine was said to its present listener."""
+        self._greeting = torch.empty(0)
+        self._speakers: dict[int, int] = {}
+        """Who was greeted on each other machine, the last one."""
         self._sending: list[MeshHandle[None]] = []
         self._receiving = receiving
         """Everything that the operation has asked for, for whoever ends it."""
@@ -137,25 +135,22 @@ class MachineExchange:
         UsageError when others do something else; PeerLost when one of them is needed and lost.
         """
         mine = MachineGreeting(action, self._mesh.rank, num_workers, detail)
-        encoded = mine.encode()
-        for machine in tuple(self._others):
-            self.say(machine, "greeting", encoded)
+        self._greeting = mine.encode()
         heard = {self.machine: mine}
-        for machine in tuple(self._others):
+        others = [other for other in range(len(self._members.ranks_on)) if other != self.machine]
+        for machine in others:
+            self._find_speaker(machine)
+        for machine in others:
             came = yield self.hear(machine, "greeting")
-            if came is ABSENT:
-                self._others.remove(machine)
-                continue
-            theirs = MachineGreeting.decode(came, action, self._mesh.rank)
-            self._speak_to(machine, theirs.rank)
-            heard[machine] = theirs
+            if came is not ABSENT:
+                heard[machine] = MachineGreeting.decode(came, action, self._mesh.rank)
+                self._greet(machine, heard[machine].rank)
         self._members.tell_departures()
         return dict(sorted(heard.items()))
 
     def say(self, machine: int, topic: str, tensor: torch.Tensor) -> None:
         """Sends; `tensor` may be written again when an answer has come that needs it, or after `told`."""
-        self._said[machine].append((topic, tensor))
-        self._speak_to(machine, self._listener(machine))
+        self._send(self._speakers[machine], topic, tensor)
 
     def hear(
         self, machine: int, topic: str, into: torch.Tensor | None = None, *, is_required: bool = False
@@ -164,11 +159,12 @@ class MachineExchange:
 
         PeerLost instead of ABSENT where something `is_required`.
         """
-        received = self._mesh.receive(None, self._key(topic, machine), into)
+        received = self._mesh.receive(None, (self._seq, self._name + topic, machine), into)
         self._receiving.append(received)
 
         def is_done() -> bool:
-            return received.is_done() or self._final_loss(machine) is not None or not self.look_again(machine)
+            is_over = received.is_done() or self._final_loss(machine) is not None
+            return is_over or self._find_speaker(machine) is None
 
         def result() -> Any:
             # what came just before its sender went counts
@@ -185,7 +181,7 @@ class MachineExchange:
                 raise loss.error()
             return ABSENT
 
-        return PendingStep(is_done, result, lambda: self._listeners.get(machine))
+        return PendingStep(is_done, result, lambda: self._speakers.get(machine))
 
     def told(self) -> PendingStep:
         """Waits until all that was said has arrived."""
@@ -228,10 +224,6 @@ class MachineExchange:
             yield step
         yield self.told()
 
-    def look_again(self, machine: int) -> bool:
-        """Says everything again if the listener has left before this; tells if the machine takes part."""
-        return self._speak_to(machine, self._listener(machine))
-
     def _final_loss(self, machine: int) -> Loss | None:
         """Finds the loss without which a machine says nothing more.
 
@@ -247,24 +239,21 @@ class MachineExchange:
                 return loss if time.monotonic() > loss.at_s + _MATES_S else None
         return None
 
-    def _listener(self, machine: int) -> int | None:
-        """Names who speaks there, as far as is known; None when nobody is left."""
-        known = self._listeners.get(machine)
+    def _find_speaker(self, machine: int) -> int | None:
+        """Names who speaks there, as far as is known, and greets it; None when nobody is left."""
+        known = self._speakers.get(machine)
         if known is not None and not self._members.is_gone(known, self._seq):
             return known
-        ranks = self._members.ranks_on[machine]
-        return next((rank for rank in ranks if not self._members.is_gone(rank, self._seq)), None)
+        for rank in self._members.ranks_on[machine]:
+            if not self._members.is_gone(rank, self._seq):
+                self._greet(machine, rank)
+                return rank
+        return None
 
-    def _speak_to(self, machine: int, listener: int | None) -> bool:
-        """Says what the listener has not heard yet, which is everything where it is another than before."""
-        if listener is None:
-            return False
-        if self._listeners.get(machine) != listener:
-            self._listeners[machine], self._num_heard[machine] = listener, 0
-        for topic, tensor in self._said[machine][self._num_heard[machine] :]:
-            self._sending.append(self._mesh.send(listener, self._key(topic, self.machine), tensor))
-        self._num_heard[machine] = len(self._said[machine])
-        return True
+    def _greet(self, machine: int, speaker: int) -> None:
+        if self._speakers.get(machine) != speaker:
+            self._speakers[machine] = speaker
+            self._send(speaker, "greeting", self._greeting)
 
-    def _key(self, topic: str, machine: int) -> tuple[int | str, ...]:
-        return self._seq, self._name + topic, machine
+    def _send(self, rank: int, topic: str, tensor: torch.Tensor) -> None:
+        self._sending.append(self._mesh.send(rank, (self._seq, self._name + topic, self.machine), tensor))
