@@ -36,7 +36,7 @@ from shoal.group.cluster.machine_exchange import (
     describe,
 )
 from shoal.group.cluster.members import Members
-from shoal.group.cluster.mesh import Mesh, MeshHandle, poll_until
+from shoal.group.cluster.mesh import Delivery, Mesh, MeshHandle, poll_until
 from shoal.group.cluster.rendezvous import host_id
 from shoal.group.host import HostGroup
 from shoal.group.host.engine import Span, is_overlapping, put_back, span_of
@@ -80,7 +80,7 @@ class Collectives:
         self._mates = members.mates
         self._staging = staging
         self._torch = through_torch
-        self._receiving: dict[int, list[MeshHandle[torch.Tensor | None]]] = {}
+        self._receiving: dict[int, list[Delivery]] = {}
         """What waits for tensors of other machines, by operation."""
         self._sending: list[tuple[Span, MeshHandle[None]]] = []
         """Memory that is on its way to other machines."""

@@ -88,24 +88,16 @@ def assemble(
     index, mates = next((index, list(ranks)) for index, ranks in enumerate(machines) if mesh.rank in ranks)
     local: HostGroup | SoloGroup = SoloGroup(settings.patience)
     if len(mates) > 1:
-        place = mates.index(mesh.rank)
-        inside = msgspec.structs.replace(
-            settings,
-            key=f"{settings.key} machine {index}",
-            workers_per_machine=None,
-            names=tuple(mates),
-        )
+        place, key = mates.index(mesh.rank), f"{settings.key} machine {index}"
+        inside = msgspec.structs.replace(settings, key=key, workers_per_machine=None, names=tuple(mates))
         local = open_host_group(Placement(place, len(mates), place, len(mates)), inside)
+    opened: Group = local
     try:
-        group = ClusterGroup(machines, local, mesh, settings, rendezvous, staging or HostStaging())
-    except BaseException as error:
-        local.close(error)
-        raise
-    try:
+        opened = group = ClusterGroup(machines, local, mesh, settings, rendezvous, staging or HostStaging())
         group.barrier().wait()  # from now on everybody answers
         group.membership.read_tables()
     except BaseException as error:
-        group.close(error)
+        opened.close(error)
         raise
     return group
 
@@ -134,7 +126,6 @@ class ClusterGroup(Group):
         self.local = local
         """The group inside this machine."""
         self.mesh = mesh
-        """The streams to other machines."""
         self.torch_store = None if rendezvous is None else rendezvous.store
         """A torch.distributed store that all members share."""
         self._waiter = _SoloWaiter(self.rank, settings.timeout_s) if isinstance(local, SoloGroup) else local

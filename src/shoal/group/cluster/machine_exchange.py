@@ -19,7 +19,7 @@ import torch
 from shoal.core import Deadline, PeerLost, UsageError
 from shoal.group.base import Done, Handle, Loss, Reduction
 from shoal.group.cluster.members import Members
-from shoal.group.cluster.mesh import Mesh, MeshHandle
+from shoal.group.cluster.mesh import Delivery, Mesh, MeshHandle
 from shoal.group.kernels import reduce_into, share_bounds
 
 _MATES_S = 2.0
@@ -112,7 +112,7 @@ class MachineExchange:
         mesh: Mesh,
         members: Members,
         seq: int,
-        receiving: list[MeshHandle[torch.Tensor | None]],
+        receiving: list[Delivery],
         name: str = "",
     ) -> None:
         self.machine = members.machine
