@@ -572,51 +572,12 @@ class HostStaging:
             if should_write:
                 copied[index % 2] = self.copy(part, pieces[index])
 
-    def order(self, tensors: Sequence[torch.Tensor]) -> StreamOrder:
-        """Gives the stream in which an operation on these tensors runs, if they are of a GPU."""
+    def stream_of(self, tensors: Sequence[torch.Tensor]) -> torch.cuda.Stream | None:
+        """Gives the stream in which an operation on these tensors runs; None unless they are of a GPU."""
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         if device is not None and device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return StreamOrder(None if device is None else self._streams[device], tensors)
-
-
-class StreamOrder:
-    """Runs an operation in a stream beside its caller's, after what the caller's was given before the call.
-
-    An operation goes on whenever some call makes progress. In the stream that is the current one then, it
-    would wait for what was given to that stream since, and hold up what comes after. An operation on tensors
-    of the host has no stream.
-    """
-
-    def __init__(self, stream: torch.cuda.Stream | None, tensors: Sequence[torch.Tensor]) -> None:
-        self._stream = stream
-        self._tensors = tensors
-        if stream is not None:
-            self._event = torch.cuda.current_stream(stream.device).record_event()
-
-    def context(self) -> contextlib.AbstractContextManager[Any]:
-        """Makes the operation's stream the current one, while the operation goes on."""
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def around(self, steps: Steps) -> Steps:
-        """Does the steps of an operation after what was recorded, and records its end."""
-        if self._stream is None:
-            return (yield from steps)
-        self._stream.wait_event(self._event)
-        for tensor in self._tensors:
-            tensor.record_stream(self._stream)  # it may be dropped before the stream is done with it
-        result = yield from steps
-        self._event = self._stream.record_event()
-        return result
-
-    def follow(self, result: Any) -> Any:
-        """Lets the current stream wait for the operation's end, and use its result, which it gives back."""
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self._stream.device)
-            current.wait_event(self._event)
-            for tensor in result if isinstance(result, list) else [result]:
-                tensor.record_stream(current)
-        return result
+        return None if device is None else self._streams[device]
 
 
 class TorchOperations:

@@ -211,23 +211,20 @@ class ClusterGroup(Group):
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "mean") -> Handle[torch.Tensor]:
         """Reduces inside each machine, then between machines, of which each reduces one share."""
         check_reduction(tensor, op)
-        return self._issue("all_reduce", self._collectives.all_reduce(self.next_seq, tensor, op), tensor)
+        return self._issue("all_reduce", [tensor], tensor, op)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
         """Copies from `root` inside its machine, and to the others through one worker of each."""
-        if not 0 <= root < self.size:
-            raise UsageError(
-                f"There is no rank {root} among {self.size}.", next_step="broadcast from a member."
-            )
-        return self._issue("broadcast", self._collectives.broadcast(self.next_seq, tensor, root), tensor)
+        self.check_rank(root)
+        return self._issue("broadcast", [tensor], tensor, root)
 
     def all_gather(self, tensor: torch.Tensor) -> Handle[list[torch.Tensor]]:
         """Collects everybody's tensor; all dimensions but the first are equal."""
-        return self._issue("all_gather", self._collectives.all_gather(self.next_seq, tensor), tensor)
+        return self._issue("all_gather", [tensor], tensor)
 
     def barrier(self) -> Handle[None]:
         """Is done when all members have come to it."""
-        return self._issue("barrier", self._collectives.barrier(self.next_seq))
+        return self._issue("barrier", [])
 
     def exchange(
         self, tensor: torch.Tensor, weights: Weights | MachineWeights, *, out: torch.Tensor | None = None
@@ -242,15 +239,12 @@ class ClusterGroup(Group):
                 "floating-point type first.",
                 next_step="exchange(tensor.float(), ...).",
             )
-        spans = [tensor] if out is None else [tensor, out]
+        used = [tensor] if out is None else [tensor, out]
         if isinstance(weights, MachineWeights):
             weights.weights.check(self.machine, self.num_machines)
-            steps = self._collectives.exchange_machines(self.next_seq, tensor, weights.weights, out)
-            return self._issue("exchange_machines", steps, *spans)
+            return self._issue("exchange_machines", used, tensor, weights.weights, out)
         weights.check(self.rank, self.size)
-        return self._issue(
-            "exchange", self._collectives.exchange(self.next_seq, tensor, weights, out), *spans
-        )
+        return self._issue("exchange", used, tensor, weights, out)
 
     def settle(self, tensor: torch.Tensor) -> None:
         """Waits until nobody reads `tensor` any more."""
@@ -369,6 +363,11 @@ class ClusterGroup(Group):
             if awaited is not None:
                 self._waited_s[awaited] += time.perf_counter() - began_s
 
+    def check_rank(self, rank: int) -> None:
+        """UsageError for a rank that does not exist."""
+        if not 0 <= rank < self.size:
+            raise UsageError(f"There is no rank {rank} among {self.size}.", next_step="name a member.")
+
     def check_usable(self) -> None:
         """UsageError in a forked child, and when this worker is out of step or has left; raises `split`."""
         self._check_forked()
@@ -384,7 +383,8 @@ class ClusterGroup(Group):
 
     # --- the rest ---
 
-    def _issue(self, what: str, steps: Steps, *tensors: torch.Tensor) -> Handle[Any]:
+    def _issue(self, what: str, tensors: Sequence[torch.Tensor], *arguments: Any) -> Handle[Any]:
+        """Begins with an operation on some tensors, whose steps `Collectives` makes."""
         self.check_usable()
         if self._has_left:
             raise UsageError(
@@ -392,13 +392,11 @@ class ClusterGroup(Group):
                 next_step="make it the last thing to leave or to close.",
             )
         self._issued += 1
-        spans = [span_of(tensor) for tensor in tensors if tensor.numel()]
-        order = self._staging.order(tensors)
-        steps = self._guarded(self._issued, order.around(steps))
-        operation = QueuedOperation(self._issued, steps, spans, order.context)
+        steps = self._guarded(self._issued, getattr(self._collectives, what)(self._issued, *arguments))
+        operation = QueuedOperation(self._issued, steps, tensors, self._staging.stream_of(tensors))
         self._queue.append(operation)
         self.progress()
-        return self.handle(operation, what, lambda: order.follow(operation.wait()))
+        return self.handle(operation, what, operation.wait)
 
     def _guarded(self, seq: int, steps: Steps) -> Steps:
         """Does an operation; if it fails this worker is out of step, and the others do not wait for it."""
@@ -435,36 +433,47 @@ class ClusterGroup(Group):
 
 
 class QueuedOperation(Handle[Any]):
-    """One numbered operation under way; `OperationQueue.advance` drives it."""
+    """One numbered operation under way; `OperationQueue.advance` drives it.
+
+    On tensors of a GPU it runs in a `stream` beside its caller's, after what the caller's was given before
+    the call. An operation goes on whenever some call makes progress: in the stream that is the current one
+    then, it would wait for what was given to that stream since, and hold up what comes after.
+    """
 
     def __init__(
-        self,
-        seq: int,
-        steps: Steps,
-        spans: Sequence[Span],
-        context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        self, seq: int, steps: Steps, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream | None = None
     ) -> None:
         self.seq = seq
-        self.spans = spans
+        self.spans = [span_of(tensor) for tensor in tensors if tensor.numel()]
         """Memory that it reads or writes: a later operation on any of it begins when this one is over."""
         self.is_begun = False
         self.is_free = False
         self.is_over = False
         self._result: Any = None
         self._error: BaseException | None = None
-        self._steps = steps
-        self._context = context
-        """In what it goes on: the stream of a GPU."""
         self._waiting: Handle[Any] | None = None
+        self._steps = steps
+        self._stream = stream
+        if stream is not None:
+            self._event = torch.cuda.current_stream(stream.device).record_event()
+            self._steps = self._in_stream(stream, tensors, steps)
 
     def is_done(self) -> bool:
         """Tells whether it is over."""
         return self.is_over
 
     def wait(self, deadline: Deadline | None = None) -> Any:
-        """Returns the result of an operation that is over, or raises its error."""
+        """Returns the result of an operation that is over, or raises its error.
+
+        The current stream waits for the operation's end on the GPU, and may then use its result.
+        """
         if self._error is not None:
             raise self._error
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._stream.device)
+            current.wait_event(self._event)
+            for tensor in self._result if isinstance(self._result, list) else [self._result]:
+                tensor.record_stream(current)
         return self._result
 
     def awaited(self) -> int | None:
@@ -474,7 +483,7 @@ class QueuedOperation(Handle[Any]):
     def advance(self) -> bool:
         """Goes on as far as it can; tells whether it moved."""
         moved = False
-        with self._context():
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             while not self.is_over and (self._waiting is None or self._waiting.is_done()):
                 moved = self.is_begun = True
                 try:
@@ -495,6 +504,14 @@ class QueuedOperation(Handle[Any]):
         """Forgets it where it stands."""
         self._end()
         self._steps.close()
+
+    def _in_stream(self, stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor], steps: Steps) -> Steps:
+        stream.wait_event(self._event)
+        for tensor in tensors:
+            tensor.record_stream(stream)  # it may be dropped before the stream is done with it
+        result = yield from steps
+        self._event = stream.record_event()
+        return result
 
     def _resume(self) -> Handle[Any]:
         """Gives the steps what they have waited for, or its error; gives what they wait for next."""

@@ -317,8 +317,7 @@ class ClusterWindow(Window):
     def _find(self, rank: int) -> int | None:
         """Gives the place of a rank of this machine; None for others."""
         self._check_open()
-        if not 0 <= rank < self._group.size:
-            raise UsageError(f"There is no rank {rank} among {self._group.size}.", next_step="name a member.")
+        self._group.check_rank(rank)
         return self._members.place_of(rank)
 
     def _check_open(self) -> None:
