@@ -126,11 +126,6 @@ class Delivery(MeshHandle[torch.Tensor | None]):
         self.is_here = False
         """Whether all bytes have arrived."""
 
-    @property
-    def is_arriving(self) -> bool:
-        """Whether some of its bytes may have arrived, and not all have."""
-        return self.content is not None and not self.is_here
-
     def give_content(self) -> None:
         """Gives the tensor to whoever waits for it, copied if it did not come into its place."""
         assert self.content is not None
@@ -160,7 +155,7 @@ class Mailbox:
     def __init__(self, max_unclaimed_bytes: int) -> None:
         self._max_unclaimed_bytes = max_unclaimed_bytes
         self._pool = BufferPool()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._lines: dict[Key, list[Delivery]] = {}
         """What was asked for, or began to arrive, first comes first."""
 
@@ -179,7 +174,11 @@ class Mailbox:
     def has_room(self, source: int, key: Key, size_bytes: int) -> bool:
         """Tells whether a tensor may be sent: somebody waits for it, or the bound leaves room."""
         with self._lock:
-            return self._find_wanted(source, key) is not None or self._has_room(size_bytes)
+            if self._find_wanted(source, key) is not None:
+                return True
+            early = [each.content for each in self._all() if not each.is_wanted]
+            unclaimed_bytes = sum(content.nbytes for content in early if content is not None)
+            return unclaimed_bytes + size_bytes <= self._max_unclaimed_bytes
 
     def expect(self, source: int, key: Key, size_bytes: int) -> memoryview:
         """Gives memory for a tensor that begins to arrive.
@@ -187,10 +186,10 @@ class Mailbox:
         PeerBusy when it must wait at its sender; TensorError when it is not of the size that is wanted.
         """
         with self._lock:
+            if not self.has_room(source, key, size_bytes):
+                raise PeerBusy("there is no room for this tensor until it is asked for.")
             found = self._find_wanted(source, key)
             if found is None:
-                if not self._has_room(size_bytes):
-                    raise PeerBusy("there is no room for this tensor until it is asked for.")
                 found = Delivery(key, is_wanted=False)
                 self._lines.setdefault(key, []).append(found)
             found.sender = source
@@ -210,7 +209,7 @@ class Mailbox:
         """Takes note that all bytes of a tensor are here; tells whether somebody waited for it."""
         with self._lock:
             # a key names one tensor of a sender at a time
-            found = self._find(key, lambda each: each.sender == source and each.is_arriving)
+            found = self._find(key, lambda each: each.sender == source and not each.is_here)
             assert found is not None
             found.is_here = True
             if not found.is_wanted:
@@ -234,7 +233,9 @@ class Mailbox:
         """
         with self._lock:
             while broken_off := [
-                each for each in self._all() if each.is_arriving and is_hopeless(each.sender)
+                each
+                for each in self._all()
+                if not (each.sender is None or each.is_here) and is_hopeless(each.sender)
             ]:
                 each = broken_off[0]
                 self._remove(each)
@@ -257,11 +258,6 @@ class Mailbox:
         if not wanted.is_here:
             self._lines.setdefault(wanted.key, []).append(wanted)
         return wanted.is_here
-
-    def _has_room(self, size_bytes: int) -> bool:
-        early = [each.content for each in self._all() if not each.is_wanted]
-        unclaimed_bytes = sum(content.nbytes for content in early if content is not None)
-        return unclaimed_bytes + size_bytes <= self._max_unclaimed_bytes
 
     def _all(self) -> list[Delivery]:
         return [each for line in self._lines.values() for each in line]
