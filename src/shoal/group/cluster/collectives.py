@@ -43,6 +43,7 @@ from shoal.group.host.engine import Span, is_overlapping, put_back, span_of
 from shoal.group.kernels import add_differences, mix_into
 from shoal.group.operations import TrafficCounter
 from shoal.group.solo import SoloGroup
+from shoal.tensors.dtypes import DTYPES, dtype_name
 from shoal.topology import Weights
 from shoal.transport import Head, Reply
 
@@ -177,7 +178,7 @@ class Collectives:
                     f"all_gather of {_rows(theirs)}.",
                     next_step="let all workers give tensors that differ in their first dimension alone.",
                 )
-        return [self._staging.to_device(theirs, tensor) for _, theirs in parts]
+        return [theirs.to(tensor.device, non_blocking=True) for _, theirs in parts]
 
     def exchange(self, seq: int, tensor: torch.Tensor, weights: Weights, out: torch.Tensor | None) -> Steps:
         """Goes straight from rank to rank; inside the machine its own group does it."""
@@ -218,7 +219,7 @@ class Collectives:
                 kept += sources[rank]
                 continue
             heard = MachineGreeting.decode(came[0], describe("exchange", flat), self._mesh.rank)
-            parts.append((self._staging.to_device(came[1], flat), sources[rank] * heard.detail))
+            parts.append((came[1].to(flat.device, non_blocking=True), sources[rank] * heard.detail))
         if inside is None:
             mix_into(mixed, own, weights.own + kept, parts)
         elif weights.is_difference:
@@ -268,7 +269,7 @@ class Collectives:
             if came is ABSENT:
                 own += weight
             else:
-                parts.append((self._staging.to_device(came, flat), weight))
+                parts.append((came.to(flat.device, non_blocking=True), weight))
         yield between.told()
         mix_into(flat, flat, own, parts)
 
@@ -390,15 +391,14 @@ class Collectives:
             error = None if handle.is_done() else find_error()
             if error is not None:
                 raise error
+            # without the speaker it was lost on the way: whether the others have what it said nobody knows
             try:
                 handle.wait()
-                present = _present(handle)
             except UsageError:
                 if speaker in self._local.members:
                     raise
-                present = ()
-            if speaker not in present:
-                # it was lost on the way: whether the others have what it said nobody knows
+                raise members.failure_of(speaker) from None
+            if speaker not in getattr(handle, "present", (0,)):
                 raise members.failure_of(speaker)
 
         if is_last:
@@ -447,16 +447,12 @@ class Collectives:
 def _inside(handle: Handle[Any]) -> Steps:
     """Waits for a step inside the machine, and gives the places of those that took part."""
     yield handle
-    return _present(handle)
-
-
-def _present(handle: Handle[Any]) -> Sequence[int]:
-    return getattr(handle, "present", (0,))
+    return getattr(handle, "present", (0,))  # one that is alone there has no handle that could tell
 
 
 def _pack(parts: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
     """Puts tensors and their ranks in one tensor of bytes, each tensor from a 64-byte boundary on."""
-    kinds = [(rank, _dtype_name(tensor), list(tensor.shape)) for rank, tensor in parts]
+    kinds = [(rank, dtype_name(tensor.dtype), list(tensor.shape)) for rank, tensor in parts]
     head = msgspec.msgpack.encode(kinds)
     head = len(head).to_bytes(8, "little") + head
     contents = [torch.frombuffer(bytearray(head), dtype=torch.uint8)]
@@ -470,8 +466,8 @@ def _unpack(blob: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     end = 8 + int.from_bytes(blob[:8].numpy().tobytes(), "little")
     kinds = msgspec.msgpack.decode(blob[8:end].numpy().tobytes(), type=list[tuple[int, str, list[int]]])
     parts, at = [], _aligned(end)
-    for rank, dtype_name, shape in kinds:
-        dtype = getattr(torch, dtype_name)
+    for rank, name, shape in kinds:
+        dtype = DTYPES[name]
         size_bytes = math.prod(shape) * dtype.itemsize
         parts.append((rank, blob[at : at + size_bytes].view(dtype).view(shape)))
         at += _aligned(size_bytes)
@@ -483,11 +479,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _rows(tensor: torch.Tensor) -> str:
-    return f"{_dtype_name(tensor)}, rows of {list(tensor.shape[1:])}"
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype_name(tensor.dtype)}, rows of {list(tensor.shape[1:])}"
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -501,16 +493,13 @@ def _has_left(root: int) -> UsageError:
     )
 
 
-def is_on_device(tensor: torch.Tensor) -> bool:
-    """Tells whether a tensor lies outside the host's memory."""
-    return tensor.device.type != "cpu"
-
-
 class HostStaging:
     """Copies between the memory of a GPU and that of the host; tests give another `takes`."""
 
     def __init__(
-        self, takes: Callable[[torch.Tensor], bool] = is_on_device, piece_bytes: int = PIECE_BYTES
+        self,
+        takes: Callable[[torch.Tensor], bool] = lambda tensor: tensor.device.type != "cpu",
+        piece_bytes: int = PIECE_BYTES,
     ) -> None:
         self.takes = takes
         """Tells which tensors must pass through the host's memory."""
@@ -537,10 +526,6 @@ class HostStaging:
         host = self.buffer(flat)
         yield self.copy(host, flat)
         return host
-
-    def to_device(self, host: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Gives what came in the host's memory to the current stream of another tensor's device."""
-        return host.to(like.device, non_blocking=True)
 
     def in_pieces(
         self,

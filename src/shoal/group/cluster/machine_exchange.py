@@ -21,6 +21,7 @@ from shoal.group.base import Done, Handle, Loss, Reduction
 from shoal.group.cluster.members import Members
 from shoal.group.cluster.mesh import Delivery, Mesh, MeshHandle
 from shoal.group.kernels import reduce_into, share_bounds
+from shoal.tensors.dtypes import dtype_name
 
 _MATES_S = 2.0
 _SMALL_BYTES = 1 << 16
@@ -69,8 +70,7 @@ def describe(kind: str, tensor: torch.Tensor | None = None, rule: str = "") -> s
     """
     if tensor is None:
         return kind
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{kind} of {tensor.numel()} elements ({dtype}{rule and ', ' + rule})"
+    return f"{kind} of {tensor.numel()} elements ({dtype_name(tensor.dtype)}{rule and ', ' + rule})"
 
 
 class MachineGreeting(msgspec.Struct, frozen=True, array_like=True):
