@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -570,24 +571,24 @@ class OperationQueue(deque[QueuedOperation]):
         return False
 
 
+@dataclass(eq=False, slots=True)
 class _GroupHandle(Handle[T]):
     """Something under way in a group, which makes progress while its caller waits."""
 
-    def __init__(self, group: ClusterGroup, inner: Handle[Any], what: str, result: Callable[[], T]) -> None:
-        self._group = group
-        self._inner = inner
-        self._what = what
-        self._result = result
+    group: ClusterGroup
+    inner: Handle[Any]
+    what: str
+    result: Callable[[], T]
 
     def wait(self, deadline: Deadline | None = None) -> T:
-        if not self._inner.is_done():
-            self._group.wait(self._inner.is_done, deadline, self._what)
-        return self._result()
+        if not self.inner.is_done():
+            self.group.wait(self.inner.is_done, deadline, self.what)
+        return self.result()
 
     def is_done(self) -> bool:
-        if not self._inner.is_done():
-            self._group.progress()
-        return self._inner.is_done()
+        if not self.inner.is_done():
+            self.group.progress()
+        return self.inner.is_done()
 
 
 class _SoloWaiter:

@@ -104,28 +104,23 @@ class MachineGreeting(msgspec.Struct, frozen=True, array_like=True):
 class MachineExchange:
     """One operation between this machine, for which this worker speaks, and the others.
 
-    `name` tells apart those that are parts of the same operation.
+    `name` tells apart those that are parts of the same operation; `receiving` gets everything that is asked
+    for, for whoever ends the operation.
     """
 
     def __init__(
-        self,
-        mesh: Mesh,
-        members: Members,
-        seq: int,
-        receiving: list[Delivery],
-        name: str = "",
+        self, mesh: Mesh, members: Members, seq: int, receiving: list[Delivery], name: str = ""
     ) -> None:
         self.machine = members.machine
         self._mesh = mesh
         self._members = members
         self._seq = seq
+        self._receiving = receiving
         self._name = name
         self._greeting = torch.empty(0)
         self._speakers: dict[int, int] = {}
         """Who was greeted on each other machine, the last one."""
         self._sending: list[MeshHandle[None]] = []
-        self._receiving = receiving
-        """Everything that the operation has asked for, for whoever ends it."""
         self._gone_before = tuple(mesh.monitor.lost)
         """Those without whom the others have begun this operation, too."""
 
