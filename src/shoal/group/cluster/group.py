@@ -26,7 +26,17 @@ from typing import Any
 import msgspec
 import torch
 
-from shoal.core import Deadline, DeadlineExceeded, PeerLost, Placement, ShoalError, UsageError
+from shoal.core import (
+    Address,
+    Deadline,
+    DeadlineExceeded,
+    Peer,
+    PeerId,
+    PeerLost,
+    Placement,
+    ShoalError,
+    UsageError,
+)
 from shoal.group.base import (
     Group,
     GroupSettings,
@@ -42,7 +52,7 @@ from shoal.group.cluster.collectives import Collectives, HostStaging, TorchOpera
 from shoal.group.cluster.machine_exchange import FREE, PendingStep, Steps
 from shoal.group.cluster.members import Members
 from shoal.group.cluster.mesh import Mesh
-from shoal.group.cluster.rendezvous import Rendezvous, WorkerAddress, interface_of
+from shoal.group.cluster.rendezvous import LOOPBACK, Rendezvous, WorkerAddress, interface_of
 from shoal.group.cluster.window import Windows
 from shoal.group.host import HostGroup, open_host_group
 from shoal.group.host.engine import Span, is_overlapping, span_of
@@ -55,6 +65,7 @@ _SPIN_S = 5e-4
 _NAP_S = 5e-3
 _LINE_EVERY_S = 10.0
 _LEAVING_S = 10.0
+_CONNECTING_S = 60.0
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -65,13 +76,24 @@ def open_cluster_group(
     machines: dict[str, list[int]] = {}
     for address in addresses:
         machines.setdefault(address.machine, []).append(address.rank)
-    here = addresses[placement.rank]
+    here, host = addresses[placement.rank], LOOPBACK
     if any(address.host_id != here.host_id for address in addresses):
-        interface = interface_of(here.address)
+        host = here.address
+        interface = interface_of(host)
         if interface is not None:  # gloo would take the one that this machine's name stands for
             os.environ.setdefault(_GLOO_INTERFACE, interface)
-    mesh = Mesh.open(placement.rank, addresses, machines[here.machine], settings, rendezvous)
+    deadline = Deadline.after(settings.timeout_s or _CONNECTING_S)
+    mesh = Mesh(placement.rank, rendezvous.secret(deadline), host=host, silence_s=settings.silence_s)
+    listening = mesh.listen()
     try:
+        told = rendezvous.share("mesh", (str(listening.address), str(listening.id)), deadline)
+        peers = {
+            rank: Peer(Address.parse(address), PeerId.parse(peer_id))
+            for rank, (address, peer_id) in enumerate(told)
+            if rank not in machines[here.machine]
+        }
+        names = {address.rank: f"process {address.pid} on {address.host}" for address in addresses}
+        mesh.connect(peers, names, deadline)
         return assemble(list(machines.values()), mesh, settings, rendezvous)
     except BaseException as error:
         mesh.close(error)

@@ -287,7 +287,8 @@ class HeartbeatMonitor:
         self._others: dict[int, _Watched] = {}
         self._ranks: dict[PeerId, int] = {}
         self._ready = asyncio.get_running_loop().create_future()
-        self._ending: Departure | None = None
+        self.ending: Departure | None = None
+        """How this worker goes, once it has told the others."""
         transport.handle(_GREET, self._answer_greeting)
         transport.handle(_WATCH, self._answer_watch)
         transport.handle(_BEAT, self._answer_beat)
@@ -326,11 +327,6 @@ class HeartbeatMonitor:
             raise PeerRefused(f"{head.peer} is not of this group.")
         return rank
 
-    @property
-    def is_going(self) -> bool:
-        """Whether this worker has told the others that it goes."""
-        return self._ending is not None
-
     def is_gone(self, rank: int) -> bool:
         """Tells whether nothing more can be asked of a rank."""
         return rank in self.left or self._others[rank].loss is not None
@@ -348,8 +344,8 @@ class HeartbeatMonitor:
 
     def tell(self, ending: Departure) -> None:
         """Answers all who ask, and all who will, that this worker goes; the first time counts."""
-        if self._ending is None:
-            self._ending = ending
+        if self.ending is None:
+            self.ending = ending
             for other in self._others.values():
                 other.answer(ending)
 
@@ -417,7 +413,7 @@ class HeartbeatMonitor:
                 self._end(other)
         elif ending.kind == "verdict" or ending.culprit == self.rank:
             reason = f"it has gone on without this worker ({ending.reason})"
-            if self._ending is None:
+            if self.ending is None:
                 own = Loss(self.rank, f"{ending.reason}, and rank {rank} went on without it")
                 self.lose(Loss(rank, reason, "verdict", because=own))
             else:  # this worker has said itself that it goes
@@ -467,8 +463,8 @@ class HeartbeatMonitor:
         self, head: Head, buffers: Sequence[memoryview]
     ) -> Reply | asyncio.Future[Reply | None]:
         other = self._others[self.rank_of(head)]
-        if self._ending is not None:
-            return Reply(self._ending)
+        if self.ending is not None:
+            return Reply(self.ending)
         if other.loss is not None:
             return Reply(Departure("verdict", reason=other.loss.reason))
         other.asker = asyncio.get_running_loop().create_future()

@@ -21,7 +21,7 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
@@ -35,7 +35,6 @@ from shoal.core import (
     Peer,
     PeerBusy,
     PeerError,
-    PeerId,
     PeerLeaving,
     PeerLost,
     PeerRefused,
@@ -46,9 +45,9 @@ from shoal.core import (
 )
 from shoal.core.identity import Identity
 from shoal.core.run_options import SILENCE_S
-from shoal.group.base import GroupSettings, Handle, Loss
+from shoal.group.base import Handle, Loss
 from shoal.group.cluster.members import Departure, HeartbeatMonitor
-from shoal.group.cluster.rendezvous import LOOPBACK, Rendezvous, WorkerAddress
+from shoal.group.cluster.rendezvous import LOOPBACK
 from shoal.tensors.memory import copy_into, tensor_over
 from shoal.transport import (
     Allocate,
@@ -299,7 +298,7 @@ async def poll_until(is_done: Callable[[], bool]) -> None:
 
 
 class Mesh:
-    """One worker's streams to those of other machines; `open` makes it.
+    """One worker's streams to those of other machines; it can be used after `listen` and `connect`.
 
     `secret` is the run's, of 32 characters or more, `host` an address of this machine that the others reach.
     Tensors that have come and nobody has asked for take up to `max_unclaimed_bytes`.
@@ -343,35 +342,6 @@ class Mesh:
         self._is_open = False
 
     # --- its life ---
-
-    @classmethod
-    def open(
-        cls,
-        rank: int,
-        addresses: Sequence[WorkerAddress],
-        own: Collection[int],
-        settings: GroupSettings,
-        rendezvous: Rendezvous,
-    ) -> Mesh:
-        """Connects with all whose ranks are not in `own`, those of this machine. Collective."""
-        deadline = Deadline.after(settings.timeout_s or _CONNECTING_S)
-        is_one_host = all(address.host_id == addresses[rank].host_id for address in addresses)
-        host = LOOPBACK if is_one_host else addresses[rank].address
-        mesh = cls(rank, rendezvous.secret(deadline), host=host, silence_s=settings.silence_s)
-        listening = mesh.listen()
-        try:
-            told = rendezvous.share("mesh", (str(listening.address), str(listening.id)), deadline)
-            peers = {
-                other: Peer(Address.parse(address), PeerId.parse(peer_id))
-                for other, (address, peer_id) in enumerate(told)
-                if other not in own
-            }
-            names = {address.rank: f"process {address.pid} on {address.host}" for address in addresses}
-            mesh.connect(peers, names, deadline)
-        except BaseException as error:
-            mesh.close(error)
-            raise
-        return mesh
 
     def listen(self) -> Peer:
         """Gives where this worker can be reached, for the others to `connect`."""
@@ -613,7 +583,9 @@ class Mesh:
     async def _wait_for_room(self, head: Head, buffers: Sequence[memoryview]) -> None:
         """Answers a sender when its tensor may come, or when this worker goes, which it learns elsewhere."""
         rank, (key, size_bytes) = self.rank_of(head), head.payload
-        await poll_until(lambda: self.monitor.is_going or self._mailbox.has_room(rank, key, size_bytes))
+        await poll_until(
+            lambda: self.monitor.ending is not None or self._mailbox.has_room(rank, key, size_bytes)
+        )
 
     def _start(self, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> MeshHandle[T]:
         """Does some work on the loop, and finishes a handle with what comes of it."""
