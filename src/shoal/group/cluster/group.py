@@ -561,13 +561,15 @@ class OperationQueue(deque[QueuedOperation]):
         """Goes on with all operations that can go on."""
         moved = True
         while moved:
-            moved = False
-            is_clear = True
+            moved, is_clear = False, True
+            in_use: list[Span] = []
             for operation in tuple(self):
-                may_go_on = is_clear or operation.is_free
-                if may_go_on and (operation.is_begun or not self._is_in_use(operation)):
+                may_begin = operation.is_begun or not is_overlapping(in_use, operation.spans)
+                if may_begin and (is_clear or operation.is_free):
                     moved |= operation.advance()
                 is_clear = is_clear and operation.is_free
+                if not operation.is_over:
+                    in_use += operation.spans
             while self and self[0].is_over:
                 self.popleft()
 
@@ -583,14 +585,6 @@ class OperationQueue(deque[QueuedOperation]):
         """Forgets all that is under way."""
         while self:
             self.popleft().drop()
-
-    def _is_in_use(self, operation: QueuedOperation) -> bool:
-        for earlier in self:
-            if earlier is operation:
-                return False
-            if not earlier.is_over and is_overlapping(earlier.spans, operation.spans):
-                return True
-        return False
 
 
 @dataclass(eq=False, slots=True)
