@@ -238,7 +238,7 @@ class ClusterGroup(Group):
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
         """Copies from `root` inside its machine, and to the others through one worker of each."""
-        self.check_rank(root)
+        self.membership.check_rank(root)
         return self._issue("broadcast", [tensor], tensor, root)
 
     def all_gather(self, tensor: torch.Tensor) -> Handle[list[torch.Tensor]]:
@@ -385,11 +385,6 @@ class ClusterGroup(Group):
         finally:
             if awaited is not None:
                 self._waited_s[awaited] += time.perf_counter() - began_s
-
-    def check_rank(self, rank: int) -> None:
-        """UsageError for a rank that does not exist."""
-        if not 0 <= rank < self.size:
-            raise UsageError(f"There is no rank {rank} among {self.size}.", next_step="name a member.")
 
     def check_usable(self) -> None:
         """UsageError in a forked child, and when this worker is out of step or has left; raises `split`."""

@@ -310,7 +310,7 @@ class ClusterWindow(Window):
     def _find(self, rank: int) -> int | None:
         """Gives the place of a rank of this machine; None for others."""
         self._check_open()
-        self._group.check_rank(rank)
+        self._members.check_rank(rank)
         return self._members.place_of(rank)
 
     def _check_open(self) -> None:
