@@ -186,8 +186,10 @@ class Collectives:
         flat = _flat(tensor)
         mixed = flat if out is None else out.detach().view(-1)
         destinations = weights.destinations
-        if destinations is None:
-            destinations = yield from self._named_by(seq, weights)
+        if destinations is None:  # those that name this rank as a source
+            named = torch.tensor(list(weights.sources), dtype=torch.int64)
+            everybody = yield from self._gather(seq, named, is_last=False)
+            destinations = {rank: 1.0 for rank, theirs in everybody if self._mesh.rank in theirs.tolist()}
         place_of = self._members.place_of
         outside = [rank for rank in destinations if place_of(rank) is None]
         sources = {rank: weight for rank, weight in weights.sources.items() if place_of(rank) is None}
@@ -242,15 +244,13 @@ class Collectives:
         flat = _flat(given)
         present = yield from _inside(self._local.all_reduce(flat, "mean"))
         if self._is_speaker(present):
-            yield from self._mix_machines(self._between(seq), len(present), flat, weights)
+            yield from self._mix_machines(seq, len(present), flat, weights)
         yield from self._pass_on(seq, present[0], self._local.broadcast(flat, present[0]))
         return put_back(flat, given)
 
-    def _mix_machines(
-        self, between: MachineExchange, num_workers: int, flat: torch.Tensor, weights: Weights
-    ) -> Steps:
-        machine = between.machine
-        named = sorted(weights.sources)
+    def _mix_machines(self, seq: int, num_workers: int, flat: torch.Tensor, weights: Weights) -> Steps:
+        """Takes the weighted average of this machine's tensor and those of other machines, in place."""
+        between, machine, named = self._between(seq), self._members.machine, sorted(weights.sources)
         heard = yield from between.greet(describe("exchange_machines", flat), num_workers, named)
         wanted_by = [other for other in heard if other != machine and machine in heard[other].detail]
         coming = {
@@ -327,13 +327,6 @@ class Collectives:
         if self._local.should_survive or not dist.is_nccl_available():
             return "-"
         return f"{host_id()} {torch.cuda.get_device_properties(tensor.device).uuid}"
-
-    def _named_by(self, seq: int, weights: Weights) -> Steps:
-        """Gives the ranks that want to receive from this one, where nobody has said so, with factors of 1."""
-        named = torch.tensor(list(weights.sources), dtype=torch.int64)
-        rank = self._mesh.rank
-        parts = yield from self._gather(seq, named, is_last=False)
-        return {other: 1.0 for other, theirs in parts if other != rank and rank in theirs.tolist()}
 
     def _inside_weights(self, weights: Weights) -> Weights:
         """Gives the part of an exchange that stays in this machine, by places."""
