@@ -51,7 +51,7 @@ from shoal.group.base import (
 from shoal.group.cluster.collectives import Collectives, HostStaging, TorchOperations
 from shoal.group.cluster.machine_exchange import FREE, PendingStep, Steps
 from shoal.group.cluster.members import Members
-from shoal.group.cluster.mesh import Mesh
+from shoal.group.cluster.mesh import CONNECTING_S, Mesh
 from shoal.group.cluster.rendezvous import LOOPBACK, Rendezvous, WorkerAddress, interface_of
 from shoal.group.cluster.window import Windows
 from shoal.group.host import HostGroup, open_host_group
@@ -65,7 +65,6 @@ _SPIN_S = 5e-4
 _NAP_S = 5e-3
 _LINE_EVERY_S = 10.0
 _LEAVING_S = 10.0
-_CONNECTING_S = 60.0
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -82,7 +81,7 @@ def open_cluster_group(
         interface = interface_of(host)
         if interface is not None:  # gloo would take the one that this machine's name stands for
             os.environ.setdefault(_GLOO_INTERFACE, interface)
-    deadline = Deadline.after(settings.timeout_s or _CONNECTING_S)
+    deadline = Deadline.after(settings.timeout_s or CONNECTING_S)
     mesh = Mesh(placement.rank, rendezvous.secret(deadline), host=host, silence_s=settings.silence_s)
     listening = mesh.listen()
     try:
@@ -238,7 +237,8 @@ class ClusterGroup(Group):
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
         """Copies from `root` inside its machine, and to the others through one worker of each."""
-        self.membership.check_rank(root)
+        if not 0 <= root < self.size:
+            raise UsageError(f"There is no rank {root} among {self.size}.", next_step="name a member.")
         return self._issue("broadcast", [tensor], tensor, root)
 
     def all_gather(self, tensor: torch.Tensor) -> Handle[list[torch.Tensor]]:

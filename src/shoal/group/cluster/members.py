@@ -30,18 +30,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from shoal.core import (
-    Deadline,
-    NetworkSplit,
-    Peer,
-    PeerId,
-    PeerLost,
-    PeerRefused,
-    Scope,
-    ShoalError,
-    UsageError,
-    fanout,
-)
+from shoal.core import Deadline, NetworkSplit, Peer, PeerId, PeerLost, PeerRefused, Scope, ShoalError, fanout
 from shoal.group.base import GroupSettings, Loss
 from shoal.group.host import HostGroup
 from shoal.group.solo import SoloGroup
@@ -102,11 +91,6 @@ class Members:
         for place, rank in enumerate(self.mates):
             if rank != self.rank and (found := self._window.fetch(place).wait()) is not None:
                 self._tables[place] = found.tensor.numpy()
-
-    def check_rank(self, rank: int) -> None:
-        """UsageError for a rank that does not exist."""
-        if not 0 <= rank < self.size:
-            raise UsageError(f"There is no rank {rank} among {self.size}.", next_step="name a member.")
 
     def place_of(self, rank: int) -> int | None:
         """Gives a rank's place inside this machine; None for those of others."""

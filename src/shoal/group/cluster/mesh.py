@@ -69,7 +69,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 Key = tuple[int | str, ...]
 _SEND, _ROOM = "mesh.send", "mesh.room"
-_CONNECTING_S = 60.0
+CONNECTING_S = 60.0
 _FAREWELL_S = 2.0
 _BUSY_S = 0.02
 _SETTING_S = 30.0
@@ -375,7 +375,7 @@ class Mesh:
         be reached.
         """
         self._peers.update(peers)
-        deadline = deadline or Deadline.after(_CONNECTING_S)
+        deadline = deadline or Deadline.after(CONNECTING_S)
         self.loop.run(self.monitor.open(peers, names or {}, deadline))
 
     def leave(self, after: int) -> None:

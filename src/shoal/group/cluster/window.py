@@ -310,7 +310,8 @@ class ClusterWindow(Window):
     def _find(self, rank: int) -> int | None:
         """Gives the place of a rank of this machine; None for others."""
         self._check_open()
-        self._members.check_rank(rank)
+        if not 0 <= rank < self._group.size:
+            raise UsageError(f"There is no rank {rank} among {self._group.size}.", next_step="name a member.")
         return self._members.place_of(rank)
 
     def _check_open(self) -> None:
