@@ -119,18 +119,18 @@ def test_a_machine_whose_workers_are_all_lost_has_not_left(is_begun, should_surv
 
 def test_a_loss_counts_whenever_it_is_noticed(monkeypatch):
     """Also after the look at who is lost, when only one more machine is waited for."""
-    look_again = MachineExchange.look_again
+    find_speaker = MachineExchange._find_speaker
 
     with open_cluster([[0], [1], [2]]) as groups:
         groups[1].barrier()
 
         def lose_and_look(between, machine):
-            if machine == 2:
+            if machine == 2 and machine in between._speakers:  # it was greeted, and is waited for
                 groups[2].close(GAVE_UP)
                 until_lost(groups[0], {2})
-            return look_again(between, machine)
+            return find_speaker(between, machine)
 
-        monkeypatch.setattr(MachineExchange, "look_again", lose_and_look)
+        monkeypatch.setattr(MachineExchange, "_find_speaker", lose_and_look)
         assert waiting_for(groups[0].barrier()).peer == 2
 
 

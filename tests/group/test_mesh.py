@@ -114,6 +114,22 @@ def test_one_that_is_lost_while_it_sends_leaves_the_place_to_another():
         assert mailbox.is_empty
 
 
+def test_several_that_are_lost_while_they_send_leave_the_place_to_another():
+    with open_meshes(4) as (one, two, three, four):
+        mailbox, into = one._mailbox, torch.zeros(3)  # so that tensors come only in part
+        received = one.receive(None, ("x",), into)
+        mailbox.expect(1, ("x",), 12)
+        mailbox.expect(2, ("x",), 12)
+        two.close(ConnectionAbortedError())
+        three.close(ConnectionAbortedError())
+        until(lambda: sorted(one.monitor.lost) == [1, 2])
+        assert not received.is_done()
+        four.send(0, ("x",), torch.ones(3)).wait(soon())
+        assert torch.equal(received.wait(soon()), torch.ones(3))
+        assert torch.equal(into, torch.ones(3))
+        assert mailbox.is_empty
+
+
 def test_a_tensor_of_another_size_is_an_error_on_both_sides():
     with open_meshes(2) as (one, other):
         received = other.receive(0, ("x",), torch.zeros(4))

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from shoal.launch.interfaces import is_own, own_addresses
+from shoal.core.processes import is_own, own_addresses
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="interfaces are named on Linux only")

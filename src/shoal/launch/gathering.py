@@ -12,8 +12,8 @@ from typing import Self
 from shoal._version import __version__
 from shoal.core import Clock
 from shoal.core.errors import PeerError, PeerRefused, PeerUnreachable, ProtocolError, ShoalError, UsageError
+from shoal.core.processes import boot_id
 from shoal.launch.channel import Station
-from shoal.launch.interfaces import boot_id
 from shoal.launch.messages import BEAT_S, Beat, Hello, all_addresses
 from shoal.launch.settings import Meeting
 from shoal.launch.signals import SignalInbox

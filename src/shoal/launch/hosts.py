@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.core.errors import UsageError
+from shoal.core.processes import is_own
 from shoal.launch.channel import AGENT, Engine, PipeChannel, Station
-from shoal.launch.interfaces import is_own
 from shoal.launch.ssh import SshChannel, SshSettings
 
 _ENTRY = re.compile(r"(?P<name>(?:[^@\s]+@)?(?:\[[^\]\s]+\]|[^:\[\]\s]+))(?::(?P<slots>\d+))?")

@@ -8,7 +8,7 @@ import socket
 from shoal._version import __version__
 from shoal.core import SYSTEM_CLOCK
 from shoal.core.placement import num_cores
-from shoal.launch.interfaces import boot_id, own_addresses
+from shoal.core.processes import boot_id, own_addresses
 from shoal.launch.messages import Hello
 from shoal.launch.settings import free_port
 

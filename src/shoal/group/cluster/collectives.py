@@ -36,13 +36,14 @@ from shoal.group.cluster.machine_exchange import (
     describe,
 )
 from shoal.group.cluster.members import Members
-from shoal.group.cluster.mesh import Mesh, MeshHandle, poll_until
+from shoal.group.cluster.mesh import Delivery, Mesh, MeshHandle, poll_until
 from shoal.group.cluster.rendezvous import host_id
 from shoal.group.host import HostGroup
 from shoal.group.host.engine import Span, is_overlapping, put_back, span_of
 from shoal.group.kernels import add_differences, mix_into
 from shoal.group.operations import TrafficCounter
 from shoal.group.solo import SoloGroup
+from shoal.tensors.dtypes import DTYPES, dtype_name
 from shoal.topology import Weights
 from shoal.transport import Head, Reply
 
@@ -80,7 +81,7 @@ class Collectives:
         self._mates = members.mates
         self._staging = staging
         self._torch = through_torch
-        self._receiving: dict[int, list[MeshHandle[torch.Tensor | None]]] = {}
+        self._receiving: dict[int, list[Delivery]] = {}
         """What waits for tensors of other machines, by operation."""
         self._sending: list[tuple[Span, MeshHandle[None]]] = []
         """Memory that is on its way to other machines."""
@@ -177,7 +178,7 @@ class Collectives:
                     f"all_gather of {_rows(theirs)}.",
                     next_step="let all workers give tensors that differ in their first dimension alone.",
                 )
-        return [self._staging.to_device(theirs, tensor) for _, theirs in parts]
+        return [theirs.to(tensor.device, non_blocking=True) for _, theirs in parts]
 
     def exchange(self, seq: int, tensor: torch.Tensor, weights: Weights, out: torch.Tensor | None) -> Steps:
         """Goes straight from rank to rank; inside the machine its own group does it."""
@@ -185,8 +186,10 @@ class Collectives:
         flat = _flat(tensor)
         mixed = flat if out is None else out.detach().view(-1)
         destinations = weights.destinations
-        if destinations is None:
-            destinations = yield from self._named_by(seq, weights)
+        if destinations is None:  # those that name this rank as a source
+            named = torch.tensor(list(weights.sources), dtype=torch.int64)
+            everybody = yield from self._gather(seq, named, is_last=False)
+            destinations = {rank: 1.0 for rank, theirs in everybody if self._mesh.rank in theirs.tolist()}
         place_of = self._members.place_of
         outside = [rank for rank in destinations if place_of(rank) is None]
         sources = {rank: weight for rank, weight in weights.sources.items() if place_of(rank) is None}
@@ -218,7 +221,7 @@ class Collectives:
                 kept += sources[rank]
                 continue
             heard = MachineGreeting.decode(came[0], describe("exchange", flat), self._mesh.rank)
-            parts.append((self._staging.to_device(came[1], flat), sources[rank] * heard.detail))
+            parts.append((came[1].to(flat.device, non_blocking=True), sources[rank] * heard.detail))
         if inside is None:
             mix_into(mixed, own, weights.own + kept, parts)
         elif weights.is_difference:
@@ -241,15 +244,13 @@ class Collectives:
         flat = _flat(given)
         present = yield from _inside(self._local.all_reduce(flat, "mean"))
         if self._is_speaker(present):
-            yield from self._mix_machines(self._between(seq), len(present), flat, weights)
+            yield from self._mix_machines(seq, len(present), flat, weights)
         yield from self._pass_on(seq, present[0], self._local.broadcast(flat, present[0]))
         return put_back(flat, given)
 
-    def _mix_machines(
-        self, between: MachineExchange, num_workers: int, flat: torch.Tensor, weights: Weights
-    ) -> Steps:
-        machine = between.machine
-        named = sorted(weights.sources)
+    def _mix_machines(self, seq: int, num_workers: int, flat: torch.Tensor, weights: Weights) -> Steps:
+        """Takes the weighted average of this machine's tensor and those of other machines, in place."""
+        between, machine, named = self._between(seq), self._members.machine, sorted(weights.sources)
         heard = yield from between.greet(describe("exchange_machines", flat), num_workers, named)
         wanted_by = [other for other in heard if other != machine and machine in heard[other].detail]
         coming = {
@@ -268,7 +269,7 @@ class Collectives:
             if came is ABSENT:
                 own += weight
             else:
-                parts.append((self._staging.to_device(came, flat), weight))
+                parts.append((came.to(flat.device, non_blocking=True), weight))
         yield between.told()
         mix_into(flat, flat, own, parts)
 
@@ -327,13 +328,6 @@ class Collectives:
             return "-"
         return f"{host_id()} {torch.cuda.get_device_properties(tensor.device).uuid}"
 
-    def _named_by(self, seq: int, weights: Weights) -> Steps:
-        """Gives the ranks that want to receive from this one, where nobody has said so, with factors of 1."""
-        named = torch.tensor(list(weights.sources), dtype=torch.int64)
-        rank = self._mesh.rank
-        parts = yield from self._gather(seq, named, is_last=False)
-        return {other: 1.0 for other, theirs in parts if other != rank and rank in theirs.tolist()}
-
     def _inside_weights(self, weights: Weights) -> Weights:
         """Gives the part of an exchange that stays in this machine, by places."""
 
@@ -390,15 +384,14 @@ class Collectives:
             error = None if handle.is_done() else find_error()
             if error is not None:
                 raise error
+            # without the speaker it was lost on the way: whether the others have what it said nobody knows
             try:
                 handle.wait()
-                present = _present(handle)
             except UsageError:
                 if speaker in self._local.members:
                     raise
-                present = ()
-            if speaker not in present:
-                # it was lost on the way: whether the others have what it said nobody knows
+                raise members.failure_of(speaker) from None
+            if speaker not in getattr(handle, "present", (0,)):
                 raise members.failure_of(speaker)
 
         if is_last:
@@ -447,16 +440,12 @@ class Collectives:
 def _inside(handle: Handle[Any]) -> Steps:
     """Waits for a step inside the machine, and gives the places of those that took part."""
     yield handle
-    return _present(handle)
-
-
-def _present(handle: Handle[Any]) -> Sequence[int]:
-    return getattr(handle, "present", (0,))
+    return getattr(handle, "present", (0,))  # one that is alone there has no handle that could tell
 
 
 def _pack(parts: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
     """Puts tensors and their ranks in one tensor of bytes, each tensor from a 64-byte boundary on."""
-    kinds = [(rank, _dtype_name(tensor), list(tensor.shape)) for rank, tensor in parts]
+    kinds = [(rank, dtype_name(tensor.dtype), list(tensor.shape)) for rank, tensor in parts]
     head = msgspec.msgpack.encode(kinds)
     head = len(head).to_bytes(8, "little") + head
     contents = [torch.frombuffer(bytearray(head), dtype=torch.uint8)]
@@ -470,8 +459,8 @@ def _unpack(blob: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     end = 8 + int.from_bytes(blob[:8].numpy().tobytes(), "little")
     kinds = msgspec.msgpack.decode(blob[8:end].numpy().tobytes(), type=list[tuple[int, str, list[int]]])
     parts, at = [], _aligned(end)
-    for rank, dtype_name, shape in kinds:
-        dtype = getattr(torch, dtype_name)
+    for rank, name, shape in kinds:
+        dtype = DTYPES[name]
         size_bytes = math.prod(shape) * dtype.itemsize
         parts.append((rank, blob[at : at + size_bytes].view(dtype).view(shape)))
         at += _aligned(size_bytes)
@@ -483,11 +472,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _rows(tensor: torch.Tensor) -> str:
-    return f"{_dtype_name(tensor)}, rows of {list(tensor.shape[1:])}"
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype_name(tensor.dtype)}, rows of {list(tensor.shape[1:])}"
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -501,16 +486,13 @@ def _has_left(root: int) -> UsageError:
     )
 
 
-def is_on_device(tensor: torch.Tensor) -> bool:
-    """Tells whether a tensor lies outside the host's memory."""
-    return tensor.device.type != "cpu"
-
-
 class HostStaging:
     """Copies between the memory of a GPU and that of the host; tests give another `takes`."""
 
     def __init__(
-        self, takes: Callable[[torch.Tensor], bool] = is_on_device, piece_bytes: int = PIECE_BYTES
+        self,
+        takes: Callable[[torch.Tensor], bool] = lambda tensor: tensor.device.type != "cpu",
+        piece_bytes: int = PIECE_BYTES,
     ) -> None:
         self.takes = takes
         """Tells which tensors must pass through the host's memory."""
@@ -537,10 +519,6 @@ class HostStaging:
         host = self.buffer(flat)
         yield self.copy(host, flat)
         return host
-
-    def to_device(self, host: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Gives what came in the host's memory to the current stream of another tensor's device."""
-        return host.to(like.device, non_blocking=True)
 
     def in_pieces(
         self,
@@ -572,51 +550,12 @@ class HostStaging:
             if should_write:
                 copied[index % 2] = self.copy(part, pieces[index])
 
-    def order(self, tensors: Sequence[torch.Tensor]) -> StreamOrder:
-        """Gives the stream in which an operation on these tensors runs, if they are of a GPU."""
+    def stream_of(self, tensors: Sequence[torch.Tensor]) -> torch.cuda.Stream | None:
+        """Gives the stream in which an operation on these tensors runs; None unless they are of a GPU."""
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         if device is not None and device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return StreamOrder(None if device is None else self._streams[device], tensors)
-
-
-class StreamOrder:
-    """Runs an operation in a stream beside its caller's, after what the caller's was given before the call.
-
-    An operation goes on whenever some call makes progress. In the stream that is the current one then, it
-    would wait for what was given to that stream since, and hold up what comes after. An operation on tensors
-    of the host has no stream.
-    """
-
-    def __init__(self, stream: torch.cuda.Stream | None, tensors: Sequence[torch.Tensor]) -> None:
-        self._stream = stream
-        self._tensors = tensors
-        if stream is not None:
-            self._event = torch.cuda.current_stream(stream.device).record_event()
-
-    def context(self) -> contextlib.AbstractContextManager[Any]:
-        """Makes the operation's stream the current one, while the operation goes on."""
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def around(self, steps: Steps) -> Steps:
-        """Does the steps of an operation after what was recorded, and records its end."""
-        if self._stream is None:
-            return (yield from steps)
-        self._stream.wait_event(self._event)
-        for tensor in self._tensors:
-            tensor.record_stream(self._stream)  # it may be dropped before the stream is done with it
-        result = yield from steps
-        self._event = self._stream.record_event()
-        return result
-
-    def follow(self, result: Any) -> Any:
-        """Lets the current stream wait for the operation's end, and use its result, which it gives back."""
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self._stream.device)
-            current.wait_event(self._event)
-            for tensor in result if isinstance(result, list) else [result]:
-                tensor.record_stream(current)
-        return result
+        return None if device is None else self._streams[device]
 
 
 class TorchOperations:

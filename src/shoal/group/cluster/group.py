@@ -20,12 +20,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
 
-from shoal.core import Deadline, DeadlineExceeded, PeerLost, Placement, ShoalError, UsageError
+from shoal.core import (
+    Address,
+    Deadline,
+    DeadlineExceeded,
+    Peer,
+    PeerId,
+    PeerLost,
+    Placement,
+    ShoalError,
+    UsageError,
+)
 from shoal.group.base import (
     Group,
     GroupSettings,
@@ -40,8 +51,8 @@ from shoal.group.base import (
 from shoal.group.cluster.collectives import Collectives, HostStaging, TorchOperations
 from shoal.group.cluster.machine_exchange import FREE, PendingStep, Steps
 from shoal.group.cluster.members import Members
-from shoal.group.cluster.mesh import Mesh
-from shoal.group.cluster.rendezvous import Rendezvous, WorkerAddress, interface_of
+from shoal.group.cluster.mesh import CONNECTING_S, Mesh
+from shoal.group.cluster.rendezvous import LOOPBACK, Rendezvous, WorkerAddress, interface_of
 from shoal.group.cluster.window import Windows
 from shoal.group.host import HostGroup, open_host_group
 from shoal.group.host.engine import Span, is_overlapping, span_of
@@ -64,13 +75,24 @@ def open_cluster_group(
     machines: dict[str, list[int]] = {}
     for address in addresses:
         machines.setdefault(address.machine, []).append(address.rank)
-    here = addresses[placement.rank]
+    here, host = addresses[placement.rank], LOOPBACK
     if any(address.host_id != here.host_id for address in addresses):
-        interface = interface_of(here.address)
+        host = here.address
+        interface = interface_of(host)
         if interface is not None:  # gloo would take the one that this machine's name stands for
             os.environ.setdefault(_GLOO_INTERFACE, interface)
-    mesh = Mesh.open(placement.rank, addresses, machines[here.machine], settings, rendezvous)
+    deadline = Deadline.after(settings.timeout_s or CONNECTING_S)
+    mesh = Mesh(placement.rank, rendezvous.secret(deadline), host=host, silence_s=settings.silence_s)
+    listening = mesh.listen()
     try:
+        told = rendezvous.share("mesh", (str(listening.address), str(listening.id)), deadline)
+        peers = {
+            rank: Peer(Address.parse(address), PeerId.parse(peer_id))
+            for rank, (address, peer_id) in enumerate(told)
+            if rank not in machines[here.machine]
+        }
+        names = {address.rank: f"process {address.pid} on {address.host}" for address in addresses}
+        mesh.connect(peers, names, deadline)
         return assemble(list(machines.values()), mesh, settings, rendezvous)
     except BaseException as error:
         mesh.close(error)
@@ -88,24 +110,16 @@ def assemble(
     index, mates = next((index, list(ranks)) for index, ranks in enumerate(machines) if mesh.rank in ranks)
     local: HostGroup | SoloGroup = SoloGroup(settings.patience)
     if len(mates) > 1:
-        place = mates.index(mesh.rank)
-        inside = msgspec.structs.replace(
-            settings,
-            key=f"{settings.key} machine {index}",
-            workers_per_machine=None,
-            names=tuple(mates),
-        )
+        place, key = mates.index(mesh.rank), f"{settings.key} machine {index}"
+        inside = msgspec.structs.replace(settings, key=key, workers_per_machine=None, names=tuple(mates))
         local = open_host_group(Placement(place, len(mates), place, len(mates)), inside)
+    opened: Group = local
     try:
-        group = ClusterGroup(machines, local, mesh, settings, rendezvous, staging or HostStaging())
-    except BaseException as error:
-        local.close(error)
-        raise
-    try:
+        opened = group = ClusterGroup(machines, local, mesh, settings, rendezvous, staging or HostStaging())
         group.barrier().wait()  # from now on everybody answers
         group.membership.read_tables()
     except BaseException as error:
-        group.close(error)
+        opened.close(error)
         raise
     return group
 
@@ -134,7 +148,6 @@ class ClusterGroup(Group):
         self.local = local
         """The group inside this machine."""
         self.mesh = mesh
-        """The streams to other machines."""
         self.torch_store = None if rendezvous is None else rendezvous.store
         """A torch.distributed store that all members share."""
         self._waiter = _SoloWaiter(self.rank, settings.timeout_s) if isinstance(local, SoloGroup) else local
@@ -220,23 +233,21 @@ class ClusterGroup(Group):
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "mean") -> Handle[torch.Tensor]:
         """Reduces inside each machine, then between machines, of which each reduces one share."""
         check_reduction(tensor, op)
-        return self._issue("all_reduce", self._collectives.all_reduce(self.next_seq, tensor, op), tensor)
+        return self._issue("all_reduce", [tensor], tensor, op)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
         """Copies from `root` inside its machine, and to the others through one worker of each."""
         if not 0 <= root < self.size:
-            raise UsageError(
-                f"There is no rank {root} among {self.size}.", next_step="broadcast from a member."
-            )
-        return self._issue("broadcast", self._collectives.broadcast(self.next_seq, tensor, root), tensor)
+            raise UsageError(f"There is no rank {root} among {self.size}.", next_step="name a member.")
+        return self._issue("broadcast", [tensor], tensor, root)
 
     def all_gather(self, tensor: torch.Tensor) -> Handle[list[torch.Tensor]]:
         """Collects everybody's tensor; all dimensions but the first are equal."""
-        return self._issue("all_gather", self._collectives.all_gather(self.next_seq, tensor), tensor)
+        return self._issue("all_gather", [tensor], tensor)
 
     def barrier(self) -> Handle[None]:
         """Is done when all members have come to it."""
-        return self._issue("barrier", self._collectives.barrier(self.next_seq))
+        return self._issue("barrier", [])
 
     def exchange(
         self, tensor: torch.Tensor, weights: Weights | MachineWeights, *, out: torch.Tensor | None = None
@@ -251,15 +262,12 @@ class ClusterGroup(Group):
                 "floating-point type first.",
                 next_step="exchange(tensor.float(), ...).",
             )
-        spans = [tensor] if out is None else [tensor, out]
+        used = [tensor] if out is None else [tensor, out]
         if isinstance(weights, MachineWeights):
             weights.weights.check(self.machine, self.num_machines)
-            steps = self._collectives.exchange_machines(self.next_seq, tensor, weights.weights, out)
-            return self._issue("exchange_machines", steps, *spans)
+            return self._issue("exchange_machines", used, tensor, weights.weights, out)
         weights.check(self.rank, self.size)
-        return self._issue(
-            "exchange", self._collectives.exchange(self.next_seq, tensor, weights, out), *spans
-        )
+        return self._issue("exchange", used, tensor, weights, out)
 
     def settle(self, tensor: torch.Tensor) -> None:
         """Waits until nobody reads `tensor` any more."""
@@ -393,7 +401,8 @@ class ClusterGroup(Group):
 
     # --- the rest ---
 
-    def _issue(self, what: str, steps: Steps, *tensors: torch.Tensor) -> Handle[Any]:
+    def _issue(self, what: str, tensors: Sequence[torch.Tensor], *arguments: Any) -> Handle[Any]:
+        """Begins with an operation on some tensors, whose steps `Collectives` makes."""
         self.check_usable()
         if self._has_left:
             raise UsageError(
@@ -401,13 +410,11 @@ class ClusterGroup(Group):
                 next_step="make it the last thing to leave or to close.",
             )
         self._issued += 1
-        spans = [span_of(tensor) for tensor in tensors if tensor.numel()]
-        order = self._staging.order(tensors)
-        steps = self._guarded(self._issued, order.around(steps))
-        operation = QueuedOperation(self._issued, steps, spans, order.context)
+        steps = self._guarded(self._issued, getattr(self._collectives, what)(self._issued, *arguments))
+        operation = QueuedOperation(self._issued, steps, tensors, self._staging.stream_of(tensors))
         self._queue.append(operation)
         self.progress()
-        return self.handle(operation, what, lambda: order.follow(operation.wait()))
+        return self.handle(operation, what, operation.wait)
 
     def _guarded(self, seq: int, steps: Steps) -> Steps:
         """Does an operation; if it fails this worker is out of step, and the others do not wait for it."""
@@ -444,36 +451,47 @@ class ClusterGroup(Group):
 
 
 class QueuedOperation(Handle[Any]):
-    """One numbered operation under way; `OperationQueue.advance` drives it."""
+    """One numbered operation under way; `OperationQueue.advance` drives it.
+
+    On tensors of a GPU it runs in a `stream` beside its caller's, after what the caller's was given before
+    the call. An operation goes on whenever some call makes progress: in the stream that is the current one
+    then, it would wait for what was given to that stream since, and hold up what comes after.
+    """
 
     def __init__(
-        self,
-        seq: int,
-        steps: Steps,
-        spans: Sequence[Span],
-        context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        self, seq: int, steps: Steps, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream | None = None
     ) -> None:
         self.seq = seq
-        self.spans = spans
+        self.spans = [span_of(tensor) for tensor in tensors if tensor.numel()]
         """Memory that it reads or writes: a later operation on any of it begins when this one is over."""
         self.is_begun = False
         self.is_free = False
         self.is_over = False
         self._result: Any = None
         self._error: BaseException | None = None
-        self._steps = steps
-        self._context = context
-        """In what it goes on: the stream of a GPU."""
         self._waiting: Handle[Any] | None = None
+        self._steps = steps
+        self._stream = stream
+        if stream is not None:
+            self._event = torch.cuda.current_stream(stream.device).record_event()
+            self._steps = self._in_stream(stream, tensors, steps)
 
     def is_done(self) -> bool:
         """Tells whether it is over."""
         return self.is_over
 
     def wait(self, deadline: Deadline | None = None) -> Any:
-        """Returns the result of an operation that is over, or raises its error."""
+        """Returns the result of an operation that is over, or raises its error.
+
+        The current stream waits for the operation's end on the GPU, and may then use its result.
+        """
         if self._error is not None:
             raise self._error
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._stream.device)
+            current.wait_event(self._event)
+            for tensor in self._result if isinstance(self._result, list) else [self._result]:
+                tensor.record_stream(current)
         return self._result
 
     def awaited(self) -> int | None:
@@ -483,7 +501,7 @@ class QueuedOperation(Handle[Any]):
     def advance(self) -> bool:
         """Goes on as far as it can; tells whether it moved."""
         moved = False
-        with self._context():
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             while not self.is_over and (self._waiting is None or self._waiting.is_done()):
                 moved = self.is_begun = True
                 try:
@@ -504,6 +522,14 @@ class QueuedOperation(Handle[Any]):
         """Forgets it where it stands."""
         self._end()
         self._steps.close()
+
+    def _in_stream(self, stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor], steps: Steps) -> Steps:
+        stream.wait_event(self._event)
+        for tensor in tensors:
+            tensor.record_stream(stream)  # it may be dropped before the stream is done with it
+        result = yield from steps
+        self._event = stream.record_event()
+        return result
 
     def _resume(self) -> Handle[Any]:
         """Gives the steps what they have waited for, or its error; gives what they wait for next."""
@@ -530,13 +556,15 @@ class OperationQueue(deque[QueuedOperation]):
         """Goes on with all operations that can go on."""
         moved = True
         while moved:
-            moved = False
-            is_clear = True
+            moved, is_clear = False, True
+            in_use: list[Span] = []
             for operation in tuple(self):
-                may_go_on = is_clear or operation.is_free
-                if may_go_on and (operation.is_begun or not self._is_in_use(operation)):
+                may_begin = operation.is_begun or not is_overlapping(in_use, operation.spans)
+                if may_begin and (is_clear or operation.is_free):
                     moved |= operation.advance()
                 is_clear = is_clear and operation.is_free
+                if not operation.is_over:
+                    in_use += operation.spans
             while self and self[0].is_over:
                 self.popleft()
 
@@ -553,33 +581,25 @@ class OperationQueue(deque[QueuedOperation]):
         while self:
             self.popleft().drop()
 
-    def _is_in_use(self, operation: QueuedOperation) -> bool:
-        for earlier in self:
-            if earlier is operation:
-                return False
-            if not earlier.is_over and is_overlapping(earlier.spans, operation.spans):
-                return True
-        return False
 
-
+@dataclass(eq=False, slots=True)
 class _GroupHandle(Handle[T]):
     """Something under way in a group, which makes progress while its caller waits."""
 
-    def __init__(self, group: ClusterGroup, inner: Handle[Any], what: str, result: Callable[[], T]) -> None:
-        self._group = group
-        self._inner = inner
-        self._what = what
-        self._result = result
+    group: ClusterGroup
+    inner: Handle[Any]
+    what: str
+    result: Callable[[], T]
 
     def wait(self, deadline: Deadline | None = None) -> T:
-        if not self._inner.is_done():
-            self._group.wait(self._inner.is_done, deadline, self._what)
-        return self._result()
+        if not self.inner.is_done():
+            self.group.wait(self.inner.is_done, deadline, self.what)
+        return self.result()
 
     def is_done(self) -> bool:
-        if not self._inner.is_done():
-            self._group.progress()
-        return self._inner.is_done()
+        if not self.inner.is_done():
+            self.group.progress()
+        return self.inner.is_done()
 
 
 class _SoloWaiter:

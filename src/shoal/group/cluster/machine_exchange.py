@@ -1,9 +1,9 @@
 """What machines say to each other in one operation.
 
 A machine speaks by the first of its workers that has come to the operation. Who that is follows from who has
-come there; another machine cannot know that, and sends to whom it takes for the speaker. Should that one turn
-out to have left before, all that was said to it is said again to the next. A machine whose workers have all
-left, or are lost, takes no part.
+come there; another machine cannot know that, and greets whom it takes for the speaker. Should that one turn
+out to have left before, the next is greeted. A machine whose workers have all left, or are lost, takes no
+part. From its greeting on it is known who speaks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import torch
 from shoal.core import Deadline, PeerLost, UsageError
 from shoal.group.base import Done, Handle, Loss, Reduction
 from shoal.group.cluster.members import Members
-from shoal.group.cluster.mesh import Mesh, MeshHandle
+from shoal.group.cluster.mesh import Delivery, Mesh, MeshHandle
 from shoal.group.kernels import reduce_into, share_bounds
+from shoal.tensors.dtypes import dtype_name
 
 _MATES_S = 2.0
 _SMALL_BYTES = 1 << 16
@@ -69,8 +70,7 @@ def describe(kind: str, tensor: torch.Tensor | None = None, rule: str = "") -> s
     """
     if tensor is None:
         return kind
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{kind} of {tensor.numel()} elements ({dtype}{rule and ', ' + rule})"
+    return f"{kind} of {tensor.numel()} elements ({dtype_name(tensor.dtype)}{rule and ', ' + rule})"
 
 
 class MachineGreeting(msgspec.Struct, frozen=True, array_like=True):
@@ -104,30 +104,23 @@ class MachineGreeting(msgspec.Struct, frozen=True, array_like=True):
 class MachineExchange:
     """One operation between this machine, for which this worker speaks, and the others.
 
-    `name` tells apart those that are parts of the same operation.
+    `name` tells apart those that are parts of the same operation; `receiving` gets everything that is asked
+    for, for whoever ends the operation.
     """
 
     def __init__(
-        self,
-        mesh: Mesh,
-        members: Members,
-        seq: int,
-        receiving: list[MeshHandle[torch.Tensor | None]],
-        name: str = "",
+        self, mesh: Mesh, members: Members, seq: int, receiving: list[Delivery], name: str = ""
     ) -> None:
         self.machine = members.machine
         self._mesh = mesh
         self._members = members
         self._seq = seq
-        self._name = name
-        self._others = [other for other in range(len(members.ranks_on)) if other != self.machine]
-        self._said: dict[int, list[tuple[str, torch.Tensor]]] = {other: [] for other in self._others}
-        self._listeners: dict[int, int] = {}
-        self._num_heard = dict.fromkeys(self._others, 0)
-        """How much of what was said to a machine was said to its present listener."""
-        self._sending: list[MeshHandle[None]] = []
         self._receiving = receiving
-        """Everything that the operation has asked for, for whoever ends it."""
+        self._name = name
+        self._greeting = torch.empty(0)
+        self._speakers: dict[int, int] = {}
+        """Who was greeted on each other machine, the last one."""
+        self._sending: list[MeshHandle[None]] = []
         self._gone_before = tuple(mesh.monitor.lost)
         """Those without whom the others have begun this operation, too."""
 
@@ -137,25 +130,22 @@ class MachineExchange:
         UsageError when others do something else; PeerLost when one of them is needed and lost.
         """
         mine = MachineGreeting(action, self._mesh.rank, num_workers, detail)
-        encoded = mine.encode()
-        for machine in tuple(self._others):
-            self.say(machine, "greeting", encoded)
+        self._greeting = mine.encode()
         heard = {self.machine: mine}
-        for machine in tuple(self._others):
+        others = [other for other in range(len(self._members.ranks_on)) if other != self.machine]
+        for machine in others:
+            self._find_speaker(machine)
+        for machine in others:
             came = yield self.hear(machine, "greeting")
-            if came is ABSENT:
-                self._others.remove(machine)
-                continue
-            theirs = MachineGreeting.decode(came, action, self._mesh.rank)
-            self._speak_to(machine, theirs.rank)
-            heard[machine] = theirs
+            if came is not ABSENT:
+                heard[machine] = MachineGreeting.decode(came, action, self._mesh.rank)
+                self._greet(machine, heard[machine].rank)
         self._members.tell_departures()
         return dict(sorted(heard.items()))
 
     def say(self, machine: int, topic: str, tensor: torch.Tensor) -> None:
         """Sends; `tensor` may be written again when an answer has come that needs it, or after `told`."""
-        self._said[machine].append((topic, tensor))
-        self._speak_to(machine, self._listener(machine))
+        self._send(self._speakers[machine], topic, tensor)
 
     def hear(
         self, machine: int, topic: str, into: torch.Tensor | None = None, *, is_required: bool = False
@@ -164,11 +154,12 @@ class MachineExchange:
 
         PeerLost instead of ABSENT where something `is_required`.
         """
-        received = self._mesh.receive(None, self._key(topic, machine), into)
+        received = self._mesh.receive(None, (self._seq, self._name + topic, machine), into)
         self._receiving.append(received)
 
         def is_done() -> bool:
-            return received.is_done() or self._final_loss(machine) is not None or not self.look_again(machine)
+            is_over = received.is_done() or self._final_loss(machine) is not None
+            return is_over or self._find_speaker(machine) is None
 
         def result() -> Any:
             # what came just before its sender went counts
@@ -185,7 +176,7 @@ class MachineExchange:
                 raise loss.error()
             return ABSENT
 
-        return PendingStep(is_done, result, lambda: self._listeners.get(machine))
+        return PendingStep(is_done, result, lambda: self._speakers.get(machine))
 
     def told(self) -> PendingStep:
         """Waits until all that was said has arrived."""
@@ -228,10 +219,6 @@ class MachineExchange:
             yield step
         yield self.told()
 
-    def look_again(self, machine: int) -> bool:
-        """Says everything again if the listener has left before this; tells if the machine takes part."""
-        return self._speak_to(machine, self._listener(machine))
-
     def _final_loss(self, machine: int) -> Loss | None:
         """Finds the loss without which a machine says nothing more.
 
@@ -247,24 +234,21 @@ class MachineExchange:
                 return loss if time.monotonic() > loss.at_s + _MATES_S else None
         return None
 
-    def _listener(self, machine: int) -> int | None:
-        """Names who speaks there, as far as is known; None when nobody is left."""
-        known = self._listeners.get(machine)
+    def _find_speaker(self, machine: int) -> int | None:
+        """Names who speaks there, as far as is known, and greets it; None when nobody is left."""
+        known = self._speakers.get(machine)
         if known is not None and not self._members.is_gone(known, self._seq):
             return known
-        ranks = self._members.ranks_on[machine]
-        return next((rank for rank in ranks if not self._members.is_gone(rank, self._seq)), None)
+        for rank in self._members.ranks_on[machine]:
+            if not self._members.is_gone(rank, self._seq):
+                self._greet(machine, rank)
+                return rank
+        return None
 
-    def _speak_to(self, machine: int, listener: int | None) -> bool:
-        """Says what the listener has not heard yet, which is everything where it is another than before."""
-        if listener is None:
-            return False
-        if self._listeners.get(machine) != listener:
-            self._listeners[machine], self._num_heard[machine] = listener, 0
-        for topic, tensor in self._said[machine][self._num_heard[machine] :]:
-            self._sending.append(self._mesh.send(listener, self._key(topic, self.machine), tensor))
-        self._num_heard[machine] = len(self._said[machine])
-        return True
+    def _greet(self, machine: int, speaker: int) -> None:
+        if self._speakers.get(machine) != speaker:
+            self._speakers[machine] = speaker
+            self._send(speaker, "greeting", self._greeting)
 
-    def _key(self, topic: str, machine: int) -> tuple[int | str, ...]:
-        return self._seq, self._name + topic, machine
+    def _send(self, rank: int, topic: str, tensor: torch.Tensor) -> None:
+        self._sending.append(self._mesh.send(rank, (self._seq, self._name + topic, self.machine), tensor))

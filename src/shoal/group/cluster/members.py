@@ -21,8 +21,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -64,6 +65,7 @@ class Members:
         self.machines = [where[rank] for rank in range(self.size)]
         """The machine of each rank."""
         self.machine = where[self.rank]
+        self._outside = [rank for rank in range(self.size) if where[rank] != self.machine]
         self.mates = self.ranks_on[self.machine]
         """The ranks of this machine; a rank's place among them is its rank in the machine's own group."""
         self._local = local
@@ -87,10 +89,8 @@ class Members:
     def read_tables(self) -> None:
         """Finds the tables of this machine's workers, all of which have published theirs."""
         for place, rank in enumerate(self.mates):
-            if rank != self.rank:
-                found = self._window.fetch(place).wait()
-                if found is not None:
-                    self._tables[place] = found.tensor.numpy()
+            if rank != self.rank and (found := self._window.fetch(place).wait()) is not None:
+                self._tables[place] = found.tensor.numpy()
 
     def place_of(self, rank: int) -> int | None:
         """Gives a rank's place inside this machine; None for those of others."""
@@ -99,12 +99,7 @@ class Members:
     def present(self, seq: int) -> list[int]:
         """Lists the ranks that take part in an operation that has not begun."""
         inside = [self.mates[place] for place in self._local.members]
-        outside = [
-            rank
-            for rank in range(self.size)
-            if self.machines[rank] != self.machine and not self.is_gone(rank, seq)
-        ]
-        return sorted(inside + outside)
+        return sorted(inside + [rank for rank in self._outside if not self.is_gone(rank, seq)])
 
     # --- losses ---
 
@@ -134,22 +129,20 @@ class Members:
     def loss_on(self, machine: int) -> Loss:
         """Tells why a machine that took part gives nothing more."""
         ranks = self.ranks_on[machine]
-        losses = [loss for rank in ranks if (loss := self.loss(rank)) is not None]
+        losses = [self.first_loss(), *map(self.loss, ranks)]
         left = Loss(ranks[0], "it left in the middle of an operation")
-        return self.first_loss() or next(iter(losses), left)
+        return next((loss for loss in losses if loss is not None), left)
 
     def error_of_absence(self, seq: int) -> PeerLost | None:
         """Gives the error of somebody who is lost, or has left before an operation that needs everybody."""
         for loss in self.lost.values():
             return loss.error()
-        there = self.present(seq)
-        for rank in range(self.size):
-            if rank not in there:
-                return PeerLost(
-                    f"rank {rank} has left the group, and torch.distributed cannot go on without it.",
-                    peer=rank,
-                    next_step="let all workers take the same number of steps.",
-                )
+        for rank in sorted(set(range(self.size)).difference(self.present(seq))):
+            return PeerLost(
+                f"rank {rank} has left the group, and torch.distributed cannot go on without it.",
+                peer=rank,
+                next_step="let all workers take the same number of steps.",
+            )
         return None
 
     # --- what workers of this machine tell each other ---
@@ -190,7 +183,8 @@ class Members:
         if found.should_stop and not is_allowed:
             self.split = found.error()
             return True
-        if found.is_worth_saying and found.silent != self._said:
+        is_more_than_one = len(found.silent) > 1 or len(found.here) == 1
+        if is_more_than_one and found.silent != self._said:
             self._said = found.silent
             log.warning("rank %d: %s", self.rank, found.line(is_allowed=is_allowed))
         return False
@@ -199,15 +193,35 @@ class Members:
         """Tells whether somebody else seems to fall silent too, so that it is not clear yet who is where."""
         return self._find_partition(seq) is not None and any(
             self._monitor.silent_s(rank) > self._settings.silence_s / 2
-            for rank in self.present(seq)
-            if self.machines[rank] != self.machine
+            for rank in self._outside
+            if not self.is_gone(rank, seq)
         )
 
     def _find_partition(self, seq: int) -> NetworkPartition | None:
-        left_at_s = dict(self._monitor.left_at_s)
+        """Finds the latest workers that may be alive elsewhere, each lost soon after the one before.
+
+        Those that were lost longer ago are not counted on any side: the others have gone on without them. One
+        that has left or ended since the cut, and this worker could learn of it, is counted here: to the
+        others it is silent.
+        """
+        losses, silence_s = list(self.lost.values()), self._settings.silence_s
+        latest: list[Loss] = []
+        for loss in sorted((loss for loss in losses if loss.kind != "ended"), key=lambda loss: -loss.at_s):
+            if latest and latest[-1].at_s - loss.at_s > silence_s:
+                break
+            latest.append(loss)
+        if not latest:
+            return None
+        gone_at_s = {loss.rank: loss.at_s for loss in losses if loss.kind == "ended"}
+        gone_at_s |= self._monitor.left_at_s
         if isinstance(self._local, HostGroup):
-            left_at_s |= {self.mates[place]: at_s for place, at_s in self._local.left_at_s.items()}
-        return find_partition(self.lost.values(), self.present(seq), left_at_s, self._settings.silence_s)
+            gone_at_s |= {self.mates[place]: at_s for place, at_s in self._local.left_at_s.items()}
+        cut_at_s = latest[-1].at_s - _NOTICING * silence_s
+        gone = [rank for rank, at_s in gone_at_s.items() if at_s > cut_at_s]
+        verdict = next((loss for loss in latest if loss.kind == "verdict"), None)
+        return NetworkPartition(
+            sorted({*self.present(seq), *gone}), sorted(loss.rank for loss in latest), verdict
+        )
 
 
 class Departure(msgspec.Struct, frozen=True):
@@ -273,7 +287,8 @@ class HeartbeatMonitor:
         self._others: dict[int, _Watched] = {}
         self._ranks: dict[PeerId, int] = {}
         self._ready = asyncio.get_running_loop().create_future()
-        self._ending: Departure | None = None
+        self.ending: Departure | None = None
+        """How this worker goes, once it has told the others."""
         transport.handle(_GREET, self._answer_greeting)
         transport.handle(_WATCH, self._answer_watch)
         transport.handle(_BEAT, self._answer_beat)
@@ -312,11 +327,6 @@ class HeartbeatMonitor:
             raise PeerRefused(f"{head.peer} is not of this group.")
         return rank
 
-    @property
-    def is_going(self) -> bool:
-        """Whether this worker has told the others that it goes."""
-        return self._ending is not None
-
     def is_gone(self, rank: int) -> bool:
         """Tells whether nothing more can be asked of a rank."""
         return rank in self.left or self._others[rank].loss is not None
@@ -334,8 +344,8 @@ class HeartbeatMonitor:
 
     def tell(self, ending: Departure) -> None:
         """Answers all who ask, and all who will, that this worker goes; the first time counts."""
-        if self._ending is None:
-            self._ending = ending
+        if self.ending is None:
+            self.ending = ending
             for other in self._others.values():
                 other.answer(ending)
 
@@ -383,17 +393,19 @@ class HeartbeatMonitor:
 
     async def _watch(self, rank: int) -> None:
         other = self._others[rank]
-        try:
-            ending = await self._ask(other, Deadline.never())
-        except (ShoalError, msgspec.ValidationError):
-            # one that has ended refuses; one that has gone on without this worker says so, or is not reached
-            again = Deadline.after(min(_ASK_AGAIN_S, self._silence_s / 5))
+        kind: Literal["ended", "silent"] = "ended"
+        # asked again, one that has ended refuses; one that has gone on without this worker says so, or is not
+        # reached
+        for limit_s in (math.inf, min(_ASK_AGAIN_S, self._silence_s / 5)):
             try:
-                ending = await self._ask(other, again)
+                reply = await self._transport.call(other.peer, _WATCH, deadline=Deadline.after(limit_s))
+                ending = msgspec.convert(reply.payload, Departure)
+                break
             except (ShoalError, msgspec.ValidationError) as error:
-                kind: Literal["ended", "silent"] = "silent" if _is_out_of_reach(error) else "ended"
-                self.lose(Loss(rank, f"the connection to {other.name} ended", kind))
-                return
+                kind = "silent" if _is_out_of_reach(error) else "ended"
+        else:
+            self.lose(Loss(rank, f"the connection to {other.name} ended", kind))
+            return
         if ending.kind == "left":
             if other.loss is None:
                 self.left_at_s[rank] = time.monotonic()
@@ -401,7 +413,7 @@ class HeartbeatMonitor:
                 self._end(other)
         elif ending.kind == "verdict" or ending.culprit == self.rank:
             reason = f"it has gone on without this worker ({ending.reason})"
-            if self._ending is None:
+            if self.ending is None:
                 own = Loss(self.rank, f"{ending.reason}, and rank {rank} went on without it")
                 self.lose(Loss(rank, reason, "verdict", because=own))
             else:  # this worker has said itself that it goes
@@ -412,10 +424,6 @@ class HeartbeatMonitor:
             culprit = self._others.get(ending.culprit)
             because = (culprit and culprit.loss) or Loss(ending.culprit, ending.reason)
             self.lose(Loss(rank, f"it failed because rank {ending.culprit} is lost", because=because))
-
-    async def _ask(self, other: _Watched, deadline: Deadline) -> Departure:
-        reply = await self._transport.call(other.peer, _WATCH, deadline=deadline)
-        return msgspec.convert(reply.payload, Departure)
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
@@ -455,8 +463,8 @@ class HeartbeatMonitor:
         self, head: Head, buffers: Sequence[memoryview]
     ) -> Reply | asyncio.Future[Reply | None]:
         other = self._others[self.rank_of(head)]
-        if self._ending is not None:
-            return Reply(self._ending)
+        if self.ending is not None:
+            return Reply(self.ending)
         if other.loss is not None:
             return Reply(Departure("verdict", reason=other.loss.reason))
         other.asker = asyncio.get_running_loop().create_future()
@@ -496,11 +504,6 @@ class NetworkPartition:
             return len(self.here) < len(self.silent)
         return self.here[0] > self.silent[0]
 
-    @property
-    def is_worth_saying(self) -> bool:
-        """Whether it is more than one worker that the others lose."""
-        return len(self.silent) > 1 or len(self.here) == 1
-
     def error(self) -> Exception:
         """Gives what is raised on the side that stops."""
         if self.verdict is not None:
@@ -515,11 +518,8 @@ class NetworkPartition:
 
     def line(self, *, is_allowed: bool) -> str:
         """Gives what is said once on the side that goes on."""
-        if is_allowed:
-            return (
-                f"{self._what()}: this side goes on, by --allow-split, and the other may train another model"
-            )
-        return f"{self._what()}: this side goes on, {self._reason()}"
+        by_choice = "by --allow-split, and the other may train another model"
+        return f"{self._what()}: this side goes on, {by_choice if is_allowed else self._reason()}"
 
     def _what(self) -> str:
         when = " at once" if len(self.silent) > 1 else ""
@@ -530,32 +530,6 @@ class NetworkPartition:
         if len(self.here) != len(self.silent):
             return f"being the {'smaller' if self.should_stop else 'larger'} one"
         return "because the lowest rank is on " + ("the other" if self.should_stop else "it")
-
-
-def find_partition(
-    losses: Iterable[Loss], members: Sequence[int], left_at_s: Mapping[int, float], silence_s: float
-) -> NetworkPartition | None:
-    """Finds the latest workers that may be alive elsewhere, each lost soon after the one before.
-
-    Those that were lost longer ago are not counted on any side: the others have gone on without them. One
-    that has left or ended since the cut, and this worker could learn of it, is counted here: to the others it
-    is silent.
-    """
-    losses = list(losses)
-    unconfirmed = sorted((loss for loss in losses if loss.kind != "ended"), key=lambda loss: -loss.at_s)
-    latest: list[Loss] = []
-    for loss in unconfirmed:
-        if latest and latest[-1].at_s - loss.at_s > silence_s:
-            break
-        latest.append(loss)
-    if not latest:
-        return None
-    cut_at_s = latest[-1].at_s - _NOTICING * silence_s
-    ended_at_s = {loss.rank: loss.at_s for loss in losses if loss.kind == "ended"}
-    gone = [rank for rank, at_s in {**ended_at_s, **left_at_s}.items() if at_s > cut_at_s]
-    here = dict.fromkeys([*members, *gone])
-    verdict = next((loss for loss in latest if loss.kind == "verdict"), None)
-    return NetworkPartition(sorted(here), sorted(loss.rank for loss in latest), verdict)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -21,7 +21,7 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
@@ -35,7 +35,6 @@ from shoal.core import (
     Peer,
     PeerBusy,
     PeerError,
-    PeerId,
     PeerLeaving,
     PeerLost,
     PeerRefused,
@@ -46,9 +45,9 @@ from shoal.core import (
 )
 from shoal.core.identity import Identity
 from shoal.core.run_options import SILENCE_S
-from shoal.group.base import GroupSettings, Handle, Loss
+from shoal.group.base import Handle, Loss
 from shoal.group.cluster.members import Departure, HeartbeatMonitor
-from shoal.group.cluster.rendezvous import LOOPBACK, Rendezvous, WorkerAddress
+from shoal.group.cluster.rendezvous import LOOPBACK
 from shoal.tensors.memory import copy_into, tensor_over
 from shoal.transport import (
     Allocate,
@@ -70,7 +69,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 Key = tuple[int | str, ...]
 _SEND, _ROOM = "mesh.send", "mesh.room"
-_CONNECTING_S = 60.0
+CONNECTING_S = 60.0
 _FAREWELL_S = 2.0
 _BUSY_S = 0.02
 _SETTING_S = 30.0
@@ -99,49 +98,44 @@ class MeshHandle(Handle[T]):
                 raise
             raise DeadlineExceeded(f"{self._what} was not over before its deadline.") from None
 
-    def finish(self, result: T | Exception) -> bool:
-        """Gives it its end; False when it had one."""
-        try:
+    def finish(self, result: T | Exception) -> None:
+        """Gives it its end, unless it has one."""
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
             if isinstance(result, Exception):
                 self._future.set_exception(result)
             else:
                 self._future.set_result(result)
-        except concurrent.futures.InvalidStateError:
-            return False
-        return True
 
 
-class Delivery(msgspec.Struct, eq=False):
-    """A tensor that somebody waits for, or that is arriving or has arrived, or both."""
+class Delivery(MeshHandle[torch.Tensor | None]):
+    """A tensor that somebody waits for, by this handle, or that is arriving or has arrived, or both."""
 
-    key: Key
-    wanted_from: int | None = None
-    """Who shall send it; None for anybody."""
-    into: torch.Tensor | None = None
-    handle: MeshHandle[torch.Tensor | None] | None = None
-    """Of whoever waits for it, if somebody does."""
-    sender: int | None = None
-    content: torch.Tensor | None = None
-    """Flat, uint8, from when its bytes begin to arrive; of the memory of `into` where that was known then."""
-    is_here: bool = False
-    """Whether all bytes have arrived."""
-
-    def give(self, result: torch.Tensor | Exception | None) -> None:
-        """Ends the wait for it."""
-        assert self.handle is not None
-        self.handle.finish(result)
+    def __init__(
+        self, key: Key, source: int | None = None, into: torch.Tensor | None = None, *, is_wanted: bool = True
+    ) -> None:
+        super().__init__(f"receiving {key} from rank {source}")
+        self.key = key
+        self.source = source
+        """Who shall send it; None for anybody."""
+        self.into = into
+        self.is_wanted = is_wanted
+        self.sender: int | None = None
+        self.content: torch.Tensor | None = None
+        """Flat, uint8, from when its bytes begin to arrive; of the memory of `into` where that was known."""
+        self.is_here = False
+        """Whether all bytes have arrived."""
 
     def give_content(self) -> None:
         """Gives the tensor to whoever waits for it, copied if it did not come into its place."""
         assert self.content is not None
         if self.into is None:
-            self.give(self.content)
+            self.finish(self.content)
         elif self.into.nbytes != self.content.nbytes:
-            self.give(self.error_of_size(self.content.nbytes))
+            self.finish(self.error_of_size(self.content.nbytes))
         else:
             if self.into.data_ptr() != self.content.data_ptr():
                 copy_into(flat_bytes(self.into), self.content)
-            self.give(self.into)
+            self.finish(self.into)
 
     def error_of_size(self, came_bytes: int) -> TensorError:
         """Gives the error of both sides when another size comes than is waited for."""
@@ -172,23 +166,16 @@ class Mailbox:
     def want(self, wanted: Delivery) -> None:
         """Finishes the handle with this tensor, now or later."""
         with self._lock:
-            source = wanted.wanted_from
-            found = self._find(wanted.key, lambda each: each.handle is None and source in (None, each.sender))
-            if found is None:
-                self._lines.setdefault(wanted.key, []).append(wanted)
-                return
-            found.wanted_from, found.into, found.handle = source, wanted.into, wanted.handle
-            if not found.is_here:
-                return
-            self._remove(found)
-        found.give_content()
+            is_here = self._join(wanted)
+        if is_here:
+            wanted.give_content()
 
     def has_room(self, source: int, key: Key, size_bytes: int) -> bool:
         """Tells whether a tensor may be sent: somebody waits for it, or the bound leaves room."""
         with self._lock:
             if self._find_wanted(source, key) is not None:
                 return True
-            early = [each.content for each in self._all() if each.handle is None]
+            early = [each.content for each in self._all() if not each.is_wanted]
             unclaimed_bytes = sum(content.nbytes for content in early if content is not None)
             return unclaimed_bytes + size_bytes <= self._max_unclaimed_bytes
 
@@ -202,20 +189,19 @@ class Mailbox:
                 raise PeerBusy("there is no room for this tensor until it is asked for.")
             found = self._find_wanted(source, key)
             if found is None:
-                found = Delivery(key)
+                found = Delivery(key, is_wanted=False)
                 self._lines.setdefault(key, []).append(found)
             found.sender = source
-            if found.into is not None and found.into.nbytes != size_bytes:
+            if found.into is None:
+                room = self._pool.allocate(size_bytes)
+                found.content = tensor_over(room) if size_bytes else torch.empty(0, dtype=torch.uint8)
+            elif found.into.nbytes == size_bytes:
+                found.content = flat_bytes(found.into)
+            else:
                 error = found.error_of_size(size_bytes)
                 self._remove(found)
-                found.give(error)
+                found.finish(error)
                 raise error
-            if found.into is not None:
-                found.content = flat_bytes(found.into)
-            elif size_bytes:
-                found.content = tensor_over(self._pool.allocate(size_bytes))
-            else:
-                found.content = torch.empty(0, dtype=torch.uint8)
             return view_of(found.content)
 
     def complete(self, source: int, key: Key) -> bool:
@@ -225,19 +211,18 @@ class Mailbox:
             found = self._find(key, lambda each: each.sender == source and not each.is_here)
             assert found is not None
             found.is_here = True
-            if found.handle is None:
+            if not found.is_wanted:
                 return False
             self._remove(found)
         found.give_content()
         return True
 
-    def forget(self, handle: MeshHandle[torch.Tensor | None]) -> bool:
+    def forget(self, wanted: Delivery) -> bool:
         """Waits no more for this; False when it has come, or is coming."""
         with self._lock:
-            found = next((each for each in self._all() if each.handle is handle), None)
-            if found is None or found.content is not None:
+            if wanted.content is not None or wanted not in self._lines.get(wanted.key, ()):
                 return False
-            self._remove(found)
+            self._remove(wanted)
             return True
 
     def give_up(self, is_hopeless: Callable[[int | None], bool]) -> list[Delivery]:
@@ -246,26 +231,41 @@ class Mailbox:
         What has arrived from them stays.
         """
         with self._lock:
-            for each in tuple(self._all()):
-                if each.content is not None and not each.is_here and is_hopeless(each.sender):
-                    self._remove(each)
-                    if each.handle is not None:  # somebody else may send it, or has
-                        self.want(Delivery(each.key, each.wanted_from, each.into, each.handle))
-            hopeless = [
-                each for each in self._all() if each.content is None and is_hopeless(each.wanted_from)
-            ]
+            while broken_off := [
+                each
+                for each in self._all()
+                if not (each.sender is None or each.is_here) and is_hopeless(each.sender)
+            ]:
+                each = broken_off[0]
+                self._remove(each)
+                if each.is_wanted:  # somebody else may send it, or has
+                    each.sender = each.content = None
+                    if self._join(each):
+                        each.give_content()
+            hopeless = [each for each in self._all() if each.content is None and is_hopeless(each.source)]
             for each in hopeless:
                 self._remove(each)
         return hopeless
 
-    def _all(self) -> Iterator[Delivery]:
-        return (each for line in self._lines.values() for each in line)
+    def _join(self, wanted: Delivery) -> bool:
+        """Takes what has come early, or begun to; unless all of it is here, the wait goes on."""
+        source = wanted.source
+        early = self._find(wanted.key, lambda each: not each.is_wanted and source in (None, each.sender))
+        if early is not None:
+            self._remove(early)
+            wanted.sender, wanted.content, wanted.is_here = early.sender, early.content, early.is_here
+        if not wanted.is_here:
+            self._lines.setdefault(wanted.key, []).append(wanted)
+        return wanted.is_here
+
+    def _all(self) -> list[Delivery]:
+        return [each for line in self._lines.values() for each in line]
 
     def _find(self, key: Key, is_it: Callable[[Delivery], bool]) -> Delivery | None:
         return next((each for each in self._lines.get(key, ()) if is_it(each)), None)
 
     def _find_wanted(self, source: int, key: Key) -> Delivery | None:
-        return self._find(key, lambda each: each.content is None and each.wanted_from in (None, source))
+        return self._find(key, lambda each: each.content is None and each.source in (None, source))
 
     def _remove(self, delivery: Delivery) -> None:
         line = self._lines[delivery.key]
@@ -298,7 +298,7 @@ async def poll_until(is_done: Callable[[], bool]) -> None:
 
 
 class Mesh:
-    """One worker's streams to those of other machines; `open` makes it.
+    """One worker's streams to those of other machines; it can be used after `listen` and `connect`.
 
     `secret` is the run's, of 32 characters or more, `host` an address of this machine that the others reach.
     Tensors that have come and nobody has asked for take up to `max_unclaimed_bytes`.
@@ -335,8 +335,6 @@ class Mesh:
         self._peers: dict[int, Peer] = {}
         self._listeners: list[Callable[[], None]] = []
         self._num_sending = 0
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
         self._departure = Departure("failed")
         """How this worker goes when it is closed and what it sends is there."""
         self.monitor: HeartbeatMonitor
@@ -344,35 +342,6 @@ class Mesh:
         self._is_open = False
 
     # --- its life ---
-
-    @classmethod
-    def open(
-        cls,
-        rank: int,
-        addresses: Sequence[WorkerAddress],
-        own: Collection[int],
-        settings: GroupSettings,
-        rendezvous: Rendezvous,
-    ) -> Mesh:
-        """Connects with all whose ranks are not in `own`, those of this machine. Collective."""
-        deadline = Deadline.after(settings.timeout_s or _CONNECTING_S)
-        is_one_host = all(address.host_id == addresses[rank].host_id for address in addresses)
-        host = LOOPBACK if is_one_host else addresses[rank].address
-        mesh = cls(rank, rendezvous.secret(deadline), host=host, silence_s=settings.silence_s)
-        listening = mesh.listen()
-        try:
-            told = rendezvous.share("mesh", (str(listening.address), str(listening.id)), deadline)
-            peers = {
-                other: Peer(Address.parse(address), PeerId.parse(peer_id))
-                for other, (address, peer_id) in enumerate(told)
-                if other not in own
-            }
-            names = {address.rank: f"process {address.pid} on {address.host}" for address in addresses}
-            mesh.connect(peers, names, deadline)
-        except BaseException as error:
-            mesh.close(error)
-            raise
-        return mesh
 
     def listen(self) -> Peer:
         """Gives where this worker can be reached, for the others to `connect`."""
@@ -406,7 +375,7 @@ class Mesh:
         be reached.
         """
         self._peers.update(peers)
-        deadline = deadline or Deadline.after(_CONNECTING_S)
+        deadline = deadline or Deadline.after(CONNECTING_S)
         self.loop.run(self.monitor.open(peers, names or {}, deadline))
 
     def leave(self, after: int) -> None:
@@ -417,7 +386,7 @@ class Mesh:
         self._departure = Departure("left", after)
 
         async def leave() -> None:
-            await self._is_idle.wait()
+            await poll_until(lambda: not self._num_sending)
             self.monitor.tell(self._departure)
 
         self._start("leaving", leave)
@@ -429,10 +398,9 @@ class Mesh:
         """
 
         async def fail() -> None:
-            loss = self.monitor.lost.get(culprit) if culprit is not None else None
-            self.monitor.tell(
-                Departure("failed", reason=loss.reason if loss else "it failed", culprit=culprit)
-            )
+            loss = None if culprit is None else self.monitor.lost.get(culprit)
+            reason = "it failed" if loss is None else loss.reason
+            self.monitor.tell(Departure("failed", reason=reason, culprit=culprit))
 
         self._start("failing", fail)
 
@@ -453,7 +421,7 @@ class Mesh:
         if is_patient:
             try:
                 async with asyncio.timeout(_FAREWELL_S + self._silence_s):
-                    await self._is_idle.wait()
+                    await poll_until(lambda: not self._num_sending)
                 self.monitor.tell(self._departure)
             except TimeoutError:
                 log.warning("rank %d ends while others have not taken what it sent", self.rank)
@@ -465,7 +433,7 @@ class Mesh:
         await self._standing.close()
         await self._transport.__aexit__(None, None, None)
         for wanted in self._mailbox.give_up(lambda source: True):
-            wanted.give(_closed(f"receiving {wanted.key}"))
+            wanted.finish(_closed(f"receiving {wanted.key}"))
 
     def add_listener(self, wake: Callable[[], None]) -> None:
         """Has `wake` called, on any thread, whenever a handle is over or a peer is lost or has left.
@@ -492,7 +460,6 @@ class Mesh:
 
     async def _send(self, to: int, key: Key, view: memoryview) -> None:
         self._num_sending += 1
-        self._is_idle.clear()
         try:
             while True:
                 try:
@@ -505,27 +472,23 @@ class Mesh:
                         await self._ask(to, _ROOM, (key, view.nbytes))
         finally:
             self._num_sending -= 1
-            if not self._num_sending:
-                self._is_idle.set()
 
-    def receive(
-        self, source: int | None, key: Key, into: torch.Tensor | None = None
-    ) -> MeshHandle[torch.Tensor | None]:
+    def receive(self, source: int | None, key: Key, into: torch.Tensor | None = None) -> Delivery:
         """Gives what was or will be sent under this key, by `source` or, where that is None, by anybody.
 
         It comes straight into `into` when it was asked for before it came; without `into` it is a flat uint8
         tensor of memory of its own. From a source that has left without sending it comes None, from one that
         is lost PeerLost.
         """
-        handle: MeshHandle[torch.Tensor | None] = MeshHandle(f"receiving {key} from rank {source}")
         if source is not None:
             self._check_peer(source)
         if into is not None:
             flat_bytes(into)
-        self._mailbox.want(Delivery(key, source, into, handle))
-        if not handle.is_done() and self._is_hopeless(source):
+        wanted = Delivery(key, source, into)
+        self._mailbox.want(wanted)
+        if not wanted.is_done() and self._is_hopeless(source):
             self._give_up()
-        return handle
+        return wanted
 
     def _is_hopeless(self, source: int | None) -> bool:
         lost, left = self.monitor.lost, self.monitor.left
@@ -535,13 +498,13 @@ class Mesh:
         """Ends all that is received from those who are gone: in None from one that has left in order."""
         for wanted in self._mailbox.give_up(self._is_hopeless):
             lost = self.monitor.lost
-            source = max(lost, default=-1) if wanted.wanted_from is None else wanted.wanted_from
-            wanted.give(self.monitor.why_gone(source) if source in lost else None)
+            source = max(lost, default=-1) if wanted.source is None else wanted.source
+            wanted.finish(self.monitor.why_gone(source) if source in lost else None)
         self.wake()
 
-    def forget(self, handle: MeshHandle[torch.Tensor | None]) -> bool:
+    def forget(self, wanted: Delivery) -> bool:
         """Waits no more for what a `receive` has asked for; False when it has come, or is coming."""
-        return self._mailbox.forget(handle)
+        return self._mailbox.forget(wanted)
 
     # --- calls ---
 
@@ -620,27 +583,29 @@ class Mesh:
     async def _wait_for_room(self, head: Head, buffers: Sequence[memoryview]) -> None:
         """Answers a sender when its tensor may come, or when this worker goes, which it learns elsewhere."""
         rank, (key, size_bytes) = self.rank_of(head), head.payload
-        await poll_until(lambda: self.monitor.is_going or self._mailbox.has_room(rank, key, size_bytes))
+        await poll_until(
+            lambda: self.monitor.ending is not None or self._mailbox.has_room(rank, key, size_bytes)
+        )
 
     def _start(self, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> MeshHandle[T]:
         """Does some work on the loop, and finishes a handle with what comes of it."""
         handle: MeshHandle[T] = MeshHandle(what)
 
         async def do() -> None:
+            end: T | Exception = _closed(what)  # if it is cancelled
             try:
-                handle.finish(await work())
+                end = await work()
             except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the handle
-                handle.finish(error)
+                end = error
             finally:
-                if not handle.is_done():  # cancelled
-                    handle.finish(_closed(what))
+                handle.finish(end)
                 self.wake()
 
         def start() -> None:
-            try:
+            with contextlib.suppress(UsageError):  # closing
                 self._standing.scope.start_soon(do())
-            except UsageError:  # closing
-                handle.finish(_closed(what))
+                return
+            handle.finish(_closed(what))
 
         try:
             self.loop.loop.call_soon_threadsafe(start)

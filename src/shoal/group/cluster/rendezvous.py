@@ -15,7 +15,6 @@ import logging
 import os
 import platform
 import socket
-import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,17 +26,14 @@ import torch.distributed
 from shoal._version import __version__
 from shoal.core import Address, Deadline, DeadlineExceeded, PeerLost, PeerRefused, Placement, UsageError
 from shoal.core.identity import new_secret
+from shoal.core.processes import boot_id, own_addresses
 from shoal.core.run_options import RUN_ID_VARIABLE, SECRET_VARIABLE, TORCHRUN_ID_VARIABLE
 from shoal.transport.trust.membership import is_loopback
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
-_IPV6_ADDRESSES = Path("/proc/net/if_inet6")
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR
-_GLOBAL_SCOPE = "00"
 _SOMEWHERE = ("198.51.100.1", 9)  # reserved for documentation: nothing is sent, only the route is looked up
 dist: Any = torch.distributed  # whose stubs leave the stores out
 _LINE_EVERY_S = 10.0
@@ -50,11 +46,8 @@ _stores: dict[Address, Any] = {}
 
 def host_id() -> str:
     """Gives a name that tells machines apart, and containers and namespaces with a network of their own."""
-    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-    network = ""
-    with contextlib.suppress(OSError):
-        network = str(_NETWORK.stat().st_ino)
-    return f"{boot} {network} {platform.node()} {os.getuid() if hasattr(os, 'getuid') else ''}"
+    network = _NETWORK.stat().st_ino if _NETWORK.exists() else ""
+    return f"{boot_id()} {network} {platform.node()} {os.getuid() if hasattr(os, 'getuid') else ''}"
 
 
 def own_address(interface: str | None, meeting: Address | None) -> str:
@@ -72,10 +65,7 @@ def own_address(interface: str | None, meeting: Address | None) -> str:
 
 def interface_of(address: str) -> str | None:
     """Finds the name of the interface that has this address; None where the system does not say."""
-    for _, name in socket.if_nameindex():
-        if address in (_ipv4_of(name), _ipv6_of(name)):
-            return name
-    return None
+    return next((name for name, found in own_addresses().items() if name and address in found), None)
 
 
 def _from_here_to(where: tuple[str, int]) -> str:
@@ -91,35 +81,14 @@ def _from_here_to(where: tuple[str, int]) -> str:
 def _address_of(interface: str) -> str:
     with contextlib.suppress(ValueError):
         return str(ipaddress.ip_address(interface))
-    found = _ipv4_of(interface) or _ipv6_of(interface)
-    if found is None:
-        names = ", ".join(name for _, name in socket.if_nameindex())
+    addresses = own_addresses()
+    if interface not in addresses:
         raise UsageError(
             f"This machine has no network interface {interface!r} with an address.",
-            cause=f"it has {names}.",
+            cause=f"it has {', '.join(name for _, name in socket.if_nameindex())}.",
             next_step="name one of them with --network-interface, or give an address of this machine.",
         )
-    return found
-
-
-def _ipv4_of(interface: str) -> str | None:
-    if platform.system() != "Linux" or len(interface.encode()) > 15:
-        return None
-    import fcntl
-
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("256s", interface.encode())
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)[20:24])
-    return None
-
-
-def _ipv6_of(interface: str) -> str | None:
-    with contextlib.suppress(OSError):
-        for line in _IPV6_ADDRESSES.read_text().splitlines():
-            digits, _, _, scope, _, name = line.split()
-            if name == interface and scope == _GLOBAL_SCOPE:
-                return str(ipaddress.IPv6Address(int(digits, 16)))
-    return None
+    return addresses[interface][0]
 
 
 class WorkerAddress(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ import torch
 
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, TensorError, UsageError
 from shoal.group.base import Done, Handle, Slot, Snapshot, T, Window, Write
-from shoal.group.cluster.mesh import MeshHandle, flat_bytes, poll_until, view_of
+from shoal.group.cluster.mesh import flat_bytes, poll_until, view_of
 from shoal.group.kernels import CopiedSnapshot, MemorySlot, check_write
 from shoal.tensors.dtypes import DTYPES, dtype_name
 from shoal.tensors.memory import tensor_over
@@ -164,16 +164,13 @@ class ClusterWindow(Window):
 
     def wait(self, deadline: Deadline | None = None) -> Sequence[int]:
         """Waits until there is one, or nobody is left who could write."""
-        found: list[int] = []
 
         def look() -> bool:
-            found[:] = self.filled()
-            members = self._group.members
-            return bool(found) or not any(rank in members for rank in self._sources)
+            return bool(self.filled()) or set(self._sources).isdisjoint(self._group.members)
 
         with contextlib.suppress(DeadlineExceeded):
             self._group.wait(look, deadline, f"window {self.name}")
-        return found
+        return self.filled()
 
     # --- what is published ---
 
@@ -204,13 +201,10 @@ class ClusterWindow(Window):
         """Gives the memory of a worker of this machine itself, a copy from others."""
         place = self._find(peer)
         if place is not None:
-            fetched = self._local.fetch(place)
-
-            def rename() -> Snapshot | None:
-                found = fetched.wait()
-                return None if found is None else _LocalSnapshot(found, peer)
-
-            return self._group.handle(fetched, "fetch", rename)
+            inside = self._local.fetch(place)
+            return self._group.handle(
+                inside, "fetch", lambda: (found := inside.wait()) and _LocalSnapshot(found, peer)
+            )
 
         def convert(reply: Reply) -> Snapshot | None:
             if reply.payload is None:
@@ -218,8 +212,7 @@ class ClusterWindow(Window):
             content = torch.frombuffer(reply.buffers[0], dtype=torch.uint8)
             return CopiedSnapshot(peer, reply.payload[0], content.view(DTYPES[reply.payload[1]]))
 
-        call = self._group.mesh.call(peer, _READ, _Reading(self.name, 0))
-        return self._answer(call, "fetch", convert)
+        return self._answer(self._group.mesh.call(peer, _READ, _Reading(self.name, 0)), "fetch", convert)
 
     def read(self, peer: int, into: torch.Tensor, *, version: int = 0) -> Handle[int | None]:
         """Receives straight into its place."""
@@ -297,7 +290,7 @@ class ClusterWindow(Window):
 
     # --- the rest ---
 
-    def _answer(self, call: MeshHandle[Reply], what: str, convert: Callable[[Reply], T]) -> Handle[T | None]:
+    def _answer(self, call: Handle[Reply], what: str, convert: Callable[[Reply], T]) -> Handle[T | None]:
         """Gives what a peer answers; None when it is gone."""
 
         def result() -> T | None:
