@@ -291,12 +291,7 @@ class ClusterGroup(Group):
         device: torch.device | None = None,
     ) -> Window:
         """Makes slots in shared memory for this machine's sources, and in private memory for others."""
-        if device is not None and device.type != "cpu":
-            raise UsageError(
-                f"Windows over several machines are in memory of the host, not of {device}.",
-                next_step="leave device= out; tensors of a GPU can be written into the window.",
-            )
-        return self._windows.make(name, num_elements, dtype, sources)
+        return self._windows.make(name, num_elements, dtype, sources, device)
 
     # --- its life ---
 

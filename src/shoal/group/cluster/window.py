@@ -3,6 +3,9 @@
 A call is answered on the mesh's loop, while the worker itself computes; what both touch is under a lock that
 is held only while something is copied. A window is made without waiting for other machines: what comes before
 it is there waits for it.
+
+Between machines all passes through memory of the host: of a window on a GPU, slots that others write lie
+there and are copied when they are read, and what is published is copied when somebody asks for it.
 """
 
 from __future__ import annotations
@@ -28,7 +31,6 @@ if TYPE_CHECKING:
 
 _READ, _WRITE = "group.read", "group.write"
 _MAX_SPARES = 2
-_HOST = torch.device("cpu")
 
 
 class _Reading(msgspec.Struct, frozen=True, array_like=True):
@@ -92,7 +94,7 @@ class ClusterWindow(Window):
         self.number = number
         self.num_elements = local.num_elements
         self.dtype = local.dtype
-        self.device = _HOST
+        self.device = local.device
         self._group = group
         self._members = group.membership
         self._local = local
@@ -106,6 +108,8 @@ class ClusterWindow(Window):
         self._turns: dict[int, int] = {}
         self.published: torch.Tensor | None = None
         self._version = 0
+        self._written: torch.cuda.Event | None = None
+        """On a GPU: when what is published is there."""
         self._is_torn = False
         """Whether a change of what is published was broken off."""
         self._lock = threading.Lock()
@@ -152,7 +156,7 @@ class ClusterWindow(Window):
         with slot.lock:  # a write holds it only while it is copied
             slot.is_held = True
             try:
-                yield slot
+                yield slot if self.device.type == "cpu" else _DeviceSlot(slot, self.device)
             finally:
                 slot.is_held = False
 
@@ -180,6 +184,7 @@ class ClusterWindow(Window):
         self._local.publish(tensor, version)
         with self._lock:
             self.published, self._version = tensor.detach().view(-1), version
+            self._note_written()
 
     def reclaim(self, version: int) -> None:
         """Makes snapshots void; waits while a copy is made for somebody."""
@@ -196,6 +201,7 @@ class ClusterWindow(Window):
             self._is_torn = True
             yield
             self._version, self._is_torn = version, False
+            self._note_written()
 
     def fetch(self, peer: int) -> Handle[Snapshot | None]:
         """Gives the memory of a worker of this machine itself, a copy from others."""
@@ -209,8 +215,8 @@ class ClusterWindow(Window):
         def convert(reply: Reply) -> Snapshot | None:
             if reply.payload is None:
                 return None
-            content = torch.frombuffer(reply.buffers[0], dtype=torch.uint8)
-            return CopiedSnapshot(peer, reply.payload[0], content.view(DTYPES[reply.payload[1]]))
+            content = torch.frombuffer(reply.buffers[0], dtype=torch.uint8).view(DTYPES[reply.payload[1]])
+            return CopiedSnapshot(peer, reply.payload[0], content.to(self.device))
 
         return self._answer(self._group.mesh.call(peer, _READ, _Reading(self.name, 0)), "fetch", convert)
 
@@ -277,7 +283,9 @@ class ClusterWindow(Window):
             found, version_now = self.published, self._version
             if found is None or self._is_torn or version_now < version:
                 return None
-            copy = self._spares.pop() if self._spares else torch.empty_like(found)
+            if self._written is not None and not self._written.query():  # type: ignore[no-untyped-call]
+                return None
+            copy = self._spares.pop() if self._spares else torch.empty_like(found, device="cpu")
             copy.copy_(found)
         finally:
             self._lock.release()
@@ -289,6 +297,11 @@ class ClusterWindow(Window):
         return Reply([version_now, dtype_name(copy.dtype)], [view_of(flat_bytes(copy))], on_sent=give_back)
 
     # --- the rest ---
+
+    def _note_written(self) -> None:
+        """Remembers, of a GPU, what the caller has given to it until now."""
+        if self.published is not None and self.published.is_cuda:
+            self._written = torch.cuda.current_stream(self.published.device).record_event()
 
     def _answer(self, call: Handle[Reply], what: str, convert: Callable[[Reply], T]) -> Handle[T | None]:
         """Gives what a peer answers; None when it is gone."""
@@ -333,7 +346,12 @@ class Windows:
         group.mesh.handle(_WRITE, self._serve_write, payload_type=_Writing)
 
     def make(
-        self, name: str, num_elements: int, dtype: torch.dtype, sources: Collection[int] | None
+        self,
+        name: str,
+        num_elements: int,
+        dtype: torch.dtype,
+        sources: Collection[int] | None,
+        device: torch.device | None,
     ) -> ClusterWindow:
         """Makes slots for other machines' sources here, for the machine's own in shared memory."""
         group = self._group
@@ -348,7 +366,7 @@ class Windows:
                 sources = [rank for rank in range(group.size) if rank != group.rank]
             group.clear_queue("window")
             inside = [place for rank in sources if (place := group.membership.place_of(rank)) is not None]
-        local = group.local.window(name, num_elements, dtype, sources=inside)
+        local = group.local.window(name, num_elements, dtype, sources=inside, device=device)
         window = self._open[name] = ClusterWindow(group, number, local, sorted(sources), self._open)
         if number:
             self._numbers[name] = number  # last: what has a number and is not open is closed
@@ -391,6 +409,22 @@ class Windows:
         """Tells whether the window that somebody writes to is no more, and not only not yet there."""
         is_known = self._numbers.get(asked.window, 0) >= asked.number
         return self._is_over or (is_known and self._find(asked) is None)
+
+
+class _DeviceSlot(Slot):
+    """A slot in memory of the host, of a window on a GPU: its tensor is a copy there."""
+
+    def __init__(self, inner: MemorySlot, device: torch.device) -> None:
+        self.source, self.num_writes = inner.source, inner.num_writes
+        self.mass, self.note = inner.mass, inner.note
+        if self.num_writes:
+            self.tensor = inner.tensor.to(device)
+        self._inner = inner
+
+    def clear(self) -> None:
+        """Empties it."""
+        self._inner.clear()
+        self.num_writes, self.mass, self.note = 0, 0.0, b""
 
 
 class _LocalSnapshot(Snapshot):
