@@ -6,10 +6,9 @@ halves of memory that all reach: while one piece is worked on, the next is copie
 On a GPU a worker says twice that it has arrived at an operation, and that it has finished its part: by the
 processor when it has *issued* its part, and by the GPU when its part is *done*, in a word of the control page
 that its stream writes (`device`). An operation that ends the run on a loss waits on the processor until all
-have issued their parts, and leaves the rest to the streams. So does an exchange where it mixes what others
-have in group memory: its weights are read by the GPU when the others' parts are there, and the weight of one
-that is lost before is nothing then. Whatever else outlives losses waits on the processor until the others'
-parts are done, so that nothing is mixed in that is half-written.
+have issued their parts, and leaves the rest to the streams. So does an exchange: its weights are read by the
+GPU when the others' parts are there, and one that is lost before weighs nothing then. Whatever else outlives
+losses waits on the processor until the others' parts are done, so that nothing half-written is used.
 
 Workers that share one GPU take turns on it, and a change from one process to another costs as much as
 reducing 100 MB. So there one of them reduces for all. Workers on GPUs of their own reduce a share each.
@@ -219,7 +218,7 @@ class HostCollectives:
         for start in range(0, max(flat.numel(), 1), piece):
             part = flat[start : start + piece]
             described = [*words, self._stage_code - start]
-            task = self._staged(part, described, step, part.numel(), should_give=should_give)
+            task = self._staged(part, described, step, part.numel(), should_give=should_give, weights=weights)
             task.sources = sources
             if weights is not None:
                 self._address(task, weights)
@@ -294,11 +293,19 @@ class HostCollectives:
         return STAGE_BYTES
 
     def _staged(
-        self, part: torch.Tensor, words: list[int], step: Step, num_staged: int, *, should_give: bool = True
+        self,
+        part: torch.Tensor,
+        words: list[int],
+        step: Step,
+        num_staged: int,
+        *,
+        should_give: bool = True,
+        weights: Weights | None = None,
     ) -> Task:
         """Makes the task of one piece, of which the others have `num_staged` elements.
 
-        Copies it into the stage, if this worker is to give something, and does the step.
+        Copies it into the stage, if this worker is to give something, and does the step. With `weights` the
+        step mixes by them.
         """
         stage = self._stage
         assert stage is not None
@@ -420,23 +427,32 @@ class DeviceCollectives(HostCollectives):
         self, own: torch.Tensor, out: torch.Tensor, views: Views, weights: Weights, words: list[int]
     ) -> Task:
         def work(task: Task, present: list[int]) -> None:
-            own_weight, sources = self._weigh(task.seq, weights, present)
-            is_double = own.dtype is torch.float64
-            address = self._control.set_weights(task.seq, sources, is_double=is_double)
-            self._engine.note_on_device(task.seq, list(sources), is_weighted=True)
-            self._follow(task.seq, DEVICE_ARRIVED, list(sources))
-            others = [rank for rank in range(self._engine.size) if not self._is_finished(task.after, rank)]
-            self._follow(task.after, DEVICE_FINISHED, others)  # until then they read what `out` was
-            memory, told = self._weights_on_device(own.device, is_double=is_double)
-            self._devices.queue.load(memory, address)
-            given = views(list(sources))
-            parts = [(given[rank], told[rank], weight) for rank, weight in sources.items()]
-            self._devices.queue.run(partial(mix_on_device, out, own, own_weight, parts))
+            self._follow_readers(task.after)  # until then they read what `out` was
+            self._mix_given(task, out, own, weights, views(present))
             self._signal(DEVICE_FINISHED, task.seq)
 
         task = self._task(words, work, own, out)
         self._address(task, weights)
         return task
+
+    def _mix_given(
+        self,
+        task: Task,
+        out: torch.Tensor,
+        own: torch.Tensor,
+        weights: Weights,
+        given: Mapping[int, torch.Tensor],
+    ) -> None:
+        """Lets the stream mix what others give once it is there, without those that are lost until then."""
+        own_weight, sources = self._weigh(task.seq, weights, given)
+        is_double = own.dtype is torch.float64
+        address = self._control.set_weights(task.seq, sources, is_double=is_double)
+        self._engine.note_on_device(task.seq, list(sources), is_weighted=True)
+        self._follow(task.seq, DEVICE_ARRIVED, list(sources))
+        memory, told = self._weights_on_device(own.device, is_double=is_double)
+        self._devices.queue.load(memory, address)
+        parts = [(given[rank], told[rank], weight) for rank, weight in sources.items()]
+        self._devices.queue.run(partial(mix_on_device, out, own, own_weight, parts))
 
     def _weights_on_device(
         self, device: torch.device, *, is_double: bool
@@ -461,7 +477,14 @@ class DeviceCollectives(HostCollectives):
         return self._halves.numel() // 2
 
     def _staged(
-        self, part: torch.Tensor, words: list[int], step: Step, num_staged: int, *, should_give: bool = True
+        self,
+        part: torch.Tensor,
+        words: list[int],
+        step: Step,
+        num_staged: int,
+        *,
+        should_give: bool = True,
+        weights: Weights | None = None,
     ) -> Task:
         assert self._halves is not None
         place, half_bytes = self._devices.find_own(self._halves), self._halves.numel() // 2
@@ -470,25 +493,28 @@ class DeviceCollectives(HostCollectives):
 
         def copy_in(task: Task) -> None:
             own = segment.region(self._rank, start + task.half * half_bytes, part.numel(), part.dtype)
+            self._follow_readers(self._halves_read_at[task.half])
             self._devices.queue.run(lambda: copy_into(own, part))
             self._halves_read_at[task.half] = task.seq
 
         def may_work(task: Task, present: list[int]) -> bool:
-            return not self._is_surviving(task) or self._engine.are_done_on_device(
-                DEVICE_ARRIVED, task.seq, present
-            )
+            is_waiting = weights is None and self._engine.should_survive
+            return not is_waiting or self._engine.are_done_on_device(DEVICE_ARRIVED, task.seq, present)
 
         def work(task: Task, present: list[int]) -> None:
-            if not self._is_surviving(task):
-                self._engine.note_on_device(task.seq, present)
-                self._follow(task.seq, DEVICE_ARRIVED, present)
             at, dtype = start + task.half * half_bytes, part.dtype
             stages = {rank: segment.region(rank, at, num_staged, dtype) for rank in present}
-            self._devices.queue.run(partial(step, task, part, stages))
+            if weights is not None:
+                self._mix_given(task, part, part, weights, stages)
+            else:
+                if not self._engine.should_survive:
+                    self._engine.note_on_device(task.seq, present)
+                    self._follow(task.seq, DEVICE_ARRIVED, present)
+                self._devices.queue.run(partial(step, task, part, stages))
             self._signal(DEVICE_FINISHED, task.seq)
 
         task = self._task(words, work, part, copy_in=copy_in if should_give else None)
-        task.may_arrive = lambda task: self._is_finished(self._halves_read_at[task.half])
+        task.may_arrive = lambda task: self._engine.is_finished(self._halves_read_at[task.half])
         task.may_work = may_work
         return task
 
@@ -527,8 +553,11 @@ class DeviceCollectives(HostCollectives):
             if rank != self._rank:
                 self._devices.queue.wait(self._control.address(rank, name), seq)
 
-    def _is_surviving(self, task: Task) -> bool:
-        return task.is_survivable or self._engine.should_survive
+    def _follow_readers(self, seq: int) -> None:
+        """Lets the stream wait until nobody's GPU reads any more what others read in an operation."""
+        for rank in range(self._engine.size):
+            if not self._is_finished(seq, rank):
+                self._follow(seq, DEVICE_FINISHED, [rank])
 
     def _is_finished(self, seq: int, *ranks: int) -> bool:
         """Tells whether the GPUs of some ranks, by default all, have finished an operation."""
