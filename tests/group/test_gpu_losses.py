@@ -10,8 +10,9 @@ import torch
 
 from group.fake_device import FakeDevice
 from group.hosts import together
-from shoal.core import Deadline, PeerLost, Placement
+from shoal.core import Deadline, PeerLost, Placement, UsageError
 from shoal.group import GroupSettings, open_host_group
+from shoal.group.functions import announce
 from shoal.topology import Weights
 
 GPU = torch.device("meta")
@@ -119,3 +120,39 @@ def test_more_snapshots_than_claims_are_told_apart():
         with windows[1].changing(1):
             memory[1].fill_(7)
         assert not any(snapshot.is_intact() for snapshot in snapshots)
+
+
+def test_who_announces_an_all_reduce_is_not_waited_for_on_the_processor():
+    with gpu_workers(3) as (groups, devices):
+        memory = filled(groups)
+        for group in groups[1:]:
+            announce(group, 1)
+        handle = groups[0].all_reduce(memory[0], "sum")
+        assert handle.is_done()  # ordered before what its GPU does next
+        together(groups[1:], lambda group: group.all_reduce(memory[group.rank], "sum").wait())
+        for device in devices:
+            device.synchronize()
+        assert [tensor.tolist() for tensor in memory] == [[3.0] * 8] * 3
+
+
+def test_who_announces_an_all_reduce_and_fails_leaves_a_void_result():
+    with gpu_workers(2) as (groups, devices):
+        memory = filled(groups)
+        announce(groups[1], 1)
+        assert groups[0].all_reduce(memory[0]).is_done()
+        groups[1].close(ConnectionAbortedError())
+        with pytest.raises(PeerLost) as raised:
+            groups[0].all_reduce(memory[0]).wait(Deadline.after(20))
+        assert raised.value.peer == 1
+        devices[0].synchronize()
+
+
+def test_who_announces_an_all_reduce_and_issues_another_is_told_so():
+    with gpu_workers(2) as (groups, _):
+        memory = filled(groups)
+        announce(groups[1], 1)
+        assert groups[0].all_reduce(memory[0], "sum").is_done()
+        with pytest.raises(UsageError, match="called all_reduce of 8 elements"):
+            groups[1].all_reduce(memory[1], "max").wait(Deadline.after(20))
+        with pytest.raises(UsageError, match="called all_reduce of 8 elements"):
+            groups[0].progress()

@@ -19,6 +19,17 @@ def others(group: Group) -> list[int]:
     return [rank for rank in group.members if rank != group.rank]
 
 
+def announce(group: Group, num_operations: int) -> None:
+    """Says that this worker will issue so many all-reduces next, whatever it computes before.
+
+    On a GPU others need not wait for it then: their streams do. Who announces and then issues something else
+    is told so as ever, a call later. Other groups have no use for it.
+    """
+    tell = getattr(group, "announce", None)
+    if tell is not None:
+        tell(num_operations)
+
+
 def pair_gossip(group: Group, tensor: torch.Tensor, peer: int, weight: float = 0.5) -> Handle[torch.Tensor]:
     """Takes `(1 − weight) · own + weight · peer's` in place; a collective in which each may name another."""
     return group.exchange(tensor, Weights(1 - weight, {peer: weight}))

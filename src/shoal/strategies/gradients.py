@@ -18,6 +18,7 @@ from torch.autograd import Variable
 
 from shoal.core.errors import UsageError
 from shoal.group import Group, Handle
+from shoal.group.functions import announce
 from shoal.strategies.monitors import Monitors
 from shoal.tensors import (
     ALIGNMENT_BYTES,
@@ -185,6 +186,8 @@ class GradientRound:
         for bucket in self._buckets:
             bucket.num_missing = bucket.num_slots
         at_end_of_backward(partial(self._end, self.number))
+        if self.on_share is not None:
+            announce(self.group, len(self._buckets) + len(self._squares))
         return True
 
     def begin_again(self) -> None:

@@ -73,6 +73,7 @@ class FiniteCheck:
         self._first_received: int | None = None
         """The step since which the parameters hold values of others that are not finite."""
         self._hidden: list[torch.Tensor | None] = []
+        self._is_skipped = False
         self._num_left_out = 0
         self._has_told = False
         if checked == "in backward" and self._is_on_cpu:
@@ -83,16 +84,13 @@ class FiniteCheck:
 
     def before_step(self, step: int) -> None:
         """The gradients are final. ShoalError with `stop`; with `skip` the optimizer finds none of them."""
-        if self._checked == "never":
+        if self._checked == "never" or (self._mode == "warn" and self._checked == "before the step"):
             return
         if self._attachment.is_void:
             # a GradScaler that has found an infinity leaves the step out: that is what it is there for
             self._own = []
-        elif self._mode != "warn":
-            if not self._attachment.has_closure:
-                self._leave_out(step)
-        elif self._checked == "before the step" and not self._is_on_cpu:
-            self._own = self._sample()
+        elif self._mode != "warn" and not self._attachment.has_closure:
+            self._leave_out(step)
 
     def after_optimizer(self) -> None:
         """The optimizer has stepped, if it was to."""
@@ -104,6 +102,10 @@ class FiniteCheck:
         """The step is over; also one that was skipped."""
         if self._checked == "never":
             return
+        is_skipped, self._is_skipped = self._is_skipped, False
+        is_sampled = not self._is_on_cpu and self._mode == "warn" and self._checked == "before the step"
+        if is_sampled and not is_skipped and not self._attachment.is_void:
+            self._own = self._sample()  # the optimizer leaves gradients as they are
         self._attachment.is_left_out = False
         own, self._own = self._own, []
         parameters: Sequence[torch.Tensor] = ()
@@ -125,6 +127,7 @@ class FiniteCheck:
     def skipped_step(self) -> None:
         """A GradScaler has found an infinity, and the optimizer does not step."""
         self._own = []
+        self._is_skipped = True
 
     def refused(self, step: int, consequence: str) -> None:
         """A gradient of this worker was not finite, and nobody has used it. ShoalError with `stop`."""

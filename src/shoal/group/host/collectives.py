@@ -405,7 +405,9 @@ class DeviceCollectives(HostCollectives):
                 self._follow(task.seq, DEVICE_FINISHED, reducers)
                 self._signal(DEVICE_FINISHED, task.seq)
 
-        return self._task(words, work, flat)
+        task = self._task(words, work, flat)
+        task.may_precede = True
+        return task
 
     def _may_broadcast_in_place(self, tensor: torch.Tensor) -> bool:
         return not self._engine.should_survive

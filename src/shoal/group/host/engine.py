@@ -22,6 +22,7 @@ from shoal.core import Deadline, DeadlineExceeded, PeerLost, ShoalError, UsageEr
 from shoal.group.base import GroupSettings, Handle, T, rank_to_blame
 from shoal.group.host.heartbeat import ProcessWatch
 from shoal.group.host.memory import (
+    ANNOUNCED,
     ARRIVED,
     ASLEEP,
     DEVICE_ARRIVED,
@@ -89,6 +90,8 @@ class Task:
     """Complete only with everybody's part of the work."""
     is_survivable: bool = False
     """Whether it goes on without those that are lost."""
+    may_precede: bool = False
+    """Whether it may work when others have announced it: their GPUs say when their parts are there."""
     seq: int = 0
     present: list[int] | None = None
     """Who took part, once this worker's part is done."""
@@ -129,8 +132,10 @@ class ProgressEngine:
         self._halves = [0, 0]
         self._pid = os.getpid()
         self._breakage: BaseException | None = None
-        self._void: PeerLost | None = None
-        """The loss that leaves the result of an operation on the GPU without meaning."""
+        self._void: ShoalError | None = None
+        """What leaves the result of an operation on the GPU without meaning: a loss, or a mismatch."""
+        self._unchecked: deque[tuple[Task, Sequence[int]]] = deque()
+        """Operations that this worker has done when some had only announced them."""
         self._on_device: deque[tuple[int, Sequence[int], Sequence[int]]] = deque()
         """Operations in which streams may still wait for each other: who gives, and who must finish."""
         self._guard = threading.Lock()
@@ -155,6 +160,10 @@ class ProgressEngine:
         self._open.append(task)
         self.progress()
         return task
+
+    def announce(self, num_operations: int) -> None:
+        """Says that this worker will issue so many operations next."""
+        self.pipes.tell(ANNOUNCED, self.issued + num_operations)
 
     @property
     def is_usable(self) -> bool:
@@ -181,6 +190,8 @@ class ProgressEngine:
         """Arrives and works as far as the others allow; never blocks."""
         if self.besides is not None:
             self.besides()
+        if self._unchecked:
+            self._check_late()
         if not self._to_work:
             if self._void is not None:
                 raise self._void
@@ -421,13 +432,15 @@ class ProgressEngine:
             return False
         if task.after and not self.is_finished(task.after):
             return False
-        present = [self.rank]
+        present, early = [self.rank], []
         for rank in self._others if task.sources is None else task.sources:
             gone_after = self.control.gone_after(rank)
             if gone_after == NOT_YET:
                 if self.control.get(rank, ARRIVED) < task.seq:
-                    self.blocker = rank
-                    return False
+                    if not task.may_precede or self.control.get(rank, ANNOUNCED) < task.seq:
+                        self.blocker = rank
+                        return False
+                    early.append(rank)
                 present.append(rank)
             elif task.seq <= gone_after:
                 present.append(rank)
@@ -435,7 +448,7 @@ class ProgressEngine:
                 task.error = self.lost_error(rank)
         if task.error is None:
             present.sort()
-            task.error = self._mismatch(task, present)
+            task.error = self._mismatch(task, [rank for rank in present if rank not in early])
         if task.error is None and task.may_work is not None and not task.may_work(task, present):
             return False
         if task.error is None and task.work is not None:
@@ -446,8 +459,22 @@ class ProgressEngine:
             except ShoalError as error:
                 task.error = error
         task.present = present
+        if early:
+            self._unchecked.append((task, early))
         self.pipes.tell(FINISHED, task.seq)
         return True
+
+    def _check_late(self) -> None:
+        """Compares operations with what others have issued since, where that was announced alone."""
+        while self._unchecked:
+            task, ranks = self._unchecked[0]
+            arrived = [rank for rank in ranks if self.control.get(rank, ARRIVED) >= task.seq]
+            if any(rank not in arrived and not self.is_gone(rank) for rank in ranks):
+                return
+            self._unchecked.popleft()
+            self._void = self._void or self._mismatch(task, arrived)
+            if self._void is not None:
+                raise self._void
 
     def _is_lost(self, rank: int) -> bool:
         return self.control.get(rank, LEFT) == NOT_YET and self.control.get(rank, VERDICT) != NOT_YET

@@ -285,6 +285,10 @@ class HostGroup(Group):
         """Lets `wait_until` look again; from any thread."""
         self._pipes.wake_self()
 
+    def announce(self, num_operations: int) -> None:
+        """Says that this worker will issue so many operations next; see `functions.announce`."""
+        self._engine.announce(num_operations)
+
     def progress(self) -> None:
         """Arrives and works as far as the others allow."""
         self._engine.progress()

@@ -38,16 +38,16 @@ _MEMORY_FOLDER = Path("/dev/shm")
 _MAX_REGIONS = 4096
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
 _LINE = 8  # words of 8 bytes: a cache line, so that two writers never share one
-ARRIVED, FINISHED, PUBLISHED, BEAT, LEFT, VERDICT, ASLEEP = (line * _LINE for line in range(7))
-DEVICE_ARRIVED, DEVICE_FINISHED, DEVICE_PUBLISHED = (line * _LINE for line in range(7, 10))
+ARRIVED, FINISHED, PUBLISHED, BEAT, LEFT, VERDICT, ASLEEP, ANNOUNCED = (line * _LINE for line in range(8))
+DEVICE_ARRIVED, DEVICE_FINISHED, DEVICE_PUBLISHED = (line * _LINE for line in range(8, 11))
 """Words that a worker's GPU writes when it has come so far: its part of an operation is there, its work is
 done; and the number of the last publication whose memory is written."""
 NUM_READS = 4
 """Publications in GPU memory that one worker may be reading at the same time."""
 READ_CLAIMS, READ_TICKETS, READS_DONE = (
-    [(line + 3 * index) * _LINE for index in range(NUM_READS)] for line in range(10, 13)
+    [(line + 3 * index) * _LINE for index in range(NUM_READS)] for line in range(11, 14)
 )
-_COUNTERS = (10 + 3 * NUM_READS) * _LINE
+_COUNTERS = (11 + 3 * NUM_READS) * _LINE
 FREED = 0x7FFFFFFF
 """Written over what the GPU of a lost worker owes, so that nobody's stream waits for it."""
 DEVICE_CODE = 1 << 60
