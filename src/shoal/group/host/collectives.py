@@ -25,15 +25,9 @@ import torch
 
 from shoal.core import UsageError
 from shoal.group.base import Handle, Reduction
-from shoal.group.host.device import GRAIN_BYTES, DeviceMemory, DeviceSegment
+from shoal.group.host.device import GRAIN_BYTES, DeviceMemory
 from shoal.group.host.engine import ProgressEngine, Span, Task, TasksHandle, is_overlapping, put_back, span_of
-from shoal.group.host.memory import (
-    DEVICE_ARRIVED,
-    DEVICE_CODE,
-    DEVICE_FINISHED,
-    Arena,
-    Segment,
-)
+from shoal.group.host.memory import DEVICE_ARRIVED, DEVICE_CODE, DEVICE_FINISHED, Arena, Segment
 from shoal.group.kernels import mix_into, mix_on_device, reduce_into, reduce_to_all, share_bounds
 from shoal.tensors.memory import copy_into
 from shoal.topology import Weights
@@ -536,7 +530,7 @@ class DeviceCollectives(HostCollectives):
         return not seq or self._engine.are_done_on_device(DEVICE_FINISHED, seq, ranks)
 
 
-def _views(place: tuple[Segment | DeviceSegment, int], like: torch.Tensor) -> Views:
+def _views(place: tuple[Segment, int], like: torch.Tensor) -> Views:
     """Views the memory of others at the same place as a tensor of one's own."""
     (segment, offset), num_elements, dtype = place, like.numel(), like.dtype
     return lambda ranks: {rank: segment.region(rank, offset, num_elements, dtype) for rank in ranks}

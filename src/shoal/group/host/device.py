@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +27,9 @@ from shoal.group.host.memory import (
     READ_CLAIMS,
     READ_TICKETS,
     READS_DONE,
+    MappedMemory,
     MemoryFull,
+    Segment,
 )
 
 if TYPE_CHECKING:
@@ -56,39 +58,17 @@ def open_device(device: torch.device) -> SharedDevice:
     return SharedDevice(torch.cuda.current_device() if device.index is None else device.index)
 
 
-class DeviceSegment:
-    """A range of GPU memory: a region of `stride_bytes` at each rank, all mapped here."""
-
-    def __init__(self, code: int, regions: Mapping[int, torch.Tensor], rank: int) -> None:
-        self.code = code
-        """A number for its beginning that is the same on all workers."""
-        self.regions = regions
-        self.stride_bytes = regions[rank].numel()
-        self.start = regions[rank].data_ptr()
-        self.end = self.start + self.stride_bytes
-        self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
-
-    def region(self, rank: int, offset_bytes: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Gives a flat tensor in a rank's region; the same one each time, since a view takes its time."""
-        key = rank, offset_bytes, num_elements, dtype
-        view = self._views.get(key)
-        if view is None:
-            end = offset_bytes + num_elements * dtype.itemsize
-            view = self._views[key] = self.regions[rank][offset_bytes:end].view(dtype)
-        return view
-
-
-class DeviceMemory:
+class DeviceMemory(MappedMemory[Segment]):
     """One worker's memory on its GPU, and the mapped memory of all others; there is one GPU for a worker."""
 
     def __init__(self, group: HostGroup, engine: ProgressEngine, make: MakeDevice = open_device) -> None:
+        super().__init__()
         self.is_one_device = True
         """Whether all workers share one GPU."""
         self._group = group
         self._engine = engine
         self._make = make
         self._device: SharedDevice | None = None
-        self._segments: list[DeviceSegment] = []
         self._taken_bytes = 0
         self._queue: DeviceStream | None = None
 
@@ -145,10 +125,10 @@ class DeviceMemory:
         if problems:
             raise UsageError(problems[0])
         self.is_one_device = len({identity for identity, _ in told.values()}) == 1
-        segment = DeviceSegment(DEVICE_CODE + self._taken_bytes, regions, rank)
+        segment = Segment(DEVICE_CODE + self._taken_bytes, regions, rank)
         self._taken_bytes += size_bytes
         self._segments.append(segment)
-        return segment.region(rank, 0, num_elements, dtype)
+        return segment.new_region(rank, 0, num_elements, dtype)
 
     def _allocate(
         self, device: torch.device, size_bytes: int
@@ -179,25 +159,11 @@ class DeviceMemory:
 
     def free(self, tensor: torch.Tensor, meet: Callable[[], None]) -> None:
         """Gives memory back once nobody's GPU uses it; `meet` waits for the other workers."""
-        segment = self._find(tensor)
+        segment = self.find(tensor)
         if segment is not None:
             self.device.synchronize()
             meet()
-            self._segments.remove(segment)
-
-    def find_own(self, tensor: torch.Tensor) -> tuple[DeviceSegment, int] | None:
-        """Tells where a tensor lies in group memory; None for other memory and for tensors with gaps."""
-        segment = self._find(tensor)
-        if segment is None or not tensor.is_contiguous():
-            return None
-        return segment, tensor.data_ptr() - segment.start
-
-    def at(self, code: int) -> tuple[DeviceSegment, int]:
-        """Finds the segment, and the offset in its regions, that a number names."""
-        for segment in self._segments:
-            if 0 <= code - segment.code < segment.stride_bytes:
-                return segment, code - segment.code
-        raise UsageError("A peer names GPU memory that this worker has given back.")
+            self.forget(segment)
 
     def drain(self) -> Callable[[], bool]:
         """Tells, when asked, whether the GPU has done all that this worker gave it until now."""
@@ -213,10 +179,6 @@ class DeviceMemory:
         self._segments.clear()
         if self._device is not None and self.drain()():
             self._device.unregister(self._engine.control.memory)
-
-    def _find(self, tensor: torch.Tensor) -> DeviceSegment | None:
-        pointer = tensor.data_ptr()
-        return next((each for each in self._segments if each.start <= pointer < each.end), None)
 
 
 class DeviceSlot:

@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import msgspec
 import torch
@@ -35,7 +36,7 @@ from shoal.tensors.memory import tensor_over
 
 log = logging.getLogger(__name__)
 _MEMORY_FOLDER = Path("/dev/shm")
-_MAX_REGIONS = 4096
+_MAX_VIEWS = 4096
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
 _LINE = 8  # words of 8 bytes: a cache line, so that two writers never share one
 ARRIVED, FINISHED, PUBLISHED, BEAT, LEFT, VERDICT, ASLEEP = (line * _LINE for line in range(7))
@@ -106,33 +107,45 @@ class MemoryRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Segment:
-    """One range of shared memory, mapped: a region of `stride_bytes` for each rank."""
+    """A range of shared memory: a region of `stride_bytes` at each rank, all mapped here."""
 
-    def __init__(self, place: MemoryRange, memory: mmap.mmap, stride_bytes: int) -> None:
-        self.place = place
-        self.stride_bytes = stride_bytes
-        self.flat = tensor_over(memoryview(memory))
-        self.start = self.flat.data_ptr()
-        self.end = self.start + place.size_bytes
-        self.code = place.file << 56 | place.offset_bytes
+    def __init__(self, code: int, regions: Mapping[int, torch.Tensor], rank: int) -> None:
+        self.code = code
         """A number for its beginning that is the same on all workers."""
-        self._regions: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
-        self._memory = memory
+        self.stride_bytes = regions[rank].numel()
+        self.own_start = self.start = regions[rank].data_ptr()
+        self.end = self.start + self.stride_bytes
+        """Between start and end lies what can be found in it, the own region at least."""
+        self._regions = regions
+        self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
 
     def region(self, rank: int, offset_bytes: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Views a part of a rank's region as a flat tensor, the same one every time: keep it to yourself."""
         key = (rank, offset_bytes, num_elements, dtype)
-        found = self._regions.get(key)
+        found = self._views.get(key)
         if found is None:
-            if len(self._regions) >= _MAX_REGIONS:
-                self._regions.clear()
-            found = self._regions[key] = self.new_region(*key)
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            found = self._views[key] = self.new_region(*key)
         return found
 
     def new_region(self, rank: int, offset_bytes: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Makes a flat tensor of a part of a rank's region, to give away."""
-        start = rank * self.stride_bytes + offset_bytes
-        return self.flat[start : start + num_elements * dtype.itemsize].view(dtype)
+        return self._regions[rank][offset_bytes : offset_bytes + num_elements * dtype.itemsize].view(dtype)
+
+
+class FileSegment(Segment):
+    """A segment in a file, where the regions of all ranks follow each other."""
+
+    def __init__(self, place: MemoryRange, memory: mmap.mmap, rank: int, num_ranks: int) -> None:
+        self.place = place
+        self.flat = tensor_over(memoryview(memory))
+        stride = place.size_bytes // num_ranks
+        regions = {each: self.flat[each * stride : (each + 1) * stride] for each in range(num_ranks)}
+        super().__init__(place.file << 56 | place.offset_bytes, regions, rank)
+        self.start = self.flat.data_ptr()
+        self.end = self.start + place.size_bytes
+        self._memory = memory
 
     def discard(self) -> None:
         """Gives the pages back to the system, while the mapping may live on."""
@@ -141,14 +154,52 @@ class Segment:
                 self._memory.madvise(mmap.MADV_REMOVE)
 
 
-class Arena:
+AnySegment = TypeVar("AnySegment", bound=Segment)
+
+
+class MappedMemory(Generic[AnySegment]):
+    """The segments that a worker has mapped, found by a tensor in them or by a number of a peer's."""
+
+    def __init__(self) -> None:
+        self._segments: list[AnySegment] = []
+
+    def find(self, tensor: torch.Tensor) -> AnySegment | None:
+        """Finds the segment that holds a tensor's memory; None for memory that is not the group's."""
+        pointer = tensor.data_ptr()
+        for segment in self._segments:
+            if segment.start <= pointer < segment.end:
+                return segment
+        return None
+
+    def find_own(self, tensor: torch.Tensor) -> tuple[AnySegment, int] | None:
+        """Finds where in this worker's region a tensor lies; None for other memory and tensors with gaps."""
+        segment = self.find(tensor)
+        if segment is None or not tensor.is_contiguous():
+            return None
+        offset = tensor.data_ptr() - segment.own_start
+        is_inside = offset >= 0 and offset + tensor.numel() * tensor.element_size() <= segment.stride_bytes
+        return (segment, offset) if is_inside else None
+
+    def at(self, code: int) -> tuple[AnySegment, int]:
+        """Finds the segment, and the offset in its regions, that a number names."""
+        for segment in self._segments:
+            if 0 <= code - segment.code < segment.stride_bytes:
+                return segment, code - segment.code
+        raise UsageError("A peer names memory that this worker has given back.")
+
+    def forget(self, segment: AnySegment) -> None:
+        """Forgets a segment; it is unmapped when its last tensor is gone."""
+        self._segments.remove(segment)
+
+
+class Arena(MappedMemory[FileSegment]):
     """The files, and the segments that are mapped of them; only the coordinator makes them grow."""
 
     def __init__(self, files: Sequence[int], rank: int, num_ranks: int) -> None:
+        super().__init__()
         self._files = list(files)
         self._rank = rank
         self._num_ranks = num_ranks
-        self._segments: list[Segment] = []
         for descriptor in self._files:
             close_in_children(descriptor)
 
@@ -186,41 +237,13 @@ class Arena:
             next_step="free some space there, or point TMPDIR to a folder with more.",
         )
 
-    def map(self, place: MemoryRange) -> Segment:
+    def map(self, place: MemoryRange) -> FileSegment:
         """Maps a segment; its pages are looked up at once, not one by one in the first round."""
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if sys.platform == "linux" else 0)
         memory = mmap.mmap(self._files[place.file], place.size_bytes, flags, offset=place.offset_bytes)
-        segment = Segment(place, memory, place.size_bytes // self._num_ranks)
+        segment = FileSegment(place, memory, self._rank, self._num_ranks)
         self._segments.append(segment)
         return segment
-
-    def find(self, tensor: torch.Tensor) -> Segment | None:
-        """Finds the segment that holds a tensor's memory; None for memory that is not the group's."""
-        pointer = tensor.data_ptr()
-        for segment in self._segments:
-            if segment.start <= pointer < segment.end:
-                return segment
-        return None
-
-    def find_own(self, tensor: torch.Tensor) -> tuple[Segment, int] | None:
-        """Finds where in this worker's region a tensor lies; None for other memory and tensors with gaps."""
-        segment = self.find(tensor)
-        if segment is None or not tensor.is_contiguous():
-            return None
-        offset = tensor.data_ptr() - segment.start - self._rank * segment.stride_bytes
-        is_inside = offset >= 0 and offset + tensor.numel() * tensor.element_size() <= segment.stride_bytes
-        return (segment, offset) if is_inside else None
-
-    def at(self, code: int) -> tuple[Segment, int]:
-        """Finds the segment, and the offset in its regions, that a number names."""
-        for segment in self._segments:
-            if 0 <= code - segment.code < segment.stride_bytes:
-                return segment, code - segment.code
-        raise UsageError("A peer names memory that this worker has given back.")
-
-    def forget(self, segment: Segment) -> None:
-        """Forgets a segment; it is unmapped when its last tensor is gone."""
-        self._segments.remove(segment)
 
     def close(self) -> None:
         """Closes the files; what is mapped stays for as long as there are tensors in it."""
@@ -268,7 +291,7 @@ def culprit_of(beat: int) -> int | None:
 class ControlPage:
     """The words of all ranks, which everybody reads; a worker writes its own, and verdicts."""
 
-    def __init__(self, segment: Segment, rank: int, size: int) -> None:
+    def __init__(self, segment: FileSegment, rank: int, size: int) -> None:
         self.memory = segment.flat
         self._address = segment.start
         self._bytes = segment.flat.numpy().data.cast("B")

@@ -36,7 +36,7 @@ from shoal.core import Deadline, DeadlineExceeded, ShoalError, TensorError, Usag
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.group.base import Done, Group, Handle, Slot, Snapshot, T, Window, Write
 from shoal.group.functions import share
-from shoal.group.host.device import DeviceMemory, DeviceReads, DeviceSegment, DeviceSlot, SharedDevice
+from shoal.group.host.device import DeviceMemory, DeviceReads, DeviceSlot, SharedDevice
 from shoal.group.host.engine import HostTrafficCounter, ProgressEngine
 from shoal.group.host.memory import (
     DEVICE_CODE,
@@ -46,6 +46,7 @@ from shoal.group.host.memory import (
     PUBLICATIONS,
     PUBLISHED,
     Arena,
+    FileSegment,
     Segment,
     code_of,
 )
@@ -99,7 +100,7 @@ class SlotCell:
 
     def __init__(
         self,
-        segment: Segment,
+        segment: FileSegment,
         start: int,
         num_elements: int,
         dtype: torch.dtype,
@@ -183,7 +184,7 @@ class HostWindow(Window):
         self._memory.append(self._group.empty(region_bytes, torch.uint8))
         segment = self._shared.arena.find(self._memory[0])
         assert segment is not None
-        tensors: DeviceSegment | None = None
+        tensors: Segment | None = None
         if is_on_device:
             device_bytes = tensor_bytes * max(map(len, sources_of.values())) or 1
             self._memory.append(self._group.empty(device_bytes, torch.uint8, device=self.device))
