@@ -100,8 +100,8 @@ class DeviceMemory(MappedMemory[Segment]):
     def order_caller(self) -> None:
         """Lets what the caller does next wait for the operations that were begun."""
         caller = self.device.caller
-        if caller is not self._queue:
-            caller.follow(self.device.mark(self.queue))
+        if self._queue is not None and self._queue is not caller:
+            caller.follow(self.device.mark(self._queue))
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Tells whether a tensor lies on a device."""
