@@ -48,7 +48,7 @@ NUM_READS = 4
 READ_CLAIMS, READ_TICKETS, READS_DONE = (
     [(line + 3 * index) * _LINE for index in range(NUM_READS)] for line in range(10, 13)
 )
-_COUNTERS = (10 + 3 * NUM_READS) * _LINE
+_DESCRIPTIONS_AT = (10 + 3 * NUM_READS) * _LINE
 FREED = 0x7FFFFFFF
 """Written over what the GPU of a lost worker owes, so that nobody's stream waits for it."""
 DEVICE_CODE = 1 << 60
@@ -56,6 +56,7 @@ DEVICE_CODE = 1 << 60
 MAX_AHEAD = 512
 """Operations that one worker may be ahead of the slowest: so many descriptions are kept."""
 _DESCRIPTION_WORDS = 8
+_FACTORS_AT = _DESCRIPTIONS_AT + MAX_AHEAD * _DESCRIPTION_WORDS
 PUBLICATIONS = 512
 """Windows in which one worker may publish at the same time."""
 PUBLICATION_WORDS = 16
@@ -215,7 +216,10 @@ class Arena(MappedMemory[FileSegment]):
         for index, descriptor in enumerate(self._files):
             offset = os.fstat(descriptor).st_size
             try:
-                _allocate(descriptor, offset, size)
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(descriptor, offset, size)
+                else:
+                    os.ftruncate(descriptor, offset + size)
             except OSError as error:
                 if error.errno not in _FULL:
                     raise
@@ -254,13 +258,6 @@ class Arena(MappedMemory[FileSegment]):
         self._files.clear()
 
 
-def _allocate(descriptor: int, offset: int, size: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, offset, size)
-    else:
-        os.ftruncate(descriptor, offset + size)
-
-
 def _describe_full(descriptor: int) -> str:
     target = f"file {descriptor}"
     with contextlib.suppress(OSError):
@@ -294,18 +291,18 @@ class ControlPage:
     def __init__(self, segment: FileSegment, rank: int, size: int) -> None:
         self.memory = segment.flat
         self._address = segment.start
-        self._bytes = segment.flat.numpy().data.cast("B")
-        self._words = self._bytes.cast("q")
-        self._numbers = self._bytes.cast("d")
-        self._stride = segment.stride_bytes // 8
+        self._stride_bytes = segment.stride_bytes
         self._rank = rank
         self._size = size
-        self._descriptions_at = _COUNTERS
-        self._factors_at = self._descriptions_at + MAX_AHEAD * _DESCRIPTION_WORDS
-        self._publications_at = self._factors_at + MAX_AHEAD * 2 * size
-        self._own_at = rank * self._stride
-        self._left = self._words[LEFT :: self._stride]
-        self._verdicts = self._words[VERDICT :: self._stride]
+        words, stride = segment.flat.numpy().data.cast("B").cast("q"), segment.stride_bytes // 8
+        self._of = [words[each * stride : (each + 1) * stride] for each in range(size)]
+        """The words of each rank."""
+        self._own = self._of[rank]
+        self._numbers_of = [each.cast("B").cast("d") for each in self._of]
+        """The same words, as numbers of double precision."""
+        self._left = words[LEFT::stride]
+        self._verdicts = words[VERDICT::stride]
+        self._publications_at = _FACTORS_AT + MAX_AHEAD * 2 * size
         self._all_there = [NOT_YET] * size
         self._told: list[dict[int, int]] = [dict.fromkeys(_IN_PIPES, 0) for _ in range(size)]
         """The counters that came through the pipe, by rank."""
@@ -313,23 +310,23 @@ class ControlPage:
     @staticmethod
     def region_bytes(size: int) -> int:
         """Says how much of the page's memory each rank needs."""
-        words = _COUNTERS + MAX_AHEAD * (_DESCRIPTION_WORDS + 2 * size) + PUBLICATIONS * PUBLICATION_WORDS
+        words = _FACTORS_AT + MAX_AHEAD * 2 * size + PUBLICATIONS * PUBLICATION_WORDS
         return -(-words * 8 // 4096) * 4096
 
     def clear(self) -> None:
         """Prepares the page before its first use: nobody has left, nobody is judged."""
-        for rank in range(self._size):
-            self._words[rank * self._stride + LEFT] = self._words[rank * self._stride + VERDICT] = NOT_YET
+        for words in self._of:
+            words[LEFT] = words[VERDICT] = NOT_YET
 
     def get(self, rank: int, name: int) -> int:
         """Reads a counter of a rank."""
         if not IS_ORDERED and rank != self._rank and name in _IN_PIPES:
             return self._told[rank][name]
-        return self._words[rank * self._stride + name]
+        return self._of[rank][name]
 
     def set(self, name: int, value: int) -> None:
         """Writes a counter of this worker; `WakePipes.tell` is for those that others wait for."""
-        self._words[self._own_at + name] = value
+        self._own[name] = value
 
     def take_in(self, rank: int, name: int, value: int) -> None:
         """Remembers a counter that has come through the pipe."""
@@ -342,14 +339,14 @@ class ControlPage:
         One that woke up when it was judged, and went one operation further, must not be judged again by its
         end: the others have begun that operation without it.
         """
-        if self._words[rank * self._stride + VERDICT] == NOT_YET:
-            self._words[rank * self._stride + VERDICT] = value
+        if self._of[rank][VERDICT] == NOT_YET:
+            self._of[rank][VERDICT] = value
 
     def gone_after(self, rank: int) -> int:
         """Reads the last operation that a rank takes part in, NOT_YET for one that is there."""
-        at = rank * self._stride
-        left = self._words[at + LEFT]
-        return left if left != NOT_YET else self._words[at + VERDICT]
+        words = self._of[rank]
+        left = words[LEFT]
+        return left if left != NOT_YET else words[VERDICT]
 
     def is_complete(self) -> bool:
         """Tells whether nobody is gone, in one look: one at each rank takes longer than a whole count."""
@@ -357,23 +354,25 @@ class ControlPage:
 
     def describe(self, seq: int, words: Sequence[int], factors: Sequence[float] | None = None) -> None:
         """Says what this worker's operation `seq` is."""
-        at = self._own_at + self._descriptions_at + seq % MAX_AHEAD * _DESCRIPTION_WORDS
-        for index, word in enumerate(words):
-            self._words[at + index] = word
+        own = self._own
+        for at, word in enumerate(words, _DESCRIPTIONS_AT + seq % MAX_AHEAD * _DESCRIPTION_WORDS):
+            own[at] = word
         if factors is not None:
-            at = self._own_at + self._factors_at + seq % MAX_AHEAD * 2 * self._size
-            for index, factor in enumerate(factors):
-                self._numbers[at + index] = factor
+            for at, factor in enumerate(factors, self._factors_at(seq)):
+                self._numbers_of[self._rank][at] = factor
 
     def description(self, rank: int, seq: int) -> list[int]:
         """Reads what a rank's operation `seq` is; valid once it has arrived there."""
-        at = rank * self._stride + self._descriptions_at + seq % MAX_AHEAD * _DESCRIPTION_WORDS
-        return self._words[at : at + _DESCRIPTION_WORDS].tolist()
+        at = _DESCRIPTIONS_AT + seq % MAX_AHEAD * _DESCRIPTION_WORDS
+        return self._of[rank][at : at + _DESCRIPTION_WORDS].tolist()
 
     def factor(self, rank: int, seq: int, receiver: int) -> float:
         """Reads what a rank multiplies with before it sends to `receiver`."""
-        at = self._factors_at + seq % MAX_AHEAD * 2 * self._size
-        return self._numbers[rank * self._stride + at + receiver]
+        return self._numbers_of[rank][self._factors_at(seq) + receiver]
+
+    def _factors_at(self, seq: int) -> int:
+        """Finds where a rank's factors of an operation lie, one for each receiver; its weights lie behind."""
+        return _FACTORS_AT + seq % MAX_AHEAD * 2 * self._size
 
     # --- what GPUs say and read ---
 
@@ -383,11 +382,10 @@ class ControlPage:
         This worker's GPU reads them when the others' parts are there. Until then one that is lost can be left
         out. Numbers of single precision have zeros behind them, so that zeros are nothing in both.
         """
-        at = 8 * (self._own_at + self._weights_at(seq))
+        at, number = self._factors_at(seq) + self._size, _DOUBLE if is_double else _SINGLE
         for rank in range(self._size):
-            weight = weights.get(rank, 0.0)
-            self._bytes[at + 8 * rank : at + 8 * rank + 8] = (_DOUBLE if is_double else _SINGLE).pack(weight)
-        return self._address + at
+            number.pack_into(self._own, 8 * (at + rank), weights.get(rank, 0.0))
+        return self.address(self._rank, at)
 
     def leave_out(self, rank: int) -> None:
         """Lets a rank that is gone weigh nothing in all exchanges to which its GPU has not given its part.
@@ -396,33 +394,30 @@ class ControlPage:
         """
         seq = self.get(rank, ARRIVED)
         while seq > 0 and not self.was_done_on_device(rank, DEVICE_ARRIVED, seq):
-            for other in range(self._size):
-                self._numbers[other * self._stride + self._weights_at(seq) + rank] = 0.0
+            for numbers in self._numbers_of:
+                numbers[self._factors_at(seq) + self._size + rank] = 0.0
             seq -= 1
-
-    def _weights_at(self, seq: int) -> int:
-        return self._factors_at + (seq % MAX_AHEAD * 2 + 1) * self._size
 
     def address(self, rank: int, name: int) -> int:
         """Gives the address of a word, for a GPU that writes it or waits for it."""
-        return self._address + (rank * self._stride + name) * 8
+        return self._address + rank * self._stride_bytes + name * 8
 
     def is_done_on_device(self, rank: int, name: int, seq: int) -> bool:
         """Tells whether a rank's GPU has said so of an operation, and not somebody else for it."""
-        return seq <= self._words[rank * self._stride + name] < FREED
+        return seq <= self._of[rank][name] < FREED
 
     def was_done_on_device(self, rank: int, name: int, seq: int) -> bool:
         """Tells the same of a rank that may have been freed: a GPU writes the lower half of a word alone."""
-        word = self._words[rank * self._stride + name]
+        word = self._of[rank][name]
         lower = word & 0xFFFFFFFF
         return seq <= (word >> 32 if lower == FREED else lower)
 
     def free_device(self, rank: int) -> None:
         """Lets no stream wait for the GPU of a rank that is gone; what it has said is kept beside it."""
         for name in (DEVICE_ARRIVED, DEVICE_FINISHED, *READS_DONE):
-            word = self._words[rank * self._stride + name]
+            word = self._of[rank][name]
             if word & 0xFFFFFFFF != FREED:
-                self._words[rank * self._stride + name] = word << 32 | FREED
+                self._of[rank][name] = word << 32 | FREED
 
     def last_given(self, rank: int) -> int:
         """Finds the last operation to which a rank that is gone has given its part, on its GPU too.
@@ -438,14 +433,13 @@ class ControlPage:
 
     def publication(self, rank: int, index: int) -> list[int]:
         """Reads one entry of a rank's table of publications; `window` says what the words mean."""
-        at = rank * self._stride + self._publications_at + index * PUBLICATION_WORDS
-        return self._words[at : at + PUBLICATION_WORDS].tolist()
+        at = self._publications_at + index * PUBLICATION_WORDS
+        return self._of[rank][at : at + PUBLICATION_WORDS].tolist()
 
     def set_publication(self, index: int, first: int, *values: int) -> None:
         """Writes words of an entry of this worker's table, one after the other."""
-        at = self._own_at + self._publications_at + index * PUBLICATION_WORDS + first
-        for offset, value in enumerate(values):
-            self._words[at + offset] = value
+        for at, value in enumerate(values, self._publications_at + index * PUBLICATION_WORDS + first):
+            self._own[at] = value
 
 
 class WakePipes:
