@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.core import UsageError
+from shoal.group.base import T
 from shoal.group.functions import share as share_objects
 from shoal.group.host.engine import ProgressEngine
 from shoal.group.host.memory import (
     DEVICE_CODE,
-    DEVICE_PUBLISHED,
     FREED,
     NUM_READS,
     READ_CLAIMS,
@@ -99,9 +99,8 @@ class DeviceMemory(MappedMemory[Segment]):
 
     def order_caller(self) -> None:
         """Lets what the caller does next wait for the operations that were begun."""
-        caller = self.device.caller
-        if self._queue is not None and self._queue is not caller:
-            caller.follow(self.device.mark(self._queue))
+        if self._queue is not None and self._queue is not self.device.caller:
+            self.device.caller.follow(self.device.mark(self._queue))
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Tells whether a tensor lies on a device."""
@@ -113,49 +112,47 @@ class DeviceMemory(MappedMemory[Segment]):
             return torch.empty(0, dtype=dtype, device=device)
         rank = self._engine.rank
         size_bytes = -(-num_elements * dtype.itemsize // GRAIN_BYTES) * GRAIN_BYTES
-        own, told = self._allocate(device, size_bytes)
-        regions, problem = {rank: own}, ""
-        for other, (_, handle) in told.items():
-            if other != rank:
-                try:
-                    regions[other] = self.device.attach(handle, size_bytes)
-                except UsageError as error:
-                    problem = str(error)
-        problems = [text for text in share_objects(self._group, problem) if text]
-        if problems:
-            raise UsageError(problems[0])
-        self.is_one_device = len({identity for identity, _ in told.values()}) == 1
-        segment = Segment(DEVICE_CODE + self._taken_bytes, regions, rank)
+        own, told = self._on_all(lambda: self._allocate(device, size_bytes))
+
+        def attach() -> tuple[dict[int, torch.Tensor], None]:
+            others = [(other, handle) for other, _, handle in told if other != rank]
+            return {other: self.device.attach(handle, size_bytes) for other, handle in others}, None
+
+        regions, _ = self._on_all(attach)
+        self.is_one_device = len({identity for _, identity, _ in told}) == 1
+        segment = Segment(DEVICE_CODE + self._taken_bytes, {rank: own, **regions}, rank)
         self._taken_bytes += size_bytes
         self._segments.append(segment)
         return segment.new_region(rank, 0, num_elements, dtype)
 
-    def _allocate(
-        self, device: torch.device, size_bytes: int
-    ) -> tuple[torch.Tensor, dict[int, tuple[str, bytes]]]:
-        """Takes this worker's memory; learns everybody's GPU and handle, by rank."""
-        own, handle, identity, problem, is_full = torch.empty(0), b"", "", "", False
+    def _allocate(self, device: torch.device, size_bytes: int) -> tuple[torch.Tensor, tuple[int, str, bytes]]:
+        """Takes this worker's memory; says its rank, its GPU and the handle by which others attach it."""
+        if self._device is None:
+            opened = self._make(device)
+            opened.register(self._engine.control.memory)
+            self._device = opened
+            self._engine.is_on_device = True
+        if self.device.index != device.index and device.index is not None:
+            raise UsageError(
+                f"this worker's memory of the group is on {self.device.name}, not on {device}.",
+                next_step="use one GPU in each worker.",
+            )
+        own, handle = self.device.allocate(size_bytes)
+        return own, (self._engine.rank, self.device.identity, handle)
+
+    def _on_all(self, act: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
+        """Does something on all members, and collects what each says; what fails on one fails on all."""
+        said, problem, is_full = None, "", False
         try:
-            if self._device is None:
-                opened = self._make(device)
-                opened.register(self._engine.control.memory)
-                self._device = opened
-                self._engine.is_on_device = True
-            identity = self.device.identity
-            if self.device.index != device.index and device.index is not None:
-                raise UsageError(
-                    f"this worker's memory of the group is on {self.device.name}, not on {device}.",
-                    next_step="use one GPU in each worker.",
-                )
-            own, handle = self.device.allocate(size_bytes)
+            result, said = act()
         except (UsageError, RuntimeError, AttributeError) as error:
-            # whatever it is, the others wait to hear of it
-            problem, is_full = str(error), isinstance(error, MemoryFull | torch.OutOfMemoryError)
-        everybody = share_objects(self._group, [self._engine.rank, identity, handle, problem, is_full])
-        for *_, text, is_room_missing in everybody:
+            problem = str(error) or repr(error)  # whatever it is, the others wait to hear of it
+            is_full = isinstance(error, MemoryFull | torch.OutOfMemoryError)
+        everybody = share_objects(self._group, [said, problem, is_full])
+        for _, text, is_room_missing in everybody:
             if text:
                 raise MemoryFull(text) if is_room_missing else UsageError(text)
-        return own, {rank: (identity, handle) for rank, identity, handle, *_ in everybody}
+        return result, [said for said, *_ in everybody]
 
     def free(self, tensor: torch.Tensor, meet: Callable[[], None]) -> None:
         """Gives memory back once nobody's GPU uses it; `meet` waits for the other workers."""
@@ -264,15 +261,6 @@ class DeviceReads:
         self._is_open[index] = False
         self._memory.device.caller.signal(self._control.address(self._engine.rank, READS_DONE[index]), ticket)
         return True
-
-    def publish(self, number: int) -> None:
-        """Says, when the caller's stream has come there, that a publication is written."""
-        word = self._control.address(self._engine.rank, DEVICE_PUBLISHED)
-        self._memory.device.caller.signal(word, number)
-
-    def is_published(self, number: int) -> bool:
-        """Tells whether this worker's GPU has written a publication."""
-        return self._control.is_done_on_device(self._engine.rank, DEVICE_PUBLISHED, number)
 
     def follow(self, number: int) -> None:
         """Lets the caller's stream wait for those that read publications up to this number."""
