@@ -126,17 +126,16 @@ class HostCollectives:
             task = Task([*words, NO_PLACE, 0], read_all, [span_of(tensor)], is_shared=True)
             tasks = [self._engine.issue(task)]
         else:
+
+            def take(task: Task, mine: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
+                start = NO_PLACE - task.words[2]
+                for rank, staged in stages.items():
+                    if rank != self._rank:
+                        theirs = flats[rank][start : start + piece]
+                        theirs.copy_(staged[: theirs.numel()])
+
             tasks = []
             for start in range(0, longest, piece):
-
-                def take(
-                    task: Task, mine: torch.Tensor, stages: dict[int, torch.Tensor], start: int = start
-                ) -> None:
-                    for rank, staged in stages.items():
-                        if rank != self._rank:
-                            theirs = flats[rank][start : start + piece]
-                            theirs.copy_(staged[: theirs.numel()])
-
                 described = [*words, NO_PLACE - start, 0, self._stage_code]
                 num_staged = min(piece, longest - start)
                 task = self._staged(own[start : start + piece], described, take, num_staged)
@@ -239,7 +238,12 @@ class HostCollectives:
             if self._control.description(source, seq)[_HAS_FACTORS]:
                 factor = self._control.factor(source, seq, self._rank)
                 if math.isnan(factor):
-                    raise self._engine.not_sent_error(source, self._rank)
+                    name = self._engine.name_of
+                    raise UsageError(
+                        f"rank {name(self._rank)} wants to receive from rank {name(source)}, which does not "
+                        "send to it.",
+                        next_step="let sources and destinations agree; a Topology's weights do.",
+                    )
                 sources[source] *= factor
         return weights.own, sources
 
