@@ -46,6 +46,14 @@ def filled(groups):
     return memory
 
 
+def test_a_gather_may_be_the_first_operation_on_a_gpu():
+    with gpu_workers(2) as (groups, _):
+        memory = filled(groups)
+        gathered = together(groups, lambda group: group.all_gather(memory[group.rank]).wait())
+        for tensors in gathered:
+            assert [tensor.tolist() for tensor in tensors] == [[0.0] * 8, [1.0] * 8]
+
+
 def test_who_fails_before_its_gpu_has_given_its_part_is_left_out_of_an_exchange():
     with gpu_workers(3) as (groups, devices):
         live, spare = filled(groups), filled(groups)

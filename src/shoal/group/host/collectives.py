@@ -24,15 +24,9 @@ import torch
 
 from shoal.core import UsageError
 from shoal.group.base import Handle, Reduction
-from shoal.group.host.device import GRAIN_BYTES, DeviceMemory, DeviceSegment
+from shoal.group.host.device import GRAIN_BYTES, DeviceMemory
 from shoal.group.host.engine import ProgressEngine, Span, Task, TasksHandle, is_overlapping, put_back, span_of
-from shoal.group.host.memory import (
-    DEVICE_ARRIVED,
-    DEVICE_CODE,
-    DEVICE_FINISHED,
-    Arena,
-    Segment,
-)
+from shoal.group.host.memory import DEVICE_ARRIVED, DEVICE_CODE, DEVICE_FINISHED, Arena, Segment
 from shoal.group.kernels import mix_into, mix_on_device, reduce_into, reduce_to_all, share_bounds
 from shoal.tensors.memory import copy_into
 from shoal.topology import Weights
@@ -131,17 +125,16 @@ class HostCollectives:
             task = Task([*words, NO_PLACE, 0], read_all, [span_of(tensor)], is_shared=True)
             tasks = [self._engine.issue(task)]
         else:
+
+            def take(task: Task, mine: torch.Tensor, stages: dict[int, torch.Tensor]) -> None:
+                start = NO_PLACE - task.words[2]
+                for rank, staged in stages.items():
+                    if rank != self._rank:
+                        theirs = flats[rank][start : start + piece]
+                        theirs.copy_(staged[: theirs.numel()])
+
             tasks = []
             for start in range(0, longest, piece):
-
-                def take(
-                    task: Task, mine: torch.Tensor, stages: dict[int, torch.Tensor], start: int = start
-                ) -> None:
-                    for rank, staged in stages.items():
-                        if rank != self._rank:
-                            theirs = flats[rank][start : start + piece]
-                            theirs.copy_(staged[: theirs.numel()])
-
                 described = [*words, NO_PLACE - start, 0, self._stage_code]
                 num_staged = min(piece, longest - start)
                 task = self._staged(own[start : start + piece], described, take, num_staged)
@@ -244,7 +237,12 @@ class HostCollectives:
             if self._control.description(source, seq)[_HAS_FACTORS]:
                 factor = self._control.factor(source, seq, self._rank)
                 if math.isnan(factor):
-                    raise self._engine.not_sent_error(source, self._rank)
+                    name = self._engine.name_of
+                    raise UsageError(
+                        f"rank {name(self._rank)} wants to receive from rank {name(source)}, which does not "
+                        "send to it.",
+                        next_step="let sources and destinations agree; a Topology's weights do.",
+                    )
                 sources[source] *= factor
         return weights.own, sources
 
@@ -567,7 +565,7 @@ class DeviceCollectives(HostCollectives):
         return not seq or self._engine.are_done_on_device(DEVICE_FINISHED, seq, ranks)
 
 
-def _views(place: tuple[Segment | DeviceSegment, int], like: torch.Tensor) -> Views:
+def _views(place: tuple[Segment, int], like: torch.Tensor) -> Views:
     """Views the memory of others at the same place as a tensor of one's own."""
     (segment, offset), num_elements, dtype = place, like.numel(), like.dtype
     return lambda ranks: {rank: segment.region(rank, offset, num_elements, dtype) for rank in ranks}

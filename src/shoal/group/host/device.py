@@ -11,23 +11,25 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shoal.core import UsageError
+from shoal.group.base import T
 from shoal.group.functions import share as share_objects
 from shoal.group.host.engine import ProgressEngine
 from shoal.group.host.memory import (
     DEVICE_CODE,
-    DEVICE_PUBLISHED,
     FREED,
     NUM_READS,
     READ_CLAIMS,
     READ_TICKETS,
     READS_DONE,
+    MappedMemory,
     MemoryFull,
+    Segment,
 )
 
 if TYPE_CHECKING:
@@ -56,39 +58,17 @@ def open_device(device: torch.device) -> SharedDevice:
     return SharedDevice(torch.cuda.current_device() if device.index is None else device.index)
 
 
-class DeviceSegment:
-    """A range of GPU memory: a region of `stride_bytes` at each rank, all mapped here."""
-
-    def __init__(self, code: int, regions: Mapping[int, torch.Tensor], rank: int) -> None:
-        self.code = code
-        """A number for its beginning that is the same on all workers."""
-        self.regions = regions
-        self.stride_bytes = regions[rank].numel()
-        self.start = regions[rank].data_ptr()
-        self.end = self.start + self.stride_bytes
-        self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
-
-    def region(self, rank: int, offset_bytes: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Gives a flat tensor in a rank's region; the same one each time, since a view takes its time."""
-        key = rank, offset_bytes, num_elements, dtype
-        view = self._views.get(key)
-        if view is None:
-            end = offset_bytes + num_elements * dtype.itemsize
-            view = self._views[key] = self.regions[rank][offset_bytes:end].view(dtype)
-        return view
-
-
-class DeviceMemory:
+class DeviceMemory(MappedMemory[Segment]):
     """One worker's memory on its GPU, and the mapped memory of all others; there is one GPU for a worker."""
 
     def __init__(self, group: HostGroup, engine: ProgressEngine, make: MakeDevice = open_device) -> None:
+        super().__init__()
         self.is_one_device = True
         """Whether all workers share one GPU."""
         self._group = group
         self._engine = engine
         self._make = make
         self._device: SharedDevice | None = None
-        self._segments: list[DeviceSegment] = []
         self._taken_bytes = 0
         self._queue: DeviceStream | None = None
 
@@ -119,9 +99,8 @@ class DeviceMemory:
 
     def order_caller(self) -> None:
         """Lets what the caller does next wait for the operations that were begun."""
-        caller = self.device.caller
-        if caller is not self._queue:
-            caller.follow(self.device.mark(self.queue))
+        if self._queue is not None and self._queue is not self.device.caller:
+            self.device.caller.follow(self.device.mark(self._queue))
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Tells whether a tensor lies on a device."""
@@ -133,71 +112,55 @@ class DeviceMemory:
             return torch.empty(0, dtype=dtype, device=device)
         rank = self._engine.rank
         size_bytes = -(-num_elements * dtype.itemsize // GRAIN_BYTES) * GRAIN_BYTES
-        own, told = self._allocate(device, size_bytes)
-        regions, problem = {rank: own}, ""
-        for other, (_, handle) in told.items():
-            if other != rank:
-                try:
-                    regions[other] = self.device.attach(handle, size_bytes)
-                except UsageError as error:
-                    problem = str(error)
-        problems = [text for text in share_objects(self._group, problem) if text]
-        if problems:
-            raise UsageError(problems[0])
-        self.is_one_device = len({identity for identity, _ in told.values()}) == 1
-        segment = DeviceSegment(DEVICE_CODE + self._taken_bytes, regions, rank)
+        own, told = self._on_all(lambda: self._allocate(device, size_bytes))
+
+        def attach() -> tuple[dict[int, torch.Tensor], None]:
+            others = [(other, handle) for other, _, handle in told if other != rank]
+            return {other: self.device.attach(handle, size_bytes) for other, handle in others}, None
+
+        regions, _ = self._on_all(attach)
+        self.is_one_device = len({identity for _, identity, _ in told}) == 1
+        segment = Segment(DEVICE_CODE + self._taken_bytes, {rank: own, **regions}, rank)
         self._taken_bytes += size_bytes
         self._segments.append(segment)
-        return segment.region(rank, 0, num_elements, dtype)
+        return segment.new_region(rank, 0, num_elements, dtype)
 
-    def _allocate(
-        self, device: torch.device, size_bytes: int
-    ) -> tuple[torch.Tensor, dict[int, tuple[str, bytes]]]:
-        """Takes this worker's memory; learns everybody's GPU and handle, by rank."""
-        own, handle, identity, problem, is_full = torch.empty(0), b"", "", "", False
+    def _allocate(self, device: torch.device, size_bytes: int) -> tuple[torch.Tensor, tuple[int, str, bytes]]:
+        """Takes this worker's memory; says its rank, its GPU and the handle by which others attach it."""
+        if self._device is None:
+            opened = self._make(device)
+            opened.register(self._engine.control.memory)
+            self._device = opened
+            self._engine.is_on_device = True
+        if self.device.index != device.index and device.index is not None:
+            raise UsageError(
+                f"this worker's memory of the group is on {self.device.name}, not on {device}.",
+                next_step="use one GPU in each worker.",
+            )
+        own, handle = self.device.allocate(size_bytes)
+        return own, (self._engine.rank, self.device.identity, handle)
+
+    def _on_all(self, act: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
+        """Does something on all members, and collects what each says; what fails on one fails on all."""
+        said, problem, is_full = None, "", False
         try:
-            if self._device is None:
-                opened = self._make(device)
-                opened.register(self._engine.control.memory)
-                self._device = opened
-                self._engine.is_on_device = True
-            identity = self.device.identity
-            if self.device.index != device.index and device.index is not None:
-                raise UsageError(
-                    f"this worker's memory of the group is on {self.device.name}, not on {device}.",
-                    next_step="use one GPU in each worker.",
-                )
-            own, handle = self.device.allocate(size_bytes)
+            result, said = act()
         except (UsageError, RuntimeError, AttributeError) as error:
-            # whatever it is, the others wait to hear of it
-            problem, is_full = str(error), isinstance(error, MemoryFull | torch.OutOfMemoryError)
-        everybody = share_objects(self._group, [self._engine.rank, identity, handle, problem, is_full])
-        for *_, text, is_room_missing in everybody:
+            problem = str(error) or repr(error)  # whatever it is, the others wait to hear of it
+            is_full = isinstance(error, MemoryFull | torch.OutOfMemoryError)
+        everybody = share_objects(self._group, [said, problem, is_full])
+        for _, text, is_room_missing in everybody:
             if text:
                 raise MemoryFull(text) if is_room_missing else UsageError(text)
-        return own, {rank: (identity, handle) for rank, identity, handle, *_ in everybody}
+        return result, [said for said, *_ in everybody]
 
     def free(self, tensor: torch.Tensor, meet: Callable[[], None]) -> None:
         """Gives memory back once nobody's GPU uses it; `meet` waits for the other workers."""
-        segment = self._find(tensor)
+        segment = self.find(tensor)
         if segment is not None:
             self.device.synchronize()
             meet()
-            self._segments.remove(segment)
-
-    def find_own(self, tensor: torch.Tensor) -> tuple[DeviceSegment, int] | None:
-        """Tells where a tensor lies in group memory; None for other memory and for tensors with gaps."""
-        segment = self._find(tensor)
-        if segment is None or not tensor.is_contiguous():
-            return None
-        return segment, tensor.data_ptr() - segment.start
-
-    def at(self, code: int) -> tuple[DeviceSegment, int]:
-        """Finds the segment, and the offset in its regions, that a number names."""
-        for segment in self._segments:
-            if 0 <= code - segment.code < segment.stride_bytes:
-                return segment, code - segment.code
-        raise UsageError("A peer names GPU memory that this worker has given back.")
+            self.forget(segment)
 
     def drain(self) -> Callable[[], bool]:
         """Tells, when asked, whether the GPU has done all that this worker gave it until now."""
@@ -213,10 +176,6 @@ class DeviceMemory:
         self._segments.clear()
         if self._device is not None and self.drain()():
             self._device.unregister(self._engine.control.memory)
-
-    def _find(self, tensor: torch.Tensor) -> DeviceSegment | None:
-        pointer = tensor.data_ptr()
-        return next((each for each in self._segments if each.start <= pointer < each.end), None)
 
 
 class DeviceSlot:
@@ -302,15 +261,6 @@ class DeviceReads:
         self._is_open[index] = False
         self._memory.device.caller.signal(self._control.address(self._engine.rank, READS_DONE[index]), ticket)
         return True
-
-    def publish(self, number: int) -> None:
-        """Says, when the caller's stream has come there, that a publication is written."""
-        word = self._control.address(self._engine.rank, DEVICE_PUBLISHED)
-        self._memory.device.caller.signal(word, number)
-
-    def is_published(self, number: int) -> bool:
-        """Tells whether this worker's GPU has written a publication."""
-        return self._control.is_done_on_device(self._engine.rank, DEVICE_PUBLISHED, number)
 
     def follow(self, number: int) -> None:
         """Lets the caller's stream wait for those that read publications up to this number."""

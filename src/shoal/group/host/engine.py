@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -46,6 +47,7 @@ _SPIN_CROWDED_S = 2e-4  # with more workers than cores the one that is waited fo
 _DEVICE_SPIN_S, _DEVICE_NAP_S = 0.1, 2e-5
 _NAP_S = 5e-3  # a wake-up that came just before the nap is missed for this long
 _LINE_EVERY_S = 10.0
+_give_way: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0))
 KINDS = ("all_reduce", "broadcast", "all_gather", "exchange", "barrier", "empty", "free")
 Span = tuple[int, int]
 """First address of some memory, and the first behind it."""
@@ -299,11 +301,10 @@ class ProgressEngine:
                 next_step="start again with a larger --patience.",
             )
 
-    def members(self, seq: int | None = None) -> list[int]:
-        """Lists who takes part in an operation, by default in the next one."""
-        seq = self.issued + 1 if seq is None else seq
+    def members(self) -> list[int]:
+        """Lists who takes part in the next operation."""
         gone = ((rank, self.control.gone_after(rank)) for rank in range(self.size))
-        return [rank for rank, after in gone if after == NOT_YET or seq <= after]
+        return [rank for rank, after in gone if after == NOT_YET or self.issued < after]
 
     def check_rank(self, rank: int) -> None:
         """UsageError for a rank that does not exist."""
@@ -363,13 +364,12 @@ class ProgressEngine:
         for rank in (*givers, *finishers):  # the watching thread may have looked before this was noted
             if self.is_gone(rank):
                 self._go_without(rank)
-        while self._on_device and self._is_through(*self._on_device[0]):
-            self._on_device.popleft()
-
-    def _is_through(self, seq: int, givers: Sequence[int], finishers: Sequence[int]) -> bool:
-        """Tells whether no stream waits for another in an operation any more."""
         is_done = self.control.is_done_on_device
-        return all(is_done(rank, DEVICE_FINISHED, seq) for rank in (self.rank, *finishers))
+        while self._on_device:  # from the first on in which a stream may still wait for another
+            seq, _, finishers = self._on_device[0]
+            if not all(is_done(rank, DEVICE_FINISHED, seq) for rank in (self.rank, *finishers)):
+                break
+            self._on_device.popleft()
 
     def _go_without(self, rank: int) -> None:
         """Leaves out one that is gone, or remembers the error where it owes its part of an operation.
@@ -501,14 +501,6 @@ class ProgressEngine:
             self.culprit = rank_to_blame(error, self.name_of(self.rank))
         return error
 
-    def not_sent_error(self, source: int, receiver: int) -> UsageError:
-        """Makes the error for a rank that names a source which does not name it as a destination."""
-        return UsageError(
-            f"rank {self.name_of(receiver)} wants to receive from rank {self.name_of(source)}, which does "
-            "not send to it.",
-            next_step="let sources and destinations agree; a Topology's weights do.",
-        )
-
     def check_usable(self) -> None:
         """UsageError in a forked child, and when this worker is out of step."""
         if os.getpid() != self._pid:
@@ -602,13 +594,6 @@ def is_overlapping(some: Sequence[Span], others: Sequence[Span]) -> bool:
             if start < other_end and other_start < end:
                 return True
     return False
-
-
-def _give_way() -> None:
-    if hasattr(os, "sched_yield"):
-        os.sched_yield()
-    else:
-        time.sleep(0)
 
 
 class TasksHandle(Handle[T]):

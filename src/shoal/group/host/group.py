@@ -16,12 +16,7 @@ import torch
 from shoal.core import Deadline, DeadlineExceeded, Placement, ShoalError, UsageError
 from shoal.group.base import Group, GroupSettings, GroupStats, Handle, Loss, Reduction, rank_to_blame
 from shoal.group.functions import spread_over_ranks
-from shoal.group.host.collectives import (
-    NO_PLACE,
-    STAGE_BYTES,
-    DeviceCollectives,
-    HostCollectives,
-)
+from shoal.group.host.collectives import NO_PLACE, STAGE_BYTES, DeviceCollectives, HostCollectives
 from shoal.group.host.device import DeviceMemory, MakeDevice, open_device
 from shoal.group.host.engine import KINDS, HostTrafficCounter, ProgressEngine, Task, TasksHandle, span_of
 from shoal.group.host.heartbeat import ProcessWatch
@@ -367,9 +362,17 @@ class HostGroup(Group):
         def learn(task: Task, present: list[int]) -> None:
             answers.extend(self._control.description(rank, task.seq)[3:6] for rank in present)
 
+        def grow(task: Task) -> None:
+            try:
+                place = self._arena.grow(region)
+            except MemoryFull:
+                task.words[3] = _NO_ROOM
+            else:
+                task.words[3:] = [_TAKEN, place.file, place.offset_bytes]
+
         task = Task([_EMPTY, code_of(dtype), num_elements, _NOTHING, 0, 0], learn, must_match=3)
         if self.rank == self._engine.members()[0]:
-            task.prepare = lambda task: self._grow(task, region)
+            task.prepare = grow
         self._meet(task)
         state, file, offset = next((answer for answer in answers if answer[0]), (_NOTHING, 0, 0))
         if state == _NO_ROOM:
@@ -379,12 +382,3 @@ class HostGroup(Group):
                 next_step="free some space there, or point TMPDIR to a folder with more.",
             )
         return MemoryRange(file, offset, region * self.size) if state == _TAKEN else None
-
-    def _grow(self, task: Task, region: int) -> None:
-        """Does the coordinator's part of `empty`: takes the memory, and says where it is."""
-        try:
-            place = self._arena.grow(region)
-        except MemoryFull:
-            task.words[3] = _NO_ROOM
-        else:
-            task.words[3:] = [_TAKEN, place.file, place.offset_bytes]

@@ -132,9 +132,7 @@ class ProcessWatch:
 
     def _look(self, passed_s: float) -> None:
         for rank in tuple(self._present):
-            if self._control.get(rank, LEFT) != NOT_YET:
-                self._note_left(rank)
-            elif not self._is_process_there(rank):
+            if self._control.get(rank, LEFT) != NOT_YET or not self._is_process_there(rank):
                 self._ended(rank)
             elif self._control.get(rank, BEAT) < 0 or self._control.get(rank, VERDICT) != NOT_YET:
                 self._lose(rank)
@@ -156,40 +154,32 @@ class ProcessWatch:
             # a thread that keeps the interpreter's lock for long is busy, not silent
             self._cpu_s[rank] = used_s
             self._silent_s[rank] = 0.0
-        elif silent_s > self._silence_s and self._rank == min([self._rank, *self._beating(rank)]):
-            self._lose(rank, after=self._control.last_given(rank))
-
-    def _beating(self, suspect: int) -> list[int]:
-        return [
-            rank for rank in self._present if rank != suspect and self._silent_s[rank] <= self._silence_s / 2
-        ]
+        elif silent_s > self._silence_s:
+            beating = [other for other in self._present if self._silent_s[other] <= self._silence_s / 2]
+            if self._rank == min([self._rank, *beating]):
+                self._lose(rank, after=self._control.last_given(rank))
 
     def _ended(self, rank: int) -> None:
+        """Goes on without a rank that has left, or whose process has ended."""
         if rank not in self._present:
             return
         if self._control.get(rank, LEFT) != NOT_YET:
-            self._note_left(rank)
-            return
-        # it writes no more: all who look see the same number
-        self._lose(rank, after=self._control.last_given(rank))
-
-    def _note_left(self, rank: int) -> None:
-        self.left_at_s[rank] = time.monotonic()
-        if self.on_loss is not None:
-            self.on_loss(rank)
-        self._forget(rank)
+            self.left_at_s[rank] = time.monotonic()
+            self._forget(rank)
+        else:  # it writes no more: all who look see the same number
+            self._lose(rank, after=self._control.last_given(rank))
 
     def _lose(self, rank: int, *, after: int | None = None) -> None:
         """Goes on without a rank, and judges it where nobody has: it takes part in nothing `after` that."""
         loss = self.lost[rank] = self.loss(rank)
         if after is not None:
             self._control.judge(rank, after)  # now that whoever sees the verdict finds the reason
-        if self.on_loss is not None:
-            self.on_loss(rank)
-        log.warning("rank %d is lost: %s", self._name(rank), loss.reason)
         self._forget(rank)
+        log.warning("rank %d is lost: %s", self._name(rank), loss.reason)
 
     def _forget(self, rank: int) -> None:
+        if self.on_loss is not None:
+            self.on_loss(rank)
         self._present.remove(rank)
         if rank in self._pidfds:
             asyncio.get_running_loop().remove_reader(self._pidfds[rank])

@@ -18,9 +18,9 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
@@ -96,10 +96,6 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
         return PeerLost(self.what, peer=self.lost)
 
 
-class UnknownMessageError(Exception):
-    """Somebody has sent bytes that no worker of this version sends."""
-
-
 def send(to: socket.socket, message: object, descriptors: Sequence[int] = ()) -> None:
     """Sends a message, and descriptors with its first byte."""
     body = msgspec.msgpack.encode(message)
@@ -108,7 +104,10 @@ def send(to: socket.socket, message: object, descriptors: Sequence[int] = ()) ->
 
 
 def receive(source: socket.socket, kind: Any, received: contextlib.ExitStack) -> tuple[Any, list[int]]:
-    """Receives a message and the descriptors that came with it, which `received` will close."""
+    """Receives a message and the descriptors that came with it, which `received` will close.
+
+    EOFError when the other has ended, DecodeError for bytes that no worker of this version sends.
+    """
     head, descriptors, _, _ = socket.recv_fds(source, _FRAME.size, 1024)
     for descriptor in descriptors:
         received.callback(os.close, descriptor)
@@ -117,17 +116,14 @@ def receive(source: socket.socket, kind: Any, received: contextlib.ExitStack) ->
         raise EOFError
     (length,) = _FRAME.unpack(head)
     if length > _MAX_BYTES:
-        raise UnknownMessageError
+        raise msgspec.DecodeError
     body = bytearray()
     while len(body) < length:
         part = source.recv(length - len(body))
         if not part:
             raise EOFError
         body += part
-    try:
-        return msgspec.msgpack.decode(body, type=kind), descriptors
-    except msgspec.DecodeError:
-        raise UnknownMessageError from None
+    return msgspec.msgpack.decode(body, type=kind), descriptors
 
 
 def meet(
@@ -150,9 +146,8 @@ def meet(
     address = _address(key)
     if shared is None:
         return _join(address, request, pipe, _Wait(deadline))
-    with _listen(address, request.size) as listener, _RankZero(request, pipe, _Wait(deadline)) as rank_zero:
-        rank_zero.welcome_all(listener)
-        return rank_zero.hand_over(shared)
+    with _listen(address, request.size) as listener:
+        return _gather(listener, request, pipe, shared, _Wait(deadline))
 
 
 def _address(key: str) -> str:
@@ -214,109 +209,98 @@ class _Wait:
                 raise late
 
 
-class _RankZero:
-    """Gathers the workers at rank 0; a context manager that tells them when it fails."""
-
-    def __init__(self, request: JoinRequest, pipe: int, wait: _Wait) -> None:
-        self._request = request
-        self._wait = wait
-        self._pids = {0: request.pid}
-        self._pipes = {0: pipe}
-        self._workers: dict[int, socket.socket] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            for rank, pipe in self._pipes.items():
-                if rank:
-                    os.close(pipe)
-        for worker in self._workers.values():
-            if isinstance(error, ShoalError):
+def _gather(
+    listener: socket.socket, request: JoinRequest, pipe: int, shared: SharedFiles, wait: _Wait
+) -> Welcome:
+    """Waits at rank 0 until everybody has come, and gives everybody everything; tells them when it fails."""
+    size, pids, pipes = request.size, {0: request.pid}, {0: pipe}
+    workers: dict[int, socket.socket] = {}
+    with contextlib.ExitStack() as received, contextlib.ExitStack() as connected:
+        try:
+            while len(pids) < size:
+                missing = ", ".join(str(rank) for rank in range(size) if rank not in pids)
+                late = DeadlineExceeded(
+                    f"{len(pids)} of {size} workers have come; rank {missing} is missing.",
+                    next_step="see why it did not start, or did not call shoal.init().",
+                )
+                ready = wait.until_readable([listener, *workers.values()], f"rank {missing} to come", late)
+                for rank, worker in workers.items():
+                    if worker.fileno() in ready:  # they have nothing to say before all have come
+                        raise _lost(rank)
+                came = _welcome(listener, request, pids)
+                if came is not None:
+                    worker, said, descriptor = came
+                    workers[said.rank] = connected.enter_context(worker)
+                    received.callback(os.close, descriptor)
+                    pids[said.rank], pipes[said.rank] = said.pid, descriptor
+            ranks = range(size)
+            met = Welcome([pids[rank] for rank in ranks], [pipes[rank] for rank in ranks], shared)
+            for rank, worker in workers.items():  # one after the other: the kernel limits what is on its way
+                _hand_over(worker, rank, met, wait)
+        except ShoalError as error:
+            for worker in workers.values():
                 with contextlib.suppress(OSError):
                     send(worker, Failed(error.what, rank_to_blame(error, 0)))
-            worker.close()
-
-    def welcome_all(self, listener: socket.socket) -> None:
-        """Waits until everybody has come."""
-        size = self._request.size
-        while len(self._pids) < size:
-            missing = ", ".join(str(rank) for rank in range(size) if rank not in self._pids)
-            late = DeadlineExceeded(
-                f"{len(self._pids)} of {size} workers have come; rank {missing} is missing.",
-                next_step="see why it did not start, or did not call shoal.init().",
-            )
-            sources = [listener, *self._workers.values()]
-            ready = self._wait.until_readable(sources, f"rank {missing} to come", late)
-            for rank, worker in self._workers.items():
-                if worker.fileno() in ready:  # they have nothing to say before all have come
-                    raise _lost(rank)
-            self._welcome(listener)
-
-    def _welcome(self, listener: socket.socket) -> None:
-        """Takes in one more; one that ends before it has said who it is has not come."""
-        with contextlib.ExitStack() as stack:
-            try:
-                worker, _ = listener.accept()
-                stack.enter_context(worker)
-                worker.settimeout(_SPEAKING_S)
-                if not _is_own_user(worker):
-                    return
-                said, descriptors = receive(worker, JoinRequest, stack)
-            except BlockingIOError:
-                return
-            except UnknownMessageError:
-                with contextlib.suppress(OSError):
-                    send(worker, Failed("rank 0 runs another version of Shoal."))
-                raise PeerRefused("a worker runs another version of Shoal than rank 0.") from None
-            except (OSError, EOFError) as error:
-                if getattr(error, "errno", None) in _SHORTAGES:
-                    raise _too_few_files(0) from None
-                log.warning("a worker connected, and ended before it said who it is")
-                return
-            refusal = self._refusal(said)
-            if refusal:
-                with contextlib.suppress(OSError):
-                    send(worker, Failed(refusal))
-                raise PeerRefused(refusal, peer=said.rank, next_step="start all workers in one run.")
-            if len(descriptors) != 1:
-                raise _too_few_files(0)
-            stack.pop_all()
-        self._pids[said.rank] = said.pid
-        self._pipes[said.rank] = descriptors[0]
-        self._workers[said.rank] = worker
-
-    def hand_over(self, shared: SharedFiles) -> Welcome:
-        """Gives everybody everything, one after the other: the kernel limits what is on its way."""
-        ranks = range(self._request.size)
-        pipes = [self._pipes[rank] for rank in ranks]
-        met = Welcome([self._pids[rank] for rank in ranks], pipes, shared)
-        for rank, worker in self._workers.items():
-            late = DeadlineExceeded(f"rank {rank} came, but did not answer in time.")
-            try:
-                send(worker, met, [*pipes, *shared.files])
-                self._wait.until_readable([worker], f"rank {rank} to answer", late)
-                if worker.recv(1) != _ACK:
-                    raise _lost(rank)
-            except DeadlineExceeded:
-                raise
-            except OSError as error:
-                raise _broken_off(error, 0, rank) from None
-        for worker in self._workers.values():
+            raise
+        for worker in workers.values():
             with contextlib.suppress(OSError):  # who ends from now on is lost to the group
                 send(worker, Ready())
-        return met
+        received.pop_all()
+    return met
 
-    def _refusal(self, said: JoinRequest) -> str:
-        own = self._request
-        if said.protocol != own.protocol:
-            return f"rank {said.rank} runs another version of Shoal than rank 0."
-        if said.size != own.size:
-            return f"rank {said.rank} expects {said.size} workers, rank 0 expects {own.size}."
-        if said.rank in self._pids or not 0 < said.rank < own.size:
-            return f"two workers say that they are rank {said.rank} of {own.size}."
-        return ""
+
+def _welcome(
+    listener: socket.socket, own: JoinRequest, known: Collection[int]
+) -> tuple[socket.socket, JoinRequest, int] | None:
+    """Takes in one more, and its pipe; one that ends before it has said who it is has not come."""
+    with contextlib.ExitStack() as stack:
+        peer = None
+        try:
+            worker = stack.enter_context(listener.accept()[0])
+            worker.settimeout(_SPEAKING_S)
+            if not _is_own_user(worker):
+                return None
+            said, descriptors = receive(worker, JoinRequest, stack)
+            peer, refusal = said.rank, _refusal(said, own, known)
+        except BlockingIOError:
+            return None
+        except msgspec.DecodeError:
+            refusal = "a worker runs another version of Shoal than rank 0."
+        except (OSError, EOFError) as error:
+            if getattr(error, "errno", None) in _SHORTAGES:
+                raise _too_few_files(0) from None
+            log.warning("a worker connected, and ended before it said who it is")
+            return None
+        if refusal:
+            with contextlib.suppress(OSError):
+                send(worker, Failed(refusal))
+            raise PeerRefused(refusal, peer=peer, next_step="start all workers in one run.")
+        if len(descriptors) != 1:
+            raise _too_few_files(0)
+        stack.pop_all()
+    return worker, said, descriptors[0]
+
+
+def _refusal(said: JoinRequest, own: JoinRequest, known: Collection[int]) -> str:
+    if said.protocol != own.protocol:
+        return f"rank {said.rank} runs another version of Shoal than rank 0."
+    if said.size != own.size:
+        return f"rank {said.rank} expects {said.size} workers, rank 0 expects {own.size}."
+    if said.rank in known or not 0 < said.rank < own.size:
+        return f"two workers say that they are rank {said.rank} of {own.size}."
+    return ""
+
+
+def _hand_over(worker: socket.socket, rank: int, met: Welcome, wait: _Wait) -> None:
+    """Gives a worker everything, and waits until it has it."""
+    late = DeadlineExceeded(f"rank {rank} came, but did not answer in time.")
+    try:
+        send(worker, met, [*met.pipes, *met.shared.files])
+        wait.until_readable([worker], f"rank {rank} to answer", late)
+        if worker.recv(1) != _ACK:
+            raise _lost(rank)
+    except OSError as error:
+        raise _broken_off(error, 0, rank) from None
 
 
 def _join(address: str, request: JoinRequest, pipe: int, wait: _Wait) -> Welcome:
@@ -340,10 +324,8 @@ def _join(address: str, request: JoinRequest, pipe: int, wait: _Wait) -> Welcome
                 raise _too_few_files(request.rank)
             host.sendall(_ACK)
             hear(Ready)
-        except UnknownMessageError:
+        except msgspec.DecodeError:
             raise PeerRefused("rank 0 runs another version of Shoal.", peer=0) from None
-        except DeadlineExceeded:
-            raise
         except (OSError, EOFError) as error:
             raise _broken_off(error, request.rank, 0) from None
         received.pop_all()
@@ -392,7 +374,9 @@ def _lost(rank: int) -> PeerLost:
 
 
 def _broken_off(error: OSError | EOFError, here: int, there: int) -> ShoalError:
-    """Tells why one side of a conversation could not go on: too few files here, or the other has ended."""
+    """Tells why a conversation could not go on: too late, too few files here, or the other has ended."""
+    if isinstance(error, ShoalError):
+        return error
     return _too_few_files(here) if getattr(error, "errno", None) in _SHORTAGES else _lost(there)
 
 

@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import msgspec
 import torch
@@ -35,7 +36,7 @@ from shoal.tensors.memory import tensor_over
 
 log = logging.getLogger(__name__)
 _MEMORY_FOLDER = Path("/dev/shm")
-_MAX_REGIONS = 4096
+_MAX_VIEWS = 4096
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
 _LINE = 8  # words of 8 bytes: a cache line, so that two writers never share one
 ARRIVED, FINISHED, PUBLISHED, BEAT, LEFT, VERDICT, ASLEEP, ANNOUNCED = (line * _LINE for line in range(8))
@@ -47,7 +48,7 @@ NUM_READS = 4
 READ_CLAIMS, READ_TICKETS, READS_DONE = (
     [(line + 3 * index) * _LINE for index in range(NUM_READS)] for line in range(11, 14)
 )
-_COUNTERS = (11 + 3 * NUM_READS) * _LINE
+_DESCRIPTIONS_AT = (11 + 3 * NUM_READS) * _LINE
 FREED = 0x7FFFFFFF
 """Written over what the GPU of a lost worker owes, so that nobody's stream waits for it."""
 DEVICE_CODE = 1 << 60
@@ -55,6 +56,7 @@ DEVICE_CODE = 1 << 60
 MAX_AHEAD = 512
 """Operations that one worker may be ahead of the slowest: so many descriptions are kept."""
 _DESCRIPTION_WORDS = 8
+_FACTORS_AT = _DESCRIPTIONS_AT + MAX_AHEAD * _DESCRIPTION_WORDS
 PUBLICATIONS = 512
 """Windows in which one worker may publish at the same time."""
 PUBLICATION_WORDS = 16
@@ -106,33 +108,45 @@ class MemoryRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Segment:
-    """One range of shared memory, mapped: a region of `stride_bytes` for each rank."""
+    """A range of shared memory: a region of `stride_bytes` at each rank, all mapped here."""
 
-    def __init__(self, place: MemoryRange, memory: mmap.mmap, stride_bytes: int) -> None:
-        self.place = place
-        self.stride_bytes = stride_bytes
-        self.flat = tensor_over(memoryview(memory))
-        self.start = self.flat.data_ptr()
-        self.end = self.start + place.size_bytes
-        self.code = place.file << 56 | place.offset_bytes
+    def __init__(self, code: int, regions: Mapping[int, torch.Tensor], rank: int) -> None:
+        self.code = code
         """A number for its beginning that is the same on all workers."""
-        self._regions: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
-        self._memory = memory
+        self.stride_bytes = regions[rank].numel()
+        self.own_start = self.start = regions[rank].data_ptr()
+        self.end = self.start + self.stride_bytes
+        """Between start and end lies what can be found in it, the own region at least."""
+        self._regions = regions
+        self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
 
     def region(self, rank: int, offset_bytes: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Views a part of a rank's region as a flat tensor, the same one every time: keep it to yourself."""
         key = (rank, offset_bytes, num_elements, dtype)
-        found = self._regions.get(key)
+        found = self._views.get(key)
         if found is None:
-            if len(self._regions) >= _MAX_REGIONS:
-                self._regions.clear()
-            found = self._regions[key] = self.new_region(*key)
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            found = self._views[key] = self.new_region(*key)
         return found
 
     def new_region(self, rank: int, offset_bytes: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Makes a flat tensor of a part of a rank's region, to give away."""
-        start = rank * self.stride_bytes + offset_bytes
-        return self.flat[start : start + num_elements * dtype.itemsize].view(dtype)
+        return self._regions[rank][offset_bytes : offset_bytes + num_elements * dtype.itemsize].view(dtype)
+
+
+class FileSegment(Segment):
+    """A segment in a file, where the regions of all ranks follow each other."""
+
+    def __init__(self, place: MemoryRange, memory: mmap.mmap, rank: int, num_ranks: int) -> None:
+        self.place = place
+        self.flat = tensor_over(memoryview(memory))
+        stride = place.size_bytes // num_ranks
+        regions = {each: self.flat[each * stride : (each + 1) * stride] for each in range(num_ranks)}
+        super().__init__(place.file << 56 | place.offset_bytes, regions, rank)
+        self.start = self.flat.data_ptr()
+        self.end = self.start + place.size_bytes
+        self._memory = memory
 
     def discard(self) -> None:
         """Gives the pages back to the system, while the mapping may live on."""
@@ -141,14 +155,52 @@ class Segment:
                 self._memory.madvise(mmap.MADV_REMOVE)
 
 
-class Arena:
+AnySegment = TypeVar("AnySegment", bound=Segment)
+
+
+class MappedMemory(Generic[AnySegment]):
+    """The segments that a worker has mapped, found by a tensor in them or by a number of a peer's."""
+
+    def __init__(self) -> None:
+        self._segments: list[AnySegment] = []
+
+    def find(self, tensor: torch.Tensor) -> AnySegment | None:
+        """Finds the segment that holds a tensor's memory; None for memory that is not the group's."""
+        pointer = tensor.data_ptr()
+        for segment in self._segments:
+            if segment.start <= pointer < segment.end:
+                return segment
+        return None
+
+    def find_own(self, tensor: torch.Tensor) -> tuple[AnySegment, int] | None:
+        """Finds where in this worker's region a tensor lies; None for other memory and tensors with gaps."""
+        segment = self.find(tensor)
+        if segment is None or not tensor.is_contiguous():
+            return None
+        offset = tensor.data_ptr() - segment.own_start
+        is_inside = offset >= 0 and offset + tensor.numel() * tensor.element_size() <= segment.stride_bytes
+        return (segment, offset) if is_inside else None
+
+    def at(self, code: int) -> tuple[AnySegment, int]:
+        """Finds the segment, and the offset in its regions, that a number names."""
+        for segment in self._segments:
+            if 0 <= code - segment.code < segment.stride_bytes:
+                return segment, code - segment.code
+        raise UsageError("A peer names memory that this worker has given back.")
+
+    def forget(self, segment: AnySegment) -> None:
+        """Forgets a segment; it is unmapped when its last tensor is gone."""
+        self._segments.remove(segment)
+
+
+class Arena(MappedMemory[FileSegment]):
     """The files, and the segments that are mapped of them; only the coordinator makes them grow."""
 
     def __init__(self, files: Sequence[int], rank: int, num_ranks: int) -> None:
+        super().__init__()
         self._files = list(files)
         self._rank = rank
         self._num_ranks = num_ranks
-        self._segments: list[Segment] = []
         for descriptor in self._files:
             close_in_children(descriptor)
 
@@ -164,7 +216,10 @@ class Arena:
         for index, descriptor in enumerate(self._files):
             offset = os.fstat(descriptor).st_size
             try:
-                _allocate(descriptor, offset, size)
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(descriptor, offset, size)
+                else:
+                    os.ftruncate(descriptor, offset + size)
             except OSError as error:
                 if error.errno not in _FULL:
                     raise
@@ -186,41 +241,13 @@ class Arena:
             next_step="free some space there, or point TMPDIR to a folder with more.",
         )
 
-    def map(self, place: MemoryRange) -> Segment:
+    def map(self, place: MemoryRange) -> FileSegment:
         """Maps a segment; its pages are looked up at once, not one by one in the first round."""
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if sys.platform == "linux" else 0)
         memory = mmap.mmap(self._files[place.file], place.size_bytes, flags, offset=place.offset_bytes)
-        segment = Segment(place, memory, place.size_bytes // self._num_ranks)
+        segment = FileSegment(place, memory, self._rank, self._num_ranks)
         self._segments.append(segment)
         return segment
-
-    def find(self, tensor: torch.Tensor) -> Segment | None:
-        """Finds the segment that holds a tensor's memory; None for memory that is not the group's."""
-        pointer = tensor.data_ptr()
-        for segment in self._segments:
-            if segment.start <= pointer < segment.end:
-                return segment
-        return None
-
-    def find_own(self, tensor: torch.Tensor) -> tuple[Segment, int] | None:
-        """Finds where in this worker's region a tensor lies; None for other memory and tensors with gaps."""
-        segment = self.find(tensor)
-        if segment is None or not tensor.is_contiguous():
-            return None
-        offset = tensor.data_ptr() - segment.start - self._rank * segment.stride_bytes
-        is_inside = offset >= 0 and offset + tensor.numel() * tensor.element_size() <= segment.stride_bytes
-        return (segment, offset) if is_inside else None
-
-    def at(self, code: int) -> tuple[Segment, int]:
-        """Finds the segment, and the offset in its regions, that a number names."""
-        for segment in self._segments:
-            if 0 <= code - segment.code < segment.stride_bytes:
-                return segment, code - segment.code
-        raise UsageError("A peer names memory that this worker has given back.")
-
-    def forget(self, segment: Segment) -> None:
-        """Forgets a segment; it is unmapped when its last tensor is gone."""
-        self._segments.remove(segment)
 
     def close(self) -> None:
         """Closes the files; what is mapped stays for as long as there are tensors in it."""
@@ -229,13 +256,6 @@ class Arena:
             keep_in_children(descriptor)
             os.close(descriptor)
         self._files.clear()
-
-
-def _allocate(descriptor: int, offset: int, size: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, offset, size)
-    else:
-        os.ftruncate(descriptor, offset + size)
 
 
 def _describe_full(descriptor: int) -> str:
@@ -268,21 +288,21 @@ def culprit_of(beat: int) -> int | None:
 class ControlPage:
     """The words of all ranks, which everybody reads; a worker writes its own, and verdicts."""
 
-    def __init__(self, segment: Segment, rank: int, size: int) -> None:
+    def __init__(self, segment: FileSegment, rank: int, size: int) -> None:
         self.memory = segment.flat
         self._address = segment.start
-        self._bytes = segment.flat.numpy().data.cast("B")
-        self._words = self._bytes.cast("q")
-        self._numbers = self._bytes.cast("d")
-        self._stride = segment.stride_bytes // 8
+        self._stride_bytes = segment.stride_bytes
         self._rank = rank
         self._size = size
-        self._descriptions_at = _COUNTERS
-        self._factors_at = self._descriptions_at + MAX_AHEAD * _DESCRIPTION_WORDS
-        self._publications_at = self._factors_at + MAX_AHEAD * 2 * size
-        self._own_at = rank * self._stride
-        self._left = self._words[LEFT :: self._stride]
-        self._verdicts = self._words[VERDICT :: self._stride]
+        words, stride = segment.flat.numpy().data.cast("B").cast("q"), segment.stride_bytes // 8
+        self._of = [words[each * stride : (each + 1) * stride] for each in range(size)]
+        """The words of each rank."""
+        self._own = self._of[rank]
+        self._numbers_of = [each.cast("B").cast("d") for each in self._of]
+        """The same words, as numbers of double precision."""
+        self._left = words[LEFT::stride]
+        self._verdicts = words[VERDICT::stride]
+        self._publications_at = _FACTORS_AT + MAX_AHEAD * 2 * size
         self._all_there = [NOT_YET] * size
         self._told: list[dict[int, int]] = [dict.fromkeys(_IN_PIPES, 0) for _ in range(size)]
         """The counters that came through the pipe, by rank."""
@@ -290,23 +310,23 @@ class ControlPage:
     @staticmethod
     def region_bytes(size: int) -> int:
         """Says how much of the page's memory each rank needs."""
-        words = _COUNTERS + MAX_AHEAD * (_DESCRIPTION_WORDS + 2 * size) + PUBLICATIONS * PUBLICATION_WORDS
+        words = _FACTORS_AT + MAX_AHEAD * 2 * size + PUBLICATIONS * PUBLICATION_WORDS
         return -(-words * 8 // 4096) * 4096
 
     def clear(self) -> None:
         """Prepares the page before its first use: nobody has left, nobody is judged."""
-        for rank in range(self._size):
-            self._words[rank * self._stride + LEFT] = self._words[rank * self._stride + VERDICT] = NOT_YET
+        for words in self._of:
+            words[LEFT] = words[VERDICT] = NOT_YET
 
     def get(self, rank: int, name: int) -> int:
         """Reads a counter of a rank."""
         if not IS_ORDERED and rank != self._rank and name in _IN_PIPES:
             return self._told[rank][name]
-        return self._words[rank * self._stride + name]
+        return self._of[rank][name]
 
     def set(self, name: int, value: int) -> None:
         """Writes a counter of this worker; `WakePipes.tell` is for those that others wait for."""
-        self._words[self._own_at + name] = value
+        self._own[name] = value
 
     def take_in(self, rank: int, name: int, value: int) -> None:
         """Remembers a counter that has come through the pipe."""
@@ -319,14 +339,14 @@ class ControlPage:
         One that woke up when it was judged, and went one operation further, must not be judged again by its
         end: the others have begun that operation without it.
         """
-        if self._words[rank * self._stride + VERDICT] == NOT_YET:
-            self._words[rank * self._stride + VERDICT] = value
+        if self._of[rank][VERDICT] == NOT_YET:
+            self._of[rank][VERDICT] = value
 
     def gone_after(self, rank: int) -> int:
         """Reads the last operation that a rank takes part in, NOT_YET for one that is there."""
-        at = rank * self._stride
-        left = self._words[at + LEFT]
-        return left if left != NOT_YET else self._words[at + VERDICT]
+        words = self._of[rank]
+        left = words[LEFT]
+        return left if left != NOT_YET else words[VERDICT]
 
     def is_complete(self) -> bool:
         """Tells whether nobody is gone, in one look: one at each rank takes longer than a whole count."""
@@ -334,23 +354,25 @@ class ControlPage:
 
     def describe(self, seq: int, words: Sequence[int], factors: Sequence[float] | None = None) -> None:
         """Says what this worker's operation `seq` is."""
-        at = self._own_at + self._descriptions_at + seq % MAX_AHEAD * _DESCRIPTION_WORDS
-        for index, word in enumerate(words):
-            self._words[at + index] = word
+        own = self._own
+        for at, word in enumerate(words, _DESCRIPTIONS_AT + seq % MAX_AHEAD * _DESCRIPTION_WORDS):
+            own[at] = word
         if factors is not None:
-            at = self._own_at + self._factors_at + seq % MAX_AHEAD * 2 * self._size
-            for index, factor in enumerate(factors):
-                self._numbers[at + index] = factor
+            for at, factor in enumerate(factors, self._factors_at(seq)):
+                self._numbers_of[self._rank][at] = factor
 
     def description(self, rank: int, seq: int) -> list[int]:
         """Reads what a rank's operation `seq` is; valid once it has arrived there."""
-        at = rank * self._stride + self._descriptions_at + seq % MAX_AHEAD * _DESCRIPTION_WORDS
-        return self._words[at : at + _DESCRIPTION_WORDS].tolist()
+        at = _DESCRIPTIONS_AT + seq % MAX_AHEAD * _DESCRIPTION_WORDS
+        return self._of[rank][at : at + _DESCRIPTION_WORDS].tolist()
 
     def factor(self, rank: int, seq: int, receiver: int) -> float:
         """Reads what a rank multiplies with before it sends to `receiver`."""
-        at = self._factors_at + seq % MAX_AHEAD * 2 * self._size
-        return self._numbers[rank * self._stride + at + receiver]
+        return self._numbers_of[rank][self._factors_at(seq) + receiver]
+
+    def _factors_at(self, seq: int) -> int:
+        """Finds where a rank's factors of an operation lie, one for each receiver; its weights lie behind."""
+        return _FACTORS_AT + seq % MAX_AHEAD * 2 * self._size
 
     # --- what GPUs say and read ---
 
@@ -360,11 +382,10 @@ class ControlPage:
         This worker's GPU reads them when the others' parts are there. Until then one that is lost can be left
         out. Numbers of single precision have zeros behind them, so that zeros are nothing in both.
         """
-        at = 8 * (self._own_at + self._weights_at(seq))
+        at, number = self._factors_at(seq) + self._size, _DOUBLE if is_double else _SINGLE
         for rank in range(self._size):
-            weight = weights.get(rank, 0.0)
-            self._bytes[at + 8 * rank : at + 8 * rank + 8] = (_DOUBLE if is_double else _SINGLE).pack(weight)
-        return self._address + at
+            number.pack_into(self._own, 8 * (at + rank), weights.get(rank, 0.0))
+        return self.address(self._rank, at)
 
     def leave_out(self, rank: int) -> None:
         """Lets a rank that is gone weigh nothing in all exchanges to which its GPU has not given its part.
@@ -373,33 +394,30 @@ class ControlPage:
         """
         seq = self.get(rank, ARRIVED)
         while seq > 0 and not self.was_done_on_device(rank, DEVICE_ARRIVED, seq):
-            for other in range(self._size):
-                self._numbers[other * self._stride + self._weights_at(seq) + rank] = 0.0
+            for numbers in self._numbers_of:
+                numbers[self._factors_at(seq) + self._size + rank] = 0.0
             seq -= 1
-
-    def _weights_at(self, seq: int) -> int:
-        return self._factors_at + (seq % MAX_AHEAD * 2 + 1) * self._size
 
     def address(self, rank: int, name: int) -> int:
         """Gives the address of a word, for a GPU that writes it or waits for it."""
-        return self._address + (rank * self._stride + name) * 8
+        return self._address + rank * self._stride_bytes + name * 8
 
     def is_done_on_device(self, rank: int, name: int, seq: int) -> bool:
         """Tells whether a rank's GPU has said so of an operation, and not somebody else for it."""
-        return seq <= self._words[rank * self._stride + name] < FREED
+        return seq <= self._of[rank][name] < FREED
 
     def was_done_on_device(self, rank: int, name: int, seq: int) -> bool:
         """Tells the same of a rank that may have been freed: a GPU writes the lower half of a word alone."""
-        word = self._words[rank * self._stride + name]
+        word = self._of[rank][name]
         lower = word & 0xFFFFFFFF
         return seq <= (word >> 32 if lower == FREED else lower)
 
     def free_device(self, rank: int) -> None:
         """Lets no stream wait for the GPU of a rank that is gone; what it has said is kept beside it."""
         for name in (DEVICE_ARRIVED, DEVICE_FINISHED, *READS_DONE):
-            word = self._words[rank * self._stride + name]
+            word = self._of[rank][name]
             if word & 0xFFFFFFFF != FREED:
-                self._words[rank * self._stride + name] = word << 32 | FREED
+                self._of[rank][name] = word << 32 | FREED
 
     def last_given(self, rank: int) -> int:
         """Finds the last operation to which a rank that is gone has given its part, on its GPU too.
@@ -415,14 +433,13 @@ class ControlPage:
 
     def publication(self, rank: int, index: int) -> list[int]:
         """Reads one entry of a rank's table of publications; `window` says what the words mean."""
-        at = rank * self._stride + self._publications_at + index * PUBLICATION_WORDS
-        return self._words[at : at + PUBLICATION_WORDS].tolist()
+        at = self._publications_at + index * PUBLICATION_WORDS
+        return self._of[rank][at : at + PUBLICATION_WORDS].tolist()
 
     def set_publication(self, index: int, first: int, *values: int) -> None:
         """Writes words of an entry of this worker's table, one after the other."""
-        at = self._own_at + self._publications_at + index * PUBLICATION_WORDS + first
-        for offset, value in enumerate(values):
-            self._words[at + offset] = value
+        for at, value in enumerate(values, self._publications_at + index * PUBLICATION_WORDS + first):
+            self._own[at] = value
 
 
 class WakePipes:

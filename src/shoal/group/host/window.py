@@ -28,6 +28,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic
 
 import torch
@@ -36,7 +37,7 @@ from shoal.core import Deadline, DeadlineExceeded, ShoalError, TensorError, Usag
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.group.base import Done, Group, Handle, Slot, Snapshot, T, Window, Write
 from shoal.group.functions import share
-from shoal.group.host.device import DeviceMemory, DeviceReads, DeviceSegment, DeviceSlot, SharedDevice
+from shoal.group.host.device import DeviceMemory, DeviceReads, DeviceSlot, SharedDevice
 from shoal.group.host.engine import HostTrafficCounter, ProgressEngine
 from shoal.group.host.memory import (
     DEVICE_CODE,
@@ -46,6 +47,7 @@ from shoal.group.host.memory import (
     PUBLICATIONS,
     PUBLISHED,
     Arena,
+    FileSegment,
     Segment,
     code_of,
 )
@@ -61,7 +63,8 @@ Attempt = Callable[[], list[T] | None]
 """Tries once and never blocks: None for 'not yet', else the result alone in a list."""
 _CURRENT, _RECLAIMED, _CHANGE, _OPENED, _RECORDS = range(5)
 """Words of an entry in a table of publications; two records follow."""
-_NAME, _PLACE, _COUNT, _DTYPE, _NUMBER, _VERSION, _RECORD_WORDS = range(7)
+_NAME, _PLACE, _RECORD_WORDS = 0, 1, 6
+"""Words of a record: name, place, number of elements, dtype, number of the publication, and its version."""
 _FREE = -1  # the name of an entry that was used and is not; one that was never used has 0, and ends a search
 _SETTLED, _WANTED, _CHANGING = range(3)
 _REMEMBERED = 4  # publications on a device whose memory may still be read
@@ -99,7 +102,7 @@ class SlotCell:
 
     def __init__(
         self,
-        segment: Segment,
+        segment: FileSegment,
         start: int,
         num_elements: int,
         dtype: torch.dtype,
@@ -168,7 +171,8 @@ class HostWindow(Window):
         """The shared memory in which streams of a device count, if they do."""
         self._cells = self._make_cells(sources_of) if sources_of else {}
         self._engine.on_loss.append(self._lost)
-        self._key = _digest(name)
+        # a number for the name, never 0
+        self._key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest()) + 1
         self._published: int | None = None
         """The index of its entry in this worker's table of publications, once it has one."""
         self._is_open = True
@@ -183,7 +187,7 @@ class HostWindow(Window):
         self._memory.append(self._group.empty(region_bytes, torch.uint8))
         segment = self._shared.arena.find(self._memory[0])
         assert segment is not None
-        tensors: DeviceSegment | None = None
+        tensors: Segment | None = None
         if is_on_device:
             device_bytes = tensor_bytes * max(map(len, sources_of.values())) or 1
             self._memory.append(self._group.empty(device_bytes, torch.uint8, device=self.device))
@@ -270,10 +274,9 @@ class HostWindow(Window):
         index, table = self._published, self._shared.publications
         if index is None:
             return
-        if not table.is_written_after(index, version):  # else there would be none to fetch meanwhile
-            self._engine.wait_until(
-                lambda: table.is_written_after(index, version), None, f"reclaim {self.name!r}"
-            )
+        is_replaced = partial(table.is_written_after, index, version)
+        if not is_replaced():  # else there would be none to fetch meanwhile
+            self._engine.wait_until(is_replaced, None, f"reclaim {self.name!r}")
         table.reclaim(index, version)
         table.follow_readers(index, version)
 
@@ -299,11 +302,10 @@ class HostWindow(Window):
         self._engine.check_usable()
         table.set_change(index, _WANTED)
         taken: list[tuple[int, int]] = []
+        try_lock = partial(self._try_lock_readers, index, taken)
         try:
-            if not self._try_lock_readers(index, taken):
-                self._engine.wait_until(
-                    lambda: self._try_lock_readers(index, taken), None, f"changing {self.name!r}"
-                )
+            if not try_lock():
+                self._engine.wait_until(try_lock, None, f"changing {self.name!r}")
             table.set_change(index, _CHANGING)
             table.reclaim(index, before)
             table.follow_readers(index, before)
@@ -568,7 +570,7 @@ class PublicationTable:
         """Publishes memory: its name, place, number of elements and dtype."""
         number = self._num_published + 1
         if what[_PLACE] >= DEVICE_CODE:  # it counts once the caller's stream has come here, too
-            self._reads.publish(number)
+            self._devices.device.caller.signal(self._control.address(self._rank, DEVICE_PUBLISHED), number)
             self._on_device.setdefault(index, deque(maxlen=_REMEMBERED)).append((version, number))
         turn = 1 - self._control.publication(self._rank, index)[_CURRENT]
         self._control.set_publication(index, _RECORDS + turn * _RECORD_WORDS, *what, number, version)
@@ -588,7 +590,8 @@ class PublicationTable:
         """
         newest = list(self._on_device.get(index, ()))[-2:]
         numbers = [number for published, number in newest if published > version]
-        return not numbers or any(map(self._reads.is_published, numbers))
+        is_done = self._control.is_done_on_device
+        return not numbers or any(is_done(self._rank, DEVICE_PUBLISHED, number) for number in numbers)
 
     def reclaim(self, index: int, version: int) -> None:
         """Makes snapshots up to this version void from now on."""
@@ -628,9 +631,9 @@ class PublicationTable:
             # while a peer that publishes is held up, the record before is there
             start = _RECORDS + (words[_CURRENT] ^ (look & 1)) * _RECORD_WORDS
             record = words[start : start + _RECORD_WORDS]
+            name, place, num_elements, dtype, number, version = record
             # the name, too: a processor that reorders stores may show what the entry was before
-            is_told = record[_NAME] == key and 0 < record[_NUMBER] <= self._control.get(peer, PUBLISHED)
-            place, number = record[_PLACE], record[_NUMBER]
+            is_told = name == key and 0 < number <= self._control.get(peer, PUBLISHED)
             if place >= DEVICE_CODE:
                 is_told = is_told and self._control.is_done_on_device(peer, DEVICE_PUBLISHED, number)
             again = self._control.publication(peer, index)
@@ -638,10 +641,9 @@ class PublicationTable:
             # before, its older version would be taken for that of the same memory
             is_whole = again[start : start + _RECORD_WORDS] == record and again[_OPENED] == words[_OPENED]
             if is_told and is_whole:
-                memory = self._devices if place >= DEVICE_CODE else self._arena
-                segment, offset = memory.at(place)
-                tensor = segment.region(peer, offset, record[_COUNT], DTYPES[record[_DTYPE]])
-                return _SharedSnapshot(self, peer, index, words[_OPENED], number, record[_VERSION], tensor)
+                segment, offset = (self._devices if place >= DEVICE_CODE else self._arena).at(place)
+                tensor = segment.region(peer, offset, num_elements, DTYPES[dtype])
+                return _SharedSnapshot(self, peer, index, words[_OPENED], number, version, tensor)
             self._pipes.take_in()
         return None
 
@@ -872,11 +874,6 @@ def _reopen(descriptor: int) -> tuple[int, bool]:
         with contextlib.suppress(OSError):  # /proc may not be mounted
             return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC), True
     return os.dup(descriptor), False
-
-
-def _digest(name: str) -> int:
-    """A number for a window's name, never 0."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest()) + 1
 
 
 def _lock_of(owner: int, index: int) -> int:
