@@ -125,4 +125,6 @@ EVERY = [(kind, size) for kind, what in KINDS.items() for size in what.sizes]
 
 def open_group(kind, rank, size, key, **settings):
     """The group of one worker."""
+    if os.environ.get("SHOAL_TEST_DEVICE"):
+        torch.set_default_device("cpu")  # a group on a GPU may have been opened in this process before
     return KINDS[kind].open(rank, size, key, **settings)

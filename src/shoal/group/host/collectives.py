@@ -463,6 +463,8 @@ class DeviceCollectives(HostCollectives):
         """
         if is_double not in self._weights:
             whole = torch.zeros(self._engine.size, dtype=torch.float64, device=device)
+            shared = self._devices.device
+            self._devices.queue.follow(shared.mark(shared.caller))  # in whose stream it is filled with zeros
             numbers = whole if is_double else whole.view(torch.float32)[::2]
             self._weights[is_double] = whole, numbers.unbind()
         return self._weights[is_double]
