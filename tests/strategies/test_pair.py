@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -98,7 +99,10 @@ def local_steps(group, _):
             step(model, optimizer, goal[group.rank])
         assert strategy.rounds == 2
     kinds = [event[0] if isinstance(event, tuple) else event for event in spy.events]
-    assert kinds == ["publish", *["step", "fetch", "step", "step", "publish"] * 2]
+    # what the other has written over meanwhile is fetched again
+    again = [index for index, pair in enumerate(itertools.pairwise(kinds)) if pair == ("fetch", "fetch")]
+    once = [kind for index, kind in enumerate(kinds) if index not in again]
+    assert once == ["publish", *["step", "fetch", "step", "step", "publish"] * 2]
 
 
 def torn_and_skipped(group, _):
