@@ -72,6 +72,7 @@ CASES = {
     "parameter-server, pulled seldom": {"pull_every": 2},
     "parameter-server, bounded": {"mode": "bounded", "staleness": 1},
     "parameter-server, sync": {"mode": "sync", "num_aggregate": 3},
+    "parameter-server, sync over lines": {"mode": "sync", "num_aggregate": 3},
     "gradient-tracking": {},
     "exact-diffusion": {},
     "extra": {},
@@ -84,8 +85,7 @@ CASES = {
     "staleness-aware": {},
 }
 AT_ONCE = ("parameter-server, sync",)
-"""On links that cost nothing: where workers' chunks come one after another its server never rests, and
-virtual time stands still."""
+"""On links that cost nothing, so that the chunks of all workers come at once."""
 STACKED = [name for name, options in CASES.items() if name.split(",")[0] in RULES and "codec" not in options]
 
 

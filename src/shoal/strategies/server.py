@@ -31,6 +31,8 @@ _IDLE_S = 0.25
 """After so long a server that sleeps looks whether somebody is lost."""
 _BUSY_S = 0.005
 """While one worker's gradients are under way, so long do others' wait at most that come in between."""
+_SHORTEST_S = 2e-4
+"""The first of the pauses, each twice as long as the one before, while some of a chunk have come."""
 
 
 @dataclass(eq=False)
@@ -79,6 +81,7 @@ class Server:
         self.num_refused = 0
         """Chunks of gradients that were not finite."""
         self._told: dict[int, Handle[None]] = {}
+        self._pause_s = _SHORTEST_S
         ends = itertools.accumulate((len(chunk.layout.slots) for chunk in self._share), initial=0)
         self._bounds = list(itertools.pairwise(ends))
         """Of each chunk, among the parameters of the share."""
@@ -91,7 +94,9 @@ class Server:
     def run(self) -> bool:
         """Until nobody is left; whether all that came to the end stay in the group."""
         while self._open():
-            if not self._move():
+            if self._move():
+                self._pause_s = _SHORTEST_S
+            else:
                 self._rest()
             self.beat()
         lost = self._channel.group.lost
@@ -319,8 +324,15 @@ class Server:
         coming = self._coming()
         if coming is None:
             self._channel.orders.wait(Deadline.after(_IDLE_S))
-        else:
-            self._channel.gradients[self._share[coming].number].wait(Deadline.after(_BUSY_S))
+            return
+        gradients = self._channel.gradients[self._share[coming].number]
+        if not gradients.filled():
+            gradients.wait(Deadline.after(_BUSY_S))
+            return
+        # Those that have come need others beside them. To wait for a gradient would end at once, again and
+        # again, and in virtual time no other would ever come.
+        self._channel.orders.wait(Deadline.after(self._pause_s))
+        self._pause_s = min(2 * self._pause_s, _BUSY_S)
 
     def _say_lost(self, visitor: Visitor, besides: str = "") -> None:
         loss = self._channel.group.lost.get(visitor.rank)
