@@ -164,3 +164,15 @@ def test_who_announces_an_all_reduce_and_issues_another_is_told_so():
             groups[1].all_reduce(memory[1], "max").wait(Deadline.after(20))
         with pytest.raises(UsageError, match="called all_reduce of 8 elements"):
             groups[0].progress()
+
+
+def test_who_announces_an_all_reduce_and_leaves_has_not_left_in_order():
+    with gpu_workers(2) as (groups, devices):
+        memory = filled(groups)
+        announce(groups[1], 1)
+        assert groups[0].all_reduce(memory[0]).is_done()
+        groups[1].close()
+        with pytest.raises(PeerLost) as raised:
+            groups[0].all_reduce(memory[0]).wait(Deadline.after(20))
+        assert raised.value.peer == 1
+        devices[0].synchronize()

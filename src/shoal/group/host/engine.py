@@ -169,8 +169,9 @@ class ProgressEngine:
 
     @property
     def is_usable(self) -> bool:
-        """Whether this worker is still in step with the others."""
-        return self._breakage is None and not self.is_forked
+        """Whether this worker is in step with the others, and owes them nothing that it has announced."""
+        is_owing = self.control.get(self.rank, ANNOUNCED) > self.issued
+        return self._breakage is None and not is_owing and not self.is_forked
 
     @property
     def is_forked(self) -> bool:
