@@ -115,7 +115,7 @@ def _ipv4(name: str) -> list[str]:
 
 
 def _ipv6(name: str) -> list[str]:
-    """Those that mean something on other machines."""
+    """Lists the IPv6 addresses of an interface that mean something on other machines."""
     with contextlib.suppress(OSError):
         rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
         return [

@@ -27,6 +27,7 @@ from shoal.strategies.hooks import Hook
 
 log = logging.getLogger(__name__)
 _NUM_ALIKE = 3
+"""After so many steps alike one hook stands for all."""
 
 
 class Removable(Protocol):

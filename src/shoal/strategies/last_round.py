@@ -44,7 +44,7 @@ class StepCounter:
         now_s = SYSTEM_CLOCK.now_s()
         self._longest_s = max(self._longest_s, now_s - self._stepped_s)
         self._stepped_s = now_s
-        if not self._pause_s or now_s - self._published_s >= self._pause_s:
+        if now_s - self._published_s >= self._pause_s:
             self._published_s = now_s
             self._window.publish(self.memory, 2 * steps)
 

@@ -40,6 +40,7 @@ _DEVICE_S, _DEVICE_STEPS = 1.0, 256
 _LOOK_STEPS = 16
 """The clock is looked at after so many steps."""
 _SAMPLE_ELEMENTS = 1 << 13
+"""A gradient that is kept until then has at most so many values."""
 
 
 class _Look(NamedTuple):
@@ -61,6 +62,8 @@ class FiniteCheck:
         self._rank = rank
         self._attachment = attachment
         self._checked = checked
+        self._is_looked_at_later = mode == "warn" and checked == "before the step"
+        """Whether gradients are looked at when the step is over, which leaves them as they are."""
         self._own: list[torch.Tensor] = []
         """Sums of the gradients that this worker has computed since the last step."""
         self._looks: list[_Look] = []
@@ -84,7 +87,7 @@ class FiniteCheck:
 
     def before_step(self, step: int) -> None:
         """The gradients are final. ShoalError with `stop`; with `skip` the optimizer finds none of them."""
-        if self._checked == "never" or (self._mode == "warn" and self._checked == "before the step"):
+        if self._checked == "never" or self._is_looked_at_later:
             return
         if self._attachment.is_void:
             # a GradScaler that has found an infinity leaves the step out: that is what it is there for
@@ -103,7 +106,7 @@ class FiniteCheck:
         if self._checked == "never":
             return
         is_skipped, self._is_skipped = self._is_skipped, False
-        is_sampled = not self._is_on_cpu and self._mode == "warn" and self._checked == "before the step"
+        is_sampled = self._is_looked_at_later and not self._is_on_cpu
         if is_sampled and not is_skipped and not self._attachment.is_void:
             self._own = self._sample()  # the optimizer leaves gradients as they are
         self._attachment.is_left_out = False
@@ -205,9 +208,8 @@ class FiniteCheck:
         looks, self._looks = self._looks, []
         if not looks:
             return
-        if not self._is_on_cpu:
-            self._judge_each(looks)
-        elif _are_finite([total for look in looks for total in (*look.gradients, *look.parameters)]):
+        totals = [total for look in looks for total in (*look.gradients, *look.parameters)]
+        if self._is_on_cpu and _are_finite(totals):
             self._first_received = None
         else:
             self._judge_each(looks)

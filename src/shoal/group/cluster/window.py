@@ -53,13 +53,13 @@ class _Writing(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _LockedSlot(MemorySlot):
-    """What a worker of another machine writes here."""
+    """A slot in memory of this process that a worker of another machine writes."""
 
     def __init__(self, source: int, num_elements: int, dtype: torch.dtype) -> None:
         super().__init__(source, num_elements, dtype, None)
         self.lock = threading.Lock()
         self.is_held = False
-        """By this worker, to read it."""
+        """Whether this worker holds it, to read it."""
         self._turn = 0
         """Of the write that comes next: they are taken in the order in which they were begun."""
 

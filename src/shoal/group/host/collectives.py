@@ -362,7 +362,7 @@ class HostCollectives:
 
 
 class DeviceCollectives(HostCollectives):
-    """The collectives on GPU memory: work is given to a stream beside the caller's own."""
+    """The collectives on GPU memory: work is given to a stream, which `DeviceMemory.join_queue` chooses."""
 
     _stage_code = -DEVICE_CODE
     _can_gather_in_place = False

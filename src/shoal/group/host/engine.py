@@ -70,7 +70,7 @@ class Task:
     prepare: Callable[[Task], None] | None = None
     """Called before this worker arrives."""
     may_arrive: Callable[[Task], bool] | None = None
-    """Asked before this worker arrives: whether the GPU memory that it writes then is free."""
+    """Asked before this worker arrives: whether all have issued their reads of GPU memory that it writes."""
     may_work: Callable[[Task, list[int]], bool] | None = None
     """Asked before `work`: whether the GPU memory that it reads is written by those that take part."""
     is_staged: bool = False
