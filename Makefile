@@ -47,7 +47,7 @@ test-slow: $(INTEGRATED)
 test-gpu: setup
 	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch finds no GPU here: see what shoal doctor says.")'
 	$(BIN)/python -m pytest -m gpu
-	SHOAL_TEST_DEVICE=cuda $(BIN)/python -m pytest -m "not slow" tests/contracts/test_group.py tests/contracts/test_strategy.py
+	SHOAL_TEST_DEVICE=cuda $(BIN)/python -m pytest --timeout 180 -m "not slow" tests/contracts/test_group.py tests/contracts/test_strategy.py
 
 check: setup
 	$(BIN)/ruff check .

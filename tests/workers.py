@@ -67,6 +67,8 @@ class Workers:
         key = f"test {uuid.uuid4()}"
         try:
             _collect([worker for worker in used if not worker.is_ready], START_S)
+            if os.environ.get("SHOAL_TEST_DEVICE"):
+                timeout_s *= 3  # to map memory of a real GPU takes longer than to map that of the CPU
             for rank, worker in enumerate(used):
                 worker.order(
                     function=_name_of(function),
