@@ -1,6 +1,6 @@
 """Experts that version 0.1.0 saved are restored, and replaced by checkpoints of today one by one.
 
-`checkpoint_of_0.1.0` holds two checkpoints of an `nn.Linear(2, 1)` that Adam has trained, after one update and
+`checkpoint_of_0.1.0` holds two checkpoints of an `nn.Linear(2, 1)` that Adam trained, after one update and
 after two. It stays as it is when the code changes.
 """
 
@@ -50,3 +50,17 @@ def test_the_one_before_counts_where_the_newest_of_0_1_0_is_damaged(folder):
     newest = max((folder / UID).glob("*.safetensors"))
     newest.write_bytes(newest.read_bytes()[:-1])
     assert Checkpoints(folder).load(UID).num_updates == 1
+
+
+def test_checkpoints_of_today_take_the_place_of_those_of_0_1_0(folder):
+    checkpoints, expert = Checkpoints(folder, num_kept=2), make_expert()
+    expert.load(checkpoints.load(UID).state)
+    assert checkpoints.num_updates(UID) is None  # so that it is saved at once
+    checkpoints.save(UID, expert.state())
+    assert checkpoints.load(UID).path.name == "step-00000002"
+    assert len(list((folder / UID).glob("*.json"))) == 2
+    (folder / UID / "notes.json").write_text("{}")
+    expert.backward([torch.ones(1, 2)], [torch.ones(1, 1)])
+    checkpoints.save(UID, expert.state())
+    names = sorted(path.name for path in (folder / UID).iterdir())
+    assert names == ["notes.json", "step-00000002", "step-00000003"]

@@ -12,7 +12,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 import torch
@@ -25,26 +25,26 @@ from shoal.data import ShardedLoader
 from shoal.group import Group
 from shoal.strategies.at_exit import close_at_exit, forget
 from shoal.strategies.attachment import Attachment
+from shoal.strategies.averaging import common_model
 from shoal.strategies.beats import Beats
 from shoal.strategies.buffers import average_buffers, copy_buffers
-from shoal.strategies.checkpointed import Checkpointed
+from shoal.strategies.checkpointing import Contents, RunCheckpoints
 from shoal.strategies.consensus import consensus_distance
 from shoal.strategies.foreign import refuse_foreign
-from shoal.strategies.keeping import Keeper
 from shoal.strategies.last_round import StepCounter
 from shoal.strategies.monitors import Monitors
 from shoal.strategies.nonfinite import Checked, FiniteCheck
 from shoal.strategies.optimizers import start_optimizers
 from shoal.strategies.options import CommonOptions, read_options
-from shoal.strategies.resuming import Resumed
 from shoal.strategies.schedule import rate_factor
 from shoal.strategies.start import require_equal, require_same_count, take_values
-from shoal.strategies.tenants import apply_survival, move_in, move_out
+from shoal.strategies.tenants import apply_survival, crew, move_in, move_out
+from shoal.tensors.checkpoint import NUM_KEPT
 
 log = logging.getLogger(__name__)
 
 
-class Strategy(Checkpointed):
+class Strategy:
     """How a group shares what its members learn; attached to one model and its optimizer at a time.
 
     Options are given by name (`NeighborAverage(group, topology="ring")`), as `options`, or both.
@@ -81,7 +81,9 @@ class Strategy(Checkpointed):
         self._counter: StepCounter | None = None
         self._equal_step = 0
         """The step after which all models were equal the last time."""
-        self._keeper = Keeper(group, self.save)
+        self._checkpoints = RunCheckpoints(group)
+        self._session: TrainingSession | None = None
+        """While attached."""
         self._beats = Beats(group, self.name)
 
     @property
@@ -221,12 +223,28 @@ class Strategy(Checkpointed):
         order in which they were divided, also those that are divided later. While attached it is collective.
         CheckpointError when there is none.
         """
-        self._keeper.ask(Path(folder), loaders)
+        self._checkpoints.ask(Path(folder), loaders)
         attachment = self._attachment
         if attachment is not None:
             attachment.silence()
             self.detached(should_leave=False, is_failed=False)
             self._open(attachment, should_start_equal=True)
+
+    def save(
+        self,
+        folder: Path | str,
+        *,
+        loaders: Sequence[ShardedLoader[Any]] | None = None,
+        num_kept: int = NUM_KEPT,
+    ) -> Path:
+        """Write a checkpoint of the whole run to `folder/step-…`, and keep the newest `num_kept` of them.
+
+        Model, optimizer, strategy, generators of random numbers, and how far the loaders are that were
+        divided (`shoal.shard`) for this group, or those that are given. Between two steps, not inside of one.
+        Collective; CheckpointError, on all members, when it cannot be written.
+        """
+        session = TrainingSession(self, self.attachment)
+        return self._checkpoints.save(session, Path(folder), loaders=loaders, num_kept=num_kept)
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers, strings and tensors from which a resumed run continues; settles first when attached."""
@@ -290,6 +308,44 @@ class Strategy(Checkpointed):
         self._memory.append(memory)
         return memory
 
+    # Of checkpoints: called in a group of one too; unless said otherwise on all members at once, in the
+    # user's thread, between two steps. What `state_dict` gives is kept for each worker. Where a run resumes,
+    # `load_state_dict` comes before `_started`: keep its tensors until then.
+
+    @property
+    def has_own_replica(self) -> bool:
+        """Whether each worker's own parameters and optimizer state are kept, beside the common ones."""
+        return not self.shares_gradients
+
+    def _before_saving(self) -> None:
+        """Come to rest: afterwards nothing is under way that is neither in parameters nor in the state."""
+
+    def _common_model(self) -> dict[str, torch.Tensor]:
+        """The one model of the whole group, by the names of its `state_dict`; the first member's is written.
+
+        By default the mean over the members of all that is in floating point and differs among them.
+        """
+        return common_model(crew(self.group), self.attachment.model, are_equal=not self.has_own_replica)
+
+    def _common_optimizer(self) -> dict[str, Any]:
+        """A `state_dict` of the optimizer from which all can go on; the first member's is written."""
+        return self.attachment.optimizer.state_dict()
+
+    def _load_common_state(self, state: Mapping[str, Any]) -> None:
+        """Take up the first member's `state_dict` of a run that had another number of workers.
+
+        It goes with the common model, on all workers: leave out what was one worker's alone.
+        """
+        self.load_state_dict(state)
+
+    def _state_at_end(self) -> dict[str, Any]:
+        """The `state_dict` that is kept where workers leave one by one, and nothing can come to rest."""
+        return self.state_dict()
+
+    def _completed(self, contents: Contents) -> Contents:
+        """At the end, on the one worker that writes the common part; others may be gone, or not yet there."""
+        return contents
+
     # What the attachment reports.
 
     def forward_ended(self) -> None:
@@ -324,7 +380,7 @@ class Strategy(Checkpointed):
             self._after_step()
         self._count_step()
         self._check.after_step(self.steps - 1)
-        self._keeper.stepped(self.steps)
+        self._checkpoints.stepped(self._saved_session)
         self._beats.stepped(self.steps)
 
     def step_skipped(self) -> None:
@@ -335,7 +391,7 @@ class Strategy(Checkpointed):
             self._skipped_step()
         self._count_step()
         self._check.after_step(self.steps - 1)
-        self._keeper.stepped(self.steps)
+        self._checkpoints.stepped(self._saved_session)
         self._beats.stepped(self.steps)
 
     def ending(self, *, should_leave: bool) -> None:
@@ -350,7 +406,7 @@ class Strategy(Checkpointed):
         memory, self._memory = self._memory, []
         forget(self._attachment)
         counter, self._counter = self._counter, None
-        self._attachment = self._finite = None
+        self._attachment = self._finite = self._session = None
         self._beats.closed()
         is_last = move_out(self.group, survives_loss=self.survives_loss)
         if not is_last:
@@ -378,6 +434,7 @@ class Strategy(Checkpointed):
 
     def _open(self, attachment: Attachment, *, should_start_equal: bool) -> None:
         self._attachment = attachment
+        self._session = TrainingSession(self, attachment)
         self._has_stepped = False
         move_in(self.group, survives_loss=self.survives_loss)
         try:
@@ -394,10 +451,10 @@ class Strategy(Checkpointed):
                     self._memory.append(self._counter.memory)
             apply_survival(self.group)
             attachment.listen()
-            if self.group.size > 1 or self._keeper.folder is not None:
+            if self.group.size > 1 or self._checkpoints.folder is not None:
                 # who is alone, and keeps no checkpoints, owes nobody an end
                 close_at_exit(attachment)
-            self._keeper.opened()
+            self._checkpoints.restore_random()
             self._beats.opened(self.steps)
         except BaseException:
             attachment.close(is_failed=True)
@@ -407,7 +464,7 @@ class Strategy(Checkpointed):
         require_equal(self.group, attachment.named_tensors)
         resumed = self._take_up()
         if resumed is not None:
-            should_start_equal = not resumed.is_exact
+            should_start_equal = resumed == "common"
         if self.is_lockstep:
             require_same_count(self.group, self.name, self.steps, self.rounds)
         if should_start_equal:
@@ -488,15 +545,63 @@ class Strategy(Checkpointed):
         if self.options.should_broadcast_buffers:
             self._share_buffers()
 
-    def _take_up(self) -> Resumed | None:
+    def _take_up(self) -> Literal["exact", "common"] | None:
         """A checkpoint, if there is one; rank 0's values are to be taken unless it is exact."""
-        resumed = self._keeper.resume(self.attachment, self.name)
-        if resumed is None:
-            return None
-        if resumed.strategy != self.name:
-            self.steps, self.rounds = resumed.step, resumed.step // self.options.local_steps
-        elif resumed.is_exact:
-            self.load_state_dict(resumed.state)
-        else:
-            self._load_common_state(resumed.state)
-        return resumed
+        return self._checkpoints.resume(self._saved_session)
+
+    def _save_at_end(self, *, should_leave: bool) -> None:
+        """At a clean end, where the run keeps checkpoints by itself. Workers that leave do so one by one.
+
+        So nothing in here may wait for another worker, unless all of them stay.
+        """
+        self._checkpoints.save_at_end(self._saved_session, should_leave=should_leave)
+
+    @property
+    def _saved_session(self) -> TrainingSession:
+        assert self._session is not None, "not attached"
+        return self._session
+
+
+class TrainingSession:
+    """A strategy's part and the model's, as `RunCheckpoints` asks for them."""
+
+    def __init__(self, strategy: Strategy, attachment: Attachment) -> None:
+        self.group = strategy.group
+        self.model, self.optimizer = attachment.model, attachment.optimizer
+        self.named_tensors = attachment.named_tensors
+        self.settle = attachment.settle
+        self.strategy = _SavedStrategy(strategy)
+        self._counted = strategy
+
+    @property
+    def steps(self) -> int:
+        """The steps of the optimizer until now."""
+        return self._counted.steps
+
+
+class _SavedStrategy:
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self.name = strategy.name
+        self.state_dict = strategy.state_dict
+        self.load_state_dict = strategy.load_state_dict
+        self.load_common_state = strategy._load_common_state
+        self.state_at_end = strategy._state_at_end
+        self.completed = strategy._completed
+
+    @property
+    def has_own_replica(self) -> bool:
+        return self._strategy.has_own_replica
+
+    def before_saving(self, _: TrainingSession) -> None:
+        self._strategy._before_saving()
+
+    def common_model(self, _: TrainingSession) -> dict[str, torch.Tensor]:
+        return self._strategy._common_model()
+
+    def common_optimizer(self, _: TrainingSession) -> dict[str, Any]:
+        return self._strategy._common_optimizer()
+
+    def start_at(self, step: int) -> None:
+        strategy = self._strategy
+        strategy.steps, strategy.rounds = step, step // strategy.options.local_steps

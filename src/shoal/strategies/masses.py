@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from shoal.group import Group, share
+from shoal.strategies.averaging import mean_over
 from shoal.strategies.options import CommonOptions
 from shoal.strategies.parameters import SurvivingStrategy
-from shoal.strategies.replicas import mean_over
 
 
 class MassStrategy(SurvivingStrategy):

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from shoal.core.errors import UsageError
 from shoal.group import Group, share
 from shoal.strategies.attachment import Attachment
-from shoal.strategies.states import is_scalar, scalar, take_state
+from shoal.strategies.start import take_state
+from shoal.tensors.checkpoint import is_scalar, scalar
 
 log = logging.getLogger(__name__)
 
