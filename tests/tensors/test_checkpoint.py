@@ -81,6 +81,18 @@ def test_several_processes_write_one_checkpoint(tmp_path):
     assert checkpoint.has_all_bytes
 
 
+def test_one_of_those_that_leave_one_by_one_gets_the_notes_of_all(tmp_path):
+    staging, names_of_all = tmp_path / ".end-x", ["0", "1", "2"]
+    got = []
+    for name in names_of_all:
+        writer = CheckpointWriter.join(staging, [this_process()])
+        got.append(writer.leave(name, name.encode(), names_of_all))
+    assert got == [{}, {}, {"0": b"0", "1": b"1", "2": b"2"}]
+    assert writer.leave("1", b"again", names_of_all) == {}
+    path = writer.seal("pair", 3)
+    assert names(path) == ["manifest.json"]
+
+
 def test_the_newest_are_kept_and_what_is_damaged_pushes_out_nothing(tmp_path):
     for step in (5, 1, 3):
         write(tmp_path, step, float(step))

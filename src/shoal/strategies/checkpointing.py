@@ -12,6 +12,7 @@ every so many steps and at a clean end. A second strategy of the group has `FOLD
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from shoal.core.errors import CheckpointError, ShoalError, UsageError
-from shoal.core.files import written
 from shoal.core.run_options import RunOptions
 from shoal.data import ShardedLoader
 from shoal.data.course import merge
@@ -53,8 +53,6 @@ log = logging.getLogger(__name__)
 
 Loaders = Sequence[ShardedLoader[Any]]
 
-# Beside the parts that workers leave at the end: what each says of its part, and that the last has come.
-_ENDED, _LAST = ".ended", "last"
 _num_kept_runs: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
 """How many strategies of a group keep checkpoints by themselves."""
 
@@ -110,32 +108,29 @@ class RunCheckpoints:
                     next_step="give the folder that `strategy.save` was given, as rank 0 sees it.",
                 )
             return None
-        path, found, own = chosen
-        if own is not None:
-            state = own.state(_part_name(group.rank))
-            _load(session, own, state)
-            step, num_workers, saved_by = own.manifest.step, group.size, strategy.name
+        path, is_exact = chosen
+        if is_exact:
+            checkpoint = Checkpoint.open(path)
+            state = checkpoint.state(_part_name(group.rank))
+            _load(session, checkpoint, state)
+            step, num_workers, saved_by = checkpoint.manifest.step, group.size, strategy.name
         else:
-            _agree(
-                group,
-                lambda: None if found is None else _load(session, found, {}),
-                lambda why: CheckpointError(f"{path} cannot be taken up: {why}"),
-            )
-            state = take_state(group, lambda: _common(found))
+            _on_first(group, 0, lambda: _load(session, Checkpoint.open(path), {}))
+            state = take_state(group, lambda: _common_state(path))
             step, num_workers, saved_by = state["about"]
         kept_loaders(self._group).load(state["loaders"], [loader.course for loader in loaders])
         self._random = state.get("random")
         self._saved_step = step if folder == self.folder else None
         if group.rank == 0:
-            had = "" if own is not None else f", saved by {num_workers} workers under {saved_by}"
+            had = "" if is_exact else f", saved by {num_workers} workers under {saved_by}"
             log.warning("resumed step %d from %s%s", step, path, had)
         if saved_by != strategy.name:
             strategy.start_at(step)
-        elif own is not None:
+        elif is_exact:
             strategy.load_state_dict(state["strategy"])
         else:
             strategy.load_common_state(state["strategy"])
-        return "common" if own is None else "exact"
+        return "exact" if is_exact else "common"
 
     def restore_random(self) -> None:
         """Sets the generators as they were saved: what the start of a strategy has drawn does not count."""
@@ -166,22 +161,17 @@ class RunCheckpoints:
         model, optimizer = strategy.common_model(session), strategy.common_optimizer(session)
         contents = _contents(session, model, optimizer, strategy.state_dict(), loaders)
         group, step = crew(self._group), session.steps
-        first = group.members[0]
+        first, fail = group.members[0], functools.partial(_failed, folder)
+        name = _on_first(group, first, lambda: CheckpointWriter.begin(folder, step).staging.name, fail)
+        staging = folder / name
 
-        def on_first(act: Callable[[], Path]) -> str:
-            said = _agree(group, lambda: act().name if group.rank == first else "", fail)
-            if first not in said:
-                raise fail(f"rank {first} was lost")
-            return str(said[first])
+        def seal() -> str:
+            return _seal(session, staging, contents, parts, step, num_kept).name
 
-        def fail(why: str) -> CheckpointError:
-            return _failed(folder, why)
-
-        staging = folder / on_first(lambda: CheckpointWriter.begin(folder, step).staging)
         try:
             said = _agree(group, lambda: _write_part(group, staging, contents, step), fail)
             parts = msgspec.convert(said, dict[int, _Part])
-            return folder / on_first(lambda: _seal(session, staging, contents, parts, step, num_kept))
+            return folder / str(_on_first(group, first, seal, fail))
         except BaseException:
             if group.rank == first:
                 CheckpointWriter(staging).discard()
@@ -226,17 +216,11 @@ class RunCheckpoints:
         model, optimizer = own_model(session.model), session.optimizer.state_dict()
         contents = _contents(session, model, optimizer, strategy.state_at_end(), None)
         try:
-            if kept.is_common:
-                parts = _leave_part(group, kept, contents, session.steps)
-                if parts and strategy.has_own_replica:
-                    contents = replace(contents, model=_mean_of_parts(session, kept.staging, list(parts)))
-            elif group.rank == next(rank for rank in range(group.size) if rank not in group.lost):
-                # the others' loaders count as being where this one's are
-                parts = dict.fromkeys(range(group.size), _Part(session.steps, _places(contents), {}))
-            else:
-                parts = {}
+            parts = _leave_part(group, kept, contents, session.steps)
             if not parts:
                 return None
+            if kept.is_common and strategy.has_own_replica:
+                contents = replace(contents, model=_mean_of_parts(session, kept.staging, list(parts)))
             step = max(part.step for part in parts.values())
             return _seal(session, kept.staging, strategy.completed(contents), parts, step, NUM_KEPT)
         except (OSError, ShoalError, msgspec.MsgspecError) as error:
@@ -308,22 +292,16 @@ def _write_part(group: Group, staging: Path, contents: Contents, step: int) -> _
 
 def _leave_part(group: Group, kept: _KeptFolder, contents: Contents, step: int) -> dict[int, _Part]:
     """Leaves this worker's part for the last to end; the parts of all, by rank, if that is this one."""
-
-    def said(rank: int) -> Path:
-        return kept.staging / f"rank-{rank}{_ENDED}"
-
-    CheckpointWriter.join(kept.staging, kept.writers)
+    ranks = [rank for rank in range(group.size) if rank not in group.lost]
+    if not kept.is_common and group.rank != ranks[0]:
+        return {}
+    writer = CheckpointWriter.join(kept.staging, kept.writers)
+    if not kept.is_common:
+        # the first saves for all, whose loaders count as being where its own are
+        return dict.fromkeys(range(group.size), _Part(step, _places(contents), {}))
     part = _write_part(group, kept.staging, contents, step)
-    with written(said(group.rank)) as path:
-        path.write_bytes(msgspec.json.encode(part))
-    if not all(said(rank).exists() for rank in range(group.size) if rank not in group.lost):
-        return {}
-    try:
-        (kept.staging / _LAST).mkdir()  # of two that see all parts at once, one comes first
-    except FileExistsError:
-        return {}
-    ended = [rank for rank in range(group.size) if said(rank).exists()]
-    parts = {rank: msgspec.json.decode(said(rank).read_bytes(), type=_Part) for rank in ended}
+    notes = writer.leave(str(group.rank), msgspec.json.encode(part), [str(rank) for rank in ranks])
+    parts = {int(rank): msgspec.json.decode(note, type=_Part) for rank, note in notes.items()}
     if len({part.step for part in parts.values()}) > 1:
         # who has done more steps than others cannot go on in step with them: then only what is common counts
         parts = {rank: _Part(part.step, part.places, {}) for rank, part in parts.items()}
@@ -336,7 +314,7 @@ def _mean_of_parts(session: TrainingSession, staging: Path, ranks: Sequence[int]
     kept: dict[str, Any] = session.model.state_dict(keep_vars=True)
     means = own_model(session.model)
     mixed = [name for name, tensor in means.items() if id(kept[name]) in names and has_mean(tensor)]
-    means |= {name: torch.zeros_like(means[name]) for name in mixed}
+    means |= {name: torch.zeros_like(means[name], device="cpu") for name in mixed}
     for rank in ranks:
         theirs = load_file(staging / f"{_part_name(rank)}.safetensors")
         for name in mixed:
@@ -358,15 +336,10 @@ def _seal(
         places = {rank: part.places[number] for rank, part in parts.items() if number < len(part.places)}
         places = {rank: place for rank, place in places.items() if place is not None}
         loaders.append(merge(state, places, group.size, list(group.lost)) if state and places else None)
-    staging.mkdir(parents=True, exist_ok=True)
     writer = CheckpointWriter(staging)
     writer.write_tensors("model", contents.model)
     writer.write_state("optimizer", contents.optimizer)
     writer.write_state("strategy", {**contents.common, "loaders": loaders})
-    for path in sorted(staging.glob(f"*{_ENDED}")):
-        path.unlink()
-    with contextlib.suppress(FileNotFoundError):
-        (staging / _LAST).rmdir()
     files = {name: note for part in parts.values() for name, note in part.files.items()}
     return writer.seal(session.strategy.name, step, num_workers=group.size, files=files, num_kept=num_kept)
 
@@ -389,6 +362,16 @@ def _agree(
     return {rank: theirs for rank, (theirs, _) in said.items()}
 
 
+def _on_first(
+    group: Group, first: int, act: Callable[[], Any], fail: Callable[[str], CheckpointError] = CheckpointError
+) -> Any:
+    """Acts on the first member alone, and returns on all what that gives; where it fails, all raise."""
+    said = _agree(group, lambda: act() if group.rank == first else None, fail)
+    if first not in said:
+        raise fail(f"rank {first} was lost")
+    return said[first]
+
+
 def _failed(folder: Path, why: str) -> CheckpointError:
     return CheckpointError(
         f"No checkpoint could be saved in {folder}: {why}.",
@@ -400,35 +383,26 @@ def _failed(folder: Path, why: str) -> CheckpointError:
 # --- resuming ---
 
 
-def _choose(
-    group: Group, folder: Path, strategy: str
-) -> tuple[Path, Checkpoint | None, Checkpoint | None] | None:
-    """Where the checkpoint is, it on rank 0, and it on a worker that has its own part, as all of them do.
+def _choose(group: Group, folder: Path, strategy: str) -> tuple[Path, bool] | None:
+    """The newest checkpoint that is whole for all workers, and whether each of them has its own part in it.
 
     All workers decide together: one that is damaged for some worker is left out by all. When every one is,
     the newest is taken from its common part.
     """
     if group.rank == 0:
         clear_leftovers(folder)
-    candidates = newest_first(folder) if group.rank == 0 else iter(())
-    found: Checkpoint | None = None
-    newest: tuple[Path, Checkpoint | None] | None = None
-
-    def look() -> str:
-        nonlocal found
-        found = next(candidates, None)
-        return "" if found is None else found.path.name
-
-    while name := next(filter(None, _agree(group, look).values()), ""):
+    names = (found.path.name for found in newest_first(folder))
+    newest = None
+    while name := _on_first(group, 0, lambda: next(names, "")):
         path = folder / name
-        own, problem = _own_part(group, found, path, strategy)
-        answers = share(group, [group.rank, own is not None, problem])
-        damages = [f"{trouble} (rank {rank})" for rank, _, trouble in answers if trouble]
-        if not damages:
-            return path, found, own if all(has_own for _, has_own, _ in answers) else None
-        if group.rank == 0:
-            log.warning("%s All workers leave it out.", " ".join(damages))
-        newest = newest or (path, found)
+        newest = newest or path
+        try:
+            has_own = _agree(group, functools.partial(_has_own_part, group, path, strategy))
+        except CheckpointError as error:
+            if group.rank == 0:
+                log.warning("%s All workers leave it out.", error.what)
+        else:
+            return path, all(has_own.values())
     if newest is None:
         return None
     if group.rank == 0:
@@ -436,34 +410,27 @@ def _choose(
             "No checkpoint in %s is whole for all workers: all begin with the common model and optimizer of "
             "%s, whose common part is whole.",
             folder,
-            newest[0].name,
+            newest.name,
         )
-    return *newest, None
+    return newest, False
 
 
-def _own_part(
-    group: Group, found: Checkpoint | None, path: Path, strategy: str
-) -> tuple[Checkpoint | None, str]:
-    """The checkpoint, if this worker's own part is in it; and why, if that part is damaged."""
-    if found is None and not path.exists():
+def _has_own_part(group: Group, path: Path, strategy: str) -> bool:
+    """Whether this worker's own part is in the checkpoint; CheckpointError if that part is damaged."""
+    if not path.exists():
         log.warning("rank %d does not see %s, and begins with what rank 0 gives it", group.rank, path)
-        return None, ""
-    name = _part_name(group.rank)
-    try:
-        checkpoint = found or Checkpoint.open(path)
-        manifest = checkpoint.manifest
-        is_of_this = (manifest.num_workers, manifest.owner) == (group.size, strategy)
-        if not is_of_this or not checkpoint.has_state(name):
-            return None, ""
-        checkpoint.check_state(name)
-    except CheckpointError as error:
-        return None, error.what
-    return checkpoint, ""
+        return False
+    checkpoint, name = Checkpoint.open(path), _part_name(group.rank)
+    is_of_this = (checkpoint.manifest.num_workers, checkpoint.manifest.owner) == (group.size, strategy)
+    if not is_of_this or not checkpoint.has_state(name):
+        return False
+    checkpoint.check_state(name)
+    return True
 
 
-def _common(found: Checkpoint | None) -> dict[str, Any]:
-    assert found is not None, "rank 0 has found it"
-    state, manifest = found.state("strategy"), found.manifest
+def _common_state(path: Path) -> dict[str, Any]:
+    checkpoint = Checkpoint.open(path)
+    state, manifest = checkpoint.state("strategy"), checkpoint.manifest
     about = [manifest.step, manifest.num_workers, manifest.owner]
     return {"about": about, "strategy": state["strategy"], "loaders": state["loaders"]}
 

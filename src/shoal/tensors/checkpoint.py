@@ -53,7 +53,8 @@ _STAGING = re.compile(r"\.(step|end)-.*")
 _REPLACED = re.compile(r"\.(step-\d{8,})-.*-replaced")
 """A checkpoint that makes way for one of the same step; it counts until that one has its name."""
 _OWNER = re.compile(r"[0-9a-f]{8}\.\d+\.\d*")
-_WRITERS = "writers"
+_WRITERS, _NOTE, _LAST = "writers", ".ended", "last"
+"""In a staging folder of several processes: who they are, the note of each, and that the last has come."""
 _UNREADABLE = -1
 _MAX_JSON_BYTES = 256 << 20
 _LEFTOVER_S = 24 * 3600.0
@@ -227,6 +228,22 @@ class CheckpointWriter:
         self.write_tensors(name, tensors)
         self._write_json(f"{name}.json", plain)
 
+    def leave(self, name: str, note: bytes, awaited: Sequence[str]) -> dict[str, bytes]:
+        """Leaves a note for processes that write here one by one, and wait for nobody.
+
+        Returns the notes of all, by name, once those that are awaited have left theirs, to one process alone:
+        it is to seal. The others get none.
+        """
+        with written(self.staging / f"{name}{_NOTE}") as path:
+            path.write_bytes(note)
+        if not all((self.staging / f"{other}{_NOTE}").exists() for other in awaited):
+            return {}
+        try:
+            (self.staging / _LAST).mkdir()
+        except FileExistsError:
+            return {}
+        return {path.stem: path.read_bytes() for path in sorted(self.staging.glob(f"*{_NOTE}"))}
+
     def seal(
         self,
         owner: str,
@@ -244,7 +261,10 @@ class CheckpointWriter:
         number = 1 + max((number for number, _ in _numbered(folder)), default=0)
         content = msgspec.to_builtins(Manifest(step, num_workers, owner, notes, number))
         self._write_json(_MANIFEST, content | {"sha256": _digest(content)})
-        (self.staging / _WRITERS).unlink(missing_ok=True)
+        for left in [self.staging / _WRITERS, *sorted(self.staging.glob(f"*{_NOTE}"))]:
+            left.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            (self.staging / _LAST).rmdir()
         path = folder / f"step-{step:08d}"
         _rename_over(self.staging, path)
         sync_folder(folder)
