@@ -59,6 +59,7 @@ class Strategy:
     """Whether all members have done equally many steps, whenever they meet."""
     Options: ClassVar[type[CommonOptions]] = CommonOptions
 
+    group: Group
     options: CommonOptions
     steps: int
     """Of the optimizer until now, skipped ones included."""
