@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from shoal.core import UsageError
-from shoal.strategies.states import flatten, rebuild, take_state
+from shoal.strategies.start import take_state
+from shoal.strategies.states import flatten, rebuild
 from strategies.fakes import Mirror
 
 

@@ -30,7 +30,7 @@ from shoal.simulate.tasks import make_task
 from shoal.simulate.world import World
 from shoal.strategies.names import canonical, resolve
 from shoal.strategies.options import OPTIONS, read_options
-from shoal.strategies.schedule import rate_factor
+from shoal.strategies.session import rate_factor
 
 RULES: dict[str, type[Rule]] = {
     "all-reduce": AllReduceRule,

@@ -10,51 +10,48 @@ from shoal.strategies.options import OPTIONS, WAITS_FOR_ALL, CommonOptions, Opti
 
 if TYPE_CHECKING:
     from shoal.strategies.all_reduce import GradientAllReduce
-    from shoal.strategies.attachment import Attachment
-    from shoal.strategies.base import Strategy
     from shoal.strategies.choco import ChocoSGD
     from shoal.strategies.choosing import from_args, make_strategy
-    from shoal.strategies.d2 import D2
     from shoal.strategies.ddp import TorchDDP
     from shoal.strategies.diloco import DiLoCo
-    from shoal.strategies.exact_diffusion import ExactDiffusion
+    from shoal.strategies.exact_diffusion import D2, ExactDiffusion
     from shoal.strategies.extra import Extra
     from shoal.strategies.gradient_tracking import GradientTracking
-    from shoal.strategies.hierarchical import HierarchicalAverage
     from shoal.strategies.horovod import HorovodAllReduce
     from shoal.strategies.local_sgd import LocalSGD
-    from shoal.strategies.neighbor import NeighborAverage
+    from shoal.strategies.neighbor import HierarchicalAverage, NeighborAverage
     from shoal.strategies.neighbor_momentum import NeighborMomentum
     from shoal.strategies.pair import PairAverage
     from shoal.strategies.parameter_server import ParameterServer
-    from shoal.strategies.push_sum import PushSum
     from shoal.strategies.relay import RelaySGD
+    from shoal.strategies.session import TrainingSession
     from shoal.strategies.sgp import StochasticGradientPush
     from shoal.strategies.sma import SynchronousModelAverage
     from shoal.strategies.staleness_aware import StalenessAwareSGD
-    from shoal.strategies.window import WindowAverage
+    from shoal.strategies.strategy import Strategy
+    from shoal.strategies.window import PushSum, WindowAverage
 
 _HOMES = {
-    "Attachment": "attachment",
+    "TrainingSession": "session",
     "ChocoSGD": "choco",
-    "D2": "d2",
+    "D2": "exact_diffusion",
     "DiLoCo": "diloco",
     "ExactDiffusion": "exact_diffusion",
     "Extra": "extra",
     "GradientAllReduce": "all_reduce",
     "GradientTracking": "gradient_tracking",
-    "HierarchicalAverage": "hierarchical",
+    "HierarchicalAverage": "neighbor",
     "HorovodAllReduce": "horovod",
     "LocalSGD": "local_sgd",
     "NeighborAverage": "neighbor",
     "NeighborMomentum": "neighbor_momentum",
     "PairAverage": "pair",
     "ParameterServer": "parameter_server",
-    "PushSum": "push_sum",
+    "PushSum": "window",
     "RelaySGD": "relay",
     "StalenessAwareSGD": "staleness_aware",
     "StochasticGradientPush": "sgp",
-    "Strategy": "base",
+    "Strategy": "strategy",
     "SynchronousModelAverage": "sma",
     "TorchDDP": "ddp",
     "WindowAverage": "window",
@@ -68,7 +65,6 @@ __all__ = [
     "OPTIONS",
     "STRATEGIES",
     "WAITS_FOR_ALL",
-    "Attachment",
     "ChocoSGD",
     "CommonOptions",
     "DiLoCo",
@@ -91,6 +87,7 @@ __all__ = [
     "Strategy",
     "SynchronousModelAverage",
     "TorchDDP",
+    "TrainingSession",
     "WindowAverage",
     "canonical",
     "describe_options",

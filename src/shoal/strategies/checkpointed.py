@@ -12,14 +12,13 @@ import torch
 
 from shoal.data import ShardedLoader
 from shoal.group import Group
-from shoal.strategies.attachment import Attachment
 from shoal.strategies.checkpoints import NUM_KEPT
 from shoal.strategies.ending import save_at_end, save_first_at_end
 from shoal.strategies.keeping import Keeper, keep
 from shoal.strategies.replicas import common_model, own_model
 from shoal.strategies.resuming import extra_state, random_states
 from shoal.strategies.saving import Contents, save
-from shoal.strategies.tenants import crew
+from shoal.strategies.session import TrainingSession, still_there
 
 
 class Checkpointed(abc.ABC):
@@ -28,11 +27,11 @@ class Checkpointed(abc.ABC):
     name: ClassVar[str]
     group: Group
     steps: int
-    _keeper: Keeper
+    keeper: Keeper
 
     @property
     @abc.abstractmethod
-    def attachment(self) -> Attachment:
+    def session(self) -> TrainingSession:
         """The model and optimizer that it works on."""
 
     @property
@@ -61,10 +60,11 @@ class Checkpointed(abc.ABC):
         divided (`shoal.shard`) for this group, or those that are given. Between two steps, not inside of one.
         Collective; CheckpointError, on all members, when it cannot be written.
         """
-        self.attachment.settle()
-        self._before_saving()
-        contents = self._contents(loaders, self._common_model(), self._common_optimizer())
-        return save(crew(self.group), Path(folder), contents, num_kept)
+        session = self.session
+        session.settle()
+        self.before_saving(session)
+        contents = self._contents(loaders, self.common_model(session), self.common_optimizer(session))
+        return save(still_there(self.group), Path(folder), contents, num_kept)
 
     # For subclasses. Called in a group of one too; unless said otherwise on all members at once, in the
     # user's thread, between two steps. What `state_dict` gives is kept for each worker. Where a run resumes,
@@ -75,55 +75,48 @@ class Checkpointed(abc.ABC):
         """Whether each worker's own parameters and optimizer state are kept, beside the common ones."""
         return not self.shares_gradients
 
-    def _before_saving(self) -> None:  # noqa: B027 - most have nothing to do
+    def before_saving(self, session: TrainingSession) -> None:  # noqa: B027 - most have nothing to do
         """Come to rest: afterwards nothing is under way that is neither in parameters nor in the state."""
 
-    def _common_model(self) -> dict[str, torch.Tensor]:
+    def common_model(self, session: TrainingSession) -> dict[str, torch.Tensor]:
         """The one model of the whole group, by the names of its `state_dict`; the first member's is written.
 
         By default the mean over the members of all that is in floating point and differs among them.
         """
-        return common_model(crew(self.group), self.attachment.model, are_equal=not self.has_own_replica)
+        return common_model(still_there(self.group), session.model, are_equal=not self.has_own_replica)
 
-    def _common_optimizer(self) -> dict[str, Any]:
+    def common_optimizer(self, session: TrainingSession) -> dict[str, Any]:
         """A `state_dict` of the optimizer from which all can go on; the first member's is written."""
-        return self.attachment.optimizer.state_dict()
+        return session.optimizer.state_dict()
 
-    def _load_common_state(self, state: Mapping[str, Any]) -> None:
-        """Take up the first member's `state_dict` of a run that had another number of workers.
-
-        It goes with the common model, on all workers: leave out what was one worker's alone.
-        """
-        self.load_state_dict(state)
-
-    def _state_at_end(self) -> dict[str, Any]:
+    def state_at_end(self) -> dict[str, Any]:
         """The `state_dict` that is kept where workers leave one by one, and nothing can come to rest."""
         return self.state_dict()
 
-    def _completed(self, contents: Contents) -> Contents:
+    def completed(self, contents: Contents) -> Contents:
         """At the end, on the one worker that writes the common part; others may be gone, or not yet there."""
         return contents
 
-    def _save_at_end(self, *, should_leave: bool) -> None:
+    def save_at_end(self, *, should_leave: bool) -> None:
         """At a clean end, where the run keeps checkpoints by itself. Workers that leave do so one by one.
 
         So nothing in here may wait for another worker, unless all of them stay.
         """
         if not should_leave or self.group.size == 1:
-            self._keeper.save(self.steps)
+            self.keeper.save(self.steps)
             return
-        attachment = self.attachment
+        attachment = self.session
 
         def save_last(staging: Path) -> Path | None:
             optimizer = attachment.optimizer.state_dict()
-            model, state = own_model(attachment.model), self._state_at_end()
-            contents = replace(self._contents(None, model, optimizer, state), complete=self._completed)
-            if not self._keeper.is_common:
+            model, state = own_model(attachment.model), self.state_at_end()
+            contents = replace(self._contents(None, model, optimizer, state), complete=self.completed)
+            if not self.keeper.is_common:
                 return save_first_at_end(self.group, staging, contents)
             replica = attachment if self.has_own_replica else None
-            return save_at_end(self.group, staging, self._keeper.writers, contents, replica)
+            return save_at_end(self.group, staging, self.keeper.writers, contents, replica)
 
-        self._keeper.end(self.steps, save_last)
+        self.keeper.end(self.steps, save_last)
 
     def _contents(
         self,
@@ -132,7 +125,7 @@ class Checkpointed(abc.ABC):
         optimizer: Mapping[str, Any],
         state: Mapping[str, Any] | None = None,
     ) -> Contents:
-        attachment, places = self.attachment, keep(self.group, loaders).states()
+        attachment, places = self.session, keep(self.group, loaders).states()
         state = self.state_dict() if state is None else state
         named = attachment.named_tensors
         unnamed = {name: tensor for name, tensor in named.items() if name not in model}

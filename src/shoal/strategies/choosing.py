@@ -7,9 +7,9 @@ from typing import Any, cast
 
 from shoal.core.run_options import RunOptions
 from shoal.group import Group
-from shoal.strategies.base import Strategy
 from shoal.strategies.names import STRATEGIES, resolve
 from shoal.strategies.options import OPTIONS
+from shoal.strategies.strategy import Strategy
 
 DEFAULT = "all-reduce"
 

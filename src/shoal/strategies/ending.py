@@ -20,9 +20,9 @@ from shoal.core.errors import CheckpointError, ShoalError
 from shoal.core.files import written
 from shoal.group import Group
 from shoal.strategies import checkpoints
-from shoal.strategies.attachment import Attachment
 from shoal.strategies.checkpoints import FileNote, Manifest
 from shoal.strategies.saving import Contents, merged, places_of
+from shoal.strategies.session import TrainingSession
 
 
 class _Part(msgspec.Struct):
@@ -34,7 +34,11 @@ class _Part(msgspec.Struct):
 
 
 def save_at_end(
-    group: Group, staging: Path, writers: Sequence[str], contents: Contents, attachment: Attachment | None
+    group: Group,
+    staging: Path,
+    writers: Sequence[str],
+    contents: Contents,
+    attachment: TrainingSession | None,
 ) -> Path | None:
     """The checkpoint, if this worker is the last to end; `staging` is the same folder on all workers.
 
@@ -73,7 +77,7 @@ def _told(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _save(group: Group, staging: Path, contents: Contents, attachment: Attachment | None) -> Path | None:
+def _save(group: Group, staging: Path, contents: Contents, attachment: TrainingSession | None) -> Path | None:
     notes = checkpoints.write_state(staging, f"workers/rank-{group.rank}", contents.own)
     with written(_said(staging, group.rank)) as path:
         path.write_bytes(msgspec.json.encode(_Part(contents.step, _places(contents), notes)))
@@ -123,7 +127,7 @@ def _said(staging: Path, rank: int) -> Path:
     return staging / f"rank-{rank}.ended"
 
 
-def _mean(staging: Path, ranks: list[int], attachment: Attachment) -> dict[str, torch.Tensor]:
+def _mean(staging: Path, ranks: list[int], attachment: TrainingSession) -> dict[str, torch.Tensor]:
     """Over the parts, tensor by tensor of the model's `state_dict`; whole numbers are this worker's own."""
     names = {id(tensor): name for name, tensor in attachment.named_tensors.items()}
     kept: dict[str, Any] = attachment.model.state_dict(keep_vars=True)

@@ -19,10 +19,9 @@ from shoal.core.run_options import RunOptions
 from shoal.data import ShardedLoader
 from shoal.data.kept import KeptLoaders, kept_loaders
 from shoal.group import Group, share
-from shoal.strategies.attachment import Attachment
 from shoal.strategies.checkpoints import this_process
 from shoal.strategies.resuming import Resumed, resume, set_random_states
-from shoal.strategies.tenants import crew, innermost
+from shoal.strategies.session import TrainingSession, innermost, still_there
 
 log = logging.getLogger(__name__)
 
@@ -66,14 +65,14 @@ class Keeper:
         """Take up what is there when the strategy is attached next."""
         self._asked = folder, loaders
 
-    def resume(self, attachment: Attachment, strategy: str) -> Resumed | None:
+    def resume(self, attachment: TrainingSession, strategy: str) -> Resumed | None:
         """At attaching: take up a checkpoint, if there is one to be taken up now. Collective."""
         is_first, self._is_known = not self._is_known, True
         if is_first:
             self._learn()
         asked, self._asked = self._asked, None
         folder, loaders = asked or (self._folder if is_first else None, None)
-        resumed = None if folder is None else resume(crew(self._group), folder, attachment, strategy)
+        resumed = None if folder is None else resume(still_there(self._group), folder, attachment, strategy)
         if resumed is None:
             if asked is not None:
                 raise CheckpointError(
@@ -135,7 +134,7 @@ class Keeper:
         folder = Path(options.checkpoint)
         self._folder = folder if number == 1 else folder / f"strategy-{number}"
         self._every = options.checkpoint_every
-        self._staging, self._writers, self._is_common = _meet(crew(self._group), self._folder)
+        self._staging, self._writers, self._is_common = _meet(still_there(self._group), self._folder)
 
 
 def _meet(group: Group, folder: Path) -> tuple[str, list[str], bool]:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from shoal.group import Group
-from shoal.strategies.averaging import packed, start_mean
+from shoal.strategies.averaging import mean_over
 
 
 def common_model(group: Group, model: nn.Module, *, are_equal: bool) -> dict[str, torch.Tensor]:
@@ -31,13 +31,3 @@ def own_model(model: nn.Module) -> dict[str, torch.Tensor]:
     """The tensors of the model's `state_dict`, as this worker has them."""
     state = model.state_dict()
     return {name: tensor.detach() for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
-
-
-def mean_over(group: Group, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies, averaged over the members, whose shapes and dtypes are the same. Collective."""
-    means = [tensor.clone() for tensor in tensors]
-    with torch.no_grad():
-        for bucket, members in packed(means):
-            start_mean(group, bucket.flat).wait()
-            bucket.store(members)
-    return means

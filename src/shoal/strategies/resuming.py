@@ -20,9 +20,9 @@ from shoal.core.errors import CheckpointError, UsageError
 from shoal.data.seeds import generator_states, set_generators
 from shoal.group import Group, share
 from shoal.strategies import checkpoints
-from shoal.strategies.attachment import Attachment
 from shoal.strategies.checkpoints import Checkpoint
-from shoal.strategies.states import take_state
+from shoal.strategies.session import TrainingSession
+from shoal.strategies.start import take_state
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Resumed:
         return f"resumed step {self.step} from {self.path}{had}"
 
 
-def resume(group: Group, folder: Path, attachment: Attachment, strategy: str) -> Resumed | None:
+def resume(group: Group, folder: Path, attachment: TrainingSession, strategy: str) -> Resumed | None:
     """Load the newest checkpoint that is whole for all workers; None when there is none. Collective."""
     chosen = _choose(group, folder, strategy)
     if chosen is None:
@@ -162,7 +162,7 @@ def _common(found: Checkpoint | None) -> dict[str, Any]:
 
 
 def _load(
-    attachment: Attachment,
+    attachment: TrainingSession,
     checkpoint: Checkpoint,
     tensors: Mapping[str, torch.Tensor],
     extra: Mapping[str, Any],

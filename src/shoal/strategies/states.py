@@ -8,17 +8,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import torch
 
-from shoal.core.errors import ShoalError, UsageError
-from shoal.group import Group, share
-from shoal.strategies.start import take_values
-from shoal.tensors import DTYPES, TensorSpec, describe, size_bytes
-from shoal.tensors.packing import reshape_dense
+from shoal.core.errors import UsageError
 
 _SCALARS = (bool, int, float, str)
 
@@ -59,36 +54,6 @@ def scalar(value: Any) -> Any:
     return next((kind(value) for kind in _SCALARS if isinstance(value, kind)), None)
 
 
-def take_state(group: Group, make: Callable[[], Any], root: int = 0) -> Any:
-    """The state of `root`, on all members; `make` is called there alone. Collective; UsageError on all."""
-    sent = _Sent(None, [], [])
-    tensors: dict[str, torch.Tensor] = {}
-    if group.rank == root:
-        try:
-            sent.plain, tensors = flatten(make())
-            sent.names = list(tensors)
-            sent.specs = [describe(tensor) for tensor in tensors.values()]
-        except ShoalError as error:
-            sent.problem = error.what
-    sent = msgspec.convert(share(group, sent)[list(group.members).index(root)], _Sent)
-    if sent.problem:
-        raise UsageError(
-            f"what rank {root} has cannot be given to the others: {sent.problem}",
-            next_step="load the same checkpoint on all workers, and attach(..., should_start_equal=False).",
-        )
-    if group.rank != root:
-        tensors = dict(zip(sent.names, map(_empty, sent.specs), strict=True))
-    take_values(group, list(tensors.values()), root)
-    return rebuild(sent.plain, tensors)
-
-
-class _Sent(msgspec.Struct, array_like=True):
-    plain: Any
-    names: list[str]
-    specs: list[TensorSpec]
-    problem: str = ""
-
-
 def _plain(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         name = path
@@ -116,8 +81,3 @@ def _plain(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 def _below(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
-
-
-def _empty(spec: TensorSpec) -> torch.Tensor:
-    dtype = DTYPES[spec.dtype]
-    return reshape_dense(torch.empty(size_bytes(spec) // dtype.itemsize, dtype=dtype), spec)

@@ -11,6 +11,7 @@ and a round that fails has touched nothing that trains.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Self, TypeAlias
@@ -36,10 +37,8 @@ class Flat:
 
     names: list[str]
     """The tensors' names, dtype by dtype."""
-    views: list[torch.Tensor]
-    """One tensor for each name, in the same order."""
     flats: list[torch.Tensor]
-    """One for each dtype, gaps included, in an order that all peers share; complex numbers as two real ones."""
+    """One for each dtype, gaps included, in an order that all peers share."""
 
     def __init__(
         self, names: Sequence[str], layouts: Sequence[BucketLayout], flats: Sequence[torch.Tensor]
@@ -48,8 +47,6 @@ class Flat:
         self.layouts = list(layouts)
         self.flats = list(flats)
         self._given = list(names)
-        pairs = zip(layouts, flats, strict=True)
-        self.views = [view for layout, flat in pairs for view in views_over(layout, flat)]
 
     @classmethod
     def zeros(cls, named: Mapping[str, torch.Tensor], allocate: Allocate | None = None) -> Self:
@@ -68,11 +65,19 @@ class Flat:
     def zeros_like(self, allocate: Allocate | None = None) -> Flat:
         """Makes zeros with the same names and places, by default in private memory of the same device."""
         allocate = allocate or private_memory(self.device)
-        return Flat(self._given, self.layouts, _allocated(self.layouts, allocate))
+        return self._like(_allocated(self.layouts, allocate))
 
     def clone(self, allocate: Allocate | None = None) -> Flat:
         """Makes a copy, by default in private memory of the same device."""
+        if allocate is None:
+            return self._like([flat.clone() for flat in self.flats])
         return self.zeros_like(allocate).copy_(self)
+
+    @functools.cached_property
+    def views(self) -> list[torch.Tensor]:
+        """One tensor for each name, in the same order."""
+        pairs = zip(self.layouts, self.flats, strict=True)
+        return [view for layout, flat in pairs for view in views_over(layout, flat)]
 
     @property
     def device(self) -> torch.device:
@@ -163,18 +168,21 @@ class Flat:
         return self.mul_(factor)
 
     def __add__(self, other: Flat) -> Flat:
-        return self.clone().add_(other)
+        return self._like([mine + theirs for mine, theirs in self._with(other)])
 
     def __sub__(self, other: Flat) -> Flat:
-        return self.clone().sub_(other)
+        return self._like([mine - theirs for mine, theirs in self._with(other)])
 
     def __mul__(self, factor: float) -> Flat:
-        return self.clone().mul_(factor)
+        return self._like([flat * factor for flat in self.flats])
 
     __rmul__ = __mul__
 
     def __neg__(self) -> Flat:
         return self * -1.0
+
+    def _like(self, flats: Sequence[torch.Tensor]) -> Flat:
+        return Flat(self._given, self.layouts, flats)
 
     def _with(self, other: Flat) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return zip(self.flats, other.flats, strict=True)
