@@ -44,7 +44,7 @@ def compare(
         typer.Option(
             metavar="NAME,...",
             help="Who takes part; options may follow a name: 'neighbor topology=ring'. 'all' is every one "
-            "but ddp and horovod.",
+            "but ddp and horovod; your own is package.module:Class.",
         ),
     ] = "all",
     option: Annotated[

@@ -44,7 +44,11 @@ def run(
     ] = False,
     strategy: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="The strategy that shoal.from_args() makes. Default: all-reduce."),
+        typer.Option(
+            metavar="NAME",
+            help="The strategy that shoal.from_args() makes; your own is package.module:Class. "
+            "Default: all-reduce.",
+        ),
     ] = None,
     topology: Annotated[
         str | None, typer.Option(metavar="NAME", help="Which workers are neighbours: ring, exponential:3, …")
