@@ -23,13 +23,15 @@ Factor = Annotated[float, Meta(ge=0)]
 OnNonfinite: TypeAlias = Literal["warn", "skip", "stop"]
 Mode: TypeAlias = Literal["async", "bounded", "sync"]
 NamedTopology = Annotated[
-    Any, Meta(description="a name ('ring', 'exponential:3'); in code also a function, matrix or graph")
+    Any,
+    Meta(description="who are neighbours: ring, exponential:3, …; in code also a function, matrix or graph"),
 ]
 SymmetricTopology = Annotated[
-    Any, Meta(description="static and symmetric: ring, torus, star, full, hypercube, random-regular:4, …")
+    Any,
+    Meta(description="a static and symmetric graph: ring, torus, star, full, hypercube, random-regular:4, …"),
 ]
 DirectedTopology = Annotated[
-    Any, Meta(description="who sends to whom; may be directed and irregular, as its weights don't count")
+    Any, Meta(description="who sends to whom; it may be directed and irregular, as its weights don't count")
 ]
 
 
@@ -45,9 +47,13 @@ class StrategyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     warmup_steps: Annotated[
         Count, Meta(description="steps over which the learning rate rises linearly to its full value")
     ] = 0
-    warmup_factor: Annotated[Factor, Meta(description="of the learning rate, where warm-up begins")] = 0.1
-    decay_every: Annotated[Count, Meta(description="steps after which the rate decays again; 0: never")] = 0
-    decay_factor: Annotated[Factor, Meta(description="of the learning rate, at each decay")] = 0.1
+    warmup_factor: Annotated[Factor, Meta(description="factor on the learning rate where warm-up begins")] = (
+        0.1
+    )
+    decay_every: Annotated[
+        Count, Meta(description="steps from one decay of the learning rate to the next; 0: never")
+    ] = 0
+    decay_factor: Annotated[Factor, Meta(description="factor on the learning rate at each decay")] = 0.1
     global_average_every: Annotated[
         Count, Meta(description="rounds between averages of the whole group, buffers included; 0: never")
     ] = 0
@@ -59,11 +65,11 @@ class StrategyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = False
     on_nonfinite: Annotated[
         OnNonfinite,
-        Meta(description="when this worker has a NaN or an infinity: say so, leave the step out, or fail"),
+        Meta(description="what to do at a NaN or an infinity: warn, skip the step, or stop"),
     ] = "warn"
     batch_size: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="of one worker; without it the noise scale counts in batches of one worker"),
+        Meta(description="batch size of one worker; with it the noise scale counts in examples"),
     ] = None
 
 
@@ -84,11 +90,15 @@ class AllReduceOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknow
 class DDPOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """These options of `ddp` have torch's names and defaults where torch has them."""
 
-    bucket_mib: Annotated[float, Meta(gt=0, description="torch's bucket_cap_mb")] = 25.0
+    bucket_mib: Annotated[
+        float, Meta(gt=0, description="size of the buckets of gradients: torch's bucket_cap_mb")
+    ] = 25.0
     find_unused_parameters: Annotated[
-        bool, Meta(description="some backward passes do not use all parameters")
+        bool, Meta(description="look for parameters that a backward pass does not use, as in torch")
     ] = False
-    gradient_as_bucket_view: Annotated[bool, Meta(description="as in torch")] = False
+    gradient_as_bucket_view: Annotated[
+        bool, Meta(description="let gradients be views of the buckets, as in torch")
+    ] = False
     is_uneven: Annotated[
         bool, Meta(description="workers may have different numbers of batches; one small round more a step")
     ] = False
@@ -97,7 +107,9 @@ class DDPOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fiel
 class HorovodOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """These options are handed on to Horovod."""
 
-    compression: Annotated[Literal["none", "fp16"], Meta(description="Horovod's own, of gradients")] = "none"
+    compression: Annotated[
+        Literal["none", "fp16"], Meta(description="compression that Horovod applies to gradients")
+    ] = "none"
 
 
 class NeighborOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -114,14 +126,15 @@ class HierarchicalOptions(NeighborOptions, frozen=True, kw_only=True, forbid_unk
     """These are the options of `neighbor`, with a topology of machines."""
 
     topology: Annotated[
-        Any, Meta(description="of machines: a name ('ring'); in code also a function, matrix or graph")
+        Any,
+        Meta(description="which machines are neighbours: ring, …; in code also a function, matrix or graph"),
     ] = "exponential-2"
 
 
 class PairOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """These options say how `pair` draws its peers."""
 
-    seed: Annotated[int, Meta(description="of the choice of peers; the rank is added")] = 0
+    seed: Annotated[int, Meta(description="seed of the choice of peers; the rank is added")] = 0
 
 
 class SmaOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -140,7 +153,8 @@ class LocalSGDOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown
         bool, Meta(description="average the optimizer's state too: momentum, and the moments of Adam")
     ] = False
     codec: Annotated[
-        str, Meta(description="of what is sent (fp16, bf16, int8, top-k:0.01); none: parameters as they are")
+        str,
+        Meta(description="codec of what is sent: fp16, bf16, int8, top-k:0.01; none: parameters as they are"),
     ] = "none"
     """With one, what was learned since the last average is sent, with error feedback: it costs two more
     copies of the parameters."""
@@ -151,7 +165,9 @@ class DiLoCoOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_f
 
     local_steps: Annotated[int, Meta(ge=1, description="steps from one outer step to the next")] = 100
     outer_lr: Annotated[float, Meta(gt=0, description="learning rate of the outer step")] = 0.7
-    outer_momentum: Annotated[float, Meta(ge=0, lt=1, description="Nesterov's, of the outer step")] = 0.9
+    outer_momentum: Annotated[float, Meta(ge=0, lt=1, description="Nesterov momentum of the outer step")] = (
+        0.9
+    )
     fragments: Annotated[
         int, Meta(ge=1, description="parts of the model that are sent one after another, evenly spread")
     ] = 1
@@ -163,7 +179,9 @@ class DiLoCoOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_f
         float,
         Meta(ge=0, lt=1, description="weight of this worker's own parameters after an outer step"),
     ] = 0.0
-    codec: Annotated[str, Meta(description="of what is sent: none, fp16, bf16, int8, top-k:0.01 …")] = "none"
+    codec: Annotated[
+        str, Meta(description="codec of what is sent: none, fp16, bf16, int8, top-k:0.01, …")
+    ] = "none"
     error_feedback: Annotated[
         bool, Meta(description="add what a codec could not send to what is sent next; one copy more")
     ] = True
@@ -174,8 +192,10 @@ class NoLoCoOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_f
 
     local_steps: Annotated[int, Meta(ge=1, description="steps from one outer step to the next")] = 50
     outer_lr: Annotated[float, Meta(gt=0, description="learning rate of the outer step")] = 0.7
-    outer_momentum: Annotated[float, Meta(ge=0, lt=1, description="Nesterov's, of the outer step")] = 0.5
-    seed: Annotated[int, Meta(description="of the choice of pairs; the same on all workers")] = 0
+    outer_momentum: Annotated[float, Meta(ge=0, lt=1, description="Nesterov momentum of the outer step")] = (
+        0.5
+    )
+    seed: Annotated[int, Meta(description="seed of the choice of pairs; the same on all workers")] = 0
 
 
 class SparseLoCoOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -216,9 +236,9 @@ class WindowOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_f
     force_barrier: Annotated[
         bool, Meta(description="all wait for all before parameters are put, and before they are mixed")
     ] = False
-    codec: Annotated[Literal["none", "fp16", "bf16"], Meta(description="of the parameters that are put")] = (
-        "none"
-    )
+    codec: Annotated[
+        Literal["none", "fp16", "bf16"], Meta(description="codec of the parameters that are put")
+    ] = "none"
 
 
 class MixOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -238,7 +258,7 @@ class D2Options(SymmetricOptions, frozen=True, kw_only=True, forbid_unknown_fiel
 
     laziness: Annotated[
         Annotated[float, Meta(ge=0, lt=1)] | None,
-        Meta(description="part l of l·I + (1 − l)·W, which mixes in place of W; none: the least that fits"),
+        Meta(description="share l in l·I + (1 − l)·W, which mixes in place of W; none: the least that fits"),
     ] = None
     """D² needs eigenvalues above −1/3, which W of an even ring, a torus or a hypercube does not have."""
 
@@ -253,12 +273,14 @@ class ChocoOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fi
     """These options say how `choco` compresses what it sends, and how far it moves toward others."""
 
     topology: SymmetricTopology = "ring"
-    codec: Annotated[str, Meta(description="of what is sent: top-k:0.1, int8, fp16, low-rank:4, none …")] = (
-        "top-k:0.1"
-    )
+    codec: Annotated[
+        str, Meta(description="codec of what is sent: top-k:0.1, int8, fp16, low-rank:4, none, …")
+    ] = "top-k:0.1"
     gamma: Annotated[
         Annotated[float, Meta(gt=0, le=1)] | None,
-        Meta(description="how far to move toward what neighbours have made public; share of bytes sent"),
+        Meta(
+            description="how far to move toward the neighbours' public copies; none: the share of bytes sent"
+        ),
     ] = None
     """The stronger the compression, the smaller it must be: above some bound parameters fly apart. Without a
     codec, 1 is plain averaging."""
@@ -269,7 +291,9 @@ class RelayOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fi
 
     tree: Annotated[
         Literal["binary", "chain"],
-        Meta(description="along which models are passed on: a worker waits for 3 others at most, or for 2"),
+        Meta(
+            description="tree of the workers, in which each waits for 3 others at most, or in a chain for 2"
+        ),
     ] = "binary"
     """A model takes as many rounds as it has edges to go: up to 2 log2(n) in the binary tree, n − 1 in the
     chain. The longer, the smaller the learning rate must be."""
@@ -283,7 +307,9 @@ class ParameterServerOptions(StrategyOptions, frozen=True, kw_only=True, forbid_
 
     mode: Annotated[
         Mode,
-        Meta(description="apply each gradient at once, let no worker lead by too much, or average them all"),
+        Meta(
+            description="apply each gradient at once, let no worker lead by too much, or average all of them"
+        ),
     ] = "async"
     staleness: Annotated[
         int,
@@ -291,12 +317,12 @@ class ParameterServerOptions(StrategyOptions, frozen=True, kw_only=True, forbid_
     ] = 4
     num_aggregate: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="sync: gradients that make one update; later ones of a step are dropped. All"),
+        Meta(description="sync: gradients that make one update, later ones are dropped; none: all of them"),
     ] = None
     """With fewer than there are workers, the others are backups: the slowest are not waited for."""
     drop_stale: Annotated[
         Annotated[int, Meta(ge=0)] | None,
-        Meta(description="drop gradients that are more updates behind than this; never"),
+        Meta(description="drop gradients that are more updates behind than this; none: drop nothing"),
     ] = None
     staleness_lr: Annotated[
         bool, Meta(description="divide the learning rate by the updates that a gradient is behind")
@@ -365,7 +391,7 @@ def describe_options(kind: type[StrategyOptions]) -> list[OptionInfo]:
     defaults = kind()
     described = []
     for name in names:
-        plain, description = _plain_type(hints[name])
+        plain, description = plain_type(hints[name])
         described.append(OptionInfo(name, _kind_text(plain), getattr(defaults, name), description))
     return described
 
@@ -386,7 +412,7 @@ def signature_of(kind: type[StrategyOptions]) -> inspect.Signature:
                     option.name,
                     parameter.KEYWORD_ONLY,
                     default=getattr(defaults, option.name),
-                    annotation=_plain_type(hints[option.name])[0],
+                    annotation=plain_type(hints[option.name])[0],
                 )
                 for option in describe_options(kind)
             ),
@@ -394,14 +420,14 @@ def signature_of(kind: type[StrategyOptions]) -> inspect.Signature:
     )
 
 
-def _plain_type(hint: Any) -> tuple[Any, str]:
+def plain_type(hint: Any) -> tuple[Any, str]:
     """Take the limits out of a field's type; the outermost description comes with it."""
     description = ""
     while get_origin(hint) is Annotated:
         hint, *notes = get_args(hint)
         description = next((note.description for note in notes if note.description), description)
     if get_origin(hint) in (Union, types.UnionType):
-        hint = Union[tuple(_plain_type(part)[0] for part in get_args(hint))]  # noqa: UP007
+        hint = Union[tuple(plain_type(part)[0] for part in get_args(hint))]  # noqa: UP007
     return hint, description
 
 
