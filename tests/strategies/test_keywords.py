@@ -7,19 +7,12 @@
 
 import importlib
 import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
-
-import pytest
 
 from option_keywords import keywords_source
 from recorded import VARIABLE
-from shoal.strategies import keywords, options
+from shoal.strategies import keywords
 from shoal.strategies.registry import BUILT_IN
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_the_file_is_what_the_options_say():
@@ -35,34 +28,3 @@ def test_every_strategy_has_keywords_with_exactly_its_options():
         known = getattr(keywords, row.options.__name__.replace("Options", "Keywords"))
         assert set(known.__annotations__) == set(row.options.__struct_fields__)
         assert known.__total__ is False
-
-
-@pytest.mark.slow
-def test_a_type_checker_knows_options_and_their_types(tmp_path):
-    """Of a class whose constructor takes them, as those of the strategies do."""
-    program = tmp_path / "program.py"
-    program.write_text(
-        textwrap.dedent("""
-        from typing import Unpack
-        from shoal.strategies.keywords import DiLoCoKeywords
-
-        def diloco(**named: Unpack[DiLoCoKeywords]) -> None: ...
-
-        diloco(local_steps=4, outer_lr=0.5, on_nonfinite="skip", batch_size=None)
-        diloco(local_steps="four")
-        diloco(outer_rate=0.5)
-        """)
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", str(program)],
-        cwd=tmp_path,
-        env={**os.environ, "MYPYPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert [line.split(": ")[0].rpartition(":")[2] for line in done.stdout.splitlines()[:-1]] == ["8", "9"], (
-        done.stdout
-    )
-    assert options.DiLoCoOptions().local_steps == 100
