@@ -12,7 +12,6 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
-import importlib.metadata
 import re
 import sys
 from collections.abc import Mapping
@@ -345,7 +344,9 @@ def _installed() -> Mapping[str, str]:
 
 @functools.lru_cache(maxsize=1)
 def _installed_on(_path: tuple[str, ...]) -> Mapping[str, str]:
-    points = importlib.metadata.entry_points(group=ENTRY_POINTS)
+    from importlib.metadata import entry_points  # slow to import, and seldom needed
+
+    points = entry_points(group=ENTRY_POINTS)
     found = {_plain(point.name): point.value for point in sorted(points, key=lambda point: point.name)}
     return {name: place for name, place in found.items() if name not in BUILT_IN and name not in _ALIASES}
 
