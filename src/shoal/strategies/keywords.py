@@ -1,6 +1,6 @@
 """What constructors of strategies take by name, for editors and type checkers.
 
-Written by tools/option_keywords.py from `options`, which says what each means and what it is without it.
+Written by tools/strategy_files.py from `options`, which says what each means and what it is without it.
 """
 
 from __future__ import annotations
