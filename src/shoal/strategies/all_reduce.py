@@ -11,7 +11,7 @@ from torch import nn
 from shoal.core.errors import UsageError
 from shoal.group import Group
 from shoal.strategies.gradients import GradientRound, GroupBucket
-from shoal.strategies.options import AllReduceOptions, CommonOptions
+from shoal.strategies.options import AllReduceOptions, StrategyOptions
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
 from shoal.tensors import DEFAULT_BUCKET_BYTES, BucketLayout
@@ -30,14 +30,14 @@ class GradientAllReduce(Strategy):
     """
 
     name = "all-reduce"
-    Options: ClassVar[type[CommonOptions]] = AllReduceOptions
+    Options: ClassVar[type[StrategyOptions]] = AllReduceOptions
     options: AllReduceOptions
 
     _round: GradientRound | None = None
     _copies: Sequence[tuple[GroupBucket, list[nn.Parameter]]] = ()
 
     def __init__(
-        self, group: Group | None = None, *, options: CommonOptions | None = None, **named: Any
+        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
     ) -> None:
         super().__init__(group, options=options, **named)
         is_named = "bucket_mib" in {name.replace("-", "_") for name in named}

@@ -19,7 +19,7 @@ from shoal.group import Group, share
 from shoal.group.kernels import add_differences
 from shoal.strategies.averaging import start_copy, start_mean
 from shoal.strategies.messages import Format, Mail
-from shoal.strategies.options import ChocoOptions, CommonOptions
+from shoal.strategies.options import ChocoOptions, StrategyOptions
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
 from shoal.tensors import Flat, private_memory
@@ -41,7 +41,7 @@ class ChocoSGD(Strategy):
 
     name = "choco"
     survives_loss = True
-    Options: ClassVar[type[CommonOptions]] = ChocoOptions
+    Options: ClassVar[type[StrategyOptions]] = ChocoOptions
     options: ChocoOptions
 
     topology: Topology
@@ -49,7 +49,7 @@ class ChocoSGD(Strategy):
     _mail: Mail | None = None
 
     def __init__(
-        self, group: Group | None = None, *, options: CommonOptions | None = None, **named: Any
+        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
     ) -> None:
         super().__init__(group, options=options, **named)
         self.codec = codec_from_name(self.options.codec)

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.core.errors import ShoalError, UsageError
 from shoal.group import Group, share
 from shoal.group.cluster.collectives import destroy_world
-from shoal.strategies.options import CommonOptions, DDPOptions
+from shoal.strategies.options import DDPOptions, StrategyOptions
 from shoal.strategies.session import TrainingSession, innermost
 from shoal.strategies.strategy import Strategy
 
@@ -44,11 +44,11 @@ class TorchDDP(Strategy):
     """
 
     name = "ddp"
-    Options: ClassVar[type[CommonOptions]] = DDPOptions
+    Options: ClassVar[type[StrategyOptions]] = DDPOptions
     options: DDPOptions
 
     def __init__(
-        self, group: Group | None = None, *, options: CommonOptions | None = None, **named: Any
+        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
     ) -> None:
         super().__init__(group, options=options, **named)
         if self.options.monitor:

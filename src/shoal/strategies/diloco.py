@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from shoal.core.errors import UsageError
 from shoal.group import Group
 from shoal.strategies.averaging import make_codec
-from shoal.strategies.options import CommonOptions, DiLoCoOptions
+from shoal.strategies.options import DiLoCoOptions, StrategyOptions
 from shoal.strategies.outer_step import TAKE_MEAN, OuterRule, OuterStep, split
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
@@ -31,11 +31,11 @@ class DiLoCo(Strategy):
     survives_loss = True
     works_alone = True
     common_state = ("fragments",)
-    Options: ClassVar[type[CommonOptions]] = DiLoCoOptions
+    Options: ClassVar[type[StrategyOptions]] = DiLoCoOptions
     options: DiLoCoOptions
 
     def __init__(
-        self, group: Group | None = None, *, options: CommonOptions | None = None, **named: Any
+        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
     ) -> None:
         super().__init__(group, options=options, **named)
         _check(self.options)

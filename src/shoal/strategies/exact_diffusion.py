@@ -19,7 +19,7 @@ import torch
 
 from shoal.core.errors import UsageError
 from shoal.group import Group, Handle
-from shoal.strategies.options import CommonOptions, D2Options, ExactDiffusionOptions
+from shoal.strategies.options import D2Options, StrategyOptions, SymmetricOptions
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
 from shoal.tensors import Flat, ParameterBuffers
@@ -45,8 +45,8 @@ class ExactDiffusion(Strategy):
     """
 
     name = "exact-diffusion"
-    Options: ClassVar[type[CommonOptions]] = ExactDiffusionOptions
-    options: ExactDiffusionOptions
+    Options: ClassVar[type[StrategyOptions]] = SymmetricOptions
+    options: SymmetricOptions
     topology: Topology
     correction: Flat
     _buffers: ParameterBuffers
@@ -114,7 +114,7 @@ class D2(ExactDiffusion):
     """
 
     name = "d2"
-    Options: ClassVar[type[CommonOptions]] = D2Options
+    Options: ClassVar[type[StrategyOptions]] = D2Options
     options: D2Options  # type: ignore[assignment]
 
     def fit(self, topology: Topology) -> Topology:

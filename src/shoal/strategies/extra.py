@@ -9,7 +9,7 @@ import torch
 from shoal.core.errors import UsageError
 from shoal.group import Group, Handle
 from shoal.strategies.exact_diffusion import start_differences
-from shoal.strategies.options import CommonOptions, ExtraOptions
+from shoal.strategies.options import StrategyOptions, SymmetricOptions
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
 from shoal.tensors import Flat, ParameterBuffers
@@ -29,8 +29,8 @@ class Extra(Strategy):
     """
 
     name = "extra"
-    Options: ClassVar[type[CommonOptions]] = ExtraOptions
-    options: ExtraOptions
+    Options: ClassVar[type[StrategyOptions]] = SymmetricOptions
+    options: SymmetricOptions
     topology: Topology
     correction: Flat
     """e, which sums to zero over the workers."""

@@ -15,7 +15,7 @@ import torch
 from shoal.core.errors import UsageError
 from shoal.group import Group
 from shoal.strategies.exchange import ExchangeStrategy
-from shoal.strategies.options import CommonOptions, GradientTrackingOptions
+from shoal.strategies.options import MixOptions, StrategyOptions
 from shoal.strategies.session import TrainingSession
 from shoal.tensors import Flat
 from shoal.topology import Topology, Weights, make_topology_on
@@ -35,8 +35,8 @@ class GradientTracking(ExchangeStrategy):
     """
 
     name = "gradient-tracking"
-    Options: ClassVar[type[CommonOptions]] = GradientTrackingOptions
-    options: GradientTrackingOptions
+    Options: ClassVar[type[StrategyOptions]] = MixOptions
+    options: MixOptions
     topology: Topology
     tracker: Flat
     gradient: Flat

@@ -14,7 +14,7 @@ import torch
 from shoal.core.errors import UsageError
 from shoal.group import Group
 from shoal.strategies.hooks import at_end_of_backward
-from shoal.strategies.options import CommonOptions, HorovodOptions
+from shoal.strategies.options import HorovodOptions, StrategyOptions
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
 
@@ -27,11 +27,11 @@ class HorovodAllReduce(Strategy):
     """
 
     name = "horovod"
-    Options: ClassVar[type[CommonOptions]] = HorovodOptions
+    Options: ClassVar[type[StrategyOptions]] = HorovodOptions
     options: HorovodOptions
 
     def __init__(
-        self, group: Group | None = None, *, options: CommonOptions | None = None, **named: Any
+        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
     ) -> None:
         super().__init__(group, options=options, **named)
         if self.options.monitor:

@@ -9,7 +9,7 @@ from torch import nn
 
 from shoal.group import Group, share
 from shoal.strategies.averaging import make_codec, packed, start_mean
-from shoal.strategies.options import CommonOptions, LocalSGDOptions
+from shoal.strategies.options import LocalSGDOptions, StrategyOptions
 from shoal.strategies.outer_step import TAKE_MEAN, OuterStep
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
@@ -30,14 +30,14 @@ class LocalSGD(Strategy):
 
     name = "local-sgd"
     survives_loss = True
-    Options: ClassVar[type[CommonOptions]] = LocalSGDOptions
+    Options: ClassVar[type[StrategyOptions]] = LocalSGDOptions
     options: LocalSGDOptions
     common_state = ("fragment",)
     fragment: OuterStep
     """The last mean, where what was learned since travels encoded."""
 
     def __init__(
-        self, group: Group | None = None, *, options: CommonOptions | None = None, **named: Any
+        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
     ) -> None:
         super().__init__(group, options=options, **named)
         self.codec = make_codec(self.options.codec, self.group.rank)

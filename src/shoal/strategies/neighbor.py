@@ -11,7 +11,7 @@ import torch
 from shoal.core.errors import UsageError
 from shoal.group import Group, Handle, exchange_machines
 from shoal.strategies.exchange import ExchangeStrategy
-from shoal.strategies.options import CommonOptions, HierarchicalOptions, NeighborOptions
+from shoal.strategies.options import HierarchicalOptions, NeighborOptions, StrategyOptions
 from shoal.strategies.session import TrainingSession
 from shoal.topology import Topology, Weights, make_topology, make_topology_on
 
@@ -28,7 +28,7 @@ class NeighborAverage(ExchangeStrategy):
 
     name = "neighbor"
     survives_loss = True
-    Options: ClassVar[type[CommonOptions]] = NeighborOptions
+    Options: ClassVar[type[StrategyOptions]] = NeighborOptions
     options: NeighborOptions
     topology: Topology
     _weights: Weights | WeightsRule | None = None
@@ -78,7 +78,7 @@ class HierarchicalAverage(NeighborAverage):
 
     name = "hierarchical"
     survives_loss = False
-    Options: ClassVar[type[CommonOptions]] = HierarchicalOptions
+    Options: ClassVar[type[StrategyOptions]] = HierarchicalOptions
     options: HierarchicalOptions
 
     def set_group(self, group: Group) -> None:

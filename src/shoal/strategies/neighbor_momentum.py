@@ -19,7 +19,7 @@ from shoal.group import Group
 from shoal.strategies.exchange import ExchangeStrategy
 from shoal.strategies.gradients import GroupBucket
 from shoal.strategies.local_sgd import SteppedParameters
-from shoal.strategies.options import CommonOptions, MomentumOptions
+from shoal.strategies.options import MomentumOptions, StrategyOptions
 from shoal.strategies.session import TrainingSession
 from shoal.tensors import BucketLayout
 from shoal.topology import Topology, Weights, make_topology_on
@@ -41,7 +41,7 @@ class NeighborMomentum(ExchangeStrategy):
 
     name = "momentum"
     survives_loss = True
-    Options: ClassVar[type[CommonOptions]] = MomentumOptions
+    Options: ClassVar[type[StrategyOptions]] = MomentumOptions
     options: MomentumOptions
 
     topology: Topology

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shoal.strategies.options import CommonOptions, NoLoCoOptions
+from shoal.strategies.options import NoLoCoOptions, StrategyOptions
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
 from shoal.tensors import Flat
@@ -24,7 +24,7 @@ class NoLoCo(Strategy):
 
     name = "noloco"
     survives_loss = True
-    Options: ClassVar[type[CommonOptions]] = NoLoCoOptions
+    Options: ClassVar[type[StrategyOptions]] = NoLoCoOptions
     options: NoLoCoOptions
     slow: Flat
     momentum: Flat

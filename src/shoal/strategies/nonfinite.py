@@ -25,7 +25,7 @@ import torch
 
 from shoal.core import SYSTEM_CLOCK
 from shoal.core.errors import ShoalError
-from shoal.strategies.common_options import OnNonfinite
+from shoal.strategies.options import OnNonfinite
 
 if TYPE_CHECKING:
     from shoal.strategies.session import TrainingSession

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from shoal.group import Group, Window, share
-from shoal.strategies.options import CommonOptions, PairOptions
+from shoal.strategies.options import PairOptions, StrategyOptions
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.staleness import Staleness
 from shoal.strategies.strategy import Strategy
@@ -49,13 +49,13 @@ class PairAverage(Strategy):
     name = "pair"
     survives_loss = True
     is_lockstep = False
-    Options: ClassVar[type[CommonOptions]] = PairOptions
+    Options: ClassVar[type[StrategyOptions]] = PairOptions
     options: PairOptions
 
     _buffers: ParameterBuffers
 
     def __init__(
-        self, group: Group | None = None, *, options: CommonOptions | None = None, **named: Any
+        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
     ) -> None:
         super().__init__(group, options=options, **named)
         self.staleness = Staleness()

@@ -23,7 +23,7 @@ from shoal.group import Group
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.base import Strategy
 from shoal.strategies.nonfinite import Checked
-from shoal.strategies.options import CommonOptions
+from shoal.strategies.options import StrategyOptions
 from shoal.strategies.replicas import own_model
 from shoal.strategies.saving import Contents
 from shoal.strategies.schedule import rate_factor
@@ -53,10 +53,10 @@ class ParameterServer(Strategy):
     runs_on_devices = False
     survives_loss = True
     is_lockstep = False
-    Options: ClassVar[type[CommonOptions]] = ParameterServerOptions
+    Options: ClassVar[type[StrategyOptions]] = ParameterServerOptions
     options: ParameterServerOptions
 
-    def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
+    def __init__(self, group: Group, *, options: StrategyOptions | None = None, **named: Any) -> None:
         super().__init__(group, options=options, **named)
         _check(self.options)
         self._link: Link | None = None

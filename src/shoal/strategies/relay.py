@@ -16,7 +16,7 @@ import torch
 
 from shoal.group import Group, Handle
 from shoal.group.kernels import add_differences
-from shoal.strategies.options import CommonOptions, RelayOptions
+from shoal.strategies.options import RelayOptions, StrategyOptions
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
 from shoal.tensors import Flat, ParameterBuffers
@@ -71,7 +71,7 @@ class RelaySGD(Strategy):
     """
 
     name = "relay"
-    Options: ClassVar[type[CommonOptions]] = RelayOptions
+    Options: ClassVar[type[StrategyOptions]] = RelayOptions
     options: RelayOptions
 
     _buffers: ParameterBuffers

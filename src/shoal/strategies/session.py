@@ -39,7 +39,7 @@ from shoal.tensors import BucketLayout, Flat, ParameterBuffers
 from shoal.topology import Weights
 
 if TYPE_CHECKING:
-    from shoal.strategies.options import CommonOptions
+    from shoal.strategies.options import StrategyOptions
     from shoal.strategies.resuming import Resumed
     from shoal.strategies.strategy import Strategy
 
@@ -111,7 +111,7 @@ class TrainingSession:
     # What a strategy works with.
 
     @property
-    def options(self) -> CommonOptions:
+    def options(self) -> StrategyOptions:
         """The strategy's options."""
         return self.strategy.options
 
@@ -609,7 +609,7 @@ class TrainingSession:
             )
 
 
-def rate_factor(options: CommonOptions, step: int) -> float:
+def rate_factor(options: StrategyOptions, step: int) -> float:
     """Computes what step number `step` (from 0) multiplies the user's learning rate by.
 
     Warm-up rises linearly from `warmup_factor` at step 0 to 1 at step `warmup_steps`; decay multiplies by

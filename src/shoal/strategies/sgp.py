@@ -15,7 +15,7 @@ import torch
 
 from shoal.group import Group, share
 from shoal.strategies.averaging import mean_over
-from shoal.strategies.options import CommonOptions, SgpOptions
+from shoal.strategies.options import SgpOptions, StrategyOptions
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
 from shoal.tensors import ParameterBuffers
@@ -33,13 +33,13 @@ class StochasticGradientPush(Strategy):
 
     name = "sgp"
     survives_loss = True
-    Options: ClassVar[type[CommonOptions]] = SgpOptions
+    Options: ClassVar[type[StrategyOptions]] = SgpOptions
     options: SgpOptions
     topology: Topology
     _buffers: ParameterBuffers
 
     def __init__(
-        self, group: Group | None = None, *, options: CommonOptions | None = None, **named: Any
+        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
     ) -> None:
         super().__init__(group, options=options, **named)
         self.weight = 1.0

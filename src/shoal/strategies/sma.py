@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from shoal.strategies.exchange import ExchangeStrategy
-from shoal.strategies.options import CommonOptions, SmaOptions
+from shoal.strategies.options import SmaOptions, StrategyOptions
 from shoal.strategies.session import TrainingSession
 from shoal.topology import Weights
 
@@ -14,7 +14,7 @@ class SynchronousModelAverage(ExchangeStrategy):
     """`w ← (1 − α)·w + α·mean(w)`, then the local gradient, taken at the old w; overlapped with backward."""
 
     name = "sma"
-    Options: ClassVar[type[CommonOptions]] = SmaOptions
+    Options: ClassVar[type[StrategyOptions]] = SmaOptions
     options: SmaOptions
 
     @property

@@ -26,7 +26,7 @@ from shoal.strategies.beats import Beats
 from shoal.strategies.checkpointed import Checkpointed
 from shoal.strategies.keeping import Keeper
 from shoal.strategies.monitors import Monitors
-from shoal.strategies.options import CommonOptions, read_options
+from shoal.strategies.options import StrategyOptions, read_options
 from shoal.strategies.session import TrainingSession
 from shoal.tensors import Flat
 
@@ -55,16 +55,16 @@ class Strategy(Checkpointed):
     """Whether this worker looks at its gradients and parameters for values that are not finite."""
     common_state: ClassVar[Sequence[str]] = ()
     """Attributes that are equal on all members: they are taken up by a run with another number of workers."""
-    Options: ClassVar[type[CommonOptions]] = CommonOptions
+    Options: ClassVar[type[StrategyOptions]] = StrategyOptions
 
-    options: CommonOptions
+    options: StrategyOptions
     steps: int
     """The optimizer's steps until now, skipped ones included."""
     rounds: int
     """The times that the group has shared what it learned, as this worker counts them."""
 
     def __init__(
-        self, group: Group | None = None, *, options: CommonOptions | None = None, **named: Any
+        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
     ) -> None:
         given = {} if options is None else msgspec.structs.asdict(options)
         self.options = read_options(self.Options, {**given, **named}, self.name)

@@ -25,7 +25,7 @@ from shoal.core import PeerLost
 from shoal.group import Group, Handle, Slot, Window
 from shoal.group.kernels import mix_into
 from shoal.strategies.averaging import start_mean
-from shoal.strategies.options import CommonOptions, PushSumOptions, WindowOptions
+from shoal.strategies.options import PushSumOptions, StrategyOptions, WindowOptions
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.sgp import mass_factor, mass_model
 from shoal.strategies.staleness import Staleness
@@ -47,7 +47,7 @@ class OneSidedStrategy(Strategy):
     topology: Topology
 
     def __init__(
-        self, group: Group | None = None, *, options: CommonOptions | None = None, **named: Any
+        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
     ) -> None:
         super().__init__(group, options=options, **named)
         self.staleness = Staleness()
@@ -182,7 +182,7 @@ class WindowAverage(OneSidedStrategy):
     """
 
     name = "window"
-    Options: ClassVar[type[CommonOptions]] = WindowOptions
+    Options: ClassVar[type[StrategyOptions]] = WindowOptions
     options: WindowOptions
     _weights: Weights
     """Those of the round that has begun."""
@@ -246,11 +246,11 @@ class PushSum(OneSidedStrategy):
     """
 
     name = "push-sum"
-    Options: ClassVar[type[CommonOptions]] = PushSumOptions
+    Options: ClassVar[type[StrategyOptions]] = PushSumOptions
     options: PushSumOptions
 
     def __init__(
-        self, group: Group | None = None, *, options: CommonOptions | None = None, **named: Any
+        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
     ) -> None:
         super().__init__(group, options=options, **named)
         self.weight = 1.0
