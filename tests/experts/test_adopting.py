@@ -152,7 +152,7 @@ def test_one_that_cannot_be_restored_does_not_hold_up_the_others(tmp_path, caplo
     async def work(swarm, peer):
         checkpoints = saved(tmp_path, "ffn.1", "ffn.2", "ffn.3")
         checkpoints.save("ffn.1", small_expert("ffn.1", num_features=5).state())
-        for path in (tmp_path / "ffn.2").glob("*.safetensors"):
+        for path in (tmp_path / "ffn.2").rglob("*.safetensors"):
             path.write_bytes(b"")
         one = adopting(peer, checkpoints)
         assert await rounds(one, 8) == ["ffn.3"]

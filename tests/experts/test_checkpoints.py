@@ -4,14 +4,16 @@ import functools
 import json
 import os
 import shutil
+import time
 
 import pytest
 import torch
 
 from experts.fake_server import small_expert, train, values
-from shoal.core import ManualClock, UsageError
+from shoal.core import UsageError
 from shoal.experts.checkpoints import CheckpointError, Checkpoints
 from shoal.experts.state import ExpertState
+from shoal.tensors.checkpoint import CheckpointWriter
 
 UID = "ffn.1.2"
 
@@ -21,12 +23,9 @@ def state_after(num_updates):
     return small_expert(num_updates=num_updates).state()
 
 
-def files(folder, uid=UID):
+def names(folder, uid=UID):
+    """Of all that is there, hidden or not."""
     return sorted(path.name for path in (folder / uid).iterdir())
-
-
-def documents(folder, uid=UID):
-    return sorted((folder / uid).glob("*.json"))
 
 
 def test_training_goes_on_from_a_checkpoint_to_the_bit(tmp_path):
@@ -66,46 +65,49 @@ def test_the_newest_few_are_kept(tmp_path):
     for _ in range(4):
         train(expert, 1)
         checkpoints.save(UID, expert.state())
-    assert [json.loads(path.read_bytes())["num_updates"] for path in documents(tmp_path)] == [3, 4]
-    assert len(files(tmp_path)) == 4
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
     assert checkpoints.num_updates(UID) == 4
     with pytest.raises(UsageError, match="At least one"):
         Checkpoints(tmp_path, num_kept=0)
 
 
-def test_the_latest_written_counts_when_the_clock_goes_back(tmp_path):
-    for num_updates, wall_s in enumerate([2e9, 1e9, 1e9], start=1):
-        checkpoints = Checkpoints(tmp_path, clock=ManualClock(wall_s=wall_s))
+def test_the_latest_written_counts_however_many_updates_it_has(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    for num_updates in (3, 1, 2, 1):
         checkpoints.save(UID, state_after(num_updates))
-        assert checkpoints.load(UID).num_updates == num_updates
+        assert checkpoints.load(UID).num_updates == checkpoints.num_updates(UID) == num_updates
 
 
-def cut_tensors(document):
-    os.truncate(document.with_suffix(".safetensors"), 100)
+def cut_tensors(path):
+    os.truncate(path / "expert.safetensors", 100)
 
 
-def flip_a_bit(document):
-    file = document.with_suffix(".safetensors")
+def flip_a_bit(path):
+    file = path / "expert.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
 
 
-def change(document, **fields):
-    document.write_text(json.dumps(json.loads(document.read_bytes()) | fields))
+def change(path, **fields):
+    """Without a checksum, so that what is changed is all that is wrong."""
+    file = path / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | {"sha256": ""} | fields))
 
 
 DAMAGES = {
     "tensors cut": cut_tensors,
     "a bit flipped": flip_a_bit,
-    "tensors gone": lambda document: document.with_suffix(".safetensors").unlink(),
-    "half a JSON": lambda document: os.truncate(document, 50),
-    "no JSON": lambda document: document.write_bytes(b""),
-    "not an object": lambda document: document.write_bytes(b"[1]"),
-    "deep JSON": lambda document: document.write_bytes(b"[" * 100_000),
-    "a field of another type": lambda document: change(document, num_updates="many"),
-    "a newer format": lambda document: change(document, format=2),
-    "of another expert": lambda document: change(document, uid="ffn.1.3"),
+    "tensors gone": lambda path: (path / "expert.safetensors").unlink(),
+    "state gone": lambda path: (path / "expert.json").unlink(),
+    "half a state": lambda path: os.truncate(path / "expert.json", 50),
+    "half a manifest": lambda path: os.truncate(path / "manifest.json", 50),
+    "no manifest": lambda path: (path / "manifest.json").write_bytes(b""),
+    "not an object": lambda path: (path / "manifest.json").write_bytes(b"[1]"),
+    "deep JSON": lambda path: (path / "manifest.json").write_bytes(b"[" * 100_000),
+    "a field of another type": lambda path: change(path, step="many"),
+    "a newer format": lambda path: change(path, format=2),
+    "of another expert": lambda path: change(path, strategy="ffn.1.3"),
 }
 
 
@@ -117,30 +119,39 @@ def test_what_is_not_whole_is_passed_over(tmp_path, caplog, damage):
     damage(newest)
     assert checkpoints.load(UID).num_updates == 1
     assert str(newest) in caplog.text
-    damage(documents(tmp_path)[0])
+    damage(tmp_path / UID / "step-00000001")
     assert checkpoints.load(UID) is None
     assert "none of them whole" in caplog.text
     checkpoints.save(UID, state_after(3))
     assert checkpoints.load(UID).num_updates == 3
 
 
+def test_a_checkpoint_of_something_else_is_passed_over(tmp_path, caplog):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(UID, state_after(1))
+    with CheckpointWriter.begin(tmp_path / UID, 2) as writer:
+        writer.write_tensors("model", {})
+        writer.seal(UID, 2)
+    assert checkpoints.load(UID).num_updates == 1
+    assert "step-00000002 is left out" in caplog.text
+
+
 def test_damaged_ones_do_not_push_out_whole_ones(tmp_path):
     checkpoints = Checkpoints(tmp_path, num_kept=2)
     for num_updates in (1, 2):
         checkpoints.save(UID, state_after(num_updates))
-    cut_tensors(documents(tmp_path)[-1])
-    checkpoints.save(UID, state_after(3))
-    flip_a_bit(documents(tmp_path)[-1])
+    cut_tensors(tmp_path / UID / "step-00000002")
+    flip_a_bit(checkpoints.save(UID, state_after(3)))
     assert checkpoints.load(UID).num_updates == 1
 
 
 @pytest.mark.parametrize(
-    "failing", ["os.fsync", "pathlib.Path.replace", "shoal.experts.checkpoints.save_file"]
+    "failing", ["os.fsync", "pathlib.Path.replace", "shoal.tensors.checkpoint.save_file"]
 )
 def test_a_disk_that_fails_leaves_what_was_there(tmp_path, monkeypatch, failing):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(UID, state_after(1))
-    before = files(tmp_path)
+    before = names(tmp_path)
 
     def fail(*_):
         raise OSError(28, "No space left on device")
@@ -149,25 +160,23 @@ def test_a_disk_that_fails_leaves_what_was_there(tmp_path, monkeypatch, failing)
     with pytest.raises(CheckpointError, match="No space left"):
         checkpoints.save(UID, state_after(2))
     monkeypatch.undo()
-    assert files(tmp_path) == before
+    assert names(tmp_path) == before
     assert checkpoints.load(UID).num_updates == 1
 
 
-def test_tensors_without_their_json_are_no_checkpoint_and_go_after_a_while(tmp_path):
-    clock = ManualClock(wall_s=2e9)
-    checkpoints = Checkpoints(tmp_path, clock=clock)
-    document = checkpoints.save(UID, state_after(1))
-    left = [tmp_path / UID / "00000000000000001-00000000.safetensors", tmp_path / UID / "x.json.1.tmp"]
-    foreign = tmp_path / UID / "notes.txt"
-    for path in (*left, foreign):
-        path.write_bytes(b"half")
-        os.utime(path, (2e9, 2e9))
-    checkpoints.save(UID, state_after(2))
-    assert all(path.exists() for path in left)  # somebody may be writing them
-    clock.advance(4000)
+def test_what_was_not_finished_is_no_checkpoint_and_goes_after_a_while(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    first = checkpoints.save(UID, state_after(1))
+    left, foreign = tmp_path / UID / ".step-00000009-deadbeef.1.1-00000000", tmp_path / UID / "notes.txt"
+    shutil.copytree(first, left)
+    foreign.write_bytes(b"mine")
+    second = checkpoints.save(UID, state_after(2))
+    assert left.exists()  # a process of another machine may be writing it
+    assert checkpoints.load(UID).num_updates == 2
+    os.utime(left, (time.time() - 48 * 3600,) * 2)
     newest = checkpoints.save(UID, state_after(3))
-    assert not any(path.exists() for path in left)
-    assert all(path.exists() for path in (foreign, document, newest))
+    assert not left.exists()
+    assert all(path.exists() for path in (foreign, first, second, newest))
 
 
 @pytest.mark.parametrize(
@@ -196,11 +205,11 @@ def test_only_folders_with_checkpoints_are_experts(tmp_path):
 
 
 def test_several_may_write_into_one_folder(tmp_path):
-    several = [Checkpoints(tmp_path, clock=ManualClock()) for _ in range(3)]
+    several = [Checkpoints(tmp_path) for _ in range(3)]
     for num_updates in range(1, 7):
         several[num_updates % 3].save(UID, state_after(num_updates))
         assert [one.load(UID).num_updates for one in several] == [num_updates] * 3
-    assert len(files(tmp_path)) == 6
+    assert names(tmp_path) == ["step-00000004", "step-00000005", "step-00000006"]
 
 
 def test_what_json_cannot_hold_is_said_and_nothing_is_left(tmp_path):

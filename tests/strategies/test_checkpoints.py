@@ -1,4 +1,4 @@
-"""Checkpoints on disk that are damaged, half written, left behind, or written by an earlier Shoal."""
+"""Runs that meet checkpoints that are damaged, half written, left behind, or written by an earlier Shoal."""
 
 import contextlib
 import logging
@@ -8,52 +8,18 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 
-from shoal.core import CheckpointError
 from shoal.data import shard
 from shoal.group.solo import SoloGroup
-from shoal.strategies import checkpoints, make_strategy
-from shoal.strategies.checkpoints import Manifest
+from shoal.strategies import make_strategy
 from workers import SOURCE
 
 WITHOUT_CHECKSUM = Path(__file__).parent / "checkpoint_format_1"
 """Of two workers after three steps under `neighbor`, written before manifests had a checksum."""
-
-
-def write(folder, step, value):
-    staging = checkpoints.stage(folder, step)
-    files = checkpoints.write_model(staging, {"x": torch.tensor([value])})
-    return checkpoints.seal(staging, Manifest(step, 1, "all-reduce", files))
-
-
-def test_what_is_replaced_counts_until_the_new_one_is_there(tmp_path, monkeypatch):
-    write(tmp_path, 1, 1.0)
-    path = write(tmp_path, 2, 2.0)
-    rename = type(path).rename
-
-    def stop_halfway(self, target):
-        if target == path:
-            raise OSError(5, "power failed")
-        return rename(self, target)
-
-    with monkeypatch.context() as patches:
-        patches.setattr(type(path), "rename", stop_halfway)
-        with pytest.raises(OSError, match="power failed"):
-            write(tmp_path, 2, 3.0)
-    assert not path.exists()
-    assert next(checkpoints.candidates(tmp_path)).model()["x"].item() == 2.0
-    write(tmp_path, 3, 4.0)
-    (replaced,) = tmp_path.glob(".*-replaced")
-    assert not (tmp_path / "step-00000001").exists()
-    assert checkpoints.open_checkpoint(replaced).model()["x"].item() == 2.0
-    write(tmp_path, 2, 5.0)
-    assert not list(tmp_path.glob(".*-replaced"))
-    assert next(checkpoints.candidates(tmp_path)).model()["x"].item() == 5.0
 
 
 def flipped(content, position):
@@ -61,29 +27,6 @@ def flipped(content, position):
     damaged = bytearray(content)
     damaged[position // 8] ^= 1 << position % 8
     return bytes(damaged)
-
-
-def test_no_bit_of_a_manifest_can_change_what_is_loaded(tmp_path):
-    path = write(tmp_path, 1, 2.0)
-    whole = checkpoints.open_checkpoint(path).manifest
-    content = (path / "manifest.json").read_bytes()
-    num_refused = 0
-    with (path / "manifest.json").open("rb+", buffering=0) as file:
-        for position in range(8 * len(content)):
-            place = position // 8
-            file.seek(place)
-            file.write(flipped(content, position)[place : place + 1])
-            try:
-                manifest = checkpoints.open_checkpoint(path).manifest
-            except CheckpointError:
-                num_refused += 1
-            else:
-                # what can be lost is the checksum's own name
-                assert msgspec.structs.replace(manifest, sha256=whole.sha256) == whole
-            file.seek(place)
-            file.write(content[place : place + 1])
-    assert checkpoints.open_checkpoint(path).manifest == whole
-    assert num_refused > 6 * len(content)
 
 
 def resumes(group, arguments):
@@ -197,11 +140,11 @@ SAVE_AND_STOP = """
 import sys, time
 from pathlib import Path
 import torch
-from shoal.strategies import checkpoints
+from shoal.tensors.checkpoint import CheckpointWriter
 
-staging = checkpoints.stage(Path(sys.argv[1]), 7)
-checkpoints.write_model(staging, {"x": torch.zeros(4)})
-print(staging.name, flush=True)
+writer = CheckpointWriter.begin(Path(sys.argv[1]), 7)
+writer.write_tensors("model", {"x": torch.zeros(4)})
+print(writer.staging.name, flush=True)
 time.sleep(600)
 """
 
@@ -255,16 +198,3 @@ def test_what_killed_saves_leave_behind_is_cleared_at_the_next_start(tmp_path):
         os.utime(other, (time.time() - 48 * 3600,) * 2)
         assert attach() == [names[0]]
     assert attach() == []
-
-
-def test_the_folder_of_the_end_stays_while_one_of_its_writers_runs(tmp_path):
-    machine, *_ = checkpoints.this_process().split(".")
-    with processes(["import time; time.sleep(600)"], [""]) as (live, gone):
-        gone.wait()
-        staging = tmp_path / f".end-{machine}.{gone.pid}.1-00000000"  # of the first worker, which has ended
-        staging.mkdir()
-        checkpoints.note_writers(staging, [f"{machine}.{gone.pid}.1", f"{machine}.{live.pid}."])
-        checkpoints.clear_leftovers(tmp_path)
-        assert staging.exists()
-    checkpoints.clear_leftovers(tmp_path)
-    assert not staging.exists()

@@ -7,7 +7,7 @@ import torch
 
 from group.hosts import open_hosts, together
 from shoal.core.run_options import RunOptions
-from shoal.strategies import keeping, make_strategy
+from shoal.strategies import checkpointing, make_strategy
 
 here = threading.local()
 
@@ -19,7 +19,7 @@ def disks(tmp_path, monkeypatch):
         def from_environment():
             return RunOptions(checkpoint=str(tmp_path / f"disk-{here.rank}"))
 
-    monkeypatch.setattr(keeping, "RunOptions", Options)
+    monkeypatch.setattr(checkpointing, "RunOptions", Options)
     return tmp_path
 
 

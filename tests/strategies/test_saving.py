@@ -354,7 +354,7 @@ def test_what_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch):
 
     with run.attach():
         run.train(1)
-        monkeypatch.setattr("shoal.strategies.checkpoints.save_file", fail)
+        monkeypatch.setattr("shoal.tensors.checkpoint.save_file", fail)
         with pytest.raises(CheckpointError, match="no space left"):
             run.strategy.save(tmp_path)
     assert not list(tmp_path.iterdir())

@@ -9,9 +9,9 @@ from torch import nn
 
 from shoal.core import UsageError
 from shoal.core.run_options import VARIABLE, RunOptions
-from shoal.strategies.checkpoints import candidates
 from shoal.strategies.parameter_server import ParameterServer
 from shoal.strategies.server_sync import SyncServer
+from shoal.tensors.checkpoint import newest_first
 from strategies.servers import batch, flat, loss_of, model_and_optimizer, open_run, run, train
 
 
@@ -119,7 +119,7 @@ def test_the_checkpoint_of_the_end_is_what_the_servers_have(tmp_path, monkeypatc
         return start, got
 
     ((_, first), (_, second)), _ = run(work, 2, 2, adam)
-    checkpoint = next(candidates(tmp_path))
+    checkpoint = next(newest_first(tmp_path))
     assert checkpoint.manifest.step == 3
     assert torch.equal(saved_flat(checkpoint.path), second)
     assert not torch.equal(first, second)

@@ -6,7 +6,8 @@ from torch import nn
 
 from shoal.core import UsageError
 from shoal.strategies.all_reduce import GradientAllReduce
-from shoal.strategies.start import require_equal
+from shoal.strategies.start import require_equal, take_state
+from strategies.fakes import Mirror
 
 
 def model_of(rank, *, width=4, dtype=torch.float32, is_frozen=False):
@@ -47,3 +48,21 @@ def test_values_of_rank_0_and_differences_by_name(workers):
     )
     assert dtype.startswith("rank 2 has 2.weight (float64, ")
     assert frozen.startswith("rank 2 has 0.weight (float32, shape [4, 3], not trainable)")
+
+
+def gets_state(group, arguments):
+    root = arguments["root"]
+    state = {"betas": (0.9, 0.99), 3: torch.full((2, 2), float(group.rank)).t(), "none": torch.ones(0)}
+    got = take_state(group, lambda: state if group.rank == root else object(), root)
+    return [list(got["betas"]), got[3].tolist(), list(got["none"].shape)]
+
+
+def test_a_state_of_one_member_is_given_to_all(workers):
+    for root in range(2):
+        expected = [[0.9, 0.99], [[float(root)] * 2] * 2, [0]]
+        assert workers.run(gets_state, 2, {"root": root}) == [expected] * 2
+
+
+def test_a_state_that_cannot_be_sent_is_an_error_on_all():
+    with pytest.raises(UsageError, match="of type object"):
+        take_state(Mirror(), lambda: {"x": object()})

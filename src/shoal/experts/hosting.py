@@ -32,7 +32,7 @@ from shoal.core.placement import num_cores
 from shoal.dht.node import DHT
 from shoal.dht.settings import DHTSettings
 from shoal.experts.adopting import Adopting
-from shoal.experts.checkpoints import Checkpoints
+from shoal.experts.checkpoints import Checkpoints, Saver
 from shoal.experts.choosing import choose_uids
 from shoal.experts.config import HostingConfig
 from shoal.experts.expert import Expert
@@ -40,7 +40,6 @@ from shoal.experts.making import ExpertMaker
 from shoal.experts.metrics import MetricsServer, metrics_text
 from shoal.experts.publishing import Publishing
 from shoal.experts.replicas import Replicas
-from shoal.experts.saving import Saver
 from shoal.experts.server import ExpertServer
 from shoal.experts.settings import ServerSettings
 from shoal.experts.status_line import ExpertMoment, Moment

@@ -63,10 +63,35 @@ def mean_over(group: Group, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return means
 
 
+def common_model(group: Group, model: nn.Module, *, are_equal: bool) -> dict[str, torch.Tensor]:
+    """Returns the tensors of the model's `state_dict`, each a mean over the members if it may differ.
+
+    Where replicas `are_equal`, only buffers differ. Whole numbers are this worker's own. Collective.
+    """
+    tensors = own_model(model)
+    if len(group.members) == 1:
+        return tensors
+    parameters = dict(model.named_parameters(remove_duplicate=False)) if are_equal else {}
+    names = [name for name, tensor in tensors.items() if name not in parameters and has_mean(tensor)]
+    means = mean_over(group, [tensors[name] for name in names])
+    return {**tensors, **dict(zip(names, means, strict=True))}
+
+
+def own_model(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the tensors of the model's `state_dict`, as this worker has them."""
+    state = model.state_dict()
+    return {name: tensor.detach() for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+
+
+def has_mean(tensor: torch.Tensor) -> bool:
+    """Says whether tensors of this type can be averaged; whole numbers cannot."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def average_buffers(group: Group, model: nn.Module) -> None:
     """Makes every floating-point buffer the mean over the group; counters stay one's own. Collective."""
     with torch.no_grad():
-        for bucket, members in packed([buffer for buffer in model.buffers() if _is_mixable(buffer)]):
+        for bucket, members in packed([buffer for buffer in model.buffers() if has_mean(buffer)]):
             start_mean(group, bucket.flat).wait()
             bucket.store(members)
 
@@ -75,17 +100,13 @@ def copy_buffers(group: Group, model: nn.Module, root: int = 0) -> None:
     """Makes every buffer that of `root`, if that is there; whole numbers ride in float64. Collective."""
     buffers = list(model.buffers())
     with torch.no_grad():
-        carriers = [buffer if _is_mixable(buffer) else buffer.double() for buffer in buffers]
+        carriers = [buffer if has_mean(buffer) else buffer.double() for buffer in buffers]
         for bucket, members in packed(carriers):
             start_copy(group, bucket.flat, root).wait()
             bucket.store(members)
         for buffer, carrier in zip(buffers, carriers, strict=True):
             if carrier is not buffer:
                 buffer.copy_(carrier)
-
-
-def _is_mixable(buffer: torch.Tensor) -> bool:
-    return buffer.is_floating_point() or buffer.is_complex()
 
 
 def consensus_distance(group: Group, parameters: Sequence[torch.Tensor]) -> float:

@@ -1,6 +1,6 @@
-"""`noloco`: local steps, then an outer step with one random partner, and never with all (Kolehmainen et al. 2025).
+"""`noloco`: local steps, then an outer step with one random partner, and never with all.
 
-"NoLoCo: No-all-reduce low communication training method for large models", section 3. The outer momentum
+Kolehmainen et al. 2025, "NoLoCo: No-all-reduce low communication training method for large models", section 3. The outer momentum
 has a term that pulls the slow weights of partners together, in place of DiLoCo's mean over everybody.
 """
 

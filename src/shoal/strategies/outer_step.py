@@ -132,7 +132,7 @@ class OuterStep:
 
 
 def split(named: Mapping[str, nn.Parameter], num_parts: int) -> list[dict[str, nn.Parameter]]:
-    """Divides consecutive parameters into parts of about equal size; fewer parts where there are fewer parameters."""
+    """Divides consecutive parameters into about equal parts; fewer where there are fewer parameters."""
     total = sum(parameter.numel() for parameter in named.values())
     parts: list[dict[str, nn.Parameter]] = [{} for _ in range(num_parts)]
     end = 0

@@ -21,11 +21,11 @@ from shoal.core.errors import PeerLost, UsageError
 from shoal.core.status import tell_launcher
 from shoal.group import Group
 from shoal.strategies.attachment import Attachment
+from shoal.strategies.averaging import own_model
 from shoal.strategies.base import Strategy
+from shoal.strategies.checkpointing import Contents
 from shoal.strategies.nonfinite import Checked
-from shoal.strategies.options import StrategyOptions
-from shoal.strategies.replicas import own_model
-from shoal.strategies.saving import Contents
+from shoal.strategies.options import CommonOptions
 from shoal.strategies.schedule import rate_factor
 from shoal.strategies.server import Server
 from shoal.strategies.server_channel import Channel, Kind, open_channel
@@ -53,10 +53,10 @@ class ParameterServer(Strategy):
     runs_on_devices = False
     survives_loss = True
     is_lockstep = False
-    Options: ClassVar[type[StrategyOptions]] = ParameterServerOptions
+    Options: ClassVar[type[CommonOptions]] = ParameterServerOptions
     options: ParameterServerOptions
 
-    def __init__(self, group: Group, *, options: StrategyOptions | None = None, **named: Any) -> None:
+    def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
         super().__init__(group, options=options, **named)
         _check(self.options)
         self._link: Link | None = None
@@ -288,7 +288,7 @@ class ParameterServer(Strategy):
         return state
 
     def _save_at_end(self, *, should_leave: bool) -> None:
-        if self._link is not None and self._keeper.folder is not None:
+        if self._link is not None and self._checkpoints.folder is not None:
             # what the last worker finds on the servers is all that was pushed
             self._link.wait_for_all()
         super()._save_at_end(should_leave=should_leave)

@@ -13,8 +13,8 @@ import torch
 
 from shoal.core.errors import CheckpointError, ShoalError
 from shoal.group import Slot, Window
-from shoal.strategies.states import flatten, rebuild
 from shoal.tensors import ALIGNMENT_BYTES, DTYPES, TensorSpec, describe, size_bytes
+from shoal.tensors.checkpoint import flatten, rebuild
 from shoal.tensors.packing import densify, reshape_dense
 
 PIECE_BYTES = 2**20

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from shoal.core.errors import UsageError
 from shoal.group import Group, share
 from shoal.strategies.attachment import Attachment
-from shoal.strategies.start import require_equal, take_values
-from shoal.strategies.states import flatten, take_state
+from shoal.strategies.start import require_equal, take_state, take_values
+from shoal.tensors.checkpoint import flatten
 
 
 def take_first_worker(group: Group, root: int, attachment: Attachment) -> None:

@@ -40,7 +40,6 @@ from shoal.topology import Weights
 
 if TYPE_CHECKING:
     from shoal.strategies.options import StrategyOptions
-    from shoal.strategies.resuming import Resumed
     from shoal.strategies.strategy import Strategy
 
 log = logging.getLogger(__name__)
@@ -114,6 +113,11 @@ class TrainingSession:
     def options(self) -> StrategyOptions:
         """The strategy's options."""
         return self.strategy.options
+
+    @property
+    def steps(self) -> int:
+        """The optimizer's steps until now, skipped ones included."""
+        return self.strategy.steps
 
     @property
     def is_alone(self) -> bool:
@@ -290,7 +294,7 @@ class TrainingSession:
         survivals_of(self.group).append(strategy.survives_loss)
         try:
             if self.is_alone:
-                self.resume()
+                self.strategy.checkpoints.resume(self)
             else:
                 strategy.begin(self, should_start_equal=should_start_equal)
             self._finite = FiniteCheck(strategy.options.on_nonfinite, self, self._checked)
@@ -304,10 +308,10 @@ class TrainingSession:
                 _attached.setdefault(self.model, []).append(ref(self))
             _apply_survival(self.group)
             self._hooks.listen()
-            if self.group.size > 1 or strategy.keeper.folder is not None:
+            if self.group.size > 1 or strategy.checkpoints.folder is not None:
                 # who is alone, and keeps no checkpoints, owes nobody an end
                 _close_at_exit(self)
-            strategy.keeper.opened()
+            strategy.checkpoints.restore_random()
             strategy.beats.opened(strategy.steps)
         except BaseException:
             self.close(is_failed=True)
@@ -355,7 +359,7 @@ class TrainingSession:
                 self._share_rest(should_leave=should_leave)
                 lost = self.group.lost
                 self.finite.closed(speaks_for_all=all(rank in lost for rank in range(self.group.rank)))
-                self.strategy.save_at_end(should_leave=should_leave)
+                self.strategy.checkpoints.save_at_end(self, should_leave=should_leave)
                 if not self.is_alone:
                     self.strategy.finish(self, should_leave=should_leave)
             except BaseException:
@@ -377,9 +381,9 @@ class TrainingSession:
         """Takes up a checkpoint, or rank 0's values; compares what cannot be taken. Collective."""
         strategy = self.strategy
         require_equal(self.group, self.named_tensors)
-        resumed = self.resume()
+        resumed = self.strategy.checkpoints.resume(self)
         if resumed is not None:
-            should_start_equal = not resumed.is_exact
+            should_start_equal = resumed == "common"
         if strategy.is_lockstep:
             require_same_count(self.group, strategy.name, strategy.steps, strategy.rounds)
         if should_start_equal:
@@ -394,21 +398,6 @@ class TrainingSession:
             must_be_equal=strategy.shares_gradients,
             has_loaded=resumed is not None,
         )
-
-    def resume(self) -> Resumed | None:
-        """Takes up a checkpoint, if there is one; rank 0's values are to be taken unless it is exact."""
-        strategy = self.strategy
-        resumed = strategy.keeper.resume(self, strategy.name)
-        if resumed is None:
-            return None
-        if resumed.strategy != strategy.name:
-            strategy.steps = resumed.step
-            strategy.rounds = resumed.step // strategy.options.local_steps
-        elif resumed.is_exact:
-            strategy.load_state_dict(resumed.state)
-        else:
-            strategy.load_common_state(resumed.state)
-        return resumed
 
     def _share_rest(self, *, should_leave: bool) -> None:
         """Shares the steps since the last round, if all members end after the same step; says so if not."""
@@ -506,7 +495,7 @@ class TrainingSession:
         self.strategy.gradient_ready(self, parameter)
 
     def step_begins(self, num_missed: int) -> float:
-        """Is called before the optimizer's step, after `num_missed` skipped ones; the factor for its rates."""
+        """Is called before the optimizer's step, after `num_missed` skipped ones; factor of its rates."""
         strategy = self.strategy
         if not self.is_alone:
             if not self._has_stepped:
@@ -569,7 +558,7 @@ class TrainingSession:
             if strategy.options.should_broadcast_buffers and strategy.shares_buffers:
                 copy_buffers(self.group, self.model)
         self.finite.after_step(strategy.steps - 1)
-        strategy.keeper.stepped(strategy.steps)
+        strategy.checkpoints.stepped(self)
         strategy.beats.stepped(strategy.steps)
 
     @property

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from shoal.core.errors import ShoalError, UsageError
 from shoal.group import Group, share
 from shoal.strategies.averaging import packed
-from shoal.strategies.states import flatten, is_scalar, rebuild, scalar
 from shoal.tensors import DTYPES, TensorSpec, describe, size_bytes
+from shoal.tensors.checkpoint import flatten, is_scalar, rebuild, scalar
 from shoal.tensors.packing import reshape_dense
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,32 @@ def take_values(group: Group, tensors: Sequence[torch.Tensor], root: int = 0) ->
         group.broadcast(bucket.flat.view(torch.uint8), root).wait()
         if group.rank != root:
             bucket.store(mine)
+
+
+def take_state(group: Group, make: Callable[[], Any], root: int = 0) -> Any:
+    """Gives all members the state that `make` returns on `root`, where alone it is called.
+
+    A state has numbers, texts, tensors, lists and dicts. Collective; UsageError on all when it has others.
+    """
+    sent = _SentState(None, [], [])
+    tensors: dict[str, torch.Tensor] = {}
+    if group.rank == root:
+        try:
+            sent.plain, tensors = flatten(make())
+            sent.names = list(tensors)
+            sent.specs = [describe(tensor) for tensor in tensors.values()]
+        except ShoalError as error:
+            sent.problem = error.what
+    sent = msgspec.convert(share(group, sent)[list(group.members).index(root)], _SentState)
+    if sent.problem:
+        raise UsageError(
+            f"what rank {root} has cannot be given to the others: {sent.problem}",
+            next_step="load the same checkpoint on all workers, and attach(..., should_start_equal=False).",
+        )
+    if group.rank != root:
+        tensors = dict(zip(sent.names, map(_empty, sent.specs), strict=True))
+    take_values(group, list(tensors.values()), root)
+    return rebuild(sent.plain, tensors)
 
 
 def require_equal(group: Group, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -70,6 +96,18 @@ def require_same_count(group: Group, strategy: str, steps: int, rounds: int) -> 
                 cause="a state of the strategy was loaded on some workers only, or is of another time.",
                 next_step="load the state of one checkpoint on all workers.",
             )
+
+
+class _SentState(msgspec.Struct, array_like=True):
+    plain: Any
+    names: list[str]
+    specs: list[TensorSpec]
+    problem: str = ""
+
+
+def _empty(spec: TensorSpec) -> torch.Tensor:
+    dtype = DTYPES[spec.dtype]
+    return reshape_dense(torch.empty(size_bytes(spec) // dtype.itemsize, dtype=dtype), spec)
 
 
 def _words(entry: list[object] | None) -> str:

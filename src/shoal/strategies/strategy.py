@@ -22,18 +22,19 @@ from shoal.core.status import tell_launcher
 from shoal.data import ShardedLoader
 from shoal.group import Group
 from shoal.group.solo import SoloGroup
+from shoal.strategies.averaging import common_model
 from shoal.strategies.beats import Beats
-from shoal.strategies.checkpointed import Checkpointed
-from shoal.strategies.keeping import Keeper
+from shoal.strategies.checkpointing import Contents, RunCheckpoints
 from shoal.strategies.monitors import Monitors
 from shoal.strategies.options import StrategyOptions, read_options
-from shoal.strategies.session import TrainingSession
+from shoal.strategies.session import TrainingSession, still_there
 from shoal.tensors import Flat
+from shoal.tensors.checkpoint import NUM_KEPT
 
 _NUMBERS = (bool, int, float, str)
 
 
-class Strategy(Checkpointed):
+class Strategy:
     """An algorithm by which a group trains one model; attached to one model and its optimizer at a time.
 
     Options are given by name (`NeighborAverage(group, topology="ring")`), as `options`, or both. Without a
@@ -72,7 +73,7 @@ class Strategy(Checkpointed):
         self.rounds = 0
         self.group: Group = SoloGroup() if group is None else group
         self.gradient_monitors = Monitors(self.options.batch_size) if self.options.monitor else None
-        self.keeper = Keeper(self.group, self.save)
+        self.checkpoints = RunCheckpoints(self.group)
         self.beats = Beats(self.group, self.name)
         self._session: TrainingSession | None = None
         self._num_accumulating = 0
@@ -275,6 +276,21 @@ class Strategy(Checkpointed):
         """
         self.beats.log(values)
 
+    def save(
+        self,
+        folder: Path | str,
+        *,
+        loaders: Sequence[ShardedLoader[Any]] | None = None,
+        num_kept: int = NUM_KEPT,
+    ) -> Path:
+        """Writes a checkpoint of the whole run to `folder/step-…`, and keeps the newest `num_kept` of them.
+
+        Model, optimizer, strategy, generators of random numbers, and how far the loaders are that were
+        divided (`shoal.shard`) for this group, or those that are given. Between two steps, not inside of one.
+        Collective; CheckpointError, on all members, when it cannot be written.
+        """
+        return self.checkpoints.save(self.session, Path(folder), loaders=loaders, num_kept=num_kept)
+
     def load(self, folder: Path | str, *, loaders: Sequence[ShardedLoader[Any]] | None = None) -> None:
         """Goes on from the newest whole checkpoint in `folder`; before `attach`, which then takes it up.
 
@@ -283,7 +299,7 @@ class Strategy(Checkpointed):
         order in which they were divided, also those that are divided later. While attached it is collective.
         CheckpointError when there is none.
         """
-        self.keeper.ask(Path(folder), loaders)
+        self.checkpoints.ask(Path(folder), loaders)
         if self._session is not None:
             self._session.restart()
 
@@ -334,6 +350,42 @@ class Strategy(Checkpointed):
         shared = {name: state[name] for name in common if name in state}
         self.load_state_dict({**shared, "kept": vectors} if vectors else shared)
 
+    # For checkpoints: called in a group of one too; unless said otherwise on all members at once, in the
+    # user's thread, between two steps. What `state_dict` gives is kept for each worker.
+
+    @property
+    def has_own_replica(self) -> bool:
+        """Whether each worker's own parameters and optimizer state are kept, beside the common ones."""
+        return not self.shares_gradients
+
+    def before_saving(self, session: TrainingSession) -> None:
+        """Comes to rest: afterwards all that is under way is in the parameters or in the state."""
+
+    def common_model(self, session: TrainingSession) -> dict[str, torch.Tensor]:
+        """Gives the one model of the whole group, by the names of its `state_dict`; one member writes it.
+
+        By default the mean over the members of all that is in floating point and differs among them.
+        """
+        return common_model(still_there(self.group), session.model, are_equal=not self.has_own_replica)
+
+    def common_optimizer(self, session: TrainingSession) -> dict[str, Any]:
+        """Gives a `state_dict` of the optimizer from which all can go on; the first member's is written."""
+        return session.optimizer.state_dict()
+
+    def state_at_end(self) -> dict[str, Any]:
+        """Gives the state that is kept where workers leave one by one, and nothing can come to rest."""
+        return self.state_dict()
+
+    def completed(self, contents: Contents) -> Contents:
+        """Adds what only the one worker that writes the common part at the end has to ask for."""
+        return contents
+
+    def start_at(self, step: int) -> None:
+        """Counts on from a checkpoint of another strategy."""
+        self.steps, self.rounds = step, step // self.options.local_steps
+
+    # What the session calls.
+
     def restore(self, model: nn.Module) -> None:
         """Fills what `start` has made with what was loaded, or with what this model had at its last end."""
         is_same = self._last_model is not None and self._last_model() is model
@@ -363,7 +415,7 @@ class Strategy(Checkpointed):
         return getattr(type(self), method) is not getattr(Strategy, method)
 
     def _kept(self) -> dict[str, Any]:
-        base = ("group", "options", "steps", "rounds", "gradient_monitors", "keeper", "beats")
+        base = ("group", "options", "steps", "rounds", "gradient_monitors", "checkpoints", "beats")
         return {
             name: value
             for name, value in vars(self).items()

@@ -1,0 +1,507 @@
+"""The checkpoints of a training run: what is in them, who writes it, and how a run goes on from them.
+
+The first member writes what is common to all (`model`, `optimizer`, `strategy`), and each worker its own
+part (`workers/rank-3`). With as many workers as it was saved by, and under the same strategy, each takes its
+own part again, and the run goes on exactly where it was. Otherwise rank 0 takes the common part, which the
+start of the strategy then gives to all, and loaders divide what is left of their epoch anew.
+
+`shoal run --checkpoint FOLDER` makes every strategy resume by itself when it is attached first, and save
+every so many steps and at a clean end. A second strategy of the group has `FOLDER/strategy-2`, and so on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
+
+import msgspec
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from shoal.core.errors import CheckpointError, ShoalError, UsageError
+from shoal.core.run_options import RunOptions
+from shoal.data import ShardedLoader
+from shoal.data.course import merge
+from shoal.data.kept import KeptLoaders, kept_loaders
+from shoal.data.seeds import generator_states, set_generators
+from shoal.group import Group, share
+from shoal.strategies.averaging import has_mean, own_model
+from shoal.strategies.session import innermost, still_there
+from shoal.strategies.start import take_state
+from shoal.tensors.checkpoint import (
+    NUM_KEPT,
+    Checkpoint,
+    CheckpointWriter,
+    FileNote,
+    clear_leftovers,
+    newest_first,
+    this_process,
+)
+
+if TYPE_CHECKING:
+    from shoal.strategies.session import TrainingSession
+
+log = logging.getLogger(__name__)
+
+Loaders = Sequence[ShardedLoader[Any]]
+
+_num_kept_runs: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
+"""How many strategies of a group keep checkpoints by themselves."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What one worker knows of a checkpoint; `model`, `optimizer` and `common` count on one worker alone."""
+
+    model: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, Any]
+    common: Mapping[str, Any]
+    own: Mapping[str, Any]
+    loaders: Sequence[Mapping[str, Any] | None]
+
+
+class RunCheckpoints:
+    """Saves and resumes the runs of a strategy, when asked, and by itself under `shoal run --checkpoint`."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._asked: tuple[Path, Loaders] | None = None
+        self._kept: _KeptFolder | None = None
+        self._is_known = False
+        self._random: Mapping[str, Any] | None = None
+        self._saved_step: int | None = None
+        self._is_failing = False
+
+    @property
+    def folder(self) -> Path | None:
+        """Where this run keeps checkpoints by itself, if it does so; known once it was attached."""
+        return None if self._kept is None else self._kept.path
+
+    def ask(self, folder: Path, loaders: Loaders | None) -> None:
+        """Makes the next `resume` take up what is in this folder; `loaders` are those that come first."""
+        self._asked = folder, loaders or ()
+
+    def resume(self, session: TrainingSession) -> Literal["exact", "common"] | None:
+        """Takes up the newest checkpoint that is whole for all workers, if one is to be taken up now.
+
+        With "exact" each worker has its own part; with "common" rank 0 alone has loaded the model and the
+        optimizer. Collective; CheckpointError when there is none where one was asked for.
+        """
+        strategy, group, is_first = session.strategy, still_there(self._group), not self._is_known
+        if is_first:
+            self._kept, self._is_known = _find_kept_folder(self._group), True
+        asked, self._asked = self._asked, None
+        folder, loaders = asked or (self.folder if is_first else None, ())
+        chosen = None if folder is None else _choose(group, folder, strategy.name)
+        if chosen is None:
+            if asked is not None:
+                raise CheckpointError(
+                    f"There is no whole checkpoint in {folder}.",
+                    next_step="give the folder that `strategy.save` was given, as rank 0 sees it.",
+                )
+            return None
+        path, is_exact = chosen
+        if is_exact:
+            checkpoint = Checkpoint.open(path)
+            state = checkpoint.state(_part_name(group.rank))
+            _load(session, checkpoint, state)
+            step, num_workers, saved_by = checkpoint.manifest.step, group.size, strategy.name
+        else:
+            _on_first(group, 0, lambda: _load(session, Checkpoint.open(path), {}))
+            state = take_state(group, lambda: _common_state(path))
+            step, num_workers, saved_by = state["about"]
+        kept_loaders(self._group).load(state["loaders"], [loader.course for loader in loaders])
+        self._random = state.get("random")
+        self._saved_step = step if folder == self.folder else None
+        if group.rank == 0:
+            had = "" if is_exact else f", saved by {num_workers} workers under {saved_by}"
+            log.warning("resumed step %d from %s%s", step, path, had)
+        if saved_by != strategy.name:
+            strategy.start_at(step)
+        elif is_exact:
+            strategy.load_state_dict(state["strategy"])
+        else:
+            strategy.load_common_state(state["strategy"])
+        return "exact" if is_exact else "common"
+
+    def restore_random(self) -> None:
+        """Sets the generators as they were saved: what the start of a strategy has drawn does not count."""
+        states, self._random = self._random, None
+        if states is not None:
+            set_generators(states)
+            if states["cuda"] and len(states["cuda"]) == torch.cuda.device_count():
+                torch.cuda.set_rng_state_all(states["cuda"])
+
+    def save(
+        self,
+        session: TrainingSession,
+        folder: Path,
+        *,
+        loaders: Loaders | None = None,
+        num_kept: int = NUM_KEPT,
+    ) -> Path:
+        """Writes a checkpoint, all workers together; returns its folder as this worker sees it.
+
+        Where a worker does not see the folder, because the machines share no file system, its own part is
+        left out. Collective; CheckpointError on all when one of them cannot write.
+        """
+        if num_kept < 1:
+            raise UsageError(f"At least one checkpoint has to be kept, not {num_kept}.")
+        session.settle()
+        strategy = session.strategy
+        strategy.before_saving(session)
+        model, optimizer = strategy.common_model(session), strategy.common_optimizer(session)
+        contents = _contents(session, model, optimizer, strategy.state_dict(), loaders)
+        group, step = still_there(self._group), session.steps
+        first, fail = group.members[0], functools.partial(_failed, folder)
+        name = _on_first(group, first, lambda: CheckpointWriter.begin(folder, step).staging.name, fail)
+        staging = folder / name
+
+        def seal() -> str:
+            return _seal(session, staging, contents, parts, step, num_kept).name
+
+        try:
+            said = _agree(group, lambda: _write_part(group, staging, contents, step), fail)
+            parts = msgspec.convert(said, dict[int, _Part])
+            return folder / str(_on_first(group, first, seal, fail))
+        except BaseException:
+            if group.rank == first:
+                CheckpointWriter(staging).discard()
+            raise
+
+    def stepped(self, session: TrainingSession) -> None:
+        """Saves after a step if it is time. A disk that fails ends nothing, and is told of once."""
+        if self._kept is not None and self._kept.every and session.steps % self._kept.every == 0:
+            self._keep(session, self.save)
+
+    def save_at_end(self, session: TrainingSession, *, should_leave: bool) -> None:
+        """Saves at a clean end, where the run keeps checkpoints by itself.
+
+        Workers that leave do so one by one: then nothing in here waits for another worker. Each leaves its
+        own part beside the checkpoints, and who finds itself the last makes one of all of them.
+        """
+        can_wait = not should_leave or self._group.size == 1
+        self._keep(session, self.save if can_wait else self._save_last)
+
+    def _keep(self, session: TrainingSession, save: Callable[[TrainingSession, Path], Path | None]) -> None:
+        step = session.steps
+        if self.folder is None or self._saved_step == step:
+            return
+        try:
+            path = save(session, self.folder)
+        except CheckpointError as error:
+            if not self._is_failing:
+                log.error("training goes on without new checkpoints: %s", error)
+            self._is_failing = True
+        else:
+            self._is_failing, self._saved_step = False, step
+            if path is not None:
+                log.info("saved step %d in %s", step, path)
+
+    def _save_last(self, session: TrainingSession, folder: Path) -> Path | None:
+        """The checkpoint, if this worker is the last to end, or the first where not all see the folder.
+
+        A part that a lost worker would have left is not waited for.
+        """
+        kept, group, strategy = self._kept, session.group, session.strategy
+        assert kept is not None
+        model, optimizer = own_model(session.model), session.optimizer.state_dict()
+        contents = _contents(session, model, optimizer, strategy.state_at_end(), None)
+        try:
+            parts = _leave_part(group, kept, contents, session.steps)
+            if not parts:
+                return None
+            if kept.is_common and strategy.has_own_replica:
+                contents = replace(contents, model=_mean_of_parts(session, kept.staging, list(parts)))
+            step = max(part.step for part in parts.values())
+            return _seal(session, kept.staging, strategy.completed(contents), parts, step, NUM_KEPT)
+        except (OSError, ShoalError, msgspec.MsgspecError) as error:
+            raise _failed(folder, error.what if isinstance(error, ShoalError) else str(error)) from error
+
+
+# --- writing ---
+
+
+class _Part(msgspec.Struct):
+    """What a worker says of the part that it has written."""
+
+    step: int
+    places: list[Any]
+    """How far its loaders are."""
+    files: dict[str, FileNote]
+
+
+def _part_name(rank: int) -> str:
+    return f"workers/rank-{rank}"
+
+
+def _contents(
+    session: TrainingSession,
+    model: Mapping[str, torch.Tensor],
+    optimizer: Mapping[str, Any],
+    state: Mapping[str, Any],
+    loaders: Loaders | None,
+) -> Contents:
+    kept = kept_loaders(session.group) if loaders is None else KeptLoaders()
+    for loader in loaders or ():
+        kept.add(loader.course)
+    places, named, is_alone = kept.states(), session.named_tensors, session.group.size == 1
+    has_replica = session.strategy.has_own_replica
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    random = {**generator_states(), "cuda": cuda}
+    own: dict[str, Any] = {"strategy": state, "random": random, "loaders": places}
+    own["tensors"] = {
+        name: tensor
+        for name, tensor in named.items()
+        if not is_alone and (has_replica or not isinstance(tensor, nn.Parameter))
+    }
+    if has_replica and not is_alone:
+        own["optimizer"] = session.optimizer.state_dict()
+    extra = session.model.state_dict()  # what modules keep beside tensors (`get_extra_state`)
+    common = {
+        "strategy": state,
+        "tensors": {name: tensor for name, tensor in named.items() if name not in model},
+        "model": {name: value for name, value in extra.items() if not isinstance(value, torch.Tensor)},
+    }
+    return Contents(model, optimizer, common, own, places)
+
+
+def _places(contents: Contents) -> list[Any]:
+    """What others have to know of this worker's loaders."""
+    return [state and [state["epoch"], state["legs"], state["num_taken"]] for state in contents.loaders]
+
+
+def _write_part(group: Group, staging: Path, contents: Contents, step: int) -> _Part:
+    writer = CheckpointWriter(staging)
+    if staging.is_dir():
+        writer.write_state(_part_name(group.rank), contents.own)
+    else:
+        log.warning(
+            "rank %d does not see %s: its own part of the checkpoint is left out.", group.rank, staging.parent
+        )
+    return _Part(step, _places(contents), writer.files)
+
+
+def _leave_part(group: Group, kept: _KeptFolder, contents: Contents, step: int) -> dict[int, _Part]:
+    """Leaves this worker's part for the last to end; the parts of all, by rank, if that is this one."""
+    ranks = [rank for rank in range(group.size) if rank not in group.lost]
+    if not kept.is_common and group.rank != ranks[0]:
+        return {}
+    writer = CheckpointWriter.join(kept.staging, kept.writers)
+    if not kept.is_common:
+        # the first saves for all, whose loaders count as being where its own are
+        return dict.fromkeys(range(group.size), _Part(step, _places(contents), {}))
+    part = _write_part(group, kept.staging, contents, step)
+    notes = writer.leave(str(group.rank), msgspec.json.encode(part), [str(rank) for rank in ranks])
+    parts = {int(rank): msgspec.json.decode(note, type=_Part) for rank, note in notes.items()}
+    if len({part.step for part in parts.values()}) > 1:
+        # who has done more steps than others cannot go on in step with them: then only what is common counts
+        parts = {rank: _Part(part.step, part.places, {}) for rank, part in parts.items()}
+    return parts
+
+
+def _mean_of_parts(session: TrainingSession, staging: Path, ranks: Sequence[int]) -> dict[str, torch.Tensor]:
+    """The mean of the models that workers have left; whole numbers are this worker's own."""
+    names = {id(tensor): name for name, tensor in session.named_tensors.items()}
+    kept: dict[str, Any] = session.model.state_dict(keep_vars=True)
+    means = own_model(session.model)
+    mixed = [name for name, tensor in means.items() if id(kept[name]) in names and has_mean(tensor)]
+    means |= {name: torch.zeros_like(means[name], device="cpu") for name in mixed}
+    for rank in ranks:
+        theirs = load_file(staging / f"{_part_name(rank)}.safetensors")
+        for name in mixed:
+            means[name] += theirs[f"tensors.{names[id(kept[name])]}"] / len(ranks)
+    return means
+
+
+def _seal(
+    session: TrainingSession,
+    staging: Path,
+    contents: Contents,
+    parts: Mapping[int, _Part],
+    step: int,
+    num_kept: int,
+) -> Path:
+    """Writes the common part, and makes a checkpoint of it and the workers' parts."""
+    group, loaders = session.group, []
+    for number, state in enumerate(contents.loaders):
+        places = {rank: part.places[number] for rank, part in parts.items() if number < len(part.places)}
+        places = {rank: place for rank, place in places.items() if place is not None}
+        loaders.append(merge(state, places, group.size, list(group.lost)) if state and places else None)
+    writer = CheckpointWriter(staging)
+    writer.write_tensors("model", contents.model)
+    writer.write_state("optimizer", contents.optimizer)
+    writer.write_state("strategy", {**contents.common, "loaders": loaders})
+    files = {name: note for part in parts.values() for name, note in part.files.items()}
+    return writer.seal(session.strategy.name, step, num_workers=group.size, files=files, num_kept=num_kept)
+
+
+def _agree(
+    group: Group, act: Callable[[], Any], fail: Callable[[str], CheckpointError] = CheckpointError
+) -> dict[int, Any]:
+    """Acts, and returns what that gives on each member, by rank; where one fails, all raise."""
+    value, problem = None, ""
+    try:
+        value = act()
+    except ShoalError as error:
+        problem = error.what
+    except OSError as error:
+        problem = f"{error.strerror or error}"
+    said = {rank: theirs for rank, *theirs in share(group, [group.rank, value, problem])}
+    for rank, (_, trouble) in said.items():
+        if trouble:
+            raise fail(f"{trouble} (rank {rank})")
+    return {rank: theirs for rank, (theirs, _) in said.items()}
+
+
+def _on_first(
+    group: Group, first: int, act: Callable[[], Any], fail: Callable[[str], CheckpointError] = CheckpointError
+) -> Any:
+    """Acts on the first member alone, and returns on all what that gives; where it fails, all raise."""
+    said = _agree(group, lambda: act() if group.rank == first else None, fail)
+    if first not in said:
+        raise fail(f"rank {first} was lost")
+    return said[first]
+
+
+def _failed(folder: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"No checkpoint could be saved in {folder}: {why}.",
+        cause="the disk is full or failing, the folder is not to be written to, or a worker was lost.",
+        next_step="make room, or give another folder.",
+    )
+
+
+# --- resuming ---
+
+
+def _choose(group: Group, folder: Path, strategy: str) -> tuple[Path, bool] | None:
+    """The newest checkpoint that is whole for all workers, and whether each of them has its own part in it.
+
+    All workers decide together: one that is damaged for some worker is left out by all. When every one is,
+    the newest is taken from its common part.
+    """
+    if group.rank == 0:
+        clear_leftovers(folder)
+    names = (found.path.name for found in newest_first(folder))
+    newest = None
+    while name := _on_first(group, 0, lambda: next(names, "")):
+        path = folder / name
+        newest = newest or path
+        try:
+            has_own = _agree(group, functools.partial(_has_own_part, group, path, strategy))
+        except CheckpointError as error:
+            if group.rank == 0:
+                log.warning("%s All workers leave it out.", error.what)
+        else:
+            return path, all(has_own.values())
+    if newest is None:
+        return None
+    if group.rank == 0:
+        log.warning(
+            "No checkpoint in %s is whole for all workers: all begin with the common model and optimizer of "
+            "%s, whose common part is whole.",
+            folder,
+            newest.name,
+        )
+    return newest, False
+
+
+def _has_own_part(group: Group, path: Path, strategy: str) -> bool:
+    """Whether this worker's own part is in the checkpoint; CheckpointError if that part is damaged."""
+    if not path.exists():
+        log.warning("rank %d does not see %s, and begins with what rank 0 gives it", group.rank, path)
+        return False
+    checkpoint, name = Checkpoint.open(path), _part_name(group.rank)
+    is_of_this = (checkpoint.manifest.num_workers, checkpoint.manifest.owner) == (group.size, strategy)
+    if not is_of_this or not checkpoint.has_state(name):
+        return False
+    checkpoint.check_state(name)
+    return True
+
+
+def _common_state(path: Path) -> dict[str, Any]:
+    checkpoint = Checkpoint.open(path)
+    state, manifest = checkpoint.state("strategy"), checkpoint.manifest
+    about = [manifest.step, manifest.num_workers, manifest.owner]
+    return {"about": about, "strategy": state["strategy"], "loaders": state["loaders"]}
+
+
+def _load(session: TrainingSession, checkpoint: Checkpoint, own: Mapping[str, Any]) -> None:
+    """Loads into parameters and buffers where they lie; a worker's own part counts before the common one."""
+    common, optimizer = checkpoint.state("strategy"), own.get("optimizer") or checkpoint.state("optimizer")
+    try:
+        session.model.load_state_dict({**checkpoint.tensors("model"), **common["model"]})
+        with torch.no_grad():
+            for name, tensor in {**common["tensors"], **own.get("tensors", {})}.items():
+                session.named_tensors[name].copy_(tensor)
+        session.optimizer.load_state_dict(dict(optimizer))
+    except (RuntimeError, KeyError, ValueError, TypeError) as error:
+        raise UsageError(
+            f"the checkpoint {checkpoint.path} does not fit: {error}",
+            cause="the model or the optimizer is built in another way than in the run that saved it.",
+            next_step="build them as there, or give another folder.",
+        ) from error
+
+
+# --- the folder of `shoal run --checkpoint` ---
+
+
+@dataclass(frozen=True)
+class _KeptFolder:
+    """Where a run keeps checkpoints by itself."""
+
+    path: Path
+    every: int | None
+    """Steps from one checkpoint to the next."""
+    staging: Path
+    """The same folder on all workers, for the parts that they leave at the end."""
+    writers: list[str]
+    """The processes of all workers, as names of staging folders have them."""
+    is_common: bool
+    """Whether all workers see the same folder there."""
+
+
+def _find_kept_folder(group: Group) -> _KeptFolder | None:
+    """Reads the options of the run, and finds out which workers see the folder. Collective."""
+    options = RunOptions.from_environment()
+    if options.checkpoint is None:
+        return None
+    inner, folder = innermost(group), Path(options.checkpoint)
+    number = _num_kept_runs[inner] = _num_kept_runs.get(inner, 0) + 1
+    folder = folder if number == 1 else folder / f"strategy-{number}"
+    group = still_there(group)
+    first, own = group.members[0], this_process()
+    name = f".end-{own}-{secrets.token_hex(4)}"
+    if group.rank == first:
+        with contextlib.suppress(OSError):
+            (folder / name).mkdir(parents=True)
+    answers = share(group, [name, own])
+    staging, is_seen = folder / answers[0][0], False
+    with contextlib.suppress(OSError):
+        is_seen = staging.exists()
+    sees = share(group, [group.rank, is_seen])
+    if group.rank == first:
+        with contextlib.suppress(OSError):
+            staging.rmdir()
+    # where the first itself could not make it, the first to save says why
+    blind = [str(rank) for rank, sees_it in sees if sees[0][1] and not sees_it]
+    if blind and group.rank == first:
+        log.warning(
+            "ranks that do not see %s as rank %d does: %s. Checkpoints there are without their own parts, "
+            "and that of a clean end is what rank %d has then.",
+            folder,
+            first,
+            ", ".join(blind),
+            first,
+        )
+    writers = [writer for _, writer in answers]
+    return _KeptFolder(folder, options.checkpoint_every, staging, writers, is_common=not blind)
