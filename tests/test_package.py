@@ -42,7 +42,7 @@ def test_all_is_exact():
     assert len(shoal.__all__) == len(public) + 1
     for name in shoal.__all__:
         assert getattr(shoal, name) is not None
-    assert public <= set(dir(shoal))
+    assert set(dir(shoal)) == {*public, "__version__"}
     with pytest.raises(AttributeError, match="no attribute 'Whale'"):
         shoal.Whale  # noqa: B018
 
@@ -57,6 +57,23 @@ def test_names_for_type_checkers_are_the_same():
         for alias in node.names
     }
     assert imported == shoal._HOMES
+
+
+@pytest.mark.parametrize("name", shoal._MOVED)
+def test_a_name_that_has_moved_works_and_says_where_it_is(name):
+    with pytest.warns(DeprecationWarning, match=rf"shoal\.{name} is now shoal\.\w+\.{name};"):
+        value = getattr(shoal, name)
+    home = importlib.import_module(shoal._MOVED[name])
+    assert value is getattr(home, name)
+    assert name in home.__all__
+    assert name not in shoal.__all__
+
+
+@pytest.mark.parametrize("name", ["ALIASES", "CommonOptions", "OPTIONS", "STRATEGIES"])
+def test_former_names_of_strategies_work_and_say_what_is_there_now(name):
+    with pytest.warns(DeprecationWarning, match="is now "):
+        assert getattr(shoal.strategies, name)
+    assert name not in dir(shoal.strategies)
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)

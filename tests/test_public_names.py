@@ -5,10 +5,15 @@ import inspect
 import re
 import textwrap
 import types
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
+
+import pytest
 
 import shoal
 import shoal.group
+import shoal.strategies
 from recorded import check_recorded
 
 RECORDED = Path(__file__).parent / "public_names.json"
@@ -20,7 +25,7 @@ PROTOCOLS = (
 ATTRIBUTE = "attribute"
 PUBLIC_CLASSES = [
     value
-    for module in (shoal, shoal.group)
+    for module in (shoal, shoal.group, shoal.strategies)
     for value in (getattr(module, name) for name in module.__all__)
     if inspect.isclass(value)
 ]
@@ -127,9 +132,18 @@ def describe_class(cls):
     }
 
 
+def describe_options(struct):
+    """Names and defaults; what they mean stands beside them."""
+    defaults = struct()
+    return {name: default_text(getattr(defaults, name)) for name in struct.__struct_fields__}
+
+
 def describe(value):
     if inspect.isclass(value):
-        return describe_class(value)
+        is_options = issubclass(value, shoal.strategies.StrategyOptions)
+        return describe_options(value) if is_options else describe_class(value)
+    if isinstance(value, Mapping):
+        return sorted(value)
     if inspect.ismodule(value):
         return {"module": sorted(value.__all__)}
     if inspect.isfunction(value):
@@ -142,9 +156,21 @@ def test_public_names_and_their_signatures_are_those_recorded():
     check_recorded(RECORDED, "shoal", names)
 
 
-def test_those_of_groups_are_those_recorded():
+@pytest.mark.parametrize("room", [shoal.group, shoal.strategies], ids=lambda room: room.__name__)
+def test_those_of_a_room_are_those_recorded(room):
     names = {}
-    for name in shoal.group.__all__:
-        value = getattr(shoal.group, name)
-        names[name] = f"shoal.{name}" if value is getattr(shoal, name, None) else describe(value)
-    check_recorded(RECORDED, "shoal.group", names)
+    for name in room.__all__:
+        value = getattr(room, name)
+        names[name] = f"shoal.{name}" if name in shoal.__all__ else describe(value)
+    check_recorded(RECORDED, room.__name__, names)
+
+
+def test_the_options_of_strategies_are_those_recorded():
+    rows = shoal.strategies.BUILT_IN
+    check_recorded(RECORDED, "options", {name: describe_options(row.options) for name, row in rows.items()})
+
+
+def test_those_that_have_moved_to_their_rooms_are_those_recorded():
+    moved = {name: home for name, home in shoal._MOVED.items() if home != "shoal.strategies"}
+    names = {f"{home}.{name}": describe(getattr(import_module(home), name)) for name, home in moved.items()}
+    check_recorded(RECORDED, "moved", names)

@@ -1,99 +1,21 @@
 """Shoal trains one PyTorch model on many machines, and measures every way of doing so in the same terms.
 
 The names below are loaded when they are first used: importing the package opens nothing, starts nothing and
-does not import torch.
+does not import torch. What is needed more rarely is in the rooms: `shoal.strategies` has all strategies,
+`shoal.transport` what moves bytes, and so on.
 """
 
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from shoal._version import __version__
 
-_HOMES = {
-    "AdaptiveDeadline": "shoal.core",
-    "Address": "shoal.core",
-    "Bucket": "shoal.tensors",
-    "ChocoSGD": "shoal.strategies",
-    "Codec": "shoal.tensors",
-    "D2": "shoal.strategies",
-    "DHT": "shoal.dht",
-    "Deadline": "shoal.core",
-    "DiLoCo": "shoal.strategies",
-    "Diff": "shoal.report",
-    "Endpoint": "shoal.transport",
-    "ErrorFeedback": "shoal.tensors",
-    "ExactDiffusion": "shoal.strategies",
-    "Expert": "shoal.experts",
-    "ExpertClient": "shoal.experts",
-    "ExpertServer": "shoal.experts",
-    "Extra": "shoal.strategies",
-    "Faulty": "shoal.group",
-    "GradientAllReduce": "shoal.strategies",
-    "GradientTracking": "shoal.strategies",
-    "Group": "shoal.group",
-    "Head": "shoal.transport",
-    "HierarchicalAverage": "shoal.strategies",
-    "HorovodAllReduce": "shoal.strategies",
-    "Identity": "shoal.core.identity",
-    "Key": "shoal.core",
-    "Limits": "shoal.transport",
-    "LocalSGD": "shoal.strategies",
-    "LoopThread": "shoal.core",
-    "Membership": "shoal.transport",
-    "Metered": "shoal.group",
-    "MixtureOfExperts": "shoal.experts",
-    "NeighborAverage": "shoal.strategies",
-    "NeighborMomentum": "shoal.strategies",
-    "PairAverage": "shoal.strategies",
-    "ParameterServer": "shoal.strategies",
-    "Peer": "shoal.core",
-    "PeerId": "shoal.core",
-    "Placement": "shoal.core",
-    "Profile": "shoal.transport",
-    "PushSum": "shoal.strategies",
-    "RelaySGD": "shoal.strategies",
-    "RemoteExpert": "shoal.experts",
-    "Reply": "shoal.transport",
-    "Report": "shoal.report",
-    "Shaped": "shoal.group",
-    "ShoalError": "shoal.core",
-    "StalenessAwareSGD": "shoal.strategies",
-    "StochasticGradientPush": "shoal.strategies",
-    "Strategy": "shoal.strategies",
-    "StreamTransport": "shoal.transport",
-    "SwarmSecret": "shoal.transport",
-    "SwitchMixtureOfExperts": "shoal.experts",
-    "SynchronousModelAverage": "shoal.strategies",
-    "Topology": "shoal.topology",
-    "TorchDDP": "shoal.strategies",
-    "Transport": "shoal.transport",
-    "Weights": "shoal.topology",
-    "WindowAverage": "shoal.strategies",
-    "World": "shoal.simulate.world",
-    "connect": "shoal.dht",
-    "data": "shoal",
-    "from_args": "shoal.strategies",
-    "init": "shoal.group",
-    "models": "shoal",
-    "shard": "shoal.data",
-    "topology": "shoal",
-}
-
 if TYPE_CHECKING:
-    from shoal import data, models, topology
-    from shoal.core import (
-        AdaptiveDeadline,
-        Address,
-        Deadline,
-        Key,
-        LoopThread,
-        Peer,
-        PeerId,
-        Placement,
-        ShoalError,
-    )
+    from shoal import data, models, strategies, topology
+    from shoal.core import Address, PeerId, ShoalError
     from shoal.core.identity import Identity
     from shoal.data import shard
     from shoal.dht import DHT, connect
@@ -106,107 +28,132 @@ if TYPE_CHECKING:
         SwitchMixtureOfExperts,
     )
     from shoal.group import Faulty, Group, Metered, Shaped, init
-    from shoal.report import Diff, Report
+    from shoal.report import Report
     from shoal.simulate.world import World
     from shoal.strategies import (
-        D2,
-        ChocoSGD,
         DiLoCo,
-        ExactDiffusion,
-        Extra,
         GradientAllReduce,
-        GradientTracking,
-        HierarchicalAverage,
-        HorovodAllReduce,
         LocalSGD,
         NeighborAverage,
-        NeighborMomentum,
         PairAverage,
         ParameterServer,
-        PushSum,
-        RelaySGD,
-        StalenessAwareSGD,
-        StochasticGradientPush,
         Strategy,
         SynchronousModelAverage,
         TorchDDP,
-        WindowAverage,
         from_args,
     )
-    from shoal.tensors import Bucket, Codec, ErrorFeedback
-    from shoal.topology import Topology, Weights
-    from shoal.transport import (
-        Endpoint,
-        Head,
-        Limits,
-        Membership,
-        Profile,
-        Reply,
-        StreamTransport,
-        SwarmSecret,
-        Transport,
-    )
+    from shoal.tensors import Codec, ErrorFeedback
+    from shoal.topology import Topology
+    from shoal.transport import Membership, Profile, SwarmSecret
+
+_HOMES = {
+    "Address": "shoal.core",
+    "Codec": "shoal.tensors",
+    "DHT": "shoal.dht",
+    "DiLoCo": "shoal.strategies",
+    "ErrorFeedback": "shoal.tensors",
+    "Expert": "shoal.experts",
+    "ExpertClient": "shoal.experts",
+    "ExpertServer": "shoal.experts",
+    "Faulty": "shoal.group",
+    "GradientAllReduce": "shoal.strategies",
+    "Group": "shoal.group",
+    "Identity": "shoal.core.identity",
+    "LocalSGD": "shoal.strategies",
+    "Membership": "shoal.transport",
+    "Metered": "shoal.group",
+    "MixtureOfExperts": "shoal.experts",
+    "NeighborAverage": "shoal.strategies",
+    "PairAverage": "shoal.strategies",
+    "ParameterServer": "shoal.strategies",
+    "PeerId": "shoal.core",
+    "Profile": "shoal.transport",
+    "RemoteExpert": "shoal.experts",
+    "Report": "shoal.report",
+    "Shaped": "shoal.group",
+    "ShoalError": "shoal.core",
+    "Strategy": "shoal.strategies",
+    "SwarmSecret": "shoal.transport",
+    "SwitchMixtureOfExperts": "shoal.experts",
+    "SynchronousModelAverage": "shoal.strategies",
+    "Topology": "shoal.topology",
+    "TorchDDP": "shoal.strategies",
+    "World": "shoal.simulate.world",
+    "connect": "shoal.dht",
+    "data": "shoal",
+    "from_args": "shoal.strategies",
+    "init": "shoal.group",
+    "models": "shoal",
+    "shard": "shoal.data",
+    "strategies": "shoal",
+    "topology": "shoal",
+}
+"""The public names, and the room that each comes from."""
+
+_MOVED = {
+    "AdaptiveDeadline": "shoal.core",
+    "Bucket": "shoal.tensors",
+    "ChocoSGD": "shoal.strategies",
+    "D2": "shoal.strategies",
+    "Deadline": "shoal.core",
+    "Diff": "shoal.report",
+    "Endpoint": "shoal.transport",
+    "ExactDiffusion": "shoal.strategies",
+    "Extra": "shoal.strategies",
+    "GradientTracking": "shoal.strategies",
+    "Head": "shoal.transport",
+    "HierarchicalAverage": "shoal.strategies",
+    "HorovodAllReduce": "shoal.strategies",
+    "Key": "shoal.core",
+    "Limits": "shoal.transport",
+    "LoopThread": "shoal.core",
+    "NeighborMomentum": "shoal.strategies",
+    "Peer": "shoal.core",
+    "Placement": "shoal.core",
+    "PushSum": "shoal.strategies",
+    "RelaySGD": "shoal.strategies",
+    "Reply": "shoal.transport",
+    "StalenessAwareSGD": "shoal.strategies",
+    "StochasticGradientPush": "shoal.strategies",
+    "StreamTransport": "shoal.transport",
+    "Transport": "shoal.transport",
+    "Weights": "shoal.topology",
+    "WindowAverage": "shoal.strategies",
+}
+"""Names that were public here, and are now in their rooms alone: here they warn, and still work."""
 
 __all__ = [
-    "D2",
     "DHT",
-    "AdaptiveDeadline",
     "Address",
-    "Bucket",
-    "ChocoSGD",
     "Codec",
-    "Deadline",
     "DiLoCo",
-    "Diff",
-    "Endpoint",
     "ErrorFeedback",
-    "ExactDiffusion",
     "Expert",
     "ExpertClient",
     "ExpertServer",
-    "Extra",
     "Faulty",
     "GradientAllReduce",
-    "GradientTracking",
     "Group",
-    "Head",
-    "HierarchicalAverage",
-    "HorovodAllReduce",
     "Identity",
-    "Key",
-    "Limits",
     "LocalSGD",
-    "LoopThread",
     "Membership",
     "Metered",
     "MixtureOfExperts",
     "NeighborAverage",
-    "NeighborMomentum",
     "PairAverage",
     "ParameterServer",
-    "Peer",
     "PeerId",
-    "Placement",
     "Profile",
-    "PushSum",
-    "RelaySGD",
     "RemoteExpert",
-    "Reply",
     "Report",
     "Shaped",
     "ShoalError",
-    "StalenessAwareSGD",
-    "StochasticGradientPush",
     "Strategy",
-    "StreamTransport",
     "SwarmSecret",
     "SwitchMixtureOfExperts",
     "SynchronousModelAverage",
     "Topology",
     "TorchDDP",
-    "Transport",
-    "Weights",
-    "WindowAverage",
     "World",
     "__version__",
     "connect",
@@ -215,11 +162,20 @@ __all__ = [
     "init",
     "models",
     "shard",
+    "strategies",
     "topology",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MOVED:
+        home = _MOVED[name]
+        warnings.warn(
+            f"shoal.{name} is now {home}.{name}; the short name goes in a later version.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return getattr(importlib.import_module(home), name)
     if name not in _HOMES:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
     home = _HOMES[name]
@@ -233,4 +189,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

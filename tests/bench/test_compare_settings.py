@@ -16,7 +16,7 @@ from shoal.bench.compare_settings import (
 )
 from shoal.core import UsageError
 from shoal.simulate.world import Compute, World
-from shoal.strategies.names import STRATEGIES
+from shoal.strategies import BUILT_IN
 from shoal.transport import FaultScript
 from shoal.transport.conditions.distributions import Exponential, Normal
 
@@ -24,7 +24,7 @@ from shoal.transport.conditions.distributions import Exponential, Normal
 def test_all_is_every_strategy_but_those_that_pass_their_group_by():
     contenders = compared(["all"], {})
     assert left_out() == ["ddp", "horovod"]
-    assert [each.strategy for each in contenders] == [name for name in STRATEGIES if name not in left_out()]
+    assert [each.strategy for each in contenders] == [name for name in BUILT_IN if name not in left_out()]
     with pytest.raises(UsageError, match="ddp cannot be compared"):
         compared(["all", "ddp"], {})
 

@@ -1,5 +1,3 @@
-import importlib
-
 import pytest
 
 from shoal.bench.contenders import (
@@ -12,7 +10,7 @@ from shoal.bench.contenders import (
     sends_by_itself,
 )
 from shoal.core import UsageError
-from shoal.strategies.names import STRATEGIES
+from shoal.strategies import BUILT_IN, load_class
 
 
 def test_what_is_named_is_measured_once_beside_none():
@@ -31,10 +29,8 @@ def test_kinds_are_known_by_any_name():
 
 
 def test_those_that_work_in_the_cpus_memory_are_refused_on_gpus_and_nobody_else():
-    for name, place in STRATEGIES.items():
-        module, _, kind = place.partition(":")
-        runs_there = getattr(importlib.import_module(module), kind).runs_on_devices
-        assert (refusal_on("cuda", name) is None) == runs_there, name
+    for name, row in BUILT_IN.items():
+        assert (refusal_on("cuda", name) is None) == load_class(row).runs_on_devices, name
         assert refusal_on("cpu", name) is None
     assert refusal_on("cuda", "none") is None
 

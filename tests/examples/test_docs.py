@@ -13,8 +13,7 @@ import shoal
 from shoal.cli.run import run
 from shoal.data import digits
 from shoal.group import SoloGroup
-from shoal.strategies import ALIASES, STRATEGIES
-from shoal.strategies.options import OPTIONS
+from shoal.strategies import BUILT_IN
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "training.md").read_text()
@@ -77,11 +76,12 @@ def test_quoted_messages_are_the_sources(message):
 
 
 def test_tables_name_all_strategies_and_options():
-    assert first_column("Strategies")[: len(STRATEGIES)] == list(STRATEGIES)
-    assert first_column("Where they run", STRATEGIES_PAGE) == list(STRATEGIES)
+    assert first_column("Strategies")[: len(BUILT_IN)] == list(BUILT_IN)
+    assert first_column("Where they run", STRATEGIES_PAGE) == list(BUILT_IN)
     told = section("Where they run", STRATEGIES_PAGE).replace("_", "-")
-    assert [alias for alias in ALIASES if not re.search(rf"\b{alias}\b", told)] == []
+    aliases = [alias for row in BUILT_IN.values() for alias in row.aliases]
+    assert [alias for alias in aliases if not re.search(rf"\b{alias}\b", told)] == []
     page = section("Options")
-    for options in OPTIONS.values():
-        assert [name for name in options.__struct_fields__ if f"`{name}`" not in page] == []
-    assert {"sync-sgd", "gradient-allreduce", "neighbor-allreduce", "async-sgd"} <= ALIASES.keys()
+    for row in BUILT_IN.values():
+        assert [name for name in row.options.__struct_fields__ if f"`{name}`" not in page] == []
+    assert {"sync-sgd", "gradient-allreduce", "neighbor-allreduce", "async-sgd"} <= set(aliases)

@@ -11,16 +11,15 @@ import re
 import signal
 import subprocess
 import time
-from pkgutil import resolve_name
 
 import pytest
 
 from shoal.group.base import SILENCE_S
-from shoal.strategies.names import STRATEGIES
+from shoal.strategies import BUILT_IN
 
 NUM_LOSSES = int(os.environ.get("SHOAL_NUM_LOSSES", "3"))
 SEED = os.environ.get("SHOAL_LOSS_SEED", "19")
-NAMES = sorted(name for name in STRATEGIES if name != "horovod")
+NAMES = sorted(name for name in BUILT_IN if name != "horovod")
 LIMIT_S = 120.0
 """Of a run from its loss on, so that one which hangs is known for that on a loaded machine, too."""
 PROGRAM = """
@@ -95,7 +94,7 @@ def test_a_worker_is_lost_at_random(shoal_run, write, fault, index):
         with contextlib.suppress(subprocess.TimeoutExpired):
             out, said = process.communicate(timeout=20)
         pytest.fail(f"It hangs. {out} {said}")
-    survives = resolve_name(STRATEGIES[strategy]).survives_loss and lost >= num_servers
+    survives = BUILT_IN[strategy].survives_loss and lost >= num_servers
     assert process.returncode == (0 if survives else 128 + number), said
     how = "killed" if fault == "kill" else "stopped"
     assert f"shoal run: rank {lost} was {how} by signal {number:d} ({number.name})" in said

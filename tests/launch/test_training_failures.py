@@ -6,14 +6,13 @@ import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from pkgutil import resolve_name
 
 import pytest
 
 from launch.programs import is_running
 from launch.training_program import FAULTY_RANK, STEPS_AFTER, STEPS_BEFORE
 from shoal.group.base import SILENCE_S
-from shoal.strategies.names import STRATEGIES
+from shoal.strategies import BUILT_IN
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes as Linux shows them"),
@@ -131,7 +130,7 @@ def assert_the_run_ended(run, exit_code, limit_s=ENDING_S):
 
 
 def _survives(run):
-    return resolve_name(STRATEGIES[run.strategy]).survives_loss
+    return BUILT_IN[run.strategy].survives_loss
 
 
 def assert_right(run):
@@ -175,7 +174,7 @@ def assert_right(run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["kill", "stop", "exception", "interrupt"])
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in ELSEWHERE])
+@pytest.mark.parametrize("strategy", [name for name in BUILT_IN if name not in ELSEWHERE])
 def test_a_fault_in_training(train, strategy, fault):
     run = train(strategy, fault)
     run.wait_until_training()

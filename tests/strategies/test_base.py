@@ -15,8 +15,8 @@ from shoal.group.observed import Metered
 from shoal.group.solo import SoloGroup
 from shoal.strategies import make_strategy
 from shoal.strategies.all_reduce import GradientAllReduce
-from shoal.strategies.base import Strategy
 from shoal.strategies.ddp import TorchDDP
+from shoal.strategies.strategy import Strategy
 from strategies.fakes import Mirror
 
 X = torch.arange(12.0).view(4, 3) / 10
@@ -29,26 +29,26 @@ class Recorder(Strategy):
         super().__init__(group, **options)
         self.heard = []
 
-    def _started(self, attachment):
-        self._allocate(4, torch.float32)
+    def start(self, session):
+        session.empty(4, torch.float32)
         self.heard.append("started")
 
-    def _after_forward(self):
+    def after_forward(self, session):
         self.heard.append("forward")
 
-    def _before_step(self):
+    def before_step(self, session):
         self.heard.append("before")
 
-    def _after_step(self):
-        self.heard.append("after round" if self.is_round else "after")
+    def after_step(self, session):
+        self.heard.append("after round" if session.is_round else "after")
 
-    def _skipped_step(self):
+    def skip_step(self, session):
         self.heard.append("skipped")
 
-    def _average_all(self):
+    def average_all(self, session):
         self.heard.append("average")
 
-    def _stopped(self):
+    def stop(self, session):
         self.heard.append("stopped")
 
     def take(self):
@@ -91,7 +91,7 @@ def test_a_group_of_one_is_plain_training_bit_for_bit(kind):
 def test_a_loop_and_its_end():
     model, optimizer, strategy = setup(local_steps=2, global_average_every=2)
     with strategy.attach(model, optimizer) as attachment:
-        assert attachment.parameters == list(model.parameters())
+        assert attachment.trainable == list(model.parameters())
         for _ in range(4):
             optimizer.zero_grad()
             backward(model)

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from shoal.strategies.all_reduce import GradientAllReduce
-from shoal.strategies.buffers import average_buffers, copy_buffers
-from shoal.strategies.consensus import consensus_distance
+from shoal.strategies.averaging import average_buffers, consensus_distance, copy_buffers
 
 
 class Buffers(nn.Module):

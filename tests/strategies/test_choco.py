@@ -192,7 +192,7 @@ def test_it_goes_on_from_its_state(codec):
             for _ in range(3):
                 step(model, optimizer, bowls, group.rank)
         other = ChocoSGD(group, codec=codec)
-        other._load_common_state(state)
+        other.load_common_state(state)
         assert not other.state_dict()["public"]
         return model.x.detach()
 

@@ -5,7 +5,7 @@ import pytest
 from shoal.core import UsageError
 from shoal.core.run_options import RunOptions
 from shoal.group.solo import SoloGroup
-from shoal.strategies import OPTIONS, STRATEGIES, GradientAllReduce, TorchDDP, from_args, make_strategy
+from shoal.strategies import BUILT_IN, GradientAllReduce, TorchDDP, from_args, load_class, make_strategy
 
 
 @pytest.fixture
@@ -17,11 +17,19 @@ def asked(monkeypatch):
     return ask
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_every_name_makes_its_strategy(name):
     strategy = make_strategy(SoloGroup(), name)
     assert strategy.name == name
-    assert type(strategy).Options is OPTIONS[name]
+    assert type(strategy) is load_class(BUILT_IN[name])
+
+
+@pytest.mark.parametrize("row", BUILT_IN.values(), ids=BUILT_IN)
+def test_a_row_says_what_its_class_does(row):
+    kind = load_class(row)
+    assert (kind.name, kind.Options) == (row.name, row.options)
+    assert (kind.survives_loss, kind.runs_on_devices) == (row.survives_loss, row.runs_on_devices)
+    assert row.summary.endswith(".")
 
 
 def test_all_reduce_by_default(monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shoal.core import UsageError
-from shoal.strategies.coded import from_bytes, make_codec, start_coded_mean, to_bytes
+from shoal.strategies.averaging import from_bytes, make_codec, start_coded_mean, to_bytes
 from shoal.tensors.codecs import ErrorFeedback, Int8, Plain, TopK, decode
 
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from shoal.core import UsageError
-from shoal.strategies.d2 import D2
-from shoal.strategies.fitting import SYMMETRIC, smallest_eigenvalue
+from shoal.strategies.exact_diffusion import D2
 from shoal.topology import make_topology
+from shoal.topology.requirements import SYMMETRIC, smallest_eigenvalue
 from strategies.bowls import Bowls, course, diffusion
 from strategies.fakes import Wide
 

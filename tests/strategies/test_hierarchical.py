@@ -6,7 +6,7 @@ import torch
 
 from shoal.core import UsageError
 from shoal.group.solo import SoloGroup
-from shoal.strategies.hierarchical import HierarchicalAverage
+from shoal.strategies.neighbor import HierarchicalAverage
 from shoal.topology import Weights
 from strategies.quadratics import Point, close, step, targets
 

@@ -25,7 +25,7 @@ CASES = [
 def train(group, strategy, num_steps, *, each=None, **settings):
     """The model at its end and before, and what was said of it."""
     told = LogLines()
-    logging.getLogger("shoal.strategies.base").addHandler(told)
+    logging.getLogger("shoal.strategies.session").addHandler(told)
     model = nn.ModuleDict({name: Point() for name in "abc"})
     model.forward = lambda goal: sum(model[name](goal) for name in "abc")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -37,7 +37,7 @@ def train(group, strategy, num_steps, *, each=None, **settings):
                     each()
             before = [point.x.tolist() for point in model.values()]
     finally:
-        logging.getLogger("shoal.strategies.base").removeHandler(told)
+        logging.getLogger("shoal.strategies.session").removeHandler(told)
     return {"before": before, "after": [point.x.tolist() for point in model.values()], "told": told.lines}
 
 
@@ -125,7 +125,7 @@ def loses(group, _):
             step(model, optimizer, goal[group.rank])
         if group.rank == 2:
             group.close(ConnectionAbortedError())
-            strategy.attachment.close(is_failed=True)
+            strategy.session.close(is_failed=True)
     return model.x.tolist()
 
 

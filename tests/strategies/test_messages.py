@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 from shoal import models
-from shoal.strategies.companions import Companion
 from shoal.strategies.gradients import flagged_bytes
 from shoal.strategies.messages import Format
-from shoal.tensors import BucketLayout
+from shoal.tensors import BucketLayout, Flat
 from shoal.tensors.codecs import codec_from_name
 
 DOCS = Path(__file__).parents[2] / "docs" / "strategies.md"
@@ -23,12 +22,7 @@ def model():
 
 def flats(module):
     """With values of the parameters, as they lie."""
-    companion = Companion(
-        dict(module.named_parameters()), lambda count, dtype: torch.zeros(count, dtype=dtype)
-    )
-    for parameter, view in companion:
-        view.copy_(parameter.detach())
-    return companion.flats
+    return Flat.of(dict(module.named_parameters())).flats
 
 
 def sent(name, values, module):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.strategies import attachment, make_strategy
+from shoal.strategies import make_strategy, session
 from strategies.fakes import Mirror
 from strategies.test_nonfinite import lines_of
 
@@ -18,7 +18,7 @@ class Elsewhere(Mirror):
 
 @pytest.fixture(autouse=True)
 def pretended_device(monkeypatch):
-    monkeypatch.setattr(attachment, "_device_of", lambda *_, **__: torch.device("meta"))
+    monkeypatch.setattr(session, "_device_of", lambda *_, **__: torch.device("meta"))
 
 
 class Heads(nn.Module):

@@ -6,16 +6,17 @@ import sys
 import pytest
 
 from shoal.core import UsageError
-from shoal.strategies.names import ALIASES, STRATEGIES, canonical, resolve
 from shoal.strategies.options import (
-    OPTIONS,
     WAITS_FOR_ALL,
     AllReduceOptions,
-    CommonOptions,
+    DiLoCoOptions,
     NeighborOptions,
+    StrategyOptions,
     describe_options,
     read_options,
+    signature_of,
 )
+from shoal.strategies.registry import BUILT_IN, canonical, find
 
 
 def test_names_and_options_come_without_torch():
@@ -24,12 +25,7 @@ def test_names_and_options_come_without_torch():
 
 
 def test_options_that_wait_for_all_are_off_by_default():
-    assert not any(getattr(CommonOptions(), name) for name in WAITS_FOR_ALL)
-
-
-def test_every_strategy_has_options():
-    assert OPTIONS.keys() == STRATEGIES.keys()
-    assert all(target in STRATEGIES for target, _ in ALIASES.values())
+    assert not any(getattr(StrategyOptions(), name) for name in WAITS_FOR_ALL)
 
 
 @pytest.mark.parametrize(
@@ -54,12 +50,19 @@ def test_names_of_other_systems(name, strategy):
 
 
 def test_bluefogs_allreduce_is_of_parameters():
-    assert resolve("allreduce") == ("neighbor", {"topology": "full"})
+    assert find("allreduce") == (BUILT_IN["neighbor"], {"topology": "full"})
+
+
+def test_options_that_names_imply_are_options():
+    for row in BUILT_IN.values():
+        for alias, implied in row.aliases.items():
+            assert find(alias.replace("-", "_")) == (row, implied)
+            read_options(row.options, implied, alias)
 
 
 def test_unknown_names():
     with pytest.raises(UsageError, match=r"no strategy 'sgd'.*\n.*all-reduce, ddp, neighbor"):
-        resolve("sgd")
+        find("sgd")
 
 
 def test_strings_of_a_command_line_are_converted():
@@ -95,14 +98,24 @@ def test_what_does_not_fit_is_refused(values, message):
 
 
 def test_every_option_describes_itself():
-    for strategy in OPTIONS:
-        described = describe_options(strategy)
-        assert [option.name for option in described[-len(CommonOptions.__struct_fields__) :]] == list(
-            CommonOptions.__struct_fields__
-        )
+    common = StrategyOptions.__struct_fields__
+    for row in BUILT_IN.values():
+        described = describe_options(row.options)
+        assert [option.name for option in described[-len(common) :]] == list(common)
         assert all(option.description for option in described)
-    kinds = {option.name: (option.kind, option.default) for option in describe_options("neighbor")}
+    kinds = {option.name: (option.kind, option.default) for option in describe_options(NeighborOptions)}
     assert kinds["order"] == ("adapt-then-combine|adapt-while-combine", "adapt-then-combine")
     assert kinds["topology"] == ("text", "exponential-2")
     assert kinds["batch_size"] == ("int", None)
     assert kinds["monitor"] == ("bool", False)
+
+
+def test_a_signature_has_every_option_with_its_type_and_default():
+    parameters = signature_of(DiLoCoOptions).parameters
+    assert list(parameters)[:2] == ["group", "options"]
+    assert set(parameters) == {"group", "options", *DiLoCoOptions.__struct_fields__}
+    assert (parameters["local_steps"].annotation, parameters["local_steps"].default) == (int, 100)
+    assert parameters["batch_size"].annotation == int | None
+    signature_of(DiLoCoOptions).bind("a group", local_steps=4, outer_lr=0.5)
+    with pytest.raises(TypeError, match="alpha"):
+        signature_of(DiLoCoOptions).bind("a group", alpha=1)

@@ -10,7 +10,7 @@ from torch import nn
 
 from shoal.core.run_options import VARIABLE, RunOptions
 from shoal.group.operations import GroupWrapper
-from shoal.strategies.push_sum import PushSum
+from shoal.strategies.window import PushSum
 from shoal.topology import from_matrix
 from strategies.quadratics import Point, close, step, targets
 
@@ -149,15 +149,15 @@ def saved(group, _):
             model.x.fill_(group.rank)
         for _ in range(1 + 2 * group.rank):
             step(model, optimizer, torch.zeros(4))
-        strategy._before_saving()
-        mean = strategy._common_model()["x"]
+        strategy.before_saving(strategy.session)
+        mean = strategy.common_model(strategy.session)["x"]
         close(mean, torch.full((4,), (group.size - 1) / 2, dtype=torch.float64))
         state = strategy.state_dict()
         assert state["weight"] == strategy.weight
     again = PushSum(group)
     again.load_state_dict(state)
     assert again.weight == state["weight"]
-    again._load_common_state(state)
+    again.load_common_state(state)
     assert again.weight == 1
 
 

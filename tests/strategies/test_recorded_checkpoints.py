@@ -25,7 +25,7 @@ import shoal
 from recorded import VARIABLE
 from shoal.simulate.exact import run_exact
 from shoal.simulate.world import World
-from shoal.strategies import STRATEGIES, make_strategy
+from shoal.strategies import BUILT_IN, make_strategy
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
@@ -213,5 +213,5 @@ def test_checkpoints_of_earlier_versions_are_taken_up(workers, checkpoints, case
 
 
 def test_every_strategy_that_keeps_something_has_a_checkpoint(checkpoints):
-    assert {case.split(",")[0] for case in CASES} == set(STRATEGIES) - set(WITHOUT)
+    assert {case.split(",")[0] for case in CASES} == set(BUILT_IN) - set(WITHOUT)
     assert {case for _, digests in checkpoints.values() for case in digests} == set(CASES)

@@ -8,8 +8,7 @@ import torch
 from shoal.core import PeerLost, UsageError
 from shoal.simulate.exact import run_exact
 from shoal.simulate.world import World
-from shoal.strategies.relay import RelaySGD
-from shoal.strategies.relay_tree import branches
+from shoal.strategies.relay import RelaySGD, branches
 from strategies.bowls import RATE, Bowl, Bowls, after_a_step, course, everywhere, step
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.strategies.relay_tree import branches, num_colors
+from shoal.strategies.relay import branches, num_colors
 
 
 @pytest.mark.parametrize("kind", ["binary", "chain"])

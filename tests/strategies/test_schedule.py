@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.strategies.options import CommonOptions
-from shoal.strategies.schedule import rate_factor
+from shoal.strategies.session import rate_factor
 
 
 def test_nothing_by_default():

@@ -155,7 +155,7 @@ def test_the_weight_is_part_of_the_state_and_the_common_model_is_the_mean_over_w
             for _ in range(3):
                 step(model, optimizer, bowls, group.rank)
             state = strategy.state_dict()
-            common = torch.cat([strategy._common_model()[name] for name in ("head", "tail")])
+            common = torch.cat([strategy.common_model(strategy.session)[name] for name in ("head", "tail")])
             parts = group.all_gather(torch.cat([model.x.detach() * strategy.weight])).wait()
             torch.testing.assert_close(common, torch.stack(parts).mean(0), rtol=0, atol=1e-12)
         resumed = StochasticGradientPush(group, topology=topology(4))
@@ -164,7 +164,7 @@ def test_the_weight_is_part_of_the_state_and_the_common_model_is_the_mean_over_w
             for _ in range(3):
                 step(model, optimizer, bowls, group.rank)
         other = StochasticGradientPush(group, topology=topology(4))
-        other._load_common_state(state)
+        other.load_common_state(state)
         assert other.weight == 1
         assert other.rounds == 3
         return model.x.detach()

@@ -3,26 +3,33 @@
 import gc
 import weakref
 
+from torch import nn
+from torch.optim import SGD
+
 from shoal.group.observed import Metered
 from shoal.group.solo import SoloGroup
-from shoal.strategies.tenants import apply_survival, move_in, move_out
+from shoal.strategies import make_strategy
 
 
-def test_the_last_one_is_told_also_through_wrappers():
+def attach(group, name):
+    model = nn.Linear(1, 1)
+    return make_strategy(group, name).attach(model, SGD(model.parameters(), lr=0.1))
+
+
+def test_a_group_survives_losses_while_all_that_are_attached_do_also_through_wrappers():
     group = SoloGroup()
-    move_in(group, survives_loss=True)
-    apply_survival(group)
+    survivor = attach(group, "pair")
     assert group.should_survive
-    move_in(Metered(group), survives_loss=False)
-    apply_survival(group)
+    other = attach(Metered(group), "all-reduce")
     assert not group.should_survive
-    assert not move_out(group, survives_loss=True)
-    assert move_out(Metered(group), survives_loss=False)
+    other.close()
+    assert group.should_survive
+    survivor.close()
 
 
 def test_nothing_keeps_the_group_alive():
     group = SoloGroup()
-    move_in(group, survives_loss=True)
+    attach(group, "pair").close()
     is_there = weakref.ref(group)
     del group
     gc.collect()

@@ -23,7 +23,7 @@ from shoal.models import mlp, small_cnn, small_mlp
 from shoal.simulate.classified import MNIST_WIDTHS
 from shoal.simulate.examples import accuracy_of, batches_of
 from shoal.strategies.averaging import common_model
-from shoal.strategies.base import Strategy
+from shoal.strategies.strategy import Strategy
 
 _WARM_STEPS = 5
 

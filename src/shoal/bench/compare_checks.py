@@ -12,7 +12,7 @@ from shoal.simulate.exact import run_exact
 from shoal.simulate.stacked import refuse_unfit
 from shoal.simulate.tasks import make_task
 from shoal.simulate.world import World
-from shoal.strategies.names import canonical
+from shoal.strategies.registry import find
 from shoal.tensors.codecs import codec_from_name
 from shoal.topology import make_topology, make_topology_on
 
@@ -38,9 +38,8 @@ def check_contest(config: CompareConfig) -> list[str]:
 def _check_options(contender: Contender, world: World) -> None:
     """That what options name is there."""
     topology, codec = contender.options.get("topology"), contender.options.get("codec", _NO_CODEC)
-    is_of_machines = canonical(contender.strategy) == "hierarchical"
     try:
-        if is_of_machines:
+        if topology is not None and find(contender.strategy)[0].needs_machines:
             make_topology(topology, world.num_machines)
         elif topology is not None:
             make_topology_on(topology, world.num_workers, world.num_machines)

@@ -16,7 +16,7 @@ from shoal.bench.contenders import needs_servers, sends_by_itself
 from shoal.core import UsageError
 from shoal.data.splits import IID, check_split
 from shoal.simulate.world import World
-from shoal.strategies.names import STRATEGIES
+from shoal.strategies.registry import all_strategies
 from shoal.transport.conditions.distributions import Delay
 
 Executor = Literal["auto", "exact", "stacked"]
@@ -120,7 +120,7 @@ def read_config(config: Mapping[str, Any]) -> CompareConfig:
 
 def left_out() -> list[str]:
     """Strategies that `all` does not mean: what they send passes their group by."""
-    return [name for name in STRATEGIES if sends_by_itself(name)]
+    return [info.name for info in all_strategies() if info.has_own_channel]
 
 
 def compared(texts: Sequence[str], common: Mapping[str, Any]) -> tuple[Contender, ...]:
@@ -130,7 +130,7 @@ def compared(texts: Sequence[str], common: Mapping[str, Any]) -> tuple[Contender
     """
     named = [text for text in texts if text != ALL]
     if ALL in texts:
-        everybody = [name for name in STRATEGIES if not sends_by_itself(name)]
+        everybody = [info.name for info in all_strategies() if not info.has_own_channel]
         named = [*everybody, *(text for text in named if text not in everybody)]
     contenders = strategy_contenders(named, common)
     for contender in contenders:

@@ -5,22 +5,17 @@ Importing this does not import torch.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from shoal.core import UsageError
-from shoal.strategies.names import STRATEGIES, resolve
-from shoal.strategies.options import OPTIONS, WAITS_FOR_ALL, read_options
+from shoal.strategies.options import WAITS_FOR_ALL, read_options
+from shoal.strategies.registry import canonical, find
 
 NONE = "none"
 """Nothing is attached, and nothing shared: the ceiling."""
-ASYNCHRONOUS = ("pair", "parameter-server", "staleness-aware", "push-sum", "window")
-"""Strategies under which nobody waits: with a slow worker the others do more iterations."""
-_WITH_SERVERS = ("parameter-server", "staleness-aware")
-_OWN_CHANNELS = ("ddp", "horovod")
 
 
 def beside_none(named: Iterable[str]) -> tuple[str, ...]:
@@ -32,39 +27,39 @@ def beside_none(named: Iterable[str]) -> tuple[str, ...]:
             next_step="name one, for example --strategies all-reduce.",
         )
     for name in chosen:
-        resolve(name)
+        find(name)
     return chosen
 
 
 def is_ddp(strategy: str) -> bool:
     """Whether it is torch's own wrapper."""
-    return _is_one_of(("ddp",), strategy)
+    return strategy != NONE and canonical(strategy) == "ddp"
 
 
 def needs_servers(strategy: str) -> bool:
     """Whether there are processes beside the workers."""
-    return _is_one_of(_WITH_SERVERS, strategy)
+    return strategy != NONE and find(strategy)[0].needs_servers
 
 
 def sends_by_itself(strategy: str) -> bool:
     """Whether what it sends passes its group by, which so can neither count nor slow it."""
-    return _is_one_of(_OWN_CHANNELS, strategy)
+    return strategy != NONE and find(strategy)[0].has_own_channel
 
 
 def is_asynchronous(strategy: str) -> bool:
-    """Whether workers meet under none but special options."""
-    return _is_one_of(ASYNCHRONOUS, strategy)
+    """Whether workers meet under none but special options.
+
+    A report may name a strategy from outside that is not here: that counts as one whose workers wait.
+    """
+    try:
+        return strategy != NONE and find(strategy)[0].is_asynchronous
+    except UsageError:
+        return False
 
 
 def refusal_on(device: str, strategy: str) -> str | None:
-    """Why the strategy cannot train on this device, 'cpu' or 'cuda'; None where it can.
-
-    On GPUs the strategy's class is asked, which imports torch.
-    """
-    if device == "cpu" or strategy == NONE:
-        return None
-    module, _, kind = STRATEGIES[resolve(strategy)[0]].partition(":")
-    if getattr(importlib.import_module(module), kind).runs_on_devices:
+    """Why the strategy cannot train on this device, 'cpu' or 'cuda'; None where it can."""
+    if device == "cpu" or strategy == NONE or find(strategy)[0].runs_on_devices:
         return None
     return f"{strategy} cannot train on a GPU yet: it works in the CPU's memory (--device cpu)."
 
@@ -81,13 +76,13 @@ def is_free_running(strategy: str, options: Mapping[str, Mapping[str, Any]]) -> 
 
 def has_option(strategy: str, option: str) -> bool:
     """Whether the strategy can be told so."""
-    return option in OPTIONS[resolve(strategy)[0]].__struct_fields__
+    return option in find(strategy)[0].options.__struct_fields__
 
 
 def all_options(strategy: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Those given, what the strategy's name implies, and its defaults. UsageError for one it hasn't."""
-    name, implied = resolve(strategy)
-    read = read_options(OPTIONS[name], {**implied, **given}, strategy)
+    info, implied = find(strategy)
+    read = read_options(info.options, {**implied, **given}, strategy)
     options: dict[str, Any] = msgspec.to_builtins(read)
     return options
 
@@ -119,7 +114,3 @@ def shares_of(strategies: Sequence[str], given: Mapping[str, Any]) -> dict[str, 
 def options_of(strategies: Sequence[str], given: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """All options of each strategy, with those given that it has; UsageError for one that none has."""
     return {strategy: all_options(strategy, own) for strategy, own in shares_of(strategies, given).items()}
-
-
-def _is_one_of(names: tuple[str, ...], strategy: str) -> bool:
-    return strategy != NONE and resolve(strategy)[0] in names

@@ -31,8 +31,7 @@ from shoal.bench.scaling import EFFICIENCY, MIXING, SPEED, ScalingConfig
 from shoal.bench.scaling_options import options_for
 from shoal.core import ReportError, UsageError
 from shoal.report import Report
-from shoal.strategies.names import resolve
-from shoal.strategies.options import OPTIONS
+from shoal.strategies.registry import find
 
 __all__ = ["forecast_curves", "forecast_items", "forecast_of", "forecast_result"]
 
@@ -240,14 +239,15 @@ class Scene:
     def _method(self, strategy: str, num_workers: int) -> Method:
         """UsageError for a strategy that the model has no formula for."""
         mates = self._mates(num_workers)
-        name, _ = resolve(strategy)
+        info, _ = find(strategy)
+        name = info.name
         local_sizes = [mates] * max(1, num_workers // mates)
         options = options_for(strategy, self._config, local_sizes)
         if options.get("local_steps", 1) != 1:
             raise UsageError("the model shares in every step, and this strategy does not.")
         is_shaped = self._config.profile is not None
         if name in _ALL_REDUCING:
-            mib = options.get("bucket_mib", getattr(OPTIONS[name](), "bucket_mib", 25.0))
+            mib = options.get("bucket_mib", getattr(info.options(), "bucket_mib", 25.0))
             return Method(
                 kind="all-reduce",
                 leaves="after-step" if name == "sma" else "as-layers-finish",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shoal.bench.contenders import all_options, shares_of
-from shoal.strategies.names import resolve
+from shoal.strategies.registry import canonical, find
 
 if TYPE_CHECKING:
     from shoal.bench.scaling import ScalingConfig
@@ -27,7 +27,7 @@ def given_options(strategies: Sequence[str], given: Mapping[str, str]) -> dict[s
 
 def options_for(strategy: str, config: ScalingConfig, local_sizes: Sequence[int]) -> dict[str, Any]:
     """What the strategy is made with, among machines that have so many workers each."""
-    name, implied = resolve(strategy)
+    name, implied = canonical(strategy), find(strategy)[1]
     options: dict[str, Any] = {}
     if name in ("neighbor", "hierarchical"):
         is_after = config.is_adapt_then_combine

@@ -20,7 +20,7 @@ from shoal.group.base import Group
 from shoal.models import ModelEntry
 from shoal.strategies import Strategy, make_strategy
 from shoal.strategies.horovod import load_horovod
-from shoal.strategies.names import resolve
+from shoal.strategies.registry import canonical
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Inputs and labels."""
@@ -94,7 +94,7 @@ def make_contender(group: Group, strategy: str, options: Mapping[str, Any]) -> S
 
     A lone worker's strategy does not ask for it, and would be plain training, measured under that name.
     """
-    if resolve(strategy)[0] == "horovod" and group.size == 1:
+    if canonical(strategy) == "horovod" and group.size == 1:
         load_horovod()
     return make_strategy(group, strategy, **options)
 

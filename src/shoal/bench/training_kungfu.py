@@ -11,7 +11,7 @@ from shoal.bench.document_figures import Spread
 from shoal.bench.training_rows import OWN_SPEED
 from shoal.core import UsageError
 from shoal.report import Report
-from shoal.strategies.names import resolve
+from shoal.strategies.registry import canonical
 
 OPTIMIZERS = {
     "sync-sgd": "all-reduce",
@@ -84,5 +84,5 @@ def _facts(strategy: str, config: dict[str, Any]) -> dict[str, Any]:
 
 def _optimizer_of(strategy: str) -> str | None:
     """What KungFu calls a strategy, where it has it."""
-    canonical = resolve(strategy)[0]
-    return next((name for name, ours in OPTIMIZERS.items() if ours == canonical), None)
+    own = canonical(strategy)
+    return next((name for name, ours in OPTIMIZERS.items() if ours == own), None)

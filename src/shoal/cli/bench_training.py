@@ -41,7 +41,7 @@ from shoal.cli.bench_trained import (
 from shoal.core import UsageError
 from shoal.report import DEFAULT_FOLDER, default_path
 from shoal.report.tables import emit, result_line
-from shoal.strategies.names import resolve
+from shoal.strategies.registry import canonical
 
 if TYPE_CHECKING:
     from shoal.bench.training import TrainingConfig
@@ -232,7 +232,7 @@ def _check_role(context: typer.Context, role: Role) -> DeviceKind:
             next_step="start it without one, or leave --job-name out.",
         )
     named = given["strategies"]
-    if given["kungfu"] is not None or (named is not None and resolve(named)[0] != "parameter-server"):
+    if given["kungfu"] is not None or (named is not None and canonical(named) != "parameter-server"):
         raise UsageError(
             "Servers and workers that are started by hand train with parameter-server.",
             next_step="leave --strategies and --kungfu out.",

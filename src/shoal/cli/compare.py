@@ -44,7 +44,7 @@ def compare(
         typer.Option(
             metavar="NAME,...",
             help="Who takes part; options may follow a name: 'neighbor topology=ring'. 'all' is every one "
-            "but ddp and horovod.",
+            "but ddp and horovod; your own is package.module:Class.",
         ),
     ] = "all",
     option: Annotated[
@@ -154,7 +154,7 @@ def compare(
     from shoal.bench.compare_tables import compare_items, latex_of
     from shoal.simulate.task_facts import facts_of
     from shoal.simulate.world import Compute, World
-    from shoal.strategies.names import canonical
+    from shoal.strategies.registry import find
     from shoal.transport import FaultScript, Profile
 
     if data_dir is not None and task != "mnist":
@@ -168,7 +168,7 @@ def compare(
     contenders = compared(named, common)
     notes = notes_of(named, common)
     has_machines = between == "machines" or any(
-        canonical(contender.strategy) == "hierarchical" for contender in contenders
+        find(contender.strategy)[0].needs_machines for contender in contenders
     )
     if workers_per_machine is None and size >= 2 * WORKERS_PER_MACHINE and has_machines:
         workers_per_machine = WORKERS_PER_MACHINE

@@ -7,6 +7,8 @@ wrong usage.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,8 +24,44 @@ from shoal.cli.host_flags import (
     SshUser,
 )
 from shoal.core.run_options import Env, RunOptions
+from shoal.strategies.options import describe_options
+from shoal.strategies.registry import BUILT_IN
+
+STRATEGY_FLAGS = (
+    *("topology", "local_steps", "warmup_steps", "global_average_every", "decay_every", "alpha", "order"),
+    "on_nonfinite",
+)
+"""Options of strategies that are asked for so often that they have flags; --option gives all others."""
+_METAVARS = {"int": "N", "float": "X"}
+_MOST_NAMED = 2
 
 
+def _strategy_flag(name: str) -> inspect.Parameter:
+    """Make a flag of an option: its type and help stand in the struct of the first strategy that has it."""
+    having = [row for row in BUILT_IN.values() if name in row.options.__struct_fields__]
+    option = next(each for each in describe_options(having[0].options) if each.name == name)
+    whose = f"For {' and '.join(row.name for row in having)}: " if len(having) <= _MOST_NAMED else ""
+    choices = f" ({option.kind.replace('|', ', ')})" if "|" in option.kind else ""
+    text = f"{whose}{option.description}{choices}."
+    kind: Any = {"int": int, "float": float}.get(option.kind, str)
+    said = typer.Option(metavar=_METAVARS.get(option.kind, "NAME"), help=text[:1].upper() + text[1:])
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, said]
+    )
+
+
+def _with_strategy_flags(verb: Callable[..., None]) -> Callable[..., None]:
+    """Give a verb the flags, after --strategy; it gets those that were given among its keyword arguments."""
+    signature = inspect.signature(verb, eval_str=True)
+    own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    place = 1 + [one.name for one in own].index("strategy")
+    own[place:place] = map(_strategy_flag, STRATEGY_FLAGS)
+    keyword_only = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own]
+    verb.__signature__ = signature.replace(parameters=keyword_only)  # type: ignore[attr-defined]
+    return verb
+
+
+@_with_strategy_flags
 def run(
     program: Annotated[
         list[str],
@@ -44,43 +82,15 @@ def run(
     ] = False,
     strategy: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="The strategy that shoal.from_args() makes. Default: all-reduce."),
-    ] = None,
-    topology: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Which workers are neighbours: ring, exponential:3, …")
+        typer.Option(
+            metavar="NAME",
+            help="The strategy that shoal.from_args() makes; your own is package.module:Class. "
+            "Default: all-reduce.",
+        ),
     ] = None,
     workers_per_machine: Annotated[
         int | None,
         typer.Option(metavar="K", help="Split each machine into several machines of K workers."),
-    ] = None,
-    local_steps: Annotated[
-        int | None, typer.Option(metavar="N", help="Number of optimizer steps from one round to the next.")
-    ] = None,
-    warmup_steps: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Number of steps in which the learning rate rises to its full value."),
-    ] = None,
-    global_average_every: Annotated[
-        int | None, typer.Option(metavar="N", help="Average over the whole group every N rounds.")
-    ] = None,
-    decay_every: Annotated[
-        int | None, typer.Option(metavar="N", help="Decay the learning rate every N steps.")
-    ] = None,
-    alpha: Annotated[
-        float | None,
-        typer.Option(metavar="A", help="For sma: how far a round moves parameters toward the mean."),
-    ] = None,
-    order: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="For neighbor and hierarchical: adapt-then-combine or adapt-while-combine."
-        ),
-    ] = None,
-    on_nonfinite: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="What to do at a NaN or an infinity: warn (default), skip or stop."
-        ),
     ] = None,
     option: Annotated[
         list[str] | None,
@@ -194,6 +204,7 @@ def run(
             help="Address of the Ray cluster. Default: RAY_ADDRESS, or the cluster of this machine.",
         ),
     ] = None,
+    **named: Any,
 ) -> None:
     """Run a program in several workers, on this machine or on others.
 
@@ -224,16 +235,6 @@ def run(
     check_engine(engine, address, hosts or hostfile)
     ssh = SshSettings(ssh_port, ssh_user, tuple(ssh_option or ()), remote_python, remote_cwd, start_timeout)
     machines = open_hosts(hosts, hostfile, ssh)
-    named: dict[str, Any] = {
-        "topology": topology,
-        "local_steps": local_steps,
-        "warmup_steps": warmup_steps,
-        "global_average_every": global_average_every,
-        "decay_every": decay_every,
-        "alpha": alpha,
-        "order": order,
-        "on_nonfinite": on_nonfinite,
-    }
     options = parse_options(option or [])
     options.update({name: value for name, value in named.items() if value is not None})
     if num_workers is None:

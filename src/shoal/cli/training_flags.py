@@ -20,7 +20,11 @@ ImageSize = Annotated[
 ]
 Strategies = Annotated[
     str | None,
-    typer.Option(metavar="NAME,...", help="Beside 'none' and 'ddp'.", show_default=STRATEGIES),
+    typer.Option(
+        metavar="NAME,...",
+        help="Beside 'none' and 'ddp'; your own is package.module:Class.",
+        show_default=STRATEGIES,
+    ),
 ]
 KungFu = Annotated[
     str | None,

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from shoal.core import UsageError
 from shoal.group import Group
 from shoal.strategies import Strategy
-from shoal.strategies.attachment import Attachment
+from shoal.strategies.session import TrainingSession
 
 
 def attach(
@@ -23,7 +23,7 @@ def attach(
     optimizer: Optimizer,
     *,
     stays: bool = False,
-) -> Attachment:
+) -> TrainingSession:
     """Attach a strategy to what `accelerator.prepare` has returned; as `strategy.attach` otherwise.
 
     Give `prepare` a loader that `shoal.shard` has divided. `accelerator.accumulate` shares nothing but in the

@@ -17,7 +17,7 @@ from shoal.core import UsageError
 from shoal.data import shard
 from shoal.group import init
 from shoal.strategies import Strategy, from_args
-from shoal.strategies.attachment import Attachment
+from shoal.strategies.session import TrainingSession
 
 # `pytorch_lightning` and `lightning.pytorch` are the same code twice, and take only their own classes
 _is_old_name = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
@@ -51,7 +51,7 @@ class ShoalStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]
         super().__init__(device, **settings)
         self.global_rank, self.local_rank = group.rank, group.local_rank
         rank_zero_only.rank = group.rank
-        self._attachment: Attachment | None = None
+        self._attachment: TrainingSession | None = None
         self._stays = stays
         self._is_stepping = False
 

@@ -14,7 +14,7 @@ from shoal.data import Part, ShardSampler, shard
 from shoal.group import Group, init
 from shoal.integrations.accelerate import bare, let_accumulate, number
 from shoal.strategies import Strategy, from_args
-from shoal.strategies.attachment import Attachment
+from shoal.strategies.session import TrainingSession
 
 
 class ShoalCallback(TrainerCallback):  # type: ignore[misc]
@@ -23,7 +23,7 @@ class ShoalCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(self, strategy: Strategy, *, stays: bool = False) -> None:
         self.strategy = strategy
         self._stays = stays
-        self._attachment: Attachment | None = None
+        self._attachment: TrainingSession | None = None
 
     def on_train_begin(
         self,

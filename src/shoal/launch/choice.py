@@ -10,10 +10,9 @@ import msgspec
 
 from shoal.core.errors import UsageError
 from shoal.core.untrusted import decode_json
-from shoal.strategies.names import resolve
-from shoal.strategies.options import OPTIONS, read_options
+from shoal.strategies.options import read_options
+from shoal.strategies.registry import BUILT_IN, DEFAULT, canonical, find
 
-DEFAULT_STRATEGY = "all-reduce"
 ENGINES = ("ssh", "ray")
 
 
@@ -34,20 +33,30 @@ def parse_options(words: Iterable[str]) -> dict[str, Any]:
 def check_choice(
     strategy: str | None, options: Mapping[str, Any], num_workers: int, workers_per_machine: int | None
 ) -> tuple[str | None, dict[str, Any]]:
-    """The strategy's own name (None stays: the program chooses), and its options by their names in code."""
+    """The strategy's own name (None stays: the program chooses), and its options by their names in code.
+
+    UsageError for a name or an option that is none. Of a strategy from outside Shoal the workers check both.
+    """
     if workers_per_machine is not None and workers_per_machine < 1:
         raise UsageError(
             f"Machines of {workers_per_machine} workers do no work.",
             next_step="give 1 or more as --workers-per-machine.",
         )
-    name, implied = resolve(DEFAULT_STRATEGY if strategy is None else strategy)
-    chosen = {**implied, **{key.replace("-", "_"): value for key, value in options.items()}}
-    read_options(OPTIONS[name], chosen, name)
+    asked = DEFAULT if strategy is None else strategy
+    name = canonical(asked)
+    given = {key.replace("-", "_"): value for key, value in options.items()}
+    if name not in BUILT_IN:
+        # The class from outside would be imported here, and torch with it, and it may lie beside the program
+        # or on another machine, where workers alone find it: they check its options when they make it.
+        return name, given
+    info, implied = find(asked)
+    chosen = {**implied, **given}
+    read_options(info.options, chosen, name)
     if "topology" in chosen:
         from shoal.topology import make_topology
 
         local_size = workers_per_machine or num_workers
-        if name == "hierarchical":
+        if info.needs_machines:
             make_topology(chosen["topology"], -(-num_workers // local_size))
         else:
             make_topology(chosen["topology"], num_workers, local_size)

@@ -28,9 +28,9 @@ from shoal.simulate.stacked_tape import Tape
 from shoal.simulate.stacked_times import times_of
 from shoal.simulate.tasks import make_task
 from shoal.simulate.world import World
-from shoal.strategies.names import canonical, resolve
-from shoal.strategies.options import OPTIONS, read_options
-from shoal.strategies.schedule import rate_factor
+from shoal.strategies.options import read_options
+from shoal.strategies.registry import canonical, find
+from shoal.strategies.session import rate_factor
 
 RULES: dict[str, type[Rule]] = {
     "all-reduce": AllReduceRule,
@@ -116,7 +116,7 @@ class StackedRun:
 
 def refuse_unfit(job: Job, world: World) -> None:
     """UsageError for what only the exact executor can do."""
-    strategy, implied = resolve(job.strategy)
+    strategy = canonical(job.strategy)
     if strategy not in RULES:
         raise UsageError(
             f"The stacked executor has no {strategy}.",
@@ -126,7 +126,8 @@ def refuse_unfit(job: Job, world: World) -> None:
     if world.faults is not None or world.num_servers:
         what = "faults" if world.faults is not None else "servers"
         raise UsageError(f"The stacked executor knows no {what}.", next_step=EXACT)
-    options = read_options(OPTIONS[strategy], {**implied, **job.options}, strategy)
+    info, implied = find(job.strategy)
+    options = read_options(info.options, {**implied, **job.options}, strategy)
     for name, plain in (("codec", "none"), ("monitor", False)):
         if getattr(options, name, plain) != plain:
             raise UsageError(f"The stacked executor has no {name}.", next_step=EXACT)

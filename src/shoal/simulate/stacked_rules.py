@@ -17,15 +17,13 @@ from shoal.simulate.stacked_model import StackedModel
 from shoal.simulate.stacked_tape import Ring, Tape
 from shoal.simulate.world import World
 from shoal.strategies.all_reduce import GradientAllReduce
-from shoal.strategies.base import Strategy
 from shoal.strategies.gradients import flagged_bytes
 from shoal.strategies.local_sgd import LocalSGD
-from shoal.strategies.mixing import MixStrategy
-from shoal.strategies.neighbor import NeighborAverage
-from shoal.strategies.parameters import ExchangeStrategy
 from shoal.strategies.sma import SynchronousModelAverage
+from shoal.strategies.strategy import Strategy
 from shoal.tensors import DEFAULT_BUCKET_BYTES, BucketLayout
 from shoal.tensors.dtypes import dtype_name
+from shoal.topology import Topology
 
 
 class StackedSGD:
@@ -141,8 +139,7 @@ class ExchangeRule(Rule):
 
     def __init__(self, stage: Stage) -> None:
         super().__init__(stage)
-        assert isinstance(stage.strategy, ExchangeStrategy)
-        self._is_overlapped = stage.strategy.is_overlapped
+        self._is_overlapped: bool = getattr(stage.strategy, "is_overlapped", stage.strategy.name == "extra")
         self._under_way: int | None = None
         self._everybody = Everybody(self._size)
 
@@ -218,8 +215,7 @@ class NeighborRule(ExchangeRule):
 
     def __init__(self, stage: Stage) -> None:
         super().__init__(stage)
-        assert isinstance(stage.strategy, NeighborAverage | MixStrategy)
-        self._turns = Rounds(stage.strategy.topology)
+        self._turns = Rounds(_topology(stage))
 
     def _mix(self) -> Mix:
         return self._turns[self.rounds]
@@ -230,6 +226,10 @@ class HierarchicalRule(NeighborRule):
 
     def __init__(self, stage: Stage) -> None:
         super().__init__(stage)
-        assert isinstance(stage.strategy, NeighborAverage)
         machines = [stage.world.machine_of(rank) for rank in range(self._size)]
-        self._turns = MachineRounds(stage.strategy.topology, machines)
+        self._turns = MachineRounds(_topology(stage), machines)
+
+
+def _topology(stage: Stage) -> Topology:
+    topology: Topology = vars(stage.strategy)["topology"]
+    return topology

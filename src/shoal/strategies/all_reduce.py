@@ -10,10 +10,10 @@ from torch import nn
 
 from shoal.core.errors import UsageError
 from shoal.group import Group
-from shoal.strategies.attachment import Attachment
-from shoal.strategies.base import Strategy
 from shoal.strategies.gradients import GradientRound, GroupBucket
-from shoal.strategies.options import AllReduceOptions, CommonOptions
+from shoal.strategies.options import AllReduceOptions, StrategyOptions
+from shoal.strategies.session import TrainingSession
+from shoal.strategies.strategy import Strategy
 from shoal.tensors import DEFAULT_BUCKET_BYTES, BucketLayout
 
 _GPU_BUCKET_MIB = 64.0
@@ -30,13 +30,15 @@ class GradientAllReduce(Strategy):
     """
 
     name = "all-reduce"
-    Options: ClassVar[type[CommonOptions]] = AllReduceOptions
+    Options: ClassVar[type[StrategyOptions]] = AllReduceOptions
     options: AllReduceOptions
 
     _round: GradientRound | None = None
     _copies: Sequence[tuple[GroupBucket, list[nn.Parameter]]] = ()
 
-    def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
+    def __init__(
+        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
+    ) -> None:
         super().__init__(group, options=options, **named)
         is_named = "bucket_mib" in {name.replace("-", "_") for name in named}
         self._has_asked_size = is_named or self.options.bucket_mib != AllReduceOptions().bucket_mib
@@ -46,38 +48,47 @@ class GradientAllReduce(Strategy):
         """Unless it shares parameters."""
         return self.options.local_steps == 1
 
-    def _started(self, attachment: Attachment) -> None:
-        parameters = attachment.parameters
+    def start(self, session: TrainingSession) -> None:
+        """Makes the buckets."""
+        parameters = session.trainable
         if not self.shares_gradients:
             self._copies = [
-                (GroupBucket(layout, self._allocate), layout.pick(parameters))
+                (GroupBucket(layout, session.empty), layout.pick(parameters))
                 for layout in BucketLayout.plan(parameters, max_bytes=DEFAULT_BUCKET_BYTES)
             ]
             return
-        is_large = attachment.device.type != "cpu" and not self._has_asked_size
+        is_on_device = session.device.type != "cpu"
+        is_large = is_on_device and not self._has_asked_size
         size = round((_GPU_BUCKET_MIB if is_large else self.options.bucket_mib) * 2**20)
         layouts = BucketLayout.plan(parameters, max_bytes=size, is_reversed=True)
-        buckets = [(GroupBucket(layout, self._allocate), layout.pick(parameters)) for layout in layouts]
-        self._round = GradientRound(self.group, buckets, lambda: self.is_accumulating)
-        if attachment.device.type != "cpu":
-            self._round.on_share = self._check.sharing
-        if self._monitors is not None:
-            self._round.watch(self._monitors, [GroupBucket(layout, self._allocate) for layout in layouts])
-        if attachment.device.type == "cpu":
-            for parameter, hook in self._round.hooks():
-                attachment.on_accumulated(parameter, hook)
+        buckets = [(GroupBucket(layout, session.empty), layout.pick(parameters)) for layout in layouts]
+        self._round = GradientRound(session.group, buckets, lambda: self.is_accumulating)
+        if is_on_device:
+            self._round.on_share = session.finite.sharing
+        if self.gradient_monitors is not None:
+            squares = [GroupBucket(layout, session.empty) for layout in layouts]
+            self._round.watch(self.gradient_monitors, squares)
 
-    def gradient_accumulated(self) -> None:
-        """On a GPU all gradients are shared at the end of backward, as few operations."""
-        if self._round is not None and not self._round.is_open:
+    def hears(self, method: str) -> bool:
+        """Listens to gradients only where those are shared."""
+        return self.shares_gradients if method == "gradient_ready" else super().hears(method)
+
+    def gradient_ready(self, session: TrainingSession, parameter: torch.Tensor) -> None:
+        """Puts a gradient into its bucket; on a GPU all go at the end of backward, by few operations."""
+        if self._round is None:
+            return
+        if session.device.type == "cpu":
+            self._round.ready(parameter)
+        elif not self._round.is_open:
             self._round.begin()
 
-    def _before_step(self) -> None:
+    def before_step(self, session: TrainingSession) -> None:
+        """Refuses gradients that were not shared, or not with all."""
         if self._round is None:
             return
         if self._round.error is not None:
             raise self._round.error
-        self._refuse_void()
+        self._refuse_void(session)
         if self._round.is_open:
             raise UsageError(
                 "step() after a backward pass that did not come to its end.",
@@ -90,7 +101,7 @@ class GradientAllReduce(Strategy):
                 cause="the last backward pass before a step was inside of accumulate() too.",
                 next_step="leave the last one outside: it shares the sum of all.",
             )
-        is_unseen = not self._round.has_shared and not self.attachment.has_closure
+        is_unseen = not self._round.has_shared and not session.has_closure
         if is_unseen and self._round.has_foreign():
             raise UsageError(
                 "step() with gradients that were not shared.",
@@ -98,33 +109,33 @@ class GradientAllReduce(Strategy):
                 next_step="call backward() inside of the `with` block; it shares what it leaves in `.grad`.",
             )
 
-    def _refuse_void(self) -> None:
+    def _refuse_void(self, session: TrainingSession) -> None:
         """Refuses gradients that lack a lost peer: on a GPU `backward()` returns before they are there."""
-        if self.attachment.device.type == "cpu" or self.group.should_survive:
+        if session.device.type == "cpu" or self.group.should_survive:
             return
         self.group.progress()
         for loss in self.group.lost.values():
             raise loss.error(f" in round {self.rounds}")
 
-    def _after_step(self) -> None:
+    def after_step(self, session: TrainingSession) -> None:
+        """Averages parameters, where those are shared."""
         if self._round is not None:
             self._round.has_shared = False
-        self._skipped_step()
+        if self._copies and session.is_round:
+            self.last_round(session)
 
-    def _skipped_step(self) -> None:
-        if self._copies and self.is_round:
-            self._average_parameters()
+    def skip_step(self, session: TrainingSession) -> None:
+        """Takes part in an average of parameters."""
+        if self._copies and session.is_round:
+            self.last_round(session)
 
     @property
     def has_last_round(self) -> bool:
-        """Where it shares parameters, which is after every so many steps."""
+        """Whether it shares parameters, which is after every so many steps."""
         return not self.shares_gradients
 
-    def _last_round(self) -> None:
-        self._average_parameters()
-
-    def _average_parameters(self) -> None:
-        """Nothing is written until all has arrived."""
+    def last_round(self, session: TrainingSession) -> None:
+        """Averages parameters; nothing is written until all has arrived."""
         with torch.no_grad():
             handles = []
             for bucket, parameters in self._copies:
@@ -137,7 +148,11 @@ class GradientAllReduce(Strategy):
                 for view, parameter in zip(bucket.views, parameters, strict=True):
                     parameter.copy_(view)
 
-    def _stopped(self) -> None:
+    def average_all(self, session: TrainingSession) -> None:
+        """Does nothing: a round is one."""
+
+    def stop(self, session: TrainingSession) -> None:
+        """Moves gradients back into private memory."""
         if self._round is not None:
             self._round.release()
         self._round = None

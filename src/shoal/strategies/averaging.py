@@ -1,19 +1,27 @@
-"""A few tensors in flat buckets, and their averages over the group, which outlive the loss of a member.
+"""Averages over a group of tensors that are packed together, of buffers, and of tensors that travel encoded.
 
-Also what the members' models come to as one: the model that is written down for the whole group.
+Averages outlive the loss of a member. Encoded ones are gathered by everybody and decoded in rank order, so
+that all members get equal bits; what a codec loses is left to `ErrorFeedback`.
 """
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import torch
 from torch import nn
 
+from shoal.core import Deadline
 from shoal.group import Group, Handle
-from shoal.tensors import Bucket, BucketLayout
+from shoal.tensors import ALIGNMENT_BYTES, Bucket, BucketLayout
+from shoal.tensors.codecs import Codec, Encoded, ErrorFeedback, codec_from_name, decode, read_meta
+from shoal.tensors.memory import bytes_of, tensor_over
 from shoal.topology import Weights
 
+_HEAD = struct.Struct("<Q")
 PACK_BYTES = 64 * 2**20
 """Of one operation: few of them, and little memory beside the model."""
 
@@ -45,8 +53,8 @@ def packed(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Bucket, list[torch
         yield bucket, members
 
 
-def mean_over(group: Group, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns copies, averaged over the members, whose shapes and dtypes are the same. Collective."""
+def mean_over(group: Group, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Gives copies, averaged over the members, whose shapes and dtypes are the same. Collective."""
     means = [tensor.clone() for tensor in tensors]
     with torch.no_grad():
         for bucket, members in packed(means):
@@ -78,3 +86,113 @@ def own_model(model: nn.Module) -> dict[str, torch.Tensor]:
 def has_mean(tensor: torch.Tensor) -> bool:
     """Says whether tensors of this type can be averaged; whole numbers cannot."""
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def average_buffers(group: Group, model: nn.Module) -> None:
+    """Makes every floating-point buffer the mean over the group; counters stay one's own. Collective."""
+    with torch.no_grad():
+        for bucket, members in packed([buffer for buffer in model.buffers() if has_mean(buffer)]):
+            start_mean(group, bucket.flat).wait()
+            bucket.store(members)
+
+
+def copy_buffers(group: Group, model: nn.Module, root: int = 0) -> None:
+    """Makes every buffer that of `root`, if that is there; whole numbers ride in float64. Collective."""
+    buffers = list(model.buffers())
+    with torch.no_grad():
+        carriers = [buffer if has_mean(buffer) else buffer.double() for buffer in buffers]
+        for bucket, members in packed(carriers):
+            start_copy(group, bucket.flat, root).wait()
+            bucket.store(members)
+        for buffer, carrier in zip(buffers, carriers, strict=True):
+            if carrier is not buffer:
+                buffer.copy_(carrier)
+
+
+def consensus_distance(group: Group, parameters: Sequence[torch.Tensor]) -> float:
+    """sqrt(mean over members i of ‖x_i − x̄‖²), all parameters as one vector. Collective."""
+    squared = torch.zeros(1, dtype=torch.float64)
+    for bucket, members in packed([parameter.detach() for parameter in parameters]):
+        start_mean(group, bucket.flat).wait()
+        for mean, own in zip(bucket.views, members, strict=True):
+            squared += torch.linalg.vector_norm(own.cpu() - mean, dtype=torch.float64) ** 2
+    start_mean(group, squared).wait()
+    return math.sqrt(squared.item())
+
+
+def make_codec(name: str, rank: int, *, has_feedback: bool = True) -> Codec | None:
+    """The codec of this name, with error feedback if it should have it; None for 'none'.
+
+    It rounds by the rank, so that errors of stochastic rounding cancel in a mean over the workers.
+    """
+    if name.strip().lower() == "none":
+        return None
+    codec = codec_from_name(name)
+    codec.reseed(rank)
+    return ErrorFeedback(codec) if has_feedback else codec
+
+
+def start_coded_mean(group: Group, tensor: torch.Tensor, codec: Codec, slot: str) -> Handle[torch.Tensor]:
+    """In place, over the members that are there; equal bits on all. Collective.
+
+    `slot` names the tensor among those that the codec keeps the rests of.
+    """
+    packed = to_bytes(codec.encode(tensor, slot))
+    return _CodedMean(group.all_gather(packed), tensor)
+
+
+def to_bytes(encoded: Encoded) -> torch.Tensor:
+    """One flat tensor of bytes: the meta and the buffers, each buffer from a 64-byte boundary on."""
+    buffers = [bytes_of(buffer) for buffer in encoded.buffers]
+    head = msgspec.msgpack.encode([encoded.meta, [len(buffer) for buffer in buffers]])
+    end = _aligned(_HEAD.size + len(head))
+    places = []
+    for buffer in buffers:
+        places.append(end)
+        end = _aligned(end + len(buffer))
+    packed = torch.zeros(end, dtype=torch.uint8)
+    memory = packed.numpy().data
+    memory[: _HEAD.size] = _HEAD.pack(len(head))
+    memory[_HEAD.size : _HEAD.size + len(head)] = head
+    for place, buffer in zip(places, buffers, strict=True):
+        if len(buffer):
+            packed[place : place + len(buffer)].copy_(tensor_over(buffer))
+    return packed
+
+
+def from_bytes(packed: torch.Tensor) -> Encoded:
+    """What `to_bytes` was given, over the same memory."""
+    memory = packed.numpy().data
+    (size,) = _HEAD.unpack(memory[: _HEAD.size])
+    meta, sizes = msgspec.msgpack.decode(memory[_HEAD.size : _HEAD.size + size])
+    end = _aligned(_HEAD.size + size)
+    buffers = []
+    for size in sizes:
+        buffers.append(memory[end : end + size])
+        end = _aligned(end + size)
+    return Encoded(read_meta(meta), buffers)
+
+
+class _CodedMean(Handle[torch.Tensor]):
+    def __init__(self, gathered: Handle[list[torch.Tensor]], into: torch.Tensor) -> None:
+        self._gathered: Handle[list[torch.Tensor]] | None = gathered
+        self._into = into
+
+    def wait(self, deadline: Deadline | None = None) -> torch.Tensor:
+        if self._gathered is not None:
+            parts = self._gathered.wait(deadline)
+            into = self._into
+            size_bytes = into.numel() * into.element_size()
+            into.copy_(decode(from_bytes(parts[0]), size_bytes))
+            for part in parts[1:]:
+                into.add_(decode(from_bytes(part), size_bytes))
+            into.mul_(1 / len(parts))
+            self._gathered = None
+        return self._into
+
+    def is_done(self) -> bool:
+        return self._gathered is None or self._gathered.is_done()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -23,7 +23,7 @@ from shoal.core.processes import namespace, started
 from shoal.core.status import Phase, tell_launcher
 from shoal.data.kept import kept_loaders
 from shoal.group import Group, GroupStats
-from shoal.strategies.tenants import innermost
+from shoal.strategies.session import innermost
 
 _MAX_AWAITED = 8
 _MAX_VALUES = 32

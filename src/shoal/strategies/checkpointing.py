@@ -34,8 +34,8 @@ from shoal.data.kept import KeptLoaders, kept_loaders
 from shoal.data.seeds import generator_states, set_generators
 from shoal.group import Group, share
 from shoal.strategies.averaging import has_mean, own_model
+from shoal.strategies.session import innermost, still_there
 from shoal.strategies.start import take_state
-from shoal.strategies.tenants import crew, innermost
 from shoal.tensors.checkpoint import (
     NUM_KEPT,
     Checkpoint,
@@ -47,7 +47,7 @@ from shoal.tensors.checkpoint import (
 )
 
 if TYPE_CHECKING:
-    from shoal.strategies.base import TrainingSession
+    from shoal.strategies.session import TrainingSession
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class RunCheckpoints:
         With "exact" each worker has its own part; with "common" rank 0 alone has loaded the model and the
         optimizer. Collective; CheckpointError when there is none where one was asked for.
         """
-        strategy, group, is_first = session.strategy, crew(self._group), not self._is_known
+        strategy, group, is_first = session.strategy, still_there(self._group), not self._is_known
         if is_first:
             self._kept, self._is_known = _find_kept_folder(self._group), True
         asked, self._asked = self._asked, None
@@ -160,7 +160,7 @@ class RunCheckpoints:
         strategy.before_saving(session)
         model, optimizer = strategy.common_model(session), strategy.common_optimizer(session)
         contents = _contents(session, model, optimizer, strategy.state_dict(), loaders)
-        group, step = crew(self._group), session.steps
+        group, step = still_there(self._group), session.steps
         first, fail = group.members[0], functools.partial(_failed, folder)
         name = _on_first(group, first, lambda: CheckpointWriter.begin(folder, step).staging.name, fail)
         staging = folder / name
@@ -478,7 +478,7 @@ def _find_kept_folder(group: Group) -> _KeptFolder | None:
     inner, folder = innermost(group), Path(options.checkpoint)
     number = _num_kept_runs[inner] = _num_kept_runs.get(inner, 0) + 1
     folder = folder if number == 1 else folder / f"strategy-{number}"
-    group = crew(group)
+    group = still_there(group)
     first, own = group.members[0], this_process()
     name = f".end-{own}-{secrets.token_hex(4)}"
     if group.rank == first:

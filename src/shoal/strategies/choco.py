@@ -17,50 +17,54 @@ import torch
 from shoal.core.errors import UsageError
 from shoal.group import Group, share
 from shoal.group.kernels import add_differences
-from shoal.strategies.attachment import Attachment
 from shoal.strategies.averaging import start_copy, start_mean
-from shoal.strategies.companions import Companion
-from shoal.strategies.fitting import require_symmetric
-from shoal.strategies.flats import Flats
 from shoal.strategies.messages import Format, Mail
-from shoal.strategies.options import CommonOptions
-from shoal.strategies.parameters import SurvivingStrategy
-from shoal.strategies.research_options import ChocoOptions
+from shoal.strategies.options import ChocoOptions, StrategyOptions
+from shoal.strategies.session import TrainingSession
+from shoal.strategies.strategy import Strategy
+from shoal.tensors import Flat, private_memory
 from shoal.tensors.codecs import codec_from_name
-from shoal.topology import Weights, make_topology_on
+from shoal.topology import Topology, Weights, make_topology_on
+from shoal.topology.requirements import require_symmetric
 
 log = logging.getLogger(__name__)
 
 
-class ChocoSGD(SurvivingStrategy):
+class ChocoSGD(Strategy):
     """`x̂_j ← x̂_j + Q(x_j − x̂_j)` for all j, then `x_i ← x_i + γ Σ_j W_ij (x̂_j − x̂_i)`, after the step.
 
     The public copies begin as what the parameters are, not as zeros. With plain SGD that is the algorithm of
     the paper; other optimizers step in its place. It costs one copy of the parameters, and one for each
     neighbour. Outlives lost peers: their copies no longer count. Those of peers that cannot be heard for a
-    while don't count until they have come again, whole.
+    while don't count until they have come again, whole. The copies are on the CPU, where codecs work.
     """
 
     name = "choco"
     survives_loss = True
-    runs_on_devices = False
-    Options: ClassVar[type[CommonOptions]] = ChocoOptions
+    Options: ClassVar[type[StrategyOptions]] = ChocoOptions
     options: ChocoOptions
 
-    def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
+    topology: Topology
+    _format: Format | None = None
+    _mail: Mail | None = None
+
+    def __init__(
+        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
+    ) -> None:
         super().__init__(group, options=options, **named)
+        self.codec = codec_from_name(self.options.codec)
+        self.codec.reseed(self.group.rank)
+        self._public: dict[int, Flat] = {}
+        """This worker's copy and its neighbours', by rank."""
+        self._last: Mapping[str, Mapping[str, torch.Tensor]] = {}
+        """The copies of a state that was loaded."""
+        self._last_rank = self.group.rank
+
+    def set_group(self, group: Group) -> None:
+        """Makes a topology whose matrix is symmetric."""
+        super().set_group(group)
         self.topology = make_topology_on(self.options.topology, group.size, group.num_machines)
         require_symmetric(self.topology, self.name)
-        self._codec = codec_from_name(self.options.codec)
-        self._codec.reseed(group.rank)
-        self._flats_or_none: Flats | None = None
-        self._format: Format | None = None
-        self._mail: Mail | None = None
-        self._public: dict[int, Companion] = {}
-        """This worker's copy and its neighbours', by rank."""
-        self._loaded: Mapping[str, Mapping[str, torch.Tensor]] = {}
-        self._loaded_rank = group.rank
-        self._ended: Mapping[str, Mapping[str, torch.Tensor]] = {}
 
     @property
     def message_bytes(self) -> int:
@@ -75,23 +79,19 @@ class ChocoSGD(SurvivingStrategy):
         return 1.0 if self._format is None else min(1.0, self._format.share)
 
     def state_dict(self) -> dict[str, Any]:
-        """Also what the codec keeps, and the public copies; after the `with` block those of its end."""
-        public = self._public_state() if self._public else dict(self._loaded or self._ended)
-        own = {"rank": self.group.rank, "public": public, "codec": self._codec.state_dict()}
-        return {**super().state_dict(), **own}
+        """Gives also the public copies; after the `with` block those of its end."""
+        state = super().state_dict()
+        public = self._public_state() if self._public else dict(self._last) or state.get("public", {})
+        return {**state, "rank": self.group.rank, "public": public}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Before attach, the copies wait until then, and count if those of all members fit.
-
-        While attached, load it on all members. UsageError for one of another rank or topology.
-        """
-        super().load_state_dict(state)
-        self._codec.load_state_dict(state["codec"])
-        self._loaded, self._ended = state["public"], {}
-        self._loaded_rank = int(state.get("rank", self.group.rank))
-        if self._public and self._loaded:
-            if not self._is_loaded_fit:
-                self._loaded = {}
+        """Takes up copies that fit, before attach then; see `_take_last`."""
+        own = ("rank", "public")
+        super().load_state_dict({name: value for name, value in state.items() if name not in own})
+        self._last, self._last_rank = state.get("public", {}), int(state.get("rank", self.group.rank))
+        if self._public and self._last:
+            if not self._is_last_fit:
+                self._last = {}
                 raise UsageError(
                     f"the public copies of this state are not those that rank {self.group.rank} has.",
                     cause="it is of another rank, or of another topology.",
@@ -99,82 +99,73 @@ class ChocoSGD(SurvivingStrategy):
                 )
             self._load_public()
 
-    def _load_common_state(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-
-    def _started(self, attachment: Attachment) -> None:
-        self._flats_or_none = Flats(self.group, attachment.parameters)
-        self._format = Format(self._codec, attachment.parameters)
-        whole_bytes = sum(flat.nbytes for flat in self._flats.tensors)
-        self._mail = Mail(self.group, self.name, self.topology, self._format.size_bytes, whole_bytes)
+    def start(self, session: TrainingSession) -> None:
+        """Begins with public copies of what the parameters are."""
+        flat = session.parameters
+        self._format = Format(self.codec, session.trainable)
+        self._mail = Mail(session, self.topology, self._format.size_bytes, flat.nbytes)
         ranks = [self.group.rank, *self._mail.sources]
-        self._public = {rank: Companion(attachment.named_parameters, _zeros) for rank in ranks}
-        self._publish_all()
-        self._take_loaded()
+        self._public = {rank: flat.zeros_like(private_memory()) for rank in ranks}
+        self._publish_all(flat)
+        self._take_last()
 
-    def _publish_all(self) -> None:
-        """Copy the parameters as they are, this worker's and, uncompressed, those of its neighbours."""
+    def _publish_all(self, flat: Flat) -> None:
+        """Copies the parameters as they are, this worker's and, uncompressed, those of its neighbours."""
         rank = self.group.rank
         places = [self.topology.sources(each) for each in range(self.group.size)]
         for place in range(self.topology.degree()):
             sources = dict.fromkeys(places[rank][place : place + 1], 1.0)
             receivers = [each for each, own in enumerate(places) if own[place : place + 1] == (rank,)]
             weights = Weights(0.0 if sources else 1.0, sources, dict.fromkeys(receivers, 1.0))
-            handles = [self.group.exchange(flat.clone(), weights) for flat in self._flats.tensors]
-            values = [handle.wait() for handle in handles]
+            values = flat.clone(private_memory())
+            for handle in [self.group.exchange(each, weights) for each in values.flats]:
+                handle.wait()
             for source in sources:
-                _copy(values, self._public[source].flats)
-        _copy(self._flats.tensors, self._public[rank].flats)
+                self._public[source].copy_(values)
+        self._public[rank].copy_(flat)
 
-    def _take_loaded(self) -> None:
+    def _take_last(self) -> None:
         """A copy is one only where its owner has the same: all members take theirs, or none does."""
-        if all(share(self.group, self._is_loaded_fit)):
+        if all(share(self.group, self._is_last_fit)):
             self._load_public()
-        elif self._loaded:
+        elif self._last:
             log.info("choco on rank %d begins with new public copies: not all states fit.", self.group.rank)
-            self._loaded = {}
+            self._last = {}
 
     @property
-    def _is_loaded_fit(self) -> bool:
-        return self._loaded_rank == self.group.rank and self._loaded.keys() == set(map(str, self._public))
+    def _is_last_fit(self) -> bool:
+        return self._last_rank == self.group.rank and self._last.keys() == set(map(str, self._public))
 
     def _load_public(self) -> None:
-        for rank, companion in self._public.items():
-            companion.load(self._loaded[str(rank)])
-        self._loaded = {}
+        for rank, flat in self._public.items():
+            flat.load_state_dict(self._last[str(rank)])
+        self._last = {}
 
     def _public_state(self) -> dict[str, dict[str, torch.Tensor]]:
-        return {str(rank): companion.state_dict() for rank, companion in self._public.items()}
+        return {str(rank): flat.state_dict() for rank, flat in self._public.items()}
 
-    @property
-    def _flats(self) -> Flats:
-        assert self._flats_or_none is not None
-        return self._flats_or_none
+    def before_step(self, session: TrainingSession) -> None:
+        """Looks for lost peers."""
+        session.check_losses()
 
-    def _before_step(self) -> None:
-        self._look_for_losses()
+    def after_step(self, session: TrainingSession) -> None:
+        """Gossips with the neighbours."""
+        if session.is_round:
+            self._gossip(session)
 
-    def _after_step(self) -> None:
-        if self.is_round:
-            self._gossip()
-
-    def _skipped_step(self) -> None:
-        self._after_step()
-
-    def _gossip(self) -> None:
+    def _gossip(self, session: TrainingSession) -> None:
         assert self._format is not None
         assert self._mail is not None
-        self._flats.adopt()
-        own = self._public[self.group.rank].flats
-        message = self._format.encode(
-            [flat - public for flat, public in zip(self._flats.tensors, own, strict=True)]
-        )
+        live = session.parameters
+        flat = live if live.device.type == "cpu" else live.clone(private_memory())
+        own = self._public[self.group.rank]
+        message = self._format.encode((flat - own).flats)
         sends = self._mail.send(message, partial(_bytes_of, own))
         came = self._mail.receive()
         for send in sends:
             send.wait()
-        self._look_for_losses()
-        self._format.add(message, own)
+        session.check_losses()
+        self._format.add(message, own.flats)
         weights = self.topology.weights(self.group.rank).sources
         for source, letter in came.items():
             public = self._public[source].flats
@@ -182,48 +173,32 @@ class ChocoSGD(SurvivingStrategy):
                 _copy_bytes(letter.whole, public)
             self._format.add(letter.message, public)
         factors = {source: self.gamma * weights[source] for source in came}
-        for index, flat in enumerate(self._flats.tensors):
+        for index, values in enumerate(flat.flats):
             theirs = [(self._public[source].flats[index], factor) for source, factor in factors.items()]
-            add_differences(flat, own[index], theirs)
+            add_differences(values, own.flats[index], theirs)
+        if flat is not live:
+            live.copy_(flat)
 
-    def _average_all(self) -> None:
-        """The parameters become the mean of all, and so do the public copies, to the bit."""
-        root = self.group.members[0]
-        for flat in self._flats.tensors:
-            start_mean(self.group, flat).wait()
-            start_copy(self.group, flat, root).wait()
-        for companion in self._public.values():
-            _copy(self._flats.tensors, companion.flats)
+    def average_all(self, session: TrainingSession) -> None:
+        """Makes the parameters the mean of all, and so the public copies, to the bit."""
+        root, flat = self.group.members[0], session.parameters
+        for values in flat.flats:
+            start_mean(self.group, values).wait()
+            start_copy(self.group, values, root).wait()
+        for public in self._public.values():
+            public.copy_(flat)
 
-    def detached(self, *, should_leave: bool, is_failed: bool) -> None:
-        """The windows are given back, if all members stay."""
-        mail, self._mail = self._mail, None
-        super().detached(should_leave=should_leave, is_failed=is_failed)
-        if mail is not None and not is_failed and not should_leave:
-            mail.close()
-
-    def _stopped(self) -> None:
+    def stop(self, session: TrainingSession) -> None:
+        """Remembers the public copies."""
         if self._public:
-            self._ended = self._public_state()
-        self._public, self._format = {}, None
-        if self._flats_or_none is not None:
-            self._flats_or_none.close()
-            self._flats_or_none = None
+            self._ended = {"public": self._public_state()}
+        self._public, self._format, self._mail = {}, None, None
 
 
-def _zeros(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(num_elements, dtype=dtype)
-
-
-def _bytes_of(flats: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([flat.view(torch.uint8) for flat in flats])
+def _bytes_of(flat: Flat) -> torch.Tensor:
+    return torch.cat([each.view(torch.uint8) for each in flat.flats])
 
 
 def _copy_bytes(whole: torch.Tensor, into: list[torch.Tensor]) -> None:
     for part, flat in zip(torch.split(whole, [flat.nbytes for flat in into]), into, strict=True):
         flat.copy_(part.clone().view(flat.dtype))
-
-
-def _copy(values: list[torch.Tensor], into: list[torch.Tensor]) -> None:
-    for value, flat in zip(values, into, strict=True):
-        flat.copy_(value)

@@ -27,10 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.core.errors import ShoalError, UsageError
 from shoal.group import Group, share
 from shoal.group.cluster.collectives import destroy_world
-from shoal.strategies.attachment import Attachment
-from shoal.strategies.base import Strategy
-from shoal.strategies.options import CommonOptions, DDPOptions
-from shoal.strategies.tenants import innermost
+from shoal.strategies.options import DDPOptions, StrategyOptions
+from shoal.strategies.session import TrainingSession, innermost
+from shoal.strategies.strategy import Strategy
 
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
 # torch 2.13 has given the argument another name, and warns of the old one
@@ -45,10 +44,12 @@ class TorchDDP(Strategy):
     """
 
     name = "ddp"
-    Options: ClassVar[type[CommonOptions]] = DDPOptions
+    Options: ClassVar[type[StrategyOptions]] = DDPOptions
     options: DDPOptions
 
-    def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
+    def __init__(
+        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
+    ) -> None:
         super().__init__(group, options=options, **named)
         if self.options.monitor:
             raise UsageError(
@@ -75,11 +76,12 @@ class TorchDDP(Strategy):
         with super().accumulate(), no_sync:
             yield
 
-    def _started(self, attachment: Attachment) -> None:
-        open_process_group(self.group, attachment.device, self._exit)
-        if not self.shares_gradients or not attachment.parameters:
+    def start(self, session: TrainingSession) -> None:
+        """Wraps the model."""
+        open_process_group(self.group, session.device, self._exit)
+        if not self.shares_gradients or not session.trainable:
             return
-        model = attachment.model
+        model = session.model
         # parameters and buffers are what they should be: equal, or each worker's own of a checkpoint
         self._module = wrap(_Shell(model), self.options, should_start_equal=False)
         self._exit.enter_context(_routed(model, self._module))
@@ -88,39 +90,41 @@ class TorchDDP(Strategy):
             self._exit.enter_context(joining)
 
     @property
+    def shares_buffers(self) -> bool:
+        """Whether the session copies buffers, since torch does not."""
+        return self._module is None
+
+    @property
     def has_last_round(self) -> bool:
-        """Where it shares parameters, which is after every so many steps."""
+        """Whether it shares parameters, which is after every so many steps."""
         return not self.shares_gradients
 
-    def _after_step(self) -> None:
-        if not self.shares_gradients and self.is_round:
-            self._last_round()
+    def after_step(self, session: TrainingSession) -> None:
+        """Averages parameters, where those are shared."""
+        if not self.shares_gradients and session.is_round:
+            self.last_round(session)
 
-    def _last_round(self) -> None:
+    def last_round(self, session: TrainingSession) -> None:
+        """Averages parameters."""
         if len(self.group.members) < self.group.size:
             raise ShoalError("torch.distributed averages over all workers, and some have ended.")
         world = dist.group.WORLD
         assert world is not None, "attached without torch.distributed"
-        average_parameters(iter(self.attachment.parameters), world)
+        average_parameters(iter(session.trainable), world)
 
-    def _skipped_step(self) -> None:
-        self._after_step()
+    def average_all(self, session: TrainingSession) -> None:
+        """Does nothing: a round is one."""
 
-    def _share_buffers(self) -> None:
-        if self._module is None:
-            super()._share_buffers()
-
-    def detached(self, *, should_leave: bool, is_failed: bool) -> None:
-        """Torch's Join waits for the others at the end, unless this worker failed."""
+    def finish(self, session: TrainingSession, *, should_leave: bool) -> None:
+        """Waits for the others in torch's Join, where numbers of batches may differ."""
         self._module = None
-        try:
-            if is_failed:
-                failure = ShoalError("the loop ended with an exception.")
-                self._exit.__exit__(ShoalError, failure, None)
-            else:
-                self._exit.close()
-        finally:
-            super().detached(should_leave=should_leave, is_failed=is_failed)
+        self._exit.close()
+
+    def stop(self, session: TrainingSession) -> None:
+        """Unwraps the model; after a failure nobody is waited for."""
+        self._module = None
+        failure = ShoalError("the loop ended with an exception.")
+        self._exit.__exit__(ShoalError, failure, None)
 
 
 class _Shell(nn.Module):

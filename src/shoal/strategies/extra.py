@@ -4,65 +4,88 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
+
 from shoal.core.errors import UsageError
-from shoal.strategies.corrected import CorrectedStrategy
-from shoal.strategies.exact_options import ExtraOptions
-from shoal.strategies.fitting import SYMMETRIC, smallest_eigenvalue
-from shoal.strategies.options import CommonOptions
-from shoal.topology import Topology
+from shoal.group import Group, Handle
+from shoal.strategies.exact_diffusion import start_differences
+from shoal.strategies.options import StrategyOptions, SymmetricOptions
+from shoal.strategies.session import TrainingSession
+from shoal.strategies.strategy import Strategy
+from shoal.tensors import Flat, ParameterBuffers
+from shoal.topology import Topology, make_topology_on
+from shoal.topology.requirements import SYMMETRIC, require_symmetric, smallest_eigenvalue
 
 
-class Extra(CorrectedStrategy):
+class Extra(Strategy):
     """`x_i ← opt(x_i + d_i − e_i, g_i)` and `e_i ← e_i − d_i/2`, at first 0; `d_i = Σ_j W_ij (x_j − x_i)`.
 
     On the right are the old parameters, and g_i is taken there; the exchange goes on during backward. With
     plain SGD that is `x ← (I + W)x − (I + W)/2·x' − lr·(g − g')`, where a dash means the step before. With
-    another optimizer `lr·g` is what its step does. In a step that was skipped a worker mixes its parameters
-    as they are; where they are written between forward and step, they win over the mix, and the correction
-    counts what was sent.
+    another optimizer `lr·g` is what its step does. Of `local_steps` J, each step gets 1/J of e. In a step
+    that was skipped a worker mixes its parameters as they are; where they are written between forward and
+    step, they win over the mix, and the correction counts what was sent. PeerLost when a peer is lost, as
+    under exact diffusion.
     """
 
     name = "extra"
-    Options: ClassVar[type[CommonOptions]] = ExtraOptions
-    options: ExtraOptions
+    Options: ClassVar[type[StrategyOptions]] = SymmetricOptions
+    options: SymmetricOptions
+    topology: Topology
+    correction: Flat
+    """e, which sums to zero over the workers."""
+    _buffers: ParameterBuffers
+    _under_way: list[Handle[torch.Tensor]] | None
 
-    @property
-    def is_overlapped(self) -> bool:
-        """Always: the exchange comes before the step."""
-        return True
-
-    def _make_topology(self) -> Topology:
-        topology = super()._make_topology()
-        if smallest_eigenvalue(topology) < -1 + 1e-6:
+    def set_group(self, group: Group) -> None:
+        """Makes a topology whose matrix fits the method's proof."""
+        super().set_group(group)
+        self.topology = make_topology_on(self.options.topology, group.size, group.num_machines)
+        require_symmetric(self.topology, self.name)
+        if smallest_eigenvalue(self.topology) < -1 + 1e-6:
             raise UsageError(
-                f"extra needs eigenvalues above −1, and '{topology.name}' has −1.",
+                f"extra needs eigenvalues above −1, and '{self.topology.name}' has −1.",
                 cause="its workers keep nothing of their own parameters, and swap for ever.",
                 next_step=f"give them weights of their own, or take {SYMMETRIC}.",
             )
-        return topology
 
-    def _before_step(self) -> None:
-        self._look_for_losses()
-        if self.attachment.is_void:
-            self._skipped_step()
-            return
-        if self.is_round:
-            self._mix(self._share)
-            return
-        self._twins.adopt()
-        for pair, correction in zip(self._twins.pairs, self._correction.flats, strict=True):
-            pair.live.sub_(correction, alpha=self._share)
+    def start(self, session: TrainingSession) -> None:
+        """Begins with a correction of zero."""
+        self._buffers = session.hold_parameters(2)
+        self.correction = self._buffers.live.zeros_like()
+        self._under_way = None
 
-    def _skipped_step(self) -> None:
-        if self.is_round:
-            self._mix(0.0)
+    def after_forward(self, session: TrainingSession) -> None:
+        """Starts the round, which goes on during backward."""
+        if session.is_round and not session.is_accumulating and self._under_way is None:
+            self._under_way = start_differences(session, self._buffers, self.topology)
+            self._buffers.mark()
 
-    def _mix(self, share: float) -> None:
+    def before_step(self, session: TrainingSession) -> None:
+        """Combines and corrects; the optimizer steps from there."""
+        session.check_losses()
+        share = 0.0 if session.is_skipped or session.is_void else 1 / self.options.local_steps
+        if session.is_round:
+            self._combine(session, share)
+        elif share:
+            self._buffers.adopt()
+            self._buffers.live.sub_(self.correction, alpha=share)
+
+    def _combine(self, session: TrainingSession, share: float) -> None:
         """`x + d − share·e` with the old e, and e − d/2."""
-        is_written = self._receive()
-        for pair, correction in zip(self._twins.pairs, self._correction.flats, strict=True):
-            correction.sub_(pair.spare, alpha=0.5)
-            pair.spare.mul_(1 - share / 2).sub_(correction, alpha=share).add_(pair.live)
+        handles, self._under_way = self._under_way, None
+        is_written = handles is not None and self._buffers.is_written()
+        for handle in handles or start_differences(session, self._buffers, self.topology):
+            handle.wait()
+        session.check_losses()
+        spare = self._buffers.spare
+        self.correction.sub_(spare, alpha=0.5)
+        spare.mul_(1 - share / 2).sub_(self.correction, alpha=share).add_(self._buffers.live)
         if is_written:
-            self._twins.keep()
-        self._twins.swap()
+            self._buffers.keep()
+        self._buffers.swap()
+
+    def average_all(self, session: TrainingSession) -> None:
+        """Makes corrections sum to zero, too."""
+        session.average_parameters()
+        self.correction -= session.average(self.correction)

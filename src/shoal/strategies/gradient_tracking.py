@@ -13,16 +13,16 @@ from typing import ClassVar
 import torch
 
 from shoal.core.errors import UsageError
-from shoal.strategies.attachment import Attachment
-from shoal.strategies.companions import Companion
-from shoal.strategies.exact_options import GradientTrackingOptions
-from shoal.strategies.fitting import require_doubly_stochastic
-from shoal.strategies.mixing import MixStrategy
-from shoal.strategies.options import CommonOptions
-from shoal.topology import Topology
+from shoal.group import Group
+from shoal.strategies.exchange import ExchangeStrategy
+from shoal.strategies.options import MixOptions, StrategyOptions
+from shoal.strategies.session import TrainingSession
+from shoal.tensors import Flat
+from shoal.topology import Topology, Weights, make_topology_on
+from shoal.topology.requirements import require_doubly_stochastic
 
 
-class GradientTracking(MixStrategy):
+class GradientTracking(ExchangeStrategy):
     """`y_i ← Σ_j W_ij (y_j + g_j − g'_j)`, `x_i ← Σ_j W_ij opt(x_j, y_j)`; a dash means the step before.
 
     The tracker y takes the place of `.grad` before the optimizer steps; its mean over the workers is that of
@@ -35,86 +35,88 @@ class GradientTracking(MixStrategy):
     """
 
     name = "gradient-tracking"
-    Options: ClassVar[type[CommonOptions]] = GradientTrackingOptions
-    options: GradientTrackingOptions
+    Options: ClassVar[type[StrategyOptions]] = MixOptions
+    options: MixOptions
+    topology: Topology
+    tracker: Flat
+    gradient: Flat
+    """The last gradient of this worker that counted."""
+    _mixed: Flat
 
-    def _make_topology(self) -> Topology:
-        topology = super()._make_topology()
-        require_doubly_stochastic(topology, self.name)
-        return topology
+    def set_group(self, group: Group) -> None:
+        """Makes a topology whose matrices are doubly stochastic."""
+        super().set_group(group)
+        self.topology = make_topology_on(self.options.topology, group.size, group.num_machines)
+        require_doubly_stochastic(self.topology, self.name)
 
-    def _make_kept(self, attachment: Attachment) -> dict[str, Companion]:
-        self._scratch["mixed"] = self._shared(attachment)
-        return {"tracker": self._shared(attachment), "gradient": self._private(attachment)}
+    def round_weights(self, session: TrainingSession) -> Weights:
+        """Gives the topology's."""
+        return self.topology.weights(session.group.rank, self.rounds)
 
-    def _before_step(self) -> None:
-        self._look_for_losses()
-        if self.attachment.has_closure:
+    def start(self, session: TrainingSession) -> None:
+        """Begins with trackers of zero, in memory of the group."""
+        super().start(session)
+        self._mixed = self._buffers.live.zeros_like(session.empty)
+        self.tracker = self._buffers.live.zeros_like(session.empty)
+        self.gradient = self._buffers.live.zeros_like()
+
+    def before_step(self, session: TrainingSession) -> None:
+        """Follows the gradient, mixes the trackers, and lets the optimizer step along this worker's."""
+        session.check_losses()
+        if session.has_closure:
             raise UsageError(
                 "gradient-tracking does not see gradients that optimizer.step(closure) computes.",
                 next_step="call backward() and then step() without a closure, or take exact-diffusion or d2.",
             )
-        scale = self._scale()
-        if self._are_gradients_finite():
-            self._follow_gradients(scale)
-        elif not self.attachment.is_void:
-            self._check.refused(self.steps, "Its last gradient counts instead.")
-        if self.is_round:
-            self._mix_trackers()
-        self._hand_out(scale)
+        # by what gradients are multiplied still, where a GradScaler leaves that to a fused optimizer
+        scale: torch.Tensor | None = getattr(session.optimizer, "grad_scale", None)
+        if _are_gradients_finite(session):
+            self._follow_gradients(session, scale)
+        elif not session.is_void:
+            session.finite.refused(self.steps, "Its last gradient counts instead.")
+        if session.is_round:
+            self._mix_trackers(session)
+        self._hand_out(session, scale)
 
-    def _skipped_step(self) -> None:
-        if self.is_round:
-            self._mix_trackers()
-        super()._skipped_step()
+    def skip_step(self, session: TrainingSession) -> None:
+        """Mixes both as they are."""
+        if session.is_round:
+            self._mix_trackers(session)
+            self._finish_round(session)
 
-    def _average_all(self) -> None:
-        """Afterwards each tracker is the mean of the last gradients."""
-        super()._average_all()
-        means = self._kept["gradient"].mean(self.group)
-        for tracker, mean in zip(self._kept["tracker"].flats, means, strict=True):
-            tracker.copy_(mean)
+    def average_all(self, session: TrainingSession) -> None:
+        """Makes each tracker the mean of the last gradients, too."""
+        session.average_parameters()
+        self.tracker.copy_(session.average(self.gradient))
 
-    def _scale(self) -> torch.Tensor | None:
-        """By what gradients are multiplied still, where a GradScaler leaves that to a fused optimizer."""
-        scale: torch.Tensor | None = getattr(self.attachment.optimizer, "grad_scale", None)
-        return scale
-
-    def _are_gradients_finite(self) -> bool:
-        if self.attachment.is_void:
-            return False
-        gradients = [parameter.grad for parameter in self.attachment.parameters if parameter.grad is not None]
-        return all(bool(_dense(gradient).isfinite().all()) for gradient in gradients)
-
-    def _follow_gradients(self, scale: torch.Tensor | None) -> None:
+    def _follow_gradients(self, session: TrainingSession, scale: torch.Tensor | None) -> None:
         """`y + (g − g')`, before any mixing: also what is right where the mixing fails."""
         with torch.no_grad():
-            for (parameter, tracker), (_, last) in zip(
-                self._kept["tracker"], self._kept["gradient"], strict=True
-            ):
+            for (name, tracker), last in zip(self.tracker.items(), self.gradient.views, strict=True):
+                found = session.named_parameters[name].grad
                 last.neg_()
-                if parameter.grad is None:
+                if found is None:
                     tracker.add_(last)
                     last.zero_()
                     continue
-                gradient = _dense(parameter.grad)
+                gradient = found.to_dense() if found.is_sparse else found
                 if scale is not None:
                     gradient = gradient / scale
                 tracker.add_(last.add_(gradient))
                 last.copy_(gradient)
 
-    def _mix_trackers(self) -> None:
-        tracker, mixed = self._kept["tracker"], self._scratch["mixed"]
-        flats = zip(tracker.flats, mixed.flats, strict=True)
-        for handle in [self._exchange(own, out) for own, out in flats]:
+    def _mix_trackers(self, session: TrainingSession) -> None:
+        flats = zip(self.tracker.flats, self._mixed.flats, strict=True)
+        for handle in [self.exchange(session, own, out) for own, out in flats]:
             handle.wait()
-        self._look_for_losses()
-        self._kept["tracker"], self._scratch["mixed"] = mixed, tracker
+        session.check_losses()
+        self.tracker, self._mixed = self._mixed, self.tracker
 
-    def _hand_out(self, scale: torch.Tensor | None) -> None:
+    def _hand_out(self, session: TrainingSession, scale: torch.Tensor | None) -> None:
         """A parameter that no worker has used stays without a gradient."""
         with torch.no_grad():
-            for parameter, tracker in self._kept["tracker"]:
+            for name, tracker in self.tracker.items():
+                parameter = session.named_parameters[name]
                 gradient = parameter.grad
                 if gradient is not None and not gradient.is_sparse:
                     gradient.copy_(tracker)
@@ -124,5 +126,8 @@ class GradientTracking(MixStrategy):
                     gradient.mul_(scale)
 
 
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient
+def _are_gradients_finite(session: TrainingSession) -> bool:
+    if session.is_void:
+        return False
+    gradients = [parameter.grad for parameter in session.trainable if parameter.grad is not None]
+    return all(bool((each.to_dense() if each.is_sparse else each).isfinite().all()) for each in gradients)

@@ -14,33 +14,22 @@ from functools import partial
 import msgspec
 import torch
 from torch import nn
-from torch.autograd import Variable
 
 from shoal.core.errors import UsageError
 from shoal.group import Group, Handle
 from shoal.group.functions import announce
+from shoal.strategies.hooks import at_end_of_backward
 from shoal.strategies.monitors import Monitors
 from shoal.tensors import (
     ALIGNMENT_BYTES,
     DTYPES,
+    Allocate,
     Bucket,
     BucketLayout,
     BucketSlot,
     TensorSpec,
 )
 from shoal.tensors.memory import copy_into
-
-Allocate = Callable[[int, torch.dtype], torch.Tensor]
-
-
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call once, when the backward pass that is running is through; what it raises, `backward()` raises.
-
-    The engine's queue is no documented name, though DDP and FSDP stand on it. The documented way,
-    `register_multi_grad_hook`, keeps every gradient until the end, so that accumulating copies them all,
-    loses count in a backward inside a backward, and remembers every pass that failed.
-    """
-    Variable._execution_engine.queue_callback(callback)
 
 
 def flagged_bytes(layout: BucketLayout) -> int:
@@ -157,6 +146,7 @@ class GradientRound:
             for bucket, parameters in buckets
             for number, parameter in enumerate(parameters)
         ]
+        self._place_of: dict[torch.Tensor, _Place] = {place.parameter: place for place in self._places}
         self._places_of = {
             bucket: [place for place in self._places if place.bucket is bucket] for bucket in self._buckets
         }
@@ -170,9 +160,9 @@ class GradientRound:
         self._monitors = monitors
         self._squares = squares
 
-    def hooks(self) -> list[tuple[nn.Parameter, Callable[[torch.Tensor], None]]]:
-        """Each parameter with its post-accumulate hook."""
-        return [(place.parameter, place.ready) for place in self._places]
+    def ready(self, parameter: torch.Tensor) -> None:
+        """Takes a gradient that backward has just computed."""
+        self._place_of[parameter].ready(parameter)
 
     def begin(self) -> bool:
         """At the first gradient of a backward pass; False when it is not to be shared."""

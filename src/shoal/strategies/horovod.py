@@ -7,18 +7,16 @@ are back. The group is used for the start alone; `all-reduce` computes the same 
 from __future__ import annotations
 
 import importlib
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from shoal.core.errors import UsageError
 from shoal.group import Group
-from shoal.strategies.attachment import Attachment
-from shoal.strategies.base import Strategy
-from shoal.strategies.gradients import at_end_of_backward
-from shoal.strategies.options import CommonOptions, HorovodOptions
+from shoal.strategies.hooks import at_end_of_backward
+from shoal.strategies.options import HorovodOptions, StrategyOptions
+from shoal.strategies.session import TrainingSession
+from shoal.strategies.strategy import Strategy
 
 
 class HorovodAllReduce(Strategy):
@@ -29,10 +27,12 @@ class HorovodAllReduce(Strategy):
     """
 
     name = "horovod"
-    Options: ClassVar[type[CommonOptions]] = HorovodOptions
+    Options: ClassVar[type[StrategyOptions]] = HorovodOptions
     options: HorovodOptions
 
-    def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
+    def __init__(
+        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
+    ) -> None:
         super().__init__(group, options=options, **named)
         if self.options.monitor:
             raise UsageError(
@@ -40,8 +40,8 @@ class HorovodAllReduce(Strategy):
                 next_step="monitor under all-reduce, whose gradients are the same.",
             )
         self._horovod: Any = None if self.is_alone else load_horovod()
-        self._names: dict[nn.Parameter, str] = {}
-        self._under_way: dict[nn.Parameter, tuple[Any, Any]] = {}
+        self._names: dict[torch.Tensor, str] = {}
+        self._under_way: dict[torch.Tensor, tuple[Any, Any]] = {}
         """For each parameter, Horovod's handle and what decompression needs."""
 
     @property
@@ -49,7 +49,8 @@ class HorovodAllReduce(Strategy):
         """Unless it shares parameters."""
         return self.options.local_steps == 1
 
-    def _started(self, attachment: Attachment) -> None:
+    def start(self, session: TrainingSession) -> None:
+        """Asks Horovod for the same workers."""
         horovod = self._horovod
         horovod.init()
         if (horovod.rank(), horovod.size()) != (self.group.rank, self.group.size):
@@ -59,18 +60,16 @@ class HorovodAllReduce(Strategy):
                 cause="Horovod does not know of the other workers: it takes them from MPI or horovodrun.",
                 next_step="start with `horovodrun -np N` or `mpirun -np N` instead of `shoal run`.",
             )
-        self._names = {parameter: name for name, parameter in attachment.named_parameters.items()}
-        if self.shares_gradients:
-            for parameter in attachment.parameters:
-                attachment.on_accumulated(parameter, partial(self._ready, parameter))
+        self._names = {parameter: name for name, parameter in session.named_parameters.items()}
 
-    def _stopped(self) -> None:
+    def stop(self, session: TrainingSession) -> None:
+        """Forgets what was under way."""
         self._names.clear()
         self._under_way.clear()
 
-    def _ready(self, parameter: nn.Parameter, _: torch.Tensor) -> None:
-        """The post-accumulate hook."""
-        if self.is_accumulating:
+    def gradient_ready(self, session: TrainingSession, parameter: torch.Tensor) -> None:
+        """Gives a gradient to Horovod."""
+        if self.is_accumulating or not self.shares_gradients:
             return
         if not self._under_way:
             at_end_of_backward(self._end_backward)
@@ -82,7 +81,7 @@ class HorovodAllReduce(Strategy):
             )
         self._share(parameter)
 
-    def _share(self, parameter: nn.Parameter) -> None:
+    def _share(self, parameter: torch.Tensor) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         elif parameter.grad.is_sparse:
@@ -103,22 +102,22 @@ class HorovodAllReduce(Strategy):
             if parameter.grad is not None and mean.data_ptr() != parameter.grad.data_ptr():
                 parameter.grad.copy_(mean)
 
-    def _after_step(self) -> None:
-        if not self.shares_gradients and self.is_round:
-            self._average_all()
-
-    def _skipped_step(self) -> None:
-        self._after_step()
+    def after_step(self, session: TrainingSession) -> None:
+        """Averages parameters, where those are shared."""
+        if not self.shares_gradients and session.is_round:
+            self.average_all(session)
 
     @property
     def has_last_round(self) -> bool:
-        """Where it shares parameters, which is after every so many steps."""
+        """Whether it shares parameters, which is after every so many steps."""
         return not self.shares_gradients
 
-    def _last_round(self) -> None:
-        self._average_all()
+    def last_round(self, session: TrainingSession) -> None:
+        """Averages parameters."""
+        self.average_all(session)
 
-    def _average_all(self) -> None:
+    def average_all(self, session: TrainingSession) -> None:
+        """Averages parameters by Horovod."""
         horovod = self._horovod
         handles = [
             horovod.allreduce_async_(parameter.data, name=f"shoal.{name}", op=horovod.Average)
@@ -127,17 +126,14 @@ class HorovodAllReduce(Strategy):
         for handle in handles:
             horovod.synchronize(handle)
 
+    def finish(self, session: TrainingSession, *, should_leave: bool) -> None:
+        """Joins when it leaves: the others' rounds go on without its gradients, until all have."""
+        if should_leave:
+            self._horovod.join()
+
     @property
     def _compression(self) -> Any:
         return getattr(self._horovod.Compression, self.options.compression)
-
-    def detached(self, *, should_leave: bool, is_failed: bool) -> None:
-        """Who leaves joins: the others' rounds go on without its gradients, until all have."""
-        try:
-            if should_leave and not is_failed and not self.is_alone:
-                self._horovod.join()
-        finally:
-            super().detached(should_leave=should_leave, is_failed=is_failed)
 
 
 def load_horovod() -> Any:

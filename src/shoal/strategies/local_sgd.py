@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
-from shoal.group import Group, Handle, share
-from shoal.strategies.attachment import Attachment
-from shoal.strategies.averaging import packed, start_mean
-from shoal.strategies.buffers import average_buffers
-from shoal.strategies.coded import make_codec
-from shoal.strategies.fragments import TAKE_MEAN, Fragment, private_memory
-from shoal.strategies.optimizers import SteppedParameters
-from shoal.strategies.options import CommonOptions, LocalSGDOptions
-from shoal.strategies.parameters import ExchangeStrategy
-from shoal.tensors import DTYPES
+from shoal.group import Group, share
+from shoal.strategies.averaging import make_codec, packed, start_mean
+from shoal.strategies.options import LocalSGDOptions, StrategyOptions
+from shoal.strategies.outer_step import TAKE_MEAN, OuterStep
+from shoal.strategies.session import TrainingSession
+from shoal.strategies.strategy import Strategy
+from shoal.tensors import DTYPES, private_memory
 from shoal.tensors.dtypes import dtype_name
-from shoal.topology import Weights
 
 _Label = tuple[str, str, str]
 """Of a tensor of the optimizer's state: the parameter's name, the key and the dtype."""
 _STEP = "step"
 
 
-class LocalSGD(ExchangeStrategy):
+class LocalSGD(Strategy):
     """`x_i ← mean of all x_j` after every `local_steps` steps, buffers included; outlives lost peers.
 
     With a codec, what each has learned since the last mean travels encoded, and what the codec leaves out
@@ -34,102 +30,75 @@ class LocalSGD(ExchangeStrategy):
 
     name = "local-sgd"
     survives_loss = True
-    Options: ClassVar[type[CommonOptions]] = LocalSGDOptions
+    Options: ClassVar[type[StrategyOptions]] = LocalSGDOptions
     options: LocalSGDOptions
+    common_state = ("fragment",)
+    fragment: OuterStep
+    """The last mean, where what was learned since travels encoded."""
 
-    def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
+    def __init__(
+        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
+    ) -> None:
         super().__init__(group, options=options, **named)
-        self._codec = make_codec(self.options.codec, group.rank)
+        self.codec = make_codec(self.options.codec, self.group.rank)
         self._stepped = SteppedParameters()
-        self._fragment: Fragment | None = None
-        self._loaded: Mapping[str, Any] | None = None
 
-    @property
-    def is_overlapped(self) -> bool:
-        """Never: the mean comes after the step."""
-        return False
-
-    def state_dict(self) -> dict[str, Any]:
-        """With a codec also the last mean, and what the codec has kept."""
-        state = super().state_dict()
-        if self._codec is not None:
-            state["codec"] = self._codec.state_dict()
-            if self._fragment is not None:
-                state["fragment"] = self._fragment.state_dict()
-            elif self._loaded is not None:
-                state["fragment"] = self._loaded
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Before attach, the last mean waits until then."""
-        self._load_common_state(state)
-        if self._codec is not None and "codec" in state:
-            self._codec.load_state_dict(state["codec"])
-
-    def _load_common_state(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        if self._codec is not None and "fragment" in state:
-            if self._fragment is None:
-                self._loaded = state["fragment"]
-            else:
-                self._fragment.load_state_dict(state["fragment"])
-
-    def _started(self, attachment: Attachment) -> None:
+    def start(self, session: TrainingSession) -> None:
+        """Makes room for the mean."""
         self._stepped = SteppedParameters()
-        if self._codec is None:
-            super()._started(attachment)
-            return
-        self._fragment = Fragment(0, attachment.named_parameters, private_memory, has_momentum=False)
-        if self._loaded is not None:
-            self._fragment.load_state_dict(self._loaded)
-            self._loaded = None
-
-    def _stopped(self) -> None:
-        self._fragment = None
-        super()._stopped()
-
-    def _exchange(self, live: torch.Tensor, spare: torch.Tensor) -> Handle[torch.Tensor]:
-        return self.group.exchange(live, Weights.uniform(self._others, self._others), out=spare)
-
-    def _after_step(self) -> None:
-        self._stepped.add_step(self.attachment)
-        super()._after_step()
-
-    def _finish_round(self) -> None:
-        if self._fragment is None:
-            super()._finish_round()
+        if self.codec is None:
+            session.hold_parameters(2)
         else:
-            self._look_for_losses()
-            self._fragment.send(self.group, self._codec)
-            self._fragment.step(TAKE_MEAN)
-        average_buffers(self.group, self.attachment.model)
-        if self.options.average_momentum:
-            self._average_state()
+            self.fragment = OuterStep(0, session.named_parameters, private_memory(), has_momentum=False)
+
+    def stop(self, session: TrainingSession) -> None:
+        """Lets go of the last mean."""
+        vars(self).pop("fragment", None)
+
+    def before_step(self, session: TrainingSession) -> None:
+        """Looks for lost peers."""
+        session.check_losses()
+
+    def after_step(self, session: TrainingSession) -> None:
+        """Averages after every so many steps."""
+        if not session.is_skipped:
+            self._stepped.add_step(session)
+        if session.is_round:
+            self.last_round(session)
 
     @property
     def has_last_round(self) -> bool:
-        """Unless every step has its round."""
+        """Whether some steps have no round of their own."""
         return self.options.local_steps > 1
 
-    def _last_round(self) -> None:
-        self._finish_round()
+    def last_round(self, session: TrainingSession) -> None:
+        """Averages parameters, buffers and, where it is an option, the optimizer's state."""
+        if self.codec is None:
+            session.average_parameters()
+        else:
+            session.check_losses()
+            self.fragment.send(self.group, self.codec)
+            self.fragment.step(TAKE_MEAN)
+        session.average_buffers()
+        if self.options.average_momentum:
+            self._average_state(session)
 
-    def _average_all(self) -> None:
-        """Nothing: a round is one."""
+    def average_all(self, session: TrainingSession) -> None:
+        """Does nothing: a round is one."""
 
-    def _average_state(self) -> None:
-        """Average what the optimizer keeps in the shape of a parameter, and its count of steps.
+    def _average_state(self, session: TrainingSession) -> None:
+        """Averages what the optimizer keeps in the shape of a parameter, and its count of steps.
 
         The mean of a parameter's state is that of the workers that have stepped the parameter since the last
         round. torch leaves out a parameter without a gradient, so the others have nothing new to add; they
         keep what they have. Counts of steps (Adam's) become the nearest whole number to their mean: they say
         how many gradients are in the moments.
         """
-        mine = self._stepped_state()
+        mine = self._stepped_state(session)
         everybody = [list(map(tuple, theirs)) for theirs in share(self.group, sorted(mine))]
         labels = sorted(dict.fromkeys(label for theirs in everybody for label in theirs))
         is_partial = any(len(theirs) < len(labels) for theirs in everybody)
-        tensors = [mine[label] if label in mine else self._zeros(label) for label in labels]
+        tensors = [mine[label] if label in mine else _zeros(session, label) for label in labels]
         # they go with the same weights as the state, also when a worker is lost meanwhile
         parts = torch.tensor([float(label in mine) for label in labels], dtype=torch.float64)
         with torch.no_grad():
@@ -138,33 +107,66 @@ class LocalSGD(ExchangeStrategy):
                 bucket.store(members)
             for label, part in zip(labels, parts.tolist(), strict=True):
                 if label in mine:
-                    self._store(label, mine[label].div_(part) if is_partial else mine[label])
+                    _store(session, label, mine[label].div_(part) if is_partial else mine[label])
         self._stepped.end_round()
 
-    def _stepped_state(self) -> dict[_Label, torch.Tensor]:
+    def _stepped_state(self, session: TrainingSession) -> dict[_Label, torch.Tensor]:
         """The state of the parameters that were stepped in this round, sparse tensors as dense copies."""
-        state = self.attachment.optimizer.state
+        state = session.optimizer.state
         return {
             (name, key, dtype_name(value.dtype)): value.to_dense() if value.is_sparse else value
-            for name, parameter in self.attachment.named_parameters.items()
+            for name, parameter in session.named_parameters.items()
             if parameter in self._stepped
             for key, value in state.get(parameter, {}).items()
             if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
             if value.shape == parameter.shape or key == _STEP
         }
 
-    def _zeros(self, label: _Label) -> torch.Tensor:
-        """What a worker without this state sends in its place."""
-        name, key, dtype = label
-        if key == _STEP:
-            return torch.zeros((), dtype=DTYPES[dtype])
-        return torch.zeros_like(self.attachment.named_parameters[name].detach(), dtype=DTYPES[dtype])
 
-    def _store(self, label: _Label, value: torch.Tensor) -> None:
-        """Put a mean where the optimizer keeps it, unless it is there already."""
-        name, key, _ = label
-        entry = self.attachment.optimizer.state[self.attachment.named_parameters[name]]
-        if key == _STEP:
-            value.round_()
-        elif entry[key].is_sparse:
-            entry[key] = value.to_sparse(entry[key].sparse_dim())
+class SteppedParameters:
+    """Remembers which parameters this worker's optimizer has stepped since the round before.
+
+    torch leaves out a parameter without a gradient, and its state then stays what it was. So in a round only
+    the workers that have stepped a parameter have momentum of it that is new: to average in that of the
+    others, or zeros for those that have none, would take momentum away from those that use the parameter. A
+    worker all of whose steps were skipped (a GradScaler's) takes part as in the round before.
+    """
+
+    def __init__(self) -> None:
+        self._stepped: dict[nn.Parameter, None] = {}
+        self._is_round_over = False
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        """Tells whether the round that is under way, or was the last, has momentum of this parameter."""
+        return parameter in self._stepped
+
+    def add_step(self, session: TrainingSession) -> None:
+        """Takes note of a step, before its gradients are gone."""
+        if self._is_round_over:
+            self._stepped = {}
+            self._is_round_over = False
+        for parameter in session.trainable:
+            if parameter.grad is not None:
+                self._stepped[parameter] = None
+
+    def end_round(self) -> None:
+        """Begins anew at the next step; until then the round's parameters are known."""
+        self._is_round_over = True
+
+
+def _zeros(session: TrainingSession, label: _Label) -> torch.Tensor:
+    """Makes what a worker without this state sends in its place."""
+    name, key, dtype = label
+    if key == _STEP:
+        return torch.zeros((), dtype=DTYPES[dtype])
+    return torch.zeros_like(session.named_parameters[name].detach(), dtype=DTYPES[dtype])
+
+
+def _store(session: TrainingSession, label: _Label, value: torch.Tensor) -> None:
+    """Puts a mean where the optimizer keeps it, unless it is there already."""
+    name, key, _ = label
+    entry = session.optimizer.state[session.named_parameters[name]]
+    if key == _STEP:
+        value.round_()
+    elif entry[key].is_sparse:
+        entry[key] = value.to_sparse(entry[key].sparse_dim())

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from shoal.group import Group, Handle, Window, next_number
+from shoal.group import Handle, Window
+from shoal.strategies.session import TrainingSession
 from shoal.tensors import DTYPES, BucketLayout, TensorSpec, size_bytes
 from shoal.tensors.codecs import Encoded, EncodedMeta, Plain, decode
 from shoal.tensors.codecs.base import LOSSY_DTYPES, FormatCodec
@@ -124,20 +125,18 @@ class Mail:
     """
 
     def __init__(
-        self, group: Group, name: str, topology: Topology, size_bytes: int, whole_bytes: int
+        self, session: TrainingSession, topology: Topology, size_bytes: int, whole_bytes: int
     ) -> None:
-        # no name is used twice, not even for a model after one that was detached
-        number = next_number(group, "mail")
+        group = session.group
         self.sources = topology.sources(group.rank)
         self._size_bytes = size_bytes
         self._whole_bytes = whole_bytes
+        like = torch.empty(size_bytes, dtype=torch.uint8)
         self._windows: list[Window] = []
         """One for each source of this worker, so that one can be waited for alone; others may have more."""
         for place in range(topology.degree()):
             own = list(self.sources[place : place + 1])
-            self._windows.append(
-                group.window(f"{name} {number}.{place}", size_bytes, torch.uint8, sources=own)
-            )
+            self._windows.append(session.window(like, sources=own))
         self._routes = [
             (destination, self._windows[topology.sources(destination).index(group.rank)])
             for destination in topology.destinations(group.rank)
@@ -176,11 +175,6 @@ class Mail:
             if letter is not None:
                 letters[source] = letter
         return letters
-
-    def close(self) -> None:
-        """Give the memory back; collective."""
-        for window in self._windows:
-            window.close()
 
     def _next_of(self, source: int, window: Window) -> Letter | None:
         pieces: list[torch.Tensor] = []

@@ -16,18 +16,16 @@ from torch.optim import Optimizer
 
 from shoal.core.errors import UsageError
 from shoal.group import Group
-from shoal.strategies.attachment import Attachment
-from shoal.strategies.companions import Companion
-from shoal.strategies.exact_options import MomentumOptions
+from shoal.strategies.exchange import ExchangeStrategy
 from shoal.strategies.gradients import GroupBucket
-from shoal.strategies.mixing import MixStrategy
-from shoal.strategies.optimizers import SteppedParameters
-from shoal.strategies.options import CommonOptions
+from shoal.strategies.local_sgd import SteppedParameters
+from shoal.strategies.options import MomentumOptions, StrategyOptions
+from shoal.strategies.session import TrainingSession
 from shoal.tensors import BucketLayout
-from shoal.topology import Weights
+from shoal.topology import Topology, Weights, make_topology_on
 
 
-class NeighborMomentum(MixStrategy):
+class NeighborMomentum(ExchangeStrategy):
     """`x_i ← Σ_j W_ij x_j` and `m_i ← Σ_j W_ij m_j` after the step, over the neighbours of the round.
 
     m is the optimizer's own: the momentum buffers of SGD or RMSprop, the first moments of Adam and its kin.
@@ -43,69 +41,75 @@ class NeighborMomentum(MixStrategy):
 
     name = "momentum"
     survives_loss = True
-    Options: ClassVar[type[CommonOptions]] = MomentumOptions
+    Options: ClassVar[type[StrategyOptions]] = MomentumOptions
     options: MomentumOptions
 
-    def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
-        super().__init__(group, options=options, **named)
-        self._stepped = SteppedParameters()
-        self._buckets: list[_MomentumBuckets] = []
+    topology: Topology
+    _stepped: SteppedParameters
+    _buckets: list[_MomentumBuckets]
 
-    def _make_kept(self, attachment: Attachment) -> dict[str, Companion]:
-        """Nothing: momentum is part of the optimizer's state."""
+    def set_group(self, group: Group) -> None:
+        """Makes the topology of the group's workers."""
+        super().set_group(group)
+        self.topology = make_topology_on(self.options.topology, group.size, group.num_machines)
+
+    def start(self, session: TrainingSession) -> None:
+        """Allocates what momentum travels in; momentum itself is part of the optimizer's state."""
+        _require_momentum(session.optimizer)
+        super().start(session)
         self._stepped = SteppedParameters()
         self._buckets = [
             _MomentumBuckets(
-                layout.pick(attachment.parameters),
-                GroupBucket(layout, self._allocate),
-                GroupBucket(layout, self._allocate),
+                layout.pick(session.trainable),
+                GroupBucket(layout, session.empty),
+                GroupBucket(layout, session.empty),
             )
-            for layout in BucketLayout.plan(attachment.parameters, max_bytes=sys.maxsize)
+            for layout in BucketLayout.plan(session.trainable, max_bytes=sys.maxsize)
         ]
-        return {}
 
-    def _started(self, attachment: Attachment) -> None:
-        _require_momentum(attachment.optimizer)
-        super()._started(attachment)
-
-    def _stopped(self) -> None:
+    def stop(self, session: TrainingSession) -> None:
+        """Lets go of the memory."""
         self._buckets = []
-        super()._stopped()
 
-    def _after_step(self) -> None:
-        self._stepped.add_step(self.attachment)
-        super()._after_step()
+    def round_weights(self, session: TrainingSession) -> Weights:
+        """Gives the topology's."""
+        return self.topology.weights(session.group.rank, self.rounds)
 
-    def _finish_round(self) -> None:
-        self._share_all(self.topology.weights(self.group.rank, self.rounds))
+    def after_step(self, session: TrainingSession) -> None:
+        """Mixes parameters and momentum."""
+        if not session.is_skipped:
+            self._stepped.add_step(session)
+        if session.is_round:
+            self._share_all(session, self.round_weights(session))
 
-    def _average_all(self) -> None:
-        self._share_all(Weights.uniform(self._others, self._others), is_mean=True)
+    def average_all(self, session: TrainingSession) -> None:
+        """Averages momentum, too."""
+        self._share_all(session, Weights.uniform(session.others, session.others), is_mean=True)
 
-    def _share_all(self, weights: Weights, *, is_mean: bool = False) -> None:
+    def _share_all(self, session: TrainingSession, weights: Weights, *, is_mean: bool = False) -> None:
         """Both or, when something fails, neither."""
-        self._twins.adopt()
-        handles = [self.group.exchange(live, weights, out=spare) for live, spare in self._twins.pairs]
+        self._buffers.adopt()
+        handles = [session.group.exchange(live, weights, out=spare) for live, spare in self._buffers.pairs]
         for buckets in self._buckets:
-            buckets.load([self._momentum_of(parameter) for parameter in buckets.parameters])
-            handles.append(self.group.exchange(buckets.own.memory, weights, out=buckets.mixed.memory))
-        self._finish(handles)
+            buckets.load([self._momentum_of(session, parameter) for parameter in buckets.parameters])
+            handles.append(session.group.exchange(buckets.own.memory, weights, out=buckets.mixed.memory))
+        session.finish_exchange(handles)
         for buckets in self._buckets:
             for parameter, momentum in zip(buckets.parameters, buckets.mixes(is_mean=is_mean), strict=True):
-                self._take_momentum(parameter, momentum)
+                self._take_momentum(session, parameter, momentum)
             # what was sent may be read by others until an exchange writes it
             buckets.swap()
         self._stepped.end_round()
 
-    def _momentum_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+    def _momentum_of(self, session: TrainingSession, parameter: nn.Parameter) -> torch.Tensor | None:
         """Its momentum in the optimizer, dense; None where this worker has none that is new."""
-        state, key = self._place_of(parameter)
+        state, key = self._place_of(session, parameter)
         momentum: torch.Tensor | None = state.get(key)
         return momentum.to_dense() if momentum is not None and momentum.is_sparse else momentum
 
-    def _take_momentum(self, parameter: nn.Parameter, mixed: torch.Tensor) -> None:
+    def _take_momentum(self, session: TrainingSession, parameter: nn.Parameter, mixed: torch.Tensor) -> None:
         """Put what has come where the optimizer keeps its momentum, if it has some that is new."""
-        state, key = self._place_of(parameter)
+        state, key = self._place_of(session, parameter)
         momentum = state.get(key)
         if momentum is None:
             return
@@ -115,9 +119,9 @@ class NeighborMomentum(MixStrategy):
         else:
             momentum.copy_(mixed)
 
-    def _place_of(self, parameter: nn.Parameter) -> tuple[dict[str, Any], str]:
+    def _place_of(self, session: TrainingSession, parameter: nn.Parameter) -> tuple[dict[str, Any], str]:
         """The optimizer's state of a parameter, empty unless it was stepped, and the key of its momentum."""
-        state = self.attachment.optimizer.state.get(parameter, {}) if parameter in self._stepped else {}
+        state = session.optimizer.state.get(parameter, {}) if parameter in self._stepped else {}
         return state, "momentum_buffer" if "momentum_buffer" in state else "exp_avg"
 
 

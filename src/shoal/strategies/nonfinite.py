@@ -19,14 +19,16 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 
 from shoal.core import SYSTEM_CLOCK
 from shoal.core.errors import ShoalError
-from shoal.strategies.attachment import Attachment
-from shoal.strategies.common_options import OnNonfinite
+from shoal.strategies.options import OnNonfinite
+
+if TYPE_CHECKING:
+    from shoal.strategies.session import TrainingSession
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +58,11 @@ class _Look(NamedTuple):
 class FiniteCheck:
     """Looks at one worker's gradients and parameters in every step, while a strategy is attached."""
 
-    def __init__(self, mode: OnNonfinite, rank: int, attachment: Attachment, checked: Checked) -> None:
+    def __init__(self, mode: OnNonfinite, session: TrainingSession, checked: Checked) -> None:
         self._mode = mode
-        self._is_on_cpu = attachment.device.type == "cpu"
-        self._rank = rank
-        self._attachment = attachment
+        self._is_on_cpu = session.device.type == "cpu"
+        self._rank = session.group.rank
+        self._session = session
         self._checked = checked
         self._is_looked_at_later = mode == "warn" and checked == "before the step"
         """Whether gradients are looked at when the step is over, which leaves them as they are."""
@@ -80,8 +82,8 @@ class FiniteCheck:
         self._num_left_out = 0
         self._has_told = False
         if checked == "in backward" and self._is_on_cpu:
-            for parameter in attachment.parameters:
-                attachment.on_accumulated(parameter, self._ready)
+            for parameter in session.trainable:
+                session.on_gradient(parameter, self._ready)
 
     # What the strategy reports, in the order of a step.
 
@@ -89,16 +91,16 @@ class FiniteCheck:
         """The gradients are final. ShoalError with `stop`; with `skip` the optimizer finds none of them."""
         if self._checked == "never" or self._is_looked_at_later:
             return
-        if self._attachment.is_void:
+        if self._session.is_void:
             # a GradScaler that has found an infinity leaves the step out: that is what it is there for
             self._own = []
-        elif self._mode != "warn" and not self._attachment.has_closure:
+        elif self._mode != "warn" and not self._session.has_closure:
             self._leave_out(step)
 
     def after_optimizer(self) -> None:
         """The optimizer has stepped, if it was to."""
         hidden, self._hidden = self._hidden, []
-        for parameter, gradient in zip(self._attachment.parameters, hidden, strict=False):
+        for parameter, gradient in zip(self._session.trainable, hidden, strict=False):
             parameter.grad = gradient
 
     def after_step(self, step: int) -> None:
@@ -107,18 +109,18 @@ class FiniteCheck:
             return
         is_skipped, self._is_skipped = self._is_skipped, False
         is_sampled = self._is_looked_at_later and not self._is_on_cpu
-        if is_sampled and not is_skipped and not self._attachment.is_void:
+        if is_sampled and not is_skipped and not self._session.is_void:
             self._own = self._sample()  # the optimizer leaves gradients as they are
-        self._attachment.is_left_out = False
+        self._session.is_left_out = False
         own, self._own = self._own, []
         parameters: Sequence[torch.Tensor] = ()
         is_last = self._is_on_cpu or self._is_time_to_look()
         if is_last:  # what is not finite stays so
             with torch.no_grad():
                 if self._is_on_cpu:
-                    parameters = self._sums(self._attachment.parameters, is_whole=False)
+                    parameters = self._sums(self._session.trainable, is_whole=False)
                 else:
-                    parameters = [_norm(self._attachment.parameters)]
+                    parameters = [_norm(self._session.trainable)]
         self._looks.append(_Look(step, own, parameters))
         if is_last and self._is_on_cpu:
             self._judge()
@@ -172,7 +174,7 @@ class FiniteCheck:
 
         A NaN of a loss or of an activation behind it comes to it.
         """
-        parameters = self._attachment.parameters
+        parameters = self._session.trainable
         small = (each for each in parameters if each.numel() <= _SAMPLE_ELEMENTS)
         return next(small, parameters[0] if parameters else None)
 
@@ -252,9 +254,9 @@ class FiniteCheck:
         is_own = self._checked == "before the step" or not _are_finite(own)
         if is_own and self._mode == "stop":
             raise self._error(step, where)
-        self._attachment.is_left_out = True
-        self._hidden = [parameter.grad for parameter in self._attachment.parameters]
-        for parameter in self._attachment.parameters:
+        self._session.is_left_out = True
+        self._hidden = [parameter.grad for parameter in self._session.trainable]
+        for parameter in self._session.trainable:
             parameter.grad = None
         if is_own:
             self._num_left_out += 1
@@ -273,10 +275,10 @@ class FiniteCheck:
         return sums
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.detach() for name, tensor in self._attachment.named_parameters.items()}
+        return {name: tensor.detach() for name, tensor in self._session.named_parameters.items()}
 
     def _gradients(self) -> dict[str, torch.Tensor]:
-        named = self._attachment.named_parameters.items()
+        named = self._session.named_parameters.items()
         return {
             f"the gradient of {name}": tensor.grad.detach()
             for name, tensor in named

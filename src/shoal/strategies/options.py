@@ -1,85 +1,121 @@
-"""What each strategy can be told: one frozen struct for each, with a description for every field.
+"""The options of every strategy: one frozen struct for each, with a description for every field.
 
-Nothing here imports torch, so that the command line can offer the options. What they do is left to the
-strategies.
+A field stands here once. The command line, the documentation, the keyword arguments of constructors
+(`keywords`) and their signatures all read it from here. Nothing imports torch, so that `shoal run --help`
+stays quick. A docstring under a field gives a reason that its description has no room for.
 """
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from shoal.core.errors import UsageError
-from shoal.strategies.common_options import CommonOptions, Count
-from shoal.strategies.exact_options import (
-    D2Options,
-    ExactDiffusionOptions,
-    ExtraOptions,
-    GradientTrackingOptions,
-    MomentumOptions,
-)
-from shoal.strategies.research_options import (
-    ChocoOptions,
-    RelayOptions,
-    SgpOptions,
-    StalenessAwareOptions,
-)
-from shoal.strategies.server_options import ParameterServerOptions
 
-__all__ = [
-    "OPTIONS",
-    "WAITS_FOR_ALL",
-    "AllReduceOptions",
-    "CommonOptions",
-    "DDPOptions",
-    "DiLoCoOptions",
-    "HierarchicalOptions",
-    "HorovodOptions",
-    "LocalSGDOptions",
-    "NeighborOptions",
-    "OptionInfo",
-    "PairOptions",
-    "ParameterServerOptions",
-    "PushSumOptions",
-    "SmaOptions",
-    "WindowOptions",
-    "describe_options",
-    "read_options",
+Count = Annotated[int, Meta(ge=0)]
+Factor = Annotated[float, Meta(ge=0)]
+OnNonfinite: TypeAlias = Literal["warn", "skip", "stop"]
+Mode: TypeAlias = Literal["async", "bounded", "sync"]
+NamedTopology = Annotated[
+    Any,
+    Meta(description="who are neighbours: ring, exponential:3, …; in code also a function, matrix or graph"),
+]
+SymmetricTopology = Annotated[
+    Any,
+    Meta(description="a static and symmetric graph: ring, torus, star, full, hypercube, random-regular:4, …"),
+]
+DirectedTopology = Annotated[
+    Any, Meta(description="who sends to whom; it may be directed and irregular, as its weights don't count")
 ]
 
 
-class AllReduceOptions(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of `all-reduce`."""
+class StrategyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All strategies have these options; a strategy of your own adds fields in a subclass.
+
+    A step is a step of the optimizer; one that was skipped counts, except in a group of one.
+    """
+
+    local_steps: Annotated[int, Meta(ge=1, description="steps from one round to the next")] = 1
+    """Strategies that share gradients average parameters instead when it is above 1 (local SGD): sharing
+    only some of the gradients would let the replicas drift apart for good."""
+    warmup_steps: Annotated[
+        Count, Meta(description="steps over which the learning rate rises linearly to its full value")
+    ] = 0
+    warmup_factor: Annotated[Factor, Meta(description="factor on the learning rate where warm-up begins")] = (
+        0.1
+    )
+    decay_every: Annotated[
+        Count, Meta(description="steps from one decay of the learning rate to the next; 0: never")
+    ] = 0
+    decay_factor: Annotated[Factor, Meta(description="factor on the learning rate at each decay")] = 0.1
+    global_average_every: Annotated[
+        Count, Meta(description="rounds between averages of the whole group, buffers included; 0: never")
+    ] = 0
+    should_broadcast_buffers: Annotated[
+        bool, Meta(description="buffers (BatchNorm) become those of rank 0 after each step, as in DDP")
+    ] = False
+    monitor: Annotated[
+        bool, Meta(description="measure gradient noise scale and variance; all wait for all in each step")
+    ] = False
+    on_nonfinite: Annotated[
+        OnNonfinite,
+        Meta(description="what to do at a NaN or an infinity: warn, skip the step, or stop"),
+    ] = "warn"
+    batch_size: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="batch size of one worker; with it the noise scale counts in examples"),
+    ] = None
+
+
+CommonOptions = StrategyOptions
+
+WAITS_FOR_ALL = ("global_average_every", "should_broadcast_buffers", "monitor")
+"""Options that make each worker wait for all others, whatever the strategy; when they are off, they are 0."""
+
+
+class AllReduceOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """These options say how `all-reduce` averages gradients."""
 
     bucket_mib: Annotated[float, Meta(gt=0, description="size of the flat buckets of gradients")] = 25.0
     """Smaller ones start earlier in backward, larger ones cost fewer meetings. The first is not smaller than
     the others, as DDP's is: on one machine a reduction is work of this very core, not a wait to be hidden."""
 
 
-class DDPOptions(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of `ddp`, by the names and with the defaults of torch where it has them."""
+class DDPOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """These options of `ddp` have torch's names and defaults where torch has them."""
 
-    bucket_mib: Annotated[float, Meta(gt=0, description="torch's bucket_cap_mb")] = 25.0
+    bucket_mib: Annotated[
+        float, Meta(gt=0, description="size of the buckets of gradients: torch's bucket_cap_mb")
+    ] = 25.0
     find_unused_parameters: Annotated[
-        bool, Meta(description="some backward passes do not use all parameters")
+        bool, Meta(description="look for parameters that a backward pass does not use, as in torch")
     ] = False
-    gradient_as_bucket_view: Annotated[bool, Meta(description="as in torch")] = False
+    gradient_as_bucket_view: Annotated[
+        bool, Meta(description="let gradients be views of the buckets, as in torch")
+    ] = False
     is_uneven: Annotated[
         bool, Meta(description="workers may have different numbers of batches; one small round more a step")
     ] = False
 
 
-class NeighborOptions(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of `neighbor`."""
+class HorovodOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """These options are handed on to Horovod."""
 
-    topology: Annotated[
-        Any, Meta(description="a name ('ring', 'exponential:3'); in code also a function, matrix or graph")
-    ] = "exponential-2"
+    compression: Annotated[
+        Literal["none", "fp16"], Meta(description="compression that Horovod applies to gradients")
+    ] = "none"
+
+
+class NeighborOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """These options say with whom, and when, `neighbor` averages parameters."""
+
+    topology: NamedTopology = "exponential-2"
     order: Annotated[
         Literal["adapt-then-combine", "adapt-while-combine"],
         Meta(description="exchange after the step, or begun after forward and finished before the step"),
@@ -87,43 +123,51 @@ class NeighborOptions(CommonOptions, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class HierarchicalOptions(NeighborOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of `hierarchical`; the topology is one of machines."""
+    """These are the options of `neighbor`, with a topology of machines."""
+
+    topology: Annotated[
+        Any,
+        Meta(description="which machines are neighbours: ring, …; in code also a function, matrix or graph"),
+    ] = "exponential-2"
 
 
-class PairOptions(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of `pair`."""
+class PairOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """These options say how `pair` draws its peers."""
 
-    seed: Annotated[int, Meta(description="of the choice of peers; the rank is added")] = 0
+    seed: Annotated[int, Meta(description="seed of the choice of peers; the rank is added")] = 0
 
 
-class SmaOptions(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of `sma`."""
+class SmaOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """These options say how near models stay to their mean under `sma`."""
 
     alpha: Annotated[
         float, Meta(gt=0, le=1, description="how far parameters move toward the group's mean in a round")
     ] = 0.1
 
 
-class LocalSGDOptions(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of `local-sgd`."""
+class LocalSGDOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """These options say when, and what, `local-sgd` averages."""
 
     local_steps: Annotated[int, Meta(ge=1, description="steps from one average to the next")] = 8
     average_momentum: Annotated[
         bool, Meta(description="average the optimizer's state too: momentum, and the moments of Adam")
     ] = False
     codec: Annotated[
-        str, Meta(description="of what is sent (fp16, bf16, int8, top-k:0.01); none: parameters as they are")
+        str,
+        Meta(description="codec of what is sent: fp16, bf16, int8, top-k:0.01; none: parameters as they are"),
     ] = "none"
     """With one, what was learned since the last average is sent, with error feedback: it costs two more
     copies of the parameters."""
 
 
-class DiLoCoOptions(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of `diloco`."""
+class DiLoCoOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """These options describe the outer step of `diloco`, and how changes travel to it."""
 
     local_steps: Annotated[int, Meta(ge=1, description="steps from one outer step to the next")] = 100
     outer_lr: Annotated[float, Meta(gt=0, description="learning rate of the outer step")] = 0.7
-    outer_momentum: Annotated[float, Meta(ge=0, lt=1, description="Nesterov's, of the outer step")] = 0.9
+    outer_momentum: Annotated[float, Meta(ge=0, lt=1, description="Nesterov momentum of the outer step")] = (
+        0.9
+    )
     fragments: Annotated[
         int, Meta(ge=1, description="parts of the model that are sent one after another, evenly spread")
     ] = 1
@@ -135,18 +179,42 @@ class DiLoCoOptions(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fie
         float,
         Meta(ge=0, lt=1, description="weight of this worker's own parameters after an outer step"),
     ] = 0.0
-    codec: Annotated[str, Meta(description="of what is sent: none, fp16, bf16, int8, top-k:0.01 …")] = "none"
+    codec: Annotated[
+        str, Meta(description="codec of what is sent: none, fp16, bf16, int8, top-k:0.01, …")
+    ] = "none"
     error_feedback: Annotated[
         bool, Meta(description="add what a codec could not send to what is sent next; one copy more")
     ] = True
 
 
-class PushSumOptions(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of `push-sum`."""
+class NoLoCoOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """These options describe the outer step of `noloco`, which a worker does with one peer."""
 
-    topology: Annotated[
-        Any, Meta(description="who pushes to whom; may be directed and irregular, as its weights don't count")
-    ] = "one-peer-exponential"
+    local_steps: Annotated[int, Meta(ge=1, description="steps from one outer step to the next")] = 50
+    outer_lr: Annotated[float, Meta(gt=0, description="learning rate of the outer step")] = 0.7
+    outer_momentum: Annotated[float, Meta(ge=0, lt=1, description="Nesterov momentum of the outer step")] = (
+        0.5
+    )
+    seed: Annotated[int, Meta(description="seed of the choice of pairs; the same on all workers")] = 0
+
+
+class SparseLoCoOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """These options describe the outer step of `sparse-loco`, and how little travels to it."""
+
+    local_steps: Annotated[int, Meta(ge=1, description="steps from one outer step to the next")] = 30
+    outer_lr: Annotated[float, Meta(gt=0, description="learning rate of the outer step")] = 1.0
+    density: Annotated[
+        float, Meta(gt=0, le=1, description="share of the values that are sent; 0.01 to 0.03 is usual")
+    ] = 0.02
+    error_decay: Annotated[
+        float, Meta(ge=0, le=1, description="share of what was not sent that is kept for the next outer step")
+    ] = 0.95
+
+
+class PushSumOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """These options say to whom `push-sum` gives, and how much a worker must keep."""
+
+    topology: DirectedTopology = "one-peer-exponential"
     min_weight: Annotated[
         float,
         Meta(ge=0, le=1, description="a worker whose push-sum weight is below this keeps what it has"),
@@ -155,58 +223,140 @@ class PushSumOptions(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fi
     should give to it would lose all its weight; at 0 nothing is held back, as in the synchronous rule."""
 
 
-class WindowOptions(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of `window`."""
+class SgpOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """These options say to whom a worker gives under `sgp`."""
 
-    topology: Annotated[
-        Any, Meta(description="a name ('ring', 'exponential:3'); in code also a function, matrix or graph")
-    ] = "one-peer-exponential"
+    topology: DirectedTopology = "one-peer-exponential"
+
+
+class WindowOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """These options say into whose windows `window` puts parameters, and how."""
+
+    topology: NamedTopology = "one-peer-exponential"
     force_barrier: Annotated[
         bool, Meta(description="all wait for all before parameters are put, and before they are mixed")
     ] = False
-    codec: Annotated[Literal["none", "fp16", "bf16"], Meta(description="of the parameters that are put")] = (
-        "none"
-    )
+    codec: Annotated[
+        Literal["none", "fp16", "bf16"], Meta(description="codec of the parameters that are put")
+    ] = "none"
 
 
-class HorovodOptions(CommonOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of `horovod`."""
+class MixOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """These options say with whom a strategy mixes: `gradient-tracking`, or one of your own."""
 
-    compression: Annotated[Literal["none", "fp16"], Meta(description="Horovod's own, of gradients")] = "none"
+    topology: NamedTopology = "exponential-2"
 
 
-WAITS_FOR_ALL = ("global_average_every", "should_broadcast_buffers", "monitor")
-"""Options that make each worker wait for all others, whatever the strategy; when they are off, they are 0."""
+class SymmetricOptions(MixOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """These options are for strategies whose topology is static and symmetric: `exact-diffusion`, `extra`."""
 
-OPTIONS: dict[str, type[CommonOptions]] = {
-    "all-reduce": AllReduceOptions,
-    "ddp": DDPOptions,
-    "neighbor": NeighborOptions,
-    "hierarchical": HierarchicalOptions,
-    "pair": PairOptions,
-    "sma": SmaOptions,
-    "local-sgd": LocalSGDOptions,
-    "diloco": DiLoCoOptions,
-    "push-sum": PushSumOptions,
-    "window": WindowOptions,
-    "parameter-server": ParameterServerOptions,
-    "horovod": HorovodOptions,
-    "gradient-tracking": GradientTrackingOptions,
-    "exact-diffusion": ExactDiffusionOptions,
-    "extra": ExtraOptions,
-    "d2": D2Options,
-    "momentum": MomentumOptions,
-    "choco": ChocoOptions,
-    "sgp": SgpOptions,
-    "relay": RelayOptions,
-    "staleness-aware": StalenessAwareOptions,
-}
+    topology: SymmetricTopology = "ring"
 
-O = TypeVar("O", bound=CommonOptions)  # noqa: E741
+
+class D2Options(SymmetricOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """These options say how `d2` mixes."""
+
+    laziness: Annotated[
+        Annotated[float, Meta(ge=0, lt=1)] | None,
+        Meta(description="share l in l·I + (1 − l)·W, which mixes in place of W; none: the least that fits"),
+    ] = None
+    """D² needs eigenvalues above −1/3, which W of an even ring, a torus or a hypercube does not have."""
+
+
+class MomentumOptions(MixOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """These options say with whom `momentum` mixes parameters and momentum."""
+
+    topology: NamedTopology = "one-peer-exponential"
+
+
+class ChocoOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """These options say how `choco` compresses what it sends, and how far it moves toward others."""
+
+    topology: SymmetricTopology = "ring"
+    codec: Annotated[
+        str, Meta(description="codec of what is sent: top-k:0.1, int8, fp16, low-rank:4, none, …")
+    ] = "top-k:0.1"
+    gamma: Annotated[
+        Annotated[float, Meta(gt=0, le=1)] | None,
+        Meta(
+            description="how far to move toward the neighbours' public copies; none: the share of bytes sent"
+        ),
+    ] = None
+    """The stronger the compression, the smaller it must be: above some bound parameters fly apart. Without a
+    codec, 1 is plain averaging."""
+
+
+class RelayOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """These options name the tree of `relay`."""
+
+    tree: Annotated[
+        Literal["binary", "chain"],
+        Meta(
+            description="tree of the workers, in which each waits for 3 others at most, or in a chain for 2"
+        ),
+    ] = "binary"
+    """A model takes as many rounds as it has edges to go: up to 2 log2(n) in the binary tree, n − 1 in the
+    chain. The longer, the smaller the learning rate must be."""
+
+
+class ParameterServerOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """These options say what the servers of `parameter-server` do with gradients.
+
+    With `local_steps` the gradients of so many local steps are summed.
+    """
+
+    mode: Annotated[
+        Mode,
+        Meta(
+            description="apply each gradient at once, let no worker lead by too much, or average all of them"
+        ),
+    ] = "async"
+    staleness: Annotated[
+        int,
+        Meta(ge=0, description="bounded: rounds by which a worker may lead the slowest; 0: all wait for all"),
+    ] = 4
+    num_aggregate: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="sync: gradients that make one update, later ones are dropped; none: all of them"),
+    ] = None
+    """With fewer than there are workers, the others are backups: the slowest are not waited for."""
+    drop_stale: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(description="drop gradients that are more updates behind than this; none: drop nothing"),
+    ] = None
+    staleness_lr: Annotated[
+        bool, Meta(description="divide the learning rate by the updates that a gradient is behind")
+    ] = False
+    delay_compensation: Annotated[
+        float,
+        Meta(ge=0, description="lambda of g + lambda g*g*(w_now - w_then); 0: no compensation"),
+    ] = 0.0
+    """Costs the servers one more copy of the model for each worker."""
+    pull_every: Annotated[
+        int, Meta(ge=1, description="pushes from one pull to the next; between them the worker steps alone")
+    ] = 1
+    compression: Annotated[
+        str, Meta(description="codec of what is pushed (fp16, bf16, int8, top-k:0.01), with error feedback")
+    ] = "none"
+
+
+class StalenessAwareOptions(ParameterServerOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """These are the options of `parameter-server`, two of them with other defaults."""
+
+    staleness_lr: Annotated[
+        bool, Meta(description="divide the learning rate by the updates that a gradient is behind")
+    ] = True
+    delay_compensation: Annotated[
+        float,
+        Meta(ge=0, description="lambda of g + lambda g*g*(w_now - w_then); 0: no compensation"),
+    ] = 0.04
+
+
+O = TypeVar("O", bound=StrategyOptions)  # noqa: E741
 
 
 def read_options(kind: type[O], values: Mapping[str, Any], strategy: str) -> O:
-    """The options of these values, strings converted; UsageError says which ones there are."""
+    """Make options of these values, strings converted; UsageError says which ones there are."""
     known = kind.__struct_fields__
     values = {name.replace("-", "_"): value for name, value in values.items()}
     unknown = [name for name in values if name not in known]
@@ -223,36 +373,67 @@ def read_options(kind: type[O], values: Mapping[str, Any], strategy: str) -> O:
 
 @dataclass(frozen=True, slots=True)
 class OptionInfo:
-    """One option, as a command line shows it."""
+    """One option, as help texts and documentation show it."""
 
     name: str
-    """With underscores, as in code."""
+    """It has underscores, as in code."""
     kind: str
-    """'int', 'float', 'bool', 'text', or the choices as 'a|b'."""
+    """It is 'int', 'float', 'bool', 'text', or the choices as 'a|b'."""
     default: Any
     description: str
 
 
-def describe_options(strategy: str) -> list[OptionInfo]:
-    """The options of a strategy (its canonical name), its own ones first."""
-    kind = OPTIONS[strategy]
+def describe_options(kind: type[StrategyOptions]) -> list[OptionInfo]:
+    """List the options of such a struct, those of all strategies last."""
     hints = get_type_hints(kind, include_extras=True)
-    common = CommonOptions.__struct_fields__
+    common = StrategyOptions.__struct_fields__
     names = sorted(kind.__struct_fields__, key=lambda name: name in common)
     defaults = kind()
-    return [OptionInfo(name, *_unwrap(hints[name], getattr(defaults, name))) for name in names]
+    described = []
+    for name in names:
+        plain, description = plain_type(hints[name])
+        described.append(OptionInfo(name, _kind_text(plain), getattr(defaults, name), description))
+    return described
 
 
-def _unwrap(hint: Any, default: Any) -> tuple[str, Any, str]:
+def signature_of(kind: type[StrategyOptions]) -> inspect.Signature:
+    """Say how a strategy with such options is called, for `help()` and for notebooks.
+
+    `Strategy` gives it to its subclasses as `__signature__`; type checkers read `keywords` instead.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    defaults, parameter = kind(), inspect.Parameter
+    return inspect.Signature(
+        [
+            parameter("group", parameter.POSITIONAL_OR_KEYWORD, annotation="Group"),
+            parameter("options", parameter.KEYWORD_ONLY, default=None, annotation=f"{kind.__name__} | None"),
+            *(
+                parameter(
+                    option.name,
+                    parameter.KEYWORD_ONLY,
+                    default=getattr(defaults, option.name),
+                    annotation=plain_type(hints[option.name])[0],
+                )
+                for option in describe_options(kind)
+            ),
+        ]
+    )
+
+
+def plain_type(hint: Any) -> tuple[Any, str]:
+    """Take the limits out of a field's type; the outermost description comes with it."""
     description = ""
-    while True:
-        if get_origin(hint) is Annotated:
-            hint, *notes = get_args(hint)
-            description = next((note.description for note in notes if note.description), description)
-        elif get_origin(hint) in (Union, types.UnionType):
-            hint = next(part for part in get_args(hint) if part is not type(None))
-        else:
-            break
-    if get_origin(hint) is Literal:
-        return "|".join(get_args(hint)), default, description
-    return (hint.__name__ if hint in (int, float, bool) else "text"), default, description
+    while get_origin(hint) is Annotated:
+        hint, *notes = get_args(hint)
+        description = next((note.description for note in notes if note.description), description)
+    if get_origin(hint) in (Union, types.UnionType):
+        hint = Union[tuple(plain_type(part)[0] for part in get_args(hint))]  # noqa: UP007
+    return hint, description
+
+
+def _kind_text(plain: Any) -> str:
+    if get_origin(plain) in (Union, types.UnionType):
+        plain = next(part for part in get_args(plain) if part is not type(None))
+    if get_origin(plain) is Literal:
+        return "|".join(get_args(plain))
+    return plain.__name__ if plain in (int, float, bool) else "text"

@@ -1,7 +1,7 @@
 """Pair averaging (KungFu's async-sgd; AD-PSGD, Lian et al. 2018): nobody waits for anybody.
 
 Before a step: pull the newest model that a random peer has published, and average one half. Then the step.
-Then publish. The order is fixed. Of the twins one is published while the other trains; the mix into the
+Then publish. The order is fixed. Of two buffers one is published while the other trains; the mix into the
 published one's place happens only after a newer one is published. A snapshot that was overwritten while it
 was read is pulled again, and left out when that happens too often. On a GPU, which comes to what it is told
 later, there is a third buffer: the model before the last is there to pull while the last one is not yet.
@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import torch
 
 from shoal.group import Group, Window, share
-from shoal.strategies.attachment import Attachment
-from shoal.strategies.options import CommonOptions, PairOptions
-from shoal.strategies.parameters import ParameterStrategy
+from shoal.strategies.options import PairOptions, StrategyOptions
+from shoal.strategies.session import TrainingSession
 from shoal.strategies.staleness import Staleness
-from shoal.strategies.twins import Pair
+from shoal.strategies.strategy import Strategy
+from shoal.tensors import ParameterBuffers
 
 _ATTEMPTS = 3
 _SEED_STRIDE = 1_000_003
@@ -39,7 +39,7 @@ class _Published:
     """Versions never fall, not even for a model that takes the place of one that was detached."""
 
 
-class PairAverage(ParameterStrategy):
+class PairAverage(Strategy):
     """`w ← ½(w + w_peer)`, step, publish; the peer is drawn uniformly from those that are there.
 
     With `local_steps` J the mix comes before the first of J steps, and the model is published after the last.
@@ -49,20 +49,29 @@ class PairAverage(ParameterStrategy):
     name = "pair"
     survives_loss = True
     is_lockstep = False
-    Options: ClassVar[type[CommonOptions]] = PairOptions
+    Options: ClassVar[type[StrategyOptions]] = PairOptions
     options: PairOptions
 
-    def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
+    _buffers: ParameterBuffers
+
+    def __init__(
+        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
+    ) -> None:
         super().__init__(group, options=options, **named)
         self.staleness = Staleness()
-        self._version = 0
+        self.version = 0
+        """The version of the model that was published last."""
         self._is_published = False
         """Others may read the live buffers: the next step must find the parameters in the spare ones."""
         self._number = -1
         self._windows: list[Window] = []
-        """One for each pair of the twins."""
+        """One for each dtype."""
+
+    def set_group(self, group: Group) -> None:
+        """Draws peers independently of those of other ranks."""
+        super().set_group(group)
         self._published: _Published = group.notes.setdefault(self.name, _Published())
-        self._generator = self._seeded(0)
+        self.generator = self._seeded(0)
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -70,102 +79,90 @@ class PairAverage(ParameterStrategy):
         return self.staleness.summary()
 
     def state_dict(self) -> dict[str, Any]:
-        """Also the version, the generator of peers and the counts of staleness."""
-        return {
-            **super().state_dict(),
-            "rank": self.group.rank,
-            "version": self._version,
-            "generator": self._generator.get_state(),
-            "staleness": self.staleness.state_dict(),
-        }
+        """Gives also the rank, whose generator of peers it has."""
+        return {**super().state_dict(), "rank": self.group.rank}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The state of another rank gives all but its generator: peers are drawn independently."""
-        super().load_state_dict(state)
-        self._version = max(self._version, int(state["version"]))
-        if state["rank"] == self.group.rank:
-            self._generator.set_state(state["generator"])
-        else:
-            self._generator = self._seeded(self._version)
-        self.staleness.load_state_dict(state["staleness"])
+        """Takes all but its generator from a state of another rank: peers are drawn independently."""
+        version, is_own = self.version, state["rank"] == self.group.rank
+        left_out = ("rank",) if is_own else ("rank", "generator")
+        super().load_state_dict({name: value for name, value in state.items() if name not in left_out})
+        self.version = max(version, self.version)
+        if not is_own:
+            self.generator = self._seeded(self.version)
 
-    def _num_buffers(self, device: torch.device) -> int:
-        return 2 if device.type == "cpu" else 3
+    def load_common_state(self, state: Mapping[str, Any]) -> None:
+        """Takes up counts and version of another worker."""
+        self.load_state_dict({**state, "rank": -1})
 
-    def _started(self, attachment: Attachment) -> None:
-        super()._started(attachment)
+    def start(self, session: TrainingSession) -> None:
+        """Publishes the first model, and waits until all have."""
+        self._buffers = session.hold_parameters(2 if session.device.type == "cpu" else 3)
         number = 1 + max(self._published.numbers, default=-1)
-        version = max(self._version, self._published.last_version + 1)
+        version = max(self.version, self._published.last_version + 1)
         everybody = share(self.group, [number, version])
-        self._number, self._version = (max(values) for values in zip(*everybody, strict=True))
+        self._number, self.version = (max(values) for values in zip(*everybody, strict=True))
         for window in self._published.retired:
             window.close()
         self._published.retired.clear()
         self._published.numbers.append(self._number)
         self._windows = [
             self.group.window(
-                f"pair {self._number}.{index}",
-                pair.live.numel(),
-                pair.live.dtype,
-                sources=(),
-                device=pair.live.device,
+                f"pair {self._number}.{index}", live.numel(), live.dtype, sources=(), device=live.device
             )
-            for index, pair in enumerate(self._twins.pairs)
+            for index, live in enumerate(self._buffers.live.flats)
         ]
         self._publish()
         self.group.barrier().wait()
 
-    def _stopped(self) -> None:
+    def stop(self, session: TrainingSession) -> None:
+        """Leaves what is published for others to pull."""
         self._is_published = False
         if self._number in self._published.numbers:
             self._published.numbers.remove(self._number)
         self._number = -1
         self._published.retired += self._windows
         self._windows = []
-        super()._stopped()
 
-    def _before_step(self) -> None:
+    def before_step(self, session: TrainingSession) -> None:
+        """Mixes one half of a random peer's model in."""
         if self._is_published:
-            self._mix()
+            self._mix(session)
 
-    def _after_step(self) -> None:
-        if self.is_round:
-            self._version += 1
+    def after_step(self, session: TrainingSession) -> None:
+        """Publishes the model."""
+        if session.is_round:
+            self.version += 1
             self._publish()
 
-    def _skipped_step(self) -> None:
-        self._before_step()
-        self._after_step()
-
-    def _average_all(self) -> None:
-        """Collective. What it writes was published, what it reads is: a round has just ended."""
+    def average_all(self, session: TrainingSession) -> None:
+        """Averages all members: what it writes was published, what it reads is. Collective."""
         self._retire()
-        while not self._twins.is_home:
+        while not self._buffers.is_home:
             # Workers have done different numbers of rounds, but an exchange is one of equal buffers.
             self._move()
             self._retire()
-        super()._average_all()
-        self._version += 1
+        session.average_parameters()
+        self.version += 1
         self._publish()
 
-    def _mix(self) -> None:
-        self._look_for_losses()
-        others = self._others
+    def _mix(self, session: TrainingSession) -> None:
+        session.check_losses()
+        others = session.others
         if not others:
             return
         self._retire()
-        self._twins.adopt()
-        peer = others[int(torch.randint(len(others), (), generator=self._generator))]
-        places = zip(self._windows, self._twins.pairs, strict=True)
-        pulled = [self._pull(window, pair, peer) for window, pair in places]
+        self._buffers.adopt()
+        peer = others[int(torch.randint(len(others), (), generator=self.generator))]
+        places = zip(self._windows, self._buffers.pairs, strict=True)
+        pulled = [self._pull(window, live, spare, peer) for window, (live, spare) in places]
         known = [version for version in pulled if version is not None]
-        self.staleness.note(self._version - min(known) if known else None)
-        self._twins.swap()
+        self.staleness.note(self.version - min(known) if known else None)
+        self._buffers.swap()
         self._is_published = False
 
-    def _pull(self, window: Window, pair: Pair, peer: int) -> int | None:
-        """Fill a spare buffer with the mean of the live one and the peer's; the version of the latter."""
-        live, spare = pair
+    def _pull(self, window: Window, live: torch.Tensor, spare: torch.Tensor, peer: int) -> int | None:
+        """Fills a spare buffer with the mean of the live one and the peer's; the version of the latter."""
         for _ in range(_ATTEMPTS):
             snapshot = window.fetch(peer).wait()
             if snapshot is None:
@@ -177,25 +174,23 @@ class PairAverage(ParameterStrategy):
         return None
 
     def _publish(self) -> None:
-        for window, pair in zip(self._windows, self._twins.pairs, strict=True):
-            window.publish(pair.live, self._version)
+        for window, live in zip(self._windows, self._buffers.live.flats, strict=True):
+            window.publish(live, self.version)
         self._is_published = True
-        self._published.last_version = max(self._published.last_version, self._version)
+        self._published.last_version = max(self._published.last_version, self.version)
 
     def _retire(self) -> None:
         """Nobody reads the spare buffers from now on; only what a global average left there is waited for."""
-        num_kept = self._num_buffers(self.attachment.device) - 1
-        for window, pair in zip(self._windows, self._twins.pairs, strict=True):
-            window.reclaim(self._version - num_kept)
-            self.group.settle(pair.spare)
+        for window, spare in zip(self._windows, self._buffers.spare.flats, strict=True):
+            window.reclaim(self.version - (self._buffers.num_buffers - 1))
+            self.group.settle(spare)
 
     def _move(self) -> None:
         """The same parameters, in the other buffers."""
-        self._twins.adopt()
-        for live, spare in self._twins.pairs:
-            spare.copy_(live)
-        self._twins.swap()
-        self._version += 1
+        self._buffers.adopt()
+        self._buffers.spare.copy_(self._buffers.live)
+        self._buffers.swap()
+        self.version += 1
         self._publish()
 
     def _seeded(self, version: int) -> torch.Generator:

@@ -8,31 +8,46 @@ speaks with more than its neighbours, and where workers' data differ the limit i
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
 from shoal.group import Group, Handle
 from shoal.group.kernels import add_differences
-from shoal.strategies.attachment import Attachment
-from shoal.strategies.companions import Companion
-from shoal.strategies.options import CommonOptions
-from shoal.strategies.parameters import ParameterStrategy
-from shoal.strategies.relay_tree import Branch, branches, num_colors
-from shoal.strategies.research_options import RelayOptions
+from shoal.strategies.options import RelayOptions, StrategyOptions
+from shoal.strategies.session import TrainingSession
+from shoal.strategies.strategy import Strategy
+from shoal.tensors import Flat, ParameterBuffers
 from shoal.topology import Weights
 
 log = logging.getLogger(__name__)
 _PLACE = ("tree", "rank", "size")
+Kind = Literal["binary", "chain"]
+
+_PARENTS: dict[Kind, Callable[[int], int]] = {
+    "binary": lambda rank: (rank - 1) // 2,
+    "chain": lambda rank: rank - 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One edge of the tree, seen from one of its ends."""
+
+    color: int
+    """Edges that meet in a rank have different ones, so that those of one color are pairs."""
+    partner: int
+    size: int
+    """How many ranks lie beyond it, the partner included."""
 
 
 class _Box(NamedTuple):
     """Memory of the group for one color, on workers without such an edge too: an exchange takes all along."""
 
-    sent: Companion
-    come: Companion
+    sent: Flat
+    come: Flat
 
 
 @dataclass(slots=True)
@@ -45,7 +60,7 @@ class _Edge:
     """Of how many models what has come is the mean; 0 once the neighbour has left."""
 
 
-class RelaySGD(ParameterStrategy):
+class RelaySGD(Strategy):
     """`x_i ← (x_i + Σ_j m_ji) / n` after the step, over the neighbours j in the tree.
 
     `m_ij = x_i + Σ_{k ≠ j} m_ki` is sent to j, with what k sent the round before; as a mean, with the number
@@ -56,31 +71,34 @@ class RelaySGD(ParameterStrategy):
     """
 
     name = "relay"
-    Options: ClassVar[type[CommonOptions]] = RelayOptions
+    Options: ClassVar[type[StrategyOptions]] = RelayOptions
     options: RelayOptions
 
-    def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
-        super().__init__(group, options=options, **named)
+    _buffers: ParameterBuffers
+    _boxes: Sequence[_Box] = ()
+    _edges: Sequence[_Edge] = ()
+    _last: Mapping[str, Any] | None = None
+    """What a state that was loaded has to pass on."""
+
+    def set_group(self, group: Group) -> None:
+        """Finds this worker's edges in the tree of the group's workers."""
+        super().set_group(group)
         tree = branches(self.options.tree, group.size)
         self._branches = tree[group.rank]
         self._num_colors = num_colors(tree)
-        self._boxes: list[_Box] = []
-        self._edges: list[_Edge] = []
-        self._loaded: Mapping[str, Any] | None = None
-        self._ended: Mapping[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Also the means of models that have come, which are to be passed on; after the `with` block too."""
+        """Gives also the means of models that have come, which are to be passed on; after the block too."""
         state = super().state_dict()
-        relayed = self._relayed() if self._edges else self._loaded or self._ended
+        relayed = self._relayed() if self._edges else self._last
         return state if relayed is None else {**state, "relayed": relayed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Before attach, the means wait until then. Those of another rank, tree or size don't count."""
-        super().load_state_dict(state)
-        self._loaded, self._ended = state.get("relayed"), None
+        """Takes up the means, before attach then. Those of another rank, tree or size don't count."""
+        super().load_state_dict({name: value for name, value in state.items() if name != "relayed"})
+        self._last = state.get("relayed")
         if self._edges:
-            self._take_loaded()
+            self._take_last()
 
     def _relayed(self) -> dict[str, Any]:
         return {
@@ -91,59 +109,55 @@ class RelaySGD(ParameterStrategy):
             "means": [edge.box.come.state_dict() for edge in self._edges],
         }
 
-    def _load_common_state(self, state: Mapping[str, Any]) -> None:
-        self.load_state_dict({name: value for name, value in state.items() if name != "relayed"})
-
-    def _started(self, attachment: Attachment) -> None:
-        super()._started(attachment)
-        named = attachment.named_parameters
+    def start(self, session: TrainingSession) -> None:
+        """Counts what has not come yet as this worker's own model."""
+        self._buffers = session.hold_parameters(2)
+        like = self._buffers.live
         self._boxes = [
-            _Box(Companion(named, self._allocate), Companion(named, self._allocate))
+            _Box(like.zeros_like(session.empty), like.zeros_like(session.empty))
             for _ in range(self._num_colors)
         ]
         self._edges = [_Edge(branch, self._boxes[branch.color], branch.size) for branch in self._branches]
         self._start_anew()
-        self._take_loaded()
+        self._take_last()
 
-    def _take_loaded(self) -> None:
-        loaded = self._loaded
+    def _take_last(self) -> None:
+        last, self._last = self._last, None
         place = (self.options.tree, self.group.rank, self.group.size)
-        if loaded is not None and tuple(map(loaded.get, _PLACE)) == place:
-            for edge, count, mean in zip(self._edges, loaded["counts"], loaded["means"], strict=True):
+        if last is not None and tuple(map(last.get, _PLACE)) == place:
+            for edge, count, mean in zip(self._edges, last["counts"], last["means"], strict=True):
                 edge.count = int(count)
-                edge.box.come.load(mean)
-        self._loaded = None
+                edge.box.come.load_state_dict(mean)
 
-    def _stopped(self) -> None:
+    def stop(self, session: TrainingSession) -> None:
+        """Remembers what was to be passed on."""
         if self._edges:
-            self._ended = self._relayed()
-        self._boxes, self._edges = [], []
-        super()._stopped()
+            self._ended = {"relayed": self._relayed()}
+        self._boxes, self._edges = (), ()
 
-    def _before_step(self) -> None:
-        self._look_for_losses()
+    def before_step(self, session: TrainingSession) -> None:
+        """Looks for lost peers."""
+        session.check_losses()
 
-    def _after_step(self) -> None:
-        if self.is_round:
-            self._relay()
+    def after_step(self, session: TrainingSession) -> None:
+        """Passes models on along the tree."""
+        if session.is_round:
+            self._relay(session)
 
-    def _skipped_step(self) -> None:
-        self._after_step()
-
-    def _relay(self) -> None:
-        self._twins.adopt()
+    def _relay(self, session: TrainingSession) -> None:
+        self._buffers.adopt()
         counts = self._write_messages()
         heads, handles = self._meet(counts)
         for handle in handles:
             handle.wait()
-        self._look_for_losses()
+        session.check_losses()
         for edge in self._edges:
             self._take_count(edge, heads[edge.branch.color])
         open_edges = [edge for edge in self._edges if edge.count]
         total = 1 + sum(edge.count for edge in open_edges)
-        for index, (live, spare) in enumerate(self._twins.pairs):
+        for index, (live, spare) in enumerate(self._buffers.pairs):
             _mean_into(spare, live, open_edges, index, total)
-        self._twins.swap()
+        self._buffers.swap()
 
     def _write_messages(self) -> list[int]:
         """To each neighbour: the mean of one's own model and what has come from the others. Of how many."""
@@ -151,10 +165,10 @@ class RelaySGD(ParameterStrategy):
         for edge in self._edges:
             others = [other for other in self._edges if other is not edge and other.count]
             counts.append(1 + sum(other.count for other in others))
-            for index, pair in enumerate(self._twins.pairs):
+            for index, live in enumerate(self._buffers.live.flats):
                 message = edge.box.sent.flats[index]
                 self.group.settle(message)
-                _mean_into(message, pair.live, others, index, counts[-1])
+                _mean_into(message, live, others, index, counts[-1])
         return counts
 
     def _meet(self, counts: Sequence[int]) -> tuple[list[torch.Tensor], list[Handle[torch.Tensor]]]:
@@ -192,16 +206,15 @@ class RelaySGD(ParameterStrategy):
                 edge.branch.partner, self.name, self.group.rank, self.rounds,
             )  # fmt: skip
 
-    def _average_all(self) -> None:
-        """Of all members; what was under way before it is void."""
-        super()._average_all()
+    def average_all(self, session: TrainingSession) -> None:
+        """Averages all members; what was under way before it is void."""
+        session.average_parameters()
         self._start_anew()
 
     def _start_anew(self) -> None:
         """What has not come yet counts as this worker's own model."""
         for edge in self._edges:
-            for tensor, pair in zip(edge.box.come.flats, self._twins.pairs, strict=True):
-                tensor.copy_(pair.live)
+            edge.box.come.copy_(self._buffers.live)
 
 
 def _mean_into(
@@ -210,3 +223,24 @@ def _mean_into(
     """Of a worker's own model and what has come over some edges, `num_models` in all."""
     out.copy_(own)
     add_differences(out, own, [(edge.box.come.flats[index], edge.count / num_models) for edge in edges])
+
+
+def branches(kind: Kind, size: int) -> list[list[Branch]]:
+    """Gives each rank's edges in a tree of `size` ranks, in order of color."""
+    parent_of = _PARENTS[kind]
+    below = [1] * size
+    for rank in range(size - 1, 0, -1):
+        below[parent_of(rank)] += below[rank]
+    found: list[list[Branch]] = [[] for _ in range(size)]
+    for rank in range(1, size):
+        parent = parent_of(rank)
+        taken = {branch.color for branch in found[parent]}
+        color = next(number for number in range(size) if number not in taken)
+        found[parent].append(Branch(color, rank, below[rank]))
+        found[rank].append(Branch(color, parent, size - below[rank]))
+    return [sorted(own, key=lambda branch: branch.color) for own in found]
+
+
+def num_colors(tree: Sequence[Sequence[Branch]]) -> int:
+    """Counts the meetings that a round takes."""
+    return max((branch.color + 1 for own in tree for branch in own), default=0)

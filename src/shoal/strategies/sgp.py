@@ -8,19 +8,21 @@ however many send to whom. The asynchronous form is `push_sum`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
-from shoal.group import Group
-from shoal.strategies.masses import MassStrategy
-from shoal.strategies.options import CommonOptions
-from shoal.strategies.parameters import ParameterStrategy
-from shoal.strategies.research_options import SgpOptions
-from shoal.topology import Weights, make_topology_on
+from shoal.group import Group, share
+from shoal.strategies.averaging import mean_over
+from shoal.strategies.options import SgpOptions, StrategyOptions
+from shoal.strategies.session import TrainingSession
+from shoal.strategies.strategy import Strategy
+from shoal.tensors import ParameterBuffers
+from shoal.topology import Topology, Weights, make_topology_on
 
 
-class StochasticGradientPush(MassStrategy, ParameterStrategy):
+class StochasticGradientPush(Strategy):
     """`w_i ← Σ_j p_ij w_j`, `z_i ← Σ_j p_ij w_j z_j / w_i` after the step, with `p_ij = 1/(d_j + 1)`.
 
     z are the parameters that train, and d_j is to how many j sends in this round. The optimizer's learning
@@ -31,62 +33,109 @@ class StochasticGradientPush(MassStrategy, ParameterStrategy):
 
     name = "sgp"
     survives_loss = True
-    Options: ClassVar[type[CommonOptions]] = SgpOptions
+    Options: ClassVar[type[StrategyOptions]] = SgpOptions
     options: SgpOptions
+    topology: Topology
+    _buffers: ParameterBuffers
 
-    def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
+    def __init__(
+        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
+    ) -> None:
         super().__init__(group, options=options, **named)
+        self.weight = 1.0
+        """This worker's mass: 1 on average over all."""
+
+    def set_group(self, group: Group) -> None:
+        """Makes the topology of the group's workers."""
+        super().set_group(group)
         self.topology = make_topology_on(self.options.topology, group.size, group.num_machines)
 
     @property
+    def rate_divisor(self) -> float:
+        """The weight: the optimizer works on the parameters, but steps in the sum."""
+        return self.weight
+
+    @property
     def stats(self) -> dict[str, Any]:
-        """The weight."""
+        """The weight, for reports."""
         return {"weight": self.weight}
 
-    def _before_step(self) -> None:
-        self._look_for_losses()
+    def start(self, session: TrainingSession) -> None:
+        """Moves the parameters into two buffers of the group."""
+        self._buffers = session.hold_parameters(2)
 
-    def _after_step(self) -> None:
-        if self.is_round:
-            self._push()
+    def before_step(self, session: TrainingSession) -> None:
+        """Looks for lost peers."""
+        session.check_losses()
 
-    def _skipped_step(self) -> None:
-        self._after_step()
+    def after_step(self, session: TrainingSession) -> None:
+        """Pushes, and takes in what comes."""
+        if session.is_round:
+            self._push(session)
 
-    def _push(self) -> None:
+    def _push(self, session: TrainingSession) -> None:
         rank = self.group.rank
         sources = {source: self._share(source) for source in self.topology.sources(rank, self.rounds)}
         destinations = self.topology.destinations(rank, self.rounds)
         own = self._share(rank) * self.weight
-        self.weight = self._mix(Weights(own, sources, dict.fromkeys(destinations, self.weight)))
+        self.weight = self._mix(session, Weights(own, sources, dict.fromkeys(destinations, self.weight)))
 
     def _share(self, rank: int) -> float:
         """What a worker gives of itself to each destination, and keeps, in this round."""
         return 1 / (len(self.topology.destinations(rank, self.rounds)) + 1)
 
-    def _average_all(self) -> None:
-        """The mean over the weights, which are 1 afterwards."""
-        factor, size = self._mass_factor(), len(self.group.members)
-        others = self._others
-        self._mix(Weights(factor / size, dict.fromkeys(others, 1 / size), dict.fromkeys(others, factor)))
+    def average_all(self, session: TrainingSession) -> None:
+        """Takes the mean over the weights, which are 1 afterwards."""
+        factor, size = mass_factor(self.group, self.weight), len(self.group.members)
+        others = session.others
+        self._mix(
+            session, Weights(factor / size, dict.fromkeys(others, 1 / size), dict.fromkeys(others, factor))
+        )
         self.weight = 1.0
 
-    def _mix(self, weights: Weights) -> float:
-        """The parameters become what comes, divided by its weight, which is returned.
+    def _mix(self, session: TrainingSession, weights: Weights) -> float:
+        """Makes the parameters what comes, divided by its weight, which is returned.
 
         Who is lost meanwhile may be in one of the sums and not in another: then the parameters stay. One that
         leaves in order does so between two rounds.
         """
         num_lost = len(self.group.lost)
-        self._twins.adopt()
+        self._buffers.adopt()
         mass = torch.ones(1, dtype=torch.float64)
-        handles = [self.group.exchange(live, weights, out=spare) for live, spare in self._twins.pairs]
+        handles = [self.group.exchange(live, weights, out=spare) for live, spare in self._buffers.pairs]
         handles.append(self.group.exchange(mass, weights))
         for handle in handles:
             handle.wait()
         is_whole = len(self.group.lost) == num_lost
         if is_whole:
-            for pair in self._twins.pairs:
-                pair.spare.mul_(1 / mass.item())
-        self._finish((), should_keep=not is_whole)
+            self._buffers.spare.mul_(1 / mass.item())
+        session.finish_exchange((), should_keep=not is_whole)
         return mass.item() if is_whole else self.weight
+
+    def common_model(self, session: TrainingSession) -> dict[str, torch.Tensor]:
+        """Gives the mean over the weights, not over the workers."""
+        return mass_model(session, super().common_model(session), self.weight)
+
+    def load_common_state(self, state: Mapping[str, Any]) -> None:
+        """Begins with a weight of 1."""
+        super().load_common_state(state)
+        self.weight = 1.0
+
+
+def mass_factor(group: Group, weight: float) -> float:
+    """Computes by how much this worker counts in a mean over the members. Collective."""
+    masses = share(group, weight)
+    return float(weight * len(masses) / sum(masses))
+
+
+def mass_model(
+    session: TrainingSession, common: dict[str, torch.Tensor], weight: float
+) -> dict[str, torch.Tensor]:
+    """Gives the one model of workers that count by a mass each: the mean over the masses. Collective."""
+    if session.is_alone:
+        return common
+    factor = mass_factor(session.group, weight)
+    parameters = dict(session.model.named_parameters(remove_duplicate=False))
+    names = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    means = mean_over(session.group, [parameters[name].detach() * factor for name in names])
+    return {**common, **dict(zip(names, means, strict=True))}

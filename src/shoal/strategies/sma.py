@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-
-from shoal.group import Handle
-from shoal.strategies.options import CommonOptions, SmaOptions
-from shoal.strategies.parameters import ExchangeStrategy
+from shoal.strategies.exchange import ExchangeStrategy
+from shoal.strategies.options import SmaOptions, StrategyOptions
+from shoal.strategies.session import TrainingSession
 from shoal.topology import Weights
 
 
@@ -16,7 +14,7 @@ class SynchronousModelAverage(ExchangeStrategy):
     """`w ← (1 − α)·w + α·mean(w)`, then the local gradient, taken at the old w; overlapped with backward."""
 
     name = "sma"
-    Options: ClassVar[type[CommonOptions]] = SmaOptions
+    Options: ClassVar[type[StrategyOptions]] = SmaOptions
     options: SmaOptions
 
     @property
@@ -24,9 +22,9 @@ class SynchronousModelAverage(ExchangeStrategy):
         """Always: the average comes before the step."""
         return True
 
-    def _exchange(self, live: torch.Tensor, spare: torch.Tensor) -> Handle[torch.Tensor]:
-        others = self._others
+    def round_weights(self, session: TrainingSession) -> Weights:
+        """Gives α of the mean's weight to each."""
+        others = session.others
         share = self.options.alpha / (len(others) + 1)
         own = 1 - self.options.alpha + share
-        weights = Weights(own, dict.fromkeys(others, share), dict.fromkeys(others, 1.0))
-        return self.group.exchange(live, weights, out=spare)
+        return Weights(own, dict.fromkeys(others, share), dict.fromkeys(others, 1.0))

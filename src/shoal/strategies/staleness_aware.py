@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shoal.strategies.options import CommonOptions
+from shoal.strategies.options import StrategyOptions
 from shoal.strategies.parameter_server import ParameterServer
 from shoal.strategies.research_options import StalenessAwareOptions
 
@@ -19,5 +19,5 @@ class StalenessAwareSGD(ParameterServer):
     """`parameter-server` with `staleness_lr` and `delay_compensation` on; all that holds there holds here."""
 
     name = "staleness-aware"
-    Options: ClassVar[type[CommonOptions]] = StalenessAwareOptions
+    Options: ClassVar[type[StrategyOptions]] = StalenessAwareOptions
     options: StalenessAwareOptions

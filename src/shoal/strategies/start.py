@@ -1,24 +1,30 @@
-"""The consistent start: the same tensors on all members, with the values of rank 0.
+"""The consistent start: the same tensors and optimizers on all members, with the values of rank 0.
 
-Optimizers are left to `optimizers`.
+Optimizers are built alike on all members, or take what rank 0 has, where that is further on: so a checkpoint
+that only rank 0 has loaded is everybody's. State goes by the order of the parameters in the optimizer, which
+is compared by name; schedulers are no part of it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import msgspec
 import torch
+from torch.optim import Optimizer
 
 from shoal.core.errors import ShoalError, UsageError
 from shoal.group import Group, share
 from shoal.strategies.averaging import packed
 from shoal.tensors import DTYPES, TensorSpec, describe, size_bytes
-from shoal.tensors.checkpoint import flatten, rebuild
+from shoal.tensors.checkpoint import flatten, is_scalar, rebuild, scalar
 from shoal.tensors.packing import reshape_dense
+
+log = logging.getLogger(__name__)
 
 
 def take_values(group: Group, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
@@ -110,3 +116,124 @@ def _words(entry: list[object] | None) -> str:
     name, dtype, shape, is_trainable = entry
     kind = str(dtype).removeprefix("torch.")
     return f"{name} ({kind}, shape {shape}, {'trainable' if is_trainable else 'not trainable'})"
+
+
+class Account(msgspec.Struct, array_like=True):
+    """What one member says of its optimizer."""
+
+    rank: int
+    names: bytes
+    """A digest of the parameters' names, group by group."""
+    settings: list[dict[str, Any]]
+    """Of each group: lr, momentum and so on."""
+    has_state: bool
+
+
+def start_optimizers(
+    group: Group,
+    optimizer: Optimizer,
+    named: Mapping[str, torch.Tensor],
+    *,
+    should_take_state: bool,
+    must_be_equal: bool,
+    has_loaded: bool = False,
+) -> None:
+    """Compare settings, or take settings and state of rank 0 where that has state or `has_loaded` some.
+
+    Collective. What is loaded may be settings alone, such as a rate that a scheduler has changed.
+    Settings that differ are an error, on all members, where they `must_be_equal`, and a warning elsewhere.
+    """
+    own = _account(group.rank, optimizer, named)
+    accounts = [msgspec.convert(account, Account) for account in share(group, own)]
+    first = accounts[0]
+    for account in accounts:
+        if account.names != first.names:
+            raise UsageError(
+                f"the optimizer of rank {account.rank} has other parameters, or others first, than that of "
+                f"rank {first.rank}.",
+                next_step="give it the same parameters, in the same groups and order, on all workers.",
+            )
+    if should_take_state and (has_loaded or first.has_state):
+        state = take_state(group, optimizer.state_dict)
+        if group.rank:
+            optimizer.load_state_dict(state)
+        return
+    difference = _difference(accounts)
+    if difference and must_be_equal:
+        raise UsageError(
+            f"{difference}: the replicas would drift apart.",
+            cause="the optimizer is built in another way there, or a checkpoint was loaded there alone.",
+            next_step="build it alike on all workers; a checkpoint is loaded on all, or on rank 0.",
+        )
+    if difference and group.rank == first.rank:
+        log.warning("%s", difference)
+
+
+def _account(rank: int, optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> Account:
+    names = {id(tensor): name for name, tensor in named.items()}
+    groups = [[names[id(tensor)] for tensor in group["params"]] for group in optimizer.param_groups]
+    settings = [
+        {name: _plain(value) for name, value in group.items() if name not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
+    digest = hashlib.sha256(msgspec.msgpack.encode(groups)).digest()
+    return Account(rank, digest, settings, any(optimizer.state.values()))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return scalar(value) if is_scalar(value) else type(value).__name__
+
+
+def _difference(accounts: Sequence[Account]) -> str | None:
+    first = accounts[0]
+    for account in accounts:
+        if account.has_state and not first.has_state:
+            return f"the optimizer of rank {account.rank} has state, that of rank {first.rank} has none"
+        for number, (mine, theirs) in enumerate(zip(first.settings, account.settings, strict=True)):
+            for name in (*mine, *theirs):
+                if mine.get(name) != theirs.get(name):
+                    where = f" in group {number}" if len(first.settings) > 1 else ""
+                    return (
+                        f"the optimizer of rank {account.rank} has {name} {theirs.get(name)}{where}, "
+                        f"that of rank {first.rank} {mine.get(name)}"
+                    )
+    return None
+
+
+def take_state(group: Group, make: Callable[[], Any], root: int = 0) -> Any:
+    """The state of `root`, on all members; `make` is called there alone. Collective; UsageError on all."""
+    sent = _Sent(None, [], [])
+    tensors: dict[str, torch.Tensor] = {}
+    if group.rank == root:
+        try:
+            sent.plain, tensors = flatten(make())
+            sent.names = list(tensors)
+            sent.specs = [describe(tensor) for tensor in tensors.values()]
+        except ShoalError as error:
+            sent.problem = error.what
+    sent = msgspec.convert(share(group, sent)[list(group.members).index(root)], _Sent)
+    if sent.problem:
+        raise UsageError(
+            f"what rank {root} has cannot be given to the others: {sent.problem}",
+            next_step="load the same checkpoint on all workers, and attach(..., should_start_equal=False).",
+        )
+    if group.rank != root:
+        tensors = dict(zip(sent.names, map(_empty, sent.specs), strict=True))
+    take_values(group, list(tensors.values()), root)
+    return rebuild(sent.plain, tensors)
+
+
+class _Sent(msgspec.Struct, array_like=True):
+    plain: Any
+    names: list[str]
+    specs: list[TensorSpec]
+    problem: str = ""
+
+
+def _empty(spec: TensorSpec) -> torch.Tensor:
+    dtype = DTYPES[spec.dtype]
+    return reshape_dense(torch.empty(size_bytes(spec) // dtype.itemsize, dtype=dtype), spec)

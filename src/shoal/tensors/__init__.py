@@ -18,6 +18,7 @@ from shoal.tensors.codecs import (
     read_meta,
 )
 from shoal.tensors.dtypes import DTYPES
+from shoal.tensors.flat import Allocate, Flat, ParameterBuffers, private_memory
 from shoal.tensors.packing import allocate_for, pack, unpack
 from shoal.tensors.specs import TensorLimits, TensorSpec, check, describe, read_specs, size_bytes
 from shoal.transport.memory import ALIGNMENT_BYTES, aligned_memory
@@ -27,6 +28,7 @@ __all__ = [
     "CODECS",
     "DEFAULT_BUCKET_BYTES",
     "DTYPES",
+    "Allocate",
     "BFloat16",
     "Bucket",
     "BucketLayout",
@@ -35,9 +37,11 @@ __all__ = [
     "Encoded",
     "EncodedMeta",
     "ErrorFeedback",
+    "Flat",
     "Float16",
     "Int8",
     "LowRank",
+    "ParameterBuffers",
     "Plain",
     "TensorLimits",
     "TensorSpec",
@@ -49,6 +53,7 @@ __all__ = [
     "decode",
     "describe",
     "pack",
+    "private_memory",
     "read_meta",
     "read_specs",
     "size_bytes",

@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 
 from shoal.core import UsageError
-from shoal.strategies.d2 import D2
-from shoal.strategies.exact_diffusion import ExactDiffusion
+from shoal.strategies.exact_diffusion import D2, ExactDiffusion
 from shoal.strategies.extra import Extra
-from shoal.strategies.fitting import SYMMETRIC, require_symmetric
 from shoal.strategies.gradient_tracking import GradientTracking
 from shoal.topology import make_topology
+from shoal.topology.requirements import SYMMETRIC, require_symmetric
 from strategies.fakes import Wide
 
 

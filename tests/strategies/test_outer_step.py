@@ -6,7 +6,8 @@ from torch import nn
 
 from shoal.core import UsageError
 from shoal.group.solo import SoloGroup
-from shoal.strategies.fragments import Fragment, OuterRule, private_memory, split
+from shoal.strategies.outer_step import OuterRule, OuterStep, split
+from shoal.tensors import private_memory
 
 
 def named(*sizes, dtype=torch.float32):
@@ -35,7 +36,7 @@ def test_an_outer_step_of_mixed_dtypes_and_strides():
     }
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     strides = [parameter.stride() for parameter in parameters.values()]
-    fragment = Fragment(0, parameters, private_memory, has_momentum=True)
+    fragment = OuterStep(0, parameters, private_memory(), has_momentum=True)
     with torch.no_grad():
         for parameter in parameters.values():
             parameter.mul_(2)
@@ -49,8 +50,8 @@ def test_an_outer_step_of_mixed_dtypes_and_strides():
 
 
 def test_a_state_of_other_parameters_is_refused():
-    state = Fragment(0, named(3), private_memory, has_momentum=False).state_dict()
-    other = Fragment(0, named(3, 4), private_memory, has_momentum=False)
+    state = OuterStep(0, named(3), private_memory(), has_momentum=False).state_dict()
+    other = OuterStep(0, named(3, 4), private_memory(), has_momentum=False)
     with pytest.raises(UsageError, match="other parameters"):
         other.load_state_dict(state)
 
@@ -74,7 +75,7 @@ def outer_step(fragment, value):
 
 def test_copies_that_differ_come_together_again():
     parameters = [named(4), named(4)]
-    fragments = [Fragment(0, each, private_memory, has_momentum=True) for each in parameters]
+    fragments = [OuterStep(0, each, private_memory(), has_momentum=True) for each in parameters]
     for fragment, value in zip(fragments, (2.0, 3.0), strict=True):
         outer_step(fragment, value)
     assert not torch.allclose(parameters[0]["p0"], parameters[1]["p0"])

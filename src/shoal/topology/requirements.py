@@ -8,7 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from shoal.core.errors import UsageError
-from shoal.topology import Topology, Weights, is_connected, is_doubly_stochastic
+from shoal.topology.checks import is_connected, is_doubly_stochastic
+from shoal.topology.plan import Topology
+from shoal.topology.weights import Weights
 
 SYMMETRIC = "ring, mesh, torus, star, full, hypercube, symmetric-exponential, random-regular"
 """Those that are static and symmetric."""

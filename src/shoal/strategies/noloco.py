@@ -1,0 +1,60 @@
+"""`noloco`: local steps, then an outer step with one random partner, and never with all.
+
+Kolehmainen et al. 2025, "NoLoCo: No-all-reduce low communication training method for large models", section 3. The outer momentum
+has a term that pulls the slow weights of partners together, in place of DiLoCo's mean over everybody.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from shoal.strategies.options import NoLoCoOptions, StrategyOptions
+from shoal.strategies.session import TrainingSession
+from shoal.strategies.strategy import Strategy
+from shoal.tensors import Flat
+
+
+class NoLoCo(Strategy):
+    """`δ ← α·δ + β·mean(θ − φ) − γ·(φ − mean(φ))`, `φ ← φ + δ`, `θ ← φ`: the means are those of a pair.
+
+    θ are the parameters that train, φ the slow weights, α is `outer_momentum`, β `outer_lr` and γ `pull`.
+    Pairs are drawn anew in each round, the same on all workers; with an odd number one is left over and takes
+    its outer step alone. Goes on without lost peers.
+    """
+
+    name = "noloco"
+    survives_loss = True
+    Options: ClassVar[type[StrategyOptions]] = NoLoCoOptions
+    options: NoLoCoOptions
+    slow: Flat
+    momentum: Flat
+
+    def start(self, session: TrainingSession) -> None:
+        """Begins with slow weights that are what the parameters are."""
+        self.slow = session.parameters.clone()
+        self.momentum = session.parameters.zeros_like()
+
+    def after_step(self, session: TrainingSession) -> None:
+        """Takes an outer step after every so many steps."""
+        if not session.is_round:
+            return
+        options = self.options
+        partner = session.random_partner(options.seed)
+        peers = [] if partner is None else [partner]
+        learned = session.average(session.parameters - self.slow, peers)
+        common = session.average(self.slow, peers)
+        self.momentum *= options.outer_momentum
+        self.momentum.add_(learned, alpha=options.outer_lr)
+        self.momentum.sub_(self.slow - common, alpha=options.pull)
+        self.slow += self.momentum
+        session.parameters.copy_(self.slow)
+
+    @property
+    def has_last_round(self) -> bool:
+        """Always: slow weights differ even right after an outer step."""
+        return True
+
+    @property
+    def is_equal_after_round(self) -> bool:
+        """Never: a round makes pairs alike, and not all."""
+        return False

@@ -1,0 +1,410 @@
+"""The registry: one row for each strategy, and how a strategy is found and made by its name.
+
+A row says where a class is without importing it, so that `shoal run` and `--help` start without torch. A
+strategy of another package needs no row here: it is named as `module:Class`, or by an entry point of the
+group `shoal.strategies` in that package's metadata. Its class then says what a row says: `name`, `Options`
+and `survives_loss`, and any of `needs_servers`, `needs_machines`, `runs_on_devices`, `is_asynchronous` and
+`has_own_channel` that are not the default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.core.errors import UsageError
+from shoal.core.run_options import RunOptions
+from shoal.strategies import options as of
+
+if TYPE_CHECKING:
+    from shoal.group import Group
+    from shoal.strategies.strategy import Strategy
+
+DEFAULT = "all-reduce"
+ENTRY_POINTS = "shoal.strategies"
+"""The group of entry points by which an installed package adds strategies."""
+_OUTSIDE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyInfo:
+    """A row of the registry: what is known of a strategy without importing its class."""
+
+    name: str
+    """It is found again by this name in any process: for a class given as `module:Class`, by that."""
+    location: str
+    """It is `module:Class`."""
+    options: type[of.StrategyOptions] = of.StrategyOptions
+    summary: str = ""
+    """One sentence says what a round does."""
+    paper: str = ""
+    aliases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Other systems call it so; with each name come the options that it implies."""
+    survives_loss: bool = False
+    """Whether the other workers train on when one is lost."""
+    needs_servers: bool = False
+    """Whether there are parameter servers beside the workers."""
+    needs_machines: bool = False
+    """Whether its topology is one of machines, which must have equally many workers each."""
+    needs_package: str = ""
+    """A package that does not come with Shoal."""
+    runs_on_devices: bool = True
+    """Whether the model may be on a GPU."""
+    is_asynchronous: bool = False
+    """Whether no worker waits for another, so that each has its own pace."""
+    has_own_channel: bool = False
+    """Whether what it sends passes the group by, which so can neither count nor slow it."""
+
+
+_ROWS = (
+    StrategyInfo(
+        name="all-reduce",
+        location="shoal.strategies.all_reduce:GradientAllReduce",
+        options=of.AllReduceOptions,
+        summary="Averages gradients in buckets while backward runs, so that all workers stay equal.",
+        aliases={"gradient-allreduce": {}, "sync-sgd": {}},
+    ),
+    StrategyInfo(
+        name="ddp",
+        location="shoal.strategies.ddp:TorchDDP",
+        options=of.DDPOptions,
+        summary="Runs torch's own DistributedDataParallel, to compare with.",
+        paper="Li et al. 2020",
+        aliases={"distributed-data-parallel": {}},
+        has_own_channel=True,
+    ),
+    StrategyInfo(
+        name="neighbor",
+        location="shoal.strategies.neighbor:NeighborAverage",
+        options=of.NeighborOptions,
+        summary="Averages parameters with those of neighbours, after the step or during backward.",
+        paper="Lian et al. 2017; Ying et al. 2021",
+        # `allreduce` is BlueFog's, of parameters
+        aliases={"allreduce": {"topology": "full"}, "neighbor-allreduce": {}},
+        survives_loss=True,
+    ),
+    StrategyInfo(
+        name="hierarchical",
+        location="shoal.strategies.neighbor:HierarchicalAverage",
+        options=of.HierarchicalOptions,
+        summary="Averages the mean of each machine with the means of neighbour machines.",
+        aliases={"hierarchical-neighbor-allreduce": {}},
+        needs_machines=True,
+    ),
+    StrategyInfo(
+        name="pair",
+        location="shoal.strategies.pair:PairAverage",
+        options=of.PairOptions,
+        summary="Averages with the newest model of a random worker, then steps; nobody waits.",
+        paper="Lian et al. 2018 (AD-PSGD)",
+        aliases={"async-sgd": {}, "pair-averaging": {}},
+        survives_loss=True,
+        is_asynchronous=True,
+    ),
+    StrategyInfo(
+        name="sma",
+        location="shoal.strategies.sma:SynchronousModelAverage",
+        options=of.SmaOptions,
+        summary="Moves parameters toward the mean of all by `alpha`, then steps.",
+        paper="Zhang et al. 2015",
+        aliases={"synchronous-averaging": {}},
+    ),
+    StrategyInfo(
+        name="local-sgd",
+        location="shoal.strategies.local_sgd:LocalSGD",
+        options=of.LocalSGDOptions,
+        summary="Steps alone, and every few steps takes the mean of all parameters.",
+        paper="Stich 2019; Lin et al. 2020",
+        aliases={"localsgd": {}, "post-local-sgd": {}},
+        survives_loss=True,
+    ),
+    StrategyInfo(
+        name="diloco",
+        location="shoal.strategies.diloco:DiLoCo",
+        options=of.DiLoCoOptions,
+        summary="Steps alone for long, then does an outer step with the mean of all changes.",
+        paper="Douillard et al. 2023; Douillard et al. 2025",
+        aliases={"streaming-diloco": {"fragments": 4, "overlap_steps": 5, "mixing": 0.5}},
+        survives_loss=True,
+    ),
+    StrategyInfo(
+        name="push-sum",
+        location="shoal.strategies.window:PushSum",
+        options=of.PushSumOptions,
+        summary="Pushes shares of parameters and weight to a neighbour, adds what came; nobody waits.",
+        paper="Assran et al. 2019",
+        aliases={"pushsum": {}},
+        survives_loss=True,
+        is_asynchronous=True,
+    ),
+    StrategyInfo(
+        name="window",
+        location="shoal.strategies.window:WindowAverage",
+        options=of.WindowOptions,
+        summary="Puts parameters into neighbours' windows, and averages with its own; nobody waits.",
+        aliases={"win-put": {}},
+        survives_loss=True,
+        is_asynchronous=True,
+    ),
+    StrategyInfo(
+        name="parameter-server",
+        location="shoal.strategies.parameter_server:ParameterServer",
+        options=of.ParameterServerOptions,
+        summary="Sends gradients to servers, which hold the model and step, and pulls parameters.",
+        aliases={"ps": {}},
+        survives_loss=True,
+        needs_servers=True,
+        runs_on_devices=False,
+        is_asynchronous=True,
+    ),
+    StrategyInfo(
+        name="horovod",
+        location="shoal.strategies.horovod:HorovodAllReduce",
+        options=of.HorovodOptions,
+        summary="Averages gradients by Horovod itself, to compare with.",
+        aliases={"hvd": {}},
+        needs_package="horovod",
+        has_own_channel=True,
+    ),
+    StrategyInfo(
+        name="gradient-tracking",
+        location="shoal.strategies.gradient_tracking:GradientTracking",
+        options=of.MixOptions,
+        summary="Steps along an estimate of the mean gradient, which neighbours average too.",
+        paper="Xu et al. 2015; Nedić et al. 2017",
+        aliases={"dsgt": {}},
+    ),
+    StrategyInfo(
+        name="exact-diffusion",
+        location="shoal.strategies.exact_diffusion:ExactDiffusion",
+        options=of.SymmetricOptions,
+        summary="Averages with neighbours, with a correction that removes the bias of unequal data.",
+        paper="Yuan et al. 2019; Li, Shi, Yan 2019",
+        aliases={"nids": {}},
+    ),
+    StrategyInfo(
+        name="extra",
+        location="shoal.strategies.extra:Extra",
+        options=of.SymmetricOptions,
+        summary="Corrects as exact diffusion does, and exchanges during backward.",
+        paper="Shi et al. 2015",
+    ),
+    StrategyInfo(
+        name="d2",
+        location="shoal.strategies.exact_diffusion:D2",
+        options=of.D2Options,
+        summary="Corrects as exact diffusion does, and mixes faster.",
+        paper="Tang et al. 2018",
+    ),
+    StrategyInfo(
+        name="momentum",
+        location="shoal.strategies.neighbor_momentum:NeighborMomentum",
+        options=of.MomentumOptions,
+        summary="Averages parameters and the optimizer's momentum with neighbours.",
+        paper="Ying et al. 2021; Yu, Jin, Yang 2019",
+        aliases={"dmsgd": {}, "dsgd-momentum": {}},
+        survives_loss=True,
+    ),
+    StrategyInfo(
+        name="choco",
+        location="shoal.strategies.choco:ChocoSGD",
+        options=of.ChocoOptions,
+        summary="Sends compressed differences, and moves toward the public copies of its neighbours.",
+        paper="Koloskova, Stich, Jaggi 2019",
+        aliases={"choco-sgd": {}},
+        survives_loss=True,
+        runs_on_devices=False,
+    ),
+    StrategyInfo(
+        name="sgp",
+        location="shoal.strategies.sgp:StochasticGradientPush",
+        options=of.SgpOptions,
+        summary="Sends shares of parameters and weight over directed graphs, and waits for them.",
+        paper="Assran et al. 2019",
+        aliases={"gradient-push": {}, "stochastic-gradient-push": {}},
+        survives_loss=True,
+    ),
+    StrategyInfo(
+        name="relay",
+        location="shoal.strategies.relay:RelaySGD",
+        options=of.RelayOptions,
+        summary="Passes sums of models along a tree, so that each worker gets the mean of all, late.",
+        paper="Vogels et al. 2021",
+        aliases={"relaysgd": {}, "relay-sum": {}},
+    ),
+    StrategyInfo(
+        name="staleness-aware",
+        location="shoal.strategies.staleness_aware:StalenessAwareSGD",
+        options=of.StalenessAwareOptions,
+        summary="Corrects late gradients on parameter servers.",
+        paper="Zhang et al. 2016; Zheng et al. 2017",
+        aliases={"dc-asgd": {}},
+        survives_loss=True,
+        needs_servers=True,
+        runs_on_devices=False,
+        is_asynchronous=True,
+    ),
+)
+
+BUILT_IN: Mapping[str, StrategyInfo] = {row.name: row for row in _ROWS}
+"""The strategies that come with Shoal, by name, in the order in which the documentation lists them."""
+_ALIASES = {alias: row.name for row in _ROWS for alias in row.aliases}
+_LOCATIONS = {row.location: row.name for row in _ROWS}
+
+
+def canonical(name: str) -> str:
+    """Give the name that stands for a strategy everywhere, without importing its class.
+
+    An alias becomes the strategy's own name, hyphens and underscores are alike; `module:Class` stays as it
+    is. UsageError with suggestions for a name that is none.
+    """
+    text = name.strip()
+    if ":" in text:
+        if not _OUTSIDE.fullmatch(text):
+            raise UsageError(
+                f"{name!r} does not name a class.", next_step="write it as package.module:Class."
+            )
+        return _LOCATIONS.get(text, text)
+    plain = _plain(text)
+    if plain in BUILT_IN:
+        return plain
+    if plain in _ALIASES:
+        return _ALIASES[plain]
+    installed = _installed()
+    if plain in installed:
+        return plain
+    known = [*BUILT_IN, *installed]
+    near = difflib.get_close_matches(plain[:64], [*known, *_ALIASES], n=3)
+    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    raise UsageError(
+        f"There is no strategy {name!r}.{hint}",
+        next_step=f"one of {', '.join(known)}, or a class of your own as package.module:Class.",
+    )
+
+
+def find(name: str) -> tuple[StrategyInfo, dict[str, Any]]:
+    """Find a strategy by any of its names: its row, and the options that this name implies.
+
+    Of a strategy from outside the class is imported, which imports torch. UsageError for a name that is
+    none, and for a class that is no strategy.
+    """
+    own = canonical(name)
+    if own in BUILT_IN:
+        row = BUILT_IN[own]
+        return row, dict(row.aliases.get(_plain(name.strip()), {}))
+    return _outside_row(own, own if ":" in own else _installed()[own]), {}
+
+
+def all_strategies() -> list[StrategyInfo]:
+    """List the strategies that come with Shoal, then those of installed packages, which are imported."""
+    return [*BUILT_IN.values(), *(_outside_row(name, place) for name, place in _installed().items())]
+
+
+def load_class(info: StrategyInfo) -> type[Strategy]:
+    """Import the class of a strategy, which imports torch."""
+    return _load(info.location)
+
+
+def make_strategy(group: Group, name: str, **options: Any) -> Strategy:
+    """Make a strategy by its name; options given here win over those that an alias implies."""
+    info, implied = find(name)
+    return load_class(info)(group, **{**implied, **options})
+
+
+def from_args(group: Group, *, strategy: str | None = None, **overrides: Any) -> Strategy:
+    """Make what `shoal run --strategy …` was asked for, `all-reduce` without; arguments here win.
+
+    When another strategy is named here, options of the command line that it doesn't have are left out.
+    """
+    run = RunOptions.from_environment()
+    asked = run.strategy or DEFAULT
+    name = asked if strategy is None else strategy
+    options = {option.replace("-", "_"): value for option, value in run.options.items()}
+    if canonical(name) != canonical(asked):
+        known = find(name)[0].options.__struct_fields__
+        options = {option: value for option, value in options.items() if option in known}
+    return make_strategy(group, name, **{**options, **overrides})
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+def _installed() -> Mapping[str, str]:
+    """Give the location of each strategy that an installed package adds; names of ours stay ours."""
+    return _installed_on(tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=1)
+def _installed_on(_path: tuple[str, ...]) -> Mapping[str, str]:
+    from importlib.metadata import entry_points  # slow to import, and seldom needed
+
+    points = entry_points(group=ENTRY_POINTS)
+    found = {_plain(point.name): point.value for point in sorted(points, key=lambda point: point.name)}
+    return {name: place for name, place in found.items() if name not in BUILT_IN and name not in _ALIASES}
+
+
+def _outside_row(name: str, location: str) -> StrategyInfo:
+    kind = _load(location)
+    return StrategyInfo(
+        name=name,
+        location=location,
+        options=kind.Options,
+        summary=(kind.__doc__ or "").strip().partition("\n")[0],
+        survives_loss=kind.survives_loss,
+        needs_servers=getattr(kind, "needs_servers", False),
+        needs_machines=getattr(kind, "needs_machines", False),
+        runs_on_devices=kind.runs_on_devices,
+        is_asynchronous=getattr(kind, "is_asynchronous", False),
+        has_own_channel=getattr(kind, "has_own_channel", False),
+    )
+
+
+def _load(location: str) -> type[Strategy]:
+    """Import a class, and see that it is a strategy; what the module itself raises passes through."""
+    where, _, attribute = location.partition(":")
+    if location not in _LOCATIONS and str(Path.cwd()) not in sys.path:
+        # the `shoal` program lacks the current folder, which `python -m` has; at the end it hides nothing
+        sys.path.append(str(Path.cwd()))
+    try:
+        module = importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{where}.".startswith(f"{error.name}."):
+            raise
+        raise UsageError(
+            f"There is no module {error.name!r}, from which the strategy {location!r} should come.",
+            cause=f"it is misspelt, or neither installed nor on PYTHONPATH nor in {Path.cwd()}.",
+            next_step="start in the folder that holds it, set PYTHONPATH to that folder, or install it.",
+        ) from None
+    kind = getattr(module, attribute, None)
+    if not isinstance(kind, type):
+        classes = [name for name, value in vars(module).items() if isinstance(value, type)]
+        near = difflib.get_close_matches(attribute[:64], classes, n=1)
+        raise UsageError(
+            f"The module {where!r} has no class {attribute!r}.",
+            cause=f"did you mean {near[0]!r}?" if near else "",
+            next_step="name a class of that module, as package.module:Class.",
+        )
+    from shoal.strategies.strategy import Strategy
+
+    if not issubclass(kind, Strategy):
+        raise UsageError(
+            f"{location} is no strategy.", next_step="let the class inherit from shoal.Strategy."
+        )
+    if not isinstance(getattr(kind, "name", None), str):
+        raise UsageError(
+            f"{location} has no name.", next_step='give the class one: name = "mine"; checkpoints hold it.'
+        )
+    if not issubclass(kind.Options, of.StrategyOptions):
+        raise UsageError(
+            f"The Options of {location} are none.",
+            next_step="let them inherit from shoal.strategies.StrategyOptions.",
+        )
+    return kind

@@ -1,0 +1,743 @@
+"""Everything between a strategy and the user's loop, for one model and optimizer, from `attach` to the end.
+
+The session starts all workers alike, counts steps and rounds, notices steps that were skipped, looks for lost
+peers and for values that are not finite, keeps checkpoints, and ends in order. What is shared, and when, is
+left to the strategy, which sees the session's flat parameters and its group. All of it happens in the user's
+thread, inside `backward()`, `optimizer.step()` and the model's forward.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import msgspec
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from shoal.core.errors import ShoalError, UsageError
+from shoal.core.status import tell_launcher
+from shoal.group import Group, Handle, Window, next_number, share
+from shoal.group.opening import has_failed
+from shoal.group.solo import SoloGroup
+from shoal.strategies.averaging import average_buffers, consensus_distance, copy_buffers, packed, start_mean
+from shoal.strategies.foreign import refuse_foreign
+from shoal.strategies.hooks import LoopHooks
+from shoal.strategies.last_round import StepCounter
+from shoal.strategies.nonfinite import Checked, FiniteCheck
+from shoal.strategies.start import require_equal, require_same_count, start_optimizers, take_values
+from shoal.tensors import BucketLayout, Flat, ParameterBuffers
+from shoal.topology import Weights
+
+if TYPE_CHECKING:
+    from shoal.strategies.options import StrategyOptions
+    from shoal.strategies.strategy import Strategy
+
+log = logging.getLogger(__name__)
+
+
+class TrainingSession:
+    """A strategy at work on one model; a context manager.
+
+    On a clean end this worker leaves the group in order, on an exception it doesn't. Strategies read the
+    attributes and call the methods of the first half; the user's loop needs none of them.
+    """
+
+    named_parameters: dict[str, nn.Parameter]
+    """The trainable ones that are shared, each once, in the order of the model; then the optimizer's own.
+
+    Of the model those that the optimizer has: others may have another optimizer, and are between its steps.
+    Where gradients are shared instead, all, but for those that a strategy on this model shares already.
+    """
+    named_tensors: dict[str, torch.Tensor]
+    """All that must be equal at the start: parameters, each once, and buffers."""
+
+    def __init__(self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, *, stays: bool) -> None:
+        self.strategy = strategy
+        self.group: Group = strategy.group
+        self.model = model
+        self.optimizer = optimizer
+        self.stays = stays
+        self.is_open = True
+        """Whether the strategy is attached."""
+        self.is_left_out = False
+        """Whether the step under way finds no gradients, since some are not finite."""
+        self.is_skipped = False
+        """Whether the round under way belongs to a step that the optimizer does not make."""
+        self.named_tensors = _named_tensors(model, optimizer)
+        trainable = {
+            name: tensor
+            for name, tensor in self.named_tensors.items()
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        }
+        known = _ids([tensor for group in optimizer.param_groups for tensor in group["params"]])
+        taken = _shared_of(model, by_gradients=True)
+        self.named_parameters = {
+            name: tensor
+            for name, tensor in trainable.items()
+            if (id(tensor) not in taken if strategy.shares_gradients else id(tensor) in known)
+        }
+        self.trainable = list(self.named_parameters.values())
+        self.device = _device_of(self.trainable)
+        self._not_shared = {
+            name: tensor for name, tensor in trainable.items() if name not in self.named_parameters
+        }
+        self._frozen = {name: tensor for name, tensor in self.named_tensors.items() if name not in trainable}
+        self._num_optimized = _num_optimized(optimizer)
+        self._buffers: ParameterBuffers | None = None
+        self._memory: list[torch.Tensor] = []
+        self._closings: list[Callable[[], None]] = []
+        self._window_number = -1
+        self._num_windows = 0
+        self._finite: FiniteCheck | None = None
+        self._counter: StepCounter | None = None
+        self._equal_step = 0
+        """The step after which all models were equal the last time."""
+        self._has_stepped = False
+        self._missed: list[int] = []
+        """Lost peers that were announced."""
+        self._hooks = LoopHooks(self)
+
+    # What a strategy works with.
+
+    @property
+    def options(self) -> StrategyOptions:
+        """The strategy's options."""
+        return self.strategy.options
+
+    @property
+    def steps(self) -> int:
+        """The optimizer's steps until now, skipped ones included."""
+        return self.strategy.steps
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nothing to share: the group is one of one, and the strategy does nothing there."""
+        return self.strategy.is_alone
+
+    @property
+    def is_round(self) -> bool:
+        """Whether the step that comes next, or is under way, is one in which the group shares."""
+        return (self.strategy.steps + 1) % self.strategy.options.local_steps == 0
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether a backward pass now shares nothing, and no step follows it."""
+        return self.strategy.is_accumulating
+
+    @property
+    def is_void(self) -> bool:
+        """Whether the step under way moves nothing: it is left out, or GradScaler found an inf for it."""
+        if self.is_left_out:
+            return True
+        found_inf = getattr(self.optimizer, "found_inf", None)
+        return found_inf is not None and bool(found_inf)
+
+    @property
+    def has_closure(self) -> bool:
+        """Whether the step under way computes its gradients itself (LBFGS)."""
+        return self._hooks.has_closure
+
+    @property
+    def others(self) -> list[int]:
+        """The other members that are there."""
+        return [rank for rank in self.group.members if rank != self.group.rank]
+
+    @property
+    def finite(self) -> FiniteCheck:
+        """The check for values that are not finite."""
+        assert self._finite is not None, "not attached"
+        return self._finite
+
+    @property
+    def parameters(self) -> Flat:
+        """The trainable parameters as one vector, whose views they are from the first use on.
+
+        The first use is collective: let it be in `Strategy.start`.
+        """
+        buffers = self._buffers or self.hold_parameters()
+        buffers.adopt()
+        return buffers.live
+
+    def hold_parameters(self, num_buffers: int = 1) -> ParameterBuffers:
+        """Moves the parameters into flat memory until the end; several buffers lie in the group's.
+
+        Collective.
+        """
+        assert self._buffers is None, "the parameters are held already"
+        _require_equal_layouts(self.group, BucketLayout.plan(self.trainable, max_bytes=sys.maxsize))
+        allocate = self.empty if num_buffers > 1 else None
+        self._buffers = ParameterBuffers(self.named_parameters, allocate, num_buffers=num_buffers)
+        return self._buffers
+
+    def empty(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Gives memory of the group on the model's device, until the end. Collective."""
+        memory = self.group.empty(num_elements, dtype, device=self.device)
+        self._memory.append(memory)
+        return memory
+
+    def window(
+        self, like: torch.Tensor, dtype: torch.dtype | None = None, *, sources: Sequence[int] | None
+    ) -> Window:
+        """Opens a window for tensors like this one, which `sources` write to, until the end. Collective."""
+        if self._window_number < 0:
+            # no name is used twice, not even for a model after one that was detached
+            self._window_number = next_number(self.group, "windows of models")
+        name = f"{self.strategy.name} {self._window_number}.{self._num_windows}"
+        self._num_windows += 1
+        dtype = dtype or like.dtype
+        window = self.group.window(name, like.numel(), dtype, sources=sources, device=like.device)
+        self.close_later(window.close)
+        return window
+
+    def close_later(self, close: Callable[[], None]) -> None:
+        """Calls this at the end, after the memory is given back, if all members stay in the group."""
+        self._closings.append(close)
+
+    def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
+        """Calls a hook, inside backward, each time that a parameter's `.grad` has got its new value."""
+        self._hooks.on_accumulated(parameter, hook)
+
+    def exchange(self, flat: Flat, weights: Weights) -> Flat:
+        """Mixes with neighbours, `own·flat + Σ weight·theirs`, into private memory. Collective.
+
+        The weight of a peer that is lost or has left goes to one's own values.
+        """
+        mixed = flat.clone()
+        for handle in [self.group.exchange(each, weights) for each in mixed.flats]:
+            handle.wait()
+        self.check_losses()
+        return mixed
+
+    def average(self, flat: Flat, with_peers: Sequence[int] | None = None) -> Flat:
+        """Gives the mean of own values and those of some peers, who name this one; of all by default."""
+        peers = self.others if with_peers is None else list(with_peers)
+        return self.exchange(flat, Weights.uniform(peers, peers))
+
+    def random_partner(self, seed: int = 0) -> int | None:
+        """Draws a partner for this round, the same on both sides; None for who is left over, or alone."""
+        order = torch.Generator().manual_seed((seed << 32) + self.strategy.rounds)
+        ranks = torch.randperm(self.group.size, generator=order).tolist()
+        place = ranks.index(self.group.rank) ^ 1
+        return ranks[place] if place < len(ranks) else None
+
+    def finish_exchange(self, handles: Sequence[Handle[torch.Tensor]], *, should_keep: bool = False) -> None:
+        """Waits for exchanges into the spare buffer, and makes that the live one; a failure changes nothing.
+
+        With `should_keep` what came is left out, and the parameters stay what they are.
+        """
+        assert self._buffers is not None, "hold_parameters(2) comes first"
+        for handle in handles:
+            handle.wait()
+        self.check_losses()
+        if should_keep:
+            self._buffers.keep()
+        self._buffers.swap()
+
+    def average_parameters(self) -> None:
+        """Makes all parameters the mean over the group; outlives a lost peer. Collective."""
+        buffers = self._buffers
+        if buffers is None:
+            with torch.no_grad():
+                for bucket, members in packed([parameter.detach() for parameter in self.trainable]):
+                    start_mean(self.group, bucket.flat).wait()
+                    bucket.store(members)
+            return
+        buffers.adopt()
+        if buffers.num_buffers == 1:
+            for flat in buffers.live.flats:
+                start_mean(self.group, flat).wait()
+            return
+        weights = Weights.uniform(self.others, self.others)
+        self.finish_exchange([self.group.exchange(live, weights, out=out) for live, out in buffers.pairs])
+
+    def average_buffers(self) -> None:
+        """Makes BatchNorm's statistics and the like the mean over the group. Collective."""
+        average_buffers(self.group, self.model)
+
+    def check_losses(self) -> None:
+        """Goes on without lost peers, noting each once; PeerLost where the strategy needs everybody.
+
+        NetworkSplit on the side of a cut network that stops.
+        """
+        if self.group.split is not None:
+            raise self.group.split
+        if len(self.group.lost) == len(self._missed):
+            return
+        strategy = self.strategy
+        for rank, loss in list(self.group.lost.items()):
+            if not strategy.survives_loss:
+                raise loss.error(f" in round {strategy.rounds}")
+            if rank not in self._missed:
+                self._missed.append(rank)
+                # the group has warned of the loss and its reason
+                log.info(
+                    "%s on rank %d goes on without rank %d, lost in round %d: %s",
+                    strategy.name, self.group.rank, rank, strategy.rounds, loss.reason,
+                )  # fmt: skip
+
+    # From attach to the end.
+
+    def open(self, *, should_start_equal: bool) -> None:
+        """Starts all workers alike, and listens to the loop from now on. Collective."""
+        strategy = self.strategy
+        strategy.take_session(self)
+        survivals_of(self.group).append(strategy.survives_loss)
+        try:
+            if self.is_alone:
+                self.strategy.checkpoints.resume(self)
+            else:
+                strategy.begin(self, should_start_equal=should_start_equal)
+            self._finite = FiniteCheck(strategy.options.on_nonfinite, self, self._checked)
+            if not self.is_alone:
+                strategy.start(self)
+                strategy.restore(self.model)
+                if strategy.has_last_round and self.group.size > 1 and not self.stays:
+                    is_on_device = self.device.type != "cpu"
+                    self._counter = StepCounter(self.group, strategy.steps, is_on_device=is_on_device)
+                    self._memory.append(self._counter.memory)
+                _attached.setdefault(self.model, []).append(ref(self))
+            _apply_survival(self.group)
+            self._hooks.listen()
+            if self.group.size > 1 or strategy.checkpoints.folder is not None:
+                # who is alone, and keeps no checkpoints, owes nobody an end
+                _close_at_exit(self)
+            strategy.checkpoints.restore_random()
+            strategy.beats.opened(strategy.steps)
+        except BaseException:
+            self.close(is_failed=True)
+            raise
+
+    def restart(self) -> None:
+        """Starts anew from a checkpoint that the strategy was told to load. Collective."""
+        self._hooks.remove()
+        if not self.is_alone:
+            self.strategy.finish(self, should_leave=False)
+        self._detach(should_leave=False, is_failed=False)
+        self.open(should_start_equal=True)
+
+    def change_group(self, group: Group) -> None:
+        """Goes on in another group, between two steps: what the strategy keeps moves along. Collective there.
+
+        All members of the new group call it after the same step; the old one is left to the caller.
+        """
+        self.settle()
+        strategy = self.strategy
+        state = strategy.state_dict()
+        self._hooks.remove()
+        self._detach(should_leave=False, is_failed=True)
+        strategy.set_group(group)
+        strategy.load_common_state(state)
+        self.group = group
+        self.open(should_start_equal=True)
+
+    def settle(self) -> None:
+        """Makes up for steps that were skipped: no step will follow the last backward pass any more."""
+        self._hooks.settle()
+
+    def close(self, *, is_failed: bool = False) -> None:
+        """Detaches; idempotent. With `is_failed` nothing is said to the group."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        self._not_shared = {}
+        num_missed = self._hooks.remove()
+        should_leave = not self.stays
+        if not is_failed:
+            try:
+                for _ in range(num_missed):
+                    self.step_skipped()
+                self._share_rest(should_leave=should_leave)
+                lost = self.group.lost
+                self.finite.closed(speaks_for_all=all(rank in lost for rank in range(self.group.rank)))
+                self.strategy.checkpoints.save_at_end(self, should_leave=should_leave)
+                if not self.is_alone:
+                    self.strategy.finish(self, should_leave=should_leave)
+            except BaseException:
+                self._detach(should_leave=False, is_failed=True)
+                raise
+        self._detach(should_leave=should_leave, is_failed=is_failed)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, SystemExit) and not error.code:
+            tell_launcher(early_step=self.strategy.steps)
+        self.close(is_failed=error is not None)
+
+    def start_equal(self, *, should_start_equal: bool) -> None:
+        """Takes up a checkpoint, or rank 0's values; compares what cannot be taken. Collective."""
+        strategy = self.strategy
+        require_equal(self.group, self.named_tensors)
+        resumed = self.strategy.checkpoints.resume(self)
+        if resumed is not None:
+            should_start_equal = resumed == "common"
+        if strategy.is_lockstep:
+            require_same_count(self.group, strategy.name, strategy.steps, strategy.rounds)
+        if should_start_equal:
+            take_values(self.group, list(self.named_tensors.values()))
+        num_since = 0 if should_start_equal else strategy.steps % strategy.options.local_steps
+        self._equal_step = strategy.steps - num_since
+        start_optimizers(
+            self.group,
+            self.optimizer,
+            self.named_tensors,
+            should_take_state=should_start_equal,
+            must_be_equal=strategy.shares_gradients,
+            has_loaded=resumed is not None,
+        )
+
+    def _share_rest(self, *, should_leave: bool) -> None:
+        """Shares the steps since the last round, if all members end after the same step; says so if not."""
+        strategy = self.strategy
+        if not strategy.has_last_round or self.group.size == 1 or strategy.steps == self._equal_step:
+            return
+        members = self.group.members
+        period, has_had_none = strategy.options.local_steps, strategy.rounds == 0
+        num_steps = strategy.steps % period or period
+        if should_leave:
+            is_even = bool(members) and self._counter is not None and self._counter.meet(strategy.steps)
+        else:
+            is_even = len(members) > 1
+        is_first = self.group.rank in members[:1]  # which may leave right after
+        why = "other workers have ended before it, or go on"
+        if is_even:
+            try:
+                strategy.last_round(self)
+            except ShoalError as error:
+                is_even, why = False, error.what
+        if not is_even:
+            log.warning(
+                "%s: rank %d ends with a model of its own: %d step%s since the last round (%s).",
+                strategy.name, self.group.rank, num_steps, "" if num_steps == 1 else "s", why,
+            )  # fmt: skip
+            return
+        strategy.rounds += 1
+        self._equal_step = strategy.steps
+        if has_had_none and is_first:
+            log.warning(
+                "%s: this training had %d steps, and a round comes after every %d: the models were averaged "
+                "only once, at the end. Set --local-steps to less.",
+                strategy.name, strategy.steps, period,
+            )  # fmt: skip
+
+    def _detach(self, *, should_leave: bool, is_failed: bool) -> None:
+        """Gives the model back, and leaves the group or gives its memory back."""
+        strategy, memory, closings, counter = self.strategy, self._memory, self._closings, self._counter
+        self._memory, self._closings, self._counter = [], [], None
+        self._window_number, self._num_windows = -1, 0
+        _forget_at_exit(self)
+        strategy.release_session(self.model)
+        self._finite = None
+        strategy.beats.closed()
+        survivals = survivals_of(self.group)
+        survivals.remove(strategy.survives_loss)
+        is_last = not survivals
+        if not is_last:
+            _apply_survival(self.group)
+        elif not is_failed:
+            strategy.beats.tell("joined")
+        if not self.is_alone:
+            strategy.stop(self)
+        if self._buffers is not None:
+            self._buffers.close()
+            self._buffers = None
+        if is_failed:
+            return
+        if should_leave:
+            # others may still read this one's memory, and are not waited for: it goes with the group's
+            if is_last:
+                self.group.leave()
+                strategy.beats.tell("left")
+            return
+        if counter is not None:
+            counter.close()
+        for tensor in memory:
+            self.group.free(tensor)
+        for close in closings:
+            close()
+
+    # What the hooks report.
+
+    @property
+    def shares_gradients(self) -> bool:
+        """Whether gradients are equal on all members after backward."""
+        return self.strategy.shares_gradients
+
+    @property
+    def hears_forward(self) -> bool:
+        """Whether the strategy does anything when a forward is done."""
+        return self.strategy.hears("after_forward")
+
+    @property
+    def hears_gradients(self) -> bool:
+        """Whether the strategy does anything when a gradient is ready."""
+        return self.strategy.hears("gradient_ready")
+
+    def forward_ended(self) -> None:
+        """Is called after a whole forward, in training with gradients."""
+        self.strategy.after_forward(self)
+
+    def gradient_ready(self, parameter: torch.Tensor) -> None:
+        """Is called in backward for each parameter whose `.grad` has got its new value."""
+        self.strategy.gradient_ready(self, parameter)
+
+    def step_begins(self, num_missed: int) -> float:
+        """Is called before the optimizer's step, after `num_missed` skipped ones; factor of its rates."""
+        strategy = self.strategy
+        if not self.is_alone:
+            if not self._has_stepped:
+                self.refuse_foreign()  # it may have come after attach
+                self._warn_of_others()
+                self._has_stepped = True
+            for _ in range(num_missed):
+                self.step_skipped()
+            self.finite.before_step(strategy.steps)
+            self._monitor(is_skipped=self.is_left_out)
+            strategy.before_step(self)
+        return rate_factor(strategy.options, strategy.steps) / strategy.rate_divisor
+
+    def step_ended(self) -> None:
+        """Is called after the optimizer's step."""
+        if not self.is_alone:
+            self.finite.after_optimizer()
+            self.strategy.after_step(self)
+        self._count_step()
+
+    def step_skipped(self) -> None:
+        """Is called instead of both, when the optimizer did not step after a backward pass."""
+        if not self.is_alone:
+            self.finite.skipped_step()
+            self._monitor(is_skipped=True)
+            self.is_skipped = True
+            try:
+                self.strategy.skip_step(self)
+            finally:
+                self.is_skipped = False
+        self._count_step()
+
+    def require_unchanged(self) -> None:
+        """UsageError when a parameter came to training after attach."""
+        thawed = [name for name, tensor in self._frozen.items() if tensor.requires_grad]
+        if thawed or _num_optimized(self.optimizer) != self._num_optimized:
+            raise UsageError(
+                f"{', '.join(thawed) or 'a parameter of the optimizer'} came to training after attach, "
+                "and is not shared.",
+                next_step="end the `with` block (attach with stays=True), and attach again.",
+            )
+
+    def consensus_distance(self) -> float:
+        """Measures how far the members' parameters are from their mean; see `Strategy`. Collective."""
+        return consensus_distance(self.group, self.trainable)
+
+    def _count_step(self) -> None:
+        strategy, was_round = self.strategy, self.is_round
+        strategy.steps += 1
+        strategy.rounds += was_round
+        if self._counter is not None:
+            self._counter.publish(strategy.steps)
+        if was_round and strategy.is_equal_after_round:
+            self._equal_step = strategy.steps
+        if not self.is_alone:
+            every = strategy.options.global_average_every
+            if was_round and every and strategy.rounds % every == 0:
+                strategy.average_all(self)
+                self.average_buffers()
+            if strategy.options.should_broadcast_buffers and strategy.shares_buffers:
+                copy_buffers(self.group, self.model)
+        self.finite.after_step(strategy.steps - 1)
+        strategy.checkpoints.stepped(self)
+        strategy.beats.stepped(strategy.steps)
+
+    @property
+    def _checked(self) -> Checked:
+        """When this worker looks for gradients that are not finite."""
+        if self.is_alone or self.group.size == 1 or not self.strategy.checks_finite:
+            return "never"
+        return "in backward" if self.shares_gradients else "before the step"
+
+    def _monitor(self, *, is_skipped: bool) -> None:
+        monitors = self.strategy.gradient_monitors
+        if monitors is not None and not self.shares_gradients:
+            monitors.observe_locally(self.group, self.trainable, is_skipped=is_skipped)
+
+    def refuse_foreign(self) -> None:
+        """UsageError when something else shares this model among the same workers."""
+        if not self.is_alone:
+            refuse_foreign(self.model, self.group)
+
+    def _warn_of_others(self) -> None:
+        """At the first step: names what has gradients, and is shared by no strategy on this model."""
+        others, self._not_shared = self._not_shared, {}
+        if not others:
+            return
+        shared = _shared_of(self.model)
+        names = [
+            name for name, tensor in others.items() if tensor.grad is not None and id(tensor) not in shared
+        ]
+        if names:
+            log.warning(
+                "%s: %s %s trained, and not by this optimizer: the workers' values were equal at the start, "
+                "and are not shared. Where a second optimizer trains them, attach a strategy of its own to "
+                "it, before the first step: `shoal.from_args(group).attach(model, second_optimizer)`.",
+                self.strategy.name,
+                ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
+                "are" if len(names) > 1 else "is",
+            )
+
+
+def rate_factor(options: StrategyOptions, step: int) -> float:
+    """Computes what step number `step` (from 0) multiplies the user's learning rate by.
+
+    Warm-up rises linearly from `warmup_factor` at step 0 to 1 at step `warmup_steps`; decay multiplies by
+    `decay_factor` after every `decay_every` steps. A user's scheduler goes on beside it.
+    """
+    factor = 1.0
+    if step < options.warmup_steps:
+        factor = options.warmup_factor + (1 - options.warmup_factor) * step / options.warmup_steps
+    if options.decay_every:
+        factor *= options.decay_factor ** (step // options.decay_every)
+    return factor
+
+
+# Several strategies may be attached in one group: a GAN has two models, two optimizers, two strategies. The
+# group is left when the last of them is detached, and goes on without lost peers when all of them do.
+
+_survivals: WeakKeyDictionary[Group, list[bool]] = WeakKeyDictionary()
+
+
+def survivals_of(group: Group) -> list[bool]:
+    """Gives the list, to be changed, of whether the strategies that are attached there survive losses."""
+    return _survivals.setdefault(innermost(group), [])
+
+
+def innermost(group: Group) -> Group:
+    """Gives the group without what is wrapped around it."""
+    while isinstance(inner := getattr(group, "inner", None), Group):
+        group = inner
+    return group
+
+
+def still_there(group: Group) -> Group:
+    """Gives the group; for one worker alone also after it has left, since nobody is there to miss it."""
+    return SoloGroup() if group.size == 1 else group
+
+
+def _apply_survival(group: Group) -> None:
+    group.should_survive = all(survivals_of(group))
+
+
+# Sessions that nobody has closed when the program ends: a loop without `with` may forget it. They are closed
+# before their groups, the last one first. In a program that fails they are only detached, so that the others
+# learn of it (see `group.opening`).
+
+
+@dataclass(frozen=True, slots=True)
+class _AtExit:
+    session: TrainingSession
+    pid: int
+    """A forked child inherits the entry, and is no worker."""
+    earlier_error: object
+
+
+_open: list[_AtExit] = []
+
+
+def _close_at_exit(session: TrainingSession) -> None:
+    # each time anew: what was registered last is called first, and so before the group's own end
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)
+    _open.append(_AtExit(session, os.getpid(), getattr(sys, "last_value", None)))
+
+
+def _forget_at_exit(session: TrainingSession) -> None:
+    _open[:] = [entry for entry in _open if entry.session is not session]
+
+
+def _close_all() -> None:
+    for entry in reversed(list(_open)):
+        if entry.pid != os.getpid():
+            continue
+        try:
+            entry.session.close(is_failed=has_failed(entry.earlier_error))
+        except BaseException as error:  # noqa: BLE001 - shown as any other, and the group ends as failed
+            sys.last_value = error
+            sys.excepthook(type(error), error, error.__traceback__)
+
+
+_attached: WeakKeyDictionary[nn.Module, list[ReferenceType[TrainingSession]]] = WeakKeyDictionary()
+"""What was attached to a model, to see which of its parameters are shared."""
+
+
+def _shared_of(model: nn.Module, *, by_gradients: bool = False) -> dict[int, bool]:
+    """The parameters of a model that are shared by strategies, or by those alone that share gradients."""
+    sessions = [known() for known in _attached.get(model, ())]
+    return _ids(
+        [
+            tensor
+            for each in sessions
+            if each is not None and each.is_open and (each.shares_gradients or not by_gradients)
+            for tensor in each.trainable
+        ]
+    )
+
+
+def _ids(tensors: Sequence[torch.Tensor]) -> dict[int, bool]:
+    return {id(tensor): True for tensor in tensors}
+
+
+def _num_optimized(optimizer: Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _named_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    named: dict[str, torch.Tensor] = dict(model.named_parameters())
+    seen = {id(tensor) for tensor in named.values()}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, tensor in enumerate(group["params"]):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                named[f"optimizer.{number}.{position}"] = tensor
+    named.update(model.named_buffers())
+    for name, tensor in named.items():
+        if is_lazy(tensor):
+            raise UsageError(
+                f"{name} has no shape yet: its module is a lazy one.",
+                next_step="run one forward before attach.",
+            )
+    return named
+
+
+def _device_of(parameters: Sequence[torch.Tensor]) -> torch.device:
+    """The one that all trainable parameters are on."""
+    devices = {parameter.device: None for parameter in parameters}
+    if len(devices) > 1:
+        raise UsageError(
+            f"the model is on several devices: {', '.join(map(str, devices))}.",
+            next_step="put it on one before attach.",
+        )
+    return next(iter(devices), torch.device("cpu"))
+
+
+def _require_equal_layouts(group: Group, layouts: list[BucketLayout]) -> None:
+    """Equal shapes may still lie in another order (channels_last on one worker only)."""
+    mine = msgspec.msgpack.encode(layouts)
+    for rank, theirs in zip(group.members, share(group, mine), strict=True):
+        if theirs != mine:
+            raise UsageError(
+                f"the parameters of rank {rank} lie otherwise in memory than those of rank {group.rank}.",
+                cause="another memory format (channels_last), another order, or other frozen parameters.",
+                next_step="build the model in the same way on all workers, its memory format included.",
+            )
