@@ -73,7 +73,7 @@ class Strategy:
         self.rounds = 0
         self.group: Group = SoloGroup() if group is None else group
         self.gradient_monitors = Monitors(self.options.batch_size) if self.options.monitor else None
-        self.checkpoints = RunCheckpoints(self.group)
+        self.checkpoints = RunCheckpoints()
         self.beats = Beats(self.group, self.name)
         self._session: TrainingSession | None = None
         self._num_accumulating = 0
