@@ -26,12 +26,11 @@ if TYPE_CHECKING:
     from shoal.strategies.neighbor import NeighborAverage
     from shoal.strategies.neighbor_momentum import NeighborMomentum
     from shoal.strategies.pair import PairAverage
-    from shoal.strategies.parameter_server import ParameterServer
+    from shoal.strategies.parameter_server import ParameterServer, StalenessAwareSGD
     from shoal.strategies.push_sum import PushSum
     from shoal.strategies.relay import RelaySGD
     from shoal.strategies.sgp import StochasticGradientPush
     from shoal.strategies.sma import SynchronousModelAverage
-    from shoal.strategies.staleness_aware import StalenessAwareSGD
     from shoal.strategies.window import WindowAverage
 
 _HOMES = {
@@ -52,7 +51,7 @@ _HOMES = {
     "ParameterServer": "parameter_server",
     "PushSum": "push_sum",
     "RelaySGD": "relay",
-    "StalenessAwareSGD": "staleness_aware",
+    "StalenessAwareSGD": "parameter_server",
     "StochasticGradientPush": "sgp",
     "Strategy": "base",
     "SynchronousModelAverage": "sma",

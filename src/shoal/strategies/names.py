@@ -27,7 +27,7 @@ STRATEGIES = {
     "choco": "shoal.strategies.choco:ChocoSGD",
     "sgp": "shoal.strategies.sgp:StochasticGradientPush",
     "relay": "shoal.strategies.relay:RelaySGD",
-    "staleness-aware": "shoal.strategies.staleness_aware:StalenessAwareSGD",
+    "staleness-aware": "shoal.strategies.parameter_server:StalenessAwareSGD",
 }
 
 ALIASES: dict[str, tuple[str, dict[str, Any]]] = {

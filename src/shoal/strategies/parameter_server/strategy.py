@@ -1,8 +1,8 @@
-"""`parameter-server`: workers push gradients to servers, which step, and pull parameters from them.
+"""The strategies `parameter-server` and `staleness-aware`, as workers' and servers' programs see them.
 
-The first ranks of `Group.everybody` are the servers; each holds a share of the parameters and runs the user's
-own optimizer on it. A worker's optimizer steps only where it does not pull: its step is hidden from it by
-gradients of None. What a server does is left to `server` and `server_sync`.
+The first ranks of `Group.everybody` are the servers; each holds a part of the parameters and runs the user's
+own optimizer on it, on the device of the model that its program attaches. A worker's optimizer steps only
+where it does not pull: its step is hidden from it by gradients of None.
 """
 
 from __future__ import annotations
@@ -24,17 +24,20 @@ from shoal.strategies.attachment import Attachment
 from shoal.strategies.base import Strategy
 from shoal.strategies.nonfinite import Checked
 from shoal.strategies.options import CommonOptions
+from shoal.strategies.parameter_server.channel import RequestKind, ServerChannel
+from shoal.strategies.parameter_server.client import ServerClient
+from shoal.strategies.parameter_server.server import AsyncServer, SyncServer
+from shoal.strategies.parameter_server.state import (
+    OptimizerNumbers,
+    merge_states,
+    share_states,
+    take_first_worker,
+)
 from shoal.strategies.replicas import own_model
+from shoal.strategies.research_options import StalenessAwareOptions
 from shoal.strategies.saving import Contents
 from shoal.strategies.schedule import rate_factor
-from shoal.strategies.server import Server
-from shoal.strategies.server_channel import Channel, Kind, open_channel
-from shoal.strategies.server_link import Link
 from shoal.strategies.server_options import ParameterServerOptions
-from shoal.strategies.server_settings import OptimizerNumbers
-from shoal.strategies.server_start import give_servers_state, take_first_worker, whole_state
-from shoal.strategies.server_sync import SyncServer
-from shoal.strategies.server_update import Updater
 from shoal.strategies.staleness import Staleness
 
 log = logging.getLogger(__name__)
@@ -50,7 +53,6 @@ class ParameterServer(Strategy):
     """
 
     name = "parameter-server"
-    runs_on_devices = False
     survives_loss = True
     is_lockstep = False
     Options: ClassVar[type[CommonOptions]] = ParameterServerOptions
@@ -59,24 +61,25 @@ class ParameterServer(Strategy):
     def __init__(self, group: Group, *, options: CommonOptions | None = None, **named: Any) -> None:
         super().__init__(group, options=options, **named)
         _check(self.options)
-        self._link: Link | None = None
-        self._channel: Channel | None = None
+        self._client: ServerClient | None = None
+        self._channel: ServerChannel | None = None
         self._sums: list[torch.Tensor | None] = []
+        """The gradients since the last push, where there are several steps to a push."""
         self._hidden: list[tuple[nn.Parameter, torch.Tensor | None]] = []
         self._is_void = False
         self._num_refused = 0
         self._stats: dict[str, Any] = {}
         self.staleness: Staleness | None = None
-        """On a server: of the pushes that it has taken."""
+        """How far behind the pushes were that a server has taken; None on a worker."""
 
     @property
     def is_alone(self) -> bool:
-        """Also one worker shares, where there are servers."""
+        """Whether there is nothing to share; where there are servers, also one worker shares."""
         return self.group.everybody is None and self.group.size == 1
 
     @property
     def has_own_replica(self) -> bool:
-        """The servers' parameters are everybody's."""
+        """Is false: the servers' parameters are everybody's."""
         return False
 
     @property
@@ -86,15 +89,15 @@ class ParameterServer(Strategy):
         Of each server: pushes, how many were applied or dropped, and a histogram of how many updates they
         were behind (`staleness`) and, in `bounded`, how many rounds their workers led by (`leads`).
         """
-        link = self._link
-        if link is None:
+        client = self._client
+        if client is None:
             return dict(self._stats)
         return {
-            "num_pushes": link.num_pushes,
-            "num_pulls": link.num_pulls,
-            "pushed_bytes": list(link.pushed_bytes),
-            "pulled_bytes": list(link.pulled_bytes),
-            "servers": link.summaries,
+            "num_pushes": client.num_pushes,
+            "num_pulls": client.num_pulls,
+            "pushed_bytes": list(client.pushed_bytes),
+            "pulled_bytes": list(client.pulled_bytes),
+            "servers": client.summaries,
         }
 
     def attach(
@@ -117,7 +120,10 @@ class ParameterServer(Strategy):
         return super().attach(model, optimizer, stays=stays, should_start_equal=should_start_equal)
 
     def serve(self, model: nn.Module, optimizer: Optimizer) -> bool:
-        """On a server: take part until the workers detach; whether they stay and may attach once more."""
+        """Takes part as a server until the workers detach; tells whether they stay and may attach once more.
+
+        The server's part of the model is on the device of `model`.
+        """
         everybody = self.group.everybody
         if everybody is None or self.group.role != "server":
             raise UsageError(
@@ -129,20 +135,17 @@ class ParameterServer(Strategy):
             return False
         everybody.should_survive = False
         attachment = Attachment(self, model, optimizer, stays=True)
-        channel = self._open_channel(attachment)
-        updater = Updater(channel, optimizer, _optimized(attachment))
+        channel = self._open_channel(everybody, attachment)
+        kind = SyncServer if self.options.mode == "sync" else AsyncServer
+        server = kind(channel, attachment, _optimized(attachment))
         everybody.barrier().wait()
         everybody.should_survive = True
-        kind = SyncServer if self.options.mode == "sync" else Server
-        server = kind(channel, attachment, updater)
         self.staleness = server.staleness
-        server.beat = lambda: self._beats.stepped(server.num_applied)
         self._beats.opened(0)
         try:
-            do_all_stay = server.run()
+            do_all_stay = server.run(lambda: self._beats.stepped(server.num_applied))
         finally:
             self._beats.closed()
-        updater.close()
         if do_all_stay:
             channel.close()
         self._stats = server.summary()
@@ -152,9 +155,9 @@ class ParameterServer(Strategy):
         """As for all strategies; with backup workers also wait until all have called it, and pull."""
         super().settle()
         if self.options.mode == "sync" and self.options.num_aggregate is not None:
-            self._rest()
+            self._meet()
 
-    # --- a worker ---
+    # --- a worker's steps ---
 
     def _start(self, attachment: Attachment, *, should_start_equal: bool) -> None:
         everybody = self.group.everybody
@@ -162,25 +165,24 @@ class ParameterServer(Strategy):
         everybody.barrier().wait()
         everybody.should_survive = False
         self._take_up()
-        self._channel = self._open_channel(attachment)
+        self._channel = self._open_channel(everybody, attachment)
 
     def _started(self, attachment: Attachment) -> None:
         assert self._channel is not None
         parameters = _optimized(attachment)
-        self._link = Link(self._channel, parameters)
+        self._client = ServerClient(self._channel, attachment, parameters)
         self._num_refused = 0
         self._sums = [None] * len(parameters)
         self._channel.group.barrier().wait()
         self._channel.group.should_survive = True
 
-    def _open_channel(self, attachment: Attachment) -> Channel:
-        everybody = self.group.everybody
-        assert everybody is not None
-        first_worker = next(rank for rank in everybody.members if rank >= self.group.num_servers)
-        take_first_worker(everybody, first_worker, attachment)
-        numbers = OptimizerNumbers(attachment.optimizer)
-        parameters = _optimized(attachment)
-        return open_channel(everybody, self.group.num_servers, parameters, numbers, self.options)
+    def _open_channel(self, everybody: Group, attachment: Attachment) -> ServerChannel:
+        num_servers = self.group.num_servers
+        first_worker = next(rank for rank in everybody.members if rank >= num_servers)
+        are_all_on_devices = take_first_worker(everybody, first_worker, attachment)
+        numbers, parameters = OptimizerNumbers(attachment.optimizer), _optimized(attachment)
+        device = attachment.device if are_all_on_devices else None
+        return ServerChannel(everybody, num_servers, parameters, numbers, self.options, device)
 
     def _before_step(self) -> None:
         self._restore()
@@ -197,9 +199,9 @@ class ParameterServer(Strategy):
         gradients = self._summed()
         if not self.is_round:
             return
-        assert self._link is not None
+        assert self._client is not None
         assert self._channel is not None
-        self._link.push(gradients, self._channel.numbers.read(rate_factor(self.options, self.steps)))
+        self._client.push(gradients, self._channel.numbers.read(rate_factor(self.options, self.steps)))
         if self._is_pulling:
             self._hide()
 
@@ -208,40 +210,39 @@ class ParameterServer(Strategy):
         if self._is_void:
             self._skipped_step()
         elif self.is_round:
-            assert self._link is not None
-            self._link.finish_push()
+            assert self._client is not None
+            self._client.finish_push()
             self._sums = [None] * len(self._sums)
             if self._is_pulling:
-                self._link.pull()
-            num_refused = self._link.num_refused
+                self._client.pull()
+            num_refused = self._client.num_refused
             if num_refused > self._num_refused:
                 self._num_refused = num_refused
                 self._check.refused(self.steps, "The servers refused it, and go on without it.")
+
+    def _skipped_step(self) -> None:
+        if self.is_round and self.options.mode != "async":
+            assert self._client is not None
+            self._client.skip()
 
     @property
     def _checked(self) -> Checked:
         """Never: servers refuse gradients that are not finite, and they go nowhere else."""
         return "never"
 
-    def _skipped_step(self) -> None:
-        if self.is_round and self.options.mode != "async":
-            assert self._link is not None
-            self._link.skip()
-
     @property
     def _is_pulling(self) -> bool:
         """Whether a pull follows the push that was begun."""
-        assert self._link is not None
-        return self._link.num_pushes % self.options.pull_every == 0
+        assert self._client is not None
+        return self._client.num_pushes % self.options.pull_every == 0
 
     def _summed(self) -> Sequence[torch.Tensor | None]:
-        """The gradients since the last push."""
+        """Adds this step's gradients to those since the last push."""
         gradients = [parameter.grad for parameter in _optimized(self.attachment)]
         scale = getattr(self.attachment.optimizer, "grad_scale", None)
         if scale is not None:
-            gradients = [
-                None if gradient is None else gradient * (1 / float(scale)) for gradient in gradients
-            ]
+            factor = 1 / float(scale)
+            gradients = [None if gradient is None else gradient * factor for gradient in gradients]
         if self.options.local_steps == 1:
             return gradients
         for index, gradient in enumerate(gradients):
@@ -252,62 +253,61 @@ class ParameterServer(Strategy):
         return self._sums
 
     def _hide(self) -> None:
-        """The worker's own optimizer has nothing to do in this step."""
-        parameters = _optimized(self.attachment)
-        self._hidden = [(parameter, parameter.grad) for parameter in parameters]
-        for parameter in parameters:
+        """Leaves the worker's own optimizer nothing to do in this step."""
+        self._hidden = [(parameter, parameter.grad) for parameter in _optimized(self.attachment)]
+        for parameter, _ in self._hidden:
             parameter.grad = None
 
     def _restore(self) -> None:
-        """What was hidden from the optimizer."""
+        """Gives back what was hidden from the optimizer."""
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden = []
 
     def _average_all(self) -> None:
-        """There is one model: everybody takes it as it is now."""
-        self._rest()
+        """Lets everybody take the one model as it is now."""
+        self._meet()
 
-    def _rest(self) -> None:
-        """Before workers wait for each other: no server waits then for one that does."""
-        if self._link is not None:
-            self._link.rest()
+    def _meet(self) -> None:
+        """Comes before workers wait for each other: no server waits then for one that does."""
+        if self._client is not None:
+            self._client.meet()
 
     # --- checkpoints ---
 
     def _before_saving(self) -> None:
-        self._rest()
+        self._meet()
 
     def _common_optimizer(self) -> dict[str, Any]:
         """What the servers' optimizers keep."""
-        if self._link is None or self._channel is None:
+        if self._client is None or self._channel is None:
             return super()._common_optimizer()
-        self._link.ask(Kind.GIVE)
-        state = give_servers_state(self._channel.group, self._channel.num_servers, self.attachment.optimizer)
-        self._link.wait_for_all()
+        self._client.ask(RequestKind.SHARE_STATE)
+        state = share_states(self._channel.group, self._channel.num_servers, self.attachment.optimizer)
+        self._client.wait_for_all()
         return state
 
     def _save_at_end(self, *, should_leave: bool) -> None:
-        if self._link is not None and self._keeper.folder is not None:
+        if self._client is not None and self._keeper.folder is not None:
             # what the last worker finds on the servers is all that was pushed
-            self._link.wait_for_all()
+            self._client.wait_for_all()
         super()._save_at_end(should_leave=should_leave)
 
     def _completed(self, contents: Contents) -> Contents:
-        if self._link is None:
+        if self._client is None:
             return contents
-        optimizer = whole_state(self.attachment.optimizer, self._link.take_states())
+        optimizer = merge_states(self.attachment.optimizer, self._client.take_states())
         return replace(contents, model=own_model(self.attachment.model), optimizer=optimizer)
 
     # --- the end ---
 
     def detached(self, *, should_leave: bool, is_failed: bool) -> None:
-        """Say goodbye first; with `stays`, give the memory back together with the servers."""
-        link, channel = self._link, self._channel
-        if link is not None and not is_failed:
+        """Take leave of the servers first; with `stays`, give the memory back together with them."""
+        client, channel = self._client, self._channel
+        if client is not None and not is_failed:
             try:
-                link.ask(Kind.BYE, stays=not should_leave)
-                link.wait_for_all()
+                client.ask(RequestKind.LEAVE, stays=not should_leave)
+                client.wait_for_all()
             except PeerLost as error:
                 log.warning("%s", error)
         self._stats = self.stats
@@ -317,19 +317,33 @@ class ParameterServer(Strategy):
 
     def _stopped(self) -> None:
         self._restore()
-        if self._link is not None:
-            self._link.release()
-        self._link = self._channel = None
+        if self._client is not None:
+            self._client.release()
+        self._client = self._channel = None
         self._sums = []
 
 
+class StalenessAwareSGD(ParameterServer):
+    """`parameter-server` with `staleness_lr` and `delay_compensation` on; all that holds there holds here.
+
+    The learning rate is divided by the number of updates that a gradient is behind (Zhang, Gupta, Lian and
+    Liu 2016, "Staleness-aware async-SGD"), and the gradient is corrected for where the parameters have gone
+    in the meantime (DC-ASGD, Zheng et al. 2017, algorithm 2, with a constant lambda).
+    """
+
+    name = "staleness-aware"
+    Options: ClassVar[type[CommonOptions]] = StalenessAwareOptions
+    options: StalenessAwareOptions
+
+
 def _optimized(attachment: Attachment) -> list[nn.Parameter]:
-    """The trainable parameters that the optimizer has, in the order of the model."""
+    """Lists the trainable parameters that the optimizer has, in the order of the model."""
     known = {id(tensor): True for group in attachment.optimizer.param_groups for tensor in group["params"]}
     return [parameter for parameter in attachment.parameters if id(parameter) in known]
 
 
 def _check(options: ParameterServerOptions) -> None:
+    """Raises UsageError for options that make no sense together."""
     if options.mode != "async" and options.pull_every > 1:
         raise UsageError(
             f"pull_every {options.pull_every} is for async: {options.mode} bounds how old gradients are.",
