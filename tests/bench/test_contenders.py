@@ -6,11 +6,9 @@ from shoal.bench.contenders import (
     is_free_running,
     needs_servers,
     options_of,
-    refusal_on,
     sends_by_itself,
 )
 from shoal.core import UsageError
-from shoal.strategies import BUILT_IN, load_class
 
 
 def test_what_is_named_is_measured_once_beside_none():
@@ -26,18 +24,6 @@ def test_kinds_are_known_by_any_name():
     assert needs_servers("ps")
     assert sends_by_itself("hvd")
     assert not any(kind("none") or kind("all-reduce") for kind in (is_ddp, needs_servers, sends_by_itself))
-
-
-def test_those_that_work_in_the_cpus_memory_are_refused_on_gpus_and_nobody_else():
-    for name, row in BUILT_IN.items():
-        assert (refusal_on("cuda", name) is None) == load_class(row).runs_on_devices, name
-        assert refusal_on("cpu", name) is None
-    assert refusal_on("cuda", "none") is None
-
-
-@pytest.mark.parametrize("name", ["choco_sgd", "ps", "staleness-aware"])
-def test_a_refusal_names_the_strategy_as_it_was_asked_for(name):
-    assert refusal_on("cuda", name).startswith(f"{name} cannot train on a GPU yet: ")
 
 
 def test_options_go_to_the_strategies_that_have_them():

@@ -36,7 +36,6 @@ class Case:
     """That the optimizer must have."""
     is_plain_alone: bool = True
     """In a group of one."""
-    runs_on_devices: bool = True
     needs_more: bool = False
     """Than a group: servers, or a package that need not be there. Its own tests give it that."""
 
@@ -74,7 +73,6 @@ CASES = {
         {"codec": "int8", "gamma": 0.8},
         can_be_aborted=False,
         sends_in_place=False,
-        runs_on_devices=False,
     ),
     "sgp": Case("sgp", is_step_undone=False),
     "relay": Case("relay", keeps_mean=False, is_step_undone=False, sends_in_place=False),
@@ -84,11 +82,7 @@ CASES = {
 }
 DEVICE = os.environ.get("SHOAL_TEST_DEVICE", "cpu")
 """Where models are: `make test-gpu` asks for cuda."""
-EVERY = {
-    name: case
-    for name, case in CASES.items()
-    if not case.needs_more and (DEVICE == "cpu" or case.runs_on_devices)
-}
+EVERY = {name: case for name, case in CASES.items() if not case.needs_more}
 COUNTED = {name: case for name, case in EVERY.items() if case.shares_through_group}
 ABORTED = {name: case for name, case in COUNTED.items() if case.can_be_aborted}
 

@@ -13,7 +13,6 @@ from shoal.core import PeerLost, UsageError
 from shoal.group import Loss
 from shoal.group.observed import Metered
 from shoal.group.solo import SoloGroup
-from shoal.strategies import make_strategy
 from shoal.strategies.all_reduce import GradientAllReduce
 from shoal.strategies.ddp import TorchDDP
 from shoal.strategies.strategy import Strategy
@@ -494,15 +493,6 @@ def test_a_loss_since_backward_ends_the_step_where_gradients_come_later():
             assert all(map(torch.equal, before, model.parameters())) == is_refused
             strategy.group.losses = {}
         optimizer.step()
-
-
-@pytest.mark.parametrize("name", ["choco", "parameter-server", "staleness-aware"])
-def test_a_strategy_that_works_on_the_cpu_alone_names_others(name):
-    model = nn.Linear(2, 2, device="meta")
-    strategy = make_strategy(Mirror(), name)
-    strategy.group.everybody = Mirror()
-    with pytest.raises(UsageError, match=r"model is on meta(.|\n)*all-reduce, neighbor"):
-        strategy.attach(model, torch.optim.SGD(model.parameters()))
 
 
 def test_a_loss_that_is_noticed_between_two_gradients():

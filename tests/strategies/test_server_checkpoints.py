@@ -10,7 +10,7 @@ from torch import nn
 from shoal.core import UsageError
 from shoal.core.run_options import VARIABLE, RunOptions
 from shoal.strategies.parameter_server import ParameterServer
-from shoal.strategies.server_sync import SyncServer
+from shoal.strategies.parameter_server.server import SyncServer
 from shoal.tensors.checkpoint import newest_first
 from strategies.servers import batch, flat, loss_of, model_and_optimizer, open_run, run, train
 
@@ -33,8 +33,8 @@ def test_who_was_dropped_may_skip_the_next_step(monkeypatch):
     are_ahead, has_computed, has_skipped = threading.Barrier(3), threading.Event(), threading.Event()
     skip = SyncServer._skip
 
-    def noticed(self, visitor, order):
-        skip(self, visitor, order)
+    def noticed(self, worker, request):
+        skip(self, worker, request)
         has_skipped.set()
 
     monkeypatch.setattr(SyncServer, "_skip", noticed)
@@ -244,7 +244,7 @@ def test_what_compression_has_kept_of_a_parameter_waits_until_that_has_a_gradien
                 assert (weight.grad is None) == (step == 1)
                 total += 0 if weight.grad is None else weight.grad
                 optimizer.step()
-            return start - weight.detach(), total, strategy._link._feedback.residuals["0"].clone()
+            return start - weight.detach(), total, strategy._client._feedback.residuals["0"].clone()
 
     ((moved, total, kept),), _ = run(work, 1, make=make, compression=compression)
     # biases and weights share a chunk: all that was kept of a weight is somewhere in it

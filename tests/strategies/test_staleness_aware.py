@@ -9,7 +9,7 @@ from shoal.group.solo import SoloGroup
 from shoal.simulate.exact import run_exact
 from shoal.simulate.world import World
 from shoal.strategies import make_strategy
-from shoal.strategies.staleness_aware import StalenessAwareSGD
+from shoal.strategies.parameter_server import StalenessAwareSGD
 from shoal.transport import Profile
 from strategies.bowls import Bowl, Bowls, everywhere
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from shoal.bench.accuracy_contenders import Contender
-from shoal.bench.contenders import needs_servers, refusal_on, sends_by_itself
+from shoal.bench.contenders import needs_servers, sends_by_itself
 from shoal.bench.crew import Crew, CrewSettings, Helper, OpenCrew, Workers, one_line
 from shoal.bench.frame import Measured, MeasuredCurve, RowKey, Tell
 from shoal.bench.metrics import Direction, Metrics, measured
@@ -221,8 +221,6 @@ class AccuracyScenario:
 
     def _train(self, crew: Workers, run: Run) -> Course:
         config, course = self._config, Course(run)
-        if (refusal := refusal_on(config.device, run.contender.strategy)) is not None:
-            raise BenchmarkError(refusal)
         for server in range(config.num_servers if run.needs_servers else 0):
             role = msgspec.to_builtins(ServerRole(run, server, config))
             crew.hire(Helper("shoal.bench.accuracy_worker:serve_parameters", f"server {server}", role))

@@ -57,13 +57,6 @@ def is_asynchronous(strategy: str) -> bool:
         return False
 
 
-def refusal_on(device: str, strategy: str) -> str | None:
-    """Why the strategy cannot train on this device, 'cpu' or 'cuda'; None where it can."""
-    if device == "cpu" or strategy == NONE or find(strategy)[0].runs_on_devices:
-        return None
-    return f"{strategy} cannot train on a GPU yet: it works in the CPU's memory (--device cpu)."
-
-
 def is_free_running(strategy: str, options: Mapping[str, Mapping[str, Any]]) -> bool:
     """Whether no worker waits for another, so that each has its own pace; `options` are by strategy."""
     if strategy == NONE:

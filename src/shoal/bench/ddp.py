@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from shoal.bench.contenders import all_options, has_option, is_ddp, needs_servers, refusal_on
+from shoal.bench.contenders import all_options, has_option, is_ddp, needs_servers
 from shoal.bench.crew import Crew, CrewSettings, OpenCrew, Workers, one_line
 from shoal.bench.frame import Measured, Tell
 from shoal.bench.metrics import Metrics, measured
@@ -84,8 +84,6 @@ class DdpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
                 f"{self.strategy} needs servers beside the workers, and this sweep has none.",
                 next_step=f"shoal bench training --strategies {self.strategy}.",
             )
-        if (refusal := refusal_on(self.device, self.strategy)) is not None:
-            raise UsageError(refusal, next_step="say --device cpu, or take another strategy.")
         if self.device == "cpu" and self.distributed_backend == "nccl":
             raise UsageError(
                 "NCCL works between GPUs alone.",

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from shoal.bench.contenders import NONE, needs_servers, refusal_on, sends_by_itself
+from shoal.bench.contenders import NONE, needs_servers, sends_by_itself
 from shoal.bench.crew import Crew, CrewSettings, OpenCrew, Workers, one_line
 from shoal.bench.document_figures import iteration_text, workers_text
 from shoal.bench.frame import Measured, MeasuredCurve, RowKey, Tell
@@ -240,7 +240,7 @@ class ScalingScenario:
     def _refusal(self, point: Point) -> str | None:
         if self._config.profile is not None and sends_by_itself(point.strategy):
             return f"{point.strategy} sends by itself, so that no profile can slow it down."
-        return refusal_on(self._config.device, point.strategy)
+        return None
 
     def _open(self, crew: Workers, point: Point) -> str | None:
         """Why it cannot be, where all or some of the workers say so at once."""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from shoal.bench.contenders import NONE, is_free_running, needs_servers, refusal_on
+from shoal.bench.contenders import NONE, is_free_running, needs_servers
 from shoal.bench.crew import Crew, CrewSettings, Helper, OpenCrew, Workers, one_line
 from shoal.bench.frame import Measured, Tell
 from shoal.bench.training_rows import METRICS, Blocks, Lane, lane_rows
@@ -85,9 +85,7 @@ class TrainingScenario:
 
     def __init__(self, config: Mapping[str, Any], seed: int) -> None:
         self._config = msgspec.structs.replace(msgspec.convert(dict(config), TrainingConfig), seed=seed)
-        self._lanes = {
-            name: Lane(error=refusal_on(self._config.device, name)) for name in self._config.strategies
-        }
+        self._lanes = {name: Lane() for name in self._config.strategies}
         self._iterations: dict[str, int | None] = {}
         self._sleep_s = 0.0
         self.open_crew: OpenCrew = Crew

@@ -32,12 +32,11 @@ if TYPE_CHECKING:
     from shoal.strategies.neighbor import HierarchicalAverage, NeighborAverage
     from shoal.strategies.neighbor_momentum import NeighborMomentum
     from shoal.strategies.pair import PairAverage
-    from shoal.strategies.parameter_server import ParameterServer
+    from shoal.strategies.parameter_server import ParameterServer, StalenessAwareSGD
     from shoal.strategies.relay import RelaySGD
     from shoal.strategies.session import TrainingSession
     from shoal.strategies.sgp import StochasticGradientPush
     from shoal.strategies.sma import SynchronousModelAverage
-    from shoal.strategies.staleness_aware import StalenessAwareSGD
     from shoal.strategies.strategy import Strategy
     from shoal.strategies.window import PushSum, WindowAverage
 
@@ -59,7 +58,7 @@ _HOMES = {
     "ParameterServer": "parameter_server",
     "PushSum": "window",
     "RelaySGD": "relay",
-    "StalenessAwareSGD": "staleness_aware",
+    "StalenessAwareSGD": "parameter_server",
     "StochasticGradientPush": "sgp",
     "Strategy": "strategy",
     "SynchronousModelAverage": "sma",

@@ -115,7 +115,7 @@ class D2(ExactDiffusion):
 
     name = "d2"
     Options: ClassVar[type[StrategyOptions]] = D2Options
-    options: D2Options  # type: ignore[assignment]
+    options: D2Options
 
     def fit(self, topology: Topology) -> Topology:
         """Lifts the eigenvalues as far as needed, or as the option says."""

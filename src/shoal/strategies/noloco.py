@@ -1,7 +1,8 @@
 """`noloco`: local steps, then an outer step with one random partner, and never with all.
 
-Kolehmainen et al. 2025, "NoLoCo: No-all-reduce low communication training method for large models", section 3. The outer momentum
-has a term that pulls the slow weights of partners together, in place of DiLoCo's mean over everybody.
+Kolehmainen et al. 2025, "NoLoCo: No-all-reduce low communication training method for large models",
+section 3. The outer momentum has a term that pulls the slow weights of partners together, in place of
+DiLoCo's mean over everybody.
 """
 
 from __future__ import annotations

@@ -192,9 +192,11 @@ class NoLoCoOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_f
 
     local_steps: Annotated[int, Meta(ge=1, description="steps from one outer step to the next")] = 50
     outer_lr: Annotated[float, Meta(gt=0, description="learning rate of the outer step")] = 0.7
-    outer_momentum: Annotated[float, Meta(ge=0, lt=1, description="Nesterov momentum of the outer step")] = (
-        0.5
-    )
+    outer_momentum: Annotated[float, Meta(ge=0, lt=1, description="momentum of the outer step")] = 0.5
+    pull: Annotated[
+        float,
+        Meta(ge=0, description="how far partners' slow weights move toward each other; the paper's gamma"),
+    ] = 1.0
     seed: Annotated[int, Meta(description="seed of the choice of pairs; the same on all workers")] = 0
 
 

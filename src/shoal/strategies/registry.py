@@ -3,7 +3,7 @@
 A row says where a class is without importing it, so that `shoal run` and `--help` start without torch. A
 strategy of another package needs no row here: it is named as `module:Class`, or by an entry point of the
 group `shoal.strategies` in that package's metadata. Its class then says what a row says: `name`, `Options`
-and `survives_loss`, and any of `needs_servers`, `needs_machines`, `runs_on_devices`, `is_asynchronous` and
+and `survives_loss`, and any of `needs_servers`, `needs_machines`, `is_asynchronous` and
 `has_own_channel` that are not the default.
 """
 
@@ -55,8 +55,6 @@ class StrategyInfo:
     """Whether its topology is one of machines, which must have equally many workers each."""
     needs_package: str = ""
     """A package that does not come with Shoal."""
-    runs_on_devices: bool = True
-    """Whether the model may be on a GPU."""
     is_asynchronous: bool = False
     """Whether no worker waits for another, so that each has its own pace."""
     has_own_channel: bool = False
@@ -161,7 +159,6 @@ _ROWS = (
         aliases={"ps": {}},
         survives_loss=True,
         needs_servers=True,
-        runs_on_devices=False,
         is_asynchronous=True,
     ),
     StrategyInfo(
@@ -220,7 +217,6 @@ _ROWS = (
         paper="Koloskova, Stich, Jaggi 2019",
         aliases={"choco-sgd": {}},
         survives_loss=True,
-        runs_on_devices=False,
     ),
     StrategyInfo(
         name="sgp",
@@ -241,14 +237,13 @@ _ROWS = (
     ),
     StrategyInfo(
         name="staleness-aware",
-        location="shoal.strategies.staleness_aware:StalenessAwareSGD",
+        location="shoal.strategies.parameter_server:StalenessAwareSGD",
         options=of.StalenessAwareOptions,
         summary="Corrects late gradients on parameter servers.",
         paper="Zhang et al. 2016; Zheng et al. 2017",
         aliases={"dc-asgd": {}},
         survives_loss=True,
         needs_servers=True,
-        runs_on_devices=False,
         is_asynchronous=True,
     ),
 )
@@ -361,7 +356,6 @@ def _outside_row(name: str, location: str) -> StrategyInfo:
         survives_loss=kind.survives_loss,
         needs_servers=getattr(kind, "needs_servers", False),
         needs_machines=getattr(kind, "needs_machines", False),
-        runs_on_devices=kind.runs_on_devices,
         is_asynchronous=getattr(kind, "is_asynchronous", False),
         has_own_channel=getattr(kind, "has_own_channel", False),
     )

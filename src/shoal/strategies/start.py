@@ -202,38 +202,3 @@ def _difference(accounts: Sequence[Account]) -> str | None:
                         f"that of rank {first.rank} {mine.get(name)}"
                     )
     return None
-
-
-def take_state(group: Group, make: Callable[[], Any], root: int = 0) -> Any:
-    """The state of `root`, on all members; `make` is called there alone. Collective; UsageError on all."""
-    sent = _Sent(None, [], [])
-    tensors: dict[str, torch.Tensor] = {}
-    if group.rank == root:
-        try:
-            sent.plain, tensors = flatten(make())
-            sent.names = list(tensors)
-            sent.specs = [describe(tensor) for tensor in tensors.values()]
-        except ShoalError as error:
-            sent.problem = error.what
-    sent = msgspec.convert(share(group, sent)[list(group.members).index(root)], _Sent)
-    if sent.problem:
-        raise UsageError(
-            f"what rank {root} has cannot be given to the others: {sent.problem}",
-            next_step="load the same checkpoint on all workers, and attach(..., should_start_equal=False).",
-        )
-    if group.rank != root:
-        tensors = dict(zip(sent.names, map(_empty, sent.specs), strict=True))
-    take_values(group, list(tensors.values()), root)
-    return rebuild(sent.plain, tensors)
-
-
-class _Sent(msgspec.Struct, array_like=True):
-    plain: Any
-    names: list[str]
-    specs: list[TensorSpec]
-    problem: str = ""
-
-
-def _empty(spec: TensorSpec) -> torch.Tensor:
-    dtype = DTYPES[spec.dtype]
-    return reshape_dense(torch.empty(size_bytes(spec) // dtype.itemsize, dtype=dtype), spec)

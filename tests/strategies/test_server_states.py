@@ -5,7 +5,7 @@ import torch
 
 from group.hosts import open_hosts
 from shoal.core import CheckpointError
-from shoal.strategies.server_handing import PIECE_BYTES, Incoming, hand_state
+from shoal.strategies.parameter_server.state import PIECE_BYTES, receive_state, send_state
 
 STATES = [
     {},
@@ -15,34 +15,37 @@ STATES = [
         2: [torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), PIECE_BYTES],
     },
     [torch.arange(PIECE_BYTES, dtype=torch.uint8)],
+    [torch.empty(0, dtype=torch.int32)],
 ]
 
 
-def handed(state):
+def sent(state):
     with open_hosts(2) as groups:
-        windows = [None, None]
 
         def serve():
-            windows[0] = groups[0].window("states", PIECE_BYTES, torch.uint8, sources=[0])
-            hand_state(windows[0], 1, state)
+            window = groups[0].window("states", PIECE_BYTES, torch.uint8, sources=[0])
+            send_state(window, 1, state)
 
         thread = threading.Thread(target=serve)
         thread.start()
         window = groups[1].window("states", PIECE_BYTES, torch.uint8, sources=[0])
-        incoming = Incoming()
-        while not incoming.is_whole:
-            for source in window.wait():
-                with window.slot(source) as slot:
-                    incoming.take(slot)
-                    slot.clear()
+
+        def next_slot(take):
+            while 0 not in window.wait():
+                pass
+            with window.slot(0) as slot:
+                take(slot)
+                slot.clear()
+
+        got = receive_state(next_slot)
         thread.join(20)
         assert not window.filled()
-        return incoming.state()
+        return got
 
 
-@pytest.mark.parametrize("state", STATES, ids=["nothing", "several pieces", "a little more than one"])
+@pytest.mark.parametrize("state", STATES, ids=["nothing", "several pieces", "one whole piece", "no elements"])
 def test_a_state_arrives_as_it_was(state):
-    got = handed(state)
+    got = sent(state)
     torch.testing.assert_close(got, state, rtol=0, atol=0)
     if len(state) == 3:
         assert got[2][0].is_contiguous(memory_format=torch.channels_last)
@@ -50,4 +53,4 @@ def test_a_state_arrives_as_it_was(state):
 
 def test_what_cannot_travel_is_told():
     with pytest.raises(CheckpointError, match="type object"):
-        handed({0: object()})
+        sent({0: object()})

@@ -1,0 +1,372 @@
+"""The channel between workers and servers: how the model is divided, what they say, and the windows for it.
+
+The first ranks of the group are the servers. A worker sends a server a request, which says what follows and
+which parameters it was computed from, and then the gradient of each shard. The server tells in a reply how
+much of all that it has handled until now; a later reply replaces an earlier one.
+
+Parameters come back in one of two ways. In host memory the server publishes each shard, and workers read it
+there. Where all members have their models on GPUs, gradients and parameters stay on them: the server puts
+each shard into a slot at the worker, and no processor waits for a GPU to know that memory is free again.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from shoal.core.errors import UsageError
+from shoal.group import Group, Handle, Window, share
+from shoal.strategies.options import ParameterServerOptions
+from shoal.strategies.parameter_server.state import PIECE_BYTES, OptimizerNumbers
+from shoal.tensors import ALIGNMENT_BYTES, DTYPES, BucketLayout, TensorSpec, describe, size_bytes
+from shoal.tensors.codecs import Encoded, EncodedMeta, codec_from_name
+from shoal.tensors.codecs.base import FormatCodec
+from shoal.tensors.flat import views_over
+from shoal.tensors.packing import reshape_dense
+
+LARGE_BYTES = 2**20
+"""From here on a shard of its own costs a parameter less than the copy into a shared one."""
+SHARD_BYTES = 4 * 2**20
+"""The size of a shard of small parameters: short enough that pushing, applying and pulling overlap."""
+MAX_SHARDS = 256
+"""The most shards of one server; a group has names for so many."""
+_NAME = "parameter-server"
+_NEXT_VERSION = f"{_NAME}'s next version"
+_REQUEST = struct.Struct("<b?")
+_REPLY = struct.Struct("<qqq")
+DELIVERY = struct.Struct("<qq")
+"""The note of parameters that a server puts on a worker's GPU: their version, and `Reply.num_handled`."""
+
+
+# --- how the model is divided ---
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Parameters of one dtype that one server holds in one piece of memory."""
+
+    number: int
+    """The position among all shards of all servers."""
+    server: int
+    layout: BucketLayout
+    """Its indices are positions among all parameters."""
+    num_elements: int
+    dtype: torch.dtype
+    """The dtype of real numbers in which it travels: a complex parameter is twice as many."""
+
+    @property
+    def spans(self) -> list[slice]:
+        """Where each parameter lies among the elements."""
+        starts = [slot.offset_bytes // self.dtype.itemsize for slot in self.layout.slots]
+        sizes = [size_bytes(slot.spec) // self.dtype.itemsize for slot in self.layout.slots]
+        return [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Gives flat memory of the shard as tensors of its parameters' shapes and strides."""
+        dtype = DTYPES[self.layout.dtype]
+        places = zip(self.spans, self.layout.slots, strict=True)
+        return [reshape_dense(flat[span].view(dtype), slot.spec) for span, slot in places]
+
+    def move(self, parameters: Sequence[torch.nn.Parameter], flat: torch.Tensor) -> list[torch.Tensor]:
+        """Moves the shard's parameters into flat memory; gives the tensors that they have there.
+
+        On the CPU each has a storage of its own, so that saving or copying one takes no other along.
+        """
+        tensors = views_over(self.layout, flat)
+        for parameter, tensor in zip(self.layout.pick(parameters), tensors, strict=True):
+            tensor.copy_(parameter.detach())
+            parameter.data = tensor
+        return tensors
+
+
+def plan_shards(
+    parameters: Sequence[torch.Tensor],
+    num_servers: int,
+    max_shards: int = MAX_SHARDS,
+    *,
+    is_on_device: bool = False,
+) -> list[Shard]:
+    """Plans all shards, those of all servers in turn, so that the servers work at once; each has one.
+
+    Whole parameters are balanced by size: an optimizer may look at all of a parameter at once. On the CPU a
+    large one is a shard by itself, whose gradient is pushed from where it lies; small ones share a shard. On
+    a GPU each operation costs more than its bytes, and all of a server's parameters of one dtype are one.
+    """
+    specs = [describe(parameter) for parameter in parameters]
+    loads = [0] * num_servers
+    parts: list[list[int]] = [[] for _ in range(num_servers)]
+    for index in sorted(range(len(specs)), key=lambda index: -size_bytes(specs[index])):
+        server = loads.index(min(loads))
+        loads[server] += max(ALIGNMENT_BYTES, size_bytes(specs[index]))
+        parts[server].append(index)
+    planned = [_layouts(specs, sorted(part), 1 if is_on_device else max_shards) for part in parts]
+    turns = [
+        (server, layouts[turn])
+        for turn in range(max(map(len, planned)))
+        for server, layouts in enumerate(planned)
+        if turn < len(layouts)
+    ]
+    return [_shard(number, server, layout) for number, (server, layout) in enumerate(turns)]
+
+
+def _layouts(specs: Sequence[TensorSpec], indices: Sequence[int], max_shards: int) -> list[BucketLayout]:
+    """Plans the shards of one server; with `max_shards` 1 there is one for each dtype.
+
+    Large parameters come first: the last shard to be pushed is the last to be applied, and a small one ends
+    soonest. With few shards each holds more: less than a third of them can be large parameters, and of any
+    two shards of small ones that follow each other one is at least half full.
+    """
+    total = sum(size_bytes(specs[index]) for index in indices)
+    large_bytes = max(LARGE_BYTES, 3 * total // max_shards)
+    large = [index for index in indices if size_bytes(specs[index]) >= large_bytes]
+    small = [index for index in indices if size_bytes(specs[index]) < large_bytes]
+    layouts = []
+    for members in (*([index] for index in large), small):
+        planned = BucketLayout.plan(
+            [specs[index] for index in members], max_bytes=max(SHARD_BYTES, 2 * large_bytes)
+        )
+        for layout in planned:
+            slots = (msgspec.structs.replace(slot, index=members[slot.index]) for slot in layout.slots)
+            layouts.append(msgspec.structs.replace(layout, slots=tuple(slots)))
+    return layouts or [BucketLayout("float32", (), ALIGNMENT_BYTES)]
+
+
+def _shard(number: int, server: int, layout: BucketLayout) -> Shard:
+    dtype = DTYPES[layout.dtype].to_real()
+    size = size_bytes(layout.slots[0].spec) if len(layout.slots) == 1 else layout.size_bytes
+    # a parameter without elements still has a place
+    return Shard(number, server, layout, max(1, size // dtype.itemsize), dtype)
+
+
+# --- what they say ---
+
+
+class RequestKind(enum.IntEnum):
+    """What a worker asks of a server."""
+
+    PUSH = 0
+    SKIP = 1
+    """A step without gradients: nothing follows, and it counts."""
+    MEET = 2
+    """The answer comes when all workers have asked: then everything that they have pushed is applied."""
+    SHARE_STATE = 3
+    """Once all workers have asked, the servers give their optimizers' state in a collective."""
+    SEND_STATE = 4
+    """The server sends its optimizer's state and its parameters to this worker alone."""
+    LEAVE = 5
+
+
+class Presence(enum.IntEnum):
+    """Whether a push has a gradient of a parameter."""
+
+    NONE = 0
+    SENT = 1
+    WITHHELD = 2
+    """The worker has found a NaN or an infinity in the shard, and does not send it."""
+
+
+@dataclass(slots=True)
+class Request:
+    """What a worker sends before its gradients."""
+
+    kind: RequestKind
+    stays: bool = False
+    """With LEAVE: the worker will take part in giving the memory back."""
+    numbers: Sequence[float] = ()
+    """The numbers of its optimizer."""
+    versions: Sequence[int] = ()
+    """The version that it has read of each shard of this server."""
+    gradients: Sequence[int] = ()
+    """The `Presence` of each parameter of this server, shard by shard."""
+
+
+@dataclass(slots=True)
+class Reply:
+    """What a server has done for one worker until now."""
+
+    num_handled: int = 0
+    """Shards of gradients, and requests that none follow."""
+    released: int = 0
+    """The worker may begin with rounds up to this number."""
+    num_refused: int = 0
+    """Shards that held a NaN or an infinity, and were not applied."""
+    summary: dict[str, Any] | None = None
+    """What the server has counted, with the last reply."""
+
+    def to_note(self) -> bytes:
+        """Encodes it as it travels."""
+        summary = b"" if self.summary is None else msgspec.msgpack.encode(self.summary)
+        return _REPLY.pack(self.num_handled, self.released, self.num_refused) + summary
+
+    @classmethod
+    def from_note(cls, note: bytes) -> Reply:
+        """Decodes what `to_note` gave."""
+        summary = note[_REPLY.size :]
+        return cls(*_REPLY.unpack_from(note), msgspec.msgpack.decode(summary) if summary else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How a compressed gradient travels: encoded into a fixed number of bytes, in host memory."""
+
+    codec: FormatCodec
+    meta: EncodedMeta
+    sizes: tuple[int, ...]
+
+    def decode(self, raw: torch.Tensor) -> torch.Tensor:
+        """Gives the flat gradient, on the CPU."""
+        buffers = [part.numpy().data for part in torch.split(raw, list(self.sizes))]
+        return self.codec.decode(Encoded(self.meta, buffers)).view(-1)
+
+
+def _packing(codec: FormatCodec, shard: Shard) -> Packing | None:
+    """Plans how a shard's gradient is encoded; None where it travels as it is."""
+    spec = TensorSpec(str(shard.dtype).removeprefix("torch."), (shard.num_elements,))
+    options = codec.options(spec) if codec.name != "none" and shard.layout.slots else None
+    if options is None or codec.size_bytes(spec, options) >= shard.num_elements * shard.dtype.itemsize:
+        return None
+    sizes = tuple(size_bytes(part) for part in codec.parts(spec, options))
+    return Packing(codec, EncodedMeta(codec.name, spec, options), sizes)
+
+
+# --- where it goes ---
+
+
+class ServerChannel:
+    """The shards and the windows of workers and servers, who open it together."""
+
+    def __init__(
+        self,
+        group: Group,
+        num_servers: int,
+        parameters: Sequence[torch.Tensor],
+        numbers: OptimizerNumbers,
+        options: ParameterServerOptions,
+        device: torch.device | None,
+    ) -> None:
+        """Opens it, collectively; UsageError on all when they have different options or parameters.
+
+        `device` is this member's GPU where all members have their models on GPUs, else None.
+        """
+        self.group, self.num_servers, self.options = group, num_servers, options
+        self.numbers, self.device = numbers, device
+        self.workers = range(num_servers, group.size)
+        self.compensates = options.delay_compensation > 0
+        num_copies = 1 + len(self.workers) if self.compensates else 1
+        max_shards = max(3, MAX_SHARDS // num_copies)
+        self.shards = plan_shards(parameters, num_servers, max_shards, is_on_device=device is not None)
+        self._require_equal([[shard.layout for shard in self.shards], numbers.names, options])
+        codec = codec_from_name(options.compression)
+        self.packings = [_packing(codec, shard) for shard in self.shards]
+        self.by_server = [
+            [shard for shard in self.shards if shard.server == server] for server in range(num_servers)
+        ]
+        self.first_version: int = max(share(group, group.notes.get(_NEXT_VERSION, 0)))
+        """The first version of all shards: those of a name never fall, not even with another model."""
+        is_server = group.rank < num_servers
+        nobody = range(0)
+        workers, servers = (self.workers, nobody) if is_server else (nobody, range(num_servers))
+        widths = [len(shards) + sum(len(shard.layout.slots) for shard in shards) for shards in self.by_server]
+        width = len(numbers.names) + max(widths)
+        self.requests = group.window(f"{_NAME} orders", width, torch.float64, sources=workers)
+        self.replies = group.window(f"{_NAME} replies", 1, sources=servers)
+        self.gradients = [
+            group.window(
+                f"{_NAME} gradients {shard.number}",
+                shard.num_elements if packing is None else sum(packing.sizes),
+                shard.dtype if packing is None else torch.uint8,
+                sources=workers if group.rank == shard.server else nobody,
+                device=device if packing is None else None,
+            )
+            for shard, packing in zip(self.shards, self.packings, strict=True)
+        ]
+        self.states = group.window(f"{_NAME} states", PIECE_BYTES, torch.uint8, sources=servers)
+        copied_for = self.workers if self.compensates else nobody
+        self._parameters = [
+            [self._make_window(shard, f" of {worker}") for worker in copied_for if device is None]
+            or [self._make_window(shard)]
+            for shard in self.shards
+        ]
+        self.flats: list[torch.Tensor] = []
+        """In host memory of the group, for each shard: a server's are published."""
+        self.copies: list[list[torch.Tensor]] = []
+        """For each worker and shard, where delays are compensated: what that worker reads, or has read."""
+        if device is None:
+            self.flats = [group.empty(shard.num_elements, shard.dtype) for shard in self.shards]
+            self.copies = [
+                [group.empty(shard.num_elements, shard.dtype) for shard in self.shards] for _ in copied_for
+            ]
+
+    def _make_window(self, shard: Shard, suffix: str = "") -> Window:
+        """Makes the window of a shard's parameters: slots at the workers' GPUs, or a publication."""
+        name = f"{_NAME} {shard.number}{suffix}"
+        sources: Sequence[int] = ()
+        if self.device is not None:
+            sources = range(0) if self.group.rank < self.num_servers else [shard.server]
+        return self.group.window(name, shard.num_elements, shard.dtype, sources=sources, device=self.device)
+
+    def _require_equal(self, mine: Any) -> None:
+        encoded = msgspec.msgpack.encode(mine)
+        for rank, theirs in zip(self.group.members, share(self.group, encoded), strict=True):
+            if theirs != encoded:
+                raise UsageError(
+                    f"rank {rank} of workers and servers has another model, optimizer or options of "
+                    f"parameter-server than rank {self.group.rank}.",
+                    cause="the programs differ, or a scheduler was made before attach on some only.",
+                    next_step="run the same program on all, up to attach.",
+                )
+
+    def parameters(self, shard: Shard, worker: int) -> Window:
+        """Finds the window in which one worker gets a shard's parameters."""
+        windows = self._parameters[shard.number]
+        return windows[0] if len(windows) == 1 else windows[worker - self.num_servers]
+
+    def send(self, server: int, request: Request) -> Handle[None]:
+        """Sends a request, once the server has taken the one before."""
+        values = [*request.numbers, *map(float, request.versions), *map(float, request.gradients)]
+        vector = torch.zeros(self.requests.num_elements, dtype=torch.float64)
+        vector[: len(values)] = torch.tensor(values, dtype=torch.float64)
+        return self.requests.send(server, vector, note=_REQUEST.pack(request.kind, request.stays))
+
+    def receive(self, worker: int) -> Request | None:
+        """Takes a worker's next request, on a server; None while there is none."""
+        if worker not in self.requests.filled():
+            return None
+        with self.requests.slot(worker) as slot:
+            if not slot.num_writes:
+                return None
+            kind, stays = _REQUEST.unpack(slot.note)
+            values = slot.tensor.tolist()
+            slot.clear()
+        shards = self.by_server[self.group.rank]
+        versions_at = len(self.numbers.names)
+        gradients_at = versions_at + len(shards)
+        end = gradients_at + sum(len(shard.layout.slots) for shard in shards)
+        return Request(
+            RequestKind(kind),
+            stays,
+            values[:versions_at],
+            [int(value) for value in values[versions_at:gradients_at]],
+            [int(value) for value in values[gradients_at:end]],
+        )
+
+    def close(self) -> None:
+        """Gives everything back; collective."""
+        for window in (self.requests, self.replies, *self.gradients, self.states):
+            window.close()
+        for windows in self._parameters:
+            for window in windows:
+                window.close()
+        for flat in (*self.flats, *(flat for flats in self.copies for flat in flats)):
+            self.group.free(flat)
+
+    def keep_version(self, last_version: int) -> None:
+        """Remembers the last version that a server has given, so that the next model begins above it."""
+        notes = self.group.notes
+        notes[_NEXT_VERSION] = max(notes.get(_NEXT_VERSION, 0), last_version + 1)

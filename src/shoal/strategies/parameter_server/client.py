@@ -1,0 +1,376 @@
+"""A worker's side of the channel: it pushes gradients to the servers, and pulls parameters from them.
+
+On the CPU the parameters are views of the memory that a pull writes, and a large gradient is pushed from
+where it lies: either is one copy. Where all members are on GPUs both stay there. A model on a GPU whose
+servers are elsewhere goes through pinned memory, and its worker waits for the GPU once in a push.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.core import Deadline, PeerLost
+from shoal.group import Handle, Slot, Window
+from shoal.strategies.parameter_server.channel import (
+    DELIVERY,
+    Presence,
+    Reply,
+    Request,
+    RequestKind,
+    ServerChannel,
+    Shard,
+)
+from shoal.strategies.parameter_server.state import receive_state
+from shoal.strategies.session import TrainingSession
+from shoal.tensors import TensorSpec, describe
+from shoal.tensors.codecs import ErrorFeedback, codec_from_name
+from shoal.tensors.memory import copy_into
+from shoal.tensors.packing import densify
+
+_LOOK_S = 0.25
+"""After so long a worker that waits looks whether a server is lost."""
+
+Gradients = Sequence[torch.Tensor | None]
+"""The gradients of all parameters."""
+
+
+class ServerClient:
+    """Pushes and pulls for one worker, as long as it is attached."""
+
+    def __init__(
+        self, channel: ServerChannel, session: TrainingSession, parameters: Sequence[nn.Parameter]
+    ) -> None:
+        self._channel = channel
+        self._members = [shard.layout.pick(parameters) for shard in channel.shards]
+        is_cpu = session.device.type == "cpu"
+        self._is_staged = channel.device is None and not is_cpu
+        """Whether the model is on a GPU, and what travels in host memory."""
+        device = parameters[0].device if parameters else None
+        self._flats = channel.flats
+        if not is_cpu:
+            self._flats = [
+                torch.zeros(shard.num_elements, dtype=shard.dtype, device=device) for shard in channel.shards
+            ]
+        self._tensors = [
+            shard.move(parameters, flat) for shard, flat in zip(channel.shards, self._flats, strict=True)
+        ]
+        """The parameters in the memory of each shard."""
+        self._staging = [_pinned(flat) for flat in self._flats if self._is_staged]
+        self._gathered: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        """For each shard, memory in which its gradients are put together, and views of it."""
+        self._versions = [channel.first_version] * len(channel.shards)
+        """The version of each shard that was read."""
+        self._handles: list[Handle[None]] = []
+        self._expected = [0] * channel.num_servers
+        self._replies = [Reply() for _ in range(channel.num_servers)]
+        self._due = [0] * len(channel.shards)
+        """How much its server must have handled before a shard is read."""
+        self._feedback = ErrorFeedback(codec_from_name(channel.options.compression))
+        self._feedback.reseed(channel.group.rank)
+        self._clock = 0
+        self.num_pushes = self.num_pulls = 0
+        self.pushed_bytes = [0] * channel.num_servers
+        self.pulled_bytes = [0] * channel.num_servers
+
+    @property
+    def summaries(self) -> list[dict[str, object]]:
+        """What each server has counted; known after LEAVE."""
+        return [reply.summary for reply in self._replies if reply.summary is not None]
+
+    @property
+    def num_refused(self) -> int:
+        """The shards of gradients that held a NaN or an infinity, and were not applied, as far as known."""
+        return sum(reply.num_refused for reply in self._replies)
+
+    # --- push ---
+
+    def push(self, gradients: Gradients, numbers: Sequence[float]) -> None:
+        """Begins to send gradients; they must not be written until `finish_push`."""
+        channel = self._channel
+        presence = [
+            [
+                Presence.NONE if gradient is None else Presence.SENT
+                for gradient in shard.layout.pick(gradients)
+            ]
+            for shard in channel.shards
+        ]
+        pushed = [shard for shard in channel.shards if Presence.SENT in presence[shard.number]]
+        prepared = self._prepare(pushed, gradients)
+        for number in [number for number, payload in prepared.items() if payload is None]:
+            presence[number] = [Presence.WITHHELD] * len(presence[number])
+        for server, shards in enumerate(channel.by_server):
+            flags = [flag for shard in shards for flag in presence[shard.number]]
+            self._send(server, Request(RequestKind.PUSH, numbers=numbers, gradients=flags))
+        for shard in channel.shards:
+            self._expected[shard.server] += 1
+            self._due[shard.number] = self._expected[shard.server]
+            if Presence.SENT in presence[shard.number]:
+                payload = prepared.get(shard.number)
+                if payload is None:
+                    payload = self._gather(shard, gradients)
+                self._handles.append(channel.gradients[shard.number].send(shard.server, payload))
+                self.pushed_bytes[shard.server] += payload.nbytes
+        self.num_pushes += 1
+        self._clock += 1
+
+    def finish_push(self) -> None:
+        """Waits until the gradients have been sent, not until they are applied."""
+        for handle in self._handles:
+            handle.wait()
+        self._handles.clear()
+
+    def _prepare(self, shards: Sequence[Shard], gradients: Gradients) -> dict[int, torch.Tensor | None]:
+        """Prepares what must be known before the requests go: what is encoded, and what is on a GPU.
+
+        None stands for a shard that holds a NaN or an infinity. A shard that is not named is sent as it is,
+        and is put together when its turn comes.
+        """
+        packed = [shard for shard in shards if self._channel.packings[shard.number] is not None]
+        plain = [shard for shard in shards if self._channel.packings[shard.number] is None]
+        prepared: dict[int, torch.Tensor | None] = {
+            shard.number: self._encode(shard, gradients) for shard in packed
+        }
+        if self._is_staged:
+            for shard in plain:
+                staging = self._staging[shard.number]
+                prepared[shard.number] = staging.copy_(self._gather(shard, gradients), non_blocking=True)
+            _synchronize(self._flats)
+        elif self._channel.device is not None and plain:
+            # The worker waits for its servers anyway. A server would wait for the GPU once more to look.
+            flats = [self._gather(shard, gradients) for shard in plain]
+            bounds = torch.stack([bound.double() for flat in flats for bound in torch.aminmax(flat)])
+            are_finite = bounds.view(-1, 2).isfinite().all(1).tolist()
+            for shard, flat, is_finite in zip(plain, flats, are_finite, strict=True):
+                prepared[shard.number] = flat if is_finite else None
+        return prepared
+
+    def _gather(self, shard: Shard, gradients: Gradients) -> torch.Tensor:
+        """Puts the gradients of a shard together: where they lie, if that is one piece."""
+        picked = shard.layout.pick(gradients)
+        if len(picked) == 1 and picked[0] is not None and _lies_as(picked[0], shard.layout.slots[0].spec):
+            flat = densify(picked[0])[0]
+            return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+        if shard.number not in self._gathered:
+            buffer = torch.zeros_like(self._flats[shard.number])
+            self._gathered[shard.number] = buffer, shard.views(buffer)
+        flat, views = self._gathered[shard.number]
+        copied: list[torch.Tensor] = []
+        into: list[torch.Tensor] = []
+        for view, gradient in zip(views, picked, strict=True):
+            if gradient is None:
+                view.zero_()
+            elif gradient.is_cpu or gradient.is_sparse:
+                copy_into(view, (gradient.to_dense() if gradient.is_sparse else gradient).detach())
+            else:
+                into.append(view)
+                copied.append(gradient.detach())
+        if into:
+            torch._foreach_copy_(into, copied)  # in a few operations of the GPU, not one for each parameter
+        return flat
+
+    def _encode(self, shard: Shard, gradients: Gradients) -> torch.Tensor | None:
+        """Gives the bytes that travel; None for what holds an inf or a nan, which is not pushed.
+
+        What was kept of parameters without a gradient waits until they have one: nothing of them is applied.
+        """
+        packing = self._channel.packings[shard.number]
+        assert packing is not None
+        slot, residuals = str(shard.number), self._feedback.residuals
+        picked = shard.layout.pick(gradients)
+        absent = [span for span, gradient in zip(shard.spans, picked, strict=True) if gradient is None]
+        kept = residuals[slot].clone() if absent and slot in residuals else None
+        for span in absent if kept is not None else ():
+            residuals[slot][span] = 0
+        encoded = self._feedback.encode(self._gather(shard, gradients), slot)
+        for span in absent if slot in residuals else ():
+            residuals[slot][span] = 0 if kept is None else kept[span]
+        if encoded.meta != packing.meta:
+            return None
+        return torch.cat([torch.frombuffer(buffer, dtype=torch.uint8) for buffer in encoded.buffers])
+
+    # --- pull ---
+
+    def pull(self) -> None:
+        """Reads every shard once its server has handled what was pushed, and lets this worker go on."""
+        channel = self._channel
+        if self._is_staged:
+            _synchronize(self._flats)  # the last pull may still be on its way to the GPU
+        waiting = list(channel.shards)
+        reading: list[tuple[Shard, Handle[int | None]]] = []
+        while waiting:
+            due, not_due = [], []
+            for shard in waiting:
+                (due if self._is_due(shard) else not_due).append(shard)
+            waiting = not_due
+            if channel.device is None:
+                reading += [(shard, self._read(shard)) for shard in due]
+            else:
+                for shard in due:
+                    self._take(shard)
+            if not due:
+                self._listen()
+        for shard, handle in reading:
+            version = handle.wait()
+            if version is None:
+                raise self._lost(shard.server)
+            self._versions[shard.number] = version
+            if self._is_staged:
+                self._flats[shard.number].copy_(self._staging[shard.number], non_blocking=True)
+        for shard in channel.shards:
+            self.pulled_bytes[shard.server] += shard.num_elements * shard.dtype.itemsize
+        self._adopt()
+        self.num_pulls += 1
+
+    def _is_due(self, shard: Shard) -> bool:
+        reply = self._replies[shard.server]
+        if self._channel.options.mode == "bounded" and reply.released < self._clock:
+            return False
+        return reply.num_handled >= self._due[shard.number]
+
+    def _read(self, shard: Shard) -> Handle[int | None]:
+        """Begins to read what a server has published in host memory."""
+        window = self._channel.parameters(shard, self._channel.group.rank)
+        return window.read(shard.server, (self._staging if self._is_staged else self._flats)[shard.number])
+
+    def _take(self, shard: Shard) -> None:
+        """Takes what a server has put on this worker's GPU, once the GPU has done that."""
+        window = self._channel.parameters(shard, self._channel.group.rank)
+        num_handled = -1
+
+        def take(slot: Slot) -> None:
+            nonlocal num_handled
+            self._versions[shard.number], num_handled = DELIVERY.unpack(slot.note)
+            if num_handled >= self._due[shard.number]:
+                self._flats[shard.number].copy_(slot.tensor)
+
+        while num_handled < self._due[shard.number]:  # it may be that of an earlier push
+            self._next_slot(window, shard.server, take)
+
+    def _adopt(self) -> None:
+        """Makes the parameters what was read, also where somebody has put others into their place."""
+        for members, tensors in zip(self._members, self._tensors, strict=True):
+            for parameter, tensor in zip(members, tensors, strict=True):
+                if parameter.data_ptr() != tensor.data_ptr():
+                    parameter.data = tensor
+
+    # --- requests besides pushes ---
+
+    def skip(self) -> None:
+        """Counts a round without gradients; then pulls."""
+        self._clock += 1
+        self.ask(RequestKind.SKIP)
+        self.wait_for_all()
+        self.pull()
+
+    def meet(self) -> None:
+        """Waits until all workers do so and all that was pushed is applied; then pulls."""
+        self.ask(RequestKind.MEET)
+        self.wait_for_all()
+        self.pull()
+
+    def take_states(self) -> list[Any]:
+        """Gives what each server's optimizer keeps, and takes its parameters; nobody else takes part."""
+        states = []
+        window = self._channel.states
+        for server, shards in enumerate(self._channel.by_server):
+            self._ask(server, Request(RequestKind.SEND_STATE))
+            self.finish_push()
+            state, flats = receive_state(lambda take, server=server: self._next_slot(window, server, take))
+            states.append(state)
+            for shard, flat in zip(shards, flats, strict=True):
+                self._flats[shard.number].copy_(flat)
+        self.wait_for_all()
+        self._adopt()
+        return states
+
+    def ask(self, kind: RequestKind, *, stays: bool = False) -> None:
+        """Sends all servers a request that no gradients follow."""
+        for server in range(self._channel.num_servers):
+            self._ask(server, Request(kind, stays, self._channel.numbers.read()))
+        self.finish_push()
+
+    def wait_for_all(self) -> None:
+        """Waits until the servers have handled everything."""
+        while any(
+            reply.num_handled < expected
+            for reply, expected in zip(self._replies, self._expected, strict=True)
+        ):
+            self._listen()
+
+    def release(self) -> None:
+        """Moves the parameters back into private memory."""
+        for members in self._members:
+            for parameter in members:
+                parameter.data = parameter.detach().clone()
+        self._tensors, self._flats, self._staging, self._gathered = [], [], [], {}
+
+    def _ask(self, server: int, request: Request) -> None:
+        self._expected[server] += 1
+        for shard in self._channel.by_server[server]:
+            self._due[shard.number] = self._expected[server]
+        self._send(server, request)
+
+    def _send(self, server: int, request: Request) -> None:
+        request.versions = [self._versions[shard.number] for shard in self._channel.by_server[server]]
+        self._handles.append(self._channel.send(server, request))
+
+    # --- waiting ---
+
+    def _listen(self) -> None:
+        """Waits for replies; PeerLost when a server is gone."""
+        window = self._channel.replies
+        for server in self._wait(window):
+            with window.slot(server) as slot:
+                if slot.num_writes:
+                    self._replies[server] = Reply.from_note(slot.note)
+                    slot.clear()
+
+    def _next_slot(self, window: Window, server: int, take: Callable[[Slot], None]) -> None:
+        """Waits for a server's slot in a window, and empties it when `take` has had it."""
+        has_taken = False
+        while not has_taken:
+            if server in self._wait(window):
+                with window.slot(server) as slot:
+                    has_taken = slot.num_writes > 0
+                    if has_taken:
+                        take(slot)
+                        slot.clear()
+
+    def _wait(self, window: Window) -> Sequence[int]:
+        """Waits for a moment until something is in a window; PeerLost when a server is gone."""
+        filled = window.wait(Deadline.after(_LOOK_S))
+        if not filled:
+            members = self._channel.group.members
+            for server in range(self._channel.num_servers):
+                if server not in members:
+                    raise self._lost(server)
+        return filled
+
+    def _lost(self, server: int) -> PeerLost:
+        loss = self._channel.group.lost.get(server)
+        reason = "it has ended" if loss is None else loss.reason
+        return PeerLost(
+            f"parameter server {server} is lost in round {self._clock}: {reason}.",
+            peer=server,
+            cause="it was killed, stopped, or failed; its own output says more.",
+            next_step="start again, from a checkpoint if there is one: its share of the model is gone.",
+        )
+
+
+def _lies_as(gradient: torch.Tensor, spec: TensorSpec) -> bool:
+    return gradient.layout is torch.strided and describe(gradient) == spec
+
+
+def _pinned(flat: torch.Tensor) -> torch.Tensor:
+    """Makes host memory of the same size, which a GPU reads and writes by itself."""
+    return torch.zeros(flat.numel(), dtype=flat.dtype, pin_memory=flat.is_cuda)
+
+
+def _synchronize(flats: Sequence[torch.Tensor]) -> None:
+    """Waits until the GPU has done what this worker has told it to."""
+    if flats and flats[0].is_cuda:
+        torch.cuda.current_stream(flats[0].device).synchronize()

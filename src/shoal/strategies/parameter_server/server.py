@@ -1,0 +1,626 @@
+"""What a parameter server does: take requests and gradients of the workers, apply them, and say so.
+
+It runs in the main thread, asleep while there is nothing to do, until all workers have left or are lost.
+`AsyncServer` applies each gradient as it comes (`async`, `bounded`). `SyncServer` makes one update of the
+average of the first gradients of a step, and drops the rest (`sync`). A `ServedShard` is a part of the model,
+which the user's own optimizer changes in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.core import Deadline
+from shoal.group import Handle, Window
+from shoal.group.kernels import mix_into
+from shoal.strategies.parameter_server.channel import (
+    DELIVERY,
+    Presence,
+    Reply,
+    Request,
+    RequestKind,
+    ServerChannel,
+    Shard,
+)
+from shoal.strategies.parameter_server.state import send_state, share_states
+from shoal.strategies.session import TrainingSession
+from shoal.strategies.staleness import Staleness
+from shoal.tensors.codecs.base import is_finite
+
+log = logging.getLogger(__name__)
+
+_IDLE_S = 0.25
+"""After so long a server that sleeps looks whether somebody is lost."""
+_BUSY_S = 0.005
+"""While one worker's gradients are under way, so long do others' wait at most that come in between."""
+_SHORTEST_S = 2e-4
+"""The first of the pauses, each twice as long as the one before, while some of a shard have come."""
+
+
+class ServedShard:
+    """The parameters of one shard on its server.
+
+    They lie in flat memory, and gradients are views of where a worker has written them: an update is the
+    optimizer's own passes over memory and no other. A model on the CPU is published where it lies; that of a
+    GPU is copied to host memory after each update, unless all members are on GPUs (see `channel`).
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        channel: ServerChannel,
+        session: TrainingSession,
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
+        self.shard = shard
+        self.version = channel.first_version
+        """One more with each update."""
+        self._channel = channel
+        self._optimizer = session.optimizer
+        self._members = shard.layout.pick(parameters)
+        known = {id(parameter): True for parameter in self._members}
+        self._all = [list(group["params"]) for group in self._optimizer.param_groups]
+        self._groups = [[each for each in group if id(each) in known] for group in self._all]
+        """Its parameters in each group of the optimizer."""
+        is_host = channel.device is None
+        self._published = channel.flats[shard.number] if is_host else None
+        if self._published is not None and session.device.type == "cpu":
+            self.flat = self._published
+        else:
+            device = self._members[0].device if self._members else None
+            self.flat = torch.zeros(shard.num_elements, dtype=shard.dtype, device=device)
+        shard.move(parameters, self.flat)
+        for parameter in self._members:
+            parameter.grad = None
+        self._copies: dict[int, torch.Tensor] = {}
+        """What each worker reads, or has read, where delays are compensated."""
+        self._puts: dict[int, Handle[None]] = {}
+        """The last one to each worker, where parameters are put on its GPU."""
+        if channel.compensates:
+            for index, worker in enumerate(channel.workers):
+                copy = channel.copies[index][shard.number] if is_host else torch.empty_like(self.flat)
+                self._copies[worker] = copy.copy_(self.flat)
+                if is_host:
+                    channel.parameters(shard, worker).publish(copy, self.version)
+        elif self._published is not None:
+            self._copy_out()
+            self._window.publish(self._published, self.version)
+
+    def apply(self, gradient: torch.Tensor, has_gradient: Sequence[bool]) -> None:
+        """Makes one update; `gradient` is flat and may be overwritten."""
+        gradient = gradient.to(self.flat.device)
+        for put in self._puts.values():
+            put.wait()  # until then it reads what the optimizer writes; nearly always it is over
+        try:
+            views = self.shard.views(gradient)
+            for parameter, view, is_there in zip(self._members, views, has_gradient, strict=True):
+                parameter.grad = view if is_there else None
+            for group, picked in zip(self._optimizer.param_groups, self._groups, strict=True):
+                group["params"] = picked
+            with self._changing():
+                self._optimizer.step()
+        finally:
+            for parameter in self._members:
+                parameter.grad = None
+            for group, everything in zip(self._optimizer.param_groups, self._all, strict=True):
+                group["params"] = everything
+
+    def pass_over(self) -> None:
+        """Makes the next version equal to this one."""
+        with self._changing():
+            pass
+
+    def compensate(self, gradient: torch.Tensor, worker: int) -> torch.Tensor:
+        """Gives `g + lambda g*g*(w_now - w_then)` for what a worker has computed from w_then."""
+        gradient = gradient.to(self.flat.device)
+        drift = self.flat - self._copies[worker].to(self.flat.device)
+        drift.mul_(gradient)
+        return gradient.addcmul_(drift, gradient, value=self._channel.options.delay_compensation)
+
+    def deliver(self, worker: int, num_handled: int) -> None:
+        """Lets a worker have these parameters, where they are not the same for all.
+
+        On a GPU they are put there; where delays are compensated the server then knows what the worker has.
+        """
+        window = self._channel.parameters(self.shard, worker)
+        if self._channel.device is not None:
+            source = self.flat
+            if worker in self._copies:
+                if worker in self._puts:
+                    self._puts[worker].wait()
+                source = self._copies[worker].copy_(self.flat)
+            self._puts[worker] = window.put(worker, source, note=DELIVERY.pack(self.version, num_handled))
+        elif self._copies:
+            with window.changing(self.version):
+                self._copies[worker].copy_(self.flat)
+
+    def close(self) -> None:
+        """Moves the parameters back into private memory."""
+        self._channel.keep_version(self.version)
+        for parameter in self._members:
+            parameter.data = parameter.detach().clone()
+
+    @property
+    def _window(self) -> Window:
+        """The window of all workers."""
+        return self._channel.parameters(self.shard, self._channel.num_servers)
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Counts a version, and lets nobody read what is published while it changes."""
+        if self._published is None or self._copies:
+            yield
+        else:
+            with self._window.changing(self.version + 1):
+                yield
+                self._copy_out()
+        self.version += 1
+
+    def _copy_out(self) -> None:
+        if self._published is not None and self._published is not self.flat:
+            self._published.copy_(self.flat)
+
+
+@dataclass(eq=False)
+class WorkerState:
+    """One worker, as a server sees it."""
+
+    rank: int
+    reply: Reply = field(default_factory=Reply)
+    request: Request | None = None
+    """The one under way."""
+    position: int = 0
+    """The shard of this server that comes next."""
+    staleness: int = 0
+    """How many updates the gradients under way are behind."""
+    is_dropped: bool = False
+    """Whether what is under way is received, and not applied."""
+    clock: int = 0
+    """The rounds that it has finished."""
+    lead: int = 0
+    """The rounds by which it led the slowest when it was let go on."""
+    is_done: bool = False
+    stays: bool = False
+
+    @property
+    def is_pushing(self) -> bool:
+        """Whether gradients are under way."""
+        return self.request is not None and self.request.kind == RequestKind.PUSH
+
+    @property
+    def is_meeting(self) -> bool:
+        """Whether it waits for the other workers, and sends nothing until they have come, too."""
+        kinds = (RequestKind.MEET, RequestKind.SHARE_STATE)
+        return self.request is not None and self.request.kind in kinds
+
+
+class AsyncServer:
+    """Serves the workers of one channel, and applies each gradient as it comes: `async` and `bounded`."""
+
+    def __init__(
+        self, channel: ServerChannel, session: TrainingSession, parameters: Sequence[nn.Parameter]
+    ) -> None:
+        self._channel = channel
+        self._options = channel.options
+        self._optimizer = session.optimizer
+        self._shards = [
+            ServedShard(shard, channel, session, parameters)
+            for shard in channel.by_server[channel.group.rank]
+        ]
+        ends = itertools.accumulate((len(each.shard.layout.slots) for each in self._shards), initial=0)
+        self._bounds = list(itertools.pairwise(ends))
+        """Where the parameters of each shard begin and end among those of the server."""
+        self._workers = [WorkerState(rank) for rank in channel.workers]
+        self._turn = 0
+        self._told: dict[int, Handle[None]] = {}
+        self._pause_s = _SHORTEST_S
+        self.staleness, self.leads = Staleness(), Staleness()
+        self.num_pushes = self.num_applied = self.num_dropped = self.num_skipped = self.pushed_bytes = 0
+        self.num_refused = 0
+        """Shards of gradients that were not finite."""
+
+    def run(self, beat: Callable[[], None]) -> bool:
+        """Serves until nobody is left; tells whether all that came to the end stay in the group.
+
+        `beat` is called often, whether there is anything to do or not.
+        """
+        while self._open():
+            if self._move():
+                self._pause_s = _SHORTEST_S
+            else:
+                self._pause()
+            beat()
+        lost = self._channel.group.lost
+        for rank, told in self._told.items():
+            if rank not in lost:
+                told.wait()
+        for shard in self._shards:
+            shard.close()
+        ended = [worker for worker in self._workers if worker.rank not in lost]
+        return bool(ended) and all(worker.stays for worker in ended)
+
+    def summary(self) -> dict[str, Any]:
+        """Gives what the server has counted."""
+        return {
+            "num_pushes": self.num_pushes,
+            "num_applied": self.num_applied,
+            "num_dropped": self.num_dropped,
+            "num_skipped": self.num_skipped,
+            "num_refused": self.num_refused,
+            "pushed_bytes": self.pushed_bytes,
+            "staleness": self.staleness.summary(),
+            "leads": self.leads.summary(),
+        }
+
+    # --- requests ---
+
+    def _open(self) -> list[WorkerState]:
+        return [worker for worker in self._workers if not worker.is_done]
+
+    def _move(self) -> bool:
+        """Does what can be done; tells whether there was anything."""
+        workers = self._open()
+        # each comes first in turn: a quick one does not keep the others out
+        self._turn += 1
+        first = self._turn % len(workers)
+        moved = [self._advance(worker) for worker in workers[first:] + workers[:first]]
+        return any(moved)
+
+    def _advance(self, worker: WorkerState) -> bool:
+        if worker.request is None:
+            request = self._channel.receive(worker.rank)
+            if request is not None:
+                self._begin(worker, request)
+            return request is not None
+        if worker.is_meeting:
+            return self._meet(worker.request.kind)
+        return self._advance_push(worker)
+
+    def _begin(self, worker: WorkerState, request: Request) -> None:
+        if request.kind == RequestKind.PUSH:
+            worker.request, worker.position = request, 0
+            self.num_pushes += 1
+            self._begin_push(worker, request)
+        elif request.kind == RequestKind.SKIP:
+            self.num_skipped += 1
+            self._skip(worker, request)
+        elif request.kind == RequestKind.LEAVE:
+            worker.is_done, worker.stays = True, request.stays
+            worker.reply.num_handled += 1
+            worker.reply.summary = self.summary()
+            self._tell(worker)
+            self._miss(worker)
+        elif request.kind == RequestKind.SEND_STATE:
+            state = self._optimizer.state_dict()["state"]
+            send_state(self._channel.states, worker.rank, [state, [shard.flat for shard in self._shards]])
+            worker.reply.num_handled += 1
+            self._tell(worker)
+        else:
+            worker.request = request
+
+    def _meet(self, kind: RequestKind) -> bool:
+        """Does what is done with all workers that are left, once they have asked for it."""
+        workers = self._open()
+        if any(worker.request is None or worker.request.kind != kind for worker in workers):
+            return False
+        if kind == RequestKind.SHARE_STATE:
+            share_states(self._channel.group, self._channel.num_servers, self._optimizer)
+        for worker in workers:
+            worker.request = None
+            worker.reply.num_handled += 1
+            self._deliver(worker)
+            self._tell(worker)
+        return True
+
+    def _skip(self, worker: WorkerState, request: Request) -> None:
+        """Handles a step without gradients."""
+        worker.reply.num_handled += 1
+        if self._release(worker, worker.clock + 1):
+            self._deliver(worker)
+        self._finish_round(worker)
+
+    def _miss(self, worker: WorkerState) -> None:
+        """Goes on without a worker that has left or is lost."""
+        self._say_lost(worker)
+        self._release_all()
+
+    # --- gradients ---
+
+    def _begin_push(self, worker: WorkerState, request: Request) -> None:
+        """Decides what becomes of gradients whose request has come."""
+        worker.staleness = self._shards[0].version - request.versions[0]
+        limit = self._options.drop_stale
+        worker.is_dropped = limit is not None and worker.staleness > limit
+        if worker.is_dropped:
+            self.num_dropped += 1
+        else:
+            self.num_applied += 1
+            self.staleness.note(worker.staleness)
+            if self._options.mode == "bounded":
+                self.leads.note(worker.lead)
+        self._release(worker, worker.clock + 1)
+
+    def _advance_push(self, worker: WorkerState) -> bool:
+        """Handles the next shard, if it is there."""
+        if not self._is_there(worker, worker.position):
+            return False
+        with self._taken(worker, worker.position) as gradient:
+            if gradient is not None and not worker.is_dropped and self._accepts(worker, gradient):
+                self._apply(worker, gradient)
+        self._finish_shard(worker)
+        return True
+
+    def _apply(self, worker: WorkerState, gradient: torch.Tensor) -> None:
+        shard, request = self._shards[worker.position], worker.request
+        assert request is not None
+        if self._channel.compensates and request.versions[worker.position] != shard.version:
+            gradient = shard.compensate(gradient, worker.rank)
+        factor = 1 / max(1, worker.staleness) if self._options.staleness_lr else 1.0
+        self._channel.numbers.write(request.numbers, factor)
+        shard.apply(gradient, self._has_gradient(worker, worker.position))
+
+    def _presence(self, worker: WorkerState, position: int) -> Sequence[int]:
+        assert worker.request is not None
+        start, end = self._bounds[position]
+        return worker.request.gradients[start:end]
+
+    def _has_gradient(self, worker: WorkerState, position: int) -> list[bool]:
+        """Tells which parameters of a shard have a gradient in this push."""
+        return [presence == Presence.SENT for presence in self._presence(worker, position)]
+
+    def _is_there(self, worker: WorkerState, position: int) -> bool:
+        """Tells whether a shard of a push can be taken."""
+        if not any(self._has_gradient(worker, position)):
+            return True  # then nothing is sent
+        return worker.rank in self._channel.gradients[self._shards[position].shard.number].filled()
+
+    @contextlib.contextmanager
+    def _taken(self, worker: WorkerState, position: int) -> Iterator[torch.Tensor | None]:
+        """Gives the flat gradient of a shard that is there, until the block ends; None: there is none."""
+        if not any(self._has_gradient(worker, position)):
+            yield None
+            return
+        number = self._shards[position].shard.number
+        packing = self._channel.packings[number]
+        with self._channel.gradients[number].slot(worker.rank) as slot:
+            if slot.num_writes:
+                self.pushed_bytes += slot.tensor.numel() * slot.tensor.element_size()
+                yield slot.tensor if packing is None else packing.decode(slot.tensor)
+                slot.clear()
+            else:
+                yield None
+
+    def _is_withheld(self, worker: WorkerState, position: int) -> bool:
+        return Presence.WITHHELD in self._presence(worker, position)
+
+    def _accepts(self, worker: WorkerState, gradient: torch.Tensor) -> bool:
+        """Tells whether a shard is finite: one that is not would spoil the model for all workers.
+
+        On GPUs the workers have looked, and withhold what is not.
+        """
+        if self._channel.device is not None or not gradient.numel() or is_finite(gradient):
+            return True
+        self._refuse(worker)
+        return False
+
+    def _refuse(self, worker: WorkerState) -> None:
+        worker.reply.num_refused += 1
+        self.num_refused += 1
+
+    def _finish_shard(self, worker: WorkerState) -> None:
+        """Ends one shard of a push; the last one ends the round."""
+        if self._is_withheld(worker, worker.position):
+            self._refuse(worker)
+        worker.reply.num_handled += 1
+        if worker.reply.released > worker.clock:
+            self._deliver(worker, self._shards[worker.position : worker.position + 1])
+        worker.position += 1
+        if worker.position == len(self._shards):
+            worker.request = None
+            self._finish_round(worker)
+        else:
+            self._tell(worker)
+
+    def _finish_round(self, worker: WorkerState) -> None:
+        worker.clock += 1
+        self._release_all()
+        self._tell(worker)
+
+    # --- who may go on ---
+
+    def _release_all(self) -> None:
+        for worker in self._open():
+            if worker.reply.released < worker.clock and self._release(worker, worker.clock):
+                self._deliver(worker)
+                self._tell(worker)
+
+    def _release(self, worker: WorkerState, clock: int) -> bool:
+        """Lets a worker begin the round after `clock` ones, unless it would lead the slowest by too much."""
+        slowest = min((other.clock for other in self._open() if other is not worker), default=clock)
+        lead = max(0, clock - slowest)
+        if self._options.mode == "bounded" and lead > self._options.staleness:
+            return False
+        worker.lead = lead
+        worker.reply.released = clock
+        return True
+
+    def _deliver(self, worker: WorkerState, shards: Sequence[ServedShard] | None = None) -> None:
+        """Lets a worker have the parameters of these shards, or of all."""
+        for shard in self._shards if shards is None else shards:
+            shard.deliver(worker.rank, worker.reply.num_handled)
+
+    def _tell(self, worker: WorkerState) -> None:
+        note = worker.reply.to_note()
+        self._told[worker.rank] = self._channel.replies.put(worker.rank, torch.zeros(1), note=note)
+
+    # --- waiting ---
+
+    def _pause(self) -> None:
+        """Goes on without whoever is gone; else sleeps until something comes, or for a moment."""
+        members = self._channel.group.members
+        gone = [worker for worker in self._open() if worker.rank not in members]
+        for worker in gone:
+            worker.is_done, worker.request = True, None
+            self._miss(worker)
+        if gone:
+            return
+        position = self._awaited()
+        if position is None:
+            self._channel.requests.wait(Deadline.after(_IDLE_S))
+            return
+        gradients = self._channel.gradients[self._shards[position].shard.number]
+        if not gradients.filled():
+            gradients.wait(Deadline.after(_BUSY_S))
+            return
+        # Those that have come need others beside them. To wait for a gradient would end at once, again and
+        # again, and in virtual time no other would ever come.
+        self._channel.requests.wait(Deadline.after(self._pause_s))
+        self._pause_s = min(2 * self._pause_s, _BUSY_S)
+
+    def _awaited(self) -> int | None:
+        """Finds a shard that some worker is about to send."""
+        return next((worker.position for worker in self._open() if worker.is_pushing), None)
+
+    def _say_lost(self, worker: WorkerState, besides: str = "") -> None:
+        loss = self._channel.group.lost.get(worker.rank)
+        if loss is not None:
+            log.warning(
+                "server %d goes on without worker %d%s: %s",
+                self._channel.group.rank,
+                worker.rank - self._channel.num_servers,
+                besides,
+                loss.reason,
+            )
+
+
+class SyncServer(AsyncServer):
+    """Averages the gradients of a step; with `num_aggregate` below the number of workers, others are backups.
+
+    The workers whose requests come first are chosen, as many as make an update; what they send is averaged
+    shard by shard. A gradient that was computed from an older version, or that comes when enough are chosen,
+    is received and dropped, and its worker goes on from the next version. Each of several servers chooses for
+    itself.
+    """
+
+    def __init__(
+        self, channel: ServerChannel, session: TrainingSession, parameters: Sequence[nn.Parameter]
+    ) -> None:
+        super().__init__(channel, session, parameters)
+        self._num_aggregate = self._options.num_aggregate or len(self._workers)
+        self._chosen: list[WorkerState] = []
+        self._late: list[WorkerState] = []
+        """Too late for the update under way: they go on when it is done."""
+        self._position = 0
+        """The shard that is averaged next."""
+
+    @property
+    def _is_updating(self) -> bool:
+        """Whether enough are chosen; those that meet wait for the others, and are not waited for."""
+        num_wanted = min(self._num_aggregate, sum(not worker.is_meeting for worker in self._open()))
+        return bool(self._position or (self._chosen and len(self._chosen) >= num_wanted))
+
+    def _is_current(self, request: Request) -> bool:
+        return min(request.versions) == min(shard.version for shard in self._shards)
+
+    def _begin_push(self, worker: WorkerState, request: Request) -> None:
+        is_current, is_updating = self._is_current(request), self._is_updating
+        worker.is_dropped = not is_current or is_updating
+        self._release(worker, worker.clock + 1)
+        if worker.is_dropped:
+            self.num_dropped += 1
+            if is_current:
+                self._late.append(worker)
+        else:
+            self.num_applied += 1
+            self.staleness.note(0)
+            self._chosen.append(worker)
+
+    def _skip(self, worker: WorkerState, request: Request) -> None:
+        """Counts a worker among those that are waited for, and adds nothing of it."""
+        if self._is_current(request) and not self._is_updating:
+            worker.request, worker.is_dropped = request, False
+            self._chosen.append(worker)
+        else:
+            super()._skip(worker, request)
+
+    def _move(self) -> bool:
+        has_moved = super()._move()
+        return (self._is_updating and self._update()) or has_moved
+
+    def _advance_push(self, worker: WorkerState) -> bool:
+        return worker.is_pushing and worker.is_dropped and super()._advance_push(worker)
+
+    def _update(self) -> bool:
+        """Averages and applies one shard, if all of it is there."""
+        position, shard = self._position, self._shards[self._position]
+        pushing = sorted((worker for worker in self._chosen if worker.is_pushing), key=lambda each: each.rank)
+        if not all(self._is_there(worker, position) for worker in pushing):
+            return False
+        with contextlib.ExitStack() as stack:
+            taken = [
+                (worker, stack.enter_context(self._taken(worker, position)))
+                for worker in pushing
+                if not self._is_withheld(worker, position)
+            ]
+            accepted = [(one, given) for one, given in taken if given is None or self._accepts(one, given)]
+            gradients = [gradient for _, gradient in accepted if gradient is not None]
+            if not gradients:
+                shard.pass_over()
+            else:
+                mean, weight = gradients[0], 1 / len(accepted)
+                if weight != 1:
+                    mix_into(mean, mean, weight, [(other, weight) for other in gradients[1:]])
+                request = accepted[0][0].request
+                assert request is not None
+                self._channel.numbers.write(request.numbers)
+                flags = zip(*(self._has_gradient(worker, position) for worker, _ in accepted), strict=True)
+                shard.apply(mean, [any(each) for each in flags])
+        self._position = (position + 1) % len(self._shards)
+        for worker in list(self._chosen):
+            self._finish_chosen(worker)
+        if not self._position:
+            self._chosen.clear()
+            late, self._late = self._late, []
+            for worker in late:
+                self._deliver(worker)
+                self._tell(worker)
+        return True
+
+    def _finish_chosen(self, worker: WorkerState) -> None:
+        if worker.is_pushing:
+            self._finish_shard(worker)
+        elif not self._position:
+            worker.request = None
+            super()._skip(worker, Request(RequestKind.SKIP))
+
+    def _deliver(self, worker: WorkerState, shards: Sequence[ServedShard] | None = None) -> None:
+        if worker not in self._late:
+            super()._deliver(worker, shards)
+
+    def _tell(self, worker: WorkerState) -> None:
+        if worker not in self._late:
+            super()._tell(worker)
+
+    def _miss(self, worker: WorkerState) -> None:
+        for workers in (self._chosen, self._late):
+            if worker in workers:
+                workers.remove(worker)
+        num_left, besides = len(self._open()), ""
+        if num_left < self._num_aggregate:
+            besides = f", with {num_left} instead of {self._num_aggregate} gradients for an update"
+        self._say_lost(worker, besides)
+        self._release_all()
+
+    def _awaited(self) -> int | None:
+        if self._is_updating:
+            return self._position
+        pushing = (worker for worker in self._open() if worker.is_pushing and worker.is_dropped)
+        return next((worker.position for worker in pushing), None)

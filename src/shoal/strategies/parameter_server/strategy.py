@@ -1,0 +1,360 @@
+"""The strategies `parameter-server` and `staleness-aware`, as workers' and servers' programs see them.
+
+The first ranks of `Group.everybody` are the servers; each holds a part of the parameters and runs the user's
+own optimizer on it, on the device of the model that its program attaches. A worker's optimizer steps only
+where it does not pull: its step is hidden from it by gradients of None.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal.core import Deadline
+from shoal.core.errors import PeerLost, UsageError
+from shoal.core.status import tell_launcher
+from shoal.group import Group
+from shoal.strategies.averaging import own_model
+from shoal.strategies.checkpointing import Contents
+from shoal.strategies.options import ParameterServerOptions, StalenessAwareOptions, StrategyOptions
+from shoal.strategies.parameter_server.channel import RequestKind, ServerChannel
+from shoal.strategies.parameter_server.client import ServerClient
+from shoal.strategies.parameter_server.server import AsyncServer, SyncServer
+from shoal.strategies.parameter_server.state import (
+    OptimizerNumbers,
+    merge_states,
+    share_states,
+    take_first_worker,
+)
+from shoal.strategies.session import TrainingSession, rate_factor
+from shoal.strategies.staleness import Staleness
+from shoal.strategies.strategy import Strategy
+
+log = logging.getLogger(__name__)
+
+
+class ParameterServer(Strategy):
+    """Gradients go to servers, parameters come from them, and workers never wait for each other in `async`.
+
+    Learning rates and other numbers of the optimizer go with each push, so that a scheduler on the worker
+    counts. With `local_steps` J, or between pulls, the worker's own optimizer steps on its own copy, and the
+    sum of J gradients is pushed. One model can be attached at a time. A lost worker ends nothing; a lost
+    server ends the step with PeerLost.
+    """
+
+    name = "parameter-server"
+    survives_loss = True
+    is_lockstep = False
+    checks_finite = False  # servers refuse gradients that are not finite, and they go nowhere else
+    Options: ClassVar[type[StrategyOptions]] = ParameterServerOptions
+    options: ParameterServerOptions
+
+    def __init__(
+        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
+    ) -> None:
+        super().__init__(group, options=options, **named)
+        _check(self.options)
+        self._client: ServerClient | None = None
+        self._channel: ServerChannel | None = None
+        self._sums: list[torch.Tensor | None] = []
+        """The gradients since the last push, where there are several steps to a push."""
+        self._hidden: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+        self._is_void = False
+        self._num_refused = 0
+        self._stats: dict[str, Any] = {}
+        self.staleness: Staleness | None = None
+        """How far behind the pushes were that a server has taken; None on a worker."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nothing to share; where there are servers, also one worker shares."""
+        return self.group.everybody is None and self.group.size == 1
+
+    @property
+    def has_own_replica(self) -> bool:
+        """Is false: the servers' parameters are everybody's."""
+        return False
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Pushes, pulls and bytes by server; after the end also what the servers have counted.
+
+        Of each server: pushes, how many were applied or dropped, and a histogram of how many updates they
+        were behind (`staleness`) and, in `bounded`, how many rounds their workers led by (`leads`).
+        """
+        client = self._client
+        if client is None:
+            return dict(self._stats)
+        return {
+            "num_pushes": client.num_pushes,
+            "num_pulls": client.num_pulls,
+            "pushed_bytes": list(client.pushed_bytes),
+            "pulled_bytes": list(client.pulled_bytes),
+            "servers": client.summaries,
+        }
+
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, *, stays: bool = False, should_start_equal: bool = True
+    ) -> TrainingSession:
+        """As all strategies on a worker. On a server: serve until all workers are gone, then end the program.
+
+        The first worker's values are taken whatever `should_start_equal` says: there is one model only.
+        """
+        if self.group.role == "server":
+            while self.serve(model, optimizer):
+                pass
+            self.group.leave()
+            raise SystemExit(0)
+        if self.group.everybody is None and self.group.size > 1:
+            raise UsageError(
+                f"{self.name} has no server among its workers.",
+                next_step="shoal run --num-servers 1, or shoal.init(num_servers=1).",
+            )
+        return super().attach(model, optimizer, stays=stays, should_start_equal=should_start_equal)
+
+    def serve(self, model: nn.Module, optimizer: Optimizer) -> bool:
+        """Takes part as a server until the workers detach; tells whether they stay and may attach once more.
+
+        The server's part of the model is on the device of `model`.
+        """
+        everybody = self.group.everybody
+        if everybody is None or self.group.role != "server":
+            raise UsageError(
+                "serve() is for a parameter server.", next_step="call attach(), on workers and servers alike."
+            )
+        tell_launcher(survives_loss=self.survives_loss)
+        everybody.barrier().wait(Deadline.never())
+        if all(rank < self.group.num_servers for rank in everybody.members):
+            return False
+        everybody.should_survive = False
+        session = TrainingSession(self, model, optimizer, stays=True)
+        channel = self._open_channel(everybody, session)
+        kind = SyncServer if self.options.mode == "sync" else AsyncServer
+        server = kind(channel, session, _optimized(session))
+        everybody.barrier().wait()
+        everybody.should_survive = True
+        self.staleness = server.staleness
+        self.beats.opened(0)
+        try:
+            do_all_stay = server.run(lambda: self.beats.stepped(server.num_applied))
+        finally:
+            self.beats.closed()
+        if do_all_stay:
+            channel.close()
+        self._stats = server.summary()
+        return do_all_stay
+
+    def settle_round(self, session: TrainingSession) -> None:
+        """With backup workers waits until all have called it, and pulls."""
+        if self.options.mode == "sync" and self.options.num_aggregate is not None:
+            self._meet()
+
+    # --- a worker's steps ---
+
+    def begin(self, session: TrainingSession, *, should_start_equal: bool) -> None:
+        """Takes up a checkpoint, and gives everybody the first worker's values."""
+        everybody = self.group.everybody
+        assert everybody is not None
+        everybody.barrier().wait()
+        everybody.should_survive = False
+        self.checkpoints.resume(session)
+        self._channel = self._open_channel(everybody, session)
+
+    def start(self, session: TrainingSession) -> None:
+        """Opens the way to the servers."""
+        assert self._channel is not None
+        parameters = _optimized(session)
+        self._client = ServerClient(self._channel, session, parameters)
+        self._num_refused = 0
+        self._sums = [None] * len(parameters)
+        session.close_later(self._channel.close)
+        self._channel.group.barrier().wait()
+        self._channel.group.should_survive = True
+
+    def _open_channel(self, everybody: Group, session: TrainingSession) -> ServerChannel:
+        num_servers = self.group.num_servers
+        first_worker = next(rank for rank in everybody.members if rank >= num_servers)
+        are_all_on_devices = take_first_worker(everybody, first_worker, session)
+        numbers, parameters = OptimizerNumbers(session.optimizer), _optimized(session)
+        device = session.device if are_all_on_devices else None
+        return ServerChannel(everybody, num_servers, parameters, numbers, self.options, device)
+
+    def before_step(self, session: TrainingSession) -> None:
+        """Pushes the gradients, and hides them from the worker's own optimizer."""
+        self._restore()
+        if session.has_closure:
+            raise UsageError(
+                f"{self.name} cannot step with a closure: the servers have gradients, and no data.",
+                next_step="use an optimizer that steps by gradients (SGD, Adam), or another strategy.",
+            )
+        # a GradScaler leaves it to fused optimizers to divide by the scale, and to do nothing with an inf
+        self._is_void = session.is_void
+        if self._is_void:
+            self._hide(session)
+            return
+        gradients = self._summed(session)
+        if not session.is_round:
+            return
+        assert self._client is not None
+        assert self._channel is not None
+        self._client.push(gradients, self._channel.numbers.read(rate_factor(self.options, self.steps)))
+        if self._is_pulling:
+            self._hide(session)
+
+    def after_step(self, session: TrainingSession) -> None:
+        """Pulls the parameters."""
+        self._restore()
+        if self._is_void:
+            self.skip_step(session)
+        elif session.is_round:
+            assert self._client is not None
+            self._client.finish_push()
+            self._sums = [None] * len(self._sums)
+            if self._is_pulling:
+                self._client.pull()
+            num_refused = self._client.num_refused
+            if num_refused > self._num_refused:
+                self._num_refused = num_refused
+                session.finite.refused(self.steps, "The servers refused it, and go on without it.")
+
+    def skip_step(self, session: TrainingSession) -> None:
+        """Tells servers that wait for all."""
+        if session.is_round and self.options.mode != "async":
+            assert self._client is not None
+            self._client.skip()
+
+    @property
+    def _is_pulling(self) -> bool:
+        """Whether a pull follows the push that was begun."""
+        assert self._client is not None
+        return self._client.num_pushes % self.options.pull_every == 0
+
+    def _summed(self, session: TrainingSession) -> Sequence[torch.Tensor | None]:
+        """Adds this step's gradients to those since the last push."""
+        gradients = [parameter.grad for parameter in _optimized(session)]
+        scale = getattr(session.optimizer, "grad_scale", None)
+        if scale is not None:
+            factor = 1 / float(scale)
+            gradients = [None if gradient is None else gradient * factor for gradient in gradients]
+        if self.options.local_steps == 1:
+            return gradients
+        for index, gradient in enumerate(gradients):
+            known = self._sums[index]
+            if gradient is not None:
+                dense = gradient.to_dense() if gradient.is_sparse else gradient.detach()
+                self._sums[index] = dense.clone() if known is None else known.add_(dense)
+        return self._sums
+
+    def _hide(self, session: TrainingSession) -> None:
+        """Leaves the worker's own optimizer nothing to do in this step."""
+        self._hidden = [(parameter, parameter.grad) for parameter in _optimized(session)]
+        for parameter, _ in self._hidden:
+            parameter.grad = None
+
+    def _restore(self) -> None:
+        """Gives back what was hidden from the optimizer."""
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden = []
+
+    def average_all(self, session: TrainingSession) -> None:
+        """Lets everybody take the one model as it is now."""
+        self._meet()
+
+    def _meet(self) -> None:
+        """Comes before workers wait for each other: no server waits then for one that does."""
+        if self._client is not None:
+            self._client.meet()
+
+    # --- checkpoints ---
+
+    def before_saving(self, session: TrainingSession) -> None:
+        """Waits until all that was pushed is applied, and pulls."""
+        self._meet()
+
+    def common_optimizer(self, session: TrainingSession) -> dict[str, Any]:
+        """Gives what the servers' optimizers keep."""
+        if self._client is None or self._channel is None:
+            return super().common_optimizer(session)
+        self._client.ask(RequestKind.SHARE_STATE)
+        state = share_states(self._channel.group, self._channel.num_servers, session.optimizer)
+        self._client.wait_for_all()
+        return state
+
+    def state_at_end(self) -> dict[str, Any]:
+        """Waits for this worker's pushes: what the last worker finds on the servers is all that was pushed."""
+        if self._client is not None:
+            self._client.wait_for_all()
+        return super().state_at_end()
+
+    def completed(self, contents: Contents) -> Contents:
+        """Adds what the servers have."""
+        if self._client is None:
+            return contents
+        optimizer = merge_states(self.session.optimizer, self._client.take_states())
+        return replace(contents, model=own_model(self.session.model), optimizer=optimizer)
+
+    # --- the end ---
+
+    def finish(self, session: TrainingSession, *, should_leave: bool) -> None:
+        """Takes leave of the servers."""
+        if self._client is not None:
+            try:
+                self._client.ask(RequestKind.LEAVE, stays=not should_leave)
+                self._client.wait_for_all()
+            except PeerLost as error:
+                log.warning("%s", error)
+
+    def stop(self, session: TrainingSession) -> None:
+        """Moves the parameters back into private memory."""
+        self._stats = self.stats
+        self._restore()
+        if self._client is not None:
+            self._client.release()
+        self._client = self._channel = None
+        self._sums = []
+
+
+class StalenessAwareSGD(ParameterServer):
+    """`parameter-server` with `staleness_lr` and `delay_compensation` on; all that holds there holds here.
+
+    The learning rate is divided by the number of updates that a gradient is behind (Zhang, Gupta, Lian and
+    Liu 2016, "Staleness-aware async-SGD"), and the gradient is corrected for where the parameters have gone
+    in the meantime (DC-ASGD, Zheng et al. 2017, algorithm 2, with a constant lambda).
+    """
+
+    name = "staleness-aware"
+    Options: ClassVar[type[StrategyOptions]] = StalenessAwareOptions
+    options: StalenessAwareOptions
+
+
+def _optimized(session: TrainingSession) -> list[nn.Parameter]:
+    """Lists the trainable parameters that the optimizer has, in the order of the model."""
+    known = {id(tensor): True for group in session.optimizer.param_groups for tensor in group["params"]}
+    return [parameter for parameter in session.trainable if id(parameter) in known]
+
+
+def _check(options: ParameterServerOptions) -> None:
+    """Raises UsageError for options that make no sense together."""
+    if options.mode != "async" and options.pull_every > 1:
+        raise UsageError(
+            f"pull_every {options.pull_every} is for async: {options.mode} bounds how old gradients are.",
+            next_step="leave pull_every at 1; local_steps makes rounds rarer in all modes.",
+        )
+    if options.delay_compensation and options.pull_every > 1:
+        raise UsageError(
+            f"pull_every {options.pull_every} does not go with delay_compensation: the servers know what a "
+            "worker has pulled, and not where it has gone from there.",
+            next_step="leave one of them as it is by default.",
+        )
+    if options.mode == "sync" and options.delay_compensation:
+        raise UsageError(
+            "delay_compensation is for modes async and bounded: in sync there are no delays.",
+            next_step="leave it at 0.",
+        )
