@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import torch
 
@@ -26,6 +26,9 @@ from shoal.tensors import Flat, private_memory
 from shoal.tensors.codecs import codec_from_name
 from shoal.topology import Topology, Weights, make_topology_on
 from shoal.topology.requirements import require_symmetric
+
+if TYPE_CHECKING:
+    from shoal.strategies.keywords import ChocoKeywords
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +52,11 @@ class ChocoSGD(Strategy):
     _mail: Mail | None = None
 
     def __init__(
-        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
+        self,
+        group: Group | None = None,
+        *,
+        options: ChocoOptions | None = None,
+        **named: Unpack[ChocoKeywords],
     ) -> None:
         super().__init__(group, options=options, **named)
         self.codec = codec_from_name(self.options.codec)

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,9 @@ from shoal.group.cluster.collectives import destroy_world
 from shoal.strategies.options import DDPOptions, StrategyOptions
 from shoal.strategies.session import TrainingSession, innermost
 from shoal.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from shoal.strategies.keywords import DDPKeywords
 
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
 # torch 2.13 has given the argument another name, and warns of the old one
@@ -48,7 +51,7 @@ class TorchDDP(Strategy):
     options: DDPOptions
 
     def __init__(
-        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
+        self, group: Group | None = None, *, options: DDPOptions | None = None, **named: Unpack[DDPKeywords]
     ) -> None:
         super().__init__(group, options=options, **named)
         if self.options.monitor:

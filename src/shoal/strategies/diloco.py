@@ -6,7 +6,7 @@ on, in fewer bits. The outer step is taken in a group of one as well.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Unpack
 
 from shoal.core.errors import UsageError
 from shoal.group import Group
@@ -16,6 +16,9 @@ from shoal.strategies.outer_step import TAKE_MEAN, OuterRule, OuterStep, split
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
 from shoal.tensors import private_memory
+
+if TYPE_CHECKING:
+    from shoal.strategies.keywords import DiLoCoKeywords
 
 
 class DiLoCo(Strategy):
@@ -35,7 +38,11 @@ class DiLoCo(Strategy):
     options: DiLoCoOptions
 
     def __init__(
-        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
+        self,
+        group: Group | None = None,
+        *,
+        options: DiLoCoOptions | None = None,
+        **named: Unpack[DiLoCoKeywords],
     ) -> None:
         super().__init__(group, options=options, **named)
         _check(self.options)

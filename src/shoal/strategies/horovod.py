@@ -7,7 +7,7 @@ are back. The group is used for the start alone; `all-reduce` computes the same 
 from __future__ import annotations
 
 import importlib
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import torch
 
@@ -17,6 +17,9 @@ from shoal.strategies.hooks import at_end_of_backward
 from shoal.strategies.options import HorovodOptions, StrategyOptions
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from shoal.strategies.keywords import HorovodKeywords
 
 
 class HorovodAllReduce(Strategy):
@@ -31,7 +34,11 @@ class HorovodAllReduce(Strategy):
     options: HorovodOptions
 
     def __init__(
-        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
+        self,
+        group: Group | None = None,
+        *,
+        options: HorovodOptions | None = None,
+        **named: Unpack[HorovodKeywords],
     ) -> None:
         super().__init__(group, options=options, **named)
         if self.options.monitor:

@@ -9,7 +9,7 @@ however many send to whom. The asynchronous form is `push_sum`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import torch
 
@@ -20,6 +20,9 @@ from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
 from shoal.tensors import ParameterBuffers
 from shoal.topology import Topology, Weights, make_topology_on
+
+if TYPE_CHECKING:
+    from shoal.strategies.keywords import SgpKeywords
 
 
 class StochasticGradientPush(Strategy):
@@ -39,7 +42,7 @@ class StochasticGradientPush(Strategy):
     _buffers: ParameterBuffers
 
     def __init__(
-        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
+        self, group: Group | None = None, *, options: SgpOptions | None = None, **named: Unpack[SgpKeywords]
     ) -> None:
         super().__init__(group, options=options, **named)
         self.weight = 1.0

@@ -26,7 +26,7 @@ from shoal.strategies.averaging import common_model
 from shoal.strategies.beats import Beats
 from shoal.strategies.checkpointing import Contents, RunCheckpoints
 from shoal.strategies.monitors import Monitors
-from shoal.strategies.options import StrategyOptions, read_options
+from shoal.strategies.options import StrategyOptions, read_options, signature_of
 from shoal.strategies.session import TrainingSession, still_there
 from shoal.tensors import Flat
 from shoal.tensors.checkpoint import NUM_KEPT
@@ -63,6 +63,10 @@ class Strategy:
     """The optimizer's steps until now, skipped ones included."""
     rounds: int
     """The times that the group has shared what it learned, as this worker counts them."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.__signature__ = signature_of(cls.Options)  # type: ignore[attr-defined]  # for help() and notebooks
 
     def __init__(
         self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any

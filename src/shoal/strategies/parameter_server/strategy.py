@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import torch
 from torch import nn
@@ -36,6 +36,9 @@ from shoal.strategies.session import TrainingSession, rate_factor
 from shoal.strategies.staleness import Staleness
 from shoal.strategies.strategy import Strategy
 
+if TYPE_CHECKING:
+    from shoal.strategies.keywords import ParameterServerKeywords, StalenessAwareKeywords
+
 log = logging.getLogger(__name__)
 
 
@@ -56,7 +59,11 @@ class ParameterServer(Strategy):
     options: ParameterServerOptions
 
     def __init__(
-        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
+        self,
+        group: Group | None = None,
+        *,
+        options: ParameterServerOptions | None = None,
+        **named: Unpack[ParameterServerKeywords],
     ) -> None:
         super().__init__(group, options=options, **named)
         _check(self.options)
@@ -288,7 +295,7 @@ class ParameterServer(Strategy):
         return state
 
     def state_at_end(self) -> dict[str, Any]:
-        """Waits for this worker's pushes: what the last worker finds on the servers is all that was pushed."""
+        """Waits for this worker's pushes, so that the last worker finds all of them on the servers."""
         if self._client is not None:
             self._client.wait_for_all()
         return super().state_at_end()
@@ -332,6 +339,16 @@ class StalenessAwareSGD(ParameterServer):
     name = "staleness-aware"
     Options: ClassVar[type[StrategyOptions]] = StalenessAwareOptions
     options: StalenessAwareOptions
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            group: Group | None = None,
+            *,
+            options: StalenessAwareOptions | None = None,
+            **named: Unpack[StalenessAwareKeywords],
+        ) -> None: ...
 
 
 def _optimized(session: TrainingSession) -> list[nn.Parameter]:
