@@ -33,8 +33,8 @@ PAGE_HEAD = """# Options
 
 This page lists what every strategy can be told. In code options are keyword arguments,
 `shoal.DiLoCo(group, local_steps=50)`; for `shoal run` they are `--option local_steps=50`, and the most common
-ones are flags. [strategies.md](strategies.md) says what the strategies compute. `tools/strategy_files.py` writes
-the page from `shoal.strategies.BUILT_IN`.
+ones are flags. [strategies.md](strategies.md) says what the strategies compute.
+`tools/strategy_files.py` writes the page from `shoal.strategies.BUILT_IN`.
 
 All strategies have these:
 """
