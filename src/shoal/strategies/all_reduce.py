@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -15,9 +15,6 @@ from shoal.strategies.options import AllReduceOptions, StrategyOptions
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
 from shoal.tensors import DEFAULT_BUCKET_BYTES, BucketLayout
-
-if TYPE_CHECKING:
-    from shoal.strategies.keywords import AllReduceKeywords
 
 _GPU_BUCKET_MIB = 64.0
 """Of buckets on a GPU, if nothing else is asked for: a meeting costs more there than it hides."""
@@ -39,15 +36,9 @@ class GradientAllReduce(Strategy):
     _round: GradientRound | None = None
     _copies: Sequence[tuple[GroupBucket, list[nn.Parameter]]] = ()
 
-    def __init__(
-        self,
-        group: Group | None = None,
-        *,
-        options: AllReduceOptions | None = None,
-        **named: Unpack[AllReduceKeywords],
-    ) -> None:
-        super().__init__(group, options=options, **named)
-        is_named = "bucket_mib" in {name.replace("-", "_") for name in named}
+    def __init__(self, group: Group | None = None, **options: Any) -> None:
+        super().__init__(group, **options)
+        is_named = "bucket_mib" in {name.replace("-", "_") for name in options}
         self._has_asked_size = is_named or self.options.bucket_mib != AllReduceOptions().bucket_mib
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,9 +26,6 @@ from shoal.tensors import Flat, private_memory
 from shoal.tensors.codecs import codec_from_name
 from shoal.topology import Topology, Weights, make_topology_on
 from shoal.topology.requirements import require_symmetric
-
-if TYPE_CHECKING:
-    from shoal.strategies.keywords import ChocoKeywords
 
 log = logging.getLogger(__name__)
 
@@ -51,14 +48,8 @@ class ChocoSGD(Strategy):
     _format: Format | None = None
     _mail: Mail | None = None
 
-    def __init__(
-        self,
-        group: Group | None = None,
-        *,
-        options: ChocoOptions | None = None,
-        **named: Unpack[ChocoKeywords],
-    ) -> None:
-        super().__init__(group, options=options, **named)
+    def __init__(self, group: Group | None = None, **options: Any) -> None:
+        super().__init__(group, **options)
         self.codec = codec_from_name(self.options.codec)
         self.codec.reseed(self.group.rank)
         self._public: dict[int, Flat] = {}

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,6 @@ from shoal.group.cluster.collectives import destroy_world
 from shoal.strategies.options import DDPOptions, StrategyOptions
 from shoal.strategies.session import TrainingSession, innermost
 from shoal.strategies.strategy import Strategy
-
-if TYPE_CHECKING:
-    from shoal.strategies.keywords import DDPKeywords
 
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
 # torch 2.13 has given the argument another name, and warns of the old one
@@ -50,10 +47,8 @@ class TorchDDP(Strategy):
     Options: ClassVar[type[StrategyOptions]] = DDPOptions
     options: DDPOptions
 
-    def __init__(
-        self, group: Group | None = None, *, options: DDPOptions | None = None, **named: Unpack[DDPKeywords]
-    ) -> None:
-        super().__init__(group, options=options, **named)
+    def __init__(self, group: Group | None = None, **options: Any) -> None:
+        super().__init__(group, **options)
         if self.options.monitor:
             raise UsageError(
                 "ddp cannot be monitored: torch keeps local gradients to itself.",

@@ -6,7 +6,7 @@ on, in fewer bits. The outer step is taken in a group of one as well.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Unpack
+from typing import Any, ClassVar
 
 from shoal.core.errors import UsageError
 from shoal.group import Group
@@ -16,9 +16,6 @@ from shoal.strategies.outer_step import TAKE_MEAN, OuterRule, OuterStep, split
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
 from shoal.tensors import private_memory
-
-if TYPE_CHECKING:
-    from shoal.strategies.keywords import DiLoCoKeywords
 
 
 class DiLoCo(Strategy):
@@ -37,14 +34,8 @@ class DiLoCo(Strategy):
     Options: ClassVar[type[StrategyOptions]] = DiLoCoOptions
     options: DiLoCoOptions
 
-    def __init__(
-        self,
-        group: Group | None = None,
-        *,
-        options: DiLoCoOptions | None = None,
-        **named: Unpack[DiLoCoKeywords],
-    ) -> None:
-        super().__init__(group, options=options, **named)
+    def __init__(self, group: Group | None = None, **options: Any) -> None:
+        super().__init__(group, **options)
         _check(self.options)
         rank, has_feedback = self.group.rank, self.options.error_feedback
         self.codec = make_codec(self.options.codec, rank, has_feedback=has_feedback)

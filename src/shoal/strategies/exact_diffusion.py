@@ -13,7 +13,7 @@ decentralised data (Tang, Lian, Yan, Zhang, Liu 2018, algorithm 1).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Unpack
+from typing import ClassVar
 
 import torch
 
@@ -25,9 +25,6 @@ from shoal.strategies.strategy import Strategy
 from shoal.tensors import Flat, ParameterBuffers
 from shoal.topology import Topology, make_topology_on
 from shoal.topology.requirements import lazier, require_symmetric, smallest_eigenvalue
-
-if TYPE_CHECKING:
-    from shoal.strategies.keywords import D2Keywords, SymmetricKeywords
 
 _LIMIT = -1 / 3
 _AIM = -1 / 4
@@ -54,16 +51,6 @@ class ExactDiffusion(Strategy):
     correction: Flat
     _buffers: ParameterBuffers
     _stepped: Flat
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            group: Group | None = None,
-            *,
-            options: SymmetricOptions | None = None,
-            **named: Unpack[SymmetricKeywords],
-        ) -> None: ...
 
     def set_group(self, group: Group) -> None:
         """Makes a topology whose matrix fits the method's proof."""
@@ -129,12 +116,6 @@ class D2(ExactDiffusion):
     name = "d2"
     Options: ClassVar[type[StrategyOptions]] = D2Options
     options: D2Options
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self, group: Group | None = None, *, options: D2Options | None = None, **named: Unpack[D2Keywords]
-        ) -> None: ...
 
     def fit(self, topology: Topology) -> Topology:
         """Lifts the eigenvalues as far as needed, or as the option says."""

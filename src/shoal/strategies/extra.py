@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Unpack
+from typing import ClassVar
 
 import torch
 
@@ -15,9 +15,6 @@ from shoal.strategies.strategy import Strategy
 from shoal.tensors import Flat, ParameterBuffers
 from shoal.topology import Topology, make_topology_on
 from shoal.topology.requirements import SYMMETRIC, require_symmetric, smallest_eigenvalue
-
-if TYPE_CHECKING:
-    from shoal.strategies.keywords import SymmetricKeywords
 
 
 class Extra(Strategy):
@@ -39,16 +36,6 @@ class Extra(Strategy):
     """e, which sums to zero over the workers."""
     _buffers: ParameterBuffers
     _under_way: list[Handle[torch.Tensor]] | None
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            group: Group | None = None,
-            *,
-            options: SymmetricOptions | None = None,
-            **named: Unpack[SymmetricKeywords],
-        ) -> None: ...
 
     def set_group(self, group: Group) -> None:
         """Makes a topology whose matrix fits the method's proof."""

@@ -8,7 +8,7 @@ combines y alone. In the papers y begins as g; here it is mixed before its first
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Unpack
+from typing import ClassVar
 
 import torch
 
@@ -20,9 +20,6 @@ from shoal.strategies.session import TrainingSession
 from shoal.tensors import Flat
 from shoal.topology import Topology, Weights, make_topology_on
 from shoal.topology.requirements import require_doubly_stochastic
-
-if TYPE_CHECKING:
-    from shoal.strategies.keywords import MixKeywords
 
 
 class GradientTracking(ExchangeStrategy):
@@ -45,16 +42,6 @@ class GradientTracking(ExchangeStrategy):
     gradient: Flat
     """The last gradient of this worker that counted."""
     _mixed: Flat
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            group: Group | None = None,
-            *,
-            options: MixOptions | None = None,
-            **named: Unpack[MixKeywords],
-        ) -> None: ...
 
     def set_group(self, group: Group) -> None:
         """Makes a topology whose matrices are doubly stochastic."""

@@ -7,7 +7,7 @@ are back. The group is used for the start alone; `all-reduce` computes the same 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,9 +17,6 @@ from shoal.strategies.hooks import at_end_of_backward
 from shoal.strategies.options import HorovodOptions, StrategyOptions
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
-
-if TYPE_CHECKING:
-    from shoal.strategies.keywords import HorovodKeywords
 
 
 class HorovodAllReduce(Strategy):
@@ -33,14 +30,8 @@ class HorovodAllReduce(Strategy):
     Options: ClassVar[type[StrategyOptions]] = HorovodOptions
     options: HorovodOptions
 
-    def __init__(
-        self,
-        group: Group | None = None,
-        *,
-        options: HorovodOptions | None = None,
-        **named: Unpack[HorovodKeywords],
-    ) -> None:
-        super().__init__(group, options=options, **named)
+    def __init__(self, group: Group | None = None, **options: Any) -> None:
+        super().__init__(group, **options)
         if self.options.monitor:
             raise UsageError(
                 "horovod cannot be monitored: local gradients are gone when backward returns.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -15,9 +15,6 @@ from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
 from shoal.tensors import DTYPES, private_memory
 from shoal.tensors.dtypes import dtype_name
-
-if TYPE_CHECKING:
-    from shoal.strategies.keywords import LocalSGDKeywords
 
 _Label = tuple[str, str, str]
 """Of a tensor of the optimizer's state: the parameter's name, the key and the dtype."""
@@ -39,14 +36,8 @@ class LocalSGD(Strategy):
     fragment: OuterStep
     """The last mean, where what was learned since travels encoded."""
 
-    def __init__(
-        self,
-        group: Group | None = None,
-        *,
-        options: LocalSGDOptions | None = None,
-        **named: Unpack[LocalSGDKeywords],
-    ) -> None:
-        super().__init__(group, options=options, **named)
+    def __init__(self, group: Group | None = None, **options: Any) -> None:
+        super().__init__(group, **options)
         self.codec = make_codec(self.options.codec, self.group.rank)
         self._stepped = SteppedParameters()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, TypeAlias, Unpack
+from typing import ClassVar, TypeAlias
 
 import torch
 
@@ -14,9 +14,6 @@ from shoal.strategies.exchange import ExchangeStrategy
 from shoal.strategies.options import HierarchicalOptions, NeighborOptions, StrategyOptions
 from shoal.strategies.session import TrainingSession
 from shoal.topology import Topology, Weights, make_topology, make_topology_on
-
-if TYPE_CHECKING:
-    from shoal.strategies.keywords import HierarchicalKeywords, NeighborKeywords
 
 WeightsRule: TypeAlias = Callable[[int], Weights]
 """From the number of the round, counted from 0, to this worker's weights in it."""
@@ -35,16 +32,6 @@ class NeighborAverage(ExchangeStrategy):
     options: NeighborOptions
     topology: Topology
     _weights: Weights | WeightsRule | None = None
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            group: Group | None = None,
-            *,
-            options: NeighborOptions | None = None,
-            **named: Unpack[NeighborKeywords],
-        ) -> None: ...
 
     def set_group(self, group: Group) -> None:
         """Makes the topology of the group's workers."""
@@ -93,16 +80,6 @@ class HierarchicalAverage(NeighborAverage):
     survives_loss = False
     Options: ClassVar[type[StrategyOptions]] = HierarchicalOptions
     options: HierarchicalOptions
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            group: Group | None = None,
-            *,
-            options: HierarchicalOptions | None = None,
-            **named: Unpack[HierarchicalKeywords],
-        ) -> None: ...
 
     def set_group(self, group: Group) -> None:
         """Makes the topology of the group's machines."""

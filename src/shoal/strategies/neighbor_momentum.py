@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -23,9 +23,6 @@ from shoal.strategies.options import MomentumOptions, StrategyOptions
 from shoal.strategies.session import TrainingSession
 from shoal.tensors import BucketLayout
 from shoal.topology import Topology, Weights, make_topology_on
-
-if TYPE_CHECKING:
-    from shoal.strategies.keywords import MomentumKeywords
 
 
 class NeighborMomentum(ExchangeStrategy):
@@ -50,16 +47,6 @@ class NeighborMomentum(ExchangeStrategy):
     topology: Topology
     _stepped: SteppedParameters
     _buckets: list[_MomentumBuckets]
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            group: Group | None = None,
-            *,
-            options: MomentumOptions | None = None,
-            **named: Unpack[MomentumKeywords],
-        ) -> None: ...
 
     def set_group(self, group: Group) -> None:
         """Makes the topology of the group's workers."""

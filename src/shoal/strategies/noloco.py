@@ -7,16 +7,12 @@ DiLoCo's mean over everybody.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Unpack
+from typing import ClassVar
 
-from shoal.group import Group
 from shoal.strategies.options import NoLoCoOptions, StrategyOptions
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
 from shoal.tensors import Flat
-
-if TYPE_CHECKING:
-    from shoal.strategies.keywords import NoLoCoKeywords
 
 
 class NoLoCo(Strategy):
@@ -33,16 +29,6 @@ class NoLoCo(Strategy):
     options: NoLoCoOptions
     slow: Flat
     momentum: Flat
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            group: Group | None = None,
-            *,
-            options: NoLoCoOptions | None = None,
-            **named: Unpack[NoLoCoKeywords],
-        ) -> None: ...
 
     def start(self, session: TrainingSession) -> None:
         """Begins with slow weights that are what the parameters are."""

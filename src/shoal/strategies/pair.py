@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,9 +21,6 @@ from shoal.strategies.session import TrainingSession
 from shoal.strategies.staleness import Staleness
 from shoal.strategies.strategy import Strategy
 from shoal.tensors import ParameterBuffers
-
-if TYPE_CHECKING:
-    from shoal.strategies.keywords import PairKeywords
 
 _ATTEMPTS = 3
 _SEED_STRIDE = 1_000_003
@@ -57,10 +54,8 @@ class PairAverage(Strategy):
 
     _buffers: ParameterBuffers
 
-    def __init__(
-        self, group: Group | None = None, *, options: PairOptions | None = None, **named: Unpack[PairKeywords]
-    ) -> None:
-        super().__init__(group, options=options, **named)
+    def __init__(self, group: Group | None = None, **options: Any) -> None:
+        super().__init__(group, **options)
         self.staleness = Staleness()
         self.version = 0
         """The version of the model that was published last."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Unpack
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -21,9 +21,6 @@ from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
 from shoal.tensors import Flat, ParameterBuffers
 from shoal.topology import Weights
-
-if TYPE_CHECKING:
-    from shoal.strategies.keywords import RelayKeywords
 
 log = logging.getLogger(__name__)
 _PLACE = ("tree", "rank", "size")
@@ -82,16 +79,6 @@ class RelaySGD(Strategy):
     _edges: Sequence[_Edge] = ()
     _last: Mapping[str, Any] | None = None
     """What a state that was loaded has to pass on."""
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            group: Group | None = None,
-            *,
-            options: RelayOptions | None = None,
-            **named: Unpack[RelayKeywords],
-        ) -> None: ...
 
     def set_group(self, group: Group) -> None:
         """Finds this worker's edges in the tree of the group's workers."""

@@ -9,7 +9,7 @@ however many send to whom. The asynchronous form is `push_sum`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,9 +20,6 @@ from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
 from shoal.tensors import ParameterBuffers
 from shoal.topology import Topology, Weights, make_topology_on
-
-if TYPE_CHECKING:
-    from shoal.strategies.keywords import SgpKeywords
 
 
 class StochasticGradientPush(Strategy):
@@ -41,10 +38,8 @@ class StochasticGradientPush(Strategy):
     topology: Topology
     _buffers: ParameterBuffers
 
-    def __init__(
-        self, group: Group | None = None, *, options: SgpOptions | None = None, **named: Unpack[SgpKeywords]
-    ) -> None:
-        super().__init__(group, options=options, **named)
+    def __init__(self, group: Group | None = None, **options: Any) -> None:
+        super().__init__(group, **options)
         self.weight = 1.0
         """This worker's mass: 1 on average over all."""
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Unpack
+from typing import ClassVar
 
-from shoal.group import Group
 from shoal.strategies.exchange import ExchangeStrategy
 from shoal.strategies.options import SmaOptions, StrategyOptions
 from shoal.strategies.session import TrainingSession
 from shoal.topology import Weights
-
-if TYPE_CHECKING:
-    from shoal.strategies.keywords import SmaKeywords
 
 
 class SynchronousModelAverage(ExchangeStrategy):
@@ -20,16 +16,6 @@ class SynchronousModelAverage(ExchangeStrategy):
     name = "sma"
     Options: ClassVar[type[StrategyOptions]] = SmaOptions
     options: SmaOptions
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            group: Group | None = None,
-            *,
-            options: SmaOptions | None = None,
-            **named: Unpack[SmaKeywords],
-        ) -> None: ...
 
     @property
     def is_overlapped(self) -> bool:

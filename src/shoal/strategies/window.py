@@ -17,7 +17,7 @@ import abc
 import contextlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,9 +31,6 @@ from shoal.strategies.sgp import mass_factor, mass_model
 from shoal.strategies.staleness import Staleness
 from shoal.strategies.strategy import Strategy
 from shoal.topology import Topology, Weights, make_topology_on
-
-if TYPE_CHECKING:
-    from shoal.strategies.keywords import PushSumKeywords, WindowKeywords
 
 _ROUND = struct.Struct("<q")
 _MANY_TURNS = 64
@@ -49,10 +46,8 @@ class OneSidedStrategy(Strategy):
     options: WindowOptions | PushSumOptions
     topology: Topology
 
-    def __init__(
-        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
-    ) -> None:
-        super().__init__(group, options=options, **named)
+    def __init__(self, group: Group | None = None, **options: Any) -> None:
+        super().__init__(group, **options)
         self.staleness = Staleness()
         self._windows: list[Window] = []
         """One for each dtype."""
@@ -191,16 +186,6 @@ class WindowAverage(OneSidedStrategy):
     """Those of the round that has begun."""
     _coded: Sequence[torch.Tensor] = ()
 
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            group: Group | None = None,
-            *,
-            options: WindowOptions | None = None,
-            **named: Unpack[WindowKeywords],
-        ) -> None: ...
-
     def begin_round(self, session: TrainingSession) -> None:
         """Puts the parameters, or what the codec makes of them, into neighbours' windows."""
         if self.options.force_barrier:
@@ -262,14 +247,8 @@ class PushSum(OneSidedStrategy):
     Options: ClassVar[type[StrategyOptions]] = PushSumOptions
     options: PushSumOptions
 
-    def __init__(
-        self,
-        group: Group | None = None,
-        *,
-        options: PushSumOptions | None = None,
-        **named: Unpack[PushSumKeywords],
-    ) -> None:
-        super().__init__(group, options=options, **named)
+    def __init__(self, group: Group | None = None, **options: Any) -> None:
+        super().__init__(group, **options)
         self.weight = 1.0
         """This worker's mass: 1 on average over all, less what is under way."""
         self.num_pushed = 0

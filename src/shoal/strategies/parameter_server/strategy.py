@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -36,9 +36,6 @@ from shoal.strategies.session import TrainingSession, rate_factor
 from shoal.strategies.staleness import Staleness
 from shoal.strategies.strategy import Strategy
 
-if TYPE_CHECKING:
-    from shoal.strategies.keywords import ParameterServerKeywords, StalenessAwareKeywords
-
 log = logging.getLogger(__name__)
 
 
@@ -58,14 +55,8 @@ class ParameterServer(Strategy):
     Options: ClassVar[type[StrategyOptions]] = ParameterServerOptions
     options: ParameterServerOptions
 
-    def __init__(
-        self,
-        group: Group | None = None,
-        *,
-        options: ParameterServerOptions | None = None,
-        **named: Unpack[ParameterServerKeywords],
-    ) -> None:
-        super().__init__(group, options=options, **named)
+    def __init__(self, group: Group | None = None, **options: Any) -> None:
+        super().__init__(group, **options)
         _check(self.options)
         self._client: ServerClient | None = None
         self._channel: ServerChannel | None = None
@@ -339,16 +330,6 @@ class StalenessAwareSGD(ParameterServer):
     name = "staleness-aware"
     Options: ClassVar[type[StrategyOptions]] = StalenessAwareOptions
     options: StalenessAwareOptions
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            group: Group | None = None,
-            *,
-            options: StalenessAwareOptions | None = None,
-            **named: Unpack[StalenessAwareKeywords],
-        ) -> None: ...
 
 
 def _optimized(session: TrainingSession) -> list[nn.Parameter]:
