@@ -1,7 +1,6 @@
-"""How a group shares what its members learn: the strategies, their options, and the registry of both.
+"""How a group shares what its members learn: the strategies, their options, and the registry of both."""
 
-Type checkers and editors read `__init__.pyi`, which tools/strategy_files.py writes.
-"""
+# Type checkers and editors read `__init__.pyi`, which tools/strategy_files.py writes.
 
 from __future__ import annotations
 
