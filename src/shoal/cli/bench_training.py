@@ -223,8 +223,6 @@ def _take_role(context: typer.Context, role: Role) -> None:
 
 def _check_role(context: typer.Context, role: Role) -> DeviceKind:
     """Where a process computes that is started by hand; UsageError for what is of no meaning to it."""
-    from shoal.bench.contenders import refusal_on
-
     given = context.params
     if there.launched_size() is not None:
         raise UsageError(
@@ -238,12 +236,7 @@ def _check_role(context: typer.Context, role: Role) -> DeviceKind:
             next_step="leave --strategies and --kungfu out.",
         )
     flags.check_by_hand(_typed(context), is_server=role.is_server)
-    device = device_of(given["device"], no_cuda=given["no_cuda"])
-    if role.is_server:
-        return "cpu"
-    if (refusal := refusal_on(device, "parameter-server")) is not None:
-        raise UsageError(refusal, next_step="give --device cpu.")
-    return device
+    return device_of(given["device"], no_cuda=given["no_cuda"])
 
 
 def _typed(context: typer.Context) -> dict[str, str]:
