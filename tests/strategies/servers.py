@@ -26,7 +26,7 @@ PLACEMENTS = {
     "workers on gpus": ("worker",),
     "servers on gpus": ("server",),
 }
-"""Whose models pretend to be on a GPU: their tensors are the CPU's, and the group's GPU is made of a thread."""
+"""Whose models pretend to be on a GPU: their tensors are the CPU's, and the GPU is made of a thread."""
 _pretending = []
 
 

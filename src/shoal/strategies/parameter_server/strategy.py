@@ -137,13 +137,13 @@ class ParameterServer(Strategy):
         attachment = Attachment(self, model, optimizer, stays=True)
         channel = self._open_channel(everybody, attachment)
         kind = SyncServer if self.options.mode == "sync" else AsyncServer
-        server = kind(channel, attachment, _optimized(attachment))
+        server = kind(channel, attachment)
         everybody.barrier().wait()
         everybody.should_survive = True
         self.staleness = server.staleness
         self._beats.opened(0)
         try:
-            do_all_stay = server.run(lambda: self._beats.stepped(server.num_applied))
+            do_all_stay = server.run(lambda: self._beats.stepped(server.counts["num_applied"]))
         finally:
             self._beats.closed()
         if do_all_stay:
@@ -159,6 +159,11 @@ class ParameterServer(Strategy):
 
     # --- a worker's steps ---
 
+    @property
+    def _connected(self) -> ServerClient:
+        assert self._client is not None, "not attached"
+        return self._client
+
     def _start(self, attachment: Attachment, *, should_start_equal: bool) -> None:
         everybody = self.group.everybody
         assert everybody is not None
@@ -169,10 +174,9 @@ class ParameterServer(Strategy):
 
     def _started(self, attachment: Attachment) -> None:
         assert self._channel is not None
-        parameters = _optimized(attachment)
-        self._client = ServerClient(self._channel, attachment, parameters)
+        self._client = ServerClient(self._channel, attachment)
         self._num_refused = 0
-        self._sums = [None] * len(parameters)
+        self._sums = [None] * len(attachment.parameters)
         self._channel.group.barrier().wait()
         self._channel.group.should_survive = True
 
@@ -180,9 +184,9 @@ class ParameterServer(Strategy):
         num_servers = self.group.num_servers
         first_worker = next(rank for rank in everybody.members if rank >= num_servers)
         are_all_on_devices = take_first_worker(everybody, first_worker, attachment)
-        numbers, parameters = OptimizerNumbers(attachment.optimizer), _optimized(attachment)
+        numbers = OptimizerNumbers(attachment.optimizer)
         device = attachment.device if are_all_on_devices else None
-        return ServerChannel(everybody, num_servers, parameters, numbers, self.options, device)
+        return ServerChannel(everybody, num_servers, attachment.parameters, numbers, self.options, device)
 
     def _before_step(self) -> None:
         self._restore()
@@ -199,9 +203,7 @@ class ParameterServer(Strategy):
         gradients = self._summed()
         if not self.is_round:
             return
-        assert self._client is not None
-        assert self._channel is not None
-        self._client.push(gradients, self._channel.numbers.read(rate_factor(self.options, self.steps)))
+        self._connected.push(gradients, rate_factor(self.options, self.steps))
         if self._is_pulling:
             self._hide()
 
@@ -210,20 +212,18 @@ class ParameterServer(Strategy):
         if self._is_void:
             self._skipped_step()
         elif self.is_round:
-            assert self._client is not None
-            self._client.finish_push()
+            self._connected.finish_push()
             self._sums = [None] * len(self._sums)
             if self._is_pulling:
-                self._client.pull()
-            num_refused = self._client.num_refused
+                self._connected.pull()
+            num_refused = self._connected.num_refused
             if num_refused > self._num_refused:
                 self._num_refused = num_refused
                 self._check.refused(self.steps, "The servers refused it, and go on without it.")
 
     def _skipped_step(self) -> None:
         if self.is_round and self.options.mode != "async":
-            assert self._client is not None
-            self._client.skip()
+            self._connected.skip()
 
     @property
     def _checked(self) -> Checked:
@@ -233,12 +233,11 @@ class ParameterServer(Strategy):
     @property
     def _is_pulling(self) -> bool:
         """Whether a pull follows the push that was begun."""
-        assert self._client is not None
-        return self._client.num_pushes % self.options.pull_every == 0
+        return self._connected.num_pushes % self.options.pull_every == 0
 
     def _summed(self) -> Sequence[torch.Tensor | None]:
         """Adds this step's gradients to those since the last push."""
-        gradients = [parameter.grad for parameter in _optimized(self.attachment)]
+        gradients = [parameter.grad for parameter in self.attachment.parameters]
         scale = getattr(self.attachment.optimizer, "grad_scale", None)
         if scale is not None:
             factor = 1 / float(scale)
@@ -254,7 +253,7 @@ class ParameterServer(Strategy):
 
     def _hide(self) -> None:
         """Leaves the worker's own optimizer nothing to do in this step."""
-        self._hidden = [(parameter, parameter.grad) for parameter in _optimized(self.attachment)]
+        self._hidden = [(parameter, parameter.grad) for parameter in self.attachment.parameters]
         for parameter, _ in self._hidden:
             parameter.grad = None
 
@@ -334,12 +333,6 @@ class StalenessAwareSGD(ParameterServer):
     name = "staleness-aware"
     Options: ClassVar[type[CommonOptions]] = StalenessAwareOptions
     options: StalenessAwareOptions
-
-
-def _optimized(attachment: Attachment) -> list[nn.Parameter]:
-    """Lists the trainable parameters that the optimizer has, in the order of the model."""
-    known = {id(tensor): True for group in attachment.optimizer.param_groups for tensor in group["params"]}
-    return [parameter for parameter in attachment.parameters if id(parameter) in known]
 
 
 def _check(options: ParameterServerOptions) -> None:
