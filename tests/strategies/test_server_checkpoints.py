@@ -12,7 +12,23 @@ from shoal.core.run_options import VARIABLE, RunOptions
 from shoal.strategies.parameter_server import ParameterServer
 from shoal.strategies.parameter_server.server import SyncServer
 from shoal.tensors.checkpoint import newest_first
-from strategies.servers import batch, flat, loss_of, model_and_optimizer, open_run, run, train
+from strategies.servers import (
+    PLACEMENTS,
+    batch,
+    flat,
+    loss_of,
+    model_and_optimizer,
+    open_run,
+    placed,
+    run,
+    train,
+)
+
+
+@pytest.fixture(params=PLACEMENTS, autouse=True)
+def placement(request, monkeypatch):
+    with placed(request.param, monkeypatch):
+        yield request.param
 
 
 def plain(seed=0, **settings):

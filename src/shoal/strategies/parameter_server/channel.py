@@ -12,6 +12,7 @@ each shard into a slot at the worker, and no processor waits for a GPU to know t
 from __future__ import annotations
 
 import enum
+import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -182,8 +183,8 @@ class Request:
     """The numbers of its optimizer."""
     versions: Sequence[int] = ()
     """The version that it has read of each shard of this server."""
-    gradients: Sequence[int] = ()
-    """The `Presence` of each parameter of this server, shard by shard."""
+    gradients: Sequence[Sequence[int]] = ()
+    """The `Presence` of each parameter, for each shard of this server."""
 
 
 @dataclass(slots=True)
@@ -207,8 +208,9 @@ class Reply:
     @classmethod
     def from_note(cls, note: bytes) -> Reply:
         """Decodes what `to_note` gave."""
+        num_handled, released, num_refused = _REPLY.unpack_from(note)
         summary = note[_REPLY.size :]
-        return cls(*_REPLY.unpack_from(note), msgspec.msgpack.decode(summary) if summary else None)
+        return cls(num_handled, released, num_refused, msgspec.msgpack.decode(summary) if summary else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +331,7 @@ class ServerChannel:
 
     def send(self, server: int, request: Request) -> Handle[None]:
         """Sends a request, once the server has taken the one before."""
-        values = [*request.numbers, *map(float, request.versions), *map(float, request.gradients)]
+        values = [*request.numbers, *map(float, request.versions), *itertools.chain(*request.gradients)]
         vector = torch.zeros(self.requests.num_elements, dtype=torch.float64)
         vector[: len(values)] = torch.tensor(values, dtype=torch.float64)
         return self.requests.send(server, vector, note=_REQUEST.pack(request.kind, request.stays))
@@ -342,18 +344,15 @@ class ServerChannel:
             if not slot.num_writes:
                 return None
             kind, stays = _REQUEST.unpack(slot.note)
-            values = slot.tensor.tolist()
+            values = iter(slot.tensor.tolist())
             slot.clear()
         shards = self.by_server[self.group.rank]
-        versions_at = len(self.numbers.names)
-        gradients_at = versions_at + len(shards)
-        end = gradients_at + sum(len(shard.layout.slots) for shard in shards)
         return Request(
             RequestKind(kind),
             stays,
-            values[:versions_at],
-            [int(value) for value in values[versions_at:gradients_at]],
-            [int(value) for value in values[gradients_at:end]],
+            numbers=list(itertools.islice(values, len(self.numbers.names))),
+            versions=[int(next(values)) for _ in shards],
+            gradients=[[int(next(values)) for _ in shard.layout.slots] for shard in shards],
         )
 
     def close(self) -> None:

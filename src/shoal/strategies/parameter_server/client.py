@@ -7,11 +7,12 @@ servers are elsewhere goes through pinned memory, and its worker waits for the G
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from shoal.core import Deadline, PeerLost
 from shoal.group import Handle, Slot, Window
@@ -41,9 +42,8 @@ Gradients = Sequence[torch.Tensor | None]
 class ServerClient:
     """Pushes and pulls for one worker, as long as it is attached."""
 
-    def __init__(
-        self, channel: ServerChannel, session: TrainingSession, parameters: Sequence[nn.Parameter]
-    ) -> None:
+    def __init__(self, channel: ServerChannel, session: TrainingSession) -> None:
+        parameters = session.trainable
         self._channel = channel
         self._members = [shard.layout.pick(parameters) for shard in channel.shards]
         is_cpu = session.device.type == "cpu"
@@ -88,9 +88,9 @@ class ServerClient:
 
     # --- push ---
 
-    def push(self, gradients: Gradients, numbers: Sequence[float]) -> None:
+    def push(self, gradients: Gradients, rate_factor: float = 1.0) -> None:
         """Begins to send gradients; they must not be written until `finish_push`."""
-        channel = self._channel
+        channel, numbers = self._channel, self._channel.numbers.read(rate_factor)
         presence = [
             [
                 Presence.NONE if gradient is None else Presence.SENT
@@ -103,8 +103,8 @@ class ServerClient:
         for number in [number for number, payload in prepared.items() if payload is None]:
             presence[number] = [Presence.WITHHELD] * len(presence[number])
         for server, shards in enumerate(channel.by_server):
-            flags = [flag for shard in shards for flag in presence[shard.number]]
-            self._send(server, Request(RequestKind.PUSH, numbers=numbers, gradients=flags))
+            present = [presence[shard.number] for shard in shards]
+            self._send(server, Request(RequestKind.PUSH, numbers=numbers, gradients=present))
         for shard in channel.shards:
             self._expected[shard.server] += 1
             self._due[shard.number] = self._expected[shard.server]
@@ -202,10 +202,9 @@ class ServerClient:
         waiting = list(channel.shards)
         reading: list[tuple[Shard, Handle[int | None]]] = []
         while waiting:
-            due, not_due = [], []
-            for shard in waiting:
-                (due if self._is_due(shard) else not_due).append(shard)
-            waiting = not_due
+            is_due = {shard.number: self._is_due(shard) for shard in waiting}
+            due = [shard for shard in waiting if is_due[shard.number]]
+            waiting = [shard for shard in waiting if not is_due[shard.number]]
             if channel.device is None:
                 reading += [(shard, self._read(shard)) for shard in due]
             else:
@@ -240,15 +239,10 @@ class ServerClient:
         """Takes what a server has put on this worker's GPU, once the GPU has done that."""
         window = self._channel.parameters(shard, self._channel.group.rank)
         num_handled = -1
-
-        def take(slot: Slot) -> None:
-            nonlocal num_handled
-            self._versions[shard.number], num_handled = DELIVERY.unpack(slot.note)
-            if num_handled >= self._due[shard.number]:
+        while num_handled < self._due[shard.number]:  # what is there may be of an earlier push
+            with self._next_slot(window, shard.server) as slot:
+                self._versions[shard.number], num_handled = DELIVERY.unpack(slot.note)
                 self._flats[shard.number].copy_(slot.tensor)
-
-        while num_handled < self._due[shard.number]:  # it may be that of an earlier push
-            self._next_slot(window, shard.server, take)
 
     def _adopt(self) -> None:
         """Makes the parameters what was read, also where somebody has put others into their place."""
@@ -275,11 +269,10 @@ class ServerClient:
     def take_states(self) -> list[Any]:
         """Gives what each server's optimizer keeps, and takes its parameters; nobody else takes part."""
         states = []
-        window = self._channel.states
         for server, shards in enumerate(self._channel.by_server):
             self._ask(server, Request(RequestKind.SEND_STATE))
             self.finish_push()
-            state, flats = receive_state(lambda take, server=server: self._next_slot(window, server, take))
+            state, flats = receive_state(partial(self._next_slot, self._channel.states, server))
             states.append(state)
             for shard, flat in zip(shards, flats, strict=True):
                 self._flats[shard.number].copy_(flat)
@@ -329,15 +322,16 @@ class ServerClient:
                     self._replies[server] = Reply.from_note(slot.note)
                     slot.clear()
 
-    def _next_slot(self, window: Window, server: int, take: Callable[[Slot], None]) -> None:
-        """Waits for a server's slot in a window, and empties it when `take` has had it."""
-        has_taken = False
-        while not has_taken:
+    @contextlib.contextmanager
+    def _next_slot(self, window: Window, server: int) -> Iterator[Slot]:
+        """Waits until a server has written something, and empties the slot at the end of the block."""
+        is_taken = False
+        while not is_taken:
             if server in self._wait(window):
                 with window.slot(server) as slot:
-                    has_taken = slot.num_writes > 0
-                    if has_taken:
-                        take(slot)
+                    is_taken = slot.num_writes > 0
+                    if is_taken:
+                        yield slot
                         slot.clear()
 
     def _wait(self, window: Window) -> Sequence[int]:

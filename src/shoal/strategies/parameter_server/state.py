@@ -8,6 +8,7 @@ that leads to one worker alone.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -180,7 +181,7 @@ def send_state(window: Window, to: int, state: Any) -> None:
     piece = torch.zeros(PIECE_BYTES, dtype=torch.uint8)
 
     def send(message: torch.Tensor) -> None:
-        for part in message.split(PIECE_BYTES):
+        for part in torch.split(message, PIECE_BYTES):
             piece[: part.numel()] = part
             window.send(to, piece, note=_SIZE.pack(message.numel())).wait()
 
@@ -189,26 +190,19 @@ def send_state(window: Window, to: int, state: Any) -> None:
         send(bucket.flat.view(torch.uint8))
 
 
-def receive_state(next_slot: Callable[[Callable[[Slot], None]], None]) -> Any:
-    """Receives what `send_state` sent; CheckpointError when that was not possible.
-
-    `next_slot(take)` waits for the server's slot of the window, and calls `take` while it is held.
-    """
+def receive_state(next_slot: Callable[[], contextlib.AbstractContextManager[Slot]]) -> Any:
+    """Receives what `send_state` sent, slot by slot; CheckpointError when that was not possible."""
 
     def receive() -> torch.Tensor:
         message: torch.Tensor | None = None
         num_bytes = 0
-
-        def take(slot: Slot) -> None:
-            nonlocal message, num_bytes
-            if message is None:
-                message = torch.empty(*_SIZE.unpack(slot.note), dtype=torch.uint8)
-            part = message[num_bytes : num_bytes + PIECE_BYTES]
-            part.copy_(slot.tensor[: part.numel()])
-            num_bytes += part.numel()
-
         while message is None or num_bytes < message.numel():
-            next_slot(take)
+            with next_slot() as slot:
+                if message is None:
+                    message = torch.empty(*_SIZE.unpack(slot.note), dtype=torch.uint8)
+                part = message[num_bytes : num_bytes + PIECE_BYTES]
+                part.copy_(slot.tensor[: part.numel()])
+                num_bytes += part.numel()
         return message
 
     head = msgspec.msgpack.decode(receive().numpy().data, type=_Head)
