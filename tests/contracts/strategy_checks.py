@@ -143,7 +143,7 @@ def rounds(group, names, device=DEVICE):
                 else:
                     assert after < 0.7 * before, name
                 values = flat(model)
-            assert torch.equal(flat(model), values)
+            assert torch.equal(flat(model), values), name
             assert all(parameter.is_contiguous() for parameter in model.parameters())
 
 
