@@ -264,6 +264,11 @@ class TrainingSession:
         """Makes BatchNorm's statistics and the like the mean over the group. Collective."""
         average_buffers(self.group, self.model)
 
+    def wait_for_device(self) -> None:
+        """Waits until a GPU has done all that it was asked for."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def check_losses(self) -> None:
         """Goes on without lost peers, noting each once; PeerLost where the strategy needs everybody.
 

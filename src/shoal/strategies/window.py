@@ -301,6 +301,7 @@ class PushSum(OneSidedStrategy):
     def settle_round(self, session: TrainingSession) -> None:
         """Takes in all that is under way: the mean over the weights is exact then. Collective."""
         self._finish_round(session)
+        session.wait_for_device()  # a barrier orders processors, and not what their GPUs still have to write
         self.group.barrier().wait()
         self._collect(session)
 
