@@ -126,7 +126,8 @@ class LoopHooks:
         self.add(self._model.register_forward_pre_hook(Hook(self._before_forward)))
         if self._session.hears_forward:
             self.add(self._model.register_forward_hook(Hook(self._after_forward)))
-        if self._session.device.type != "cpu":
+        if self._session.device.type != "cpu" or self._session.is_sharded:
+            # FSDP2 sets gradients itself, and calls no other hook of the parameters
             self._watch_on_device()
             return
         for parameter in self._trainable:
@@ -259,6 +260,9 @@ class LoopHooks:
             self._has_backward = self._model.training
 
     def _are_gradients_gone(self) -> bool:
+        if self._session.is_sharded:
+            # one worker's part may be empty, or all zeros: their absence is the same on the whole machine
+            return all(parameter.grad is None for parameter in self._trainable)
         return all(parameter.grad is None or not bool(parameter.grad.any()) for parameter in self._trainable)
 
     # On a GPU a step is short, and hooks lengthen it.
