@@ -1,9 +1,13 @@
 """Models that FSDP2 shards among the workers of a machine, trained by two machines of two."""
 
 import contextlib
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shoal
-from shoal.core import PeerLost, UsageError
-from shoal.group import share
+from shoal.core import PeerLost, Placement, UsageError
+from shoal.group import GroupSettings, open_host_group, share
 from shoal.group.cluster.collectives import destroy_world
 
+TESTS = Path(__file__).parents[1]
 NUM_STEPS = 10
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
@@ -72,10 +77,11 @@ def batch(machine, step):
     return x, x.sum(1, keepdim=True).sin()
 
 
-def step(model, optimizer, x, y):
+def step(model, optimizer, x, y, *, is_skipped=False):
     optimizer.zero_grad()
     nn.functional.mse_loss(model(x), y).backward()
-    optimizer.step()
+    if not is_skipped:
+        optimizer.step()
 
 
 def train(group, mesh, strategy, options, optimizer, machine):
@@ -87,8 +93,10 @@ def train(group, mesh, strategy, options, optimizer, machine):
     with strategy.attach(model, optimizer, stays=True):
         for number in range(NUM_STEPS):
             x, y = batch(machine, number)
-            step(model, optimizer, x[part], y[part])
-            distances.append(strategy.consensus_distance())
+            is_skipped = (machine, number) == (1, 6)
+            step(model, optimizer, x[part], y[part], is_skipped=is_skipped)
+            if number < 4:
+                distances.append(strategy.consensus_distance())
     values = [whole(each).flatten().tolist() for each in model.parameters()]
     return {"parameters": values, "mean": model[0].mean.tolist(), "distances": distances}
 
@@ -116,7 +124,7 @@ def compare(workers, tmp_path, names, **group):
         for rank, theirs in enumerate(told):
             for key in ("parameters", "distances"):
                 got, known = _flat(theirs[name][key]), _flat(expected[rank // 2][name][key])
-                torch.testing.assert_close(got, known, **one, msg=lambda text: f"{name}, {key}: {text}")
+                assert torch.allclose(got, known, **one), (name, key, got, known)
         means = [torch.tensor(theirs[name]["mean"]) for theirs in told]
         assert torch.equal(means[0], means[2])
         torch.testing.assert_close((means[0] + means[1]) / 2, torch.tensor(expected[0][name]["mean"]))
@@ -129,4 +137,149 @@ def _flat(values):
 
 
 def test_two_machines_of_two_train_as_two_workers_do(workers, tmp_path):
-    compare(workers, tmp_path, ["diloco", "local-sgd"], kind="torch")
+    compare(workers, tmp_path, [*RUNS], kind="torch")
+
+
+@pytest.mark.slow
+def test_a_machine_that_counts_as_two_does_so_too(workers, tmp_path):
+    compare(workers, tmp_path, [*RUNS], settings={"workers_per_machine": 2})
+
+
+def refusal(group, model, optimizer, name="diloco", **options):
+    with pytest.raises(UsageError) as refused:
+        shoal.from_args(group, strategy=name, **options).attach(model, optimizer, stays=True)
+    return str(refused.value)
+
+
+def refusals(group, arguments):
+    told = {}
+    with mesh_inside(group, arguments) as mesh:
+        model, optimizer = make(0, mesh)
+        for name in ("all-reduce", "neighbor", "pair"):
+            told[name] = refusal(group, model, optimizer, name)
+        told["monitor"] = refusal(group, model, optimizer, monitor=True)
+        told["skip"] = refusal(group, model, optimizer, on_nonfinite="skip")
+
+        strategy = shoal.from_args(group, strategy="diloco")
+        with strategy.attach(model, optimizer, stays=True), pytest.raises(UsageError) as refused:
+            strategy.save(arguments["folder"])
+        told["save"] = str(refused.value)
+        assert strategy.group is group
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SHOAL_RUN", json.dumps({"checkpoint": arguments["folder"]}))
+            told["--checkpoint"] = refusal(group, model, optimizer)
+
+        step(model, optimizer, *batch(0, 0))
+        told["state"] = refusal(group, model, optimizer)
+        with strategy.attach(model, optimizer, stays=True, should_start_equal=False):
+            step(model, optimizer, *batch(0, 0))
+
+        model, optimizer = make(0, None)
+        fully_shard(model[1], mesh=mesh)
+        told["a part"] = refusal(group, model, torch.optim.SGD(model.parameters()))
+        told["one machine"] = refusal(group, *make(0, mesh if group.machine == 0 else None))
+        alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("worker", "shard"))["shard"]
+        told["another mesh"] = refusal(group, *make(0, alone))
+    return told
+
+
+def test_what_cannot_be_trained_is_refused_on_all_workers(workers, tmp_path):
+    settings = {"workers_per_machine": 2}
+    for told in workers.run(refusals, 4, {"folder": str(tmp_path)}, settings=settings, timeout_s=50):
+        for name in ("all-reduce", "neighbor", "pair"):
+            assert f"{name} does not train models that are sharded by FSDP2; diloco and" in told[name]
+        assert "monitor does not work" in told["monitor"]
+        assert "on_nonfinite=stop works" in told["skip"]
+        assert "torch.distributed.checkpoint" in told["save"]
+        assert "torch.distributed.checkpoint" in told["--checkpoint"]
+        assert "a DTensor does not travel" in told["state"]
+        assert "should_start_equal=False" in told["state"]
+        assert "3.weight is not sharded" in told["a part"]
+        assert "1.weight (float64, shape [5, 3], trainable) where rank 0 has" in told["one machine"]
+        assert "the meshes of fully_shard (1 workers) are not the machines" in told["another mesh"]
+
+
+def train_until_lost(group, mesh, fail):
+    """Rank 3 fails before its fifth step; how far the others come."""
+    model, optimizer = make(group.machine, mesh)
+    strategy = shoal.from_args(group, strategy="diloco", local_steps=2)
+    error = None
+    try:
+        with strategy.attach(model, optimizer):
+            for number in range(NUM_STEPS):
+                if number == 4:
+                    fail(group)
+                step(model, optimizer, *batch(group.rank, number))
+    except (PeerLost, ConnectionAbortedError) as raised:
+        error = [getattr(raised, "peer", None), str(raised)]
+        group.close(raised)
+    return {"error": error, "steps": strategy.steps}
+
+
+def check_loss(told, reason):
+    for seen in told[:2]:
+        assert seen == {"error": None, "steps": NUM_STEPS}
+    (peer, text), steps = told[2]["error"], told[2]["steps"]
+    assert (peer, steps) == (3, 4)
+    assert "rank 3 is lost, which held a part of this machine's model" in text
+    assert reason in text
+
+
+def fail_alive(group):
+    """The process of the worker that fails goes on: torch would wait for it, and Shoal must not let it."""
+    if group.rank == 3:
+        raise ConnectionAbortedError
+    while group.rank == 2 and 3 not in group.lost:
+        time.sleep(0.01)
+
+
+def failing(group, arguments):
+    with mesh_inside(group, arguments) as mesh:
+        return train_until_lost(group, mesh, fail_alive)
+
+
+@pytest.mark.parametrize("kind", ["torch", pytest.param("host", marks=pytest.mark.slow)])
+def test_a_machine_ends_with_its_lost_worker_and_the_other_goes_on(workers, tmp_path, kind):
+    settings = {"workers_per_machine": 2}
+    told = workers.run(failing, 4, {"folder": str(tmp_path)}, kind=kind, settings=settings, timeout_s=50)
+    check_loss(told, "failed")
+
+
+def die(group):
+    if group.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(rank, folder):
+    torch.set_num_threads(1)
+    placement, settings = Placement(rank, 4, rank, 4, "test"), GroupSettings(folder, workers_per_machine=2)
+    with open_host_group(placement, settings) as group, mesh_inside(group, {"folder": folder}) as mesh:
+        print(json.dumps(train_until_lost(group, mesh, die)), flush=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_killed_worker_is_named(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent / 'src'}{os.pathsep}{TESTS}"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), str(tmp_path)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    try:
+        outputs = [process.communicate(timeout=100)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+    assert [process.returncode for process in processes] == [0, 0, 0, -signal.SIGKILL]
+    check_loss([json.loads(output) for output in outputs[:3]], f"its process {processes[3].pid} ended")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])
