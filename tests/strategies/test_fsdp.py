@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import logging
+import math
 import os
 import signal
 import subprocess
@@ -197,6 +199,31 @@ def test_what_cannot_be_trained_is_refused_on_all_workers(workers, tmp_path):
         assert "3.weight is not sharded" in told["a part"]
         assert "1.weight (float64, shape [5, 3], trainable) where rank 0 has" in told["one machine"]
         assert "the meshes of fully_shard (1 workers) are not the machines" in told["another mesh"]
+
+
+def spoiled(group, arguments):
+    """Rank 3 alone has a batch that is not finite, which reaches both shards of its machine."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("shoal.strategies").addHandler(handler)
+    try:
+        with mesh_inside(group, arguments) as mesh:
+            model, optimizer = make(0, mesh)
+            with shoal.from_args(group, strategy="local-sgd", local_steps=2).attach(model, optimizer):
+                for number in range(4):
+                    x, y = batch(group.rank, number)
+                    step(model, optimizer, x * (math.nan if (group.rank, number) == (3, 2) else 1), y)
+    finally:
+        logging.getLogger("shoal.strategies").removeHandler(handler)
+    return lines
+
+
+def test_values_that_are_not_finite_are_told_of_by_their_machine(workers, tmp_path):
+    told = workers.run(spoiled, 4, {"folder": str(tmp_path)}, settings={"workers_per_machine": 2})
+    for rank, lines in enumerate(told):
+        sent = f"rank {rank} sent a value that is not finite in step 2"
+        assert any(sent in line for line in lines) == (rank > 1)
 
 
 def train_until_lost(group, mesh, fail):

@@ -416,7 +416,7 @@ class TrainingSession:
         """Shares from now on with those workers alone that hold the same parts of the model. Collective."""
         refuse_unsupported(self)
         require_equal(self.group, self.named_tensors)
-        self.group = ShardReplicas.find(self.group, self.trainable)
+        self.group = ShardReplicas.find(self.group, list(filter(is_sharded, self.named_tensors.values())))
         self.strategy.set_group(self.group)
 
     def _share_rest(self, *, should_leave: bool) -> None:

@@ -47,9 +47,9 @@ class ShardReplicas(GroupWrapper):
         """The workers of this machine, which hold the model together."""
 
     @classmethod
-    def find(cls, group: Group, parameters: Sequence[torch.Tensor]) -> Self:
+    def find(cls, group: Group, sharded: Sequence[torch.Tensor]) -> Self:
         """Finds the workers that hold the same shards. Collective; UsageError, on all, for other meshes."""
-        meshes: list[Any] = [parameter.device_mesh for parameter in cast(Sequence[Any], parameters)]
+        meshes: list[Any] = [tensor.device_mesh for tensor in cast(Sequence[Any], sharded)]
         coordinates = msgspec.msgpack.encode([mesh.get_coordinate() for mesh in meshes])
         num_shards = max(mesh.size() for mesh in meshes)
         told = share(group, [group.rank, hashlib.sha256(coordinates).digest(), num_shards])
