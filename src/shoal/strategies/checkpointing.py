@@ -95,6 +95,8 @@ class RunCheckpoints:
         With "exact" each worker has its own part; with "common" rank 0 alone has loaded the model and the
         optimizer. Collective; CheckpointError when there is none where one was asked for.
         """
+        if self._asked is not None or RunOptions.from_environment().checkpoint is not None:
+            _refuse_shards(session)
         strategy, group, is_first = session.strategy, still_there(session.group), self._known_group is None
         if self._known_group is not session.group:
             self._kept, self._known_group = _find_kept_folder(session.group, self.folder), session.group
@@ -155,6 +157,7 @@ class RunCheckpoints:
         """
         if num_kept < 1:
             raise UsageError(f"At least one checkpoint has to be kept, not {num_kept}.")
+        _refuse_shards(session)
         session.settle()
         strategy = session.strategy
         strategy.before_saving(session)
@@ -225,6 +228,15 @@ class RunCheckpoints:
             return _seal(session, kept.staging, strategy.completed(contents), parts, step, NUM_KEPT)
         except (OSError, ShoalError, msgspec.MsgspecError) as error:
             raise _failed(folder, error.what if isinstance(error, ShoalError) else str(error)) from error
+
+
+def _refuse_shards(session: TrainingSession) -> None:
+    if session.is_sharded:
+        raise UsageError(
+            "Shoal writes and reads no checkpoints of a model that is sharded by FSDP2.",
+            next_step="save them with torch.distributed.checkpoint, without --checkpoint. After "
+            "loading them on all workers, attach(..., should_start_equal=False).",
+        )
 
 
 # --- writing ---

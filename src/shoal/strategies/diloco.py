@@ -30,6 +30,7 @@ class DiLoCo(Strategy):
     name = "diloco"
     survives_loss = True
     works_alone = True
+    trains_shards = True
     common_state = ("fragments",)
     Options: ClassVar[type[StrategyOptions]] = DiLoCoOptions
     options: DiLoCoOptions

@@ -52,6 +52,9 @@ class Strategy:
     """Whether all members have done equally many steps, whenever they meet."""
     works_alone: ClassVar[bool] = False
     """Whether its methods are called in a group of one as well."""
+    trains_shards: ClassVar[bool] = False
+    """Whether it trains models that FSDP2 shards inside each machine: it works on the `local_part` of
+    parameters, which stay where they lie, and shares them with the members of `session.group`."""
     checks_finite: ClassVar[bool] = True
     """Whether this worker looks at its gradients and parameters for values that are not finite."""
     common_state: ClassVar[Sequence[str]] = ()
