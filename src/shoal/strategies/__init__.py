@@ -31,12 +31,14 @@ if TYPE_CHECKING:
     from shoal.strategies.local_sgd import LocalSGD
     from shoal.strategies.neighbor import HierarchicalAverage, NeighborAverage
     from shoal.strategies.neighbor_momentum import NeighborMomentum
+    from shoal.strategies.noloco import NoLoCo
     from shoal.strategies.pair import PairAverage
     from shoal.strategies.parameter_server import ParameterServer, StalenessAwareSGD
     from shoal.strategies.relay import RelaySGD
     from shoal.strategies.session import TrainingSession
     from shoal.strategies.sgp import StochasticGradientPush
     from shoal.strategies.sma import SynchronousModelAverage
+    from shoal.strategies.sparse_loco import SparseLoCo
     from shoal.strategies.strategy import Strategy
     from shoal.strategies.window import PushSum, WindowAverage
 
@@ -54,10 +56,12 @@ _HOMES = {
     "LocalSGD": "local_sgd",
     "NeighborAverage": "neighbor",
     "NeighborMomentum": "neighbor_momentum",
+    "NoLoCo": "noloco",
     "PairAverage": "pair",
     "ParameterServer": "parameter_server",
     "PushSum": "window",
     "RelaySGD": "relay",
+    "SparseLoCo": "sparse_loco",
     "StalenessAwareSGD": "parameter_server",
     "StochasticGradientPush": "sgp",
     "Strategy": "strategy",
@@ -82,11 +86,13 @@ __all__ = [
     "LocalSGD",
     "NeighborAverage",
     "NeighborMomentum",
+    "NoLoCo",
     "OptionInfo",
     "PairAverage",
     "ParameterServer",
     "PushSum",
     "RelaySGD",
+    "SparseLoCo",
     "StalenessAwareSGD",
     "StochasticGradientPush",
     "Strategy",

@@ -18,7 +18,7 @@ from shoal.tensors.specs import TensorSpec
 
 CHUNK_SIZE = 4096
 """All positions that twelve bits can tell apart."""
-_LEVELS = "bfloat16"
+_LEVELS = torch.bfloat16
 """The type of magnitudes: what is learned late in training is too small for float16, whose steps end at
 6e-8. The coarser rounding is little beside that to two magnitudes."""
 
@@ -54,17 +54,13 @@ class SparseTwoBit(FormatCodec):
 
     @classmethod
     def parts(cls, spec: TensorSpec, options: tuple[int, ...]) -> tuple[TensorSpec, ...]:
-        """Positions inside the chunks, ascending; two bits for each value; two magnitudes for each chunk."""
+        """One buffer, for in a small message each further one is mostly padding.
+
+        Two magnitudes for each chunk, then positions inside the chunks, ascending, then two bits a value.
+        """
         if len(options) != 1 or not 1 <= options[0] <= CHUNK_SIZE:
             raise TensorError(f"'sparse-2bit' has one option, a number of values from 1 to {CHUNK_SIZE}")
-        shapes = _shapes(math.prod(spec.shape), options[0])
-        num_kept = sum(num_chunks * num_each for num_chunks, _, num_each in shapes)
-        num_chunks = sum(shape[0] for shape in shapes)
-        return (
-            TensorSpec("uint8", (-(-3 * num_kept // 2),)),
-            TensorSpec("uint8", (-(-num_kept // 4),)),
-            TensorSpec(_LEVELS, (num_chunks, 2)),
-        )
+        return (TensorSpec("uint8", (sum(_sizes(math.prod(spec.shape), options[0])),)),)
 
     def compress(self, flat: torch.Tensor, options: tuple[int, ...], slot: str) -> list[torch.Tensor] | None:
         """Select in each chunk, then round to the chunk's two magnitudes."""
@@ -82,14 +78,14 @@ class SparseTwoBit(FormatCodec):
             is_high = torch.arange(num_kept, device=flat.device) < num_high
             places, order = places.sort()
             positions.append(places.flatten())
-            codes.append(2 * (rows.gather(1, places) < 0) + is_high.gather(1, order))
+            codes.append((2 * (rows.gather(1, places) < 0) + is_high.gather(1, order)).flatten())
             levels.append(both)
-        bits = torch.cat([code.flatten() for code in codes])
-        return [
+        packed = [
+            saturating_cast(torch.cat(levels), _LEVELS).view(torch.uint8).flatten(),
             _pack_positions(torch.cat(positions)),
-            _pack_codes(bits),
-            saturating_cast(torch.cat(levels), dtype_named(_LEVELS)),
+            _pack_codes(torch.cat(codes)),
         ]
+        return [torch.cat(packed)]
 
     @classmethod
     def expand(cls, parts: list[torch.Tensor], spec: TensorSpec, options: tuple[int, ...]) -> torch.Tensor:
@@ -97,9 +93,11 @@ class SparseTwoBit(FormatCodec):
         count = math.prod(spec.shape)
         shapes = _shapes(count, options[0])
         num_all = sum(num_chunks * num_kept for num_chunks, _, num_kept in shapes)
-        positions = _unpack_positions(parts[0], num_all)
-        codes = _unpack_codes(parts[1], num_all)
-        levels = saturating_cast(parts[2].to(torch.float32), dtype_named(spec.dtype))
+        packed_levels, packed_positions, packed_codes = parts[0].split(_sizes(count, options[0]))
+        positions = _unpack_positions(packed_positions, num_all)
+        codes = _unpack_codes(packed_codes, num_all)
+        levels = packed_levels.view(_LEVELS).view(-1, 2).to(torch.float32)
+        levels = saturating_cast(levels, dtype_named(spec.dtype))
         dense = torch.zeros(count, dtype=levels.dtype)
         start = chunk = kept = 0
         for num_chunks, size, num_kept in shapes:
@@ -121,6 +119,14 @@ def _shapes(count: int, num_kept: int) -> list[tuple[int, int, int]]:
     num_whole, rest = divmod(count, CHUNK_SIZE)
     shapes = [(num_whole, CHUNK_SIZE, num_kept), (1, rest, -(-num_kept * rest // CHUNK_SIZE))]
     return [shape for shape in shapes if shape[0] and shape[1]]
+
+
+def _sizes(count: int, num_kept: int) -> list[int]:
+    """How many bytes the magnitudes, the positions and the values of so many elements take."""
+    shapes = _shapes(count, num_kept)
+    num_chunks = sum(num_alike for num_alike, _, _ in shapes)
+    num_all = sum(num_alike * num_each for num_alike, _, num_each in shapes)
+    return [2 * _LEVELS.itemsize * num_chunks, -(-3 * num_all // 2), -(-num_all // 4)]
 
 
 def _two_levels(magnitudes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
