@@ -121,7 +121,9 @@ class NoLoCoKeywords(StrategyKeywords, total=False):
     outer_lr: float
     """Learning rate of the outer step."""
     outer_momentum: float
-    """Nesterov momentum of the outer step."""
+    """Momentum of the outer step."""
+    pull: float
+    """How far partners' slow weights move toward each other; the paper's gamma."""
     seed: int
     """Seed of the choice of pairs; the same on all workers."""
 
