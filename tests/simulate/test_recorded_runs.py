@@ -65,6 +65,8 @@ CASES = {
     "local-sgd, coded": {"local_steps": 3, "codec": "int8", "average_momentum": True},
     "diloco": {"local_steps": 3},
     "diloco, streaming": {"local_steps": 4, "fragments": 2, "overlap_steps": 1, "mixing": 0.5},
+    "noloco": {"local_steps": 3},
+    "sparse-loco": {"local_steps": 3, "density": 0.3},
     "push-sum": {},
     "window": {},
     "window, barrier": {"force_barrier": True, "codec": "fp16"},

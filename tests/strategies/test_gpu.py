@@ -20,7 +20,7 @@ from shoal.strategies import make_strategy
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 
 ON_GPU = ("all-reduce", "ddp", "neighbor", "hierarchical", "pair", "sma", "local-sgd", "diloco")
-ON_GPU += ("push-sum", "window")
+ON_GPU += ("push-sum", "window", "noloco", "sparse-loco")
 CONTRACT = [name for name in EVERY if CASES[name].strategy in ON_GPU]
 IN_STEP = {
     "all-reduce": ("all-reduce", {}),
@@ -35,6 +35,8 @@ IN_STEP = {
     "local-sgd, momentum": ("local-sgd", {"local_steps": 2, "average_momentum": True}),
     "diloco": ("diloco", {"local_steps": 4}),
     "diloco, streaming": ("diloco", {"local_steps": 4, "fragments": 2, "overlap_steps": 1, "mixing": 0.5}),
+    "noloco": ("noloco", {"local_steps": 4}),
+    "sparse-loco": ("sparse-loco", {"local_steps": 4, "density": 0.2}),
     "window, barrier": ("window", {"force_barrier": True}),
 }
 """What computes the same however fast its workers are."""

@@ -19,6 +19,8 @@ CASES = [
     ("diloco", {"local_steps": 4, "fragments": 3}),
     ("diloco", {"local_steps": 4, "fragments": 2, "overlap_steps": 3, "mixing": 0.5}),
     ("diloco", {"local_steps": 4, "codec": "int8"}),
+    ("noloco", {"local_steps": 4}),
+    ("sparse-loco", {"local_steps": 4}),
 ]
 
 
@@ -50,7 +52,7 @@ def stays(group, _):
             assert (models - models[0]).abs().max() < 1e-6, (name, options)
             if "codec" not in options and num_steps == 6:
                 mean = torch.tensor(share(group, result["before"])).mean(0)
-                assert name == "diloco" or torch.allclose(torch.tensor(result["after"]), mean), name
+                assert name in ("diloco", "sparse-loco") or torch.allclose(torch.tensor(result["after"]), mean), name
         assert not result["told"]
         again = make_strategy(group, name, **options)
         train(group, again, 4, stays=True)
@@ -89,7 +91,7 @@ def test_a_run_shorter_than_one_period_ends_with_one_model(workers, strategy, op
 
 
 @pytest.mark.parametrize("has_collectives", [False, True])
-@pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
+@pytest.mark.parametrize("strategy", ["local-sgd", "diloco", "noloco", "sparse-loco"])
 def test_who_ends_before_the_others_leaves_without_them(workers, strategy, has_collectives):
     arguments = {
         "strategy": strategy,
@@ -106,6 +108,16 @@ def test_who_ends_before_the_others_leaves_without_them(workers, strategy, has_c
     assert torch.allclose(*(torch.tensor(result["after"]) for result in late), rtol=0, atol=1e-12)
     assert [result["rounds"] for result in late] == [2, 2]
     assert not late[0]["told"]
+
+
+@pytest.mark.timeout(15)
+@pytest.mark.parametrize("strategy", ["local-sgd", "diloco", "noloco", "sparse-loco"])
+def test_who_ends_right_before_a_round_of_the_others_is_not_waited_for(workers, strategy):
+    """They find it gone from the round, though it has waited to see whether they end with it."""
+    arguments = {"strategy": strategy, "options": {"local_steps": 4}, "steps": [7, 8, 8]}
+    early, *late = workers.run(leaves, 3, arguments)
+    assert early["after"] == early["before"]
+    assert [result["rounds"] for result in late] == [2 + (strategy == "noloco")] * 2
 
 
 def test_the_last_of_all_says_that_its_model_is_its_own(workers):

@@ -21,7 +21,9 @@ from shoal.transport.conditions.distributions import Delay
 
 Executor = Literal["auto", "exact", "stacked"]
 ALL = "all"
-SHORT_ROUNDS: dict[str, dict[str, Any]] = {"diloco": {"local_steps": 8}}
+SHORT_ROUNDS: dict[str, dict[str, Any]] = {
+    name: {"local_steps": 8} for name in ("diloco", "noloco", "sparse-loco")
+}
 """What `all` changes: of a contest's few steps, rounds as long as these strategies' own would leave one."""
 WORKERS_PER_MACHINE = 4
 """In a contest of twice as many or more, so that `hierarchical` has machines to go between."""

@@ -35,12 +35,14 @@ from shoal.strategies.options import LocalSGDOptions
 from shoal.strategies.options import MixOptions
 from shoal.strategies.options import MomentumOptions
 from shoal.strategies.options import NeighborOptions
+from shoal.strategies.options import NoLoCoOptions
 from shoal.strategies.options import PairOptions
 from shoal.strategies.options import ParameterServerOptions
 from shoal.strategies.options import PushSumOptions
 from shoal.strategies.options import RelayOptions
 from shoal.strategies.options import SgpOptions
 from shoal.strategies.options import SmaOptions
+from shoal.strategies.options import SparseLoCoOptions
 from shoal.strategies.options import StalenessAwareOptions
 from shoal.strategies.options import SymmetricOptions
 from shoal.strategies.options import WindowOptions
@@ -57,12 +59,14 @@ from shoal.strategies.local_sgd import LocalSGD as _LocalSGD
 from shoal.strategies.neighbor import HierarchicalAverage as _HierarchicalAverage
 from shoal.strategies.neighbor import NeighborAverage as _NeighborAverage
 from shoal.strategies.neighbor_momentum import NeighborMomentum as _NeighborMomentum
+from shoal.strategies.noloco import NoLoCo as _NoLoCo
 from shoal.strategies.pair import PairAverage as _PairAverage
 from shoal.strategies.parameter_server import ParameterServer as _ParameterServer
 from shoal.strategies.parameter_server import StalenessAwareSGD as _StalenessAwareSGD
 from shoal.strategies.relay import RelaySGD as _RelaySGD
 from shoal.strategies.sgp import StochasticGradientPush as _StochasticGradientPush
 from shoal.strategies.sma import SynchronousModelAverage as _SynchronousModelAverage
+from shoal.strategies.sparse_loco import SparseLoCo as _SparseLoCo
 from shoal.strategies.window import PushSum as _PushSum
 from shoal.strategies.window import WindowAverage as _WindowAverage
 
@@ -219,6 +223,49 @@ class DiLoCo(_DiLoCo):
         codec: str = 'none',
         error_feedback: bool = True,
         local_steps: int = 100,
+        warmup_steps: int = 0,
+        warmup_factor: float = 0.1,
+        decay_every: int = 0,
+        decay_factor: float = 0.1,
+        global_average_every: int = 0,
+        should_broadcast_buffers: bool = False,
+        monitor: bool = False,
+        on_nonfinite: Literal["warn", "skip", "stop"] = 'warn',
+        batch_size: int | None = None,
+    ) -> None: ...
+
+class NoLoCo(_NoLoCo):
+    def __init__(
+        self,
+        group: Group | None = None,
+        *,
+        options: NoLoCoOptions | None = None,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.5,
+        pull: float = 1.0,
+        seed: int = 0,
+        local_steps: int = 50,
+        warmup_steps: int = 0,
+        warmup_factor: float = 0.1,
+        decay_every: int = 0,
+        decay_factor: float = 0.1,
+        global_average_every: int = 0,
+        should_broadcast_buffers: bool = False,
+        monitor: bool = False,
+        on_nonfinite: Literal["warn", "skip", "stop"] = 'warn',
+        batch_size: int | None = None,
+    ) -> None: ...
+
+class SparseLoCo(_SparseLoCo):
+    def __init__(
+        self,
+        group: Group | None = None,
+        *,
+        options: SparseLoCoOptions | None = None,
+        outer_lr: float = 1.0,
+        density: float = 0.02,
+        error_decay: float = 0.95,
+        local_steps: int = 30,
         warmup_steps: int = 0,
         warmup_factor: float = 0.1,
         decay_every: int = 0,

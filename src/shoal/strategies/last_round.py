@@ -1,8 +1,8 @@
 """Whether all workers end their training after the same step, so that they can share a last time.
 
 Workers with more data than others go on, and nobody may wait for them: an operation of the whole group is
-safe only when everybody has come to the end. So each worker publishes how many steps it has done, and at its
-end waits until every other one has ended too, has done more steps, or is gone.
+safe only when everybody has come to the end. So each worker publishes how many steps it has begun, and at its
+end waits until every other one has ended too, has begun another step, or is gone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PUBLISH_S = 0.02
 
 
 class StepCounter:
-    """The steps of this worker, for the others to see; made on all members together.
+    """The steps that this worker has begun, for the others to see; made on all members together.
 
     `memory` stays as it is: only the version counts, 2 for each step and 1 for the end. It is memory of the
     CPU also where the model is on a GPU, which nobody shall wait for. Who makes the counter frees it, after
@@ -39,12 +39,12 @@ class StepCounter:
         self._longest_s = 0.0
         self.publish(steps)
 
-    def publish(self, steps: int) -> None:
-        """Say how many steps this worker has done; not always at once: `meet` says it again."""
+    def publish(self, steps: int, *, is_urgent: bool = False) -> None:
+        """Says how many steps this worker has begun; at once only if that is urgent: `meet` says it again."""
         now_s = SYSTEM_CLOCK.now_s()
         self._longest_s = max(self._longest_s, now_s - self._stepped_s)
         self._stepped_s = now_s
-        if now_s - self._published_s >= self._pause_s:
+        if is_urgent or now_s - self._published_s >= self._pause_s:
             self._published_s = now_s
             self._window.publish(self.memory, 2 * steps)
 

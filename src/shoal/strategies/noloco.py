@@ -18,9 +18,10 @@ from shoal.tensors import Flat
 class NoLoCo(Strategy):
     """`δ ← α·δ + β·mean(θ − φ) − γ·(φ − mean(φ))`, `φ ← φ + δ`, `θ ← φ`: the means are those of a pair.
 
-    θ are the parameters that train, φ the slow weights, α is `outer_momentum`, β `outer_lr` and γ `pull`.
-    Pairs are drawn anew in each round, the same on all workers; with an odd number one is left over and takes
-    its outer step alone. Goes on without lost peers.
+    θ are the parameters that train, φ the slow weights, α is `outer_momentum`, β `outer_lr` and γ `pull`. Pairs
+    are drawn anew in each round, the same on all workers; with an odd number one is left over and takes its
+    outer step alone. So does who finds its partner lost, or gone because it has no data left. Buffers are
+    averaged at the end.
     """
 
     name = "noloco"
@@ -41,14 +42,21 @@ class NoLoCo(Strategy):
             return
         options = self.options
         partner = session.random_partner(options.seed)
-        peers = [] if partner is None else [partner]
-        learned = session.average(session.parameters - self.slow, peers)
-        common = session.average(self.slow, peers)
+        # Means are linear, so one vector stands for both: half the bytes, and a partner that is lost in the
+        # middle has given both or none.
+        sent = (session.parameters - self.slow) * options.outer_lr
+        sent.add_(self.slow, alpha=options.pull)
+        mean = session.average(sent, [] if partner is None else [partner])
         self.momentum *= options.outer_momentum
-        self.momentum.add_(learned, alpha=options.outer_lr)
-        self.momentum.sub_(self.slow - common, alpha=options.pull)
+        self.momentum += mean
+        self.momentum.sub_(self.slow, alpha=options.pull)
         self.slow += self.momentum
         session.parameters.copy_(self.slow)
+
+    def average_all(self, session: TrainingSession) -> None:
+        """Averages parameters over the whole group; the slow weights become the same."""
+        session.average_parameters()
+        self.slow.copy_(session.parameters)
 
     @property
     def has_last_round(self) -> bool:
@@ -59,3 +67,8 @@ class NoLoCo(Strategy):
     def is_equal_after_round(self) -> bool:
         """Never: a round makes pairs alike, and not all."""
         return False
+
+    def last_round(self, session: TrainingSession) -> None:
+        """Makes parameters, slow weights and buffers the mean of all, once, at the end."""
+        self.average_all(session)
+        session.average_buffers()

@@ -133,6 +133,23 @@ _ROWS = (
         survives_loss=True,
     ),
     StrategyInfo(
+        name="noloco",
+        location="shoal.strategies.noloco:NoLoCo",
+        options=of.NoLoCoOptions,
+        summary="Steps alone for long, then does an outer step with one random worker, never with all.",
+        paper="Kolehmainen et al. 2025",
+        survives_loss=True,
+    ),
+    StrategyInfo(
+        name="sparse-loco",
+        location="shoal.strategies.sparse_loco:SparseLoCo",
+        options=of.SparseLoCoOptions,
+        summary="Steps alone for long, then does an outer step with the largest changes, in two bits each.",
+        paper="Sarfi et al. 2025",
+        aliases={"sparseloco": {}},
+        survives_loss=True,
+    ),
+    StrategyInfo(
         name="push-sum",
         location="shoal.strategies.window:PushSum",
         options=of.PushSumOptions,

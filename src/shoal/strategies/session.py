@@ -534,6 +534,9 @@ class TrainingSession:
                 self.step_skipped()
             self.finite.before_step(strategy.steps)
             self._monitor(is_skipped=self.is_left_out)
+            if self._counter is not None:
+                # before a round, which may have to wait until one that has ended sees this, and leaves
+                self._counter.publish(strategy.steps + 1, is_urgent=self.is_round)
             strategy.before_step(self)
         return rate_factor(strategy.options, strategy.steps) / strategy.rate_divisor
 
@@ -549,6 +552,8 @@ class TrainingSession:
         if not self.is_alone:
             self.finite.skipped_step()
             self._monitor(is_skipped=True)
+            if self._counter is not None:
+                self._counter.publish(self.steps + 1, is_urgent=self.is_round)
             self.is_skipped = True
             try:
                 self.strategy.skip_step(self)
@@ -575,8 +580,6 @@ class TrainingSession:
         strategy, was_round = self.strategy, self.is_round
         strategy.steps += 1
         strategy.rounds += was_round
-        if self._counter is not None:
-            self._counter.publish(strategy.steps)
         if was_round and strategy.is_equal_after_round:
             self._equal_step = strategy.steps
         if not self.is_alone:

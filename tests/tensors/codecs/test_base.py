@@ -32,6 +32,7 @@ NAMES = [
     "int8:8,stochastic",
     "top-k:0.1",
     "low-rank:2",
+    "sparse-2bit:0.1",
 ]
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
@@ -141,6 +142,8 @@ def test_never_larger_than_plain(name, dtype):
         ("int8:tensor", 6000 + 4),
         ("top-k:0.01", 60 * (4 + 4)),
         ("low-rank:4", 4 * 4 * (100 + 60)),
+        # 41 of 4096 values and 20 of the other 1904, 12 and 2 bits for each; two bfloat16 for each chunk
+        ("sparse-2bit:0.01", 92 + 16 + 2 * 4),
     ],
 )
 def test_sizes_are_what_the_formula_says(name, size_bytes):
@@ -165,10 +168,11 @@ def test_casts_saturate(name, dtype, largest):
 
 
 def test_names():
-    assert list(CODECS) == ["none", "fp16", "bf16", "int8", "top-k", "low-rank"]
+    assert list(CODECS) == ["none", "fp16", "bf16", "int8", "top-k", "low-rank", "sparse-2bit"]
     assert all(codec.name == name for name, codec in CODECS.items())
     assert codec_from_name("Top_K:0.25").fraction == 0.25
     assert codec_from_name("low-rank:7").rank == 7
+    assert codec_from_name("sparse_2bit:0.03").density == 0.03
     assert codec_from_name("int8:tensor").block_size is None
     assert codec_from_name("int8:32,stochastic").generator is not None
 
@@ -178,7 +182,7 @@ def test_names():
     [
         ("topk", "did you mean 'top-k'"),
         ("lowrank:4", "did you mean 'low-rank'"),
-        ("gzip", "none, fp16, bf16, int8, top-k, low-rank"),
+        ("gzip", "none, fp16, bf16, int8, top-k, low-rank, sparse-2bit"),
         ("", "unknown codec"),
         ("top-k:2", "between 0 and 1"),
         ("top-k:nan", "between 0 and 1"),
@@ -191,6 +195,9 @@ def test_names():
         ("int8:-4", "int8:1024"),
         ("int8:0", "int8:1024"),
         ("fp16:3", "no parameter"),
+        ("sparse-2bit:0", "between 0 and 1"),
+        ("sparse-2bit:all", "between 0 and 1"),
+        ("sparse:0.02", "did you mean 'sparse-2bit'"),
     ],
 )
 def test_bad_names_say_what_to_write(text, word):
@@ -216,7 +223,7 @@ def test_claims_beyond_the_limit_allocate_nothing(name):
         decode(Encoded(EncodedMeta(encoded.meta.codec, huge, encoded.meta.options), encoded.buffers))
 
 
-@pytest.mark.parametrize("name", ["fp16", "int8", "top-k:0.1", "low-rank:2"])
+@pytest.mark.parametrize("name", ["fp16", "int8", "top-k:0.1", "low-rank:2", "sparse-2bit:0.1"])
 def test_cut_buffers_are_refused(name):
     encoded = received(codec_from_name(name).encode(example()))
     for buffers in ([], encoded.buffers[:-1], [*encoded.buffers, b""], [b[:-1] for b in encoded.buffers]):

@@ -9,6 +9,7 @@ from shoal.core.errors import UsageError
 from shoal.tensors import ErrorFeedback, codec_from_name, decode
 
 NAMES = ["none", "fp16", "bf16", "int8", "int8:tensor", "int8:16,stochastic", "top-k:0.1", "low-rank:2"]
+NAMES += ["sparse-2bit:0.1"]
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 every_codec = pytest.mark.parametrize("name", NAMES)
@@ -148,3 +149,22 @@ def test_mistakes_are_named():
         ErrorFeedback(feedback)
     feedback.forget()
     feedback.encode(torch.ones(31))
+
+
+@every_codec
+@pytest.mark.parametrize("decay", [0.0, 0.95])
+def test_what_was_kept_decays(name, decay):
+    feedback = ErrorFeedback(codec_from_name(name), decay)
+    kept = torch.zeros(24, 20)
+    for seed in range(4):
+        tensor = torch.randn(24, 20, generator=torch.Generator().manual_seed(seed))
+        due = torch.add(tensor, kept, alpha=decay)
+        sent = decode(feedback.encode(tensor, "w"))
+        kept = feedback.residuals["w"]
+        assert_nothing_lost(due, sent, kept)
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.1, float("nan")])
+def test_a_decay_is_a_share(decay):
+    with pytest.raises(UsageError, match="between 0 and 1"):
+        ErrorFeedback(codec_from_name("int8"), decay)

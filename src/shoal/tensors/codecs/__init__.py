@@ -6,6 +6,7 @@ from shoal.tensors.codecs.feedback import ErrorFeedback
 from shoal.tensors.codecs.int8 import Int8
 from shoal.tensors.codecs.low_rank import LowRank
 from shoal.tensors.codecs.registry import CODECS, codec_from_name, decode
+from shoal.tensors.codecs.sparse_two_bit import SparseTwoBit
 from shoal.tensors.codecs.top_k import TopK
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Int8",
     "LowRank",
     "Plain",
+    "SparseTwoBit",
     "TopK",
     "codec_from_name",
     "decode",

@@ -1,8 +1,8 @@
 """Error feedback: what a codec could not send is kept, and added to what is sent next.
 
 After Seide et al. (2014) and Karimireddy et al. (2019). The invariant, for each slot and call:
-sent + kept = tensor + what was kept before, in float32 (float64 for float64 tensors), to the rounding of
-one subtraction.
+sent + kept = tensor + decay · what was kept before, in float32 (float64 for float64 tensors), to the rounding
+of one subtraction. A decay below 1 forgets what was learned long ago (Sarfi et al. 2025).
 """
 
 from __future__ import annotations
@@ -34,10 +34,13 @@ class ErrorFeedback(Codec):
     A tensor that holds an inf or a nan is sent plain, and alone: the slot keeps what it had.
     """
 
-    def __init__(self, codec: Codec) -> None:
+    def __init__(self, codec: Codec, decay: float = 1.0) -> None:
         if isinstance(codec, ErrorFeedback):
             raise UsageError("error feedback inside error feedback would keep everything twice")
+        if not 0 <= decay <= 1:
+            raise UsageError(f"error feedback keeps a share between 0 and 1 of what was not sent, not {decay}")
         self.codec = codec
+        self.decay = decay
         self.residuals: dict[str, torch.Tensor] = {}
 
     def encode(self, tensor: torch.Tensor, slot: str = "") -> Encoded:
@@ -54,7 +57,7 @@ class ErrorFeedback(Codec):
                     f"but was given a tensor of shape {list(due.shape)}",
                     next_step="give every tensor a slot of its own, or forget() what was kept",
                 )
-            due = due + residual.to(due)
+            due = torch.add(due, residual.to(due), alpha=self.decay)
         encoded = self.codec.encode(saturating_cast(due, tensor.dtype), slot)
         arrived = self.codec.decode(encoded, size_bytes(spec)).to(due)
         # A plain tensor arrives in the memory that is about to be sent; any other in memory to reuse.

@@ -11,6 +11,7 @@ from shoal.tensors.codecs.base import Encoded, EncodedMeta, FormatCodec
 from shoal.tensors.codecs.casts import BFloat16, Float16, Plain
 from shoal.tensors.codecs.int8 import Int8
 from shoal.tensors.codecs.low_rank import LowRank
+from shoal.tensors.codecs.sparse_two_bit import SparseTwoBit
 from shoal.tensors.codecs.top_k import TopK
 from shoal.tensors.specs import DEFAULT_LIMITS
 
@@ -21,6 +22,7 @@ CODECS: dict[str, type[FormatCodec]] = {
     "int8": Int8,
     "top-k": TopK,
     "low-rank": LowRank,
+    "sparse-2bit": SparseTwoBit,
 }
 
 
