@@ -36,12 +36,12 @@ _LEARNED = 0.8
 _ORDER = (
     "all workers must issue the same operations in the same order. Look for an average, an exchange or "
     "another collective operation behind a condition that differs among workers: the rank, the loss, "
-    "`session.is_skipped`. A worker whose step was skipped takes part in the round, too."
+    "`session.is_skipped`, or whether there is a partner. Who has none, or skips a step, takes part, too."
 )
 _KEPT = (
     "what later steps need must be in public attributes (no underscore in front) that are numbers, texts, "
-    "Flat vectors or torch generators, or have a state_dict; make them in `__init__` or `start`. Plain "
-    "tensors and dictionaries are not kept."
+    "Flat vectors or torch generators, or have a state_dict. Make vectors in `start`, all others in "
+    "`__init__`, and not again in `start`. Plain tensors and dictionaries are not kept."
 )
 _DIRECTION = "look for the sign and the size of what is added to the parameters; try a smaller outer step."
 
