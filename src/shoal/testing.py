@@ -57,12 +57,14 @@ class StrategyCheckFailed(AssertionError):
         )
 
 
-def check_strategy(kind: type[Strategy], *, group: Group | None = None, **options: Any) -> list[str]:
+def check_strategy(
+    kind: type[Strategy], *, group: Group | None = None, device: str = "cpu", **options: Any
+) -> list[str]:
     """Tries out what every strategy promises, and lists the promises that were tried, one sentence each.
 
-    `options` are the strategy's; without `local_steps` there is a round in every second step, at least. An
-    exception of the strategy's own comes through as it is. With a group it is collective, and the group can
-    be used afterwards. StrategyCheckFailed for a promise that is not kept.
+    `options` are the strategy's; without `local_steps` there is a round in every second step, at least. The
+    model is on `device`. An exception of the strategy's own comes through as it is. With a group it is
+    collective, and the group can be used afterwards. StrategyCheckFailed for a promise that is not kept.
     """
     _check_class(kind)
     known = BUILT_IN.get(kind.name)
@@ -72,9 +74,10 @@ def check_strategy(kind: type[Strategy], *, group: Group | None = None, **option
             f"{kind.name} cannot be checked: it needs servers, or sends past its group.",
             next_step="test it with `shoal run`.",
         )
-    trial = partial(_Trial, kind, options, is_exact=not getattr(traits, "is_asynchronous", False))
+    is_exact = not getattr(traits, "is_asynchronous", False)
+    trial = partial(_Trial, kind, options, device=device, is_exact=is_exact)
     kept = [_OPTIONS]
-    with _undisturbed():
+    with _undisturbed(device):
         if group is None or group.size == 1:
             _ALONE.act(trial(group or SoloGroup()))
             kept.append(_ALONE.promise)
@@ -96,6 +99,7 @@ class _Trial:
     group: Group
     tick: Callable[[], None] = lambda: None
     """Lets the time of one step pass."""
+    device: str = "cpu"
     is_exact: bool = True
     """Whether the same steps give the same bits, because workers wait for each other."""
 
@@ -112,6 +116,12 @@ class _Trial:
     def fail(self, expected: str, happened: str, hint: str) -> NoReturn:
         """Raises the error for a promise that is not kept."""
         raise StrategyCheckFailed(self.kind.name, expected=expected, happened=happened, hint=hint)
+
+    def new(self, seed: int = 5) -> tuple[_Net, SGD]:
+        """Makes a model and its optimizer."""
+        torch.manual_seed(seed)
+        model = _Net().to(self.device)
+        return model, SGD(model.parameters(), lr=0.1, momentum=0.5)
 
     def train(self, model: nn.Module, optimizer: Optimizer, begin: int, end: int) -> None:
         """Does these steps of a plain loop."""
@@ -163,12 +173,12 @@ def _in_virtual_time(check: _Check, size: int, trial: Callable[..., _Trial]) -> 
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def _undisturbed(device: str) -> Iterator[None]:
     """Keeps torch's random numbers, and leaves out log lines of what goes wrong on purpose."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[] if device == "cpu" else None):
             yield
     finally:
         logging.disable(disabled)
@@ -190,15 +200,10 @@ class _Net(nn.Module):
         return self.body(x) * self.scale.float()  # type: ignore[no-any-return]
 
 
-def _new(seed: int = 5) -> tuple[_Net, SGD]:
-    torch.manual_seed(seed)
-    model = _Net()
-    return model, SGD(model.parameters(), lr=0.1, momentum=0.5)
-
-
 def _loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     """Computes the error on a batch, whose inputs lie elsewhere for each worker."""
-    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1000 * step + rank)) + 0.3 * rank
+    drawn = torch.randn(16, 4, generator=torch.Generator().manual_seed(1000 * step + rank)) + 0.3 * rank
+    x = drawn.to(next(model.parameters()).device)
     return nn.functional.mse_loss(model(x), torch.stack([x[:, 0] - x[:, 1], x[:, 2]], dim=1))
 
 
@@ -209,7 +214,7 @@ def _score(model: nn.Module) -> float:
 
 
 def _vector(model: nn.Module) -> torch.Tensor:
-    return torch.cat([each.detach().double().flatten() for each in model.parameters()])
+    return torch.cat([each.detach().double().flatten() for each in model.parameters()]).cpu()
 
 
 def _bits(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
@@ -278,7 +283,7 @@ def _check_class(kind: type[Strategy]) -> None:
 
 
 def _alone(trial: _Trial) -> None:
-    (plain, plain_optimizer), (model, optimizer) = _new(), _new()
+    (plain, plain_optimizer), (model, optimizer) = trial.new(), trial.new()
     before, num_steps = _score(model), 8 * trial.period
     trial.train(plain, plain_optimizer, 0, num_steps)
     with trial.make().attach(model, optimizer, stays=True):
@@ -297,7 +302,7 @@ def _alone(trial: _Trial) -> None:
 
 def _trains(trial: _Trial) -> None:
     group, num_steps = trial.group, 12 * trial.period
-    model, optimizer = _new(5 + group.rank)
+    model, optimizer = trial.new(5 + group.rank)
     parameters = list(model.parameters())
     first = group.all_gather(_vector(model)).wait()[0]
     strategy = trial.make()
@@ -339,7 +344,7 @@ def _trains(trial: _Trial) -> None:
 
 def _ends_equal(trial: _Trial) -> None:
     for num_steps in (3 * trial.period, 3 * trial.period + 1):
-        model, optimizer = _new()
+        model, optimizer = trial.new()
         strategy = trial.make()
         with strategy.attach(model, optimizer, stays=True):
             trial.train(model, optimizer, 0, num_steps)
@@ -361,7 +366,7 @@ def _gives_back(trial: _Trial) -> None:
     ledger = _Ledger(trial.group)
     strategy = trial.make(ledger)
     for turn in range(2):  # a second model after the first
-        model, optimizer = _new(5 + turn)
+        model, optimizer = trial.new(5 + turn)
         with strategy.attach(model, optimizer, stays=True):
             trial.train(model, optimizer, 0, 2 * trial.period)
         if ledger.held:
@@ -375,8 +380,8 @@ def _gives_back(trial: _Trial) -> None:
 
 def _skips(trial: _Trial) -> None:
     skipped, num_steps = 2 * trial.period - 1, 4 * trial.period
-    model, optimizer = _new()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    model, optimizer = trial.new()
+    scaler = torch.amp.GradScaler(trial.device, init_scale=8.0)
     strategy = trial.make()
     with strategy.attach(model, optimizer, stays=True):
         for step in range(num_steps):
@@ -402,7 +407,7 @@ def _resumes(trial: _Trial) -> None:
     middle, end = 2 * trial.period + (trial.period > 1), 5 * trial.period
 
     def train(folder: str, *, should_save: bool = False, should_load: bool = False) -> list[torch.Tensor]:
-        model, optimizer = _new()
+        model, optimizer = trial.new()
         strategy = trial.make()
         if should_load:
             strategy.load(folder)
@@ -430,13 +435,13 @@ def _resumes(trial: _Trial) -> None:
 
 
 def _leaves(trial: _Trial) -> None:
-    model, optimizer = _new()
+    model, optimizer = trial.new()
     with trial.make().attach(model, optimizer):
         trial.train(model, optimizer, 0, 5 * trial.period if trial.group.rank else 2 * trial.period + 1)
 
 
 def _is_lost(trial: _Trial) -> None:
-    model, optimizer = _new()
+    model, optimizer = trial.new()
     with trial.make().attach(model, optimizer, stays=True):
         trial.train(model, optimizer, 0, 2 * trial.period)
         if trial.group.rank == trial.group.size - 1:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from contracts.strategies import DEVICE
 from examples.test_coming_from import as_process, commands_of, parsed
 from shoal.group import SoloGroup
 from shoal.simulate.exact import run_exact
@@ -61,26 +62,14 @@ def test_it_keeps_its_promises():
 
 
 def checked(group, arguments):
-    return check_strategy(load_example().NoLoCo, group=group)
+    return check_strategy(load_example().NoLoCo, group=group, device=DEVICE)
 
 
-@pytest.mark.parametrize(
-    ("kind", "size"),
-    [
-        *(("solo", 1), ("host", 3), ("torch", 2)),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in (
-                ("torch", 4),
-                ("gloo", 2),
-                ("metered", 3),
-                ("shaped", 3),
-                ("faulty", 3),
-                ("traced", 3),
-            )
-        ),
-    ],
-)
+HERE = [("solo", 1), ("host", 3), ("torch", 2), ("metered", 3), ("shaped", 3), ("faulty", 3), ("traced", 3)]
+LATER = [pytest.param("torch", 4, marks=pytest.mark.slow), pytest.param("gloo", 2, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("kind", "size"), [*HERE, *LATER])
 def test_it_keeps_its_promises_in_every_group(workers, kind, size):
     kept = workers.run(checked, size, kind=kind, timeout_s=50)
     assert [len(each) for each in kept] == [2 if size == 1 else 6] * size
