@@ -223,7 +223,10 @@ class TrainingSession:
         return mixed
 
     def average(self, flat: Flat, with_peers: Sequence[int] | None = None) -> Flat:
-        """Gives the mean of own values and those of some peers, who name this one; of all by default."""
+        """Gives the mean of own values and those of some peers, who name this one; of all by default.
+
+        Collective: who has no peers in this round gives an empty list.
+        """
         peers = self.others if with_peers is None else list(with_peers)
         return self.exchange(flat, Weights.uniform(peers, peers))
 

@@ -42,7 +42,7 @@ class Strategy:
 
     Public attributes of a strategy that are numbers, texts, `Flat` vectors, random generators, codecs and the
     like (what has a `state_dict`), or lists of these, are kept in checkpoints. Those whose names begin with
-    an underscore are not.
+    an underscore are not. Make vectors in `start`, which are filled after it, and all others in `__init__`.
     """
 
     name: ClassVar[str]
@@ -151,12 +151,15 @@ class Strategy:
 
     @property
     def has_last_round(self) -> bool:
-        """Whether the models of all members are made equal once more at the end of training."""
+        """Whether `last_round` makes the models of all members equal at the end of training."""
         return False
 
     @property
     def is_equal_after_round(self) -> bool:
-        """Whether a round leaves all members with equal models, where there is a last one."""
+        """Whether a round leaves all members with equal models, so that training may end with it.
+
+        Say False where models differ even right after a round, as with random partners.
+        """
         return self.has_last_round
 
     @property

@@ -179,6 +179,9 @@ class Flat:
 
     __rmul__ = __mul__
 
+    def __truediv__(self, divisor: float) -> Flat:
+        return self._like([flat / divisor for flat in self.flats])
+
     def __neg__(self) -> Flat:
         return self * -1.0
 
