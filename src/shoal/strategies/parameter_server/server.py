@@ -22,12 +22,12 @@ from shoal.group.kernels import mix_into
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.parameter_server.channel import (
     DELIVERY,
+    ParameterShard,
     Presence,
-    Reply,
-    Request,
     RequestKind,
     ServerChannel,
-    Shard,
+    ServerReply,
+    WorkerRequest,
 )
 from shoal.strategies.parameter_server.state import send_state, share_states
 from shoal.strategies.staleness import Staleness
@@ -53,7 +53,7 @@ class ServedShard:
     GPU is copied to host memory after each update, unless all members are on GPUs (see `channel`).
     """
 
-    def __init__(self, shard: Shard, channel: ServerChannel, attachment: Attachment) -> None:
+    def __init__(self, shard: ParameterShard, channel: ServerChannel, attachment: Attachment) -> None:
         self.shard = shard
         self.version = channel.first_version
         """One more with each update."""
@@ -168,8 +168,8 @@ class WorkerState:
     """One worker, as a server sees it."""
 
     rank: int
-    reply: Reply = field(default_factory=Reply)
-    request: Request | None = None
+    reply: ServerReply = field(default_factory=ServerReply)
+    request: WorkerRequest | None = None
     """The one under way."""
     position: int = 0
     """The shard of this server that comes next."""
@@ -270,7 +270,7 @@ class AsyncServer:
             return self._meet(worker.request.kind)
         return self._advance_push(worker)
 
-    def _begin(self, worker: WorkerState, request: Request) -> None:
+    def _begin(self, worker: WorkerState, request: WorkerRequest) -> None:
         if request.kind == RequestKind.PUSH:
             worker.request, worker.position = request, 0
             self.counts["num_pushes"] += 1
@@ -306,7 +306,7 @@ class AsyncServer:
             self._tell(worker)
         return True
 
-    def _skip(self, worker: WorkerState, request: Request) -> None:
+    def _skip(self, worker: WorkerState, request: WorkerRequest) -> None:
         """Handles a step without gradients."""
         worker.reply.num_handled += 1
         if self._release(worker, worker.clock + 1):
@@ -332,7 +332,7 @@ class AsyncServer:
 
     # --- gradients ---
 
-    def _begin_push(self, worker: WorkerState, request: Request) -> None:
+    def _begin_push(self, worker: WorkerState, request: WorkerRequest) -> None:
         """Decides what becomes of gradients whose request has come."""
         worker.staleness = self._shards[0].version - request.versions[0]
         limit = self._options.drop_stale
@@ -500,10 +500,10 @@ class SyncServer(AsyncServer):
         num_wanted = min(self._num_aggregate, sum(not worker.is_meeting for worker in self._open()))
         return bool(self._position or (self._chosen and len(self._chosen) >= num_wanted))
 
-    def _is_current(self, request: Request) -> bool:
+    def _is_current(self, request: WorkerRequest) -> bool:
         return min(request.versions) == min(shard.version for shard in self._shards)
 
-    def _begin_push(self, worker: WorkerState, request: Request) -> None:
+    def _begin_push(self, worker: WorkerState, request: WorkerRequest) -> None:
         is_current, is_updating = self._is_current(request), self._is_updating
         worker.is_dropped = not is_current or is_updating
         self._release(worker, worker.clock + 1)
@@ -516,7 +516,7 @@ class SyncServer(AsyncServer):
             self.staleness.note(0)
             self._chosen.append(worker)
 
-    def _skip(self, worker: WorkerState, request: Request) -> None:
+    def _skip(self, worker: WorkerState, request: WorkerRequest) -> None:
         """Counts a worker among those that are waited for, and adds nothing of it."""
         if self._is_current(request) and not self._is_updating:
             worker.request, worker.is_dropped = request, False
@@ -572,7 +572,7 @@ class SyncServer(AsyncServer):
             self._finish_shard(worker)
         elif not self._position:
             worker.request = None
-            super()._skip(worker, Request(RequestKind.SKIP))
+            super()._skip(worker, WorkerRequest(RequestKind.SKIP))
 
     def _deliver(self, worker: WorkerState, shards: Sequence[ServedShard] | None = None) -> None:
         if worker not in self._late:
