@@ -156,11 +156,9 @@ class RequestKind(enum.IntEnum):
     """A step without gradients: nothing follows, and it counts."""
     MEET = 2
     """The answer comes when all workers have asked: then everything that they have pushed is applied."""
-    SHARE_STATE = 3
-    """Once all workers have asked, the servers give their optimizers' state in a collective."""
-    SEND_STATE = 4
+    SEND_STATE = 3
     """The server sends its optimizer's state and its parameters to this worker alone."""
-    LEAVE = 5
+    LEAVE = 4
 
 
 class Presence(enum.IntEnum):

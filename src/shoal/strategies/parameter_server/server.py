@@ -29,7 +29,7 @@ from shoal.strategies.parameter_server.channel import (
     ServerReply,
     WorkerRequest,
 )
-from shoal.strategies.parameter_server.state import send_state, share_states
+from shoal.strategies.parameter_server.state import send_state
 from shoal.strategies.staleness import Staleness
 from shoal.tensors.codecs.base import is_finite
 
@@ -192,8 +192,7 @@ class WorkerState:
     @property
     def is_meeting(self) -> bool:
         """Whether it waits for the other workers, and sends nothing until they have come, too."""
-        kinds = (RequestKind.MEET, RequestKind.SHARE_STATE)
-        return self.request is not None and self.request.kind in kinds
+        return self.request is not None and self.request.kind == RequestKind.MEET
 
     def has_gradient(self, position: int) -> list[bool]:
         """Tells which parameters of a shard have a gradient in the push under way."""
@@ -267,7 +266,7 @@ class AsyncServer:
                 self._begin(worker, request)
             return request is not None
         if worker.is_meeting:
-            return self._meet(worker.request.kind)
+            return self._meet()
         return self._advance_push(worker)
 
     def _begin(self, worker: WorkerState, request: WorkerRequest) -> None:
@@ -292,13 +291,11 @@ class AsyncServer:
         else:
             worker.request = request
 
-    def _meet(self, kind: RequestKind) -> bool:
-        """Does what is done with all workers that are left, once they have asked for it."""
+    def _meet(self) -> bool:
+        """Answers all workers that are left, once they have asked to meet."""
         workers = self._open()
-        if any(worker.request is None or worker.request.kind != kind for worker in workers):
+        if not all(worker.is_meeting for worker in workers):
             return False
-        if kind == RequestKind.SHARE_STATE:
-            share_states(self._channel.group, self._channel.num_servers, self._optimizer)
         for worker in workers:
             worker.request = None
             worker.reply.num_handled += 1

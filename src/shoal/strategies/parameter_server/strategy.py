@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.core import Deadline
-from shoal.core.errors import PeerLost, UsageError
+from shoal.core.errors import CheckpointError, PeerLost, UsageError
 from shoal.core.status import tell_launcher
-from shoal.group import Group
+from shoal.group import Group, share
 from shoal.strategies.attachment import Attachment
 from shoal.strategies.base import Strategy
 from shoal.strategies.nonfinite import Checked
@@ -30,7 +30,6 @@ from shoal.strategies.parameter_server.server import AsyncServer, SyncServer
 from shoal.strategies.parameter_server.state import (
     OptimizerNumbers,
     merge_states,
-    share_states,
     take_first_worker,
 )
 from shoal.strategies.replicas import own_model
@@ -278,13 +277,19 @@ class ParameterServer(Strategy):
         self._meet()
 
     def _common_optimizer(self) -> dict[str, Any]:
-        """What the servers' optimizers keep."""
-        if self._client is None or self._channel is None:
-            return super()._common_optimizer()
-        self._client.ask(RequestKind.SHARE_STATE)
-        state = share_states(self._channel.group, self._channel.num_servers, self.attachment.optimizer)
-        self._client.wait_for_all()
-        return state
+        """What the servers' optimizers keep, on the worker that writes it."""
+        optimizer, problem = super()._common_optimizer(), ""
+        if self._client is None:
+            return optimizer
+        if self.group.rank == self.group.members[0]:
+            try:
+                optimizer = merge_states(self.attachment.optimizer, self._client.take_states())
+            except CheckpointError as error:
+                problem = error.what
+        problems = [told for told in share(self.group, problem) if told]
+        if problems:
+            raise CheckpointError(problems[0])
+        return optimizer
 
     def _save_at_end(self, *, should_leave: bool) -> None:
         if self._client is not None and self._keeper.folder is not None:
