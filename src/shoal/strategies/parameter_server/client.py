@@ -69,6 +69,8 @@ class ServerClient:
         self._replies = [ServerReply() for _ in range(channel.num_servers)]
         self._due = [0] * len(channel.shards)
         """How much its server must have handled before a shard is read."""
+        self._taken = [0] * len(channel.shards)
+        """How much its server had handled when it put what was taken last on this worker's GPU."""
         self._feedback = ErrorFeedback(codec_from_name(channel.options.compression))
         self._feedback.reseed(channel.group.rank)
         self._clock = 0
@@ -240,10 +242,10 @@ class ServerClient:
     def _take(self, shard: ParameterShard) -> None:
         """Takes what a server has put on this worker's GPU, once the GPU has done that."""
         window = self._channel.parameters(shard, self._channel.group.rank)
-        num_handled = -1
-        while num_handled < self._due[shard.number]:  # what is there may be of an earlier push
+        # what is there may be of an earlier push; and nothing more comes where a pull follows a pull
+        while self._taken[shard.number] < self._due[shard.number]:
             with self._next_slot(window, shard.server) as slot:
-                self._versions[shard.number], num_handled = DELIVERY.unpack(slot.note)
+                self._versions[shard.number], self._taken[shard.number] = DELIVERY.unpack(slot.note)
                 self._flats[shard.number].copy_(slot.tensor)
 
     def _adopt(self) -> None:
