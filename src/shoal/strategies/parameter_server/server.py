@@ -21,14 +21,14 @@ from shoal.group import Handle, Window
 from shoal.group.kernels import mix_into
 from shoal.strategies.parameter_server.channel import (
     DELIVERY,
+    ParameterShard,
     Presence,
-    Reply,
-    Request,
     RequestKind,
     ServerChannel,
-    Shard,
+    ServerReply,
+    WorkerRequest,
 )
-from shoal.strategies.parameter_server.state import send_state, share_states
+from shoal.strategies.parameter_server.state import send_state
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.staleness import Staleness
 from shoal.tensors.codecs.base import is_finite
@@ -53,7 +53,7 @@ class ServedShard:
     GPU is copied to host memory after each update, unless all members are on GPUs (see `channel`).
     """
 
-    def __init__(self, shard: Shard, channel: ServerChannel, session: TrainingSession) -> None:
+    def __init__(self, shard: ParameterShard, channel: ServerChannel, session: TrainingSession) -> None:
         self.shard = shard
         self.version = channel.first_version
         """One more with each update."""
@@ -168,8 +168,8 @@ class WorkerState:
     """One worker, as a server sees it."""
 
     rank: int
-    reply: Reply = field(default_factory=Reply)
-    request: Request | None = None
+    reply: ServerReply = field(default_factory=ServerReply)
+    request: WorkerRequest | None = None
     """The one under way."""
     position: int = 0
     """The shard of this server that comes next."""
@@ -192,8 +192,7 @@ class WorkerState:
     @property
     def is_meeting(self) -> bool:
         """Whether it waits for the other workers, and sends nothing until they have come, too."""
-        kinds = (RequestKind.MEET, RequestKind.SHARE_STATE)
-        return self.request is not None and self.request.kind in kinds
+        return self.request is not None and self.request.kind == RequestKind.MEET
 
     def has_gradient(self, position: int) -> list[bool]:
         """Tells which parameters of a shard have a gradient in the push under way."""
@@ -267,10 +266,10 @@ class AsyncServer:
                 self._begin(worker, request)
             return request is not None
         if worker.is_meeting:
-            return self._meet(worker.request.kind)
+            return self._meet()
         return self._advance_push(worker)
 
-    def _begin(self, worker: WorkerState, request: Request) -> None:
+    def _begin(self, worker: WorkerState, request: WorkerRequest) -> None:
         if request.kind == RequestKind.PUSH:
             worker.request, worker.position = request, 0
             self.counts["num_pushes"] += 1
@@ -292,13 +291,11 @@ class AsyncServer:
         else:
             worker.request = request
 
-    def _meet(self, kind: RequestKind) -> bool:
-        """Does what is done with all workers that are left, once they have asked for it."""
+    def _meet(self) -> bool:
+        """Answers all workers that are left, once they have asked to meet."""
         workers = self._open()
-        if any(worker.request is None or worker.request.kind != kind for worker in workers):
+        if not all(worker.is_meeting for worker in workers):
             return False
-        if kind == RequestKind.SHARE_STATE:
-            share_states(self._channel.group, self._channel.num_servers, self._optimizer)
         for worker in workers:
             worker.request = None
             worker.reply.num_handled += 1
@@ -306,7 +303,7 @@ class AsyncServer:
             self._tell(worker)
         return True
 
-    def _skip(self, worker: WorkerState, request: Request) -> None:
+    def _skip(self, worker: WorkerState, request: WorkerRequest) -> None:
         """Handles a step without gradients."""
         worker.reply.num_handled += 1
         if self._release(worker, worker.clock + 1):
@@ -332,7 +329,7 @@ class AsyncServer:
 
     # --- gradients ---
 
-    def _begin_push(self, worker: WorkerState, request: Request) -> None:
+    def _begin_push(self, worker: WorkerState, request: WorkerRequest) -> None:
         """Decides what becomes of gradients whose request has come."""
         worker.staleness = self._shards[0].version - request.versions[0]
         limit = self._options.drop_stale
@@ -500,10 +497,10 @@ class SyncServer(AsyncServer):
         num_wanted = min(self._num_aggregate, sum(not worker.is_meeting for worker in self._open()))
         return bool(self._position or (self._chosen and len(self._chosen) >= num_wanted))
 
-    def _is_current(self, request: Request) -> bool:
+    def _is_current(self, request: WorkerRequest) -> bool:
         return min(request.versions) == min(shard.version for shard in self._shards)
 
-    def _begin_push(self, worker: WorkerState, request: Request) -> None:
+    def _begin_push(self, worker: WorkerState, request: WorkerRequest) -> None:
         is_current, is_updating = self._is_current(request), self._is_updating
         worker.is_dropped = not is_current or is_updating
         self._release(worker, worker.clock + 1)
@@ -516,7 +513,7 @@ class SyncServer(AsyncServer):
             self.staleness.note(0)
             self._chosen.append(worker)
 
-    def _skip(self, worker: WorkerState, request: Request) -> None:
+    def _skip(self, worker: WorkerState, request: WorkerRequest) -> None:
         """Counts a worker among those that are waited for, and adds nothing of it."""
         if self._is_current(request) and not self._is_updating:
             worker.request, worker.is_dropped = request, False
@@ -572,7 +569,7 @@ class SyncServer(AsyncServer):
             self._finish_shard(worker)
         elif not self._position:
             worker.request = None
-            super()._skip(worker, Request(RequestKind.SKIP))
+            super()._skip(worker, WorkerRequest(RequestKind.SKIP))
 
     def _deliver(self, worker: WorkerState, shards: Sequence[ServedShard] | None = None) -> None:
         if worker not in self._late:

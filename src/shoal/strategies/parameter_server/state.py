@@ -1,9 +1,9 @@
 """What workers and servers know of the optimizer: its numbers, its state, and the model that all begin with.
 
 The numbers of its groups (lr, momentum, betas) go with each push, so that a schedule on the worker counts on
-the servers. Its state lies with the servers, each of which keeps that of its own shards; a checkpoint takes
-it from there, in a collective, or, at the end, when workers leave one by one, piece by piece through a window
-that leads to one worker alone.
+the servers. Its state lies with the servers, each of which keeps that of its own shards; the worker that
+writes a checkpoint takes it from there, piece by piece, and no other has a part in that: at the end workers
+leave one by one.
 """
 
 from __future__ import annotations
@@ -145,14 +145,6 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # --- checkpoints ---
-
-
-def share_states(group: Group, num_servers: int, optimizer: Optimizer) -> dict[str, Any]:
-    """Gives everybody one `state_dict` of all that the servers' optimizers keep; collective."""
-    return merge_states(
-        optimizer,
-        [take_state(group, lambda: optimizer.state_dict()["state"], server) for server in range(num_servers)],
-    )
 
 
 def merge_states(optimizer: Optimizer, states: Iterable[Mapping[int, Any]]) -> dict[str, Any]:

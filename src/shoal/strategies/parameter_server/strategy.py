@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.core import Deadline
-from shoal.core.errors import PeerLost, UsageError
+from shoal.core.errors import CheckpointError, PeerLost, UsageError
 from shoal.core.status import tell_launcher
-from shoal.group import Group
+from shoal.group import Group, share
 from shoal.strategies.averaging import own_model
 from shoal.strategies.checkpointing import Contents
 from shoal.strategies.options import ParameterServerOptions, StalenessAwareOptions, StrategyOptions
@@ -29,7 +29,6 @@ from shoal.strategies.parameter_server.server import AsyncServer, SyncServer
 from shoal.strategies.parameter_server.state import (
     OptimizerNumbers,
     merge_states,
-    share_states,
     take_first_worker,
 )
 from shoal.strategies.session import TrainingSession, rate_factor
@@ -276,13 +275,19 @@ class ParameterServer(Strategy):
         self._meet()
 
     def common_optimizer(self, session: TrainingSession) -> dict[str, Any]:
-        """Gives what the servers' optimizers keep."""
-        if self._client is None or self._channel is None:
-            return super().common_optimizer(session)
-        self._client.ask(RequestKind.SHARE_STATE)
-        state = share_states(self._channel.group, self._channel.num_servers, session.optimizer)
-        self._client.wait_for_all()
-        return state
+        """What the servers' optimizers keep, on the worker that writes it."""
+        optimizer, problem = super().common_optimizer(session), ""
+        if self._client is None:
+            return optimizer
+        if self.group.rank == self.group.members[0]:
+            try:
+                optimizer = merge_states(session.optimizer, self._client.take_states())
+            except CheckpointError as error:
+                problem = error.what
+        problems = [told for told in share(self.group, problem) if told]
+        if problems:
+            raise CheckpointError(problems[0])
+        return optimizer
 
     def state_at_end(self) -> dict[str, Any]:
         """Waits for this worker's pushes, so that the last worker finds all of them on the servers."""
