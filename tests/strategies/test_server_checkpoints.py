@@ -167,7 +167,7 @@ def test_a_state_of_servers_that_cannot_be_written_is_an_error_on_all(tmp_path):
                 strategy.save(tmp_path)
 
     run(work, 2, make=lambda seed=0: model_and_optimizer(seed, Strange, lr=0.05))
-    assert not list(candidates(tmp_path))
+    assert not list(newest_first(tmp_path))
 
 
 def scaled(model, optimizer, should_clip):
