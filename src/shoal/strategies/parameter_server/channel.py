@@ -41,8 +41,8 @@ _NAME = "parameter-server"
 _NEXT_VERSION = f"{_NAME}'s next version"
 _REQUEST = struct.Struct("<b?")
 _REPLY = struct.Struct("<qqq")
-DELIVERY = struct.Struct("<qq")
-"""The note of parameters that are put on a worker's GPU: their version, and `ServerReply.num_handled`."""
+DELIVERY = struct.Struct("<q")
+"""The note of parameters that are put on a worker's GPU begins with their version, then a `ServerReply`."""
 
 
 # --- how the model is divided ---

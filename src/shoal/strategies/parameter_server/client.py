@@ -8,6 +8,7 @@ servers are elsewhere goes through pinned memory, and its worker waits for the G
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from shoal.strategies.parameter_server.state import receive_state
 from shoal.strategies.session import TrainingSession
 from shoal.tensors import TensorSpec, describe
 from shoal.tensors.codecs import ErrorFeedback, codec_from_name
+from shoal.tensors.codecs.base import is_finite
 from shoal.tensors.memory import copy_into
 from shoal.tensors.packing import densify
 
@@ -146,10 +148,10 @@ class ServerClient:
         elif self._channel.device is not None and plain:
             # The worker waits for its servers anyway. A server would wait for the GPU once more to look.
             flats = [self._gather(shard, gradients) for shard in plain]
-            bounds = torch.stack([bound.double() for flat in flats for bound in torch.aminmax(flat)])
-            are_finite = bounds.view(-1, 2).isfinite().all(1).tolist()
-            for shard, flat, is_finite in zip(plain, flats, are_finite, strict=True):
-                prepared[shard.number] = flat if is_finite else None
+            are_all_finite = math.isfinite(torch.nn.utils.get_total_norm(flats).item())  # by few operations
+            for shard, flat in zip(plain, flats, strict=True):
+                # a norm may be too large where no value is
+                prepared[shard.number] = flat if are_all_finite or is_finite(flat) else None
         return prepared
 
     def _gather(self, shard: ParameterShard, gradients: Gradients) -> torch.Tensor:
@@ -203,19 +205,17 @@ class ServerClient:
         channel = self._channel
         if self._is_staged:
             _synchronize(self._flats)  # the last pull may still be on its way to the GPU
-        waiting = list(channel.shards)
+        waiting = list(channel.shards) if channel.device is None else []
         reading: list[tuple[ParameterShard, Handle[int | None]]] = []
         while waiting:
             is_due = {shard.number: self._is_due(shard) for shard in waiting}
             due = [shard for shard in waiting if is_due[shard.number]]
             waiting = [shard for shard in waiting if not is_due[shard.number]]
-            if channel.device is None:
-                reading += [(shard, self._read(shard)) for shard in due]
-            else:
-                for shard in due:
-                    self._take(shard)
+            reading += [(shard, self._read(shard)) for shard in due]
             if not due:
                 self._listen()
+        for shard in channel.shards if channel.device is not None else ():
+            self._take(shard)
         for shard, handle in reading:
             version = handle.wait()
             if version is None:
@@ -245,7 +245,11 @@ class ServerClient:
         # what is there may be of an earlier push; and nothing more comes where a pull follows a pull
         while self._taken[shard.number] < self._due[shard.number]:
             with self._next_slot(window, shard.server) as slot:
-                self._versions[shard.number], self._taken[shard.number] = DELIVERY.unpack(slot.note)
+                (self._versions[shard.number],) = DELIVERY.unpack_from(slot.note)
+                reply = ServerReply.from_note(slot.note[DELIVERY.size :])
+                self._taken[shard.number] = reply.num_handled
+                if reply.num_handled > self._replies[shard.server].num_handled:
+                    self._replies[shard.server] = reply
                 self._flats[shard.number].copy_(slot.tensor)
 
     def _adopt(self) -> None:

@@ -74,6 +74,8 @@ class ServedShard:
         shard.move(session.trainable, self.flat)
         for parameter in self._members:
             parameter.grad = None
+        self._views: dict[int, list[torch.Tensor]] = {}
+        """The views of gradients, by where they lie: in a slot of each worker."""
         self._copies: dict[int, torch.Tensor] = {}
         """What each worker reads, or has read, where delays are compensated."""
         self._puts: dict[int, Handle[None]] = {}
@@ -94,8 +96,9 @@ class ServedShard:
         for put in self._puts.values():
             put.wait()  # until then it reads what the optimizer writes; nearly always it is over
         try:
-            views = self.shard.views(gradient)
-            for parameter, view, is_there in zip(self._members, views, has_gradient, strict=True):
+            for parameter, view, is_there in zip(
+                self._members, self._views_of(gradient), has_gradient, strict=True
+            ):
                 parameter.grad = view if is_there else None
             for group, picked in zip(self._optimizer.param_groups, self._groups, strict=True):
                 group["params"] = picked
@@ -106,6 +109,14 @@ class ServedShard:
                 parameter.grad = None
             for group, everything in zip(self._optimizer.param_groups, self._all, strict=True):
                 group["params"] = everything
+
+    def _views_of(self, gradient: torch.Tensor) -> list[torch.Tensor]:
+        if self._channel.device is None:
+            return self.shard.views(gradient)
+        place = gradient.data_ptr()
+        if place not in self._views:
+            self._views[place] = self.shard.views(gradient.detach())
+        return self._views[place]
 
     def pass_over(self) -> None:
         """Makes the next version equal to this one."""
@@ -119,10 +130,11 @@ class ServedShard:
         drift.mul_(gradient)
         return gradient.addcmul_(drift, gradient, value=self._channel.options.delay_compensation)
 
-    def deliver(self, worker: int, num_handled: int) -> None:
+    def deliver(self, worker: int, reply: ServerReply) -> None:
         """Lets a worker have these parameters, where they are not the same for all.
 
-        On a GPU they are put there; where delays are compensated the server then knows what the worker has.
+        On a GPU they are put there, with the reply. Where delays are compensated the server then knows what
+        the worker has.
         """
         window = self._channel.parameters(self.shard, worker)
         if self._channel.device is not None:
@@ -131,7 +143,9 @@ class ServedShard:
                 if worker in self._puts:
                     self._puts[worker].wait()
                 source = self._copies[worker].copy_(self.flat)
-            self._puts[worker] = window.put(worker, source, note=DELIVERY.pack(self.version, num_handled))
+            self._puts[worker] = window.put(
+                worker, source, note=DELIVERY.pack(self.version) + reply.to_note()
+            )
         elif self._copies:
             with window.changing(self.version):
                 self._copies[worker].copy_(self.flat)
@@ -198,6 +212,11 @@ class WorkerState:
         """Tells which parameters of a shard have a gradient in the push under way."""
         assert self.request is not None
         return [presence == Presence.SENT for presence in self.request.gradients[position]]
+
+    def has_any(self, position: int) -> bool:
+        """Tells whether the push under way has a gradient of a shard."""
+        assert self.request is not None
+        return Presence.SENT in self.request.gradients[position]
 
     def is_withheld(self, position: int) -> bool:
         """Tells whether it has found a shard not to be finite, and sends nothing of it."""
@@ -364,14 +383,14 @@ class AsyncServer:
 
     def _is_there(self, worker: WorkerState, position: int) -> bool:
         """Tells whether a shard of a push can be taken."""
-        if not any(worker.has_gradient(position)):
+        if not worker.has_any(position):
             return True  # then nothing is sent
         return worker.rank in self._channel.gradients[self._shards[position].shard.number].filled()
 
     @contextlib.contextmanager
     def _taken(self, worker: WorkerState, position: int) -> Iterator[torch.Tensor | None]:
         """Gives the flat gradient of a shard that is there, until the block ends; None: there is none."""
-        if not any(worker.has_gradient(position)):
+        if not worker.has_any(position):
             yield None
             return
         number = self._shards[position].shard.number
@@ -403,19 +422,23 @@ class AsyncServer:
         if worker.is_withheld(worker.position):
             self._refuse(worker)
         worker.reply.num_handled += 1
-        if worker.reply.released > worker.clock:
+        is_released = worker.reply.released > worker.clock
+        if is_released:
             self._deliver(worker, self._shards[worker.position : worker.position + 1])
+        # on GPUs the reply comes with the parameters, for which a worker that pulls waits anyway
+        is_told = is_released and self._channel.device is not None and self._options.pull_every == 1
         worker.position += 1
         if worker.position == len(self._shards):
             worker.request = None
-            self._finish_round(worker)
-        else:
+            self._finish_round(worker, is_told=is_told)
+        elif not is_told:
             self._tell(worker)
 
-    def _finish_round(self, worker: WorkerState) -> None:
+    def _finish_round(self, worker: WorkerState, *, is_told: bool = False) -> None:
         worker.clock += 1
         self._release_all()
-        self._tell(worker)
+        if not is_told:
+            self._tell(worker)
 
     # --- who may go on ---
 
@@ -438,7 +461,7 @@ class AsyncServer:
     def _deliver(self, worker: WorkerState, shards: Sequence[ServedShard] | None = None) -> None:
         """Lets a worker have the parameters of these shards, or of all."""
         for shard in self._shards if shards is None else shards:
-            shard.deliver(worker.rank, worker.reply.num_handled)
+            shard.deliver(worker.rank, worker.reply)
 
     def _tell(self, worker: WorkerState) -> None:
         note = worker.reply.to_note()
