@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shoal
 from shoal.core import PeerLost, Placement, UsageError
-from shoal.group import GroupSettings, open_host_group, share
+from shoal.group import GroupSettings, open_host_group
 from shoal.group.cluster.collectives import destroy_world
 
 TESTS = Path(__file__).parents[1]
@@ -41,11 +41,16 @@ RUNS = {
 
 @contextlib.contextmanager
 def mesh_inside(group, arguments):
-    """The mesh of this worker's machine, in a world of all workers."""
-    folder = share(group, arguments["folder"])[0]
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=group.rank, world_size=group.size)
+    """The mesh of this worker's machine, in a world of all workers, or in one of this machine's alone."""
+    folder, is_small = arguments["folder"], arguments.get("is_small", False)
+    store = f"file://{folder}/store{group.machine if is_small else ''}"
+    rank, size = (group.rank % 2, 2) if is_small else (group.rank, group.size)
+    dist.init_process_group("gloo", store, rank=rank, world_size=size)
     try:
-        yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("machine", "shard"))["shard"]
+        if is_small:
+            yield init_device_mesh("cpu", (2,))
+        else:
+            yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("machine", "shard"))["shard"]
     finally:
         destroy_world()
 
@@ -117,8 +122,9 @@ def unsharded(group, arguments):
     return {name: train(group, None, *RUNS[name], group.rank) for name in arguments["runs"]}
 
 
-def compare(workers, tmp_path, names, **group):
-    arguments = {"folder": str(tmp_path), "runs": names}
+def compare(workers, tmp_path, *, is_small=False, **group):
+    names = [*RUNS]
+    arguments = {"folder": str(tmp_path), "runs": names, "is_small": is_small}
     expected = workers.run(unsharded, 2, arguments)
     told = workers.run(sharded, 4, arguments, timeout_s=50, **group)
     for name in names:
@@ -139,12 +145,12 @@ def _flat(values):
 
 
 def test_two_machines_of_two_train_as_two_workers_do(workers, tmp_path):
-    compare(workers, tmp_path, [*RUNS], kind="torch")
+    compare(workers, tmp_path, kind="torch")
 
 
 @pytest.mark.slow
 def test_a_machine_that_counts_as_two_does_so_too(workers, tmp_path):
-    compare(workers, tmp_path, [*RUNS], settings={"workers_per_machine": 2})
+    compare(workers, tmp_path, is_small=True, settings={"workers_per_machine": 2})
 
 
 def refusal(group, model, optimizer, name="diloco", **options):

@@ -279,7 +279,8 @@ class TrainingSession:
     def check_losses(self) -> None:
         """Goes on without lost peers, noting each once; PeerLost where the strategy needs everybody.
 
-        NetworkSplit on the side of a cut network that stops.
+        PeerLost, too, when a peer of this machine is lost which held a part of a sharded model. NetworkSplit
+        on the side of a cut network that stops.
         """
         if self.group.split is not None:
             raise self.group.split
