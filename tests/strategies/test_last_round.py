@@ -52,7 +52,9 @@ def stays(group, _):
             assert (models - models[0]).abs().max() < 1e-6, (name, options)
             if "codec" not in options and num_steps == 6:
                 mean = torch.tensor(share(group, result["before"])).mean(0)
-                assert name in ("diloco", "sparse-loco") or torch.allclose(torch.tensor(result["after"]), mean), name
+                assert name in ("diloco", "sparse-loco") or torch.allclose(
+                    torch.tensor(result["after"]), mean
+                ), name
         assert not result["told"]
         again = make_strategy(group, name, **options)
         train(group, again, 4, stays=True)
