@@ -100,7 +100,9 @@ class _Worker:
         self._answer = b""
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(SOURCE), str(TESTS)]),
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, [str(SOURCE), str(TESTS), os.environ.get("PYTHONPATH")])
+            ),
             "OMP_NUM_THREADS": "1",
             "SHOAL_STATE": str(folder / "state"),
         }

@@ -1,6 +1,6 @@
 """Writes the two files that come from the registry of strategies: run as `python tools/strategy_files.py`.
 
-- src/shoal/strategies/keywords.py has a TypedDict for each option struct, so that editors complete and type
+- src/shoal/strategies/__init__.pyi has a constructor for each strategy, so that editors complete and type
   checkers check `DiLoCo(group, local_steps=4)`.
 - docs/options.md lists every strategy with its names, what it needs and survives, and its options.
 """
@@ -14,18 +14,36 @@ from pathlib import Path
 from typing import get_type_hints
 
 import shoal
-from shoal.strategies import BUILT_IN, OptionInfo, StrategyInfo, StrategyOptions, describe_options, options
+from shoal.strategies import BUILT_IN, OptionInfo, StrategyInfo, StrategyOptions, describe_options
 from shoal.strategies.options import plain_type
 
 ROOT = Path(__file__).parents[1]
-HEAD = '''"""What constructors of strategies take by name, for editors and type checkers.
+STUB_HEAD = '''"""What type checkers and editors know of this package: constructors that take options by name.
 
-Written by tools/strategy_files.py from `options`, which says what each means and what it is without it.
+Written by tools/strategy_files.py from the registry.
 """
 
-from __future__ import annotations
+from typing import Any, Literal
 
-from typing import Any, Literal, TypedDict
+from shoal.group import Group
+from shoal.strategies.options import (
+    WAITS_FOR_ALL as WAITS_FOR_ALL,
+    OptionInfo as OptionInfo,
+    StrategyOptions as StrategyOptions,
+    describe_options as describe_options,
+)
+from shoal.strategies.registry import (
+    BUILT_IN as BUILT_IN,
+    StrategyInfo as StrategyInfo,
+    all_strategies as all_strategies,
+    canonical as canonical,
+    find as find,
+    from_args as from_args,
+    load_class as load_class,
+    make_strategy as make_strategy,
+)
+from shoal.strategies.session import TrainingSession as TrainingSession
+from shoal.strategies.strategy import Strategy as Strategy
 '''
 
 
@@ -33,51 +51,48 @@ PAGE_HEAD = """# Options
 
 This page lists what every strategy can be told. In code options are keyword arguments,
 `shoal.DiLoCo(group, local_steps=50)`; for `shoal run` they are `--option local_steps=50`, and the most common
-ones are flags. [strategies.md](strategies.md) says what the strategies compute. `tools/strategy_files.py` writes
-the page from `shoal.strategies.BUILT_IN`.
+ones are flags. [strategies.md](strategies.md) says what the strategies compute.
+`tools/strategy_files.py` writes the page from `shoal.strategies.BUILT_IN`.
 
 All strategies have these:
 """
 
 
-def keywords_source() -> str:
-    """The whole file."""
-    structs = [
-        value
-        for name, value in vars(options).items()
-        if inspect.isclass(value) and issubclass(value, StrategyOptions) and name == value.__name__
-    ]
-    return HEAD + "".join(map(_class_source, structs))
+def stub_source() -> str:
+    """The whole stub of the package."""
+    rows = list(BUILT_IN.values())
+    structs = sorted({row.options.__name__ for row in rows})
+    imports = [f"from shoal.strategies.options import {name}" for name in structs]
+    for row in sorted(rows, key=lambda row: row.location):
+        module, _, name = row.location.partition(":")
+        imports.append(f"from {module} import {name} as _{name}")
+    return STUB_HEAD + "\n".join(imports) + "\n" + "".join(map(_class_source, rows))
 
 
-def _class_source(struct: type[StrategyOptions]) -> str:
-    is_root = struct is StrategyOptions
-    base = "TypedDict" if is_root else _name(struct.__base__)
-    # a TypedDict may not name a field again that it inherits, and its type is the same
-    inherited = () if is_root else struct.__base__.__struct_fields__
-    hints = get_type_hints(struct, include_extras=True)
-    described = {option.name: option.description for option in describe_options(struct)}
-    fields = [
-        f'    {name}: {_type_source(hints[name])}\n    """{_sentence(described[name])}"""\n'
-        for name in struct.__struct_fields__
-        if name not in inherited
+def _class_source(row: StrategyInfo) -> str:
+    name, hints, defaults = (
+        row.location.partition(":")[2],
+        get_type_hints(row.options, include_extras=True),
+        row.options(),
+    )
+    lines = [
+        f"        {option.name}: {_type_source(hints[option.name])} = {getattr(defaults, option.name)!r},"
+        for option in describe_options(row.options)
     ]
-    head = f"\n\nclass {_name(struct)}({base}, total=False):\n"
-    head += f'    """These are the keyword arguments for `{struct.__name__}`."""\n'
-    return head + "".join(["\n" * bool(fields), *fields])
+    head = [
+        f"\nclass {name}(_{name}):",
+        "    def __init__(",
+        "        self,",
+        "        group: Group | None = None,",
+        "        *,",
+        f"        options: {row.options.__name__} | None = None,",
+    ]
+    return "\n".join([*head, *lines, "    ) -> None: ...\n"])
 
 
 def _type_source(hint: object) -> str:
     text = inspect.formatannotation(plain_type(hint)[0]).replace("typing.", "")
     return re.sub(r"Optional\[(\w+)\]", r"\1 | None", text).replace("'", '"')
-
-
-def _name(struct: type) -> str:
-    return struct.__name__.replace("Options", "Keywords")
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + ("" if text.endswith(("…", ".")) else ".")
 
 
 def options_page() -> str:
@@ -120,7 +135,7 @@ def _options_table(described: list[OptionInfo]) -> str:
     return "\n".join([*lines, ""])
 
 
-FILES = {"src/shoal/strategies/keywords.py": keywords_source, "docs/options.md": options_page}
+FILES = {"src/shoal/strategies/__init__.pyi": stub_source, "docs/options.md": options_page}
 """The files, and what each should hold."""
 
 if __name__ == "__main__":

@@ -144,17 +144,6 @@ def test_one_that_fails_is_a_row_and_the_rest_go_on(monkeypatch, moment):
     assert [key[1] for key in rows if key[0] == "worst_final_accuracy"] == ["all-reduce", "ddp"]
 
 
-def test_one_that_cannot_train_on_a_gpu_is_a_row_and_nobody_is_asked_to():
-    names = ("choco", "all-reduce", "parameter-server")
-    contenders = tuple(Contender(name, name) for name in names)
-    config = msgspec.structs.replace(CONFIG, contenders=contenders, device="cuda")
-    rows = by_name(told_by(config), Measured)
-    for name in ("choco", "parameter-server"):
-        assert rows["final_accuracy", name, "iid"].error.startswith(f"{name} cannot train on a GPU yet: ")
-    assert rows["final_accuracy", "all-reduce", "iid"].error is None
-    assert not LearningCrew.latest.hired
-
-
 def test_one_that_diverges_is_a_row_and_the_crew_goes_on():
     contenders = (Contender("sma", "sma"), Contender("pair", "pair"))
     rows = by_name(told_by(msgspec.structs.replace(CONFIG, contenders=contenders)), Measured)

@@ -60,7 +60,6 @@ def test_the_bucket_size_is_an_option_of_strategies_that_have_buckets():
     [
         ({"strategy": "ps"}, "needs servers"),
         ({"distributed_backend": "nccl"}, "between GPUs"),
-        ({"device": "cuda", "strategy": "choco"}, "choco cannot train on a GPU yet"),
         ({"num_workers": 3, "workers_per_machine": 2}, "do not fill"),
         ({"num_iters": 0}, "nothing is measured"),
         ({"models": ()}, "nothing is measured"),

@@ -108,16 +108,6 @@ def test_what_sends_past_its_group_cannot_be_shaped():
     assert "no profile" in rows["images_per_s", "ddp", 2, None].error
 
 
-def test_what_cannot_train_on_a_gpu_is_a_row_that_says_so():
-    crew = StandInCrew()
-    config = msgspec.structs.replace(TINY, strategies=("choco", "neighbor"), device="cuda")
-    rows = by_key(measure(config, crew))
-    assert "choco cannot train on a GPU yet" in rows["images_per_s", "choco", 2, None].error
-    assert rows["gpus_per_worker", None, 2, None].samples == [1.0]
-    assert rows["images_per_s", "neighbor", 2, None].samples == [4.0, 4.0]
-    assert "pair" not in {strategy for _, strategy, _ in crew.orders}
-
-
 def test_a_crew_may_be_larger_than_what_is_measured():
     crew = StandInCrew()
     measure(msgspec.structs.replace(TINY, crew_size=4), crew)

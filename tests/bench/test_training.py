@@ -98,23 +98,6 @@ def test_when_all_fail_nothing_is_started_again(monkeypatch):
     ]
 
 
-def test_what_cannot_train_on_a_gpu_is_a_row_that_says_so_and_the_rest_is_measured(monkeypatch):
-    # no GPU is needed: these workers compute nothing, and the rows are decided before they are asked
-    monkeypatch.setattr(training, "Crew", TrainingCrew)
-    strategies = ("all-reduce", "choco", "parameter-server")
-    config = msgspec.structs.replace(TINY, strategies=strategies, device="cuda")
-    rows = by_key(measure(config))
-    assert rows["fraction_of_ceiling", "all-reduce"].samples == [1.0] * 2
-    for name in ("choco", "parameter-server"):
-        error = rows["examples_per_s", name].error
-        assert error.startswith(f"{name} cannot train on a GPU yet: ")
-        assert "--device cpu" in error
-        assert ("fraction_of_ceiling", name) not in rows
-    assert {strategy for _, strategy in TrainingCrew.latest.orders} == {"none", "all-reduce"}
-    assert not TrainingCrew.latest.hired
-    assert not [row for row in measure(msgspec.structs.replace(config, device="cpu")) if row.error]
-
-
 def test_neighbouring_blocks_take_turns(monkeypatch):
     monkeypatch.setattr(training, "Crew", TrainingCrew)
     measure(msgspec.structs.replace(TINY, strategies=("sma",), num_pairs=2))

@@ -192,10 +192,9 @@ def test_flags_that_mean_nothing_by_hand_are_refused(call, asked, flags, says):
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_worker_by_hand_does_not_leave_the_gpu_by_itself(call, asked):
-    code, _, complaint = call(*ROLE, "--job-name", "worker")
-    assert (code, asked) == (2, {})
-    assert "parameter-server cannot train on a GPU yet" in complaint
+def test_a_worker_by_hand_computes_on_a_gpu_if_there_is_one_and_it_is_not_told_otherwise(call, asked):
+    assert call(*ROLE, "--job-name", "worker")[0] == 0
+    assert asked["config"].device == "cuda"
     assert call(*ROLE, "--job-name", "worker", "--device", "cpu")[0] == 0
     assert asked["config"].device == "cpu"
 

@@ -63,6 +63,18 @@ def test_the_loop_runs_before_and_after(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
+def test_the_sharded_loop_runs(tmp_path):
+    program = tmp_path / "train.py"
+    lines = diff_of("a model sharded by FSDP2")
+    program.write_text("\n".join(line[1:] for line in lines if not line or line[0] in " +"))
+    words = re.search(r"^shoal (run .*--workers-per-machine.*)$", PAGE, re.MULTILINE)[1].split()
+    command = [sys.executable, "-m", "shoal", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", EXAMPLES.values())
 def test_the_examples_run(name, tmp_path):
     library = {"trainer": "transformers"}.get(name, name)

@@ -1,6 +1,7 @@
 """Models on a GPU, which the workers share: each strategy computes there what it does on the CPU."""
 
 import contextlib
+import uuid
 import warnings
 
 import pytest
@@ -9,7 +10,11 @@ from torch import nn
 
 from contracts import strategy_checks as checks
 from contracts.strategies import CASES, EVERY
+from shoal.core import Placement
+from shoal.group import GroupSettings, open_host_group, share
+from shoal.group.opening import WithServers
 from shoal.group.operations import GroupWrapper
+from shoal.group.solo import SoloGroup
 from shoal.strategies import make_strategy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
@@ -36,6 +41,16 @@ IN_STEP = {
 }
 """What computes the same however fast its workers are."""
 ASYNCHRONOUS = {"pair": ("pair", {}), "window": ("window", {}), "push-sum": ("push-sum", {})}
+SERVED = {
+    "async": ("parameter-server", {}),
+    "bounded": ("parameter-server", {"mode": "bounded", "staleness": 0}),
+    "sync": ("parameter-server", {"mode": "sync"}),
+    "pulled seldom": ("parameter-server", {"pull_every": 2}),
+    "compressed": ("parameter-server", {"compression": "fp16"}),
+    "staleness-aware": ("staleness-aware", {}),
+}
+DEVICES = [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")]
+"""Of the workers, and of the servers."""
 NUM_STEPS = 10
 
 
@@ -235,3 +250,102 @@ def test_no_step_waits_for_the_gpu(workers, name):
     strategy, options = (IN_STEP | ASYNCHRONOUS)[name]
     arguments = {"strategy": strategy, "options": options}
     assert workers.run(hidden_waits, 2, arguments, timeout_s=60) == [8, 8]
+
+
+@contextlib.contextmanager
+def beside_servers(group, num_servers):
+    """The first members of a group are servers from now on."""
+    key = share(group, str(uuid.uuid4()))[0]
+    rank, size = group.rank - num_servers, group.size - num_servers
+    own = SoloGroup()
+    if rank >= 0 and size > 1:
+        own = open_host_group(Placement(rank, size, rank, size, "test"), GroupSettings(key=key))
+    with own:
+        yield WithServers(own, group, num_servers)
+
+
+def train_served(group, arguments):
+    """The workers' values, and what the servers have counted; see `train`."""
+    with beside_servers(group, arguments["num_servers"]) as part:
+        strategy = make_strategy(part, arguments["strategy"], **arguments["options"])
+        model, optimizer = build(arguments["devices"][part.role == "server"], 0.9)
+        if part.role == "server":
+            strategy.serve(model, optimizer)
+            return strategy.stats
+        if "resumed" in arguments:
+            strategy.load(arguments["resumed"])
+        with strategy.attach(model, optimizer, stays=True):
+            if "resumed" not in arguments:
+                steps(part, model, optimizer, range(5))
+            if "folder" in arguments:
+                strategy.save(arguments["folder"])
+            steps(part, model, optimizer, range(5, NUM_STEPS))
+            assert next(model.parameters()).device.type == arguments["devices"][0]
+        return values(model)
+
+
+def served(workers, num_workers, name, devices, num_servers=1, **more):
+    strategy, options = SERVED[name]
+    arguments = {"strategy": strategy, "options": options, "devices": devices, "num_servers": num_servers}
+    results = workers.run(train_served, num_servers + num_workers, {**arguments, **more}, timeout_s=60)
+    return results[num_servers:], results[:num_servers]
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_one_worker_of_servers_trains_as_on_the_cpu(workers, name, devices, num_servers):
+    (wanted,), _ = served(workers, 1, name, ["cpu", "cpu"], num_servers)
+    (got,), servers = served(workers, 1, name, devices, num_servers)
+    close(got, wanted)
+    assert [server["num_applied"] for server in servers] == [NUM_STEPS] * num_servers
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_workers_of_a_synchronous_server_train_as_on_the_cpu(workers, devices):
+    wanted, _ = served(workers, 2, "sync", ["cpu", "cpu"])
+    got, _ = served(workers, 2, "sync", devices)
+    for mine, theirs in zip(got, wanted, strict=True):
+        close(mine, theirs)
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("name", [name for name in SERVED if name != "sync"])
+def test_workers_of_a_server_that_wait_for_nobody_learn(workers, name, devices):
+    results, (server,) = served(workers, 2, name, devices)
+    assert all(torch.tensor(tensor).isfinite().all() for result in results for tensor in result)
+    assert server["num_applied"] == 2 * NUM_STEPS
+    assert server["num_refused"] == 0
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_a_checkpoint_of_servers_is_taken_up(workers, tmp_path, devices):
+    wanted, _ = served(workers, 2, "sync", devices, folder=str(tmp_path))
+    got, _ = served(workers, 2, "sync", devices[::-1], 2, resumed=str(tmp_path))
+    for mine, theirs in zip(got, wanted, strict=True):
+        close(mine[:2], theirs[:2])
+
+
+def push_a_nan(group, arguments):
+    with beside_servers(group, 1) as part:
+        strategy = make_strategy(part, "parameter-server", mode=arguments["mode"])
+        model, optimizer = build(arguments["devices"][part.role == "server"])
+        if part.role == "server":
+            strategy.serve(model, optimizer)
+            return strategy.stats["num_refused"]
+        with strategy.attach(model, optimizer, stays=True):
+            steps(part, model, optimizer, range(2))
+            optimizer.zero_grad()
+            model(torch.ones(8, 6, device=arguments["devices"][0])).square().mean().backward()
+            if part.rank == 1:
+                model[0].weight.grad[3, 3] = float("nan")
+            optimizer.step()
+            steps(part, model, optimizer, range(2, 4))
+        return bool(checks.flat(model).isfinite().all())
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_servers_do_not_apply_what_is_not_finite(workers, mode, devices):
+    arguments = {"mode": mode, "devices": devices}
+    assert workers.run(push_a_nan, 3, arguments, timeout_s=60) == [1, True, True]

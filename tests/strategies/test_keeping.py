@@ -56,3 +56,27 @@ def test_rank_0_saves_the_end_where_others_do_not_see_its_disk(disks, caplog, na
         assert torch.equal(first, before[0][2])
     assert "rank 1 does not see" in caplog.text
     assert "left out" not in caplog.text
+
+
+def test_a_session_in_another_group_saves_there(disks):
+    """The old group is left: what is saved afterwards is agreed on in the new one."""
+    with open_hosts(2) as old, open_hosts(2) as new:
+
+        def work(group):
+            here.rank = 0
+            model = torch.nn.Linear(2, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            strategy = make_strategy(group, "neighbor")
+            with strategy.attach(model, optimizer) as session:
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                session.change_group(new[group.rank])
+                group.leave()
+                path = strategy.save(disks / "asked")
+                assert (path / "workers" / f"rank-{group.rank}.json").exists()
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+
+        together(old, work)
+    assert [path.name for path in (disks / "asked").iterdir()] == ["step-00000001"]
+    assert [path.name for path in (disks / "disk-0").iterdir()] == ["step-00000002"]

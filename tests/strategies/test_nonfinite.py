@@ -10,7 +10,7 @@ from torch import nn
 from contracts.strategies import CASES, EVERY
 from shoal.core.errors import ShoalError
 from shoal.strategies import make_strategy
-from strategies.servers import flat, loss_of
+from strategies.servers import PLACEMENTS, flat, loss_of, placed
 from strategies.servers import run as run_servers
 
 NUM_STEPS = 9
@@ -180,8 +180,9 @@ def train_mended(group, arguments):
     return lines
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("options", [{"mode": "async"}, {"mode": "sync"}, {"compression": "fp16"}])
-def test_parameter_servers_refuse_gradients_that_are_not_finite(options):
+def test_parameter_servers_refuse_gradients_that_are_not_finite(options, placement, monkeypatch):
     def work(strategy, model, optimizer, rank):
         with strategy.attach(model, optimizer):
             for step in range(NUM_STEPS):
@@ -192,7 +193,7 @@ def test_parameter_servers_refuse_gradients_that_are_not_finite(options):
                 optimizer.step()
         return bool(flat(model).isfinite().all())
 
-    with lines_of() as lines:
+    with lines_of() as lines, placed(placement, monkeypatch):
         (are_finite), (server,) = run_servers(work, 2, **options)
     assert are_finite == [True, True]
     assert len(lines) == 1

@@ -10,9 +10,25 @@ from shoal.group.solo import SoloGroup
 from shoal.strategies import make_strategy
 from shoal.strategies.parameter_server import ParameterServer
 from strategies import loops
-from strategies.servers import batch, flat, loss_of, model_and_optimizer, open_run, run, train
+from strategies.servers import (
+    PLACEMENTS,
+    batch,
+    flat,
+    loss_of,
+    model_and_optimizer,
+    open_run,
+    placed,
+    run,
+    train,
+)
 
 SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
+
+
+@pytest.fixture(params=PLACEMENTS, autouse=True)
+def placement(request, monkeypatch):
+    with placed(request.param, monkeypatch):
+        yield request.param
 
 
 def alone(num_steps, make=model_and_optimizer, rank=0):

@@ -7,12 +7,28 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from shoal.core import UsageError
+from shoal.core import CheckpointError, UsageError
 from shoal.core.run_options import VARIABLE, RunOptions
 from shoal.strategies.parameter_server import ParameterServer
 from shoal.strategies.parameter_server.server import SyncServer
 from shoal.tensors.checkpoint import newest_first
-from strategies.servers import batch, flat, loss_of, model_and_optimizer, open_run, run, train
+from strategies.servers import (
+    PLACEMENTS,
+    batch,
+    flat,
+    loss_of,
+    model_and_optimizer,
+    open_run,
+    placed,
+    run,
+    train,
+)
+
+
+@pytest.fixture(params=PLACEMENTS, autouse=True)
+def placement(request, monkeypatch):
+    with placed(request.param, monkeypatch):
+        yield request.param
 
 
 def plain(seed=0, **settings):
@@ -129,6 +145,29 @@ def test_the_checkpoint_of_the_end_is_what_the_servers_have(tmp_path, monkeypatc
     ((start, resumed), _), _ = run(work, 2, 1, adam)
     assert start == 3
     assert torch.equal(resumed, second)
+
+
+class Strange(torch.optim.SGD):
+    """Its state holds what no file can."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["strange"] = object()
+        return super().step(closure)
+
+
+def test_a_state_of_servers_that_cannot_be_written_is_an_error_on_all(tmp_path):
+    model_and_optimizer()  # from the first SGD on, torch calls its hooks once more for one that inherits
+
+    def work(strategy, model, optimizer, rank):
+        with strategy.attach(model, optimizer):
+            train(model, optimizer, rank, range(1))
+            with pytest.raises(CheckpointError, match="type object"):
+                strategy.save(tmp_path)
+
+    run(work, 2, make=lambda seed=0: model_and_optimizer(seed, Strange, lr=0.05))
+    assert not list(newest_first(tmp_path))
 
 
 def scaled(model, optimizer, should_clip):

@@ -1,3 +1,4 @@
+import contextlib
 import threading
 
 import pytest
@@ -30,11 +31,12 @@ def sent(state):
         thread.start()
         window = groups[1].window("states", PIECE_BYTES, torch.uint8, sources=[0])
 
-        def next_slot(take):
+        @contextlib.contextmanager
+        def next_slot():
             while 0 not in window.wait():
                 pass
             with window.slot(0) as slot:
-                take(slot)
+                yield slot
                 slot.clear()
 
         got = receive_state(next_slot)

@@ -30,7 +30,7 @@ def test_a_flat_is_a_vector():
     named = {"a": torch.randn(3, 4), "b": torch.randn(5), "c": torch.randn(2, dtype=torch.float64)}
     one = Flat.of(named)
     two = Flat.of({name: torch.ones_like(tensor) for name, tensor in named.items()})
-    mixed = 0.5 * (one - two) + two * 2 - two
+    mixed = 0.5 * (one - two) + two / 0.5 - two
     mixed += one
     mixed -= two
     mixed *= 3

@@ -44,7 +44,7 @@ def serve_parameters(arguments: dict[str, Any], parent: Parent) -> None:
     role = msgspec.convert(arguments["arguments"], ServerRole)
     config, contender = role.config, role.run.contender
     with seat.open_as_server(_group_name(role.run), config.num_servers, role.server) as group:
-        model, optimizer = beginner(config)
+        model, optimizer = beginner(config, seat.device(config.device))
         strategy = make_contender(group, contender.strategy, contender.options)
         with contextlib.suppress(SystemExit):
             strategy.attach(model, optimizer)

@@ -13,7 +13,6 @@ import msgspec
 import torch
 
 from shoal.bench.frame import Receive, RowKey, Version
-from shoal.bench.seat import CPU
 from shoal.bench.trainee import Trainee
 from shoal.bench.training import TrainingConfig
 from shoal.bench.training_roles import STRATEGY, Role
@@ -75,7 +74,7 @@ def train(role: Role, config: TrainingConfig, say: Say) -> Iterator[float]:
 def serve(role: Role, config: TrainingConfig, say: Say) -> dict[str, Any]:
     """Hold parameters until the last worker has left; what the server has counted."""
     with _taking(role) as group:
-        trainee = trainee_of(config, 0, CPU)
+        trainee = trainee_of(config, 0, torch.device(config.device))
         strategy = _strategy(group, config)
         say(
             f"Server {role.index} of {role.num_servers}, for {role.num_workers} workers, met at "

@@ -12,7 +12,7 @@ import torch
 from shoal.bench.children import Parent
 from shoal.bench.contenders import NONE, needs_servers
 from shoal.bench.crew import Answers, Place
-from shoal.bench.seat import CPU, Seat, seat_of
+from shoal.bench.seat import Seat, seat_of
 from shoal.bench.trainee import Laps, Recipe, Trainee, make_contender
 from shoal.bench.training import ServerRole, TrainingConfig
 from shoal.group.base import Group
@@ -34,7 +34,7 @@ def serve_parameters(arguments: dict[str, Any], parent: Parent) -> None:
     role = msgspec.convert(arguments["arguments"], ServerRole)
     config = role.config
     with seat.open_as_server(role.strategy, config.num_servers, role.server) as group:
-        trainee = trainee_of(config, 0, CPU)
+        trainee = trainee_of(config, 0, seat.device(config.device))
         made = make_contender(group, role.strategy, config.options.get(role.strategy, {}))
         with contextlib.suppress(SystemExit):
             made.attach(trainee.model, trainee.optimizer)

@@ -236,8 +236,7 @@ def _check_role(context: typer.Context, role: Role) -> DeviceKind:
             next_step="leave --strategies and --kungfu out.",
         )
     flags.check_by_hand(_typed(context), is_server=role.is_server)
-    device = device_of(given["device"], no_cuda=given["no_cuda"])
-    return "cpu" if role.is_server else device
+    return device_of(given["device"], no_cuda=given["no_cuda"])
 
 
 def _typed(context: typer.Context) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Experts on disk, in the format of `shoal.tensors.checkpoint`, and when they are saved while they serve.
 
 A checkpoint is the folder `<folder>/<uid>/step-00000120`, named by the number of updates, with the state
-`expert`: `about`, `numbers` and `tensors`. Version 0.1.0 wrote pairs of files, `<uid>/<time>-<random>.json`
-and `.safetensors`: they are read where there is no other checkpoint, and removed when enough others exist.
+`expert`: `about`, `numbers` and `tensors`. Earlier versions wrote pairs of files, a JSON and a safetensors:
+they are read where there is no other checkpoint, and removed when enough others exist.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def _read(uid: str, checkpoint: Checkpoint) -> SavedExpert:
         raise damaged(path, f"it is not one of an expert: {error!r}") from error
 
 
-# --- the files of version 0.1.0 ---
+# --- the files of earlier versions ---
 
 
 class _OldDocument(msgspec.Struct, frozen=True):

@@ -36,11 +36,9 @@ class GradientAllReduce(Strategy):
     _round: GradientRound | None = None
     _copies: Sequence[tuple[GroupBucket, list[nn.Parameter]]] = ()
 
-    def __init__(
-        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
-    ) -> None:
-        super().__init__(group, options=options, **named)
-        is_named = "bucket_mib" in {name.replace("-", "_") for name in named}
+    def __init__(self, group: Group | None = None, **options: Any) -> None:
+        super().__init__(group, **options)
+        is_named = "bucket_mib" in {name.replace("-", "_") for name in options}
         self._has_asked_size = is_named or self.options.bucket_mib != AllReduceOptions().bucket_mib
 
     @property

@@ -16,7 +16,7 @@ from torch import nn
 
 from shoal.core import Deadline
 from shoal.group import Group, Handle
-from shoal.tensors import ALIGNMENT_BYTES, Bucket, BucketLayout
+from shoal.tensors import ALIGNMENT_BYTES, Bucket, BucketLayout, local_part
 from shoal.tensors.codecs import Codec, Encoded, ErrorFeedback, codec_from_name, decode, read_meta
 from shoal.tensors.memory import bytes_of, tensor_over
 from shoal.topology import Weights
@@ -115,7 +115,7 @@ def consensus_distance(group: Group, parameters: Sequence[torch.Tensor]) -> floa
     for bucket, members in packed([parameter.detach() for parameter in parameters]):
         start_mean(group, bucket.flat).wait()
         for mean, own in zip(bucket.views, members, strict=True):
-            squared += torch.linalg.vector_norm(own.cpu() - mean, dtype=torch.float64) ** 2
+            squared += torch.linalg.vector_norm(local_part(own).cpu() - mean, dtype=torch.float64) ** 2
     start_mean(group, squared).wait()
     return math.sqrt(squared.item())
 

@@ -71,11 +71,11 @@ class Contents:
 class RunCheckpoints:
     """Saves and resumes the runs of a strategy, when asked, and by itself under `shoal run --checkpoint`."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self) -> None:
         self._asked: tuple[Path, Loaders] | None = None
         self._kept: _KeptFolder | None = None
-        self._is_known = False
+        self._known_group: Group | None = None
+        """The group for which it is known where checkpoints are kept."""
         self._random: Mapping[str, Any] | None = None
         self._saved_step: int | None = None
         self._is_failing = False
@@ -95,9 +95,11 @@ class RunCheckpoints:
         With "exact" each worker has its own part; with "common" rank 0 alone has loaded the model and the
         optimizer. Collective; CheckpointError when there is none where one was asked for.
         """
-        strategy, group, is_first = session.strategy, still_there(self._group), not self._is_known
-        if is_first:
-            self._kept, self._is_known = _find_kept_folder(self._group), True
+        if self._asked is not None or RunOptions.from_environment().checkpoint is not None:
+            _refuse_shards(session)
+        strategy, group, is_first = session.strategy, still_there(session.group), self._known_group is None
+        if self._known_group is not session.group:
+            self._kept, self._known_group = _find_kept_folder(session.group, self.folder), session.group
         asked, self._asked = self._asked, None
         folder, loaders = asked or (self.folder if is_first else None, ())
         chosen = None if folder is None else _choose(group, folder, strategy.name)
@@ -118,7 +120,7 @@ class RunCheckpoints:
             _on_first(group, 0, lambda: _load(session, Checkpoint.open(path), {}))
             state = take_state(group, lambda: _common_state(path))
             step, num_workers, saved_by = state["about"]
-        kept_loaders(self._group).load(state["loaders"], [loader.course for loader in loaders])
+        kept_loaders(session.group).load(state["loaders"], [loader.course for loader in loaders])
         self._random = state.get("random")
         self._saved_step = step if folder == self.folder else None
         if group.rank == 0:
@@ -155,12 +157,13 @@ class RunCheckpoints:
         """
         if num_kept < 1:
             raise UsageError(f"At least one checkpoint has to be kept, not {num_kept}.")
+        _refuse_shards(session)
         session.settle()
         strategy = session.strategy
         strategy.before_saving(session)
         model, optimizer = strategy.common_model(session), strategy.common_optimizer(session)
         contents = _contents(session, model, optimizer, strategy.state_dict(), loaders)
-        group, step = still_there(self._group), session.steps
+        group, step = still_there(session.group), session.steps
         first, fail = group.members[0], functools.partial(_failed, folder)
         name = _on_first(group, first, lambda: CheckpointWriter.begin(folder, step).staging.name, fail)
         staging = folder / name
@@ -188,7 +191,7 @@ class RunCheckpoints:
         Workers that leave do so one by one: then nothing in here waits for another worker. Each leaves its
         own part beside the checkpoints, and who finds itself the last makes one of all of them.
         """
-        can_wait = not should_leave or self._group.size == 1
+        can_wait = not should_leave or session.group.size == 1
         self._keep(session, self.save if can_wait else self._save_last)
 
     def _keep(self, session: TrainingSession, save: Callable[[TrainingSession, Path], Path | None]) -> None:
@@ -225,6 +228,15 @@ class RunCheckpoints:
             return _seal(session, kept.staging, strategy.completed(contents), parts, step, NUM_KEPT)
         except (OSError, ShoalError, msgspec.MsgspecError) as error:
             raise _failed(folder, error.what if isinstance(error, ShoalError) else str(error)) from error
+
+
+def _refuse_shards(session: TrainingSession) -> None:
+    if session.is_sharded:
+        raise UsageError(
+            "Shoal writes and reads no checkpoints of a model that is sharded by FSDP2.",
+            next_step="save them with torch.distributed.checkpoint, without --checkpoint. After "
+            "loading them on all workers, attach(..., should_start_equal=False).",
+        )
 
 
 # --- writing ---
@@ -470,14 +482,18 @@ class _KeptFolder:
     """Whether all workers see the same folder there."""
 
 
-def _find_kept_folder(group: Group) -> _KeptFolder | None:
-    """Reads the options of the run, and finds out which workers see the folder. Collective."""
+def _find_kept_folder(group: Group, folder: Path | None) -> _KeptFolder | None:
+    """Reads the options of the run, and finds out which workers see the folder. Collective.
+
+    A strategy that had a `folder` in another group keeps it.
+    """
     options = RunOptions.from_environment()
     if options.checkpoint is None:
         return None
-    inner, folder = innermost(group), Path(options.checkpoint)
-    number = _num_kept_runs[inner] = _num_kept_runs.get(inner, 0) + 1
-    folder = folder if number == 1 else folder / f"strategy-{number}"
+    if folder is None:
+        inner, folder = innermost(group), Path(options.checkpoint)
+        number = _num_kept_runs[inner] = _num_kept_runs.get(inner, 0) + 1
+        folder = folder if number == 1 else folder / f"strategy-{number}"
     group = still_there(group)
     first, own = group.members[0], this_process()
     name = f".end-{own}-{secrets.token_hex(4)}"

@@ -48,10 +48,8 @@ class ChocoSGD(Strategy):
     _format: Format | None = None
     _mail: Mail | None = None
 
-    def __init__(
-        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
-    ) -> None:
-        super().__init__(group, options=options, **named)
+    def __init__(self, group: Group | None = None, **options: Any) -> None:
+        super().__init__(group, **options)
         self.codec = codec_from_name(self.options.codec)
         self.codec.reseed(self.group.rank)
         self._public: dict[int, Flat] = {}

@@ -47,10 +47,8 @@ class TorchDDP(Strategy):
     Options: ClassVar[type[StrategyOptions]] = DDPOptions
     options: DDPOptions
 
-    def __init__(
-        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
-    ) -> None:
-        super().__init__(group, options=options, **named)
+    def __init__(self, group: Group | None = None, **options: Any) -> None:
+        super().__init__(group, **options)
         if self.options.monitor:
             raise UsageError(
                 "ddp cannot be monitored: torch keeps local gradients to itself.",

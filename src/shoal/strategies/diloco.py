@@ -30,14 +30,13 @@ class DiLoCo(Strategy):
     name = "diloco"
     survives_loss = True
     works_alone = True
+    trains_shards = True
     common_state = ("fragments",)
     Options: ClassVar[type[StrategyOptions]] = DiLoCoOptions
     options: DiLoCoOptions
 
-    def __init__(
-        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
-    ) -> None:
-        super().__init__(group, options=options, **named)
+    def __init__(self, group: Group | None = None, **options: Any) -> None:
+        super().__init__(group, **options)
         _check(self.options)
         rank, has_feedback = self.group.rank, self.options.error_feedback
         self.codec = make_codec(self.options.codec, rank, has_feedback=has_feedback)

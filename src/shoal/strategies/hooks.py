@@ -123,10 +123,13 @@ class LoopHooks:
         self.add(self._optimizer.register_step_post_hook(self._after_step))
         if self._session.is_alone:
             return
-        self.add(self._model.register_forward_pre_hook(Hook(self._before_forward)))
+        # before FSDP2's own hook, which would wait for a lost worker
+        is_first = self._session.is_sharded
+        self.add(self._model.register_forward_pre_hook(Hook(self._before_forward), prepend=is_first))
         if self._session.hears_forward:
             self.add(self._model.register_forward_hook(Hook(self._after_forward)))
-        if self._session.device.type != "cpu":
+        if self._session.device.type != "cpu" or self._session.is_sharded:
+            # FSDP2 sets gradients itself, and calls no other hook of the parameters
             self._watch_on_device()
             return
         for parameter in self._trainable:
@@ -207,6 +210,8 @@ class LoopHooks:
     # The model's hooks.
 
     def _before_forward(self, model: nn.Module, args: Any) -> None:
+        if self._session.is_sharded:
+            self._session.check_losses()
         if self._is_stepping:
             return
         self._is_seen = False
@@ -259,6 +264,9 @@ class LoopHooks:
             self._has_backward = self._model.training
 
     def _are_gradients_gone(self) -> bool:
+        if self._session.is_sharded:
+            # one worker's part may be empty, or all zeros: their absence is the same on the whole machine
+            return all(parameter.grad is None for parameter in self._trainable)
         return all(parameter.grad is None or not bool(parameter.grad.any()) for parameter in self._trainable)
 
     # On a GPU a step is short, and hooks lengthen it.

@@ -30,10 +30,8 @@ class HorovodAllReduce(Strategy):
     Options: ClassVar[type[StrategyOptions]] = HorovodOptions
     options: HorovodOptions
 
-    def __init__(
-        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
-    ) -> None:
-        super().__init__(group, options=options, **named)
+    def __init__(self, group: Group | None = None, **options: Any) -> None:
+        super().__init__(group, **options)
         if self.options.monitor:
             raise UsageError(
                 "horovod cannot be monitored: local gradients are gone when backward returns.",

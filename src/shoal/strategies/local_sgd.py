@@ -30,16 +30,15 @@ class LocalSGD(Strategy):
 
     name = "local-sgd"
     survives_loss = True
+    trains_shards = True
     Options: ClassVar[type[StrategyOptions]] = LocalSGDOptions
     options: LocalSGDOptions
     common_state = ("fragment",)
     fragment: OuterStep
     """The last mean, where what was learned since travels encoded."""
 
-    def __init__(
-        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
-    ) -> None:
-        super().__init__(group, options=options, **named)
+    def __init__(self, group: Group | None = None, **options: Any) -> None:
+        super().__init__(group, **options)
         self.codec = make_codec(self.options.codec, self.group.rank)
         self._stepped = SteppedParameters()
 
@@ -47,7 +46,8 @@ class LocalSGD(Strategy):
         """Makes room for the mean."""
         self._stepped = SteppedParameters()
         if self.codec is None:
-            session.hold_parameters(2)
+            if not session.is_sharded:  # the memory of shards is FSDP2's, and stays where it is
+                session.hold_parameters(2)
         else:
             self.fragment = OuterStep(0, session.named_parameters, private_memory(), has_momentum=False)
 

@@ -18,9 +18,9 @@ from shoal.tensors import Flat
 class NoLoCo(Strategy):
     """`δ ← α·δ + β·mean(θ − φ) − γ·(φ − mean(φ))`, `φ ← φ + δ`, `θ ← φ`: the means are those of a pair.
 
-    θ are the parameters that train, φ the slow weights, α is `outer_momentum`, β `outer_lr` and γ `pull`. Pairs
-    are drawn anew in each round, the same on all workers; with an odd number one is left over and takes its
-    outer step alone. So does who finds its partner lost, or gone because it has no data left. Buffers are
+    θ are the parameters that train, φ the slow weights, α is `outer_momentum`, β `outer_lr` and γ `pull`.
+    Pairs are drawn anew in each round, the same on all workers; with an odd number one is left over and takes
+    its outer step alone. So does who finds its partner lost, or gone because it has no data left. Buffers are
     averaged at the end.
     """
 

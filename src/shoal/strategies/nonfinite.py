@@ -26,6 +26,7 @@ import torch
 from shoal.core import SYSTEM_CLOCK
 from shoal.core.errors import ShoalError
 from shoal.strategies.options import OnNonfinite
+from shoal.tensors import local_part
 
 if TYPE_CHECKING:
     from shoal.strategies.session import TrainingSession
@@ -328,6 +329,7 @@ def _norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = local_part(tensor)
     if tensor.dtype is torch.float32 and not tensor.is_sparse:
         return tensor
     tensor = tensor._values() if tensor.is_sparse else tensor

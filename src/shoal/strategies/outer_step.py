@@ -18,7 +18,7 @@ from torch import nn
 from shoal.core.errors import UsageError
 from shoal.group import Group, Handle
 from shoal.strategies.averaging import start_coded_mean, start_mean
-from shoal.tensors import Allocate, Flat, private_memory
+from shoal.tensors import Allocate, Flat, local_part, private_memory
 from shoal.tensors.codecs import Codec
 
 _PIECE = 1 << 15
@@ -69,7 +69,7 @@ class OuterStep:
             self._difference.zero_()  # a codec may have put something into the gaps between parameters
         with torch.no_grad():
             for (name, difference), copy in zip(self._difference.items(), self.copy.views, strict=True):
-                parameter = self._parameters[name]
+                parameter = local_part(self._parameters[name])
                 if codec is None:
                     difference.copy_(parameter)
                 else:
@@ -102,7 +102,7 @@ class OuterStep:
             _outer_step(copy, mean, None if momenta is None else momenta[index], rule)
         with torch.no_grad():
             for name, copy in self.copy.items():
-                parameter = self._parameters[name]
+                parameter = local_part(self._parameters[name])
                 if rule.mixing:
                     parameter.lerp_(copy.to(parameter.device), 1 - rule.mixing)
                 else:

@@ -54,10 +54,8 @@ class PairAverage(Strategy):
 
     _buffers: ParameterBuffers
 
-    def __init__(
-        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
-    ) -> None:
-        super().__init__(group, options=options, **named)
+    def __init__(self, group: Group | None = None, **options: Any) -> None:
+        super().__init__(group, **options)
         self.staleness = Staleness()
         self.version = 0
         """The version of the model that was published last."""

@@ -34,8 +34,9 @@ from shoal.strategies.foreign import refuse_foreign
 from shoal.strategies.hooks import LoopHooks
 from shoal.strategies.last_round import StepCounter
 from shoal.strategies.nonfinite import Checked, FiniteCheck
+from shoal.strategies.shards import ShardReplicas, lost_mate, refuse_unsupported
 from shoal.strategies.start import require_equal, require_same_count, start_optimizers, take_values
-from shoal.tensors import BucketLayout, Flat, ParameterBuffers
+from shoal.tensors import BucketLayout, Flat, ParameterBuffers, is_sharded
 from shoal.topology import Weights
 
 if TYPE_CHECKING:
@@ -88,6 +89,9 @@ class TrainingSession:
         }
         self.trainable = list(self.named_parameters.values())
         self.device = _device_of(self.trainable)
+        self.is_sharded = any(map(is_sharded, self.named_tensors.values()))
+        """Whether the workers of a machine hold one model together: parameters are DTensors, whose
+        `local_part` is this worker's, and the group's members are those that hold the same parts."""
         self._not_shared = {
             name: tensor for name, tensor in trainable.items() if name not in self.named_parameters
         }
@@ -219,7 +223,10 @@ class TrainingSession:
         return mixed
 
     def average(self, flat: Flat, with_peers: Sequence[int] | None = None) -> Flat:
-        """Gives the mean of own values and those of some peers, who name this one; of all by default."""
+        """Gives the mean of own values and those of some peers, who name this one; of all by default.
+
+        Collective: who has no peers in this round gives an empty list.
+        """
         peers = self.others if with_peers is None else list(with_peers)
         return self.exchange(flat, Weights.uniform(peers, peers))
 
@@ -264,6 +271,11 @@ class TrainingSession:
         """Makes BatchNorm's statistics and the like the mean over the group. Collective."""
         average_buffers(self.group, self.model)
 
+    def wait_for_device(self) -> None:
+        """Waits until a GPU has done all that it was asked for."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def check_losses(self) -> None:
         """Goes on without lost peers, noting each once; PeerLost where the strategy needs everybody.
 
@@ -277,6 +289,8 @@ class TrainingSession:
         for rank, loss in list(self.group.lost.items()):
             if not strategy.survives_loss:
                 raise loss.error(f" in round {strategy.rounds}")
+            if isinstance(self.group, ShardReplicas) and rank in self.group.mates:
+                raise lost_mate(loss)
             if rank not in self._missed:
                 self._missed.append(rank)
                 # the group has warned of the loss and its reason
@@ -296,6 +310,8 @@ class TrainingSession:
             if self.is_alone:
                 self.strategy.checkpoints.resume(self)
             else:
+                if self.is_sharded:
+                    self._find_replicas()
                 strategy.begin(self, should_start_equal=should_start_equal)
             self._finite = FiniteCheck(strategy.options.on_nonfinite, self, self._checked)
             if not self.is_alone:
@@ -375,7 +391,12 @@ class TrainingSession:
     ) -> None:
         if isinstance(error, SystemExit) and not error.code:
             tell_launcher(early_step=self.strategy.steps)
+        loss = None
+        if isinstance(self.group, ShardReplicas) and isinstance(error, RuntimeError):
+            loss = self.group.find_lost_mate()  # which torch's collectives do not name
         self.close(is_failed=error is not None)
+        if loss is not None:
+            raise lost_mate(loss) from error
 
     def start_equal(self, *, should_start_equal: bool) -> None:
         """Takes up a checkpoint, or rank 0's values; compares what cannot be taken. Collective."""
@@ -387,7 +408,7 @@ class TrainingSession:
         if strategy.is_lockstep:
             require_same_count(self.group, strategy.name, strategy.steps, strategy.rounds)
         if should_start_equal:
-            take_values(self.group, list(self.named_tensors.values()))
+            take_values(self.group, list(self.named_tensors.values()), self.group.members[0])
         num_since = 0 if should_start_equal else strategy.steps % strategy.options.local_steps
         self._equal_step = strategy.steps - num_since
         start_optimizers(
@@ -398,6 +419,13 @@ class TrainingSession:
             must_be_equal=strategy.shares_gradients,
             has_loaded=resumed is not None,
         )
+
+    def _find_replicas(self) -> None:
+        """Shares from now on with those workers alone that hold the same parts of the model. Collective."""
+        refuse_unsupported(self)
+        require_equal(self.group, self.named_tensors)
+        self.group = ShardReplicas.find(self.group, list(filter(is_sharded, self.named_tensors.values())))
+        self.strategy.set_group(self.group)
 
     def _share_rest(self, *, should_leave: bool) -> None:
         """Shares the steps since the last round, if all members end after the same step; says so if not."""
@@ -439,6 +467,9 @@ class TrainingSession:
         self._memory, self._closings, self._counter = [], [], None
         self._window_number, self._num_windows = -1, 0
         _forget_at_exit(self)
+        if isinstance(self.group, ShardReplicas):
+            self.group = self.group.inner
+            strategy.set_group(self.group)
         strategy.release_session(self.model)
         self._finite = None
         strategy.beats.closed()
@@ -545,7 +576,8 @@ class TrainingSession:
 
     def consensus_distance(self) -> float:
         """Measures how far the members' parameters are from their mean; see `Strategy`. Collective."""
-        return consensus_distance(self.group, self.trainable)
+        distance = consensus_distance(self.group, self.trainable)
+        return self.group.norm(distance) if isinstance(self.group, ShardReplicas) else distance
 
     def _count_step(self) -> None:
         strategy, was_round = self.strategy, self.is_round

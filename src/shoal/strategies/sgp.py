@@ -38,10 +38,8 @@ class StochasticGradientPush(Strategy):
     topology: Topology
     _buffers: ParameterBuffers
 
-    def __init__(
-        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
-    ) -> None:
-        super().__init__(group, options=options, **named)
+    def __init__(self, group: Group | None = None, **options: Any) -> None:
+        super().__init__(group, **options)
         self.weight = 1.0
         """This worker's mass: 1 on average over all."""
 

@@ -38,10 +38,8 @@ class SparseLoCo(Strategy):
     outer: OuterStep
     """The common copy, and what travels to it."""
 
-    def __init__(
-        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
-    ) -> None:
-        super().__init__(group, options=options, **named)
+    def __init__(self, group: Group | None = None, **options: Any) -> None:
+        super().__init__(group, **options)
         self.codec = ErrorFeedback(SparseTwoBit(self.options.density), self.options.error_decay)
         self._rule = OuterRule(self.options.outer_lr)
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from shoal.core.errors import ShoalError, UsageError
 from shoal.group import Group, share
 from shoal.strategies.averaging import packed
-from shoal.tensors import DTYPES, TensorSpec, describe, size_bytes
+from shoal.tensors import DTYPES, TensorSpec, describe, is_sharded, size_bytes
 from shoal.tensors.checkpoint import flatten, is_scalar, rebuild, scalar
 from shoal.tensors.packing import reshape_dense
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def take_values(group: Group, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
-    """Those of `root`, into tensors of the same shapes and dtypes. Collective."""
+    """Those of `root`, into tensors of the same shapes and dtypes; of DTensors its part. Collective."""
     for bucket, mine in packed([tensor.detach() for tensor in tensors]):
         group.broadcast(bucket.flat.view(torch.uint8), root).wait()
         if group.rank != root:
@@ -64,7 +64,7 @@ def take_state(group: Group, make: Callable[[], Any], root: int = 0) -> Any:
 def require_equal(group: Group, tensors: Mapping[str, torch.Tensor]) -> None:
     """UsageError, on all members, when what they hold differs in more than values; names the first tensor."""
     mine = [
-        [name, str(tensor.dtype), list(tensor.shape), tensor.requires_grad]
+        [name, str(tensor.dtype), list(tensor.shape), tensor.requires_grad, *_sharding(tensor)]
         for name, tensor in tensors.items()
     ]
     digests = share(group, hashlib.sha256(msgspec.msgpack.encode(mine)).digest())
@@ -110,12 +110,17 @@ def _empty(spec: TensorSpec) -> torch.Tensor:
     return reshape_dense(torch.empty(size_bytes(spec) // dtype.itemsize, dtype=dtype), spec)
 
 
+def _sharding(tensor: Any) -> list[str]:
+    return [str((tensor.device_mesh.shape, tensor.placements))] if is_sharded(tensor) else []
+
+
 def _words(entry: list[object] | None) -> str:
     if entry is None:
         return "no tensor"
-    name, dtype, shape, is_trainable = entry
+    name, dtype, shape, is_trainable, *sharding = entry
     kind = str(dtype).removeprefix("torch.")
-    return f"{name} ({kind}, shape {shape}, {'trainable' if is_trainable else 'not trainable'})"
+    parts = ", in parts" if sharding else ""
+    return f"{name} ({kind}, shape {shape}, {'trainable' if is_trainable else 'not trainable'}{parts})"
 
 
 class Account(msgspec.Struct, array_like=True):
@@ -154,8 +159,8 @@ def start_optimizers(
                 next_step="give it the same parameters, in the same groups and order, on all workers.",
             )
     if should_take_state and (has_loaded or first.has_state):
-        state = take_state(group, optimizer.state_dict)
-        if group.rank:
+        state = take_state(group, optimizer.state_dict, first.rank)
+        if group.rank != first.rank:
             optimizer.load_state_dict(state)
         return
     difference = _difference(accounts)

@@ -26,7 +26,7 @@ from shoal.strategies.averaging import common_model
 from shoal.strategies.beats import Beats
 from shoal.strategies.checkpointing import Contents, RunCheckpoints
 from shoal.strategies.monitors import Monitors
-from shoal.strategies.options import StrategyOptions, read_options
+from shoal.strategies.options import StrategyOptions, read_options, signature_of
 from shoal.strategies.session import TrainingSession, still_there
 from shoal.tensors import Flat
 from shoal.tensors.checkpoint import NUM_KEPT
@@ -42,7 +42,7 @@ class Strategy:
 
     Public attributes of a strategy that are numbers, texts, `Flat` vectors, random generators, codecs and the
     like (what has a `state_dict`), or lists of these, are kept in checkpoints. Those whose names begin with
-    an underscore are not.
+    an underscore are not. Make vectors in `start`, which are filled after it, and all others in `__init__`.
     """
 
     name: ClassVar[str]
@@ -52,6 +52,9 @@ class Strategy:
     """Whether all members have done equally many steps, whenever they meet."""
     works_alone: ClassVar[bool] = False
     """Whether its methods are called in a group of one as well."""
+    trains_shards: ClassVar[bool] = False
+    """Whether it trains models that FSDP2 shards inside each machine: it works on the `local_part` of
+    parameters, which stay where they lie, and shares them with the members of `session.group`."""
     checks_finite: ClassVar[bool] = True
     """Whether this worker looks at its gradients and parameters for values that are not finite."""
     common_state: ClassVar[Sequence[str]] = ()
@@ -64,6 +67,10 @@ class Strategy:
     rounds: int
     """The times that the group has shared what it learned, as this worker counts them."""
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.__signature__ = signature_of(cls.Options)  # type: ignore[attr-defined]  # for help() and notebooks
+
     def __init__(
         self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
     ) -> None:
@@ -73,7 +80,7 @@ class Strategy:
         self.rounds = 0
         self.group: Group = SoloGroup() if group is None else group
         self.gradient_monitors = Monitors(self.options.batch_size) if self.options.monitor else None
-        self.checkpoints = RunCheckpoints(self.group)
+        self.checkpoints = RunCheckpoints()
         self.beats = Beats(self.group, self.name)
         self._session: TrainingSession | None = None
         self._num_accumulating = 0
@@ -144,12 +151,15 @@ class Strategy:
 
     @property
     def has_last_round(self) -> bool:
-        """Whether the models of all members are made equal once more at the end of training."""
+        """Whether `last_round` makes the models of all members equal at the end of training."""
         return False
 
     @property
     def is_equal_after_round(self) -> bool:
-        """Whether a round leaves all members with equal models, where there is a last one."""
+        """Whether a round leaves all members with equal models, so that training may end with it.
+
+        Say False where models differ even right after a round, as with random partners.
+        """
         return self.has_last_round
 
     @property

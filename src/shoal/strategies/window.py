@@ -46,10 +46,8 @@ class OneSidedStrategy(Strategy):
     options: WindowOptions | PushSumOptions
     topology: Topology
 
-    def __init__(
-        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
-    ) -> None:
-        super().__init__(group, options=options, **named)
+    def __init__(self, group: Group | None = None, **options: Any) -> None:
+        super().__init__(group, **options)
         self.staleness = Staleness()
         self._windows: list[Window] = []
         """One for each dtype."""
@@ -249,10 +247,8 @@ class PushSum(OneSidedStrategy):
     Options: ClassVar[type[StrategyOptions]] = PushSumOptions
     options: PushSumOptions
 
-    def __init__(
-        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
-    ) -> None:
-        super().__init__(group, options=options, **named)
+    def __init__(self, group: Group | None = None, **options: Any) -> None:
+        super().__init__(group, **options)
         self.weight = 1.0
         """This worker's mass: 1 on average over all, less what is under way."""
         self.num_pushed = 0
@@ -305,6 +301,7 @@ class PushSum(OneSidedStrategy):
     def settle_round(self, session: TrainingSession) -> None:
         """Takes in all that is under way: the mean over the weights is exact then. Collective."""
         self._finish_round(session)
+        session.wait_for_device()  # a barrier orders processors, and not what their GPUs still have to write
         self.group.barrier().wait()
         self._collect(session)
 

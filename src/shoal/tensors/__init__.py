@@ -21,7 +21,16 @@ from shoal.tensors.codecs import (
 from shoal.tensors.dtypes import DTYPES
 from shoal.tensors.flat import Allocate, Flat, ParameterBuffers, private_memory
 from shoal.tensors.packing import allocate_for, pack, unpack
-from shoal.tensors.specs import TensorLimits, TensorSpec, check, describe, read_specs, size_bytes
+from shoal.tensors.specs import (
+    TensorLimits,
+    TensorSpec,
+    check,
+    describe,
+    is_sharded,
+    local_part,
+    read_specs,
+    size_bytes,
+)
 from shoal.transport.memory import ALIGNMENT_BYTES, aligned_memory
 
 __all__ = [
@@ -54,6 +63,8 @@ __all__ = [
     "codec_from_name",
     "decode",
     "describe",
+    "is_sharded",
+    "local_part",
     "pack",
     "private_memory",
     "read_meta",

@@ -4,12 +4,16 @@ Every view starts on a 64-byte boundary and keeps its tensor's strides: a view t
 lost channels_last, makes torch choose other kernels and other bits. The gaps between views are zeros, so
 that a reduction over the whole of `flat` is clean. Who fills, exchanges and empties buckets is left to
 groups and strategies.
+
+Of a DTensor (FSDP2, `fully_shard`) a bucket holds the part that lies on this worker. Its place is as large as
+the largest part of all workers, so that buckets are equally long where dimensions do not divide evenly.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 import torch
@@ -18,7 +22,7 @@ from shoal.core.errors import TensorError, UsageError
 from shoal.tensors.dtypes import dtype_named
 from shoal.tensors.memory import bytes_of, tensor_over
 from shoal.tensors.packing import reshape_dense
-from shoal.tensors.specs import TensorSpec, describe, size_bytes
+from shoal.tensors.specs import TensorSpec, describe, is_sharded, local_part, size_bytes
 from shoal.transport.memory import ALIGNMENT_BYTES, aligned_memory
 
 if TYPE_CHECKING:
@@ -72,18 +76,24 @@ class BucketLayout(msgspec.Struct, frozen=True, array_like=True):
         first_max_bytes = max_bytes if first_max_bytes is None else first_max_bytes
         if min(max_bytes, first_max_bytes) < ALIGNMENT_BYTES:
             raise UsageError(f"a bucket holds at least {ALIGNMENT_BYTES} bytes")
-        specs = [item if isinstance(item, TensorSpec) else describe(item) for item in tensors]
+        items = list(tensors)
+        specs = [item if isinstance(item, TensorSpec) else describe(local_part(item)) for item in items]
+        rooms = [_room_bytes(item, spec) for item, spec in zip(items, specs, strict=True)]
         walk = list(enumerate(specs))
         if is_reversed:
             walk.reverse()
         open_: dict[str, list[BucketSlot]] = {}
         limits: dict[str, int] = {}
         closed: list[list[BucketSlot]] = []
+
+        def end_of(slots: list[BucketSlot]) -> int:
+            return slots[-1].offset_bytes + rooms[slots[-1].index] if slots else 0
+
         for index, spec in walk:
             slots = open_.setdefault(spec.dtype, [])
             limit = limits.setdefault(spec.dtype, first_max_bytes)
-            offset = _end(slots)
-            if slots and offset + _aligned(size_bytes(spec)) > limit:
+            offset = end_of(slots)
+            if slots and offset + rooms[index] > limit:
                 closed.append(slots)
                 open_[spec.dtype] = slots = []
                 limits[spec.dtype] = max_bytes
@@ -93,7 +103,7 @@ class BucketLayout(msgspec.Struct, frozen=True, array_like=True):
         # A bucket can leave once its last tensor is there.
         rank = {index: position for position, (index, _) in enumerate(walk)}
         closed.sort(key=lambda slots: rank[slots[-1].index])
-        return [BucketLayout(slots[0].spec.dtype, tuple(slots), _end(slots)) for slots in closed]
+        return [BucketLayout(slots[0].spec.dtype, tuple(slots), end_of(slots)) for slots in closed]
 
 
 class Bucket:
@@ -136,7 +146,7 @@ class Bucket:
 
     def load(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Copy tensors in, in slot order; None, a gradient that was not computed, becomes zeros."""
-        self._require_fit(tensors)
+        tensors = self._fitting(tensors)
         with torch.no_grad():
             for view, tensor in zip(self.views, tensors, strict=True):
                 if tensor is None:
@@ -146,16 +156,17 @@ class Bucket:
 
     def store(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Copy the views out into tensors, in slot order; None is passed over."""
-        self._require_fit(tensors)
+        tensors = self._fitting(tensors)
         with torch.no_grad():
             for view, tensor in zip(self.views, tensors, strict=True):
                 if tensor is not None:
                     tensor.copy_(view)
 
-    def _require_fit(self, tensors: Sequence[torch.Tensor | None]) -> None:
+    def _fitting(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """All is checked before the first byte moves: copy_ would broadcast, or convert, in silence."""
         if len(tensors) != len(self.views):
             raise TensorError(f"{len(tensors)} tensors for a bucket of {len(self.views)}")
+        tensors = [None if tensor is None else local_part(tensor) for tensor in tensors]
         for slot, view, tensor in zip(self.layout.slots, self.views, tensors, strict=True):
             if tensor is not None and (tensor.shape != view.shape or tensor.dtype != view.dtype):
                 raise TensorError(
@@ -163,14 +174,22 @@ class Bucket:
                     f"its slot is {view.dtype} of shape {list(view.shape)}",
                     next_step="give the tensors in the order of layout.indices; layout.pick(…) does",
                 )
+        return tensors
 
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _end(slots: Sequence[BucketSlot]) -> int:
-    return slots[-1].offset_bytes + _aligned(size_bytes(slots[-1].spec)) if slots else 0
+def _room_bytes(item: torch.Tensor | TensorSpec, spec: TensorSpec) -> int:
+    """Counts the bytes of a tensor's place: those of the largest part where workers hold parts of it."""
+    if isinstance(item, TensorSpec) or not is_sharded(item):
+        return _aligned(size_bytes(spec))
+    shape, sharded = list(item.shape), cast(Any, item)
+    for num_parts, placement in zip(sharded.device_mesh.shape, sharded.placements, strict=True):
+        if placement.is_shard():
+            shape[placement.dim] = -(-shape[placement.dim] // num_parts)
+    return _aligned(math.prod(shape) * item.dtype.itemsize)
 
 
 def _raw_memory(layout: BucketLayout, memory: WriteableBuffer | None, device: torch.device) -> torch.Tensor:

@@ -23,7 +23,7 @@ from shoal.tensors.buckets import BucketLayout
 from shoal.tensors.dtypes import DTYPES
 from shoal.tensors.memory import tensor_over
 from shoal.tensors.packing import reshape_dense
-from shoal.tensors.specs import size_bytes
+from shoal.tensors.specs import local_part, size_bytes
 
 Allocate: TypeAlias = Callable[[int, torch.dtype], torch.Tensor]
 """Gives zeroed memory for so many elements: a group's, or a worker's own."""
@@ -101,6 +101,7 @@ class Flat:
                 if tensor is None:
                     view.zero_()
                     continue
+                tensor = local_part(tensor)
                 if tensor.shape != view.shape:
                     raise UsageError(
                         f"the state has {list(tensor.shape)} for {name}, whose shape is {list(view.shape)}.",
@@ -177,6 +178,9 @@ class Flat:
         return self._like([flat * factor for flat in self.flats])
 
     __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> Flat:
+        return self._like([flat / divisor for flat in self.flats])
 
     def __neg__(self) -> Flat:
         return self * -1.0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -22,6 +23,7 @@ MAX_DIMS = 32
 """More dimensions than any model has, and few enough for every torch operation."""
 
 _MAX_ADDRESSABLE_BYTES = 2**63 - 1
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -56,6 +58,10 @@ def refuse_unsendable(tensor: torch.Tensor) -> None:
     """TensorError for whatever is more than one dense block of memory."""
     if not isinstance(tensor, torch.Tensor):
         raise TensorError(f"expected a tensor, not {type(tensor).__name__}")
+    if is_sharded(tensor):
+        raise TensorError(
+            "a DTensor does not travel: each worker holds a part of it", next_step="send tensor.to_local()"
+        )
     if tensor.is_nested or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         raise TensorError(
@@ -65,6 +71,22 @@ def refuse_unsendable(tensor: torch.Tensor) -> None:
     if tensor.dim() > MAX_DIMS:
         raise TensorError(f"a tensor of {tensor.dim()} dimensions does not travel; at most {MAX_DIMS} do")
     dtype_name(tensor.dtype)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Tells whether this is a DTensor, of which each worker of a mesh holds a part."""
+    return type(tensor) not in _PLAIN and hasattr(tensor, "device_mesh")
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Gives the part of a DTensor that lies on this worker, in the same memory; another tensor as it is.
+
+    An operation on the DTensor itself may start a collective of torch's, and wait for other workers.
+    """
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        return cast(torch.Tensor, cast(Any, tensor).to_local())
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ each shard into a slot at the worker, and no processor waits for a GPU to know t
 from __future__ import annotations
 
 import enum
+import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,14 +42,14 @@ _NEXT_VERSION = f"{_NAME}'s next version"
 _REQUEST = struct.Struct("<b?")
 _REPLY = struct.Struct("<qqq")
 DELIVERY = struct.Struct("<qq")
-"""The note of parameters that a server puts on a worker's GPU: their version, and `Reply.num_handled`."""
+"""The note of parameters that are put on a worker's GPU: their version, and `ServerReply.num_handled`."""
 
 
 # --- how the model is divided ---
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class ParameterShard:
     """Parameters of one dtype that one server holds in one piece of memory."""
 
     number: int
@@ -91,7 +92,7 @@ def plan_shards(
     max_shards: int = MAX_SHARDS,
     *,
     is_on_device: bool = False,
-) -> list[Shard]:
+) -> list[ParameterShard]:
     """Plans all shards, those of all servers in turn, so that the servers work at once; each has one.
 
     Whole parameters are balanced by size: an optimizer may look at all of a parameter at once. On the CPU a
@@ -137,11 +138,11 @@ def _layouts(specs: Sequence[TensorSpec], indices: Sequence[int], max_shards: in
     return layouts or [BucketLayout("float32", (), ALIGNMENT_BYTES)]
 
 
-def _shard(number: int, server: int, layout: BucketLayout) -> Shard:
+def _shard(number: int, server: int, layout: BucketLayout) -> ParameterShard:
     dtype = DTYPES[layout.dtype].to_real()
     size = size_bytes(layout.slots[0].spec) if len(layout.slots) == 1 else layout.size_bytes
     # a parameter without elements still has a place
-    return Shard(number, server, layout, max(1, size // dtype.itemsize), dtype)
+    return ParameterShard(number, server, layout, max(1, size // dtype.itemsize), dtype)
 
 
 # --- what they say ---
@@ -155,11 +156,9 @@ class RequestKind(enum.IntEnum):
     """A step without gradients: nothing follows, and it counts."""
     MEET = 2
     """The answer comes when all workers have asked: then everything that they have pushed is applied."""
-    SHARE_STATE = 3
-    """Once all workers have asked, the servers give their optimizers' state in a collective."""
-    SEND_STATE = 4
+    SEND_STATE = 3
     """The server sends its optimizer's state and its parameters to this worker alone."""
-    LEAVE = 5
+    LEAVE = 4
 
 
 class Presence(enum.IntEnum):
@@ -172,7 +171,7 @@ class Presence(enum.IntEnum):
 
 
 @dataclass(slots=True)
-class Request:
+class WorkerRequest:
     """What a worker sends before its gradients."""
 
     kind: RequestKind
@@ -182,12 +181,12 @@ class Request:
     """The numbers of its optimizer."""
     versions: Sequence[int] = ()
     """The version that it has read of each shard of this server."""
-    gradients: Sequence[int] = ()
-    """The `Presence` of each parameter of this server, shard by shard."""
+    gradients: Sequence[Sequence[int]] = ()
+    """The `Presence` of each parameter, for each shard of this server."""
 
 
 @dataclass(slots=True)
-class Reply:
+class ServerReply:
     """What a server has done for one worker until now."""
 
     num_handled: int = 0
@@ -205,10 +204,11 @@ class Reply:
         return _REPLY.pack(self.num_handled, self.released, self.num_refused) + summary
 
     @classmethod
-    def from_note(cls, note: bytes) -> Reply:
+    def from_note(cls, note: bytes) -> ServerReply:
         """Decodes what `to_note` gave."""
+        num_handled, released, num_refused = _REPLY.unpack_from(note)
         summary = note[_REPLY.size :]
-        return cls(*_REPLY.unpack_from(note), msgspec.msgpack.decode(summary) if summary else None)
+        return cls(num_handled, released, num_refused, msgspec.msgpack.decode(summary) if summary else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ class Packing:
         return self.codec.decode(Encoded(self.meta, buffers)).view(-1)
 
 
-def _packing(codec: FormatCodec, shard: Shard) -> Packing | None:
+def _packing(codec: FormatCodec, shard: ParameterShard) -> Packing | None:
     """Plans how a shard's gradient is encoded; None where it travels as it is."""
     spec = TensorSpec(str(shard.dtype).removeprefix("torch."), (shard.num_elements,))
     options = codec.options(spec) if codec.name != "none" and shard.layout.slots else None
@@ -303,7 +303,7 @@ class ServerChannel:
                 [group.empty(shard.num_elements, shard.dtype) for shard in self.shards] for _ in copied_for
             ]
 
-    def _make_window(self, shard: Shard, suffix: str = "") -> Window:
+    def _make_window(self, shard: ParameterShard, suffix: str = "") -> Window:
         """Makes the window of a shard's parameters: slots at the workers' GPUs, or a publication."""
         name = f"{_NAME} {shard.number}{suffix}"
         sources: Sequence[int] = ()
@@ -322,19 +322,19 @@ class ServerChannel:
                     next_step="run the same program on all, up to attach.",
                 )
 
-    def parameters(self, shard: Shard, worker: int) -> Window:
+    def parameters(self, shard: ParameterShard, worker: int) -> Window:
         """Finds the window in which one worker gets a shard's parameters."""
         windows = self._parameters[shard.number]
         return windows[0] if len(windows) == 1 else windows[worker - self.num_servers]
 
-    def send(self, server: int, request: Request) -> Handle[None]:
+    def send(self, server: int, request: WorkerRequest) -> Handle[None]:
         """Sends a request, once the server has taken the one before."""
-        values = [*request.numbers, *map(float, request.versions), *map(float, request.gradients)]
+        values = [*request.numbers, *map(float, request.versions), *itertools.chain(*request.gradients)]
         vector = torch.zeros(self.requests.num_elements, dtype=torch.float64)
         vector[: len(values)] = torch.tensor(values, dtype=torch.float64)
         return self.requests.send(server, vector, note=_REQUEST.pack(request.kind, request.stays))
 
-    def receive(self, worker: int) -> Request | None:
+    def receive(self, worker: int) -> WorkerRequest | None:
         """Takes a worker's next request, on a server; None while there is none."""
         if worker not in self.requests.filled():
             return None
@@ -342,18 +342,15 @@ class ServerChannel:
             if not slot.num_writes:
                 return None
             kind, stays = _REQUEST.unpack(slot.note)
-            values = slot.tensor.tolist()
+            values = iter(slot.tensor.tolist())
             slot.clear()
         shards = self.by_server[self.group.rank]
-        versions_at = len(self.numbers.names)
-        gradients_at = versions_at + len(shards)
-        end = gradients_at + sum(len(shard.layout.slots) for shard in shards)
-        return Request(
+        return WorkerRequest(
             RequestKind(kind),
             stays,
-            values[:versions_at],
-            [int(value) for value in values[versions_at:gradients_at]],
-            [int(value) for value in values[gradients_at:end]],
+            numbers=list(itertools.islice(values, len(self.numbers.names))),
+            versions=[int(next(values)) for _ in shards],
+            gradients=[[int(next(values)) for _ in shard.layout.slots] for shard in shards],
         )
 
     def close(self) -> None:

@@ -7,22 +7,23 @@ servers are elsewhere goes through pinned memory, and its worker waits for the G
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from shoal.core import Deadline, PeerLost
 from shoal.group import Handle, Slot, Window
 from shoal.strategies.parameter_server.channel import (
     DELIVERY,
+    ParameterShard,
     Presence,
-    Reply,
-    Request,
     RequestKind,
     ServerChannel,
-    Shard,
+    ServerReply,
+    WorkerRequest,
 )
 from shoal.strategies.parameter_server.state import receive_state
 from shoal.strategies.session import TrainingSession
@@ -41,9 +42,8 @@ Gradients = Sequence[torch.Tensor | None]
 class ServerClient:
     """Pushes and pulls for one worker, as long as it is attached."""
 
-    def __init__(
-        self, channel: ServerChannel, session: TrainingSession, parameters: Sequence[nn.Parameter]
-    ) -> None:
+    def __init__(self, channel: ServerChannel, session: TrainingSession) -> None:
+        parameters = session.trainable
         self._channel = channel
         self._members = [shard.layout.pick(parameters) for shard in channel.shards]
         is_cpu = session.device.type == "cpu"
@@ -66,9 +66,11 @@ class ServerClient:
         """The version of each shard that was read."""
         self._handles: list[Handle[None]] = []
         self._expected = [0] * channel.num_servers
-        self._replies = [Reply() for _ in range(channel.num_servers)]
+        self._replies = [ServerReply() for _ in range(channel.num_servers)]
         self._due = [0] * len(channel.shards)
         """How much its server must have handled before a shard is read."""
+        self._taken = [0] * len(channel.shards)
+        """How much its server had handled when it put what was taken last on this worker's GPU."""
         self._feedback = ErrorFeedback(codec_from_name(channel.options.compression))
         self._feedback.reseed(channel.group.rank)
         self._clock = 0
@@ -88,9 +90,9 @@ class ServerClient:
 
     # --- push ---
 
-    def push(self, gradients: Gradients, numbers: Sequence[float]) -> None:
+    def push(self, gradients: Gradients, rate_factor: float = 1.0) -> None:
         """Begins to send gradients; they must not be written until `finish_push`."""
-        channel = self._channel
+        channel, numbers = self._channel, self._channel.numbers.read(rate_factor)
         presence = [
             [
                 Presence.NONE if gradient is None else Presence.SENT
@@ -103,8 +105,8 @@ class ServerClient:
         for number in [number for number, payload in prepared.items() if payload is None]:
             presence[number] = [Presence.WITHHELD] * len(presence[number])
         for server, shards in enumerate(channel.by_server):
-            flags = [flag for shard in shards for flag in presence[shard.number]]
-            self._send(server, Request(RequestKind.PUSH, numbers=numbers, gradients=flags))
+            present = [presence[shard.number] for shard in shards]
+            self._send(server, WorkerRequest(RequestKind.PUSH, numbers=numbers, gradients=present))
         for shard in channel.shards:
             self._expected[shard.server] += 1
             self._due[shard.number] = self._expected[shard.server]
@@ -123,7 +125,9 @@ class ServerClient:
             handle.wait()
         self._handles.clear()
 
-    def _prepare(self, shards: Sequence[Shard], gradients: Gradients) -> dict[int, torch.Tensor | None]:
+    def _prepare(
+        self, shards: Sequence[ParameterShard], gradients: Gradients
+    ) -> dict[int, torch.Tensor | None]:
         """Prepares what must be known before the requests go: what is encoded, and what is on a GPU.
 
         None stands for a shard that holds a NaN or an infinity. A shard that is not named is sent as it is,
@@ -148,7 +152,7 @@ class ServerClient:
                 prepared[shard.number] = flat if is_finite else None
         return prepared
 
-    def _gather(self, shard: Shard, gradients: Gradients) -> torch.Tensor:
+    def _gather(self, shard: ParameterShard, gradients: Gradients) -> torch.Tensor:
         """Puts the gradients of a shard together: where they lie, if that is one piece."""
         picked = shard.layout.pick(gradients)
         if len(picked) == 1 and picked[0] is not None and _lies_as(picked[0], shard.layout.slots[0].spec):
@@ -172,7 +176,7 @@ class ServerClient:
             torch._foreach_copy_(into, copied)  # in a few operations of the GPU, not one for each parameter
         return flat
 
-    def _encode(self, shard: Shard, gradients: Gradients) -> torch.Tensor | None:
+    def _encode(self, shard: ParameterShard, gradients: Gradients) -> torch.Tensor | None:
         """Gives the bytes that travel; None for what holds an inf or a nan, which is not pushed.
 
         What was kept of parameters without a gradient waits until they have one: nothing of them is applied.
@@ -200,12 +204,11 @@ class ServerClient:
         if self._is_staged:
             _synchronize(self._flats)  # the last pull may still be on its way to the GPU
         waiting = list(channel.shards)
-        reading: list[tuple[Shard, Handle[int | None]]] = []
+        reading: list[tuple[ParameterShard, Handle[int | None]]] = []
         while waiting:
-            due, not_due = [], []
-            for shard in waiting:
-                (due if self._is_due(shard) else not_due).append(shard)
-            waiting = not_due
+            is_due = {shard.number: self._is_due(shard) for shard in waiting}
+            due = [shard for shard in waiting if is_due[shard.number]]
+            waiting = [shard for shard in waiting if not is_due[shard.number]]
             if channel.device is None:
                 reading += [(shard, self._read(shard)) for shard in due]
             else:
@@ -225,30 +228,25 @@ class ServerClient:
         self._adopt()
         self.num_pulls += 1
 
-    def _is_due(self, shard: Shard) -> bool:
+    def _is_due(self, shard: ParameterShard) -> bool:
         reply = self._replies[shard.server]
         if self._channel.options.mode == "bounded" and reply.released < self._clock:
             return False
         return reply.num_handled >= self._due[shard.number]
 
-    def _read(self, shard: Shard) -> Handle[int | None]:
+    def _read(self, shard: ParameterShard) -> Handle[int | None]:
         """Begins to read what a server has published in host memory."""
         window = self._channel.parameters(shard, self._channel.group.rank)
         return window.read(shard.server, (self._staging if self._is_staged else self._flats)[shard.number])
 
-    def _take(self, shard: Shard) -> None:
+    def _take(self, shard: ParameterShard) -> None:
         """Takes what a server has put on this worker's GPU, once the GPU has done that."""
         window = self._channel.parameters(shard, self._channel.group.rank)
-        num_handled = -1
-
-        def take(slot: Slot) -> None:
-            nonlocal num_handled
-            self._versions[shard.number], num_handled = DELIVERY.unpack(slot.note)
-            if num_handled >= self._due[shard.number]:
+        # what is there may be of an earlier push; and nothing more comes where a pull follows a pull
+        while self._taken[shard.number] < self._due[shard.number]:
+            with self._next_slot(window, shard.server) as slot:
+                self._versions[shard.number], self._taken[shard.number] = DELIVERY.unpack(slot.note)
                 self._flats[shard.number].copy_(slot.tensor)
-
-        while num_handled < self._due[shard.number]:  # it may be that of an earlier push
-            self._next_slot(window, shard.server, take)
 
     def _adopt(self) -> None:
         """Makes the parameters what was read, also where somebody has put others into their place."""
@@ -275,11 +273,10 @@ class ServerClient:
     def take_states(self) -> list[Any]:
         """Gives what each server's optimizer keeps, and takes its parameters; nobody else takes part."""
         states = []
-        window = self._channel.states
         for server, shards in enumerate(self._channel.by_server):
-            self._ask(server, Request(RequestKind.SEND_STATE))
+            self._ask(server, WorkerRequest(RequestKind.SEND_STATE))
             self.finish_push()
-            state, flats = receive_state(lambda take, server=server: self._next_slot(window, server, take))
+            state, flats = receive_state(partial(self._next_slot, self._channel.states, server))
             states.append(state)
             for shard, flat in zip(shards, flats, strict=True):
                 self._flats[shard.number].copy_(flat)
@@ -290,7 +287,7 @@ class ServerClient:
     def ask(self, kind: RequestKind, *, stays: bool = False) -> None:
         """Sends all servers a request that no gradients follow."""
         for server in range(self._channel.num_servers):
-            self._ask(server, Request(kind, stays, self._channel.numbers.read()))
+            self._ask(server, WorkerRequest(kind, stays, self._channel.numbers.read()))
         self.finish_push()
 
     def wait_for_all(self) -> None:
@@ -308,13 +305,13 @@ class ServerClient:
                 parameter.data = parameter.detach().clone()
         self._tensors, self._flats, self._staging, self._gathered = [], [], [], {}
 
-    def _ask(self, server: int, request: Request) -> None:
+    def _ask(self, server: int, request: WorkerRequest) -> None:
         self._expected[server] += 1
         for shard in self._channel.by_server[server]:
             self._due[shard.number] = self._expected[server]
         self._send(server, request)
 
-    def _send(self, server: int, request: Request) -> None:
+    def _send(self, server: int, request: WorkerRequest) -> None:
         request.versions = [self._versions[shard.number] for shard in self._channel.by_server[server]]
         self._handles.append(self._channel.send(server, request))
 
@@ -326,18 +323,19 @@ class ServerClient:
         for server in self._wait(window):
             with window.slot(server) as slot:
                 if slot.num_writes:
-                    self._replies[server] = Reply.from_note(slot.note)
+                    self._replies[server] = ServerReply.from_note(slot.note)
                     slot.clear()
 
-    def _next_slot(self, window: Window, server: int, take: Callable[[Slot], None]) -> None:
-        """Waits for a server's slot in a window, and empties it when `take` has had it."""
-        has_taken = False
-        while not has_taken:
+    @contextlib.contextmanager
+    def _next_slot(self, window: Window, server: int) -> Iterator[Slot]:
+        """Waits until a server has written something, and empties the slot at the end of the block."""
+        is_taken = False
+        while not is_taken:
             if server in self._wait(window):
                 with window.slot(server) as slot:
-                    has_taken = slot.num_writes > 0
-                    if has_taken:
-                        take(slot)
+                    is_taken = slot.num_writes > 0
+                    if is_taken:
+                        yield slot
                         slot.clear()
 
     def _wait(self, window: Window) -> Sequence[int]:

@@ -9,28 +9,26 @@ which the user's own optimizer changes in place.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from shoal.core import Deadline
 from shoal.group import Handle, Window
 from shoal.group.kernels import mix_into
 from shoal.strategies.parameter_server.channel import (
     DELIVERY,
+    ParameterShard,
     Presence,
-    Reply,
-    Request,
     RequestKind,
     ServerChannel,
-    Shard,
+    ServerReply,
+    WorkerRequest,
 )
-from shoal.strategies.parameter_server.state import send_state, share_states
+from shoal.strategies.parameter_server.state import send_state
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.staleness import Staleness
 from shoal.tensors.codecs.base import is_finite
@@ -43,6 +41,8 @@ _BUSY_S = 0.005
 """While one worker's gradients are under way, so long do others' wait at most that come in between."""
 _SHORTEST_S = 2e-4
 """The first of the pauses, each twice as long as the one before, while some of a shard have come."""
+COUNTS = ("num_pushes", "num_applied", "num_dropped", "num_skipped", "num_refused", "pushed_bytes")
+"""What a server counts: `num_refused` are shards of gradients that were not finite, the others are pushes."""
 
 
 class ServedShard:
@@ -53,19 +53,13 @@ class ServedShard:
     GPU is copied to host memory after each update, unless all members are on GPUs (see `channel`).
     """
 
-    def __init__(
-        self,
-        shard: Shard,
-        channel: ServerChannel,
-        session: TrainingSession,
-        parameters: Sequence[nn.Parameter],
-    ) -> None:
+    def __init__(self, shard: ParameterShard, channel: ServerChannel, session: TrainingSession) -> None:
         self.shard = shard
         self.version = channel.first_version
         """One more with each update."""
         self._channel = channel
         self._optimizer = session.optimizer
-        self._members = shard.layout.pick(parameters)
+        self._members = shard.layout.pick(session.trainable)
         known = {id(parameter): True for parameter in self._members}
         self._all = [list(group["params"]) for group in self._optimizer.param_groups]
         self._groups = [[each for each in group if id(each) in known] for group in self._all]
@@ -77,7 +71,7 @@ class ServedShard:
         else:
             device = self._members[0].device if self._members else None
             self.flat = torch.zeros(shard.num_elements, dtype=shard.dtype, device=device)
-        shard.move(parameters, self.flat)
+        shard.move(session.trainable, self.flat)
         for parameter in self._members:
             parameter.grad = None
         self._copies: dict[int, torch.Tensor] = {}
@@ -174,8 +168,8 @@ class WorkerState:
     """One worker, as a server sees it."""
 
     rank: int
-    reply: Reply = field(default_factory=Reply)
-    request: Request | None = None
+    reply: ServerReply = field(default_factory=ServerReply)
+    request: WorkerRequest | None = None
     """The one under way."""
     position: int = 0
     """The shard of this server that comes next."""
@@ -198,34 +192,34 @@ class WorkerState:
     @property
     def is_meeting(self) -> bool:
         """Whether it waits for the other workers, and sends nothing until they have come, too."""
-        kinds = (RequestKind.MEET, RequestKind.SHARE_STATE)
-        return self.request is not None and self.request.kind in kinds
+        return self.request is not None and self.request.kind == RequestKind.MEET
+
+    def has_gradient(self, position: int) -> list[bool]:
+        """Tells which parameters of a shard have a gradient in the push under way."""
+        assert self.request is not None
+        return [presence == Presence.SENT for presence in self.request.gradients[position]]
+
+    def is_withheld(self, position: int) -> bool:
+        """Tells whether it has found a shard not to be finite, and sends nothing of it."""
+        assert self.request is not None
+        return Presence.WITHHELD in self.request.gradients[position]
 
 
 class AsyncServer:
     """Serves the workers of one channel, and applies each gradient as it comes: `async` and `bounded`."""
 
-    def __init__(
-        self, channel: ServerChannel, session: TrainingSession, parameters: Sequence[nn.Parameter]
-    ) -> None:
+    def __init__(self, channel: ServerChannel, session: TrainingSession) -> None:
         self._channel = channel
         self._options = channel.options
         self._optimizer = session.optimizer
-        self._shards = [
-            ServedShard(shard, channel, session, parameters)
-            for shard in channel.by_server[channel.group.rank]
-        ]
-        ends = itertools.accumulate((len(each.shard.layout.slots) for each in self._shards), initial=0)
-        self._bounds = list(itertools.pairwise(ends))
-        """Where the parameters of each shard begin and end among those of the server."""
+        own = channel.by_server[channel.group.rank]
+        self._shards = [ServedShard(shard, channel, session) for shard in own]
         self._workers = [WorkerState(rank) for rank in channel.workers]
         self._turn = 0
         self._told: dict[int, Handle[None]] = {}
         self._pause_s = _SHORTEST_S
         self.staleness, self.leads = Staleness(), Staleness()
-        self.num_pushes = self.num_applied = self.num_dropped = self.num_skipped = self.pushed_bytes = 0
-        self.num_refused = 0
-        """Shards of gradients that were not finite."""
+        self.counts = dict.fromkeys(COUNTS, 0)
 
     def run(self, beat: Callable[[], None]) -> bool:
         """Serves until nobody is left; tells whether all that came to the end stay in the group.
@@ -249,16 +243,7 @@ class AsyncServer:
 
     def summary(self) -> dict[str, Any]:
         """Gives what the server has counted."""
-        return {
-            "num_pushes": self.num_pushes,
-            "num_applied": self.num_applied,
-            "num_dropped": self.num_dropped,
-            "num_skipped": self.num_skipped,
-            "num_refused": self.num_refused,
-            "pushed_bytes": self.pushed_bytes,
-            "staleness": self.staleness.summary(),
-            "leads": self.leads.summary(),
-        }
+        return {**self.counts, "staleness": self.staleness.summary(), "leads": self.leads.summary()}
 
     # --- requests ---
 
@@ -281,16 +266,16 @@ class AsyncServer:
                 self._begin(worker, request)
             return request is not None
         if worker.is_meeting:
-            return self._meet(worker.request.kind)
+            return self._meet()
         return self._advance_push(worker)
 
-    def _begin(self, worker: WorkerState, request: Request) -> None:
+    def _begin(self, worker: WorkerState, request: WorkerRequest) -> None:
         if request.kind == RequestKind.PUSH:
             worker.request, worker.position = request, 0
-            self.num_pushes += 1
+            self.counts["num_pushes"] += 1
             self._begin_push(worker, request)
         elif request.kind == RequestKind.SKIP:
-            self.num_skipped += 1
+            self.counts["num_skipped"] += 1
             self._skip(worker, request)
         elif request.kind == RequestKind.LEAVE:
             worker.is_done, worker.stays = True, request.stays
@@ -306,13 +291,11 @@ class AsyncServer:
         else:
             worker.request = request
 
-    def _meet(self, kind: RequestKind) -> bool:
-        """Does what is done with all workers that are left, once they have asked for it."""
+    def _meet(self) -> bool:
+        """Answers all workers that are left, once they have asked to meet."""
         workers = self._open()
-        if any(worker.request is None or worker.request.kind != kind for worker in workers):
+        if not all(worker.is_meeting for worker in workers):
             return False
-        if kind == RequestKind.SHARE_STATE:
-            share_states(self._channel.group, self._channel.num_servers, self._optimizer)
         for worker in workers:
             worker.request = None
             worker.reply.num_handled += 1
@@ -320,7 +303,7 @@ class AsyncServer:
             self._tell(worker)
         return True
 
-    def _skip(self, worker: WorkerState, request: Request) -> None:
+    def _skip(self, worker: WorkerState, request: WorkerRequest) -> None:
         """Handles a step without gradients."""
         worker.reply.num_handled += 1
         if self._release(worker, worker.clock + 1):
@@ -329,20 +312,32 @@ class AsyncServer:
 
     def _miss(self, worker: WorkerState) -> None:
         """Goes on without a worker that has left or is lost."""
-        self._say_lost(worker)
+        loss = self._channel.group.lost.get(worker.rank)
+        if loss is not None:
+            log.warning(
+                "server %d goes on without worker %d%s: %s",
+                self._channel.group.rank,
+                worker.rank - self._channel.num_servers,
+                self._shortage(),
+                loss.reason,
+            )
         self._release_all()
+
+    def _shortage(self) -> str:
+        """Says what is missing for an update now."""
+        return ""
 
     # --- gradients ---
 
-    def _begin_push(self, worker: WorkerState, request: Request) -> None:
+    def _begin_push(self, worker: WorkerState, request: WorkerRequest) -> None:
         """Decides what becomes of gradients whose request has come."""
         worker.staleness = self._shards[0].version - request.versions[0]
         limit = self._options.drop_stale
         worker.is_dropped = limit is not None and worker.staleness > limit
         if worker.is_dropped:
-            self.num_dropped += 1
+            self.counts["num_dropped"] += 1
         else:
-            self.num_applied += 1
+            self.counts["num_applied"] += 1
             self.staleness.note(worker.staleness)
             if self._options.mode == "bounded":
                 self.leads.note(worker.lead)
@@ -365,41 +360,29 @@ class AsyncServer:
             gradient = shard.compensate(gradient, worker.rank)
         factor = 1 / max(1, worker.staleness) if self._options.staleness_lr else 1.0
         self._channel.numbers.write(request.numbers, factor)
-        shard.apply(gradient, self._has_gradient(worker, worker.position))
-
-    def _presence(self, worker: WorkerState, position: int) -> Sequence[int]:
-        assert worker.request is not None
-        start, end = self._bounds[position]
-        return worker.request.gradients[start:end]
-
-    def _has_gradient(self, worker: WorkerState, position: int) -> list[bool]:
-        """Tells which parameters of a shard have a gradient in this push."""
-        return [presence == Presence.SENT for presence in self._presence(worker, position)]
+        shard.apply(gradient, worker.has_gradient(worker.position))
 
     def _is_there(self, worker: WorkerState, position: int) -> bool:
         """Tells whether a shard of a push can be taken."""
-        if not any(self._has_gradient(worker, position)):
+        if not any(worker.has_gradient(position)):
             return True  # then nothing is sent
         return worker.rank in self._channel.gradients[self._shards[position].shard.number].filled()
 
     @contextlib.contextmanager
     def _taken(self, worker: WorkerState, position: int) -> Iterator[torch.Tensor | None]:
         """Gives the flat gradient of a shard that is there, until the block ends; None: there is none."""
-        if not any(self._has_gradient(worker, position)):
+        if not any(worker.has_gradient(position)):
             yield None
             return
         number = self._shards[position].shard.number
         packing = self._channel.packings[number]
         with self._channel.gradients[number].slot(worker.rank) as slot:
             if slot.num_writes:
-                self.pushed_bytes += slot.tensor.numel() * slot.tensor.element_size()
+                self.counts["pushed_bytes"] += slot.tensor.numel() * slot.tensor.element_size()
                 yield slot.tensor if packing is None else packing.decode(slot.tensor)
                 slot.clear()
             else:
                 yield None
-
-    def _is_withheld(self, worker: WorkerState, position: int) -> bool:
-        return Presence.WITHHELD in self._presence(worker, position)
 
     def _accepts(self, worker: WorkerState, gradient: torch.Tensor) -> bool:
         """Tells whether a shard is finite: one that is not would spoil the model for all workers.
@@ -413,11 +396,11 @@ class AsyncServer:
 
     def _refuse(self, worker: WorkerState) -> None:
         worker.reply.num_refused += 1
-        self.num_refused += 1
+        self.counts["num_refused"] += 1
 
     def _finish_shard(self, worker: WorkerState) -> None:
         """Ends one shard of a push; the last one ends the round."""
-        if self._is_withheld(worker, worker.position):
+        if worker.is_withheld(worker.position):
             self._refuse(worker)
         worker.reply.num_handled += 1
         if worker.reply.released > worker.clock:
@@ -489,17 +472,6 @@ class AsyncServer:
         """Finds a shard that some worker is about to send."""
         return next((worker.position for worker in self._open() if worker.is_pushing), None)
 
-    def _say_lost(self, worker: WorkerState, besides: str = "") -> None:
-        loss = self._channel.group.lost.get(worker.rank)
-        if loss is not None:
-            log.warning(
-                "server %d goes on without worker %d%s: %s",
-                self._channel.group.rank,
-                worker.rank - self._channel.num_servers,
-                besides,
-                loss.reason,
-            )
-
 
 class SyncServer(AsyncServer):
     """Averages the gradients of a step; with `num_aggregate` below the number of workers, others are backups.
@@ -510,10 +482,8 @@ class SyncServer(AsyncServer):
     itself.
     """
 
-    def __init__(
-        self, channel: ServerChannel, session: TrainingSession, parameters: Sequence[nn.Parameter]
-    ) -> None:
-        super().__init__(channel, session, parameters)
+    def __init__(self, channel: ServerChannel, session: TrainingSession) -> None:
+        super().__init__(channel, session)
         self._num_aggregate = self._options.num_aggregate or len(self._workers)
         self._chosen: list[WorkerState] = []
         self._late: list[WorkerState] = []
@@ -527,23 +497,23 @@ class SyncServer(AsyncServer):
         num_wanted = min(self._num_aggregate, sum(not worker.is_meeting for worker in self._open()))
         return bool(self._position or (self._chosen and len(self._chosen) >= num_wanted))
 
-    def _is_current(self, request: Request) -> bool:
+    def _is_current(self, request: WorkerRequest) -> bool:
         return min(request.versions) == min(shard.version for shard in self._shards)
 
-    def _begin_push(self, worker: WorkerState, request: Request) -> None:
+    def _begin_push(self, worker: WorkerState, request: WorkerRequest) -> None:
         is_current, is_updating = self._is_current(request), self._is_updating
         worker.is_dropped = not is_current or is_updating
         self._release(worker, worker.clock + 1)
         if worker.is_dropped:
-            self.num_dropped += 1
+            self.counts["num_dropped"] += 1
             if is_current:
                 self._late.append(worker)
         else:
-            self.num_applied += 1
+            self.counts["num_applied"] += 1
             self.staleness.note(0)
             self._chosen.append(worker)
 
-    def _skip(self, worker: WorkerState, request: Request) -> None:
+    def _skip(self, worker: WorkerState, request: WorkerRequest) -> None:
         """Counts a worker among those that are waited for, and adds nothing of it."""
         if self._is_current(request) and not self._is_updating:
             worker.request, worker.is_dropped = request, False
@@ -568,7 +538,7 @@ class SyncServer(AsyncServer):
             taken = [
                 (worker, stack.enter_context(self._taken(worker, position)))
                 for worker in pushing
-                if not self._is_withheld(worker, position)
+                if not worker.is_withheld(position)
             ]
             accepted = [(one, given) for one, given in taken if given is None or self._accepts(one, given)]
             gradients = [gradient for _, gradient in accepted if gradient is not None]
@@ -581,7 +551,7 @@ class SyncServer(AsyncServer):
                 request = accepted[0][0].request
                 assert request is not None
                 self._channel.numbers.write(request.numbers)
-                flags = zip(*(self._has_gradient(worker, position) for worker, _ in accepted), strict=True)
+                flags = zip(*(worker.has_gradient(position) for worker, _ in accepted), strict=True)
                 shard.apply(mean, [any(each) for each in flags])
         self._position = (position + 1) % len(self._shards)
         for worker in list(self._chosen):
@@ -599,7 +569,7 @@ class SyncServer(AsyncServer):
             self._finish_shard(worker)
         elif not self._position:
             worker.request = None
-            super()._skip(worker, Request(RequestKind.SKIP))
+            super()._skip(worker, WorkerRequest(RequestKind.SKIP))
 
     def _deliver(self, worker: WorkerState, shards: Sequence[ServedShard] | None = None) -> None:
         if worker not in self._late:
@@ -613,11 +583,13 @@ class SyncServer(AsyncServer):
         for workers in (self._chosen, self._late):
             if worker in workers:
                 workers.remove(worker)
-        num_left, besides = len(self._open()), ""
-        if num_left < self._num_aggregate:
-            besides = f", with {num_left} instead of {self._num_aggregate} gradients for an update"
-        self._say_lost(worker, besides)
-        self._release_all()
+        super()._miss(worker)
+
+    def _shortage(self) -> str:
+        num_left = len(self._open())
+        if num_left >= self._num_aggregate:
+            return ""
+        return f", with {num_left} instead of {self._num_aggregate} gradients for an update"
 
     def _awaited(self) -> int | None:
         if self._is_updating:

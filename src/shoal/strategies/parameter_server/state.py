@@ -1,13 +1,14 @@
 """What workers and servers know of the optimizer: its numbers, its state, and the model that all begin with.
 
 The numbers of its groups (lr, momentum, betas) go with each push, so that a schedule on the worker counts on
-the servers. Its state lies with the servers, each of which keeps that of its own shards; a checkpoint takes
-it from there, in a collective, or, at the end, when workers leave one by one, piece by piece through a window
-that leads to one worker alone.
+the servers. Its state lies with the servers, each of which keeps that of its own shards; the worker that
+writes a checkpoint takes it from there, piece by piece, and no other has a part in that: at the end workers
+leave one by one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -146,14 +147,6 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 # --- checkpoints ---
 
 
-def share_states(group: Group, num_servers: int, optimizer: Optimizer) -> dict[str, Any]:
-    """Gives everybody one `state_dict` of all that the servers' optimizers keep; collective."""
-    return merge_states(
-        optimizer,
-        [take_state(group, lambda: optimizer.state_dict()["state"], server) for server in range(num_servers)],
-    )
-
-
 def merge_states(optimizer: Optimizer, states: Iterable[Mapping[int, Any]]) -> dict[str, Any]:
     """Makes one `state_dict` of the servers' states; settings are one's own."""
     # each has state for its own shards alone, by positions among all parameters
@@ -180,7 +173,7 @@ def send_state(window: Window, to: int, state: Any) -> None:
     piece = torch.zeros(PIECE_BYTES, dtype=torch.uint8)
 
     def send(message: torch.Tensor) -> None:
-        for part in message.split(PIECE_BYTES):
+        for part in torch.split(message, PIECE_BYTES):
             piece[: part.numel()] = part
             window.send(to, piece, note=_SIZE.pack(message.numel())).wait()
 
@@ -189,26 +182,19 @@ def send_state(window: Window, to: int, state: Any) -> None:
         send(bucket.flat.view(torch.uint8))
 
 
-def receive_state(next_slot: Callable[[Callable[[Slot], None]], None]) -> Any:
-    """Receives what `send_state` sent; CheckpointError when that was not possible.
-
-    `next_slot(take)` waits for the server's slot of the window, and calls `take` while it is held.
-    """
+def receive_state(next_slot: Callable[[], contextlib.AbstractContextManager[Slot]]) -> Any:
+    """Receives what `send_state` sent, slot by slot; CheckpointError when that was not possible."""
 
     def receive() -> torch.Tensor:
         message: torch.Tensor | None = None
         num_bytes = 0
-
-        def take(slot: Slot) -> None:
-            nonlocal message, num_bytes
-            if message is None:
-                message = torch.empty(*_SIZE.unpack(slot.note), dtype=torch.uint8)
-            part = message[num_bytes : num_bytes + PIECE_BYTES]
-            part.copy_(slot.tensor[: part.numel()])
-            num_bytes += part.numel()
-
         while message is None or num_bytes < message.numel():
-            next_slot(take)
+            with next_slot() as slot:
+                if message is None:
+                    message = torch.empty(*_SIZE.unpack(slot.note), dtype=torch.uint8)
+                part = message[num_bytes : num_bytes + PIECE_BYTES]
+                part.copy_(slot.tensor[: part.numel()])
+                num_bytes += part.numel()
         return message
 
     head = msgspec.msgpack.decode(receive().numpy().data, type=_Head)

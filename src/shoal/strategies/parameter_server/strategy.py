@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.core import Deadline
-from shoal.core.errors import PeerLost, UsageError
+from shoal.core.errors import CheckpointError, PeerLost, UsageError
 from shoal.core.status import tell_launcher
-from shoal.group import Group
+from shoal.group import Group, share
 from shoal.strategies.averaging import own_model
 from shoal.strategies.checkpointing import Contents
 from shoal.strategies.options import ParameterServerOptions, StalenessAwareOptions, StrategyOptions
@@ -29,7 +29,6 @@ from shoal.strategies.parameter_server.server import AsyncServer, SyncServer
 from shoal.strategies.parameter_server.state import (
     OptimizerNumbers,
     merge_states,
-    share_states,
     take_first_worker,
 )
 from shoal.strategies.session import TrainingSession, rate_factor
@@ -55,10 +54,8 @@ class ParameterServer(Strategy):
     Options: ClassVar[type[StrategyOptions]] = ParameterServerOptions
     options: ParameterServerOptions
 
-    def __init__(
-        self, group: Group | None = None, *, options: StrategyOptions | None = None, **named: Any
-    ) -> None:
-        super().__init__(group, options=options, **named)
+    def __init__(self, group: Group | None = None, **options: Any) -> None:
+        super().__init__(group, **options)
         _check(self.options)
         self._client: ServerClient | None = None
         self._channel: ServerChannel | None = None
@@ -136,13 +133,13 @@ class ParameterServer(Strategy):
         session = TrainingSession(self, model, optimizer, stays=True)
         channel = self._open_channel(everybody, session)
         kind = SyncServer if self.options.mode == "sync" else AsyncServer
-        server = kind(channel, session, _optimized(session))
+        server = kind(channel, session)
         everybody.barrier().wait()
         everybody.should_survive = True
         self.staleness = server.staleness
         self.beats.opened(0)
         try:
-            do_all_stay = server.run(lambda: self.beats.stepped(server.num_applied))
+            do_all_stay = server.run(lambda: self.beats.stepped(server.counts["num_applied"]))
         finally:
             self.beats.closed()
         if do_all_stay:
@@ -157,6 +154,11 @@ class ParameterServer(Strategy):
 
     # --- a worker's steps ---
 
+    @property
+    def _connected(self) -> ServerClient:
+        assert self._client is not None, "not attached"
+        return self._client
+
     def begin(self, session: TrainingSession, *, should_start_equal: bool) -> None:
         """Takes up a checkpoint, and gives everybody the first worker's values."""
         everybody = self.group.everybody
@@ -169,10 +171,9 @@ class ParameterServer(Strategy):
     def start(self, session: TrainingSession) -> None:
         """Opens the way to the servers."""
         assert self._channel is not None
-        parameters = _optimized(session)
-        self._client = ServerClient(self._channel, session, parameters)
+        self._client = ServerClient(self._channel, session)
         self._num_refused = 0
-        self._sums = [None] * len(parameters)
+        self._sums = [None] * len(session.trainable)
         session.close_later(self._channel.close)
         self._channel.group.barrier().wait()
         self._channel.group.should_survive = True
@@ -181,9 +182,9 @@ class ParameterServer(Strategy):
         num_servers = self.group.num_servers
         first_worker = next(rank for rank in everybody.members if rank >= num_servers)
         are_all_on_devices = take_first_worker(everybody, first_worker, session)
-        numbers, parameters = OptimizerNumbers(session.optimizer), _optimized(session)
+        numbers = OptimizerNumbers(session.optimizer)
         device = session.device if are_all_on_devices else None
-        return ServerChannel(everybody, num_servers, parameters, numbers, self.options, device)
+        return ServerChannel(everybody, num_servers, session.trainable, numbers, self.options, device)
 
     def before_step(self, session: TrainingSession) -> None:
         """Pushes the gradients, and hides them from the worker's own optimizer."""
@@ -201,9 +202,7 @@ class ParameterServer(Strategy):
         gradients = self._summed(session)
         if not session.is_round:
             return
-        assert self._client is not None
-        assert self._channel is not None
-        self._client.push(gradients, self._channel.numbers.read(rate_factor(self.options, self.steps)))
+        self._connected.push(gradients, rate_factor(self.options, self.steps))
         if self._is_pulling:
             self._hide(session)
 
@@ -213,12 +212,11 @@ class ParameterServer(Strategy):
         if self._is_void:
             self.skip_step(session)
         elif session.is_round:
-            assert self._client is not None
-            self._client.finish_push()
+            self._connected.finish_push()
             self._sums = [None] * len(self._sums)
             if self._is_pulling:
-                self._client.pull()
-            num_refused = self._client.num_refused
+                self._connected.pull()
+            num_refused = self._connected.num_refused
             if num_refused > self._num_refused:
                 self._num_refused = num_refused
                 session.finite.refused(self.steps, "The servers refused it, and go on without it.")
@@ -226,18 +224,16 @@ class ParameterServer(Strategy):
     def skip_step(self, session: TrainingSession) -> None:
         """Tells servers that wait for all."""
         if session.is_round and self.options.mode != "async":
-            assert self._client is not None
-            self._client.skip()
+            self._connected.skip()
 
     @property
     def _is_pulling(self) -> bool:
         """Whether a pull follows the push that was begun."""
-        assert self._client is not None
-        return self._client.num_pushes % self.options.pull_every == 0
+        return self._connected.num_pushes % self.options.pull_every == 0
 
     def _summed(self, session: TrainingSession) -> Sequence[torch.Tensor | None]:
         """Adds this step's gradients to those since the last push."""
-        gradients = [parameter.grad for parameter in _optimized(session)]
+        gradients = [parameter.grad for parameter in session.trainable]
         scale = getattr(session.optimizer, "grad_scale", None)
         if scale is not None:
             factor = 1 / float(scale)
@@ -253,7 +249,7 @@ class ParameterServer(Strategy):
 
     def _hide(self, session: TrainingSession) -> None:
         """Leaves the worker's own optimizer nothing to do in this step."""
-        self._hidden = [(parameter, parameter.grad) for parameter in _optimized(session)]
+        self._hidden = [(parameter, parameter.grad) for parameter in session.trainable]
         for parameter, _ in self._hidden:
             parameter.grad = None
 
@@ -279,16 +275,22 @@ class ParameterServer(Strategy):
         self._meet()
 
     def common_optimizer(self, session: TrainingSession) -> dict[str, Any]:
-        """Gives what the servers' optimizers keep."""
-        if self._client is None or self._channel is None:
-            return super().common_optimizer(session)
-        self._client.ask(RequestKind.SHARE_STATE)
-        state = share_states(self._channel.group, self._channel.num_servers, session.optimizer)
-        self._client.wait_for_all()
-        return state
+        """What the servers' optimizers keep, on the worker that writes it."""
+        optimizer, problem = super().common_optimizer(session), ""
+        if self._client is None:
+            return optimizer
+        if self.group.rank == self.group.members[0]:
+            try:
+                optimizer = merge_states(session.optimizer, self._client.take_states())
+            except CheckpointError as error:
+                problem = error.what
+        problems = [told for told in share(self.group, problem) if told]
+        if problems:
+            raise CheckpointError(problems[0])
+        return optimizer
 
     def state_at_end(self) -> dict[str, Any]:
-        """Waits for this worker's pushes: what the last worker finds on the servers is all that was pushed."""
+        """Waits for this worker's pushes, so that the last worker finds all of them on the servers."""
         if self._client is not None:
             self._client.wait_for_all()
         return super().state_at_end()
@@ -332,12 +334,6 @@ class StalenessAwareSGD(ParameterServer):
     name = "staleness-aware"
     Options: ClassVar[type[StrategyOptions]] = StalenessAwareOptions
     options: StalenessAwareOptions
-
-
-def _optimized(session: TrainingSession) -> list[nn.Parameter]:
-    """Lists the trainable parameters that the optimizer has, in the order of the model."""
-    known = {id(tensor): True for group in session.optimizer.param_groups for tensor in group["params"]}
-    return [parameter for parameter in session.trainable if id(parameter) in known]
 
 
 def _check(options: ParameterServerOptions) -> None:

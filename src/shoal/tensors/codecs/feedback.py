@@ -38,9 +38,7 @@ class ErrorFeedback(Codec):
         if isinstance(codec, ErrorFeedback):
             raise UsageError("error feedback inside error feedback would keep everything twice")
         if not 0 <= decay <= 1:
-            raise UsageError(
-                f"error feedback keeps a share between 0 and 1 of what was not sent, not {decay}"
-            )
+            raise UsageError(f"error feedback keeps between 0 and 1 of what was not sent, not {decay}")
         self.codec = codec
         self.decay = decay
         self.residuals: dict[str, torch.Tensor] = {}

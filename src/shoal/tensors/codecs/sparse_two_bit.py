@@ -93,7 +93,7 @@ class SparseTwoBit(FormatCodec):
         count = math.prod(spec.shape)
         shapes = _shapes(count, options[0])
         num_all = sum(num_chunks * num_kept for num_chunks, _, num_kept in shapes)
-        packed_levels, packed_positions, packed_codes = parts[0].split(_sizes(count, options[0]))
+        packed_levels, packed_positions, packed_codes = torch.split(parts[0], _sizes(count, options[0]))
         positions = _unpack_positions(packed_positions, num_all)
         codes = _unpack_codes(packed_codes, num_all)
         levels = packed_levels.view(_LEVELS).view(-1, 2).to(torch.float32)

@@ -1,0 +1,55 @@
+"""A session that goes on in another group: the same steps, and what the strategy keeps moves along."""
+
+import pytest
+import torch
+
+from group.hosts import open_hosts, together
+from shoal.strategies import make_strategy
+
+OPTIONS = {
+    "local-sgd": {"local_steps": 2},
+    "diloco": {"local_steps": 2, "outer_lr": 0.5, "outer_momentum": 0.0},
+    "noloco": {"local_steps": 2},
+    "choco": {"codec": "int8"},
+}
+NAMES = [
+    "all-reduce", "neighbor", "sma", "pair", "local-sgd", "diloco", "push-sum", "window", "gradient-tracking",
+    "exact-diffusion", "extra", "d2", "momentum", "choco", "sgp", "relay",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_of_three_go_on_in_a_group_of_their_own(name):
+    options = {"topology": "full"} if name in ("exact-diffusion", "extra", "d2", "choco") else {}
+    with open_hosts(3) as old, open_hosts(2) as new:
+
+        def work(group):
+            torch.manual_seed(0)
+            model = torch.nn.Linear(3, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+            strategy = make_strategy(group, name, **OPTIONS.get(name, {}), **options)
+            losses = []
+
+            def step():
+                optimizer.zero_grad()
+                loss = (model(torch.ones(1, 3)) - group.rank).square().sum()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+
+            with strategy.attach(model, optimizer) as session:
+                for _ in range(3):
+                    step()
+                if group.rank == 2:
+                    return None
+                session.change_group(new[group.rank])
+                group.leave()
+                assert strategy.group.size == 2
+                for _ in range(5):
+                    step()
+                assert strategy.steps == 8
+            return losses
+
+        losses = together(old, work)
+    assert losses[2] is None
+    assert all(len(each) == 8 and each[-1] < each[0] + 1 for each in losses[:2])
