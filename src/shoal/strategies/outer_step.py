@@ -65,6 +65,8 @@ class OuterStep:
     def send(self, group: Group, codec: Codec | None) -> None:
         """Starts the mean of what the members have learned since the copy was made. Collective."""
         self._has_sent_parameters = codec is None
+        if codec is not None:
+            self._difference.zero_()  # a codec may have put something into the gaps between parameters
         with torch.no_grad():
             for (name, difference), copy in zip(self._difference.items(), self.copy.views, strict=True):
                 parameter = local_part(self._parameters[name])
