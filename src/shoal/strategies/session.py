@@ -507,6 +507,7 @@ class TrainingSession:
                 self._has_stepped = True
             for _ in range(num_missed):
                 self.step_skipped()
+            self._publish_step()
             self.finite.before_step(strategy.steps)
             self._monitor(is_skipped=self.is_left_out)
             strategy.before_step(self)
@@ -522,6 +523,7 @@ class TrainingSession:
     def step_skipped(self) -> None:
         """Is called instead of both, when the optimizer did not step after a backward pass."""
         if not self.is_alone:
+            self._publish_step()
             self.finite.skipped_step()
             self._monitor(is_skipped=True)
             self.is_skipped = True
@@ -545,12 +547,15 @@ class TrainingSession:
         """Measures how far the members' parameters are from their mean; see `Strategy`. Collective."""
         return consensus_distance(self.group, self.trainable)
 
+    def _publish_step(self) -> None:
+        """Shows that this worker goes on, before a round in which it may wait for one that has ended."""
+        if self._counter is not None:
+            self._counter.publish(self.strategy.steps + 1)
+
     def _count_step(self) -> None:
         strategy, was_round = self.strategy, self.is_round
         strategy.steps += 1
         strategy.rounds += was_round
-        if self._counter is not None:
-            self._counter.publish(strategy.steps)
         if was_round and strategy.is_equal_after_round:
             self._equal_step = strategy.steps
         if not self.is_alone:
