@@ -1,10 +1,13 @@
 """Every strategy, what it promises beyond the common contract, and the models that it is tried with.
 
-A new strategy adds a line to CASES and passes `test_strategy.py`.
+A new strategy adds a line to CASES and passes `test_strategy.py`. One from outside, of the examples, stands
+there as ours do.
 """
 
 import os
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -40,6 +43,10 @@ class Case:
     """Than a group: servers, or a package that need not be there. Its own tests give it that."""
 
 
+OUTSIDE = "my_strategy:NoLoCo"
+EXAMPLES = str(Path(__file__).parents[2] / "examples")
+if EXAMPLES not in sys.path:
+    sys.path.append(EXAMPLES)
 AWC = {"order": "adapt-while-combine"}
 CASES = {
     "all-reduce": Case("all-reduce", are_replicas_equal=True),
@@ -76,6 +83,12 @@ CASES = {
     ),
     "sgp": Case("sgp", is_step_undone=False),
     "relay": Case("relay", keeps_mean=False, is_step_undone=False, sends_in_place=False),
+    "outside": Case(
+        OUTSIDE,
+        {"local_steps": 1, "outer_lr": 1.0, "outer_momentum": 0.0},
+        is_step_undone=False,
+        sends_in_place=False,
+    ),
     "parameter-server": Case("parameter-server", needs_more=True),
     "staleness-aware": Case("staleness-aware", needs_more=True),
     "horovod": Case("horovod", needs_more=True),

@@ -3,12 +3,12 @@
 import pytest
 
 from contracts import strategy_checks as checks
-from contracts.strategies import ABORTED, CASES, COUNTED, EVERY
+from contracts.strategies import ABORTED, CASES, COUNTED, EVERY, OUTSIDE
 from shoal.strategies import BUILT_IN
 
 
 def test_every_strategy_has_a_case():
-    assert {case.strategy for case in CASES.values()} == set(BUILT_IN)
+    assert {case.strategy for case in CASES.values()} == {*BUILT_IN, OUTSIDE}
 
 
 @pytest.mark.parametrize("kind", ["solo", "host"])
