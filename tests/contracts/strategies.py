@@ -9,7 +9,9 @@ ours with SHOAL_TEST_CASES, which tells the fields of its `Case` that are not th
 
 import json
 import os
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -45,6 +47,10 @@ class Case:
     """Than a group: servers, or a package that need not be there. Its own tests give it that."""
 
 
+OUTSIDE = "my_strategy:NoLoCo"
+EXAMPLES = str(Path(__file__).parents[2] / "examples")
+if EXAMPLES not in sys.path:
+    sys.path.append(EXAMPLES)
 AWC = {"order": "adapt-while-combine"}
 CASES = {
     "all-reduce": Case("all-reduce", are_replicas_equal=True),
@@ -95,14 +101,18 @@ CASES = {
     ),
     "sgp": Case("sgp", is_step_undone=False),
     "relay": Case("relay", keeps_mean=False, is_step_undone=False, sends_in_place=False),
+    "outside": Case(
+        OUTSIDE,
+        {"local_steps": 1, "outer_lr": 1.0, "outer_momentum": 0.0},
+        is_step_undone=False,
+        sends_in_place=False,
+    ),
     "parameter-server": Case("parameter-server", needs_more=True),
     "staleness-aware": Case("staleness-aware", needs_more=True),
     "horovod": Case("horovod", needs_more=True),
 }
-OUTSIDE = {
-    name: Case(name, **told) for name, told in json.loads(os.environ.get("SHOAL_TEST_CASES", "{}")).items()
-}
-CASES = OUTSIDE or CASES
+GIVEN = json.loads(os.environ.get("SHOAL_TEST_CASES", "{}"))
+CASES = {name: Case(name, **told) for name, told in GIVEN.items()} or CASES
 DEVICE = os.environ.get("SHOAL_TEST_DEVICE", "cpu")
 """Where models are: `make test-gpu` asks for cuda."""
 EVERY = {name: case for name, case in CASES.items() if not case.needs_more}

@@ -16,6 +16,7 @@ from contracts.strategies import (
     CASES,
     DEVICE,
     MODELS,
+    OUTSIDE,
     ManySmall,
     Mixed,
     Point,
@@ -184,7 +185,9 @@ def metered(group, names):
         strategy = make(meter, case)
         with strategy.attach(model, optimizer, stays=True):
             meter.reset()
+            num_partners = 0
             for _ in range(4):
+                num_partners += strategy.session.random_partner() is not None
                 one_step(model, optimizer, torch.ones(3))
             if not case.waits:
                 strategy.settle()
@@ -218,6 +221,9 @@ def metered(group, names):
             # with each sum of models, whose it is and how many they are
             degree = len(branches("binary", n)[group.rank])
             op, wanted = "exchange", 4 * (size + 16) * degree
+        elif case.strategy == OUTSIDE:
+            # parameters and slow weights, to and from the partner; with an odd number one has none
+            op, wanted = "exchange", 2 * size * num_partners
         elif case.strategy == "choco":
             degree = len(make_topology("ring", n).destinations(group.rank))
             # one byte for each value, and a scale for each block of them

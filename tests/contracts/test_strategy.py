@@ -9,7 +9,7 @@ from shoal.strategies import BUILT_IN
 
 @pytest.mark.skipif(bool(OUTSIDE), reason="strategies of another package are tested")
 def test_every_strategy_has_a_case():
-    assert {case.strategy for case in CASES.values()} == set(BUILT_IN)
+    assert {case.strategy for case in CASES.values()} == {*BUILT_IN, OUTSIDE}
 
 
 @pytest.mark.parametrize("kind", ["solo", "host"])

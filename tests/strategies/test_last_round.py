@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from shoal.group import share
+from shoal.simulate.exact import run_exact
+from shoal.simulate.world import World
 from shoal.strategies import make_strategy
 from strategies.loops import LogLines
 from strategies.quadratics import Point, step, targets
@@ -153,3 +155,20 @@ def test_workers_of_two_machines_end_equal(workers):
     first, second = workers.run(leaves, 2, arguments, kind="torch")
     assert torch.allclose(torch.tensor(first["after"]), torch.tensor(second["after"]), rtol=0, atol=1e-12)
     assert first["after"] != first["before"]
+
+
+def test_who_ends_before_a_round_is_not_waited_for():
+    """The other begins a step with a round, and shows so before it waits there."""
+
+    def work(worker):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with make_strategy(worker.group, "local-sgd", local_steps=4).attach(model, optimizer):
+            for _ in range(3 if worker.rank == 0 else 8):
+                optimizer.zero_grad()
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                worker.compute(0.01)
+        return worker.clock.now_s()
+
+    assert [outcome.value < 1 for outcome in run_exact(World(num_workers=2), work)] == [True, True]

@@ -132,6 +132,11 @@ class GradientAllReduce(Strategy):
         """Whether it shares parameters, which is after every so many steps."""
         return not self.shares_gradients
 
+    @property
+    def is_equal_after_round(self) -> bool:
+        """Always: a round gives all the same parameters."""
+        return True
+
     def last_round(self, session: TrainingSession) -> None:
         """Averages parameters; nothing is written until all has arrived."""
         with torch.no_grad():

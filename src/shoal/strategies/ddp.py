@@ -97,6 +97,11 @@ class TorchDDP(Strategy):
         """Whether it shares parameters, which is after every so many steps."""
         return not self.shares_gradients
 
+    @property
+    def is_equal_after_round(self) -> bool:
+        """Always: a round gives all the same parameters."""
+        return True
+
     def after_step(self, session: TrainingSession) -> None:
         """Averages parameters, where those are shared."""
         if not self.shares_gradients and session.is_round:

@@ -104,7 +104,7 @@ class ExactDiffusion(Strategy):
     def average_all(self, session: TrainingSession) -> None:
         """Makes corrections sum to zero, too, whatever rounding and losses have made of them."""
         session.average_parameters()
-        self.correction -= session.average(self.correction)
+        self.correction -= session.average(self.correction, session.others)
 
 
 class D2(ExactDiffusion):

@@ -88,4 +88,4 @@ class Extra(Strategy):
     def average_all(self, session: TrainingSession) -> None:
         """Makes corrections sum to zero, too."""
         session.average_parameters()
-        self.correction -= session.average(self.correction)
+        self.correction -= session.average(self.correction, session.others)

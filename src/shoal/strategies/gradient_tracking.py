@@ -87,7 +87,7 @@ class GradientTracking(ExchangeStrategy):
     def average_all(self, session: TrainingSession) -> None:
         """Makes each tracker the mean of the last gradients, too."""
         session.average_parameters()
-        self.tracker.copy_(session.average(self.gradient))
+        self.tracker.copy_(session.average(self.gradient, session.others))
 
     def _follow_gradients(self, session: TrainingSession, scale: torch.Tensor | None) -> None:
         """`y + (g − g')`, before any mixing: also what is right where the mixing fails."""

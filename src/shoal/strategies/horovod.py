@@ -110,6 +110,11 @@ class HorovodAllReduce(Strategy):
         """Whether it shares parameters, which is after every so many steps."""
         return not self.shares_gradients
 
+    @property
+    def is_equal_after_round(self) -> bool:
+        """Always: a round gives all the same parameters."""
+        return True
+
     def last_round(self, session: TrainingSession) -> None:
         """Averages parameters."""
         self.average_all(session)

@@ -71,6 +71,11 @@ class LocalSGD(Strategy):
         """Whether some steps have no round of their own."""
         return self.options.local_steps > 1
 
+    @property
+    def is_equal_after_round(self) -> bool:
+        """Always: a round gives all the same parameters."""
+        return True
+
     def last_round(self, session: TrainingSession) -> None:
         """Averages parameters, buffers and, where it is an option, the optimizer's state."""
         if self.codec is None:

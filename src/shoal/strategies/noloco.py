@@ -63,11 +63,6 @@ class NoLoCo(Strategy):
         """Always: slow weights differ even right after an outer step."""
         return True
 
-    @property
-    def is_equal_after_round(self) -> bool:
-        """Never: a round makes pairs alike, and not all."""
-        return False
-
     def last_round(self, session: TrainingSession) -> None:
         """Makes parameters, slow weights and buffers the mean of all, once, at the end."""
         self.average_all(session)

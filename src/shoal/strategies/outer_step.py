@@ -17,7 +17,7 @@ from torch import nn
 
 from shoal.core.errors import UsageError
 from shoal.group import Group, Handle
-from shoal.strategies.averaging import start_coded_mean, start_mean
+from shoal.strategies.averaging import start_coded_mean, start_mean_of_all
 from shoal.tensors import Allocate, Flat, local_part, private_memory
 from shoal.tensors.codecs import Codec
 
@@ -78,11 +78,8 @@ class OuterStep:
             if codec is not None:
                 slot = f"{self.number}.{layout.dtype}"
                 self._handles.append(start_coded_mean(group, flat, codec, slot))
-            elif group.num_machines > 1 and group.should_survive:
-                # an all-reduce between machines ends with whoever speaks for one of them
-                self._handles.append(start_mean(group, flat))
             else:
-                self._handles.append(group.all_reduce(flat))
+                self._handles.append(start_mean_of_all(group, flat))
 
     def arrive(self) -> None:
         """Waits for the mean difference; nothing but what travels has changed until then."""

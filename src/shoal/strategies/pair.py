@@ -57,7 +57,7 @@ class PairAverage(Strategy):
     def __init__(self, group: Group | None = None, **options: Any) -> None:
         super().__init__(group, **options)
         self.staleness = Staleness()
-        self.version = 0
+        self._version = 0
         """The version of the model that was published last."""
         self._is_published = False
         """Others may read the live buffers: the next step must find the parameters in the spare ones."""
@@ -77,17 +77,17 @@ class PairAverage(Strategy):
         return self.staleness.summary()
 
     def state_dict(self) -> dict[str, Any]:
-        """Gives also the rank, whose generator of peers it has."""
-        return {**super().state_dict(), "rank": self.group.rank}
+        """Gives also the version, and the rank whose generator of peers it has."""
+        return {**super().state_dict(), "rank": self.group.rank, "version": self._version}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes all but its generator from a state of another rank: peers are drawn independently."""
-        version, is_own = self.version, state["rank"] == self.group.rank
-        left_out = ("rank",) if is_own else ("rank", "generator")
+        is_own = state["rank"] == self.group.rank
+        left_out = ("rank", "version") if is_own else ("rank", "version", "generator")
         super().load_state_dict({name: value for name, value in state.items() if name not in left_out})
-        self.version = max(version, self.version)
+        self._version = max(self._version, int(state["version"]))
         if not is_own:
-            self.generator = self._seeded(self.version)
+            self.generator = self._seeded(self._version)
 
     def load_common_state(self, state: Mapping[str, Any]) -> None:
         """Takes up counts and version of another worker."""
@@ -97,9 +97,9 @@ class PairAverage(Strategy):
         """Publishes the first model, and waits until all have."""
         self._buffers = session.hold_parameters(2 if session.device.type == "cpu" else 3)
         number = 1 + max(self._published.numbers, default=-1)
-        version = max(self.version, self._published.last_version + 1)
+        version = max(self._version, self._published.last_version + 1)
         everybody = share(self.group, [number, version])
-        self._number, self.version = (max(values) for values in zip(*everybody, strict=True))
+        self._number, self._version = (max(values) for values in zip(*everybody, strict=True))
         for window in self._published.retired:
             window.close()
         self._published.retired.clear()
@@ -130,7 +130,7 @@ class PairAverage(Strategy):
     def after_step(self, session: TrainingSession) -> None:
         """Publishes the model."""
         if session.is_round:
-            self.version += 1
+            self._version += 1
             self._publish()
 
     def average_all(self, session: TrainingSession) -> None:
@@ -141,7 +141,7 @@ class PairAverage(Strategy):
             self._move()
             self._retire()
         session.average_parameters()
-        self.version += 1
+        self._version += 1
         self._publish()
 
     def _mix(self, session: TrainingSession) -> None:
@@ -155,7 +155,7 @@ class PairAverage(Strategy):
         places = zip(self._windows, self._buffers.pairs, strict=True)
         pulled = [self._pull(window, live, spare, peer) for window, (live, spare) in places]
         known = [version for version in pulled if version is not None]
-        self.staleness.note(self.version - min(known) if known else None)
+        self.staleness.note(self._version - min(known) if known else None)
         self._buffers.swap()
         self._is_published = False
 
@@ -173,14 +173,14 @@ class PairAverage(Strategy):
 
     def _publish(self) -> None:
         for window, live in zip(self._windows, self._buffers.live.flats, strict=True):
-            window.publish(live, self.version)
+            window.publish(live, self._version)
         self._is_published = True
-        self._published.last_version = max(self._published.last_version, self.version)
+        self._published.last_version = max(self._published.last_version, self._version)
 
     def _retire(self) -> None:
         """Nobody reads the spare buffers from now on; only what a global average left there is waited for."""
         for window, spare in zip(self._windows, self._buffers.spare.flats, strict=True):
-            window.reclaim(self.version - (self._buffers.num_buffers - 1))
+            window.reclaim(self._version - (self._buffers.num_buffers - 1))
             self.group.settle(spare)
 
     def _move(self) -> None:
@@ -188,7 +188,7 @@ class PairAverage(Strategy):
         self._buffers.adopt()
         self._buffers.spare.copy_(self._buffers.live)
         self._buffers.swap()
-        self.version += 1
+        self._version += 1
         self._publish()
 
     def _seeded(self, version: int) -> torch.Generator:

@@ -29,7 +29,14 @@ from shoal.core.status import tell_launcher
 from shoal.group import Group, Handle, Window, next_number, share
 from shoal.group.opening import has_failed
 from shoal.group.solo import SoloGroup
-from shoal.strategies.averaging import average_buffers, consensus_distance, copy_buffers, packed, start_mean
+from shoal.strategies.averaging import (
+    average_buffers,
+    consensus_distance,
+    copy_buffers,
+    packed,
+    start_mean,
+    start_mean_of_all,
+)
 from shoal.strategies.foreign import refuse_foreign
 from shoal.strategies.hooks import LoopHooks
 from shoal.strategies.last_round import StepCounter
@@ -177,7 +184,11 @@ class TrainingSession:
 
         Collective.
         """
-        assert self._buffers is None, "the parameters are held already"
+        if self._buffers is not None:
+            raise UsageError(
+                "the parameters are held already.",
+                next_step="call hold_parameters() once, in start(), before the first use of parameters.",
+            )
         _require_equal_layouts(self.group, BucketLayout.plan(self.trainable, max_bytes=sys.maxsize))
         allocate = self.empty if num_buffers > 1 else None
         self._buffers = ParameterBuffers(self.named_parameters, allocate, num_buffers=num_buffers)
@@ -222,13 +233,27 @@ class TrainingSession:
         self.check_losses()
         return mixed
 
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """The learning rate of each parameter in the step under way, with warm-up and decay."""
+        factor = rate_factor(self.strategy.options, self.steps) / self.strategy.rate_divisor
+        groups = self.optimizer.param_groups
+        rates = {id(tensor): float(group["lr"]) for group in groups for tensor in group["params"]}
+        return {name: factor * rates.get(id(tensor), 0.0) for name, tensor in self.named_parameters.items()}
+
     def average(self, flat: Flat, with_peers: Sequence[int] | None = None) -> Flat:
         """Gives the mean of own values and those of some peers, who name this one; of all by default.
 
-        Collective: who has no peers in this round gives an empty list.
+        The mean of all is the same for all, also while a worker leaves. Collective: who has no peers in this
+        round gives an empty list.
         """
-        peers = self.others if with_peers is None else list(with_peers)
-        return self.exchange(flat, Weights.uniform(peers, peers))
+        if with_peers is not None:
+            return self.exchange(flat, Weights.uniform(with_peers, with_peers))
+        mean = flat.clone()
+        for handle in [start_mean_of_all(self.group, each) for each in mean.flats]:
+            handle.wait()
+        self.check_losses()
+        return mean
 
     def random_partner(self, seed: int = 0) -> int | None:
         """Draws a partner for this round, the same on both sides; None for who is left over, or alone."""
@@ -536,11 +561,9 @@ class TrainingSession:
                 self._has_stepped = True
             for _ in range(num_missed):
                 self.step_skipped()
+            self._publish_step()
             self.finite.before_step(strategy.steps)
             self._monitor(is_skipped=self.is_left_out)
-            if self._counter is not None:
-                # before a round, which may have to wait until one that has ended sees this, and leaves
-                self._counter.publish(strategy.steps + 1, is_urgent=self.is_round)
             strategy.before_step(self)
         return rate_factor(strategy.options, strategy.steps) / strategy.rate_divisor
 
@@ -554,10 +577,9 @@ class TrainingSession:
     def step_skipped(self) -> None:
         """Is called instead of both, when the optimizer did not step after a backward pass."""
         if not self.is_alone:
+            self._publish_step()
             self.finite.skipped_step()
             self._monitor(is_skipped=True)
-            if self._counter is not None:
-                self._counter.publish(self.steps + 1, is_urgent=self.is_round)
             self.is_skipped = True
             try:
                 self.strategy.skip_step(self)
@@ -579,6 +601,11 @@ class TrainingSession:
         """Measures how far the members' parameters are from their mean; see `Strategy`. Collective."""
         distance = consensus_distance(self.group, self.trainable)
         return self.group.norm(distance) if isinstance(self.group, ShardReplicas) else distance
+
+    def _publish_step(self) -> None:
+        """Shows that this worker goes on, before a round in which it may wait for one that has ended."""
+        if self._counter is not None:
+            self._counter.publish(self.strategy.steps + 1, is_urgent=self.is_round)
 
     def _count_step(self) -> None:
         strategy, was_round = self.strategy, self.is_round

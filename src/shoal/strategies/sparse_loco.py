@@ -61,6 +61,11 @@ class SparseLoCo(Strategy):
         """Whether some steps have no round of their own."""
         return self.options.local_steps > 1
 
+    @property
+    def is_equal_after_round(self) -> bool:
+        """Always: a round gives all the same parameters."""
+        return True
+
     def last_round(self, session: TrainingSession) -> None:
         """Takes an outer step: all models become the common copy, equal to the bit.
 

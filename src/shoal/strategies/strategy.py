@@ -32,6 +32,9 @@ from shoal.tensors import Flat
 from shoal.tensors.checkpoint import NUM_KEPT
 
 _NUMBERS = (bool, int, float, str)
+_BASE = ("group", "options", "steps", "rounds", "gradient_monitors", "checkpoints", "beats")
+"""Attributes that every strategy has; they are kept elsewhere, or not at all."""
+_MISSING = object()
 
 
 class Strategy:
@@ -156,11 +159,8 @@ class Strategy:
 
     @property
     def is_equal_after_round(self) -> bool:
-        """Whether a round leaves all members with equal models, so that training may end with it.
-
-        Say False where models differ even right after a round, as with random partners.
-        """
-        return self.has_last_round
+        """Whether a round leaves all members with equal models, so that training may end with it."""
+        return False
 
     @property
     def rate_divisor(self) -> float:
@@ -370,6 +370,8 @@ class Strategy:
 
     def before_saving(self, session: TrainingSession) -> None:
         """Comes to rest: afterwards all that is under way is in the parameters or in the state."""
+        if not session.is_alone:
+            self.settle_round(session)
 
     def common_model(self, session: TrainingSession) -> dict[str, torch.Tensor]:
         """Gives the one model of the whole group, by the names of its `state_dict`; one member writes it.
@@ -425,21 +427,20 @@ class Strategy:
         return getattr(type(self), method) is not getattr(Strategy, method)
 
     def _kept(self) -> dict[str, Any]:
-        base = ("group", "options", "steps", "rounds", "gradient_monitors", "checkpoints", "beats")
         return {
             name: value
             for name, value in vars(self).items()
-            if not name.startswith("_") and name not in base and _can_be_kept(value)
+            if not name.startswith("_") and name not in _BASE and _can_be_kept(value)
         }
 
     def _take_loaded(self) -> None:
-        """Gives what was loaded to the attributes that are there; the rest waits for `start`."""
-        vectors = self._loaded.get("kept", {})
-        for name, value in self._kept().items():
-            if isinstance(value, Flat) and name in vectors:
-                value.load_state_dict(vectors[name])
-            elif name in self._loaded:
-                setattr(self, name, _restored(value, self._loaded.pop(name), name))
+        """Gives what was loaded to the attributes that are there; `restore` does so again, after `start`."""
+        loaded = {**self._loaded, **self._loaded.get("kept", {})}
+        for name, state in loaded.items():
+            if name != "kept" and not name.startswith("_") and name not in _BASE:
+                value = getattr(self, name, _MISSING)
+                if value is not _MISSING and _can_be_kept(value):
+                    setattr(self, name, _restored(value, state, name))
 
 
 def _can_be_kept(value: Any) -> bool:

@@ -113,11 +113,6 @@ class OneSidedStrategy(Strategy):
         """Ends the round that has begun."""
         self._finish_round(session)
 
-    def before_saving(self, session: TrainingSession) -> None:
-        """Ends the round that has begun."""
-        if not session.is_alone:
-            self.settle_round(session)
-
     def finish(self, session: TrainingSession, *, should_leave: bool) -> None:
         """Ends the round that has begun."""
         self._finish_round(session)
