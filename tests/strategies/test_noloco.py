@@ -1,4 +1,4 @@
-"""`noloco` against the algorithm, reckoned for all workers at once; its limit, odd numbers, and who is lost."""
+"""`noloco` against the algorithm, reckoned for all workers at once; its limit, odd numbers, losses."""
 
 import pytest
 import torch

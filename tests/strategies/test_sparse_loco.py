@@ -1,4 +1,4 @@
-"""`sparse-loco` against the algorithm, reckoned for all workers at once; its limits, what is lost and kept."""
+"""`sparse-loco` against the algorithm, reckoned for all workers at once; its limits, losses, states."""
 
 import pytest
 import torch
