@@ -1,4 +1,4 @@
-"""`sparse-loco` against the algorithm, reckoned for all workers at once; its limits, losses, states."""
+"""`sparse-loco` against the algorithm, reckoned for all workers at once; its limits, what is kept."""
 
 import pytest
 import torch
