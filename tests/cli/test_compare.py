@@ -31,7 +31,7 @@ def test_without_flags_everybody_competes_at_the_tasks_own_sizes(call):
     code, _, config = call()
     facts = facts_of("digits")
     assert code == 0
-    assert len(config.contenders) == 19
+    assert len(config.contenders) == 21
     assert (config.steps, config.eval_every, config.target) == (facts.steps, facts.eval_every, facts.target)
     assert (config.learning_rates, config.momentum) == (facts.learning_rates, facts.momentum)
     assert config.seeds == (0, 1, 2)

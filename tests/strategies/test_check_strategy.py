@@ -119,6 +119,7 @@ class EndsApart(Average):
     """Says that models end equal, and averages with one partner only."""
 
     has_last_round = True
+    is_equal_after_round = True
 
     def after_step(self, session):
         if session.is_round:
