@@ -1,7 +1,7 @@
 """The options of every strategy: one frozen struct for each, with a description for every field.
 
 A field stands here once. The command line, the documentation, the keyword arguments of constructors
-(`keywords`) and their signatures all read it from here. Nothing imports torch, so that `shoal run --help`
+and their signatures all read it from here. Nothing imports torch, so that `shoal run --help`
 stays quick. A docstring under a field gives a reason that its description has no room for.
 """
 
@@ -21,7 +21,6 @@ from shoal.core.errors import UsageError
 Count = Annotated[int, Meta(ge=0)]
 Factor = Annotated[float, Meta(ge=0)]
 OnNonfinite: TypeAlias = Literal["warn", "skip", "stop"]
-Mode: TypeAlias = Literal["async", "bounded", "sync"]
 NamedTopology = Annotated[
     Any,
     Meta(description="who are neighbours: ring, exponential:3, …; in code also a function, matrix or graph"),
@@ -32,6 +31,12 @@ SymmetricTopology = Annotated[
 ]
 DirectedTopology = Annotated[
     Any, Meta(description="who sends to whom; it may be directed and irregular, as its weights don't count")
+]
+StalenessRate = Annotated[
+    bool, Meta(description="divide the learning rate by the updates that a gradient is behind")
+]
+DelayCompensation = Annotated[
+    float, Meta(ge=0, description="lambda of g + lambda g*g*(w_now - w_then); 0: no compensation")
 ]
 
 
@@ -72,8 +77,6 @@ class StrategyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Meta(description="batch size of one worker; with it the noise scale counts in examples"),
     ] = None
 
-
-CommonOptions = StrategyOptions
 
 WAITS_FOR_ALL = ("global_average_every", "should_broadcast_buffers", "monitor")
 """Options that make each worker wait for all others, whatever the strategy; when they are off, they are 0."""
@@ -308,7 +311,7 @@ class ParameterServerOptions(StrategyOptions, frozen=True, kw_only=True, forbid_
     """
 
     mode: Annotated[
-        Mode,
+        Literal["async", "bounded", "sync"],
         Meta(
             description="apply each gradient at once, let no worker lead by too much, or average all of them"
         ),
@@ -326,13 +329,8 @@ class ParameterServerOptions(StrategyOptions, frozen=True, kw_only=True, forbid_
         Annotated[int, Meta(ge=0)] | None,
         Meta(description="drop gradients that are more updates behind than this; none: drop nothing"),
     ] = None
-    staleness_lr: Annotated[
-        bool, Meta(description="divide the learning rate by the updates that a gradient is behind")
-    ] = False
-    delay_compensation: Annotated[
-        float,
-        Meta(ge=0, description="lambda of g + lambda g*g*(w_now - w_then); 0: no compensation"),
-    ] = 0.0
+    staleness_lr: StalenessRate = False
+    delay_compensation: DelayCompensation = 0.0
     """Costs the servers one more copy of the model for each worker."""
     pull_every: Annotated[
         int, Meta(ge=1, description="pushes from one pull to the next; between them the worker steps alone")
@@ -345,13 +343,8 @@ class ParameterServerOptions(StrategyOptions, frozen=True, kw_only=True, forbid_
 class StalenessAwareOptions(ParameterServerOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """These are the options of `parameter-server`, two of them with other defaults."""
 
-    staleness_lr: Annotated[
-        bool, Meta(description="divide the learning rate by the updates that a gradient is behind")
-    ] = True
-    delay_compensation: Annotated[
-        float,
-        Meta(ge=0, description="lambda of g + lambda g*g*(w_now - w_then); 0: no compensation"),
-    ] = 0.04
+    staleness_lr: StalenessRate = True
+    delay_compensation: DelayCompensation = 0.04
 
 
 O = TypeVar("O", bound=StrategyOptions)  # noqa: E741
@@ -379,63 +372,61 @@ class OptionInfo:
 
     name: str
     """It has underscores, as in code."""
-    kind: str
-    """It is 'int', 'float', 'bool', 'text', or the choices as 'a|b'."""
+    type: Any
+    """It is the field's type without its limits."""
     default: Any
     description: str
+
+    @property
+    def kind(self) -> str:
+        """It is 'int', 'float', 'bool', 'text', or the choices as 'a|b'."""
+        plain = self.type
+        if get_origin(plain) in (Union, types.UnionType):
+            plain = next(part for part in get_args(plain) if part is not types.NoneType)
+        if get_origin(plain) is Literal:
+            return "|".join(get_args(plain))
+        return plain.__name__ if plain in (int, float, bool) else "text"
 
 
 def describe_options(kind: type[StrategyOptions]) -> list[OptionInfo]:
     """List the options of such a struct, those of all strategies last."""
-    hints = get_type_hints(kind, include_extras=True)
-    common = StrategyOptions.__struct_fields__
-    names = sorted(kind.__struct_fields__, key=lambda name: name in common)
-    defaults = kind()
+    hints, defaults, common = (
+        get_type_hints(kind, include_extras=True),
+        kind(),
+        StrategyOptions.__struct_fields__,
+    )
     described = []
-    for name in names:
-        plain, description = plain_type(hints[name])
-        described.append(OptionInfo(name, _kind_text(plain), getattr(defaults, name), description))
+    for name in sorted(kind.__struct_fields__, key=lambda name: name in common):
+        plain, description = _plain_type(hints[name])
+        described.append(OptionInfo(name, plain, getattr(defaults, name), description))
     return described
 
 
 def signature_of(kind: type[StrategyOptions]) -> inspect.Signature:
     """Say how a strategy with such options is called, for `help()` and for notebooks.
 
-    `Strategy` gives it to its subclasses as `__signature__`; type checkers read `keywords` instead.
+    `Strategy` gives it to its subclasses as `__signature__`; type checkers read `__init__.pyi` instead.
     """
-    hints = get_type_hints(kind, include_extras=True)
-    defaults, parameter = kind(), inspect.Parameter
+    parameter = inspect.Parameter
+    by_name = parameter.KEYWORD_ONLY
     return inspect.Signature(
         [
             parameter("group", parameter.POSITIONAL_OR_KEYWORD, annotation="Group"),
-            parameter("options", parameter.KEYWORD_ONLY, default=None, annotation=f"{kind.__name__} | None"),
+            parameter("options", by_name, default=None, annotation=f"{kind.__name__} | None"),
             *(
-                parameter(
-                    option.name,
-                    parameter.KEYWORD_ONLY,
-                    default=getattr(defaults, option.name),
-                    annotation=plain_type(hints[option.name])[0],
-                )
+                parameter(option.name, by_name, default=option.default, annotation=option.type)
                 for option in describe_options(kind)
             ),
         ]
     )
 
 
-def plain_type(hint: Any) -> tuple[Any, str]:
+def _plain_type(hint: Any) -> tuple[Any, str]:
     """Take the limits out of a field's type; the outermost description comes with it."""
     description = ""
     while get_origin(hint) is Annotated:
         hint, *notes = get_args(hint)
         description = next((note.description for note in notes if note.description), description)
     if get_origin(hint) in (Union, types.UnionType):
-        hint = Union[tuple(plain_type(part)[0] for part in get_args(hint))]  # noqa: UP007
+        hint = Union[tuple(_plain_type(part)[0] for part in get_args(hint))]  # noqa: UP007
     return hint, description
-
-
-def _kind_text(plain: Any) -> str:
-    if get_origin(plain) in (Union, types.UnionType):
-        plain = next(part for part in get_args(plain) if part is not type(None))
-    if get_origin(plain) is Literal:
-        return "|".join(get_args(plain))
-    return plain.__name__ if plain in (int, float, bool) else "text"
