@@ -53,13 +53,18 @@ def packed(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Bucket, list[torch
         yield bucket, members
 
 
-def mean_over(group: Group, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Gives copies, averaged over the members, whose shapes and dtypes are the same. Collective."""
-    means = [tensor.clone() for tensor in tensors]
+def average(group: Group, tensors: Sequence[torch.Tensor]) -> None:
+    """Makes tensors of the same shapes and dtypes on all members their means over them. Collective."""
     with torch.no_grad():
-        for bucket, members in packed(means):
+        for bucket, members in packed(tensors):
             start_mean(group, bucket.flat).wait()
             bucket.store(members)
+
+
+def mean_over(group: Group, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Gives copies, averaged over the members, whose shapes and dtypes are the same. Collective."""
+    means = [tensor.clone() for tensor in tensors]
+    average(group, means)
     return means
 
 
@@ -90,10 +95,7 @@ def has_mean(tensor: torch.Tensor) -> bool:
 
 def average_buffers(group: Group, model: nn.Module) -> None:
     """Makes every floating-point buffer the mean over the group; counters stay one's own. Collective."""
-    with torch.no_grad():
-        for bucket, members in packed([buffer for buffer in model.buffers() if has_mean(buffer)]):
-            start_mean(group, bucket.flat).wait()
-            bucket.store(members)
+    average(group, [buffer for buffer in model.buffers() if has_mean(buffer)])
 
 
 def copy_buffers(group: Group, model: nn.Module, root: int = 0) -> None:

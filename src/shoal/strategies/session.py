@@ -29,7 +29,7 @@ from shoal.core.status import tell_launcher
 from shoal.group import Group, Handle, Window, next_number, share
 from shoal.group.opening import has_failed
 from shoal.group.solo import SoloGroup
-from shoal.strategies.averaging import average_buffers, consensus_distance, copy_buffers, packed, start_mean
+from shoal.strategies.averaging import average, average_buffers, consensus_distance, copy_buffers, start_mean
 from shoal.strategies.foreign import refuse_foreign
 from shoal.strategies.hooks import LoopHooks
 from shoal.strategies.last_round import StepCounter
@@ -254,10 +254,7 @@ class TrainingSession:
         """Makes all parameters the mean over the group; outlives a lost peer. Collective."""
         buffers = self._buffers
         if buffers is None:
-            with torch.no_grad():
-                for bucket, members in packed([parameter.detach() for parameter in self.trainable]):
-                    start_mean(self.group, bucket.flat).wait()
-                    bucket.store(members)
+            average(self.group, [parameter.detach() for parameter in self.trainable])
             return
         buffers.adopt()
         if buffers.num_buffers == 1:
