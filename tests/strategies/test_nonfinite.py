@@ -56,9 +56,9 @@ def train(group, name, mode, how, width=8):
             if is_bad and how == "gradient":
                 weight.grad[width // 2, 1] = INF
             optimizer.step()
-            seen = weight.detach().clone() if step == STEP else seen
+            seen = flat(model) if step == STEP else seen
     is_finite = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
-    return {"lines": lines, "is_finite": is_finite, "has_moved": not torch.equal(seen, weight)}
+    return {"lines": lines, "is_finite": is_finite, "has_moved": not torch.equal(seen, flat(model))}
 
 
 def train_all(group, arguments):
