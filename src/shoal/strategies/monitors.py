@@ -13,6 +13,7 @@ second.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ class Monitors:
 
         Left out when it is not finite (an inf under a GradScaler), or when there is nobody to compare with.
         """
-        if num_workers < 2 or not all(map(_is_finite, (small, big, variance))):
+        if num_workers < 2 or not all(map(math.isfinite, (small, big, variance))):
             return
         b_small, b_big = self._batch_size, self._batch_size * num_workers
         signal = (b_big * big - b_small * small) / (b_big - b_small)
@@ -90,7 +91,7 @@ class Monitors:
             else parameter.grad.detach().to_dense()
             for parameter in parameters
         ]
-        num_workers = len(group.members)
+        num_workers = len(group.members)  # before one is lost
         buckets = []
         for mean, members in packed(gradients):
             ((square, _),) = packed([member.square() for member in members])
@@ -114,7 +115,3 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 def _blend(old: float | None, new: float) -> float:
     return new if old is None else EMA * old + (1 - EMA) * new
-
-
-def _is_finite(value: float) -> bool:
-    return abs(value) < float("inf")
