@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakKeyDictionary
 
 import msgspec
 import torch
@@ -34,7 +33,7 @@ from shoal.data.kept import KeptLoaders, kept_loaders
 from shoal.data.seeds import generator_states, set_generators
 from shoal.group import Group, share
 from shoal.strategies.averaging import has_mean, own_model
-from shoal.strategies.session import innermost, still_there
+from shoal.strategies.session import still_there
 from shoal.strategies.start import take_state
 from shoal.tensors.checkpoint import (
     NUM_KEPT,
@@ -52,9 +51,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Loaders = Sequence[ShardedLoader[Any]]
-
-_num_kept_runs: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
-"""How many strategies of a group keep checkpoints by themselves."""
 
 
 @dataclass(frozen=True)
@@ -491,8 +487,8 @@ def _find_kept_folder(group: Group, folder: Path | None) -> _KeptFolder | None:
     if options.checkpoint is None:
         return None
     if folder is None:
-        inner, folder = innermost(group), Path(options.checkpoint)
-        number = _num_kept_runs[inner] = _num_kept_runs.get(inner, 0) + 1
+        folder = Path(options.checkpoint)
+        number = group.notes["num_kept_runs"] = group.notes.get("num_kept_runs", 0) + 1
         folder = folder if number == 1 else folder / f"strategy-{number}"
     group = still_there(group)
     first, own = group.members[0], this_process()
