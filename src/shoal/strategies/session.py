@@ -30,12 +30,17 @@ from shoal.group import Group, Handle, Window, next_number, share
 from shoal.group.opening import has_failed
 from shoal.group.solo import SoloGroup
 from shoal.strategies.averaging import average, average_buffers, consensus_distance, copy_buffers, start_mean
-from shoal.strategies.foreign import refuse_foreign
 from shoal.strategies.hooks import LoopHooks
 from shoal.strategies.last_round import StepCounter
 from shoal.strategies.nonfinite import Checked, FiniteCheck
 from shoal.strategies.shards import ShardReplicas, lost_mate, refuse_unsupported
-from shoal.strategies.start import require_equal, require_same_count, start_optimizers, take_values
+from shoal.strategies.start import (
+    refuse_foreign,
+    require_equal,
+    require_same_count,
+    start_optimizers,
+    take_values,
+)
 from shoal.tensors import BucketLayout, Flat, ParameterBuffers, is_sharded
 from shoal.topology import Weights
 
