@@ -98,13 +98,13 @@ def average_buffers(group: Group, model: nn.Module) -> None:
     average(group, [buffer for buffer in model.buffers() if has_mean(buffer)])
 
 
-def copy_buffers(group: Group, model: nn.Module, root: int = 0) -> None:
-    """Makes every buffer that of `root`, if that is there; whole numbers ride in float64. Collective."""
+def copy_buffers(group: Group, model: nn.Module) -> None:
+    """Makes every buffer that of rank 0, if that is there; whole numbers ride in float64. Collective."""
     buffers = list(model.buffers())
     with torch.no_grad():
         carriers = [buffer if has_mean(buffer) else buffer.double() for buffer in buffers]
         for bucket, members in packed(carriers):
-            start_copy(group, bucket.flat, root).wait()
+            start_copy(group, bucket.flat).wait()
             bucket.store(members)
         for buffer, carrier in zip(buffers, carriers, strict=True):
             if carrier is not buffer:

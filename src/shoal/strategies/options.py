@@ -1,8 +1,8 @@
 """The options of every strategy: one frozen struct for each, with a description for every field.
 
-A field stands here once. The command line, the documentation, the keyword arguments of constructors
-and their signatures all read it from here. Nothing imports torch, so that `shoal run --help`
-stays quick. A docstring under a field gives a reason that its description has no room for.
+A field stands here once. The command line, the documentation, the keyword arguments of constructors and their
+signatures all read it from here. Nothing imports torch, so that `shoal run --help` stays quick. A docstring
+under a field gives a reason that its description has no room for.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ WAITS_FOR_ALL = ("global_average_every", "should_broadcast_buffers", "monitor")
 """Options that make each worker wait for all others, whatever the strategy; when they are off, they are 0."""
 
 
-class AllReduceOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AllReduceOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options say how `all-reduce` averages gradients."""
 
     bucket_mib: Annotated[float, Meta(gt=0, description="size of the flat buckets of gradients")] = 25.0
@@ -90,7 +90,7 @@ class AllReduceOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknow
     the others, as DDP's is: on one machine a reduction is work of this very core, not a wait to be hidden."""
 
 
-class DDPOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DDPOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options of `ddp` have torch's names and defaults where torch has them."""
 
     bucket_mib: Annotated[
@@ -107,7 +107,7 @@ class DDPOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = False
 
 
-class HorovodOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HorovodOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options are handed on to Horovod."""
 
     compression: Annotated[
@@ -115,7 +115,7 @@ class HorovodOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_
     ] = "none"
 
 
-class NeighborOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NeighborOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options say with whom, and when, `neighbor` averages parameters."""
 
     topology: NamedTopology = "exponential-2"
@@ -125,7 +125,7 @@ class NeighborOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown
     ] = "adapt-then-combine"
 
 
-class HierarchicalOptions(NeighborOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HierarchicalOptions(NeighborOptions, frozen=True, kw_only=True):
     """These are the options of `neighbor`, with a topology of machines."""
 
     topology: Annotated[
@@ -134,13 +134,13 @@ class HierarchicalOptions(NeighborOptions, frozen=True, kw_only=True, forbid_unk
     ] = "exponential-2"
 
 
-class PairOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PairOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options say how `pair` draws its peers."""
 
     seed: Annotated[int, Meta(description="seed of the choice of peers; the rank is added")] = 0
 
 
-class SmaOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SmaOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options say how near models stay to their mean under `sma`."""
 
     alpha: Annotated[
@@ -148,7 +148,7 @@ class SmaOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 0.1
 
 
-class LocalSGDOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LocalSGDOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options say when, and what, `local-sgd` averages."""
 
     local_steps: Annotated[int, Meta(ge=1, description="steps from one average to the next")] = 8
@@ -163,7 +163,7 @@ class LocalSGDOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown
     copies of the parameters."""
 
 
-class DiLoCoOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DiLoCoOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options describe the outer step of `diloco`, and how changes travel to it."""
 
     local_steps: Annotated[int, Meta(ge=1, description="steps from one outer step to the next")] = 100
@@ -190,7 +190,7 @@ class DiLoCoOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_f
     ] = True
 
 
-class NoLoCoOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NoLoCoOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options describe the outer step of `noloco`, which a worker does with one peer."""
 
     local_steps: Annotated[int, Meta(ge=1, description="steps from one outer step to the next")] = 50
@@ -203,7 +203,7 @@ class NoLoCoOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_f
     seed: Annotated[int, Meta(description="seed of the choice of pairs; the same on all workers")] = 0
 
 
-class SparseLoCoOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SparseLoCoOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options describe the outer step of `sparse-loco`, and how little travels to it."""
 
     local_steps: Annotated[int, Meta(ge=1, description="steps from one outer step to the next")] = 30
@@ -216,7 +216,7 @@ class SparseLoCoOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unkno
     ] = 0.95
 
 
-class PushSumOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PushSumOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options say to whom `push-sum` gives, and how much a worker must keep."""
 
     topology: DirectedTopology = "one-peer-exponential"
@@ -228,13 +228,13 @@ class PushSumOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_
     should give to it would lose all its weight; at 0 nothing is held back, as in the synchronous rule."""
 
 
-class SgpOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SgpOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options say to whom a worker gives under `sgp`."""
 
     topology: DirectedTopology = "one-peer-exponential"
 
 
-class WindowOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WindowOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options say into whose windows `window` puts parameters, and how."""
 
     topology: NamedTopology = "one-peer-exponential"
@@ -246,19 +246,19 @@ class WindowOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_f
     ] = "none"
 
 
-class MixOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MixOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options say with whom a strategy mixes: `gradient-tracking`, or one of your own."""
 
     topology: NamedTopology = "exponential-2"
 
 
-class SymmetricOptions(MixOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SymmetricOptions(MixOptions, frozen=True, kw_only=True):
     """These options are for strategies whose topology is static and symmetric: `exact-diffusion`, `extra`."""
 
     topology: SymmetricTopology = "ring"
 
 
-class D2Options(SymmetricOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class D2Options(SymmetricOptions, frozen=True, kw_only=True):
     """These options say how `d2` mixes."""
 
     laziness: Annotated[
@@ -268,13 +268,13 @@ class D2Options(SymmetricOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     """D² needs eigenvalues above −1/3, which W of an even ring, a torus or a hypercube does not have."""
 
 
-class MomentumOptions(MixOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MomentumOptions(MixOptions, frozen=True, kw_only=True):
     """These options say with whom `momentum` mixes parameters and momentum."""
 
     topology: NamedTopology = "one-peer-exponential"
 
 
-class ChocoOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChocoOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options say how `choco` compresses what it sends, and how far it moves toward others."""
 
     topology: SymmetricTopology = "ring"
@@ -291,7 +291,7 @@ class ChocoOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fi
     codec, 1 is plain averaging."""
 
 
-class RelayOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RelayOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options name the tree of `relay`."""
 
     tree: Annotated[
@@ -304,7 +304,7 @@ class RelayOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fi
     chain. The longer, the smaller the learning rate must be."""
 
 
-class ParameterServerOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ParameterServerOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options say what the servers of `parameter-server` do with gradients.
 
     With `local_steps` the gradients of so many local steps are summed.
@@ -340,7 +340,7 @@ class ParameterServerOptions(StrategyOptions, frozen=True, kw_only=True, forbid_
     ] = "none"
 
 
-class StalenessAwareOptions(ParameterServerOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StalenessAwareOptions(ParameterServerOptions, frozen=True, kw_only=True):
     """These are the options of `parameter-server`, two of them with other defaults."""
 
     staleness_lr: StalenessRate = True
