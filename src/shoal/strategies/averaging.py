@@ -40,12 +40,17 @@ def start_copy(group: Group, tensor: torch.Tensor, root: int = 0) -> Handle[torc
     return group.exchange(tensor, Weights(1.0, {}, dict.fromkeys(others, 1.0)))
 
 
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Views a complex tensor as a real one with one dimension more; gives others as they are."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def packed(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Bucket, list[torch.Tensor]]]:
     """Copies of the tensors in a few buckets of private memory, each with the tensors that it copies.
 
     Complex ones as real ones with one dimension more. A bucket is filled when it is asked for.
     """
-    tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    tensors = list(map(as_real, tensors))
     for layout in BucketLayout.plan(tensors, max_bytes=PACK_BYTES):
         bucket = Bucket(layout)
         members = layout.pick(tensors)

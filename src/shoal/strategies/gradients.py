@@ -45,12 +45,11 @@ class GroupBucket:
     """Of the reduction under way."""
 
     def __init__(self, layout: BucketLayout, allocate: Allocate) -> None:
-        self.num_slots = len(layout.slots)
         self.num_missing = 0
         self.handle = None
         dtype = DTYPES[layout.dtype]
         real = dtype.to_real()
-        flags = BucketSlot(-1, TensorSpec(layout.dtype, (self.num_slots,)), layout.size_bytes)
+        flags = BucketSlot(-1, TensorSpec(layout.dtype, (len(layout.slots),)), layout.size_bytes)
         layout = msgspec.structs.replace(
             layout, slots=(*layout.slots, flags), size_bytes=flagged_bytes(layout)
         )
@@ -167,7 +166,7 @@ class GradientRound:
         self._number += 1
         self._num_started = 0
         for bucket in self._buckets:
-            bucket.num_missing = bucket.num_slots
+            bucket.num_missing = len(bucket.views)
         at_end_of_backward(partial(self._end, self._number))
         if self._on_share is not None:
             announce(self._group, len(self._buckets) + len(self._squares))

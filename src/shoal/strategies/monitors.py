@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from shoal.group import Group
-from shoal.strategies.averaging import packed, start_mean
+from shoal.strategies.averaging import as_real, packed, start_mean
 
 EMA = 0.9
 """What is kept of the old value at each step."""
@@ -64,7 +64,7 @@ class Monitors:
         """One step's E[g] and E[g²], tensor by tensor; of complex ones, the squares of both parts."""
         norms = []
         for means, squares in buckets:
-            for mean, square in zip(map(_real, means), map(_real, squares), strict=True):
+            for mean, square in zip(map(as_real, means), map(as_real, squares), strict=True):
                 norms.append(square.sum(dtype=torch.float64))
                 norms.append(torch.linalg.vector_norm(mean, dtype=torch.float64))
                 norms.append(torch.linalg.vector_norm(square - mean.square(), dtype=torch.float64))
@@ -107,10 +107,6 @@ class Monitors:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from them."""
         self._noise, self._signal, self._variance = (state[key] for key in ("noise", "signal", "variance"))
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _blend(old: float | None, new: float) -> float:

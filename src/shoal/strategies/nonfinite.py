@@ -25,6 +25,7 @@ import torch
 
 from shoal.core import SYSTEM_CLOCK
 from shoal.core.errors import ShoalError
+from shoal.strategies.averaging import as_real
 from shoal.strategies.options import OnNonfinite
 from shoal.tensors import local_part
 
@@ -317,8 +318,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
     tensor = local_part(tensor)
     if tensor.dtype is torch.float32 and not tensor.is_sparse:
         return tensor
-    tensor = tensor._values() if tensor.is_sparse else tensor
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return as_real(tensor._values() if tensor.is_sparse else tensor)
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
