@@ -11,11 +11,9 @@ import inspect
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import get_type_hints
 
 import shoal
 from shoal.strategies import BUILT_IN, OptionInfo, StrategyInfo, StrategyOptions, describe_options
-from shoal.strategies.options import plain_type
 
 ROOT = Path(__file__).parents[1]
 STUB_HEAD = '''"""What type checkers and editors know of this package: constructors that take options by name.
@@ -70,13 +68,9 @@ def stub_source() -> str:
 
 
 def _class_source(row: StrategyInfo) -> str:
-    name, hints, defaults = (
-        row.location.partition(":")[2],
-        get_type_hints(row.options, include_extras=True),
-        row.options(),
-    )
+    name = row.location.partition(":")[2]
     lines = [
-        f"        {option.name}: {_type_source(hints[option.name])} = {getattr(defaults, option.name)!r},"
+        f"        {option.name}: {_type_source(option.type)} = {option.default!r},"
         for option in describe_options(row.options)
     ]
     head = [
@@ -91,7 +85,7 @@ def _class_source(row: StrategyInfo) -> str:
 
 
 def _type_source(hint: object) -> str:
-    text = inspect.formatannotation(plain_type(hint)[0]).replace("typing.", "")
+    text = inspect.formatannotation(hint).replace("typing.", "")
     return re.sub(r"Optional\[(\w+)\]", r"\1 | None", text).replace("'", '"')
 
 

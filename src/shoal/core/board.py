@@ -1,7 +1,7 @@
 """Where workers pin up how far they are, for `shoal top` to read: one small file each, of this user alone.
 
 Where the board is `board_folders` says. Nothing here stops training: a board that cannot be used is done
-without, silently. `SHOAL_TOP=0` turns it off. What is noted when is `strategies.beats`' to say, how it is
+without, silently. `SHOAL_TOP=0` turns it off. What is noted when is `strategies.status`' to say, how it is
 shown the command line's.
 """
 

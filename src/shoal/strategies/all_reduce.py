@@ -60,12 +60,15 @@ class GradientAllReduce(Strategy):
         size = round((_GPU_BUCKET_MIB if is_large else self.options.bucket_mib) * 2**20)
         layouts = BucketLayout.plan(parameters, max_bytes=size, is_reversed=True)
         buckets = [(GroupBucket(layout, session.empty), layout.pick(parameters)) for layout in layouts]
-        self._round = GradientRound(session.group, buckets, lambda: self.is_accumulating)
-        if is_on_device:
-            self._round.on_share = session.finite.sharing
-        if self.gradient_monitors is not None:
-            squares = [GroupBucket(layout, session.empty) for layout in layouts]
-            self._round.watch(self.gradient_monitors, squares)
+        monitors = self.gradient_monitors
+        self._round = GradientRound(
+            session.group,
+            buckets,
+            lambda: self.is_accumulating,
+            monitors=monitors,
+            squares=[] if monitors is None else [GroupBucket(layout, session.empty) for layout in layouts],
+            on_share=session.finite.sharing if is_on_device else None,
+        )
 
     def hears(self, method: str) -> bool:
         """Listens to gradients only where those are shared."""

@@ -51,12 +51,17 @@ def start_copy(group: Group, tensor: torch.Tensor, root: int = 0) -> Handle[torc
     return group.exchange(tensor, Weights(1.0, {}, dict.fromkeys(others, 1.0)))
 
 
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Views a complex tensor as a real one with one dimension more; gives others as they are."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def packed(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Bucket, list[torch.Tensor]]]:
     """Copies of the tensors in a few buckets of private memory, each with the tensors that it copies.
 
     Complex ones as real ones with one dimension more. A bucket is filled when it is asked for.
     """
-    tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    tensors = list(map(as_real, tensors))
     for layout in BucketLayout.plan(tensors, max_bytes=PACK_BYTES):
         bucket = Bucket(layout)
         members = layout.pick(tensors)
@@ -64,13 +69,18 @@ def packed(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Bucket, list[torch
         yield bucket, members
 
 
-def mean_over(group: Group, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Gives copies, averaged over the members, whose shapes and dtypes are the same. Collective."""
-    means = [tensor.clone() for tensor in tensors]
+def average(group: Group, tensors: Sequence[torch.Tensor]) -> None:
+    """Makes tensors of the same shapes and dtypes on all members their means over them. Collective."""
     with torch.no_grad():
-        for bucket, members in packed(means):
+        for bucket, members in packed(tensors):
             start_mean(group, bucket.flat).wait()
             bucket.store(members)
+
+
+def mean_over(group: Group, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Gives copies, averaged over the members, whose shapes and dtypes are the same. Collective."""
+    means = [tensor.clone() for tensor in tensors]
+    average(group, means)
     return means
 
 
@@ -101,19 +111,16 @@ def has_mean(tensor: torch.Tensor) -> bool:
 
 def average_buffers(group: Group, model: nn.Module) -> None:
     """Makes every floating-point buffer the mean over the group; counters stay one's own. Collective."""
-    with torch.no_grad():
-        for bucket, members in packed([buffer for buffer in model.buffers() if has_mean(buffer)]):
-            start_mean(group, bucket.flat).wait()
-            bucket.store(members)
+    average(group, [buffer for buffer in model.buffers() if has_mean(buffer)])
 
 
-def copy_buffers(group: Group, model: nn.Module, root: int = 0) -> None:
-    """Makes every buffer that of `root`, if that is there; whole numbers ride in float64. Collective."""
+def copy_buffers(group: Group, model: nn.Module) -> None:
+    """Makes every buffer that of rank 0, if that is there; whole numbers ride in float64. Collective."""
     buffers = list(model.buffers())
     with torch.no_grad():
         carriers = [buffer if has_mean(buffer) else buffer.double() for buffer in buffers]
         for bucket, members in packed(carriers):
-            start_copy(group, bucket.flat, root).wait()
+            start_copy(group, bucket.flat).wait()
             bucket.store(members)
         for buffer, carrier in zip(buffers, carriers, strict=True):
             if carrier is not buffer:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakKeyDictionary
 
 import msgspec
 import torch
@@ -34,7 +33,7 @@ from shoal.data.kept import KeptLoaders, kept_loaders
 from shoal.data.seeds import generator_states, set_generators
 from shoal.group import Group, share
 from shoal.strategies.averaging import has_mean, own_model
-from shoal.strategies.session import innermost, still_there
+from shoal.strategies.session import still_there
 from shoal.strategies.start import take_state
 from shoal.tensors.checkpoint import (
     NUM_KEPT,
@@ -53,9 +52,6 @@ log = logging.getLogger(__name__)
 
 Loaders = Sequence[ShardedLoader[Any]]
 
-_num_kept_runs: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
-"""How many strategies of a group keep checkpoints by themselves."""
-
 
 @dataclass(frozen=True)
 class Contents:
@@ -65,7 +61,13 @@ class Contents:
     optimizer: Mapping[str, Any]
     common: Mapping[str, Any]
     own: Mapping[str, Any]
-    loaders: Sequence[Mapping[str, Any] | None]
+
+    @property
+    def places(self) -> list[Any]:
+        """What other workers have to know of this one's loaders."""
+        return [
+            state and [state["epoch"], state["legs"], state["num_taken"]] for state in self.own["loaders"]
+        ]
 
 
 class RunCheckpoints:
@@ -265,30 +267,25 @@ def _contents(
     kept = kept_loaders(session.group) if loaders is None else KeptLoaders()
     for loader in loaders or ():
         kept.add(loader.course)
-    places, named, is_alone = kept.states(), session.named_tensors, session.group.size == 1
-    has_replica = session.strategy.has_own_replica
+    named, has_replica = session.named_tensors, session.strategy.has_own_replica
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     random = {**generator_states(), "cuda": cuda}
-    own: dict[str, Any] = {"strategy": state, "random": random, "loaders": places}
-    own["tensors"] = {
-        name: tensor
-        for name, tensor in named.items()
-        if not is_alone and (has_replica or not isinstance(tensor, nn.Parameter))
-    }
-    if has_replica and not is_alone:
-        own["optimizer"] = session.optimizer.state_dict()
+    own: dict[str, Any] = {"strategy": state, "random": random, "loaders": kept.states(), "tensors": {}}
+    if session.group.size > 1:
+        own["tensors"] = {
+            name: tensor
+            for name, tensor in named.items()
+            if has_replica or not isinstance(tensor, nn.Parameter)
+        }
+        if has_replica:
+            own["optimizer"] = session.optimizer.state_dict()
     extra = session.model.state_dict()  # what modules keep beside tensors (`get_extra_state`)
     common = {
         "strategy": state,
         "tensors": {name: tensor for name, tensor in named.items() if name not in model},
         "model": {name: value for name, value in extra.items() if not isinstance(value, torch.Tensor)},
     }
-    return Contents(model, optimizer, common, own, places)
-
-
-def _places(contents: Contents) -> list[Any]:
-    """What others have to know of this worker's loaders."""
-    return [state and [state["epoch"], state["legs"], state["num_taken"]] for state in contents.loaders]
+    return Contents(model, optimizer, common, own)
 
 
 def _write_part(group: Group, staging: Path, contents: Contents, step: int) -> _Part:
@@ -299,7 +296,7 @@ def _write_part(group: Group, staging: Path, contents: Contents, step: int) -> _
         log.warning(
             "rank %d does not see %s: its own part of the checkpoint is left out.", group.rank, staging.parent
         )
-    return _Part(step, _places(contents), writer.files)
+    return _Part(step, contents.places, writer.files)
 
 
 def _leave_part(group: Group, kept: _KeptFolder, contents: Contents, step: int) -> dict[int, _Part]:
@@ -310,7 +307,7 @@ def _leave_part(group: Group, kept: _KeptFolder, contents: Contents, step: int) 
     writer = CheckpointWriter.join(kept.staging, kept.writers)
     if not kept.is_common:
         # the first saves for all, whose loaders count as being where its own are
-        return dict.fromkeys(range(group.size), _Part(step, _places(contents), {}))
+        return dict.fromkeys(range(group.size), _Part(step, contents.places, {}))
     part = _write_part(group, kept.staging, contents, step)
     notes = writer.leave(str(group.rank), msgspec.json.encode(part), [str(rank) for rank in ranks])
     parts = {int(rank): msgspec.json.decode(note, type=_Part) for rank, note in notes.items()}
@@ -344,7 +341,7 @@ def _seal(
 ) -> Path:
     """Writes the common part, and makes a checkpoint of it and the workers' parts."""
     group, loaders = session.group, []
-    for number, state in enumerate(contents.loaders):
+    for number, state in enumerate(contents.own["loaders"]):
         places = {rank: part.places[number] for rank, part in parts.items() if number < len(part.places)}
         places = {rank: place for rank, place in places.items() if place is not None}
         loaders.append(merge(state, places, group.size, list(group.lost)) if state and places else None)
@@ -491,8 +488,8 @@ def _find_kept_folder(group: Group, folder: Path | None) -> _KeptFolder | None:
     if options.checkpoint is None:
         return None
     if folder is None:
-        inner, folder = innermost(group), Path(options.checkpoint)
-        number = _num_kept_runs[inner] = _num_kept_runs.get(inner, 0) + 1
+        folder = Path(options.checkpoint)
+        number = group.notes["num_kept_runs"] = group.notes.get("num_kept_runs", 0) + 1
         folder = folder if number == 1 else folder / f"strategy-{number}"
     group = still_there(group)
     first, own = group.members[0], this_process()

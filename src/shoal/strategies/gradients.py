@@ -45,12 +45,11 @@ class GroupBucket:
     """Of the reduction under way."""
 
     def __init__(self, layout: BucketLayout, allocate: Allocate) -> None:
-        self.num_slots = len(layout.slots)
         self.num_missing = 0
         self.handle = None
         dtype = DTYPES[layout.dtype]
         real = dtype.to_real()
-        flags = BucketSlot(-1, TensorSpec(layout.dtype, (self.num_slots,)), layout.size_bytes)
+        flags = BucketSlot(-1, TensorSpec(layout.dtype, (len(layout.slots),)), layout.size_bytes)
         layout = msgspec.structs.replace(
             layout, slots=(*layout.slots, flags), size_bytes=flagged_bytes(layout)
         )
@@ -76,40 +75,17 @@ class GroupBucket:
 class _Place:
     """One parameter's place in a bucket; `last_round` is the last one that it was ready for."""
 
-    __slots__ = ("bucket", "last_round", "number", "parameter", "round", "view")
+    __slots__ = ("bucket", "last_round", "number", "parameter", "view")
 
-    def __init__(
-        self, owner: GradientRound, parameter: nn.Parameter, bucket: GroupBucket, number: int
-    ) -> None:
-        self.round = owner
+    def __init__(self, parameter: nn.Parameter, bucket: GroupBucket, number: int) -> None:
         self.parameter = parameter
         self.bucket = bucket
         self.number = number
         self.view = bucket.views[number]
         self.last_round = -1
 
-    def ready(self, parameter: torch.Tensor) -> None:
-        """The post-accumulate hook."""
-        owner = self.round
-        if not owner.is_open and not owner.begin():
-            return
-        if self.last_round == owner.number:
-            owner.begin_again()
-        self.last_round = owner.number
-        self.take(parameter.grad)
-        bucket = self.bucket
-        bucket.num_missing -= 1
-        try:
-            if not bucket.num_missing:
-                owner.start_full()
-            if owner.num_started:
-                owner.group.progress()
-        except BaseException as error:
-            owner.fail(error)
-            raise
-
     def take(self, gradient: torch.Tensor | None) -> None:
-        """Copy a gradient in, unless it is there already."""
+        """Copies a gradient in, unless it is there already."""
         view = self.view
         if gradient is view or gradient is None:
             return
@@ -120,69 +96,98 @@ class _Place:
 
 
 class GradientRound:
-    """The rounds of one model's gradients, one after another; after each, they are means over the group."""
+    """The rounds of one model's gradients, one after another; after each, they are means over the group.
+
+    With `monitors` squares are reduced too, in buckets of the same layouts. `on_share` is told, on a device,
+    before gradients are shared.
+    """
 
     def __init__(
         self,
         group: Group,
         buckets: Sequence[tuple[GroupBucket, Sequence[nn.Parameter]]],
         is_paused: Callable[[], bool],
+        *,
+        monitors: Monitors | None = None,
+        squares: Sequence[GroupBucket] = (),
+        on_share: Callable[[], None] | None = None,
     ) -> None:
-        self.group = group
         self.is_open = False
         """From the first gradient of a backward pass to its end."""
         self.has_unshared = False
         """Some came while it was paused, and no round has followed."""
         self.has_shared = False
         """A round has ended since the last step."""
-        self.number = 0
-        self.num_started = 0
         self.error: BaseException | None = None
         """What the last round ended in."""
+        self._group = group
+        self._number = 0
+        self._num_started = 0
         self._is_paused = is_paused
-        self._buckets = [bucket for bucket, _ in buckets]
-        self._places = [
-            _Place(self, parameter, bucket, number)
+        self._places = {
+            bucket: [_Place(parameter, bucket, number) for number, parameter in enumerate(parameters)]
             for bucket, parameters in buckets
-            for number, parameter in enumerate(parameters)
-        ]
-        self._place_of: dict[torch.Tensor, _Place] = {place.parameter: place for place in self._places}
-        self._places_of = {
-            bucket: [place for place in self._places if place.bucket is bucket] for bucket in self._buckets
         }
-        self._monitors: Monitors | None = None
-        self._squares: Sequence[GroupBucket] = ()
-        self.on_share: Callable[[], None] | None = None
-        """Is told on a device before gradients are shared."""
-
-    def watch(self, monitors: Monitors, squares: Sequence[GroupBucket]) -> None:
-        """Reduce squares too, in buckets of the same layouts, and tell the monitors of each round."""
+        self._buckets = list(self._places)
+        self._place_of: dict[torch.Tensor, _Place] = {
+            place.parameter: place for places in self._places.values() for place in places
+        }
         self._monitors = monitors
         self._squares = squares
+        self._on_share = on_share
 
     def ready(self, parameter: torch.Tensor) -> None:
-        """Takes a gradient that backward has just computed."""
-        self._place_of[parameter].ready(parameter)
+        """Takes a gradient that backward has just computed, and reduces the buckets that are full."""
+        if not self.is_open and not self.begin():
+            return
+        place = self._place_of[parameter]
+        if place.last_round == self._number:
+            self._begin_again()
+        place.last_round = self._number
+        place.take(parameter.grad)
+        bucket = place.bucket
+        bucket.num_missing -= 1
+        try:
+            if not bucket.num_missing:
+                self._start_full()
+            if self._num_started:
+                self._group.progress()
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def begin(self) -> bool:
-        """At the first gradient of a backward pass; False when it is not to be shared."""
+        """Begins a round at the first gradient of a backward pass; False when that is not to be shared."""
         if self._is_paused():
             self.has_unshared = True
             return False
         self.is_open = True
         self.error = None
-        self.number += 1
-        self.num_started = 0
+        self._number += 1
+        self._num_started = 0
         for bucket in self._buckets:
-            bucket.num_missing = bucket.num_slots
-        at_end_of_backward(partial(self._end, self.number))
-        if self.on_share is not None:
-            announce(self.group, len(self._buckets) + len(self._squares))
+            bucket.num_missing = len(bucket.views)
+        at_end_of_backward(partial(self._end, self._number))
+        if self._on_share is not None:
+            announce(self._group, len(self._buckets) + len(self._squares))
         return True
 
-    def begin_again(self) -> None:
+    def has_foreign(self) -> bool:
+        """Tells whether there are gradients that no round has left there."""
+        return any(
+            place.parameter.grad is not None and place.parameter.grad is not place.view
+            for place in self._place_of.values()
+        )
+
+    def release(self) -> None:
+        """Moves gradients back into private memory."""
+        for place in self._place_of.values():
+            if place.parameter.grad is place.view:
+                place.parameter.grad = place.view.clone()
+
+    def _begin_again(self) -> None:
         """At a gradient that is ready for the second time; UsageError when that cannot be mended."""
-        if self.num_started:
+        if self._num_started:
             raise UsageError(
                 "a parameter's gradient was ready twice in one backward pass.",
                 cause="a parameter inside and outside of a reentrant checkpoint, or an earlier backward pass "
@@ -191,56 +196,43 @@ class GradientRound:
             )
         self.begin()
 
-    def fail(self, error: BaseException) -> None:
-        """The round ends without a result."""
+    def _fail(self, error: BaseException) -> None:
+        """Ends the round without a result."""
         self.error = error
         self.is_open = False
         for bucket in (*self._buckets, *self._squares):
             bucket.handle = None
 
-    def start_full(self) -> None:
-        """Reduce the buckets that are full, up to the first that is not."""
-        while self.num_started < len(self._buckets):
-            bucket = self._buckets[self.num_started]
+    def _start_full(self) -> None:
+        """Reduces the buckets that are full, up to the first that is not."""
+        while self._num_started < len(self._buckets):
+            bucket = self._buckets[self._num_started]
             if bucket.num_missing:
                 return
             bucket.flags.fill_(1)
             self._start(bucket)
 
-    def has_foreign(self) -> bool:
-        """Whether there are gradients that no round has left there."""
-        return any(
-            place.parameter.grad is not None and place.parameter.grad is not place.view
-            for place in self._places
-        )
-
-    def release(self) -> None:
-        """Gradients go back into private memory."""
-        for place in self._places:
-            if place.parameter.grad is place.view:
-                place.parameter.grad = place.view.clone()
-
     def _start(self, bucket: GroupBucket) -> None:
-        if self._monitors is not None:
-            square = self._squares[self.num_started]
+        if self._squares:
+            square = self._squares[self._num_started]
             torch.mul(bucket.memory, bucket.memory, out=square.memory)
-            square.handle = self.group.all_reduce(square.memory)
-        bucket.handle = self.group.all_reduce(bucket.memory)
-        self.num_started += 1
+            square.handle = self._group.all_reduce(square.memory)
+        bucket.handle = self._group.all_reduce(bucket.memory)
+        self._num_started += 1
 
     def _end(self, number: int) -> None:
         """Of the backward pass in which a round began; it may have ended with a pass inside, or failed."""
-        if not self.is_open or number != self.number:
+        if not self.is_open or number != self._number:
             return
         try:
-            unused = self._start_rest() if self.num_started < len(self._buckets) else []
-            num_members = 0 if self._monitors is None else len(self.group.members)
+            unused = self._start_rest() if self._num_started < len(self._buckets) else []
+            num_members = 0 if self._monitors is None else len(self._group.members)
             for bucket in (*self._buckets, *self._squares):
                 assert bucket.handle is not None, "a bucket that was never started"
                 bucket.handle.wait()
                 bucket.handle = None
         except BaseException as error:
-            self.fail(error)
+            self._fail(error)
             raise
         self.is_open = False
         self.has_unshared = False
@@ -251,32 +243,33 @@ class GradientRound:
             if flags[place.bucket][place.number] != 0:
                 place.parameter.grad = place.view
         if self._monitors is not None:
-            means = [bucket.views for bucket in self._buckets]
-            squares = [bucket.views for bucket in self._squares]
-            self._monitors.observe_buckets(list(zip(means, squares, strict=True)), num_members)
+            pairs = zip(self._buckets, self._squares, strict=True)
+            self._monitors.observe_buckets(
+                [(mean.views, square.views) for mean, square in pairs], num_members
+            )
 
     def _start_rest(self) -> list[_Place]:
-        """Reduce what was not started, unused parameters included; those without any gradient."""
-        if self.on_share is not None:
-            self.on_share()
+        """Reduces what was not started, unused parameters included; gives those without any gradient."""
+        if self._on_share is not None:
+            self._on_share()
         without = []
-        for bucket in self._buckets[self.num_started :]:
-            places = self._places_of[bucket]
-            is_filled = self.on_share is not None and bucket.fill([place.parameter.grad for place in places])
-            if is_filled:
+        rest = self._buckets[self._num_started :]
+        for bucket in rest:
+            places = self._places[bucket]
+            if self._on_share is not None and bucket.fill([place.parameter.grad for place in places]):
                 for place in places:
                     place.parameter.grad = place.view
                 continue
             bucket.flags.fill_(1)
             for place in places:
-                if place.last_round == self.number:
+                if place.last_round == self._number:
                     continue
                 if place.parameter.grad is None:
                     place.view.zero_()
-                    place.bucket.flags[place.number] = 0
+                    bucket.flags[place.number] = 0
                     without.append(place)
                 else:
                     place.take(place.parameter.grad)
-        for bucket in self._buckets[self.num_started :]:
+        for bucket in rest:
             self._start(bucket)
         return without

@@ -13,13 +13,14 @@ second.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shoal.group import Group
-from shoal.strategies.averaging import packed, start_mean
+from shoal.strategies.averaging import as_real, packed, start_mean
 
 EMA = 0.9
 """What is kept of the old value at each step."""
@@ -48,7 +49,7 @@ class Monitors:
 
         Left out when it is not finite (an inf under a GradScaler), or when there is nobody to compare with.
         """
-        if num_workers < 2 or not all(map(_is_finite, (small, big, variance))):
+        if num_workers < 2 or not all(map(math.isfinite, (small, big, variance))):
             return
         b_small, b_big = self._batch_size, self._batch_size * num_workers
         signal = (b_big * big - b_small * small) / (b_big - b_small)
@@ -63,7 +64,7 @@ class Monitors:
         """One step's E[g] and E[g²], tensor by tensor; of complex ones, the squares of both parts."""
         norms = []
         for means, squares in buckets:
-            for mean, square in zip(map(_real, means), map(_real, squares), strict=True):
+            for mean, square in zip(map(as_real, means), map(as_real, squares), strict=True):
                 norms.append(square.sum(dtype=torch.float64))
                 norms.append(torch.linalg.vector_norm(mean, dtype=torch.float64))
                 norms.append(torch.linalg.vector_norm(square - mean.square(), dtype=torch.float64))
@@ -90,7 +91,7 @@ class Monitors:
             else parameter.grad.detach().to_dense()
             for parameter in parameters
         ]
-        num_workers = len(group.members)
+        num_workers = len(group.members)  # before one is lost
         buckets = []
         for mean, members in packed(gradients):
             ((square, _),) = packed([member.square() for member in members])
@@ -108,13 +109,5 @@ class Monitors:
         self._noise, self._signal, self._variance = (state[key] for key in ("noise", "signal", "variance"))
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
 def _blend(old: float | None, new: float) -> float:
     return new if old is None else EMA * old + (1 - EMA) * new
-
-
-def _is_finite(value: float) -> bool:
-    return abs(value) < float("inf")

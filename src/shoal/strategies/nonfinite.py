@@ -25,6 +25,7 @@ import torch
 
 from shoal.core import SYSTEM_CLOCK
 from shoal.core.errors import ShoalError
+from shoal.strategies.averaging import as_real
 from shoal.strategies.options import OnNonfinite
 from shoal.tensors import local_part
 
@@ -70,10 +71,13 @@ class FiniteCheck:
         self._own: list[torch.Tensor] = []
         """Sums of the gradients that this worker has computed since the last step."""
         self._looks: list[_Look] = []
-        """Of the steps that are not judged yet."""
+        """Of the steps on a device that are not judged yet."""
         self._pending: _Pending | None = None
         """What a device was asked for, and is read when the next steps are to be judged."""
-        self._sampled = self._find_sampled()
+        small = (each for each in session.trainable if each.numel() <= _SAMPLE_ELEMENTS)
+        self._sampled = next(small, next(iter(session.trainable), None))
+        """The parameter whose gradient is looked at alone, the first small one: a NaN of a loss, or of an
+        activation behind it, comes to it."""
         self._last_sample: torch.Tensor | None = None
         self._looked_s = SYSTEM_CLOCK.now_s()
         self._first_received: int | None = None
@@ -114,21 +118,20 @@ class FiniteCheck:
             self._own = self._sample()  # the optimizer leaves gradients as they are
         self._session.is_left_out = False
         own, self._own = self._own, []
-        parameters: Sequence[torch.Tensor] = ()
-        is_last = self._is_on_cpu or self._is_time_to_look()
-        if is_last:  # what is not finite stays so
+        if self._is_on_cpu:
             with torch.no_grad():
-                if self._is_on_cpu:
-                    parameters = self._sums(self._session.trainable, is_whole=False)
-                else:
-                    parameters = [_norm(self._session.trainable)]
-        self._looks.append(_Look(step, own, parameters))
-        if is_last and self._is_on_cpu:
-            self._judge()
-        elif is_last:
+                parameters = self._sums(self._session.trainable, is_whole=False)
+            if _are_finite([*own, *parameters]):
+                self._first_received = None
+            else:
+                self._judge([_Look(step, own, parameters)])
+            return
+        is_last = self._is_time_to_look()
+        # what is not finite stays so: the parameters of the last step are enough
+        self._looks.append(_Look(step, own, [_norm(self._session.trainable)] if is_last else []))
+        if is_last:
             self._judge_pending()
-            looks, self._looks = self._looks, []
-            self._pending = _Pending(looks)
+            self._pending, self._looks = _Pending(self._looks), []
 
     def skipped_step(self) -> None:
         """A GradScaler has found an infinity, and the optimizer does not step."""
@@ -148,7 +151,7 @@ class FiniteCheck:
     def closed(self, *, speaks_for_all: bool) -> None:
         """The loop has ended well. One worker says so if the model is spoiled: maybe no other has."""
         self._judge_pending()
-        self._judge()
+        self._judge(self._looks)
         if self._num_left_out > 1:
             log.warning("rank %d: %d steps were left out in all.", self._rank, self._num_left_out)
         if speaks_for_all and self._first_received is not None and not self._has_told:
@@ -169,15 +172,6 @@ class FiniteCheck:
         """Takes a look in backward at gradients on a device that are about to be shared."""
         if self._checked == "in backward":
             self._own = self._sums(self._gradients().values()) if self._mode != "warn" else self._sample()
-
-    def _find_sampled(self) -> torch.Tensor | None:
-        """Finds the parameter whose gradient is looked at alone: the first small one.
-
-        A NaN of a loss or of an activation behind it comes to it.
-        """
-        parameters = self._session.trainable
-        small = (each for each in parameters if each.numel() <= _SAMPLE_ELEMENTS)
-        return next(small, parameters[0] if parameters else None)
 
     def _sample(self) -> list[torch.Tensor]:
         gradient = None if self._sampled is None else self._sampled.grad
@@ -205,25 +199,16 @@ class FiniteCheck:
         if pending.is_finite():
             self._first_received = None
         else:
-            self._judge_each(pending.looks)
+            self._judge(pending.looks)
 
-    def _judge(self) -> None:
-        looks, self._looks = self._looks, []
-        if not looks:
-            return
-        totals = [total for look in looks for total in (*look.gradients, *look.parameters)]
-        if self._is_on_cpu and _are_finite(totals):
-            self._first_received = None
-        else:
-            self._judge_each(looks)
-
-    def _judge_each(self, looks: Sequence[_Look]) -> None:
+    def _judge(self, looks: Sequence[_Look]) -> None:
+        """Finds the first step, of some in which a value may not be finite, that had one, and says so."""
         for look in looks:
             was_finite = self._first_received is None
-            gradients: Sequence[torch.Tensor] = look.gradients
+            gradients = look.gradients
             if not self._is_on_cpu:
                 gradients = self._sums(gradients, is_whole=True)
-            if self._is_on_cpu and self._checked == "before the step":
+            elif self._checked == "before the step":
                 gradients = self._sums(self._gradients().values(), is_whole=True)  # they are still there
             if was_finite and not self._has_told and not _are_finite(gradients):
                 self._warn(look.step)
@@ -323,6 +308,7 @@ class _Pending:
         return math.isfinite(self._norm.item())
 
 
+@torch.no_grad()
 def _norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Computes one number from all of them, by few operations; not finite where a value is not."""
     return torch.nn.utils.get_total_norm([_real(tensor) for tensor in tensors])
@@ -332,8 +318,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
     tensor = local_part(tensor)
     if tensor.dtype is torch.float32 and not tensor.is_sparse:
         return tensor
-    tensor = tensor._values() if tensor.is_sparse else tensor
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return as_real(tensor._values() if tensor.is_sparse else tensor)
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The options of every strategy: one frozen struct for each, with a description for every field.
 
-A field stands here once. The command line, the documentation, the keyword arguments of constructors
-(`keywords`) and their signatures all read it from here. Nothing imports torch, so that `shoal run --help`
-stays quick. A docstring under a field gives a reason that its description has no room for.
+A field stands here once. The command line, the documentation, the keyword arguments of constructors and their
+signatures all read it from here. Nothing imports torch, so that `shoal run --help` stays quick. A docstring
+under a field gives a reason that its description has no room for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from shoal.core.errors import UsageError
 Count = Annotated[int, Meta(ge=0)]
 Factor = Annotated[float, Meta(ge=0)]
 OnNonfinite: TypeAlias = Literal["warn", "skip", "stop"]
-Mode: TypeAlias = Literal["async", "bounded", "sync"]
 NamedTopology = Annotated[
     Any,
     Meta(description="who are neighbours: ring, exponential:3, …; in code also a function, matrix or graph"),
@@ -32,6 +31,12 @@ SymmetricTopology = Annotated[
 ]
 DirectedTopology = Annotated[
     Any, Meta(description="who sends to whom; it may be directed and irregular, as its weights don't count")
+]
+StalenessRate = Annotated[
+    bool, Meta(description="divide the learning rate by the updates that a gradient is behind")
+]
+DelayCompensation = Annotated[
+    float, Meta(ge=0, description="lambda of g + lambda g*g*(w_now - w_then); 0: no compensation")
 ]
 
 
@@ -73,13 +78,11 @@ class StrategyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = None
 
 
-CommonOptions = StrategyOptions
-
 WAITS_FOR_ALL = ("global_average_every", "should_broadcast_buffers", "monitor")
 """Options that make each worker wait for all others, whatever the strategy; when they are off, they are 0."""
 
 
-class AllReduceOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AllReduceOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options say how `all-reduce` averages gradients."""
 
     bucket_mib: Annotated[float, Meta(gt=0, description="size of the flat buckets of gradients")] = 25.0
@@ -87,7 +90,7 @@ class AllReduceOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknow
     the others, as DDP's is: on one machine a reduction is work of this very core, not a wait to be hidden."""
 
 
-class DDPOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DDPOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options of `ddp` have torch's names and defaults where torch has them."""
 
     bucket_mib: Annotated[
@@ -104,7 +107,7 @@ class DDPOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = False
 
 
-class HorovodOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HorovodOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options are handed on to Horovod."""
 
     compression: Annotated[
@@ -112,7 +115,7 @@ class HorovodOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_
     ] = "none"
 
 
-class NeighborOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NeighborOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options say with whom, and when, `neighbor` averages parameters."""
 
     topology: NamedTopology = "exponential-2"
@@ -122,7 +125,7 @@ class NeighborOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown
     ] = "adapt-then-combine"
 
 
-class HierarchicalOptions(NeighborOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HierarchicalOptions(NeighborOptions, frozen=True, kw_only=True):
     """These are the options of `neighbor`, with a topology of machines."""
 
     topology: Annotated[
@@ -131,13 +134,13 @@ class HierarchicalOptions(NeighborOptions, frozen=True, kw_only=True, forbid_unk
     ] = "exponential-2"
 
 
-class PairOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PairOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options say how `pair` draws its peers."""
 
     seed: Annotated[int, Meta(description="seed of the choice of peers; the rank is added")] = 0
 
 
-class SmaOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SmaOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options say how near models stay to their mean under `sma`."""
 
     alpha: Annotated[
@@ -145,7 +148,7 @@ class SmaOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 0.1
 
 
-class LocalSGDOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LocalSGDOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options say when, and what, `local-sgd` averages."""
 
     local_steps: Annotated[int, Meta(ge=1, description="steps from one average to the next")] = 8
@@ -160,7 +163,7 @@ class LocalSGDOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown
     copies of the parameters."""
 
 
-class DiLoCoOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DiLoCoOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options describe the outer step of `diloco`, and how changes travel to it."""
 
     local_steps: Annotated[int, Meta(ge=1, description="steps from one outer step to the next")] = 100
@@ -187,7 +190,7 @@ class DiLoCoOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_f
     ] = True
 
 
-class NoLoCoOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NoLoCoOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options describe the outer step of `noloco`, which a worker does with one peer."""
 
     local_steps: Annotated[int, Meta(ge=1, description="steps from one outer step to the next")] = 50
@@ -200,7 +203,7 @@ class NoLoCoOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_f
     seed: Annotated[int, Meta(description="seed of the choice of pairs; the same on all workers")] = 0
 
 
-class SparseLoCoOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SparseLoCoOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options describe the outer step of `sparse-loco`, and how little travels to it."""
 
     local_steps: Annotated[int, Meta(ge=1, description="steps from one outer step to the next")] = 30
@@ -213,7 +216,7 @@ class SparseLoCoOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unkno
     ] = 0.95
 
 
-class PushSumOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PushSumOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options say to whom `push-sum` gives, and how much a worker must keep."""
 
     topology: DirectedTopology = "one-peer-exponential"
@@ -225,13 +228,13 @@ class PushSumOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_
     should give to it would lose all its weight; at 0 nothing is held back, as in the synchronous rule."""
 
 
-class SgpOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SgpOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options say to whom a worker gives under `sgp`."""
 
     topology: DirectedTopology = "one-peer-exponential"
 
 
-class WindowOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WindowOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options say into whose windows `window` puts parameters, and how."""
 
     topology: NamedTopology = "one-peer-exponential"
@@ -243,19 +246,19 @@ class WindowOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_f
     ] = "none"
 
 
-class MixOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MixOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options say with whom a strategy mixes: `gradient-tracking`, or one of your own."""
 
     topology: NamedTopology = "exponential-2"
 
 
-class SymmetricOptions(MixOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SymmetricOptions(MixOptions, frozen=True, kw_only=True):
     """These options are for strategies whose topology is static and symmetric: `exact-diffusion`, `extra`."""
 
     topology: SymmetricTopology = "ring"
 
 
-class D2Options(SymmetricOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class D2Options(SymmetricOptions, frozen=True, kw_only=True):
     """These options say how `d2` mixes."""
 
     laziness: Annotated[
@@ -265,13 +268,13 @@ class D2Options(SymmetricOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     """D² needs eigenvalues above −1/3, which W of an even ring, a torus or a hypercube does not have."""
 
 
-class MomentumOptions(MixOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MomentumOptions(MixOptions, frozen=True, kw_only=True):
     """These options say with whom `momentum` mixes parameters and momentum."""
 
     topology: NamedTopology = "one-peer-exponential"
 
 
-class ChocoOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChocoOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options say how `choco` compresses what it sends, and how far it moves toward others."""
 
     topology: SymmetricTopology = "ring"
@@ -288,7 +291,7 @@ class ChocoOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fi
     codec, 1 is plain averaging."""
 
 
-class RelayOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RelayOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options name the tree of `relay`."""
 
     tree: Annotated[
@@ -301,14 +304,14 @@ class RelayOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fi
     chain. The longer, the smaller the learning rate must be."""
 
 
-class ParameterServerOptions(StrategyOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ParameterServerOptions(StrategyOptions, frozen=True, kw_only=True):
     """These options say what the servers of `parameter-server` do with gradients.
 
     With `local_steps` the gradients of so many local steps are summed.
     """
 
     mode: Annotated[
-        Mode,
+        Literal["async", "bounded", "sync"],
         Meta(
             description="apply each gradient at once, let no worker lead by too much, or average all of them"
         ),
@@ -326,13 +329,8 @@ class ParameterServerOptions(StrategyOptions, frozen=True, kw_only=True, forbid_
         Annotated[int, Meta(ge=0)] | None,
         Meta(description="drop gradients that are more updates behind than this; none: drop nothing"),
     ] = None
-    staleness_lr: Annotated[
-        bool, Meta(description="divide the learning rate by the updates that a gradient is behind")
-    ] = False
-    delay_compensation: Annotated[
-        float,
-        Meta(ge=0, description="lambda of g + lambda g*g*(w_now - w_then); 0: no compensation"),
-    ] = 0.0
+    staleness_lr: StalenessRate = False
+    delay_compensation: DelayCompensation = 0.0
     """Costs the servers one more copy of the model for each worker."""
     pull_every: Annotated[
         int, Meta(ge=1, description="pushes from one pull to the next; between them the worker steps alone")
@@ -342,16 +340,11 @@ class ParameterServerOptions(StrategyOptions, frozen=True, kw_only=True, forbid_
     ] = "none"
 
 
-class StalenessAwareOptions(ParameterServerOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StalenessAwareOptions(ParameterServerOptions, frozen=True, kw_only=True):
     """These are the options of `parameter-server`, two of them with other defaults."""
 
-    staleness_lr: Annotated[
-        bool, Meta(description="divide the learning rate by the updates that a gradient is behind")
-    ] = True
-    delay_compensation: Annotated[
-        float,
-        Meta(ge=0, description="lambda of g + lambda g*g*(w_now - w_then); 0: no compensation"),
-    ] = 0.04
+    staleness_lr: StalenessRate = True
+    delay_compensation: DelayCompensation = 0.04
 
 
 O = TypeVar("O", bound=StrategyOptions)  # noqa: E741
@@ -379,63 +372,61 @@ class OptionInfo:
 
     name: str
     """It has underscores, as in code."""
-    kind: str
-    """It is 'int', 'float', 'bool', 'text', or the choices as 'a|b'."""
+    type: Any
+    """It is the field's type without its limits."""
     default: Any
     description: str
+
+    @property
+    def kind(self) -> str:
+        """It is 'int', 'float', 'bool', 'text', or the choices as 'a|b'."""
+        plain = self.type
+        if get_origin(plain) in (Union, types.UnionType):
+            plain = next(part for part in get_args(plain) if part is not types.NoneType)
+        if get_origin(plain) is Literal:
+            return "|".join(get_args(plain))
+        return plain.__name__ if plain in (int, float, bool) else "text"
 
 
 def describe_options(kind: type[StrategyOptions]) -> list[OptionInfo]:
     """List the options of such a struct, those of all strategies last."""
-    hints = get_type_hints(kind, include_extras=True)
-    common = StrategyOptions.__struct_fields__
-    names = sorted(kind.__struct_fields__, key=lambda name: name in common)
-    defaults = kind()
+    hints, defaults, common = (
+        get_type_hints(kind, include_extras=True),
+        kind(),
+        StrategyOptions.__struct_fields__,
+    )
     described = []
-    for name in names:
-        plain, description = plain_type(hints[name])
-        described.append(OptionInfo(name, _kind_text(plain), getattr(defaults, name), description))
+    for name in sorted(kind.__struct_fields__, key=lambda name: name in common):
+        plain, description = _plain_type(hints[name])
+        described.append(OptionInfo(name, plain, getattr(defaults, name), description))
     return described
 
 
 def signature_of(kind: type[StrategyOptions]) -> inspect.Signature:
     """Say how a strategy with such options is called, for `help()` and for notebooks.
 
-    `Strategy` gives it to its subclasses as `__signature__`; type checkers read `keywords` instead.
+    `Strategy` gives it to its subclasses as `__signature__`; type checkers read `__init__.pyi` instead.
     """
-    hints = get_type_hints(kind, include_extras=True)
-    defaults, parameter = kind(), inspect.Parameter
+    parameter = inspect.Parameter
+    by_name = parameter.KEYWORD_ONLY
     return inspect.Signature(
         [
             parameter("group", parameter.POSITIONAL_OR_KEYWORD, annotation="Group"),
-            parameter("options", parameter.KEYWORD_ONLY, default=None, annotation=f"{kind.__name__} | None"),
+            parameter("options", by_name, default=None, annotation=f"{kind.__name__} | None"),
             *(
-                parameter(
-                    option.name,
-                    parameter.KEYWORD_ONLY,
-                    default=getattr(defaults, option.name),
-                    annotation=plain_type(hints[option.name])[0],
-                )
+                parameter(option.name, by_name, default=option.default, annotation=option.type)
                 for option in describe_options(kind)
             ),
         ]
     )
 
 
-def plain_type(hint: Any) -> tuple[Any, str]:
+def _plain_type(hint: Any) -> tuple[Any, str]:
     """Take the limits out of a field's type; the outermost description comes with it."""
     description = ""
     while get_origin(hint) is Annotated:
         hint, *notes = get_args(hint)
         description = next((note.description for note in notes if note.description), description)
     if get_origin(hint) in (Union, types.UnionType):
-        hint = Union[tuple(plain_type(part)[0] for part in get_args(hint))]  # noqa: UP007
+        hint = Union[tuple(_plain_type(part)[0] for part in get_args(hint))]  # noqa: UP007
     return hint, description
-
-
-def _kind_text(plain: Any) -> str:
-    if get_origin(plain) in (Union, types.UnionType):
-        plain = next(part for part in get_args(plain) if part is not type(None))
-    if get_origin(plain) is Literal:
-        return "|".join(get_args(plain))
-    return plain.__name__ if plain in (int, float, bool) else "text"

@@ -2,9 +2,8 @@
 
 A row says where a class is without importing it, so that `shoal run` and `--help` start without torch. A
 strategy of another package needs no row here: it is named as `module:Class`, or by an entry point of the
-group `shoal.strategies` in that package's metadata. Its class then says what a row says: `name`, `Options`
-and `survives_loss`, and any of `needs_servers`, `needs_machines`, `is_asynchronous` and
-`has_own_channel` that are not the default.
+group `shoal.strategies` in that package's metadata. Its class then says what a row says: `name`, `Options`,
+and any of `needs_servers`, `needs_machines`, `is_asynchronous` and `has_own_channel` that are True.
 """
 
 from __future__ import annotations
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
 DEFAULT = "all-reduce"
 ENTRY_POINTS = "shoal.strategies"
 """The group of entry points by which an installed package adds strategies."""
+_TRAITS = ("needs_servers", "needs_machines", "is_asynchronous", "has_own_channel")
+"""Facts of a row that the class of a strategy from outside may state."""
 _OUTSIDE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
@@ -47,8 +48,6 @@ class StrategyInfo:
     paper: str = ""
     aliases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Other systems call it so; with each name come the options that it implies."""
-    survives_loss: bool = False
-    """Whether the other workers train on when one is lost."""
     needs_servers: bool = False
     """Whether there are parameter servers beside the workers."""
     needs_machines: bool = False
@@ -59,6 +58,11 @@ class StrategyInfo:
     """Whether no worker waits for another, so that each has its own pace."""
     has_own_channel: bool = False
     """Whether what it sends passes the group by, which so can neither count nor slow it."""
+
+    @property
+    def survives_loss(self) -> bool:
+        """Whether the other workers train on when one is lost; imports the class, which says so."""
+        return load_class(self).survives_loss
 
 
 _ROWS = (
@@ -86,7 +90,6 @@ _ROWS = (
         paper="Lian et al. 2017; Ying et al. 2021",
         # `allreduce` is BlueFog's, of parameters
         aliases={"allreduce": {"topology": "full"}, "neighbor-allreduce": {}},
-        survives_loss=True,
     ),
     StrategyInfo(
         name="hierarchical",
@@ -103,7 +106,6 @@ _ROWS = (
         summary="Averages with the newest model of a random worker, then steps; nobody waits.",
         paper="Lian et al. 2018 (AD-PSGD)",
         aliases={"async-sgd": {}, "pair-averaging": {}},
-        survives_loss=True,
         is_asynchronous=True,
     ),
     StrategyInfo(
@@ -121,7 +123,6 @@ _ROWS = (
         summary="Steps alone, and every few steps takes the mean of all parameters.",
         paper="Stich 2019; Lin et al. 2020",
         aliases={"localsgd": {}, "post-local-sgd": {}},
-        survives_loss=True,
     ),
     StrategyInfo(
         name="diloco",
@@ -130,7 +131,6 @@ _ROWS = (
         summary="Steps alone for long, then does an outer step with the mean of all changes.",
         paper="Douillard et al. 2023; Douillard et al. 2025",
         aliases={"streaming-diloco": {"fragments": 4, "overlap_steps": 5, "mixing": 0.5}},
-        survives_loss=True,
     ),
     StrategyInfo(
         name="noloco",
@@ -138,7 +138,6 @@ _ROWS = (
         options=of.NoLoCoOptions,
         summary="Steps alone for long, then does an outer step with one random worker, never with all.",
         paper="Kolehmainen et al. 2025",
-        survives_loss=True,
     ),
     StrategyInfo(
         name="sparse-loco",
@@ -147,7 +146,6 @@ _ROWS = (
         summary="Steps alone for long, then does an outer step with the largest changes, in two bits each.",
         paper="Sarfi et al. 2025",
         aliases={"sparseloco": {}},
-        survives_loss=True,
     ),
     StrategyInfo(
         name="push-sum",
@@ -156,7 +154,6 @@ _ROWS = (
         summary="Pushes shares of parameters and weight to a neighbour, adds what came; nobody waits.",
         paper="Assran et al. 2019",
         aliases={"pushsum": {}},
-        survives_loss=True,
         is_asynchronous=True,
     ),
     StrategyInfo(
@@ -165,7 +162,6 @@ _ROWS = (
         options=of.WindowOptions,
         summary="Puts parameters into neighbours' windows, and averages with its own; nobody waits.",
         aliases={"win-put": {}},
-        survives_loss=True,
         is_asynchronous=True,
     ),
     StrategyInfo(
@@ -174,7 +170,6 @@ _ROWS = (
         options=of.ParameterServerOptions,
         summary="Sends gradients to servers, which hold the model and step, and pulls parameters.",
         aliases={"ps": {}},
-        survives_loss=True,
         needs_servers=True,
         is_asynchronous=True,
     ),
@@ -224,7 +219,6 @@ _ROWS = (
         summary="Averages parameters and the optimizer's momentum with neighbours.",
         paper="Ying et al. 2021; Yu, Jin, Yang 2019",
         aliases={"dmsgd": {}, "dsgd-momentum": {}},
-        survives_loss=True,
     ),
     StrategyInfo(
         name="choco",
@@ -233,7 +227,6 @@ _ROWS = (
         summary="Sends compressed differences, and moves toward the public copies of its neighbours.",
         paper="Koloskova, Stich, Jaggi 2019",
         aliases={"choco-sgd": {}},
-        survives_loss=True,
     ),
     StrategyInfo(
         name="sgp",
@@ -242,7 +235,6 @@ _ROWS = (
         summary="Sends shares of parameters and weight over directed graphs, and waits for them.",
         paper="Assran et al. 2019",
         aliases={"gradient-push": {}, "stochastic-gradient-push": {}},
-        survives_loss=True,
     ),
     StrategyInfo(
         name="relay",
@@ -259,7 +251,6 @@ _ROWS = (
         summary="Corrects late gradients on parameter servers.",
         paper="Zhang et al. 2016; Zheng et al. 2017",
         aliases={"dc-asgd": {}},
-        survives_loss=True,
         needs_servers=True,
         is_asynchronous=True,
     ),
@@ -365,16 +356,13 @@ def _installed_on(_path: tuple[str, ...]) -> Mapping[str, str]:
 
 def _outside_row(name: str, location: str) -> StrategyInfo:
     kind = _load(location)
+    traits: dict[str, Any] = {trait: getattr(kind, trait, False) for trait in _TRAITS}
     return StrategyInfo(
         name=name,
         location=location,
         options=kind.Options,
         summary=(kind.__doc__ or "").strip().partition("\n")[0],
-        survives_loss=kind.survives_loss,
-        needs_servers=getattr(kind, "needs_servers", False),
-        needs_machines=getattr(kind, "needs_machines", False),
-        is_asynchronous=getattr(kind, "is_asynchronous", False),
-        has_own_channel=getattr(kind, "has_own_channel", False),
+        **traits,
     )
 
 

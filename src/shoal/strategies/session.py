@@ -30,19 +30,24 @@ from shoal.group import Group, Handle, Window, next_number, share
 from shoal.group.opening import has_failed
 from shoal.group.solo import SoloGroup
 from shoal.strategies.averaging import (
+    average,
     average_buffers,
     consensus_distance,
     copy_buffers,
-    packed,
     start_mean,
     start_mean_of_all,
 )
-from shoal.strategies.foreign import refuse_foreign
 from shoal.strategies.hooks import LoopHooks
 from shoal.strategies.last_round import StepCounter
 from shoal.strategies.nonfinite import Checked, FiniteCheck
 from shoal.strategies.shards import ShardReplicas, lost_mate, refuse_unsupported
-from shoal.strategies.start import require_equal, require_same_count, start_optimizers, take_values
+from shoal.strategies.start import (
+    refuse_foreign,
+    require_equal,
+    require_same_count,
+    start_optimizers,
+    take_values,
+)
 from shoal.tensors import BucketLayout, Flat, ParameterBuffers, is_sharded
 from shoal.topology import Weights
 
@@ -279,10 +284,7 @@ class TrainingSession:
         """Makes all parameters the mean over the group; outlives a lost peer. Collective."""
         buffers = self._buffers
         if buffers is None:
-            with torch.no_grad():
-                for bucket, members in packed([parameter.detach() for parameter in self.trainable]):
-                    start_mean(self.group, bucket.flat).wait()
-                    bucket.store(members)
+            average(self.group, [parameter.detach() for parameter in self.trainable])
             return
         buffers.adopt()
         if buffers.num_buffers == 1:
@@ -354,7 +356,7 @@ class TrainingSession:
                 # who is alone, and keeps no checkpoints, owes nobody an end
                 _close_at_exit(self)
             strategy.checkpoints.restore_random()
-            strategy.beats.opened(strategy.steps)
+            strategy.status_reporter.opened(strategy.steps)
         except BaseException:
             self.close(is_failed=True)
             raise
@@ -498,14 +500,14 @@ class TrainingSession:
             strategy.set_group(self.group)
         strategy.release_session(self.model)
         self._finite = None
-        strategy.beats.closed()
+        strategy.status_reporter.closed()
         survivals = survivals_of(self.group)
         survivals.remove(strategy.survives_loss)
         is_last = not survivals
         if not is_last:
             _apply_survival(self.group)
         elif not is_failed:
-            strategy.beats.tell("joined")
+            strategy.status_reporter.tell("joined")
         if not self.is_alone:
             strategy.stop(self)
         if self._buffers is not None:
@@ -517,7 +519,7 @@ class TrainingSession:
             # others may still read this one's memory, and are not waited for: it goes with the group's
             if is_last:
                 self.group.leave()
-                strategy.beats.tell("left")
+                strategy.status_reporter.tell("left")
             return
         if counter is not None:
             counter.close()
@@ -622,7 +624,7 @@ class TrainingSession:
                 copy_buffers(self.group, self.model)
         self.finite.after_step(strategy.steps - 1)
         strategy.checkpoints.stepped(self)
-        strategy.beats.stepped(strategy.steps)
+        strategy.status_reporter.stepped(strategy.steps)
 
     @property
     def _checked(self) -> Checked:
@@ -678,12 +680,11 @@ def rate_factor(options: StrategyOptions, step: int) -> float:
 # Several strategies may be attached in one group: a GAN has two models, two optimizers, two strategies. The
 # group is left when the last of them is detached, and goes on without lost peers when all of them do.
 
-_survivals: WeakKeyDictionary[Group, list[bool]] = WeakKeyDictionary()
-
 
 def survivals_of(group: Group) -> list[bool]:
     """Gives the list, to be changed, of whether the strategies that are attached there survive losses."""
-    return _survivals.setdefault(innermost(group), [])
+    survivals: list[bool] = group.notes.setdefault("survivals", [])
+    return survivals
 
 
 def innermost(group: Group) -> Group:

@@ -1,5 +1,11 @@
 """The consistent start: the same tensors and optimizers on all members, with the values of rank 0.
 
+What already shares the model among the same workers is refused. Two that average the same gradients hide each
+other's work: under DDP the workers of `local-sgd` never differ, and the loss looks plausible. Certain signs
+are a wrapper of torch's (DistributedDataParallel, FSDP) around the model or around a module that shares its
+parameters, an FSDP mesh, and Accelerate with several processes. A default process group alone is no sign:
+programs open one to log, and Shoal computes by it.
+
 Optimizers are built alike on all members, or take what rank 0 has, where that is further on: so a checkpoint
 that only rank 0 has loaded is everybody's. State goes by the order of the parameters in the optimizer, which
 is compared by name; schedulers are no part of it.
@@ -7,14 +13,19 @@ is compared by name; schedulers are no part of it.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shoal.core.errors import ShoalError, UsageError
@@ -25,6 +36,68 @@ from shoal.tensors.checkpoint import flatten, is_scalar, rebuild, scalar
 from shoal.tensors.packing import reshape_dense
 
 log = logging.getLogger(__name__)
+
+_OWN_MARK = "is_wrapped_by_shoal"
+"""An attribute of modules around which a strategy of Shoal itself puts such a wrapper."""
+_NEXT_STEP = """start without torchrun's variables, and attach the model without a wrapper:
+    shoal run --env shoal -np {size} train.py
+    strategy.attach(model, optimizer)
+  or leave attach() and shoal.shard() out, and let the other share it."""
+
+
+def refuse_foreign(model: nn.Module, group: Group) -> None:
+    """UsageError when something else shares this model among workers of the group."""
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        num_processes = state.PartialState._shared_state.get("num_processes", 1)
+        if num_processes > 1:
+            raise _refusal(f"Accelerate shares this model among {num_processes} processes", group)
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    # a world of other ranks is a mesh inside of one worker's own processes
+    if (dist.get_rank(), dist.get_world_size()) != (group.rank, group.size):
+        return
+    if _wrappers(model):
+        gc.collect()  # one that nobody uses any more shares nothing
+    for wrapper in _wrappers(model):
+        _refuse_ranks(type(wrapper).__name__, dist.get_process_group_ranks(wrapper.process_group), group)
+    for parameter in model.parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is not None:
+            _refuse_ranks("fully_shard", mesh.mesh.flatten().tolist(), group)
+
+
+def _wrappers(model: nn.Module) -> list[Any]:
+    """Those that have parameters of the model, inside or around it: some trainers hand out what is inside."""
+    kinds: list[type] = [DistributedDataParallel]
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None:
+        kinds.append(fsdp.FullyShardedDataParallel)
+    for kind in kinds:  # which grows: issubclass() asks an abstract class, and takes ten times as long
+        kinds += kind.__subclasses__()
+    own = {id(parameter) for parameter in model.parameters()}
+    return [
+        found
+        for found in gc.get_objects()
+        if type(found) in kinds
+        and not getattr(found.module, _OWN_MARK, False)
+        and any(id(parameter) in own for parameter in found.parameters())
+    ]
+
+
+def _refuse_ranks(name: str, ranks: Sequence[int], group: Group) -> None:
+    """Unless they are some of the group's, inside of one machine: those are one worker to the others."""
+    is_inside = len({group.machines[rank] for rank in ranks}) == 1
+    if len(ranks) > 1 and not (is_inside and len(ranks) < group.size):
+        raise _refusal(f"{name} shares this model among {len(ranks)} ranks of torch.distributed", group)
+
+
+def _refusal(what: str, group: Group) -> UsageError:
+    return UsageError(
+        f"{what}, and so would Shoal.",
+        cause="the two would average the same gradients, and hide from each other what they did.",
+        next_step=_NEXT_STEP.format(size=group.size),
+    )
 
 
 def take_values(group: Group, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
@@ -123,7 +196,7 @@ def _words(entry: list[object] | None) -> str:
     return f"{name} ({kind}, shape {shape}, {'trainable' if is_trainable else 'not trainable'}{parts})"
 
 
-class Account(msgspec.Struct, array_like=True):
+class _Account(msgspec.Struct, array_like=True):
     """What one member says of its optimizer."""
 
     rank: int
@@ -149,7 +222,7 @@ def start_optimizers(
     Settings that differ are an error, on all members, where they `must_be_equal`, and a warning elsewhere.
     """
     own = _account(group.rank, optimizer, named)
-    accounts = [msgspec.convert(account, Account) for account in share(group, own)]
+    accounts = [msgspec.convert(account, _Account) for account in share(group, own)]
     first = accounts[0]
     for account in accounts:
         if account.names != first.names:
@@ -174,7 +247,7 @@ def start_optimizers(
         log.warning("%s", difference)
 
 
-def _account(rank: int, optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> Account:
+def _account(rank: int, optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> _Account:
     names = {id(tensor): name for name, tensor in named.items()}
     groups = [[names[id(tensor)] for tensor in group["params"]] for group in optimizer.param_groups]
     settings = [
@@ -182,7 +255,7 @@ def _account(rank: int, optimizer: Optimizer, named: Mapping[str, torch.Tensor])
         for group in optimizer.param_groups
     ]
     digest = hashlib.sha256(msgspec.msgpack.encode(groups)).digest()
-    return Account(rank, digest, settings, any(optimizer.state.values()))
+    return _Account(rank, digest, settings, any(optimizer.state.values()))
 
 
 def _plain(value: Any) -> Any:
@@ -193,7 +266,7 @@ def _plain(value: Any) -> Any:
     return scalar(value) if is_scalar(value) else type(value).__name__
 
 
-def _difference(accounts: Sequence[Account]) -> str | None:
+def _difference(accounts: Sequence[_Account]) -> str | None:
     first = accounts[0]
     for account in accounts:
         if account.has_state and not first.has_state:

@@ -23,16 +23,16 @@ from shoal.data import ShardedLoader
 from shoal.group import Group
 from shoal.group.solo import SoloGroup
 from shoal.strategies.averaging import common_model
-from shoal.strategies.beats import Beats
 from shoal.strategies.checkpointing import Contents, RunCheckpoints
 from shoal.strategies.monitors import Monitors
 from shoal.strategies.options import StrategyOptions, read_options, signature_of
 from shoal.strategies.session import TrainingSession, still_there
+from shoal.strategies.status import StatusReporter
 from shoal.tensors import Flat
 from shoal.tensors.checkpoint import NUM_KEPT
 
 _NUMBERS = (bool, int, float, str)
-_BASE = ("group", "options", "steps", "rounds", "gradient_monitors", "checkpoints", "beats")
+_BASE = ("group", "options", "steps", "rounds", "gradient_monitors", "checkpoints", "status_reporter")
 """Attributes that every strategy has; they are kept elsewhere, or not at all."""
 _MISSING = object()
 
@@ -84,7 +84,7 @@ class Strategy:
         self.group: Group = SoloGroup() if group is None else group
         self.gradient_monitors = Monitors(self.options.batch_size) if self.options.monitor else None
         self.checkpoints = RunCheckpoints()
-        self.beats = Beats(self.group, self.name)
+        self.status_reporter = StatusReporter(self.group, self.name)
         self._session: TrainingSession | None = None
         self._num_accumulating = 0
         self._loaded: dict[str, Any] = {}
@@ -254,7 +254,7 @@ class Strategy:
             self._session.close()
         else:
             self.group.leave()
-            self.beats.tell("left")
+            self.status_reporter.tell("left")
 
     def settle(self) -> None:
         """Takes part in rounds that a skipped step still owes; call it before collectives of your own.
@@ -284,7 +284,7 @@ class Strategy:
         no step waits for its device. Does nothing in a group that `shoal.init()` has not opened. UsageError
         for a tensor of several elements.
         """
-        self.beats.log(values)
+        self.status_reporter.log(values)
 
     def save(
         self,

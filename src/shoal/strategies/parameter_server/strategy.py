@@ -137,11 +137,11 @@ class ParameterServer(Strategy):
         everybody.barrier().wait()
         everybody.should_survive = True
         self.staleness = server.staleness
-        self.beats.opened(0)
+        self.status_reporter.opened(0)
         try:
-            do_all_stay = server.run(lambda: self.beats.stepped(server.counts["num_applied"]))
+            do_all_stay = server.run(lambda: self.status_reporter.stepped(server.counts["num_applied"]))
         finally:
-            self.beats.closed()
+            self.status_reporter.closed()
         if do_all_stay:
             channel.close()
         self._stats = server.summary()

@@ -1,8 +1,9 @@
-"""What an attached strategy notes on the board about once a second, for `shoal top`, and tells its launcher.
+"""The status of an attached strategy: a note on the board for `shoal top`, and what its launcher is told.
 
-Between two notes a step costs a look at the clock, 0.3 µs; a note took 0.06 ms where it was measured. Only
-strategies of a group that `shoal.init()` has opened note anything, in the user's thread, so that a worker
-which hangs is seen by how old its note is. Whatever fails here is passed over.
+Notes are written about once a second. Between two of them a step costs a look at the clock, 0.3 µs; a note
+took 0.06 ms where it was measured. Only strategies of a group that `shoal.init()` has opened report anything,
+in the user's thread, so that a worker which hangs is seen by how old its note is. Whatever fails here is
+passed over.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
+import msgspec
 import torch
 
 from shoal.core import SYSTEM_CLOCK, Clock, UsageError, board
@@ -23,18 +24,15 @@ from shoal.core.processes import namespace, started
 from shoal.core.status import Phase, tell_launcher
 from shoal.data.kept import kept_loaders
 from shoal.group import Group, GroupStats
-from shoal.strategies.session import innermost
 
 _MAX_AWAITED = 8
 _MAX_VALUES = 32
 _MAX_NAME = 60
 _SHORTEST_WAIT_S = 1e-3
-_numbers: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
-"""How many strategies of a group have been seen."""
 
 
-class Beats:
-    """One strategy's notes; silent unless `opened` finds a run that it is part of."""
+class StatusReporter:
+    """Reports how far one strategy is; silent unless `opened` finds a run that it is part of."""
 
     def __init__(self, group: Group, strategy: str, clock: Clock = SYSTEM_CLOCK) -> None:
         self._group = group
@@ -51,13 +49,8 @@ class Beats:
         """When the launcher is told the step again; None when nobody is."""
         self._waited_s: Sequence[float] = ()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether anything is noted."""
-        return self._pin is not None
-
     def opened(self, step: int) -> None:
-        """The strategy is attached."""
+        """Begins, when the strategy is attached."""
         run = run_of(self._group)
         if not run:
             return
@@ -77,7 +70,7 @@ class Beats:
             self._pin.write(self._note)
 
     def stepped(self, step: int) -> None:
-        """After each step."""
+        """Reports after a step, if it is time."""
         if self._tell_s is None:
             return
         now_s = self._clock.now_s()
@@ -87,59 +80,50 @@ class Beats:
             tell_launcher(step=step)
         if self._pin is not None and now_s >= self._due_s:
             self._due_s = now_s + board.NOTE_S
-            self._write(step, now_s)
+            # a full disk, a device that fails, a value that is no number: nothing of it may end the training
+            with contextlib.suppress(Exception):
+                self._write(self._pin, step, now_s)
 
     def closed(self) -> None:
-        """The strategy is detached."""
+        """Takes the note back, when the strategy is detached."""
         if self._pin is not None:
             self._pin.remove()
         self._pin = self._note = self._tell_s = None
         self._values.clear()
 
     def tell(self, phase: Phase) -> None:
-        """Tell the launcher where this worker is on its way, if the group is that of its run."""
+        """Tells the launcher where this worker is on its way, if the group is that of its run."""
         if run_of(self._group):
             tell_launcher(phase=phase)
 
     def log(self, values: dict[str, Any]) -> None:
-        """Keep what is to be noted next; tensors are read then, and not before."""
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor) and value.numel() != 1:
+        """Keeps what is to be noted next; tensors are read then, and not before."""
+        for given, value in values.items():
+            is_tensor = isinstance(value, torch.Tensor)
+            if is_tensor and value.numel() != 1:
                 raise UsageError(
-                    f"{name} has {value.numel()} elements; a number is logged.",
-                    next_step=f"log its mean: strategy.log({name}={name}.mean()).",
+                    f"{given} has {value.numel()} elements; a number is logged.",
+                    next_step=f"log its mean: strategy.log({given}={given}.mean()).",
                 )
-            if self._pin is not None:
-                self._keep(_plain(name), value)
-
-    def _keep(self, name: str, value: Any) -> None:
-        if name not in self._values and len(self._values) >= _MAX_VALUES:
-            return
-        with contextlib.suppress(Exception):
-            # a copy: the tensor may be changed in place later, or a view that keeps a large one alive
-            self._values[name] = value.detach().clone() if isinstance(value, torch.Tensor) else float(value)
-
-    @property
-    def _num_examples(self) -> int | None:
-        """A server takes none."""
-        return kept_loaders(self._group).num_examples if self._group.role == "worker" else None
+            name = _plain(given)
+            if self._pin is None or (name not in self._values and len(self._values) >= _MAX_VALUES):
+                continue
+            with contextlib.suppress(Exception):
+                # a copy: the tensor may be changed in place later, or a view that keeps a large one alive
+                self._values[name] = value.detach().clone() if is_tensor else float(value)
 
     def _first(self, run: str, step: int) -> board.Note:
         group, everybody, pid = self._group, self._group.everybody, os.getpid()
         if self._number is None:
-            known = innermost(group)
-            self._number = _numbers.get(known, 0)
-            _numbers[known] = self._number + 1
+            self._number = group.notes.get("num_reporters", 0)
+            group.notes["num_reporters"] = self._number + 1
         place = group.rank if everybody is None else everybody.rank
-        size = group.size if everybody is None else everybody.size - group.num_servers
-        stats = group.stats
         return board.Note(
             run=run,
             rank=place if group.role == "server" else group.rank,
-            size=size,
+            size=group.size if everybody is None else everybody.size - group.num_servers,
             pid=pid,
             host=socket.gethostname(),
-            noted_s=self._clock.wall_s(),
             role=group.role,
             number=self._number,
             place=place,
@@ -148,56 +132,47 @@ class Beats:
             began_s=self._clock.wall_s(),
             program=_program(),
             strategy=self._strategy,
-            step=step,
-            num_examples=self._num_examples,
-            sent_bytes=stats.sent_bytes,
-            received_bytes=stats.received_bytes,
+            **self._counted(step, group.stats),
         )
 
-    def _write(self, step: int, now_s: float) -> None:
-        # a full disk, a device that fails, a value that is no number: nothing of it may end the training
-        with contextlib.suppress(Exception):
-            assert self._note is not None
-            assert self._pin is not None
-            stats = self._group.stats
-            self._note = self._next(self._note, step, now_s - self._noted_s, stats)
-            self._noted_s, self._waited_s = now_s, list(stats.waited_s)
-            self._pin.write(self._note)
-
-    def _next(self, before: board.Note, step: int, passed_s: float, stats: GroupStats) -> board.Note:
+    def _write(self, pin: board.Pin, step: int, now_s: float) -> None:
+        before, stats, passed_s = self._note, self._group.stats, now_s - self._noted_s
+        assert before is not None
         gained = [now_s - then_s for now_s, then_s in zip(stats.waited_s, self._waited_s, strict=False)]
         most = max(range(len(gained)), key=gained.__getitem__, default=None)
-        num_examples = self._num_examples
-        fields = {name: getattr(before, name) for name in before.__struct_fields__}
-        fields |= {
+        counted = self._counted(step, stats)
+        num_examples = counted["num_examples"]
+        num_new = None if num_examples is None else max(0, num_examples - (before.num_examples or 0))
+        self._note = msgspec.structs.replace(
+            before,
+            **counted,
+            steps_per_s=(step - before.step) / passed_s,
+            examples_per_s=None if num_new is None else num_new / passed_s,
+            values=_numbers_of(self._values) or before.values,
+            waited_s=_longest(stats.waited_s),
+            wait_share=min(1.0, sum(gained) / passed_s) if gained else None,
+            waits_for=most if most is not None and gained[most] >= _SHORTEST_WAIT_S else None,
+        )
+        self._noted_s, self._waited_s = now_s, list(stats.waited_s)
+        pin.write(self._note)
+
+    def _counted(self, step: int, stats: GroupStats) -> dict[str, Any]:
+        """What a note says of now; a server takes no examples."""
+        is_worker = self._group.role == "worker"
+        return {
             "noted_s": self._clock.wall_s(),
             "step": step,
-            "steps_per_s": (step - before.step) / passed_s,
-            "num_examples": num_examples,
-            "examples_per_s": _rate(num_examples, before.num_examples, passed_s),
-            "values": _numbers_of(self._values) or before.values,
+            "num_examples": kept_loaders(self._group).num_examples if is_worker else None,
             "sent_bytes": stats.sent_bytes,
             "received_bytes": stats.received_bytes,
-            "waited_s": _longest(stats.waited_s),
-            "wait_share": min(1.0, sum(gained) / passed_s) if gained else None,
-            "waits_for": most if most is not None and gained[most] >= _SHORTEST_WAIT_S else None,
         }
-        return board.Note(**fields)
 
 
 def run_of(group: Group) -> str:
     """The run that a group, or one inside of it, was opened for; empty for a group of one's own making."""
-    while True:
-        if group.run:
-            return group.run
-        inner = getattr(group, "inner", None)
-        if not isinstance(inner, Group):
-            return ""
+    while not group.run and isinstance(inner := getattr(group, "inner", None), Group):
         group = inner
-
-
-def _rate(now: int | None, before: int | None, passed_s: float) -> float | None:
-    return None if now is None else max(0, now - (before or 0)) / passed_s
+    return group.run
 
 
 def _numbers_of(values: dict[str, Any]) -> dict[str, float]:
