@@ -405,6 +405,81 @@ def test_rates_are_scaled_for_the_step_alone(is_tensor):
     assert float(optimizer.param_groups[0]["lr"]) == 0.5 / 16
 
 
+def test_a_strategy_reads_the_rate_of_the_step_under_way():
+    model, _, _ = setup()
+    first, *others = model.parameters()
+    optimizer = torch.optim.SGD([{"params": [first], "lr": 0.2}, {"params": others}], lr=0.4)
+    seen = []
+
+    class Reader(Recorder):
+        def before_step(self, session):
+            seen.append(session.learning_rates)
+
+        def after_step(self, session):
+            seen.append(session.learning_rates)
+
+    options = {"warmup_steps": 1, "warmup_factor": 0.5, "decay_every": 2, "decay_factor": 0.1}
+    with Reader(Mirror(), **options).attach(model, optimizer):
+        for _ in range(3):
+            backward(model)
+            optimizer.step()
+    assert seen[::2] == seen[1::2]
+    assert [list(rates) for rates in seen] == [[name for name, _ in model.named_parameters()]] * 6
+    assert [rates["0.weight"] for rates in seen[::2]] == pytest.approx([0.1, 0.2, 0.02])
+    assert [rates["2.bias"] for rates in seen[::2]] == pytest.approx([0.2, 0.4, 0.04])
+
+
+def test_autograd_sees_nothing_of_what_a_strategy_does_around_a_step():
+    class Adder(Recorder):
+        is_equal_after_round = False
+        has_last_round = True
+
+        def start(self, session):
+            self.sum = session.parameters.zeros_like()
+
+        def before_step(self, session):
+            for name, tensor in self.sum.items():
+                tensor += session.named_parameters[name]
+            for parameter in session.trainable:
+                parameter *= 0.5
+
+        def average_all(self, session):
+            self.before_step(session)
+
+        last_round = average_all
+
+    model, optimizer, _ = setup()
+    strategy = Adder(Mirror(), global_average_every=1)
+    with strategy.attach(model, optimizer, stays=True):
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+        backward(model)
+        strategy.settle()  # the step is skipped
+        vector = strategy.sum
+    assert not any(tensor.requires_grad for tensor in (*vector.flats, *vector.views))
+    assert all(parameter.grad_fn is None for parameter in model.parameters())
+    assert torch.is_grad_enabled()
+
+
+def test_a_common_state_that_is_not_there_is_refused():
+    class Common(Recorder):
+        common_state = ("slow", "seldom")
+        seldom: float
+
+        def start(self, session):
+            setattr(self, self.made, session.parameters.clone())
+
+    model, optimizer, _ = setup()
+    strategy = Common(Mirror())
+    strategy.made = "slo"
+    with pytest.raises(UsageError, match="no attribute 'slow', which its common_state names"):
+        strategy.attach(model, optimizer)
+    strategy.made = "slow"
+    strategy.attach(model, optimizer).close()
+
+
 def test_rates_come_back_after_a_step_that_raised():
     model, optimizer, strategy = setup(warmup_steps=10)
 

@@ -455,6 +455,7 @@ class TrainingSession:
         self.group = ShardReplicas.find(self.group, list(filter(is_sharded, self.named_tensors.values())))
         self.strategy.set_group(self.group)
 
+    @torch.no_grad()
     def _share_rest(self, *, should_leave: bool) -> None:
         """Shares the steps since the last round, if all members end after the same step; says so if not."""
         strategy = self.strategy
@@ -553,6 +554,9 @@ class TrainingSession:
         """Is called in backward for each parameter whose `.grad` has got its new value."""
         self.strategy.gradient_ready(self, parameter)
 
+    # Autograd sees nothing of what strategies do around a step: a vector that it tracked would hold ever more.
+
+    @torch.no_grad()
     def step_begins(self, num_missed: int) -> float:
         """Is called before the optimizer's step, after `num_missed` skipped ones; factor of its rates."""
         strategy = self.strategy
@@ -569,6 +573,7 @@ class TrainingSession:
             strategy.before_step(self)
         return rate_factor(strategy.options, strategy.steps) / strategy.rate_divisor
 
+    @torch.no_grad()
     def step_ended(self) -> None:
         """Is called after the optimizer's step."""
         if not self.is_alone:
@@ -576,6 +581,7 @@ class TrainingSession:
             self.strategy.after_step(self)
         self._count_step()
 
+    @torch.no_grad()
     def step_skipped(self) -> None:
         """Is called instead of both, when the optimizer did not step after a backward pass."""
         if not self.is_alone:

@@ -7,6 +7,7 @@ places of the loop; docs/write-a-strategy.md shows how. Everything around it is 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -61,7 +62,9 @@ class Strategy:
     checks_finite: ClassVar[bool] = True
     """Whether this worker looks at its gradients and parameters for values that are not finite."""
     common_state: ClassVar[Sequence[str]] = ()
-    """Attributes that are equal on all members: they are taken up by a run with another number of workers."""
+    """Attributes that are equal on all members: they are taken up by a run with another number of workers.
+
+    Each is there after `start`, or is annotated in the class if there are runs without it."""
     Options: ClassVar[type[StrategyOptions]] = StrategyOptions
 
     options: StrategyOptions
@@ -399,7 +402,11 @@ class Strategy:
     # What the session calls.
 
     def restore(self, model: nn.Module) -> None:
-        """Fills what `start` has made with what was loaded, or with what this model had at its last end."""
+        """Fills what `start` has made with what was loaded, or with what this model had at its last end.
+
+        UsageError when `common_state` names what is not there.
+        """
+        self._check_common_state()
         is_same = self._last_model is not None and self._last_model() is model
         if not self._loaded and is_same:
             self._loaded = self._ended
@@ -425,6 +432,16 @@ class Strategy:
     def hears(self, method: str) -> bool:
         """Tells whether the strategy implements one of the algorithm's methods."""
         return getattr(type(self), method) is not getattr(Strategy, method)
+
+    def _check_common_state(self) -> None:
+        annotated = {name for kind in type(self).__mro__ for name in inspect.get_annotations(kind)}
+        for name in self.common_state:
+            if not hasattr(self, name) and name not in annotated:
+                raise UsageError(
+                    f"{self.name} has no attribute {name!r}, which its common_state names.",
+                    cause="the name is misspelt, or `start` does not make it.",
+                    next_step="correct the name; annotate it in the class if some runs do not have it.",
+                )
 
     def _kept(self) -> dict[str, Any]:
         return {
