@@ -23,11 +23,13 @@ import torch
 
 from shoal.core.errors import UsageError
 from shoal.group import Group, Handle, Window, share
+from shoal.strategies.messages import Packing
 from shoal.strategies.options import ParameterServerOptions
 from shoal.strategies.parameter_server.state import PIECE_BYTES, OptimizerNumbers
 from shoal.tensors import ALIGNMENT_BYTES, DTYPES, BucketLayout, TensorSpec, describe, size_bytes
-from shoal.tensors.codecs import Encoded, EncodedMeta, codec_from_name
+from shoal.tensors.codecs import codec_from_name
 from shoal.tensors.codecs.base import FormatCodec
+from shoal.tensors.dtypes import dtype_name
 from shoal.tensors.flat import views_over
 from shoal.tensors.packing import reshape_dense
 
@@ -211,30 +213,6 @@ class ServerReply:
         return cls(num_handled, released, num_refused, msgspec.msgpack.decode(summary) if summary else None)
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """How a compressed gradient travels: encoded into a fixed number of bytes, in host memory."""
-
-    codec: FormatCodec
-    meta: EncodedMeta
-    sizes: tuple[int, ...]
-
-    def decode(self, raw: torch.Tensor) -> torch.Tensor:
-        """Gives the flat gradient, on the CPU."""
-        buffers = [part.numpy().data for part in torch.split(raw, list(self.sizes))]
-        return self.codec.decode(Encoded(self.meta, buffers)).view(-1)
-
-
-def _packing(codec: FormatCodec, shard: ParameterShard) -> Packing | None:
-    """Plans how a shard's gradient is encoded; None where it travels as it is."""
-    spec = TensorSpec(str(shard.dtype).removeprefix("torch."), (shard.num_elements,))
-    options = codec.options(spec) if codec.name != "none" and shard.layout.slots else None
-    if options is None or codec.size_bytes(spec, options) >= shard.num_elements * shard.dtype.itemsize:
-        return None
-    sizes = tuple(size_bytes(part) for part in codec.parts(spec, options))
-    return Packing(codec, EncodedMeta(codec.name, spec, options), sizes)
-
-
 # --- where it goes ---
 
 
@@ -264,6 +242,7 @@ class ServerChannel:
         self._require_equal([[shard.layout for shard in self.shards], numbers.names, options])
         codec = codec_from_name(options.compression)
         self.packings = [_packing(codec, shard) for shard in self.shards]
+        """How compressed gradients travel, in host memory; None for those that go as they are."""
         self.by_server = [
             [shard for shard in self.shards if shard.server == server] for server in range(num_servers)
         ]
@@ -367,3 +346,8 @@ class ServerChannel:
         """Remembers the last version that a server has given, so that the next model begins above it."""
         notes = self.group.notes
         notes[_NEXT_VERSION] = max(notes.get(_NEXT_VERSION, 0), last_version + 1)
+
+
+def _packing(codec: FormatCodec, shard: ParameterShard) -> Packing | None:
+    packing = Packing.plan(codec, TensorSpec(dtype_name(shard.dtype), (shard.num_elements,)))
+    return None if packing.is_plain or not shard.layout.slots else packing

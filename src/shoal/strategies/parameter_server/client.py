@@ -191,12 +191,10 @@ class ServerClient:
         kept = residuals[slot].clone() if absent and slot in residuals else None
         for span in absent if kept is not None else ():
             residuals[slot][span] = 0
-        encoded = self._feedback.encode(self._gather(shard, gradients), slot)
+        encoded = packing.encode(self._feedback, self._gather(shard, gradients), slot)
         for span in absent if slot in residuals else ():
             residuals[slot][span] = 0 if kept is None else kept[span]
-        if encoded.meta != packing.meta:
-            return None
-        return torch.cat([torch.frombuffer(buffer, dtype=torch.uint8) for buffer in encoded.buffers])
+        return encoded
 
     # --- pull ---
 
