@@ -41,7 +41,7 @@ MAX_SHARDS = 256
 """The most shards of one server; a group has names for so many."""
 _NAME = "parameter-server"
 _NEXT_VERSION = f"{_NAME}'s next version"
-_REQUEST = struct.Struct("<b?")
+_REQUEST = struct.Struct("<h")
 _REPLY = struct.Struct("<qqq")
 DELIVERY = struct.Struct("<q")
 """The note of parameters that are put on a worker's GPU begins with their version, then a `ServerReply`."""
@@ -76,16 +76,18 @@ class ParameterShard:
         places = zip(self.spans, self.layout.slots, strict=True)
         return [reshape_dense(flat[span].view(dtype), slot.spec) for span, slot in places]
 
-    def move(self, parameters: Sequence[torch.nn.Parameter], flat: torch.Tensor) -> list[torch.Tensor]:
-        """Moves the shard's parameters into flat memory; gives the tensors that they have there.
+    def move(
+        self, parameters: Sequence[torch.nn.Parameter], flat: torch.Tensor
+    ) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Moves the shard's parameters into flat memory; gives each with the tensor that it has there.
 
         On the CPU each has a storage of its own, so that saving or copying one takes no other along.
         """
-        tensors = views_over(self.layout, flat)
-        for parameter, tensor in zip(self.layout.pick(parameters), tensors, strict=True):
+        moved = list(zip(self.layout.pick(parameters), views_over(self.layout, flat), strict=True))
+        for parameter, tensor in moved:
             tensor.copy_(parameter.detach())
             parameter.data = tensor
-        return tensors
+        return moved
 
 
 def plan_shards(
@@ -161,6 +163,9 @@ class RequestKind(enum.IntEnum):
     SEND_STATE = 3
     """The server sends its optimizer's state and its parameters to this worker alone."""
     LEAVE = 4
+    """The worker leaves the group."""
+    DETACH = 5
+    """The worker stays in the group, and will take part in giving the memory back."""
 
 
 class Presence(enum.IntEnum):
@@ -177,8 +182,6 @@ class WorkerRequest:
     """What a worker sends before its gradients."""
 
     kind: RequestKind
-    stays: bool = False
-    """With LEAVE: the worker will take part in giving the memory back."""
     numbers: Sequence[float] = ()
     """The numbers of its optimizer."""
     versions: Sequence[int] = ()
@@ -311,7 +314,7 @@ class ServerChannel:
         values = [*request.numbers, *map(float, request.versions), *itertools.chain(*request.gradients)]
         vector = torch.zeros(self.requests.num_elements, dtype=torch.float64)
         vector[: len(values)] = torch.tensor(values, dtype=torch.float64)
-        return self.requests.send(server, vector, note=_REQUEST.pack(request.kind, request.stays))
+        return self.requests.send(server, vector, note=_REQUEST.pack(request.kind))
 
     def receive(self, worker: int) -> WorkerRequest | None:
         """Takes a worker's next request, on a server; None while there is none."""
@@ -320,13 +323,12 @@ class ServerChannel:
         with self.requests.slot(worker) as slot:
             if not slot.num_writes:
                 return None
-            kind, stays = _REQUEST.unpack(slot.note)
+            kind = RequestKind(*_REQUEST.unpack(slot.note))
             values = iter(slot.tensor.tolist())
             slot.clear()
         shards = self.by_server[self.group.rank]
         return WorkerRequest(
-            RequestKind(kind),
-            stays,
+            kind,
             numbers=list(itertools.islice(values, len(self.numbers.names))),
             versions=[int(next(values)) for _ in shards],
             gradients=[[int(next(values)) for _ in shard.layout.slots] for shard in shards],

@@ -47,7 +47,6 @@ class ServerClient:
     def __init__(self, channel: ServerChannel, session: TrainingSession) -> None:
         parameters = session.trainable
         self._channel = channel
-        self._members = [shard.layout.pick(parameters) for shard in channel.shards]
         is_cpu = session.device.type == "cpu"
         self._is_staged = channel.device is None and not is_cpu
         """Whether the model is on a GPU, and what travels in host memory."""
@@ -57,10 +56,12 @@ class ServerClient:
             self._flats = [
                 torch.zeros(shard.num_elements, dtype=shard.dtype, device=device) for shard in channel.shards
             ]
-        self._tensors = [
-            shard.move(parameters, flat) for shard, flat in zip(channel.shards, self._flats, strict=True)
+        self._moved = [
+            moved
+            for shard, flat in zip(channel.shards, self._flats, strict=True)
+            for moved in shard.move(parameters, flat)
         ]
-        """The parameters in the memory of each shard."""
+        """Each parameter with its tensor in the memory of a shard."""
         self._staging = [_pinned(flat) for flat in self._flats if self._is_staged]
         self._gathered: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         """For each shard, memory in which its gradients are put together, and views of it."""
@@ -252,10 +253,9 @@ class ServerClient:
 
     def _adopt(self) -> None:
         """Makes the parameters what was read, also where somebody has put others into their place."""
-        for members, tensors in zip(self._members, self._tensors, strict=True):
-            for parameter, tensor in zip(members, tensors, strict=True):
-                if parameter.data_ptr() != tensor.data_ptr():
-                    parameter.data = tensor
+        for parameter, tensor in self._moved:
+            if parameter.data_ptr() != tensor.data_ptr():
+                parameter.data = tensor
 
     # --- requests besides pushes ---
 
@@ -263,13 +263,11 @@ class ServerClient:
         """Counts a round without gradients; then pulls."""
         self._clock += 1
         self.ask(RequestKind.SKIP)
-        self.wait_for_all()
         self.pull()
 
     def meet(self) -> None:
         """Waits until all workers do so and all that was pushed is applied; then pulls."""
         self.ask(RequestKind.MEET)
-        self.wait_for_all()
         self.pull()
 
     def take_states(self) -> list[Any]:
@@ -286,11 +284,12 @@ class ServerClient:
         self._adopt()
         return states
 
-    def ask(self, kind: RequestKind, *, stays: bool = False) -> None:
-        """Sends all servers a request that no gradients follow."""
+    def ask(self, kind: RequestKind) -> None:
+        """Sends all servers a request that no gradients follow, and waits until they have handled it."""
         for server in range(self._channel.num_servers):
-            self._ask(server, WorkerRequest(kind, stays, self._channel.numbers.read()))
+            self._ask(server, WorkerRequest(kind, self._channel.numbers.read()))
         self.finish_push()
+        self.wait_for_all()
 
     def wait_for_all(self) -> None:
         """Waits until the servers have handled everything."""
@@ -302,10 +301,9 @@ class ServerClient:
 
     def release(self) -> None:
         """Moves the parameters back into private memory."""
-        for members in self._members:
-            for parameter in members:
-                parameter.data = parameter.detach().clone()
-        self._tensors, self._flats, self._staging, self._gathered = [], [], [], {}
+        for parameter, _ in self._moved:
+            parameter.data = parameter.detach().clone()
+        self._moved, self._flats, self._staging, self._gathered = [], [], [], {}
 
     def _ask(self, server: int, request: WorkerRequest) -> None:
         self._expected[server] += 1

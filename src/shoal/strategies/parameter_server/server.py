@@ -296,8 +296,8 @@ class AsyncServer:
         elif request.kind == RequestKind.SKIP:
             self.counts["num_skipped"] += 1
             self._skip(worker, request)
-        elif request.kind == RequestKind.LEAVE:
-            worker.is_done, worker.stays = True, request.stays
+        elif request.kind in (RequestKind.LEAVE, RequestKind.DETACH):
+            worker.is_done, worker.stays = True, request.kind == RequestKind.DETACH
             worker.reply.num_handled += 1
             worker.reply.summary = self.summary()
             self._tell(worker)
