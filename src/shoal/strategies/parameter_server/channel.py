@@ -16,7 +16,8 @@ import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -50,7 +51,7 @@ DELIVERY = struct.Struct("<q")
 # --- how the model is divided ---
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ParameterShard:
     """Parameters of one dtype that one server holds in one piece of memory."""
 
@@ -59,11 +60,20 @@ class ParameterShard:
     server: int
     layout: BucketLayout
     """Its indices are positions among all parameters."""
-    num_elements: int
-    dtype: torch.dtype
-    """The dtype of real numbers in which it travels: a complex parameter is twice as many."""
 
-    @property
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype of real numbers in which it travels: a complex parameter is twice as many."""
+        return DTYPES[self.layout.dtype].to_real()
+
+    @cached_property
+    def num_elements(self) -> int:
+        """The size of the memory; a parameter without elements still has a place."""
+        slots = self.layout.slots
+        num_bytes = size_bytes(slots[0].spec) if len(slots) == 1 else self.layout.size_bytes
+        return max(1, num_bytes // self.dtype.itemsize)
+
+    @cached_property
     def spans(self) -> list[slice]:
         """Where each parameter lies among the elements."""
         starts = [slot.offset_bytes // self.dtype.itemsize for slot in self.layout.slots]
@@ -91,17 +101,14 @@ class ParameterShard:
 
 
 def plan_shards(
-    parameters: Sequence[torch.Tensor],
-    num_servers: int,
-    max_shards: int = MAX_SHARDS,
-    *,
-    is_on_device: bool = False,
+    parameters: Sequence[torch.Tensor], num_servers: int, max_shards: int = MAX_SHARDS
 ) -> list[ParameterShard]:
     """Plans all shards, those of all servers in turn, so that the servers work at once; each has one.
 
-    Whole parameters are balanced by size: an optimizer may look at all of a parameter at once. On the CPU a
-    large one is a shard by itself, whose gradient is pushed from where it lies; small ones share a shard. On
-    a GPU each operation costs more than its bytes, and all of a server's parameters of one dtype are one.
+    Whole parameters are balanced by size: an optimizer may look at all of a parameter at once. A large one is
+    a shard by itself, whose gradient is pushed from where it lies; small ones share a shard. With
+    `max_shards` 1 all of a server's parameters of one dtype are one: on a GPU each operation costs more than
+    its bytes.
     """
     specs = [describe(parameter) for parameter in parameters]
     loads = [0] * num_servers
@@ -110,18 +117,18 @@ def plan_shards(
         server = loads.index(min(loads))
         loads[server] += max(ALIGNMENT_BYTES, size_bytes(specs[index]))
         parts[server].append(index)
-    planned = [_layouts(specs, sorted(part), 1 if is_on_device else max_shards) for part in parts]
+    planned = [_layouts(specs, sorted(part), max_shards) for part in parts]
     turns = [
         (server, layouts[turn])
         for turn in range(max(map(len, planned)))
         for server, layouts in enumerate(planned)
         if turn < len(layouts)
     ]
-    return [_shard(number, server, layout) for number, (server, layout) in enumerate(turns)]
+    return [ParameterShard(number, server, layout) for number, (server, layout) in enumerate(turns)]
 
 
 def _layouts(specs: Sequence[TensorSpec], indices: Sequence[int], max_shards: int) -> list[BucketLayout]:
-    """Plans the shards of one server; with `max_shards` 1 there is one for each dtype.
+    """Plans the shards of one server.
 
     Large parameters come first: the last shard to be pushed is the last to be applied, and a small one ends
     soonest. With few shards each holds more: less than a third of them can be large parameters, and of any
@@ -142,19 +149,14 @@ def _layouts(specs: Sequence[TensorSpec], indices: Sequence[int], max_shards: in
     return layouts or [BucketLayout("float32", (), ALIGNMENT_BYTES)]
 
 
-def _shard(number: int, server: int, layout: BucketLayout) -> ParameterShard:
-    dtype = DTYPES[layout.dtype].to_real()
-    size = size_bytes(layout.slots[0].spec) if len(layout.slots) == 1 else layout.size_bytes
-    # a parameter without elements still has a place
-    return ParameterShard(number, server, layout, max(1, size // dtype.itemsize), dtype)
-
-
 # --- what they say ---
 
 
 class RequestKind(enum.IntEnum):
     """What a worker asks of a server."""
 
+    NONE = -1
+    """No request is under way."""
     PUSH = 0
     SKIP = 1
     """A step without gradients: nothing follows, and it counts."""
@@ -177,8 +179,7 @@ class Presence(enum.IntEnum):
     """The worker has found a NaN or an infinity in the shard, and does not send it."""
 
 
-@dataclass(slots=True)
-class WorkerRequest:
+class WorkerRequest(NamedTuple):
     """What a worker sends before its gradients."""
 
     kind: RequestKind
@@ -188,6 +189,9 @@ class WorkerRequest:
     """The version that it has read of each shard of this server."""
     gradients: Sequence[Sequence[int]] = ()
     """The `Presence` of each parameter, for each shard of this server."""
+
+
+NO_REQUEST = WorkerRequest(RequestKind.NONE)
 
 
 @dataclass(slots=True)
@@ -240,8 +244,8 @@ class ServerChannel:
         self.workers = range(num_servers, group.size)
         self.compensates = options.delay_compensation > 0
         num_copies = 1 + len(self.workers) if self.compensates else 1
-        max_shards = max(3, MAX_SHARDS // num_copies)
-        self.shards = plan_shards(parameters, num_servers, max_shards, is_on_device=device is not None)
+        max_shards = max(3, MAX_SHARDS // num_copies) if device is None else 1
+        self.shards = plan_shards(parameters, num_servers, max_shards)
         self._require_equal([[shard.layout for shard in self.shards], numbers.names, options])
         codec = codec_from_name(options.compression)
         self.packings = [_packing(codec, shard) for shard in self.shards]
@@ -316,13 +320,13 @@ class ServerChannel:
         vector[: len(values)] = torch.tensor(values, dtype=torch.float64)
         return self.requests.send(server, vector, note=_REQUEST.pack(request.kind))
 
-    def receive(self, worker: int) -> WorkerRequest | None:
-        """Takes a worker's next request, on a server; None while there is none."""
+    def receive(self, worker: int) -> WorkerRequest:
+        """Takes a worker's next request, on a server; NO_REQUEST while there is none."""
         if worker not in self.requests.filled():
-            return None
+            return NO_REQUEST
         with self.requests.slot(worker) as slot:
             if not slot.num_writes:
-                return None
+                return NO_REQUEST
             kind = RequestKind(*_REQUEST.unpack(slot.note))
             values = iter(slot.tensor.tolist())
             slot.clear()

@@ -109,7 +109,7 @@ class ServerClient:
             presence[number] = [Presence.WITHHELD] * len(presence[number])
         for server, shards in enumerate(channel.by_server):
             present = [presence[shard.number] for shard in shards]
-            self._send(server, WorkerRequest(RequestKind.PUSH, numbers=numbers, gradients=present))
+            self._send(server, RequestKind.PUSH, numbers, present)
         for shard in channel.shards:
             self._expected[shard.server] += 1
             self._due[shard.number] = self._expected[shard.server]
@@ -274,7 +274,7 @@ class ServerClient:
         """Gives what each server's optimizer keeps, and takes its parameters; nobody else takes part."""
         states = []
         for server, shards in enumerate(self._channel.by_server):
-            self._ask(server, WorkerRequest(RequestKind.SEND_STATE))
+            self._ask(server, RequestKind.SEND_STATE)
             self.finish_push()
             state, flats = receive_state(partial(self._next_slot, self._channel.states, server))
             states.append(state)
@@ -287,7 +287,7 @@ class ServerClient:
     def ask(self, kind: RequestKind) -> None:
         """Sends all servers a request that no gradients follow, and waits until they have handled it."""
         for server in range(self._channel.num_servers):
-            self._ask(server, WorkerRequest(kind, self._channel.numbers.read()))
+            self._ask(server, kind, self._channel.numbers.read())
         self.finish_push()
         self.wait_for_all()
 
@@ -305,14 +305,21 @@ class ServerClient:
             parameter.data = parameter.detach().clone()
         self._moved, self._flats, self._staging, self._gathered = [], [], [], {}
 
-    def _ask(self, server: int, request: WorkerRequest) -> None:
+    def _ask(self, server: int, kind: RequestKind, numbers: Sequence[float] = ()) -> None:
         self._expected[server] += 1
         for shard in self._channel.by_server[server]:
             self._due[shard.number] = self._expected[server]
-        self._send(server, request)
+        self._send(server, kind, numbers)
 
-    def _send(self, server: int, request: WorkerRequest) -> None:
-        request.versions = [self._versions[shard.number] for shard in self._channel.by_server[server]]
+    def _send(
+        self,
+        server: int,
+        kind: RequestKind,
+        numbers: Sequence[float],
+        gradients: Sequence[Sequence[int]] = (),
+    ) -> None:
+        versions = [self._versions[shard.number] for shard in self._channel.by_server[server]]
+        request = WorkerRequest(kind, numbers, versions, gradients)
         self._handles.append(self._channel.send(server, request))
 
     # --- waiting ---
