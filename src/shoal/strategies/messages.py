@@ -64,7 +64,8 @@ class Packing:
         return decode(Encoded(self.meta, buffers), sys.maxsize)
 
 
-class _Piece(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Piece:
     """A part of one of several flat tensors, which is encoded by itself."""
 
     index: int

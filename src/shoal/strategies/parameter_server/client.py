@@ -17,6 +17,7 @@ import torch
 
 from shoal.core import Deadline, PeerLost
 from shoal.group import Handle, Slot, Window
+from shoal.strategies.messages import Packing
 from shoal.strategies.parameter_server.channel import (
     DELIVERY,
     ParameterShard,
@@ -28,7 +29,7 @@ from shoal.strategies.parameter_server.channel import (
 )
 from shoal.strategies.parameter_server.state import receive_state
 from shoal.strategies.session import TrainingSession
-from shoal.tensors import TensorSpec, describe
+from shoal.tensors import describe
 from shoal.tensors.codecs import ErrorFeedback, codec_from_name
 from shoal.tensors.codecs.base import is_finite
 from shoal.tensors.memory import copy_into
@@ -38,7 +39,7 @@ _LOOK_S = 0.25
 """After so long a worker that waits looks whether a server is lost."""
 
 Gradients = Sequence[torch.Tensor | None]
-"""The gradients of all parameters."""
+"""The gradients of all parameters, or of those of a shard."""
 
 
 class ServerClient:
@@ -62,7 +63,11 @@ class ServerClient:
             for moved in shard.move(parameters, flat)
         ]
         """Each parameter with its tensor in the memory of a shard."""
-        self._staging = [_pinned(flat) for flat in self._flats if self._is_staged]
+        self._staging = [
+            torch.zeros(flat.numel(), dtype=flat.dtype, pin_memory=flat.is_cuda)
+            for flat in self._flats
+            if self._is_staged
+        ]
         self._gathered: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         """For each shard, memory in which its gradients are put together, and views of it."""
         self._versions = [channel.first_version] * len(channel.shards)
@@ -96,15 +101,10 @@ class ServerClient:
     def push(self, gradients: Gradients, rate_factor: float = 1.0) -> None:
         """Begins to send gradients; they must not be written until `finish_push`."""
         channel, numbers = self._channel, self._channel.numbers.read(rate_factor)
-        presence = [
-            [
-                Presence.NONE if gradient is None else Presence.SENT
-                for gradient in shard.layout.pick(gradients)
-            ]
-            for shard in channel.shards
-        ]
+        picked = [shard.layout.pick(gradients) for shard in channel.shards]
+        presence = [[Presence.NONE if each is None else Presence.SENT for each in own] for own in picked]
         pushed = [shard for shard in channel.shards if Presence.SENT in presence[shard.number]]
-        prepared = self._prepare(pushed, gradients)
+        prepared = self._prepare(pushed, picked)
         for number in [number for number, payload in prepared.items() if payload is None]:
             presence[number] = [Presence.WITHHELD] * len(presence[number])
         for server, shards in enumerate(channel.by_server):
@@ -116,7 +116,7 @@ class ServerClient:
             if Presence.SENT in presence[shard.number]:
                 payload = prepared.get(shard.number)
                 if payload is None:
-                    payload = self._gather(shard, gradients)
+                    payload = self._gather(shard, picked[shard.number])
                 self._handles.append(channel.gradients[shard.number].send(shard.server, payload))
                 self.pushed_bytes[shard.server] += payload.nbytes
         self.num_pushes += 1
@@ -129,26 +129,31 @@ class ServerClient:
         self._handles.clear()
 
     def _prepare(
-        self, shards: Sequence[ParameterShard], gradients: Gradients
+        self, shards: Sequence[ParameterShard], picked: Sequence[Gradients]
     ) -> dict[int, torch.Tensor | None]:
         """Prepares what must be known before the requests go: what is encoded, and what is on a GPU.
 
         None stands for a shard that holds a NaN or an infinity. A shard that is not named is sent as it is,
         and is put together when its turn comes.
         """
-        packed = [shard for shard in shards if self._channel.packings[shard.number] is not None]
-        plain = [shard for shard in shards if self._channel.packings[shard.number] is None]
-        prepared: dict[int, torch.Tensor | None] = {
-            shard.number: self._encode(shard, gradients) for shard in packed
-        }
+        prepared: dict[int, torch.Tensor | None] = {}
+        plain = []
+        for shard in shards:
+            packing = self._channel.packings[shard.number]
+            if packing is None:
+                plain.append(shard)
+            else:
+                prepared[shard.number] = self._encode(shard, packing, picked[shard.number])
         if self._is_staged:
             for shard in plain:
                 staging = self._staging[shard.number]
-                prepared[shard.number] = staging.copy_(self._gather(shard, gradients), non_blocking=True)
+                prepared[shard.number] = staging.copy_(
+                    self._gather(shard, picked[shard.number]), non_blocking=True
+                )
             _synchronize(self._flats)
         elif self._channel.device is not None and plain:
             # The worker waits for its servers anyway. A server would wait for the GPU once more to look.
-            flats = [self._gather(shard, gradients) for shard in plain]
+            flats = [self._gather(shard, picked[shard.number]) for shard in plain]
             are_all_finite = math.isfinite(torch.nn.utils.get_total_norm(flats).item())  # by few operations
             for shard, flat in zip(plain, flats, strict=True):
                 # a norm may be too large where no value is
@@ -157,9 +162,10 @@ class ServerClient:
 
     def _gather(self, shard: ParameterShard, gradients: Gradients) -> torch.Tensor:
         """Puts the gradients of a shard together: where they lie, if that is one piece."""
-        picked = shard.layout.pick(gradients)
-        if len(picked) == 1 and picked[0] is not None and _lies_as(picked[0], shard.layout.slots[0].spec):
-            flat = densify(picked[0])[0]
+        only = gradients[0] if len(gradients) == 1 else None
+        spec = None if only is None or only.layout is not torch.strided else describe(only)
+        if only is not None and spec == shard.layout.slots[0].spec:
+            flat = densify(only)[0]
             return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
         if shard.number not in self._gathered:
             buffer = torch.zeros_like(self._flats[shard.number])
@@ -167,7 +173,7 @@ class ServerClient:
         flat, views = self._gathered[shard.number]
         copied: list[torch.Tensor] = []
         into: list[torch.Tensor] = []
-        for view, gradient in zip(views, picked, strict=True):
+        for view, gradient in zip(views, gradients, strict=True):
             if gradient is None:
                 view.zero_()
             elif gradient.is_cpu or gradient.is_sparse:
@@ -179,22 +185,19 @@ class ServerClient:
             torch._foreach_copy_(into, copied)  # in a few operations of the GPU, not one for each parameter
         return flat
 
-    def _encode(self, shard: ParameterShard, gradients: Gradients) -> torch.Tensor | None:
+    def _encode(self, shard: ParameterShard, packing: Packing, gradients: Gradients) -> torch.Tensor | None:
         """Gives the bytes that travel; None for what holds an inf or a nan, which is not pushed.
 
         What was kept of parameters without a gradient waits until they have one: nothing of them is applied.
         """
-        packing = self._channel.packings[shard.number]
-        assert packing is not None
         slot, residuals = str(shard.number), self._feedback.residuals
-        picked = shard.layout.pick(gradients)
-        absent = [span for span, gradient in zip(shard.spans, picked, strict=True) if gradient is None]
-        kept = residuals[slot].clone() if absent and slot in residuals else None
-        for span in absent if kept is not None else ():
+        absent = [span for span, gradient in zip(shard.spans, gradients, strict=True) if gradient is None]
+        kept = [residuals[slot][span].clone() if slot in residuals else 0 for span in absent]
+        for span in absent if slot in residuals else ():
             residuals[slot][span] = 0
         encoded = packing.encode(self._feedback, self._gather(shard, gradients), slot)
-        for span in absent if slot in residuals else ():
-            residuals[slot][span] = 0 if kept is None else kept[span]
+        for span, rest in zip(absent, kept, strict=True) if slot in residuals else ():
+            residuals[slot][span] = rest
         return encoded
 
     # --- pull ---
@@ -207,9 +210,8 @@ class ServerClient:
         waiting = list(channel.shards) if channel.device is None else []
         reading: list[tuple[ParameterShard, Handle[int | None]]] = []
         while waiting:
-            is_due = {shard.number: self._is_due(shard) for shard in waiting}
-            due = [shard for shard in waiting if is_due[shard.number]]
-            waiting = [shard for shard in waiting if not is_due[shard.number]]
+            due = [shard for shard in waiting if self._is_due(shard)]
+            waiting = [shard for shard in waiting if not self._is_due(shard)]
             reading += [(shard, self._read(shard)) for shard in due]
             if not due:
                 self._listen()
@@ -364,15 +366,6 @@ class ServerClient:
             cause="it was killed, stopped, or failed; its own output says more.",
             next_step="start again, from a checkpoint if there is one: its share of the model is gone.",
         )
-
-
-def _lies_as(gradient: torch.Tensor, spec: TensorSpec) -> bool:
-    return gradient.layout is torch.strided and describe(gradient) == spec
-
-
-def _pinned(flat: torch.Tensor) -> torch.Tensor:
-    """Makes host memory of the same size, which a GPU reads and writes by itself."""
-    return torch.zeros(flat.numel(), dtype=flat.dtype, pin_memory=flat.is_cuda)
 
 
 def _synchronize(flats: Sequence[torch.Tensor]) -> None:
