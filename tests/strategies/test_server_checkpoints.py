@@ -49,8 +49,8 @@ def test_who_was_dropped_may_skip_the_next_step(monkeypatch):
     are_ahead, has_computed, has_skipped = threading.Barrier(3), threading.Event(), threading.Event()
     skip = SyncServer._skip
 
-    def noticed(self, worker, request):
-        skip(self, worker, request)
+    def noticed(self, worker):
+        skip(self, worker)
         has_skipped.set()
 
     monkeypatch.setattr(SyncServer, "_skip", noticed)

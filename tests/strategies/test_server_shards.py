@@ -57,8 +57,8 @@ def test_views_are_the_parameters_in_the_shards_memory(dtype):
     (shard,) = plan_shards(parameters, 1)
     flat = torch.zeros(shard.num_elements, dtype=shard.dtype)
     assert not flat.is_complex()
-    tensors = shard.move([torch.nn.Parameter(each) for each in parameters], flat)
-    for view, tensor, parameter in zip(shard.views(flat), tensors, parameters, strict=True):
+    moved = shard.move([torch.nn.Parameter(each) for each in parameters], flat)
+    for view, (_, tensor), parameter in zip(shard.views(flat), moved, parameters, strict=True):
         assert torch.equal(view, parameter)
         assert torch.equal(tensor, parameter)
         assert tensor.stride() == view.stride() == parameter.stride()

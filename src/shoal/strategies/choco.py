@@ -165,11 +165,11 @@ class ChocoSGD(Strategy):
         session.check_losses()
         self._format.add(message, own.flats)
         weights = self.topology.weights(self.group.rank).sources
-        for source, letter in came.items():
+        for source, received in came.items():
             public = self._public[source].flats
-            if letter.whole is not None:
-                _copy_bytes(letter.whole, public)
-            self._format.add(letter.message, public)
+            if received.whole is not None:
+                _copy_bytes(received.whole, public)
+            self._format.add(received.message, public)
         factors = {source: self.gamma * weights[source] for source in came}
         for index, values in enumerate(flat.flats):
             theirs = [(self._public[source].flats[index], factor) for source, factor in factors.items()]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 from shoal.group import Handle, Window
 from shoal.strategies.session import TrainingSession
 from shoal.tensors import DTYPES, BucketLayout, TensorSpec, size_bytes
-from shoal.tensors.codecs import Encoded, EncodedMeta, Plain, decode
+from shoal.tensors.codecs import Codec, Encoded, EncodedMeta, Plain, decode
 from shoal.tensors.codecs.base import LOSSY_DTYPES, FormatCodec
 from shoal.tensors.dtypes import dtype_name
 from shoal.tensors.memory import bytes_of, tensor_over
@@ -30,19 +30,51 @@ and whether something was missed."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """A part of a flat tensor that is encoded by itself."""
+class Packing:
+    """How tensors of one spec are encoded into a fixed number of bytes."""
 
-    index: int
-    """Of the flat tensor."""
-    span: slice
     meta: EncodedMeta
     sizes: tuple[int, ...]
-    """Of its buffers, in bytes."""
+    """Of the buffers, in bytes."""
+
+    @classmethod
+    def plan(cls, codec: FormatCodec, spec: TensorSpec) -> Packing:
+        """Plans what a codec makes of such a tensor: plain bytes where others would not be fewer."""
+        options = codec.options(spec) if spec.dtype in LOSSY_DTYPES else None
+        if options is None or codec.size_bytes(spec, options) >= size_bytes(spec):
+            return cls(EncodedMeta(Plain.name, spec), (size_bytes(spec),))
+        sizes = tuple(size_bytes(part) for part in codec.parts(spec, options))
+        return cls(EncodedMeta(codec.name, spec, options), sizes)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the bytes are those of the tensor."""
+        return self.meta.codec == Plain.name
+
+    def encode(self, codec: Codec, tensor: torch.Tensor, slot: str) -> torch.Tensor | None:
+        """Gives the bytes; None for what holds an inf or a nan, which would not be fewer."""
+        encoded = codec.encode(tensor, slot)
+        if encoded.meta != self.meta:
+            return None
+        return torch.cat([tensor_over(bytes_of(buffer)) for buffer in encoded.buffers])
+
+    def decode(self, raw: torch.Tensor) -> torch.Tensor:
+        """Gives the tensor, on the CPU."""
+        buffers = [part.numpy().data for part in torch.split(raw, list(self.sizes))]
+        return decode(Encoded(self.meta, buffers), sys.maxsize)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of one of several flat tensors, which is encoded by itself."""
+
+    index: int
+    span: slice
+    packing: Packing
 
     def of(self, flats: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Over the same memory."""
-        return reshape_dense(flats[self.index][self.span], self.meta.spec)
+        """Gives it over the same memory."""
+        return reshape_dense(flats[self.index][self.span], self.packing.meta.spec)
 
 
 class Format:
@@ -56,60 +88,45 @@ class Format:
         self._codec = codec
         layouts = BucketLayout.plan(parameters, max_bytes=sys.maxsize)
         self._pieces = [piece for index, layout in enumerate(layouts) for piece in _cut(codec, index, layout)]
-        self.size_bytes = sum(size for piece in self._pieces for size in piece.sizes)
+        self._sizes = [sum(piece.packing.sizes) for piece in self._pieces]
+        self.size_bytes = sum(self._sizes)
         """Of each message."""
         self.share = self.size_bytes / max(1, sum(layout.size_bytes for layout in layouts))
         """Of the bytes of the parameters."""
 
     def encode(self, flats: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The message. What holds an inf or a nan, which would not be smaller encoded, counts as zeros."""
+        """Gives the message. What holds an inf or a nan counts as zeros."""
         parts = []
         for number, piece in enumerate(self._pieces):
-            tensor = piece.of(flats)
-            encoded = self._codec.encode(tensor, str(number))
-            if encoded.meta != piece.meta:
-                encoded = self._codec.encode(torch.zeros_like(tensor), str(number))
-            parts += [tensor_over(bytes_of(buffer)) for buffer in encoded.buffers]
+            tensor, slot = piece.of(flats), str(number)
+            part = piece.packing.encode(self._codec, tensor, slot)
+            if part is None:
+                part = piece.packing.encode(self._codec, torch.zeros_like(tensor), slot)
+                assert part is not None
+            parts.append(part)
         return torch.cat(parts)
 
     def add(self, message: torch.Tensor, flats: Sequence[torch.Tensor]) -> None:
-        """Add what a message says to flat tensors; equal bits to equal ones, wherever it is done."""
-        rest = iter(torch.split(message, [size for piece in self._pieces for size in piece.sizes]))
-        for piece in self._pieces:
-            buffers = [next(rest).numpy().data for _ in piece.sizes]
-            piece.of(flats).add_(decode(Encoded(piece.meta, buffers), sys.maxsize))
+        """Adds what a message says to flat tensors; equal bits to equal ones, wherever it is done."""
+        for piece, part in zip(self._pieces, torch.split(message, self._sizes), strict=True):
+            piece.of(flats).add_(piece.packing.decode(part))
 
 
-def _cut(codec: FormatCodec, index: int, layout: BucketLayout) -> Iterator[_Piece]:
+def _cut(codec: FormatCodec, index: int, layout: BucketLayout) -> list[_Piece]:
     real = DTYPES[layout.dtype].to_real()
-    whole = slice(0, layout.size_bytes // real.itemsize)
-    name = dtype_name(real)
-    piece = _piece(codec, index, whole, TensorSpec(name, (whole.stop,)))
-    if _is_smaller(piece) or name != layout.dtype:
-        yield piece
-        return
+    name, num_elements = dtype_name(real), layout.size_bytes // real.itemsize
+    whole = _Piece(index, slice(0, num_elements), Packing.plan(codec, TensorSpec(name, (num_elements,))))
+    if not whole.packing.is_plain or name != layout.dtype:
+        return [whole]
     pieces = []
     for slot in layout.slots:
-        start = slot.offset_bytes // real.itemsize
-        span = slice(start, start + size_bytes(slot.spec) // real.itemsize)
-        if span.start < span.stop:
-            pieces.append(_piece(codec, index, span, slot.spec))
-    yield from pieces if any(map(_is_smaller, pieces)) else [piece]
+        start, size = slot.offset_bytes // real.itemsize, size_bytes(slot.spec) // real.itemsize
+        if size:
+            pieces.append(_Piece(index, slice(start, start + size), Packing.plan(codec, slot.spec)))
+    return [whole] if all(piece.packing.is_plain for piece in pieces) else pieces
 
 
-def _piece(codec: FormatCodec, index: int, span: slice, spec: TensorSpec) -> _Piece:
-    options = codec.options(spec) if spec.dtype in LOSSY_DTYPES else None
-    if options is None or codec.size_bytes(spec, options) >= size_bytes(spec):
-        return _Piece(index, span, EncodedMeta(Plain.name, spec), (size_bytes(spec),))
-    sizes = tuple(size_bytes(part) for part in codec.parts(spec, options))
-    return _Piece(index, span, EncodedMeta(codec.name, spec, options), sizes)
-
-
-def _is_smaller(piece: _Piece) -> bool:
-    return piece.meta.codec != Plain.name
-
-
-class Letter(NamedTuple):
+class Received(NamedTuple):
     """What has come from a neighbour."""
 
     message: torch.Tensor
@@ -132,11 +149,11 @@ class Mail:
         self._size_bytes = size_bytes
         self._whole_bytes = whole_bytes
         like = torch.empty(size_bytes, dtype=torch.uint8)
-        self._windows: list[Window] = []
+        self._windows = [
+            session.window(like, sources=self.sources[place : place + 1])
+            for place in range(topology.degree())
+        ]
         """One for each source of this worker, so that one can be waited for alone; others may have more."""
-        for place in range(topology.degree()):
-            own = list(self.sources[place : place + 1])
-            self._windows.append(session.window(like, sources=own))
         self._routes = [
             (destination, self._windows[topology.sources(destination).index(group.rank)])
             for destination in topology.destinations(group.rank)
@@ -164,19 +181,16 @@ class Mail:
             handles.append(window.send(to, message, note=self._note(to, 0)))
         return handles
 
-    def receive(self) -> Mapping[int, Letter]:
-        """The next message of each source, by its rank.
+    def receive(self) -> Mapping[int, Received]:
+        """Gives the next message of each source, by its rank.
 
         There is none of those that are gone, that cannot be heard, or whose whole has yet to come.
         """
-        letters = {}
-        for source, window in zip(self.sources, self._windows, strict=False):
-            letter = self._next_of(source, window)
-            if letter is not None:
-                letters[source] = letter
-        return letters
+        windows = zip(self.sources, self._windows, strict=False)
+        came = {source: self._next_of(source, window) for source, window in windows}
+        return {source: received for source, received in came.items() if received is not None}
 
-    def _next_of(self, source: int, window: Window) -> Letter | None:
+    def _next_of(self, source: int, window: Window) -> Received | None:
         pieces: list[torch.Tensor] = []
         while source in window.wait():
             with window.slot(source) as slot:
@@ -193,21 +207,18 @@ class Mail:
                 continue
             if is_asking and source not in self._answered:
                 self._asking.append(source)
-            return self._letter(source, tensor, pieces)
+            if source not in self._missing:
+                return Received(tensor, None)
+            if len(pieces) * self._size_bytes < self._whole_bytes:
+                return None
+            self._missing.remove(source)
+            return Received(tensor, torch.cat(pieces)[: self._whole_bytes])
         return None
 
-    def _letter(self, source: int, message: torch.Tensor, pieces: list[torch.Tensor]) -> Letter | None:
-        if source not in self._missing:
-            return Letter(message, None)
-        if len(pieces) * self._size_bytes < self._whole_bytes:
-            return None
-        self._missing.remove(source)
-        return Letter(message, torch.cat(pieces)[: self._whole_bytes])
-
-    def _pieces(self, whole: torch.Tensor) -> list[torch.Tensor]:
+    def _pieces(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
         """Each of the size of a message."""
         short_bytes = -len(whole) % self._size_bytes
-        return list(torch.split(torch.cat([whole, whole.new_zeros(short_bytes)]), self._size_bytes))
+        return torch.split(torch.cat([whole, whole.new_zeros(short_bytes)]), self._size_bytes)
 
     def _note(self, to: int, place: int) -> bytes:
         number = self._num_sent[to]

@@ -31,12 +31,10 @@ _SEED_MASK = 2**63 - 1
 class _Published:
     """What this worker has published by pair averaging in one group."""
 
-    numbers: list[int] = field(default_factory=list)
-    """Of the models that are attached: several can be, side by side."""
+    next_number: int = 0
+    """That of the model which is attached next: no name of a window is used twice."""
     retired: list[Window] = field(default_factory=list)
     """Of models that were detached: others may pull them still, until all meet to attach another one."""
-    last_version: int = -1
-    """Versions never fall, not even for a model that takes the place of one that was detached."""
 
 
 class PairAverage(Strategy):
@@ -61,7 +59,6 @@ class PairAverage(Strategy):
         """The version of the model that was published last."""
         self._is_published = False
         """Others may read the live buffers: the next step must find the parameters in the spare ones."""
-        self._number = -1
         self._windows: list[Window] = []
         """One for each dtype."""
 
@@ -96,17 +93,15 @@ class PairAverage(Strategy):
     def start(self, session: TrainingSession) -> None:
         """Publishes the first model, and waits until all have."""
         self._buffers = session.hold_parameters(2 if session.device.type == "cpu" else 3)
-        number = 1 + max(self._published.numbers, default=-1)
-        version = max(self._version, self._published.last_version + 1)
-        everybody = share(self.group, [number, version])
-        self._number, self._version = (max(values) for values in zip(*everybody, strict=True))
+        everybody = share(self.group, [self._published.next_number, self._version])
+        number, self._version = (max(values) for values in zip(*everybody, strict=True))
+        self._published.next_number = number + 1
         for window in self._published.retired:
             window.close()
         self._published.retired.clear()
-        self._published.numbers.append(self._number)
         self._windows = [
             self.group.window(
-                f"pair {self._number}.{index}", live.numel(), live.dtype, sources=(), device=live.device
+                f"pair {number}.{index}", live.numel(), live.dtype, sources=(), device=live.device
             )
             for index, live in enumerate(self._buffers.live.flats)
         ]
@@ -116,9 +111,6 @@ class PairAverage(Strategy):
     def stop(self, session: TrainingSession) -> None:
         """Leaves what is published for others to pull."""
         self._is_published = False
-        if self._number in self._published.numbers:
-            self._published.numbers.remove(self._number)
-        self._number = -1
         self._published.retired += self._windows
         self._windows = []
 
@@ -175,7 +167,6 @@ class PairAverage(Strategy):
         for window, live in zip(self._windows, self._buffers.live.flats, strict=True):
             window.publish(live, self._version)
         self._is_published = True
-        self._published.last_version = max(self._published.last_version, self._version)
 
     def _retire(self) -> None:
         """Nobody reads the spare buffers from now on; only what a global average left there is waited for."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -23,7 +23,6 @@ from shoal.tensors import Flat, ParameterBuffers
 from shoal.topology import Weights
 
 log = logging.getLogger(__name__)
-_PLACE = ("tree", "rank", "size")
 Kind = Literal["binary", "chain"]
 
 _PARENTS: dict[Kind, Callable[[int], int]] = {
@@ -43,20 +42,17 @@ class Branch:
     """How many ranks lie beyond it, the partner included."""
 
 
-class _Box(NamedTuple):
-    """Memory of the group for one color, on workers without such an edge too: an exchange takes all along."""
+@dataclass(slots=True)
+class _Edge:
+    """What goes to and comes from the neighbour over the edge of one color.
+
+    Workers without such an edge have the memory, too: an exchange takes all along.
+    """
 
     sent: Flat
     come: Flat
-
-
-@dataclass(slots=True)
-class _Edge:
-    """What goes to and comes from one neighbour."""
-
-    branch: Branch
-    box: _Box
-    count: int
+    partner: int | None = None
+    count: int = 0
     """Of how many models what has come is the mean; 0 once the neighbour has left."""
 
 
@@ -75,8 +71,8 @@ class RelaySGD(Strategy):
     options: RelayOptions
 
     _buffers: ParameterBuffers
-    _boxes: Sequence[_Box] = ()
     _edges: Sequence[_Edge] = ()
+    """One for each color."""
     _last: Mapping[str, Any] | None = None
     """What a state that was loaded has to pass on."""
 
@@ -100,40 +96,46 @@ class RelaySGD(Strategy):
         if self._edges:
             self._take_last()
 
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"tree": self.options.tree, "rank": self.group.rank, "size": self.group.size}
+
+    @property
+    def _own_edges(self) -> list[_Edge]:
+        """Those at which there is, or was, a neighbour."""
+        return [edge for edge in self._edges if edge.partner is not None]
+
     def _relayed(self) -> dict[str, Any]:
-        return {
-            "tree": self.options.tree,
-            "rank": self.group.rank,
-            "size": self.group.size,
-            "counts": [edge.count for edge in self._edges],
-            "means": [edge.box.come.state_dict() for edge in self._edges],
-        }
+        edges = self._own_edges
+        means = [edge.come.state_dict() for edge in edges]
+        return {**self._place, "counts": [edge.count for edge in edges], "means": means}
 
     def start(self, session: TrainingSession) -> None:
         """Counts what has not come yet as this worker's own model."""
         self._buffers = session.hold_parameters(2)
         like = self._buffers.live
-        self._boxes = [
-            _Box(like.zeros_like(session.empty), like.zeros_like(session.empty))
+        self._edges = [
+            _Edge(like.zeros_like(session.empty), like.zeros_like(session.empty))
             for _ in range(self._num_colors)
         ]
-        self._edges = [_Edge(branch, self._boxes[branch.color], branch.size) for branch in self._branches]
+        for branch in self._branches:
+            edge = self._edges[branch.color]
+            edge.partner, edge.count = branch.partner, branch.size
         self._start_anew()
         self._take_last()
 
     def _take_last(self) -> None:
         last, self._last = self._last, None
-        place = (self.options.tree, self.group.rank, self.group.size)
-        if last is not None and tuple(map(last.get, _PLACE)) == place:
-            for edge, count, mean in zip(self._edges, last["counts"], last["means"], strict=True):
+        if last is not None and all(last.get(name) == value for name, value in self._place.items()):
+            for edge, count, mean in zip(self._own_edges, last["counts"], last["means"], strict=True):
                 edge.count = int(count)
-                edge.box.come.load_state_dict(mean)
+                edge.come.load_state_dict(mean)
 
     def stop(self, session: TrainingSession) -> None:
         """Remembers what was to be passed on."""
         if self._edges:
             self._ended = {"relayed": self._relayed()}
-        self._boxes, self._edges = (), ()
+        self._edges = ()
 
     def before_step(self, session: TrainingSession) -> None:
         """Looks for lost peers."""
@@ -146,64 +148,55 @@ class RelaySGD(Strategy):
 
     def _relay(self, session: TrainingSession) -> None:
         self._buffers.adopt()
-        counts = self._write_messages()
-        heads, handles = self._meet(counts)
+        for edge in self._own_edges:
+            self._mean_into(edge.sent.flats, [other for other in self._edges if other is not edge])
+        heads, handles = self._start_exchanges()
         for handle in handles:
             handle.wait()
         session.check_losses()
-        for edge in self._edges:
-            self._take_count(edge, heads[edge.branch.color])
-        open_edges = [edge for edge in self._edges if edge.count]
-        total = 1 + sum(edge.count for edge in open_edges)
-        for index, (live, spare) in enumerate(self._buffers.pairs):
-            _mean_into(spare, live, open_edges, index, total)
+        for edge, head in zip(self._edges, heads, strict=True):
+            self._take_count(edge, head)
+        self._mean_into(self._buffers.spare.flats, self._edges)
         self._buffers.swap()
 
-    def _write_messages(self) -> list[int]:
-        """To each neighbour: the mean of one's own model and what has come from the others. Of how many."""
-        counts = []
-        for edge in self._edges:
-            others = [other for other in self._edges if other is not edge and other.count]
-            counts.append(1 + sum(other.count for other in others))
-            for index, live in enumerate(self._buffers.live.flats):
-                message = edge.box.sent.flats[index]
-                self.group.settle(message)
-                _mean_into(message, live, others, index, counts[-1])
-        return counts
+    def _mean_into(self, out: Sequence[torch.Tensor], edges: Sequence[_Edge]) -> None:
+        """Computes the mean of this worker's own model and what has come over some edges."""
+        num_models = 1 + sum(edge.count for edge in edges)
+        for index, (mean, live) in enumerate(zip(out, self._buffers.live.flats, strict=True)):
+            self.group.settle(mean)
+            mean.copy_(live)
+            come = [(edge.come.flats[index], edge.count / num_models) for edge in edges if edge.count]
+            add_differences(mean, live, come)
 
-    def _meet(self, counts: Sequence[int]) -> tuple[list[torch.Tensor], list[Handle[torch.Tensor]]]:
-        """Start the exchanges of a round, one for each color, which all members issue alike.
+    def _start_exchanges(self) -> tuple[list[torch.Tensor], list[Handle[torch.Tensor]]]:
+        """Starts the exchanges of a round, one for each color, which all members issue alike.
 
         The head of each says of whom it is and how many models are in the mean. It goes after the mean: what
         comes with the partner's name is whole.
         """
-        heads = [torch.zeros(2, dtype=torch.float64) for _ in range(self._num_colors)]
-        handles = []
-        edges = {edge.branch.color: (edge, count) for edge, count in zip(self._edges, counts, strict=True)}
-        for color, head in enumerate(heads):
-            head[0] = self.group.rank
-            if color in edges:
-                edge, count = edges[color]
-                head[1] = count
-                weights = Weights(0.0, {edge.branch.partner: 1.0}, {edge.branch.partner: 1.0})
-            else:
+        heads, handles = [], []
+        total = 1 + sum(edge.count for edge in self._edges)
+        for edge in self._edges:
+            if edge.partner is None:
                 weights = Weights(1.0, {}, {})
-            box = self._boxes[color]
-            for sent, come in zip(box.sent.flats, box.come.flats, strict=True):
+            else:
+                weights = Weights(0.0, {edge.partner: 1.0}, {edge.partner: 1.0})
+            heads.append(torch.tensor([self.group.rank, total - edge.count], dtype=torch.float64))
+            for sent, come in zip(edge.sent.flats, edge.come.flats, strict=True):
                 handles.append(self.group.exchange(sent, weights, out=come))
-            handles.append(self.group.exchange(head, weights))
+            handles.append(self.group.exchange(heads[-1], weights))
         return heads, handles
 
     def _take_count(self, edge: _Edge, head: torch.Tensor) -> None:
         rank, count = head.tolist()
-        if rank == edge.branch.partner:
+        if rank == edge.partner:
             edge.count = int(count)
         elif edge.count:
             edge.count = 0
             log.warning(
                 "rank %d has left, and with it what lies beyond it in the tree: %s on rank %d goes on "
                 "without it, from round %d on.",
-                edge.branch.partner, self.name, self.group.rank, self.rounds,
+                edge.partner, self.name, self.group.rank, self.rounds,
             )  # fmt: skip
 
     def average_all(self, session: TrainingSession) -> None:
@@ -213,16 +206,8 @@ class RelaySGD(Strategy):
 
     def _start_anew(self) -> None:
         """What has not come yet counts as this worker's own model."""
-        for edge in self._edges:
-            edge.box.come.copy_(self._buffers.live)
-
-
-def _mean_into(
-    out: torch.Tensor, own: torch.Tensor, edges: Sequence[_Edge], index: int, num_models: int
-) -> None:
-    """Of a worker's own model and what has come over some edges, `num_models` in all."""
-    out.copy_(own)
-    add_differences(out, own, [(edge.box.come.flats[index], edge.count / num_models) for edge in edges])
+        for edge in self._own_edges:
+            edge.come.copy_(self._buffers.live)
 
 
 def branches(kind: Kind, size: int) -> list[list[Branch]]:

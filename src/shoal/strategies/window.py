@@ -218,12 +218,12 @@ class WindowAverage(OneSidedStrategy):
     def average_all(self, session: TrainingSession) -> None:
         """Makes what has come before it void: it would pull back to older models."""
         super().average_all(session)
-        for rank in self._windows[0].filled() if self._windows else ():
-            with contextlib.ExitStack() as stack:
-                for slots in self._slots(stack, [rank]).values():
-                    if _round_of(slots[0].note) < self.rounds:
-                        for slot in slots:
-                            slot.clear()
+        with contextlib.ExitStack() as stack:
+            filled = self._windows[0].filled() if self._windows else ()
+            for slots in self._slots(stack, filled).values():
+                if _round_of(slots[0].note) < self.rounds:
+                    for slot in slots:
+                        slot.clear()
 
     def _sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
         half = _HALVES.get(self.options.codec, dtype)

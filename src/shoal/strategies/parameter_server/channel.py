@@ -16,18 +16,21 @@ import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
 from shoal.core.errors import UsageError
 from shoal.group import Group, Handle, Window, share
+from shoal.strategies.messages import Packing
 from shoal.strategies.options import ParameterServerOptions
 from shoal.strategies.parameter_server.state import PIECE_BYTES, OptimizerNumbers
 from shoal.tensors import ALIGNMENT_BYTES, DTYPES, BucketLayout, TensorSpec, describe, size_bytes
-from shoal.tensors.codecs import Encoded, EncodedMeta, codec_from_name
+from shoal.tensors.codecs import codec_from_name
 from shoal.tensors.codecs.base import FormatCodec
+from shoal.tensors.dtypes import dtype_name
 from shoal.tensors.flat import views_over
 from shoal.tensors.packing import reshape_dense
 
@@ -39,7 +42,7 @@ MAX_SHARDS = 256
 """The most shards of one server; a group has names for so many."""
 _NAME = "parameter-server"
 _NEXT_VERSION = f"{_NAME}'s next version"
-_REQUEST = struct.Struct("<b?")
+_REQUEST = struct.Struct("<h")
 _REPLY = struct.Struct("<qqq")
 DELIVERY = struct.Struct("<q")
 """The note of parameters that are put on a worker's GPU begins with their version, then a `ServerReply`."""
@@ -48,7 +51,7 @@ DELIVERY = struct.Struct("<q")
 # --- how the model is divided ---
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ParameterShard:
     """Parameters of one dtype that one server holds in one piece of memory."""
 
@@ -57,11 +60,20 @@ class ParameterShard:
     server: int
     layout: BucketLayout
     """Its indices are positions among all parameters."""
-    num_elements: int
-    dtype: torch.dtype
-    """The dtype of real numbers in which it travels: a complex parameter is twice as many."""
 
-    @property
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype of real numbers in which it travels: a complex parameter is twice as many."""
+        return DTYPES[self.layout.dtype].to_real()
+
+    @cached_property
+    def num_elements(self) -> int:
+        """The size of the memory; a parameter without elements still has a place."""
+        slots = self.layout.slots
+        num_bytes = size_bytes(slots[0].spec) if len(slots) == 1 else self.layout.size_bytes
+        return max(1, num_bytes // self.dtype.itemsize)
+
+    @cached_property
     def spans(self) -> list[slice]:
         """Where each parameter lies among the elements."""
         starts = [slot.offset_bytes // self.dtype.itemsize for slot in self.layout.slots]
@@ -74,30 +86,29 @@ class ParameterShard:
         places = zip(self.spans, self.layout.slots, strict=True)
         return [reshape_dense(flat[span].view(dtype), slot.spec) for span, slot in places]
 
-    def move(self, parameters: Sequence[torch.nn.Parameter], flat: torch.Tensor) -> list[torch.Tensor]:
-        """Moves the shard's parameters into flat memory; gives the tensors that they have there.
+    def move(
+        self, parameters: Sequence[torch.nn.Parameter], flat: torch.Tensor
+    ) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Moves the shard's parameters into flat memory; gives each with the tensor that it has there.
 
         On the CPU each has a storage of its own, so that saving or copying one takes no other along.
         """
-        tensors = views_over(self.layout, flat)
-        for parameter, tensor in zip(self.layout.pick(parameters), tensors, strict=True):
+        moved = list(zip(self.layout.pick(parameters), views_over(self.layout, flat), strict=True))
+        for parameter, tensor in moved:
             tensor.copy_(parameter.detach())
             parameter.data = tensor
-        return tensors
+        return moved
 
 
 def plan_shards(
-    parameters: Sequence[torch.Tensor],
-    num_servers: int,
-    max_shards: int = MAX_SHARDS,
-    *,
-    is_on_device: bool = False,
+    parameters: Sequence[torch.Tensor], num_servers: int, max_shards: int = MAX_SHARDS
 ) -> list[ParameterShard]:
     """Plans all shards, those of all servers in turn, so that the servers work at once; each has one.
 
-    Whole parameters are balanced by size: an optimizer may look at all of a parameter at once. On the CPU a
-    large one is a shard by itself, whose gradient is pushed from where it lies; small ones share a shard. On
-    a GPU each operation costs more than its bytes, and all of a server's parameters of one dtype are one.
+    Whole parameters are balanced by size: an optimizer may look at all of a parameter at once. A large one is
+    a shard by itself, whose gradient is pushed from where it lies; small ones share a shard. With
+    `max_shards` 1 all of a server's parameters of one dtype are one: on a GPU each operation costs more than
+    its bytes.
     """
     specs = [describe(parameter) for parameter in parameters]
     loads = [0] * num_servers
@@ -106,18 +117,18 @@ def plan_shards(
         server = loads.index(min(loads))
         loads[server] += max(ALIGNMENT_BYTES, size_bytes(specs[index]))
         parts[server].append(index)
-    planned = [_layouts(specs, sorted(part), 1 if is_on_device else max_shards) for part in parts]
+    planned = [_layouts(specs, sorted(part), max_shards) for part in parts]
     turns = [
         (server, layouts[turn])
         for turn in range(max(map(len, planned)))
         for server, layouts in enumerate(planned)
         if turn < len(layouts)
     ]
-    return [_shard(number, server, layout) for number, (server, layout) in enumerate(turns)]
+    return [ParameterShard(number, server, layout) for number, (server, layout) in enumerate(turns)]
 
 
 def _layouts(specs: Sequence[TensorSpec], indices: Sequence[int], max_shards: int) -> list[BucketLayout]:
-    """Plans the shards of one server; with `max_shards` 1 there is one for each dtype.
+    """Plans the shards of one server.
 
     Large parameters come first: the last shard to be pushed is the last to be applied, and a small one ends
     soonest. With few shards each holds more: less than a third of them can be large parameters, and of any
@@ -138,19 +149,14 @@ def _layouts(specs: Sequence[TensorSpec], indices: Sequence[int], max_shards: in
     return layouts or [BucketLayout("float32", (), ALIGNMENT_BYTES)]
 
 
-def _shard(number: int, server: int, layout: BucketLayout) -> ParameterShard:
-    dtype = DTYPES[layout.dtype].to_real()
-    size = size_bytes(layout.slots[0].spec) if len(layout.slots) == 1 else layout.size_bytes
-    # a parameter without elements still has a place
-    return ParameterShard(number, server, layout, max(1, size // dtype.itemsize), dtype)
-
-
 # --- what they say ---
 
 
 class RequestKind(enum.IntEnum):
     """What a worker asks of a server."""
 
+    NONE = -1
+    """No request is under way."""
     PUSH = 0
     SKIP = 1
     """A step without gradients: nothing follows, and it counts."""
@@ -159,6 +165,9 @@ class RequestKind(enum.IntEnum):
     SEND_STATE = 3
     """The server sends its optimizer's state and its parameters to this worker alone."""
     LEAVE = 4
+    """The worker leaves the group."""
+    DETACH = 5
+    """The worker stays in the group, and will take part in giving the memory back."""
 
 
 class Presence(enum.IntEnum):
@@ -170,19 +179,19 @@ class Presence(enum.IntEnum):
     """The worker has found a NaN or an infinity in the shard, and does not send it."""
 
 
-@dataclass(slots=True)
-class WorkerRequest:
+class WorkerRequest(NamedTuple):
     """What a worker sends before its gradients."""
 
     kind: RequestKind
-    stays: bool = False
-    """With LEAVE: the worker will take part in giving the memory back."""
     numbers: Sequence[float] = ()
     """The numbers of its optimizer."""
     versions: Sequence[int] = ()
     """The version that it has read of each shard of this server."""
     gradients: Sequence[Sequence[int]] = ()
     """The `Presence` of each parameter, for each shard of this server."""
+
+
+NO_REQUEST = WorkerRequest(RequestKind.NONE)
 
 
 @dataclass(slots=True)
@@ -211,30 +220,6 @@ class ServerReply:
         return cls(num_handled, released, num_refused, msgspec.msgpack.decode(summary) if summary else None)
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """How a compressed gradient travels: encoded into a fixed number of bytes, in host memory."""
-
-    codec: FormatCodec
-    meta: EncodedMeta
-    sizes: tuple[int, ...]
-
-    def decode(self, raw: torch.Tensor) -> torch.Tensor:
-        """Gives the flat gradient, on the CPU."""
-        buffers = [part.numpy().data for part in torch.split(raw, list(self.sizes))]
-        return self.codec.decode(Encoded(self.meta, buffers)).view(-1)
-
-
-def _packing(codec: FormatCodec, shard: ParameterShard) -> Packing | None:
-    """Plans how a shard's gradient is encoded; None where it travels as it is."""
-    spec = TensorSpec(str(shard.dtype).removeprefix("torch."), (shard.num_elements,))
-    options = codec.options(spec) if codec.name != "none" and shard.layout.slots else None
-    if options is None or codec.size_bytes(spec, options) >= shard.num_elements * shard.dtype.itemsize:
-        return None
-    sizes = tuple(size_bytes(part) for part in codec.parts(spec, options))
-    return Packing(codec, EncodedMeta(codec.name, spec, options), sizes)
-
-
 # --- where it goes ---
 
 
@@ -259,11 +244,12 @@ class ServerChannel:
         self.workers = range(num_servers, group.size)
         self.compensates = options.delay_compensation > 0
         num_copies = 1 + len(self.workers) if self.compensates else 1
-        max_shards = max(3, MAX_SHARDS // num_copies)
-        self.shards = plan_shards(parameters, num_servers, max_shards, is_on_device=device is not None)
+        max_shards = max(3, MAX_SHARDS // num_copies) if device is None else 1
+        self.shards = plan_shards(parameters, num_servers, max_shards)
         self._require_equal([[shard.layout for shard in self.shards], numbers.names, options])
         codec = codec_from_name(options.compression)
         self.packings = [_packing(codec, shard) for shard in self.shards]
+        """How compressed gradients travel, in host memory; None for those that go as they are."""
         self.by_server = [
             [shard for shard in self.shards if shard.server == server] for server in range(num_servers)
         ]
@@ -332,22 +318,21 @@ class ServerChannel:
         values = [*request.numbers, *map(float, request.versions), *itertools.chain(*request.gradients)]
         vector = torch.zeros(self.requests.num_elements, dtype=torch.float64)
         vector[: len(values)] = torch.tensor(values, dtype=torch.float64)
-        return self.requests.send(server, vector, note=_REQUEST.pack(request.kind, request.stays))
+        return self.requests.send(server, vector, note=_REQUEST.pack(request.kind))
 
-    def receive(self, worker: int) -> WorkerRequest | None:
-        """Takes a worker's next request, on a server; None while there is none."""
+    def receive(self, worker: int) -> WorkerRequest:
+        """Takes a worker's next request, on a server; NO_REQUEST while there is none."""
         if worker not in self.requests.filled():
-            return None
+            return NO_REQUEST
         with self.requests.slot(worker) as slot:
             if not slot.num_writes:
-                return None
-            kind, stays = _REQUEST.unpack(slot.note)
+                return NO_REQUEST
+            kind = RequestKind(*_REQUEST.unpack(slot.note))
             values = iter(slot.tensor.tolist())
             slot.clear()
         shards = self.by_server[self.group.rank]
         return WorkerRequest(
-            RequestKind(kind),
-            stays,
+            kind,
             numbers=list(itertools.islice(values, len(self.numbers.names))),
             versions=[int(next(values)) for _ in shards],
             gradients=[[int(next(values)) for _ in shard.layout.slots] for shard in shards],
@@ -367,3 +352,8 @@ class ServerChannel:
         """Remembers the last version that a server has given, so that the next model begins above it."""
         notes = self.group.notes
         notes[_NEXT_VERSION] = max(notes.get(_NEXT_VERSION, 0), last_version + 1)
+
+
+def _packing(codec: FormatCodec, shard: ParameterShard) -> Packing | None:
+    packing = Packing.plan(codec, TensorSpec(dtype_name(shard.dtype), (shard.num_elements,)))
+    return None if packing.is_plain or not shard.layout.slots else packing

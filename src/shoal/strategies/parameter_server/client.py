@@ -17,6 +17,7 @@ import torch
 
 from shoal.core import Deadline, PeerLost
 from shoal.group import Handle, Slot, Window
+from shoal.strategies.messages import Packing
 from shoal.strategies.parameter_server.channel import (
     DELIVERY,
     ParameterShard,
@@ -28,7 +29,7 @@ from shoal.strategies.parameter_server.channel import (
 )
 from shoal.strategies.parameter_server.state import receive_state
 from shoal.strategies.session import TrainingSession
-from shoal.tensors import TensorSpec, describe
+from shoal.tensors import describe
 from shoal.tensors.codecs import ErrorFeedback, codec_from_name
 from shoal.tensors.codecs.base import is_finite
 from shoal.tensors.memory import copy_into
@@ -38,7 +39,7 @@ _LOOK_S = 0.25
 """After so long a worker that waits looks whether a server is lost."""
 
 Gradients = Sequence[torch.Tensor | None]
-"""The gradients of all parameters."""
+"""The gradients of all parameters, or of those of a shard."""
 
 
 class ServerClient:
@@ -47,7 +48,6 @@ class ServerClient:
     def __init__(self, channel: ServerChannel, session: TrainingSession) -> None:
         parameters = session.trainable
         self._channel = channel
-        self._members = [shard.layout.pick(parameters) for shard in channel.shards]
         is_cpu = session.device.type == "cpu"
         self._is_staged = channel.device is None and not is_cpu
         """Whether the model is on a GPU, and what travels in host memory."""
@@ -57,11 +57,17 @@ class ServerClient:
             self._flats = [
                 torch.zeros(shard.num_elements, dtype=shard.dtype, device=device) for shard in channel.shards
             ]
-        self._tensors = [
-            shard.move(parameters, flat) for shard, flat in zip(channel.shards, self._flats, strict=True)
+        self._moved = [
+            moved
+            for shard, flat in zip(channel.shards, self._flats, strict=True)
+            for moved in shard.move(parameters, flat)
         ]
-        """The parameters in the memory of each shard."""
-        self._staging = [_pinned(flat) for flat in self._flats if self._is_staged]
+        """Each parameter with its tensor in the memory of a shard."""
+        self._staging = [
+            torch.zeros(flat.numel(), dtype=flat.dtype, pin_memory=flat.is_cuda)
+            for flat in self._flats
+            if self._is_staged
+        ]
         self._gathered: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         """For each shard, memory in which its gradients are put together, and views of it."""
         self._versions = [channel.first_version] * len(channel.shards)
@@ -95,27 +101,22 @@ class ServerClient:
     def push(self, gradients: Gradients, rate_factor: float = 1.0) -> None:
         """Begins to send gradients; they must not be written until `finish_push`."""
         channel, numbers = self._channel, self._channel.numbers.read(rate_factor)
-        presence = [
-            [
-                Presence.NONE if gradient is None else Presence.SENT
-                for gradient in shard.layout.pick(gradients)
-            ]
-            for shard in channel.shards
-        ]
+        picked = [shard.layout.pick(gradients) for shard in channel.shards]
+        presence = [[Presence.NONE if each is None else Presence.SENT for each in own] for own in picked]
         pushed = [shard for shard in channel.shards if Presence.SENT in presence[shard.number]]
-        prepared = self._prepare(pushed, gradients)
+        prepared = self._prepare(pushed, picked)
         for number in [number for number, payload in prepared.items() if payload is None]:
             presence[number] = [Presence.WITHHELD] * len(presence[number])
         for server, shards in enumerate(channel.by_server):
             present = [presence[shard.number] for shard in shards]
-            self._send(server, WorkerRequest(RequestKind.PUSH, numbers=numbers, gradients=present))
+            self._send(server, RequestKind.PUSH, numbers, present)
         for shard in channel.shards:
             self._expected[shard.server] += 1
             self._due[shard.number] = self._expected[shard.server]
             if Presence.SENT in presence[shard.number]:
                 payload = prepared.get(shard.number)
                 if payload is None:
-                    payload = self._gather(shard, gradients)
+                    payload = self._gather(shard, picked[shard.number])
                 self._handles.append(channel.gradients[shard.number].send(shard.server, payload))
                 self.pushed_bytes[shard.server] += payload.nbytes
         self.num_pushes += 1
@@ -128,26 +129,31 @@ class ServerClient:
         self._handles.clear()
 
     def _prepare(
-        self, shards: Sequence[ParameterShard], gradients: Gradients
+        self, shards: Sequence[ParameterShard], picked: Sequence[Gradients]
     ) -> dict[int, torch.Tensor | None]:
         """Prepares what must be known before the requests go: what is encoded, and what is on a GPU.
 
         None stands for a shard that holds a NaN or an infinity. A shard that is not named is sent as it is,
         and is put together when its turn comes.
         """
-        packed = [shard for shard in shards if self._channel.packings[shard.number] is not None]
-        plain = [shard for shard in shards if self._channel.packings[shard.number] is None]
-        prepared: dict[int, torch.Tensor | None] = {
-            shard.number: self._encode(shard, gradients) for shard in packed
-        }
+        prepared: dict[int, torch.Tensor | None] = {}
+        plain = []
+        for shard in shards:
+            packing = self._channel.packings[shard.number]
+            if packing is None:
+                plain.append(shard)
+            else:
+                prepared[shard.number] = self._encode(shard, packing, picked[shard.number])
         if self._is_staged:
             for shard in plain:
                 staging = self._staging[shard.number]
-                prepared[shard.number] = staging.copy_(self._gather(shard, gradients), non_blocking=True)
+                prepared[shard.number] = staging.copy_(
+                    self._gather(shard, picked[shard.number]), non_blocking=True
+                )
             _synchronize(self._flats)
         elif self._channel.device is not None and plain:
             # The worker waits for its servers anyway. A server would wait for the GPU once more to look.
-            flats = [self._gather(shard, gradients) for shard in plain]
+            flats = [self._gather(shard, picked[shard.number]) for shard in plain]
             are_all_finite = math.isfinite(torch.nn.utils.get_total_norm(flats).item())  # by few operations
             for shard, flat in zip(plain, flats, strict=True):
                 # a norm may be too large where no value is
@@ -156,9 +162,10 @@ class ServerClient:
 
     def _gather(self, shard: ParameterShard, gradients: Gradients) -> torch.Tensor:
         """Puts the gradients of a shard together: where they lie, if that is one piece."""
-        picked = shard.layout.pick(gradients)
-        if len(picked) == 1 and picked[0] is not None and _lies_as(picked[0], shard.layout.slots[0].spec):
-            flat = densify(picked[0])[0]
+        only = gradients[0] if len(gradients) == 1 else None
+        spec = None if only is None or only.layout is not torch.strided else describe(only)
+        if only is not None and spec == shard.layout.slots[0].spec:
+            flat = densify(only)[0]
             return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
         if shard.number not in self._gathered:
             buffer = torch.zeros_like(self._flats[shard.number])
@@ -166,7 +173,7 @@ class ServerClient:
         flat, views = self._gathered[shard.number]
         copied: list[torch.Tensor] = []
         into: list[torch.Tensor] = []
-        for view, gradient in zip(views, picked, strict=True):
+        for view, gradient in zip(views, gradients, strict=True):
             if gradient is None:
                 view.zero_()
             elif gradient.is_cpu or gradient.is_sparse:
@@ -178,25 +185,20 @@ class ServerClient:
             torch._foreach_copy_(into, copied)  # in a few operations of the GPU, not one for each parameter
         return flat
 
-    def _encode(self, shard: ParameterShard, gradients: Gradients) -> torch.Tensor | None:
+    def _encode(self, shard: ParameterShard, packing: Packing, gradients: Gradients) -> torch.Tensor | None:
         """Gives the bytes that travel; None for what holds an inf or a nan, which is not pushed.
 
         What was kept of parameters without a gradient waits until they have one: nothing of them is applied.
         """
-        packing = self._channel.packings[shard.number]
-        assert packing is not None
         slot, residuals = str(shard.number), self._feedback.residuals
-        picked = shard.layout.pick(gradients)
-        absent = [span for span, gradient in zip(shard.spans, picked, strict=True) if gradient is None]
-        kept = residuals[slot].clone() if absent and slot in residuals else None
-        for span in absent if kept is not None else ():
-            residuals[slot][span] = 0
-        encoded = self._feedback.encode(self._gather(shard, gradients), slot)
+        absent = [span for span, gradient in zip(shard.spans, gradients, strict=True) if gradient is None]
+        kept = [residuals[slot][span].clone() if slot in residuals else 0 for span in absent]
         for span in absent if slot in residuals else ():
-            residuals[slot][span] = 0 if kept is None else kept[span]
-        if encoded.meta != packing.meta:
-            return None
-        return torch.cat([torch.frombuffer(buffer, dtype=torch.uint8) for buffer in encoded.buffers])
+            residuals[slot][span] = 0
+        encoded = packing.encode(self._feedback, self._gather(shard, gradients), slot)
+        for span, rest in zip(absent, kept, strict=True) if slot in residuals else ():
+            residuals[slot][span] = rest
+        return encoded
 
     # --- pull ---
 
@@ -208,9 +210,8 @@ class ServerClient:
         waiting = list(channel.shards) if channel.device is None else []
         reading: list[tuple[ParameterShard, Handle[int | None]]] = []
         while waiting:
-            is_due = {shard.number: self._is_due(shard) for shard in waiting}
-            due = [shard for shard in waiting if is_due[shard.number]]
-            waiting = [shard for shard in waiting if not is_due[shard.number]]
+            due = [shard for shard in waiting if self._is_due(shard)]
+            waiting = [shard for shard in waiting if not self._is_due(shard)]
             reading += [(shard, self._read(shard)) for shard in due]
             if not due:
                 self._listen()
@@ -254,10 +255,9 @@ class ServerClient:
 
     def _adopt(self) -> None:
         """Makes the parameters what was read, also where somebody has put others into their place."""
-        for members, tensors in zip(self._members, self._tensors, strict=True):
-            for parameter, tensor in zip(members, tensors, strict=True):
-                if parameter.data_ptr() != tensor.data_ptr():
-                    parameter.data = tensor
+        for parameter, tensor in self._moved:
+            if parameter.data_ptr() != tensor.data_ptr():
+                parameter.data = tensor
 
     # --- requests besides pushes ---
 
@@ -265,20 +265,18 @@ class ServerClient:
         """Counts a round without gradients; then pulls."""
         self._clock += 1
         self.ask(RequestKind.SKIP)
-        self.wait_for_all()
         self.pull()
 
     def meet(self) -> None:
         """Waits until all workers do so and all that was pushed is applied; then pulls."""
         self.ask(RequestKind.MEET)
-        self.wait_for_all()
         self.pull()
 
     def take_states(self) -> list[Any]:
         """Gives what each server's optimizer keeps, and takes its parameters; nobody else takes part."""
         states = []
         for server, shards in enumerate(self._channel.by_server):
-            self._ask(server, WorkerRequest(RequestKind.SEND_STATE))
+            self._ask(server, RequestKind.SEND_STATE)
             self.finish_push()
             state, flats = receive_state(partial(self._next_slot, self._channel.states, server))
             states.append(state)
@@ -288,11 +286,12 @@ class ServerClient:
         self._adopt()
         return states
 
-    def ask(self, kind: RequestKind, *, stays: bool = False) -> None:
-        """Sends all servers a request that no gradients follow."""
+    def ask(self, kind: RequestKind) -> None:
+        """Sends all servers a request that no gradients follow, and waits until they have handled it."""
         for server in range(self._channel.num_servers):
-            self._ask(server, WorkerRequest(kind, stays, self._channel.numbers.read()))
+            self._ask(server, kind, self._channel.numbers.read())
         self.finish_push()
+        self.wait_for_all()
 
     def wait_for_all(self) -> None:
         """Waits until the servers have handled everything."""
@@ -304,19 +303,25 @@ class ServerClient:
 
     def release(self) -> None:
         """Moves the parameters back into private memory."""
-        for members in self._members:
-            for parameter in members:
-                parameter.data = parameter.detach().clone()
-        self._tensors, self._flats, self._staging, self._gathered = [], [], [], {}
+        for parameter, _ in self._moved:
+            parameter.data = parameter.detach().clone()
+        self._moved, self._flats, self._staging, self._gathered = [], [], [], {}
 
-    def _ask(self, server: int, request: WorkerRequest) -> None:
+    def _ask(self, server: int, kind: RequestKind, numbers: Sequence[float] = ()) -> None:
         self._expected[server] += 1
         for shard in self._channel.by_server[server]:
             self._due[shard.number] = self._expected[server]
-        self._send(server, request)
+        self._send(server, kind, numbers)
 
-    def _send(self, server: int, request: WorkerRequest) -> None:
-        request.versions = [self._versions[shard.number] for shard in self._channel.by_server[server]]
+    def _send(
+        self,
+        server: int,
+        kind: RequestKind,
+        numbers: Sequence[float],
+        gradients: Sequence[Sequence[int]] = (),
+    ) -> None:
+        versions = [self._versions[shard.number] for shard in self._channel.by_server[server]]
+        request = WorkerRequest(kind, numbers, versions, gradients)
         self._handles.append(self._channel.send(server, request))
 
     # --- waiting ---
@@ -361,15 +366,6 @@ class ServerClient:
             cause="it was killed, stopped, or failed; its own output says more.",
             next_step="start again, from a checkpoint if there is one: its share of the model is gone.",
         )
-
-
-def _lies_as(gradient: torch.Tensor, spec: TensorSpec) -> bool:
-    return gradient.layout is torch.strided and describe(gradient) == spec
-
-
-def _pinned(flat: torch.Tensor) -> torch.Tensor:
-    """Makes host memory of the same size, which a GPU reads and writes by itself."""
-    return torch.zeros(flat.numel(), dtype=flat.dtype, pin_memory=flat.is_cuda)
 
 
 def _synchronize(flats: Sequence[torch.Tensor]) -> None:

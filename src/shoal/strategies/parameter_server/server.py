@@ -21,6 +21,7 @@ from shoal.group import Handle, Window
 from shoal.group.kernels import mix_into
 from shoal.strategies.parameter_server.channel import (
     DELIVERY,
+    NO_REQUEST,
     ParameterShard,
     Presence,
     RequestKind,
@@ -60,14 +61,13 @@ class ServedShard:
         self._channel = channel
         self._optimizer = session.optimizer
         self._members = shard.layout.pick(session.trainable)
-        known = {id(parameter): True for parameter in self._members}
+        known = {id(parameter) for parameter in self._members}
         self._all = [list(group["params"]) for group in self._optimizer.param_groups]
         self._groups = [[each for each in group if id(each) in known] for group in self._all]
         """Its parameters in each group of the optimizer."""
         is_host = channel.device is None
-        self._published = channel.flats[shard.number] if is_host else None
-        if self._published is not None and session.device.type == "cpu":
-            self.flat = self._published
+        if is_host and session.device.type == "cpu":
+            self.flat = channel.flats[shard.number]
         else:
             device = self._members[0].device if self._members else None
             self.flat = torch.zeros(shard.num_elements, dtype=shard.dtype, device=device)
@@ -76,18 +76,19 @@ class ServedShard:
             parameter.grad = None
         self._views: dict[int, list[torch.Tensor]] = {}
         """The views of gradients, by where they lie: in a slot of each worker."""
-        self._copies: dict[int, torch.Tensor] = {}
-        """What each worker reads, or has read, where delays are compensated."""
         self._puts: dict[int, Handle[None]] = {}
         """The last one to each worker, where parameters are put on its GPU."""
-        if channel.compensates:
-            for index, worker in enumerate(channel.workers):
-                copy = channel.copies[index][shard.number] if is_host else torch.empty_like(self.flat)
-                self._copies[worker] = copy.copy_(self.flat)
-                if is_host:
-                    channel.parameters(shard, worker).publish(copy, self.version)
-        elif self._published is not None:
-            self._copy_out()
+        self._copies: dict[int, torch.Tensor] = {}
+        """What each worker reads, or has read, where delays are compensated."""
+        for index, worker in enumerate(channel.workers if channel.compensates else ()):
+            copy = channel.copies[index][shard.number] if is_host else torch.empty_like(self.flat)
+            self._copies[worker] = copy.copy_(self.flat)
+            if is_host:
+                channel.parameters(shard, worker).publish(copy, self.version)
+        self._published: torch.Tensor | None = None
+        """What all workers read; it is `flat` itself where that is in host memory."""
+        if is_host and not channel.compensates:
+            self._published = channel.flats[shard.number].copy_(self.flat)
             self._window.publish(self._published, self.version)
 
     def apply(self, gradient: torch.Tensor, has_gradient: Sequence[bool]) -> None:
@@ -164,17 +165,13 @@ class ServedShard:
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
         """Counts a version, and lets nobody read what is published while it changes."""
-        if self._published is None or self._copies:
+        if self._published is None:
             yield
         else:
             with self._window.changing(self.version + 1):
                 yield
-                self._copy_out()
+                self._published.copy_(self.flat)
         self.version += 1
-
-    def _copy_out(self) -> None:
-        if self._published is not None and self._published is not self.flat:
-            self._published.copy_(self.flat)
 
 
 @dataclass(eq=False)
@@ -183,7 +180,7 @@ class WorkerState:
 
     rank: int
     reply: ServerReply = field(default_factory=ServerReply)
-    request: WorkerRequest | None = None
+    request: WorkerRequest = NO_REQUEST
     """The one under way."""
     position: int = 0
     """The shard of this server that comes next."""
@@ -201,27 +198,16 @@ class WorkerState:
     @property
     def is_pushing(self) -> bool:
         """Whether gradients are under way."""
-        return self.request is not None and self.request.kind == RequestKind.PUSH
+        return self.request.kind == RequestKind.PUSH
 
     @property
     def is_meeting(self) -> bool:
         """Whether it waits for the other workers, and sends nothing until they have come, too."""
-        return self.request is not None and self.request.kind == RequestKind.MEET
+        return self.request.kind == RequestKind.MEET
 
-    def has_gradient(self, position: int) -> list[bool]:
-        """Tells which parameters of a shard have a gradient in the push under way."""
-        assert self.request is not None
-        return [presence == Presence.SENT for presence in self.request.gradients[position]]
-
-    def has_any(self, position: int) -> bool:
-        """Tells whether the push under way has a gradient of a shard."""
-        assert self.request is not None
-        return Presence.SENT in self.request.gradients[position]
-
-    def is_withheld(self, position: int) -> bool:
-        """Tells whether it has found a shard not to be finite, and sends nothing of it."""
-        assert self.request is not None
-        return Presence.WITHHELD in self.request.gradients[position]
+    def presence(self, position: int) -> Sequence[int]:
+        """Gives the `Presence` of each parameter of a shard in the push under way."""
+        return self.request.gradients[position]
 
 
 class AsyncServer:
@@ -279,36 +265,39 @@ class AsyncServer:
         return any(moved)
 
     def _advance(self, worker: WorkerState) -> bool:
-        if worker.request is None:
-            request = self._channel.receive(worker.rank)
-            if request is not None:
-                self._begin(worker, request)
-            return request is not None
+        if worker.request is NO_REQUEST:
+            worker.request = self._channel.receive(worker.rank)
+            return self._begin(worker)
         if worker.is_meeting:
             return self._meet()
         return self._advance_push(worker)
 
-    def _begin(self, worker: WorkerState, request: WorkerRequest) -> None:
-        if request.kind == RequestKind.PUSH:
-            worker.request, worker.position = request, 0
+    def _begin(self, worker: WorkerState) -> bool:
+        """Begins with a worker's request, if it has one."""
+        kind = worker.request.kind
+        if kind == RequestKind.PUSH:
+            worker.position = 0
             self.counts["num_pushes"] += 1
-            self._begin_push(worker, request)
-        elif request.kind == RequestKind.SKIP:
+            self._begin_push(worker)
+        elif kind == RequestKind.SKIP:
             self.counts["num_skipped"] += 1
-            self._skip(worker, request)
-        elif request.kind == RequestKind.LEAVE:
-            worker.is_done, worker.stays = True, request.stays
-            worker.reply.num_handled += 1
-            worker.reply.summary = self.summary()
-            self._tell(worker)
-            self._miss(worker)
-        elif request.kind == RequestKind.SEND_STATE:
+            self._skip(worker)
+        elif kind == RequestKind.SEND_STATE:
             state = self._optimizer.state_dict()["state"]
             send_state(self._channel.states, worker.rank, [state, [shard.flat for shard in self._shards]])
-            worker.reply.num_handled += 1
+            self._end_request(worker)
             self._tell(worker)
-        else:
-            worker.request = request
+        elif kind in (RequestKind.LEAVE, RequestKind.DETACH):
+            worker.is_done, worker.stays = True, kind == RequestKind.DETACH
+            worker.reply.summary = self.summary()
+            self._end_request(worker)
+            self._tell(worker)
+            self._miss(worker)
+        return kind != RequestKind.NONE
+
+    def _end_request(self, worker: WorkerState) -> None:
+        worker.request = NO_REQUEST
+        worker.reply.num_handled += 1
 
     def _meet(self) -> bool:
         """Answers all workers that are left, once they have asked to meet."""
@@ -316,18 +305,18 @@ class AsyncServer:
         if not all(worker.is_meeting for worker in workers):
             return False
         for worker in workers:
-            worker.request = None
-            worker.reply.num_handled += 1
+            self._end_request(worker)
             self._deliver(worker)
             self._tell(worker)
         return True
 
-    def _skip(self, worker: WorkerState, request: WorkerRequest) -> None:
+    def _skip(self, worker: WorkerState) -> None:
         """Handles a step without gradients."""
-        worker.reply.num_handled += 1
+        self._end_request(worker)
         if self._release(worker, worker.clock + 1):
             self._deliver(worker)
         self._finish_round(worker)
+        self._tell(worker)
 
     def _miss(self, worker: WorkerState) -> None:
         """Goes on without a worker that has left or is lost."""
@@ -348,9 +337,9 @@ class AsyncServer:
 
     # --- gradients ---
 
-    def _begin_push(self, worker: WorkerState, request: WorkerRequest) -> None:
+    def _begin_push(self, worker: WorkerState) -> None:
         """Decides what becomes of gradients whose request has come."""
-        worker.staleness = self._shards[0].version - request.versions[0]
+        worker.staleness = self._shards[0].version - worker.request.versions[0]
         limit = self._options.drop_stale
         worker.is_dropped = limit is not None and worker.staleness > limit
         if worker.is_dropped:
@@ -374,23 +363,23 @@ class AsyncServer:
 
     def _apply(self, worker: WorkerState, gradient: torch.Tensor) -> None:
         shard, request = self._shards[worker.position], worker.request
-        assert request is not None
         if self._channel.compensates and request.versions[worker.position] != shard.version:
             gradient = shard.compensate(gradient, worker.rank)
         factor = 1 / max(1, worker.staleness) if self._options.staleness_lr else 1.0
         self._channel.numbers.write(request.numbers, factor)
-        shard.apply(gradient, worker.has_gradient(worker.position))
+        has_gradient = [presence == Presence.SENT for presence in worker.presence(worker.position)]
+        shard.apply(gradient, has_gradient)
 
     def _is_there(self, worker: WorkerState, position: int) -> bool:
         """Tells whether a shard of a push can be taken."""
-        if not worker.has_any(position):
+        if Presence.SENT not in worker.presence(position):
             return True  # then nothing is sent
         return worker.rank in self._channel.gradients[self._shards[position].shard.number].filled()
 
     @contextlib.contextmanager
     def _taken(self, worker: WorkerState, position: int) -> Iterator[torch.Tensor | None]:
         """Gives the flat gradient of a shard that is there, until the block ends; None: there is none."""
-        if not worker.has_any(position):
+        if Presence.SENT not in worker.presence(position):
             yield None
             return
         number = self._shards[position].shard.number
@@ -419,7 +408,7 @@ class AsyncServer:
 
     def _finish_shard(self, worker: WorkerState) -> None:
         """Ends one shard of a push; the last one ends the round."""
-        if worker.is_withheld(worker.position):
+        if Presence.WITHHELD in worker.presence(worker.position):
             self._refuse(worker)
         worker.reply.num_handled += 1
         is_released = worker.reply.released > worker.clock
@@ -429,16 +418,14 @@ class AsyncServer:
         is_told = is_released and self._channel.device is not None and self._options.pull_every == 1
         worker.position += 1
         if worker.position == len(self._shards):
-            worker.request = None
-            self._finish_round(worker, is_told=is_told)
-        elif not is_told:
-            self._tell(worker)
-
-    def _finish_round(self, worker: WorkerState, *, is_told: bool = False) -> None:
-        worker.clock += 1
-        self._release_all()
+            worker.request = NO_REQUEST
+            self._finish_round(worker)
         if not is_told:
             self._tell(worker)
+
+    def _finish_round(self, worker: WorkerState) -> None:
+        worker.clock += 1
+        self._release_all()
 
     # --- who may go on ---
 
@@ -474,7 +461,7 @@ class AsyncServer:
         members = self._channel.group.members
         gone = [worker for worker in self._open() if worker.rank not in members]
         for worker in gone:
-            worker.is_done, worker.request = True, None
+            worker.is_done, worker.request = True, NO_REQUEST
             self._miss(worker)
         if gone:
             return
@@ -520,11 +507,11 @@ class SyncServer(AsyncServer):
         num_wanted = min(self._num_aggregate, sum(not worker.is_meeting for worker in self._open()))
         return bool(self._position or (self._chosen and len(self._chosen) >= num_wanted))
 
-    def _is_current(self, request: WorkerRequest) -> bool:
-        return min(request.versions) == min(shard.version for shard in self._shards)
+    def _is_current(self, worker: WorkerState) -> bool:
+        return min(worker.request.versions) == min(shard.version for shard in self._shards)
 
-    def _begin_push(self, worker: WorkerState, request: WorkerRequest) -> None:
-        is_current, is_updating = self._is_current(request), self._is_updating
+    def _begin_push(self, worker: WorkerState) -> None:
+        is_current, is_updating = self._is_current(worker), self._is_updating
         worker.is_dropped = not is_current or is_updating
         self._release(worker, worker.clock + 1)
         if worker.is_dropped:
@@ -536,13 +523,13 @@ class SyncServer(AsyncServer):
             self.staleness.note(0)
             self._chosen.append(worker)
 
-    def _skip(self, worker: WorkerState, request: WorkerRequest) -> None:
+    def _skip(self, worker: WorkerState) -> None:
         """Counts a worker among those that are waited for, and adds nothing of it."""
-        if self._is_current(request) and not self._is_updating:
-            worker.request, worker.is_dropped = request, False
+        if self._is_current(worker) and not self._is_updating:
+            worker.is_dropped = False
             self._chosen.append(worker)
         else:
-            super()._skip(worker, request)
+            super()._skip(worker)
 
     def _move(self) -> bool:
         has_moved = super()._move()
@@ -561,7 +548,7 @@ class SyncServer(AsyncServer):
             taken = [
                 (worker, stack.enter_context(self._taken(worker, position)))
                 for worker in pushing
-                if not worker.is_withheld(position)
+                if Presence.WITHHELD not in worker.presence(position)
             ]
             accepted = [(one, given) for one, given in taken if given is None or self._accepts(one, given)]
             gradients = [gradient for _, gradient in accepted if gradient is not None]
@@ -571,11 +558,9 @@ class SyncServer(AsyncServer):
                 mean, weight = gradients[0], 1 / len(accepted)
                 if weight != 1:
                     mix_into(mean, mean, weight, [(other, weight) for other in gradients[1:]])
-                request = accepted[0][0].request
-                assert request is not None
-                self._channel.numbers.write(request.numbers)
-                flags = zip(*(worker.has_gradient(position) for worker, _ in accepted), strict=True)
-                shard.apply(mean, [any(each) for each in flags])
+                self._channel.numbers.write(accepted[0][0].request.numbers)
+                presences = zip(*(worker.presence(position) for worker, _ in accepted), strict=True)
+                shard.apply(mean, [Presence.SENT in each for each in presences])
         self._position = (position + 1) % len(self._shards)
         for worker in list(self._chosen):
             self._finish_chosen(worker)
@@ -591,8 +576,7 @@ class SyncServer(AsyncServer):
         if worker.is_pushing:
             self._finish_shard(worker)
         elif not self._position:
-            worker.request = None
-            super()._skip(worker, WorkerRequest(RequestKind.SKIP))
+            super()._skip(worker)
 
     def _deliver(self, worker: WorkerState, shards: Sequence[ServedShard] | None = None) -> None:
         if worker not in self._late:

@@ -308,8 +308,7 @@ class ParameterServer(Strategy):
         """Takes leave of the servers."""
         if self._client is not None:
             try:
-                self._client.ask(RequestKind.LEAVE, stays=not should_leave)
-                self._client.wait_for_all()
+                self._client.ask(RequestKind.LEAVE if should_leave else RequestKind.DETACH)
             except PeerLost as error:
                 log.warning("%s", error)
 
