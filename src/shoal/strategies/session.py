@@ -48,6 +48,7 @@ from shoal.strategies.start import (
     start_optimizers,
     take_values,
 )
+from shoal.strategies.status import StatusReporter
 from shoal.tensors import BucketLayout, Flat, ParameterBuffers, is_sharded
 from shoal.topology import Weights
 
@@ -380,6 +381,7 @@ class TrainingSession:
         self._hooks.remove()
         self._detach(should_leave=False, is_failed=True)
         strategy.set_group(group)
+        strategy.status_reporter = StatusReporter(group, strategy.name)
         strategy.load_common_state(state)
         self.group = group
         self.open(should_start_equal=True)
@@ -554,7 +556,7 @@ class TrainingSession:
         """Is called in backward for each parameter whose `.grad` has got its new value."""
         self.strategy.gradient_ready(self, parameter)
 
-    # Autograd sees nothing of what strategies do around a step: a vector that it tracked would hold ever more.
+    # Autograd sees nothing of what strategies do around a step: a vector that it tracked would only grow.
 
     @torch.no_grad()
     def step_begins(self, num_missed: int) -> float:
