@@ -467,8 +467,8 @@ def _judge_loss(outcomes: Sequence[Outcome[None]], trial: _Trial) -> None:
             trial.fail(
                 f"without survives_loss the others end with PeerLost, which names rank {lost.rank}",
                 happened,
-                "call `session.check_losses()` in `before_step`; or, if the algorithm is right without the "
-                "lost worker, say survives_loss = True.",
+                "call `session.check_lost_peers()` in `before_step`; or, if the algorithm is right without "
+                "the lost worker, say survives_loss = True.",
             )
 
 

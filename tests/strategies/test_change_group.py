@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from group.hosts import open_hosts, together
+from shoal.group import Loss
 from shoal.strategies import make_strategy
+from strategies.fakes import Mirror
 
 OPTIONS = {
     "local-sgd": {"local_steps": 2},
@@ -58,3 +60,27 @@ def test_two_of_three_go_on_in_a_group_of_their_own(name):
     for each in losses[:2]:
         assert len(each) == 8
         assert all(map(math.isfinite, each))
+
+
+def test_a_loss_in_the_new_group_counts_though_one_was_in_the_old(caplog):
+    class Losing(Mirror):
+        losses = None
+
+        @property
+        def lost(self):
+            return self.losses or {}
+
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first, second = Losing(), Losing()
+    strategy = make_strategy(first, "neighbor", topology="full")
+    caplog.set_level("INFO")
+    with strategy.attach(model, optimizer, stays=True) as session:
+        first.losses = {1: Loss(1, "it was the first")}
+        session.check_lost_peers()
+        session.change_group(second)
+        second.losses = {1: Loss(1, "it was the second")}
+        session.check_lost_peers()
+        second.losses = {}
+    assert "it was the first" in caplog.text
+    assert "it was the second" in caplog.text

@@ -167,7 +167,7 @@ class Breaks(Average):
         (StartsApart, "all workers have the parameters of rank 0", "`start` may not change parameters"),
         (EndsApart, "all models are equal after the end", "is_equal_after_round = False"),
         (Greedy, "memory of the group is given back", "session.empty"),
-        (DoesNotLook, "the others end with PeerLost, which names rank 2", "check_losses"),
+        (DoesNotLook, "the others end with PeerLost, which names rank 2", "check_lost_peers"),
         (Breaks, "the others train on when a worker is lost", "survives_loss = False"),
     ],
 )

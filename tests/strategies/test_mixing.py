@@ -88,3 +88,23 @@ def test_what_is_remembered_is_of_one_model():
         assert torch.equal(ended, again)
         assert other.shape == (1, 4)
         assert not other.any()
+
+
+def test_after_the_end_a_state_is_that_of_the_end_and_not_one_that_was_loaded():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = make_strategy(Mirror(), "gradient-tracking", topology="full")
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).square().sum().backward()
+        optimizer.step()
+
+    with strategy.attach(model, optimizer, stays=True):
+        step()
+        strategy.load_state_dict(strategy.state_dict())
+        step()
+        last = strategy.state_dict()["kept"]["tracker"]
+    ended = strategy.state_dict()["kept"]["tracker"]
+    assert all(torch.equal(ended[name], last[name]) for name in last)

@@ -144,7 +144,7 @@ class ChocoSGD(Strategy):
 
     def before_step(self, session: TrainingSession) -> None:
         """Looks for lost peers."""
-        session.check_losses()
+        session.check_lost_peers()
 
     def after_step(self, session: TrainingSession) -> None:
         """Gossips with the neighbours."""
@@ -162,7 +162,7 @@ class ChocoSGD(Strategy):
         came = self._mail.receive()
         for send in sends:
             send.wait()
-        session.check_losses()
+        session.check_lost_peers()
         self._format.add(message, own.flats)
         weights = self.topology.weights(self.group.rank).sources
         for source, received in came.items():

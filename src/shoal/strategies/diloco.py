@@ -23,8 +23,8 @@ class DiLoCo(Strategy):
 
     Fragment f of F is sent after step `local_steps · (f + 1) / F` of each period, and its outer step is taken
     `overlap_steps` later. The user's optimizer keeps its state throughout. Buffers are averaged once a
-    period. Goes on without lost peers; with a codec and several machines not if one is lost in the middle of
-    a mean. So without a codec parameters go from each worker to each one of other machines.
+    period. Goes on without a lost peer, except with a codec and several machines while an average is under
+    way. The price without a codec: each worker sends its parameters to each worker of other machines.
     """
 
     name = "diloco"
@@ -62,7 +62,7 @@ class DiLoCo(Strategy):
 
     def after_step(self, session: TrainingSession) -> None:
         """Takes the outer steps that are due, and sends the fragments whose turn it is."""
-        session.check_losses()
+        session.check_lost_peers()
         now = self.steps + 1
         period = self.options.local_steps
         for fragment in self.fragments:

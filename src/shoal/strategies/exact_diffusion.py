@@ -71,7 +71,7 @@ class ExactDiffusion(Strategy):
 
     def before_step(self, session: TrainingSession) -> None:
         """Looks for lost peers."""
-        session.check_losses()
+        session.check_lost_peers()
 
     def after_step(self, session: TrainingSession) -> None:
         """Corrects, then combines."""
@@ -96,7 +96,7 @@ class ExactDiffusion(Strategy):
     def _combine(self, session: TrainingSession) -> None:
         for handle in start_differences(session, self._buffers, self.topology):
             handle.wait()
-        session.check_losses()
+        session.check_lost_peers()
         self.correction += self._buffers.spare
         self._buffers.spare.add_(self._buffers.live)
         self._buffers.swap()

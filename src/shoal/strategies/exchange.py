@@ -59,7 +59,7 @@ class ExchangeStrategy(Strategy):
 
     def before_step(self, session: TrainingSession) -> None:
         """Finishes an overlapped round."""
-        session.check_losses()
+        session.check_lost_peers()
         if self.is_overlapped and session.is_round:
             self._finish_round(session)
 

@@ -63,7 +63,7 @@ class Extra(Strategy):
 
     def before_step(self, session: TrainingSession) -> None:
         """Combines and corrects; the optimizer steps from there."""
-        session.check_losses()
+        session.check_lost_peers()
         share = 0.0 if session.is_skipped or session.is_void else 1 / self.options.local_steps
         if session.is_round:
             self._combine(session, share)
@@ -77,7 +77,7 @@ class Extra(Strategy):
         is_written = handles is not None and self._buffers.is_written()
         for handle in handles or start_differences(session, self._buffers, self.topology):
             handle.wait()
-        session.check_losses()
+        session.check_lost_peers()
         spare = self._buffers.spare
         self.correction.sub_(spare, alpha=0.5)
         spare.mul_(1 - share / 2).sub_(self.correction, alpha=share).add_(self._buffers.live)

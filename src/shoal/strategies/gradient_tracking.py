@@ -62,7 +62,7 @@ class GradientTracking(ExchangeStrategy):
 
     def before_step(self, session: TrainingSession) -> None:
         """Follows the gradient, mixes the trackers, and lets the optimizer step along this worker's."""
-        session.check_losses()
+        session.check_lost_peers()
         if session.has_closure:
             raise UsageError(
                 "gradient-tracking does not see gradients that optimizer.step(closure) computes.",
@@ -109,7 +109,7 @@ class GradientTracking(ExchangeStrategy):
         flats = zip(self.tracker.flats, self._mixed.flats, strict=True)
         for handle in [self.exchange(session, own, out) for own, out in flats]:
             handle.wait()
-        session.check_losses()
+        session.check_lost_peers()
         self.tracker, self._mixed = self._mixed, self.tracker
 
     def _hand_out(self, session: TrainingSession, scale: torch.Tensor | None) -> None:

@@ -211,14 +211,14 @@ class LoopHooks:
 
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         if self._session.is_sharded:
-            self._session.check_losses()
+            self._session.check_lost_peers()
         if self._is_stepping:
             return
         self._is_seen = False
         if not self._has_backward:
             return
         is_gone = self._are_gradients_gone()
-        if is_gone or self._is_left_out():
+        if is_gone or self._was_step_omitted():
             if not is_gone:
                 self._warn_once()
             self._has_backward = self._is_between = False
@@ -230,7 +230,7 @@ class LoopHooks:
         if model.training and torch.is_grad_enabled() and not self._is_stepping:
             self._session.forward_ended()
 
-    def _is_left_out(self) -> bool:
+    def _was_step_omitted(self) -> bool:
         """Whether no step will follow the last backward pass, though its gradients are there."""
         is_training = self._model.training and torch.is_grad_enabled()
         is_open = self._is_tried or self._session.is_accumulating

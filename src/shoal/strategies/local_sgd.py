@@ -57,7 +57,7 @@ class LocalSGD(Strategy):
 
     def before_step(self, session: TrainingSession) -> None:
         """Looks for lost peers."""
-        session.check_losses()
+        session.check_lost_peers()
 
     def after_step(self, session: TrainingSession) -> None:
         """Averages after every so many steps."""
@@ -81,7 +81,7 @@ class LocalSGD(Strategy):
         if self.codec is None:
             session.average_parameters()
         else:
-            session.check_losses()
+            session.check_lost_peers()
             self.fragment.send(self.group, self.codec)
             self.fragment.step(TAKE_MEAN)
         session.average_buffers()

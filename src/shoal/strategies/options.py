@@ -2,7 +2,8 @@
 
 A field stands here once. The command line, the documentation, the keyword arguments of constructors and their
 signatures all read it from here. Nothing imports torch, so that `shoal run --help` stays quick. A docstring
-under a field gives a reason that its description has no room for.
+under a field gives a reason that its description has no room for. `shoal run` has flags for the most common
+ones, and `--option name=value` for all.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class PairAverage(Strategy):
         self._publish()
 
     def _mix(self, session: TrainingSession) -> None:
-        session.check_losses()
+        session.check_lost_peers()
         others = session.others
         if not others:
             return

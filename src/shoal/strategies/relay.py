@@ -139,7 +139,7 @@ class RelaySGD(Strategy):
 
     def before_step(self, session: TrainingSession) -> None:
         """Looks for lost peers."""
-        session.check_losses()
+        session.check_lost_peers()
 
     def after_step(self, session: TrainingSession) -> None:
         """Passes models on along the tree."""
@@ -153,7 +153,7 @@ class RelaySGD(Strategy):
         heads, handles = self._start_exchanges()
         for handle in handles:
             handle.wait()
-        session.check_losses()
+        session.check_lost_peers()
         for edge, head in zip(self._edges, heads, strict=True):
             self._take_count(edge, head)
         self._mean_into(self._buffers.spare.flats, self._edges)

@@ -83,10 +83,12 @@ class TrainingSession:
         self.stays = stays
         self.is_open = True
         """Whether the strategy is attached."""
-        self.is_left_out = False
-        """Whether the step under way finds no gradients, since some are not finite."""
+        self.has_started = False
+        """Whether `Strategy.start` has been called."""
         self.is_skipped = False
-        """Whether the round under way belongs to a step that the optimizer does not make."""
+        """Whether the round under way is one of a step that the optimizer was not called for."""
+        self.is_left_out = False
+        """Whether the optimizer is called, and finds no gradients, since some are not finite."""
         self.named_tensors = _named_tensors(model, optimizer)
         trainable = {
             name: tensor
@@ -120,7 +122,7 @@ class TrainingSession:
         self._equal_step = 0
         """The step after which all models were equal the last time."""
         self._has_stepped = False
-        self._missed: list[int] = []
+        self._announced: list[int] = []
         """Lost peers that were announced."""
         self._hooks = LoopHooks(self)
 
@@ -153,7 +155,7 @@ class TrainingSession:
 
     @property
     def is_void(self) -> bool:
-        """Whether the step under way moves nothing: it is left out, or GradScaler found an inf for it."""
+        """Whether the optimizer is called, and moves nothing: left out, or GradScaler found an inf for it."""
         if self.is_left_out:
             return True
         found_inf = getattr(self.optimizer, "found_inf", None)
@@ -236,7 +238,7 @@ class TrainingSession:
         mixed = flat.clone()
         for handle in [self.group.exchange(each, weights) for each in mixed.flats]:
             handle.wait()
-        self.check_losses()
+        self.check_lost_peers()
         return mixed
 
     @property
@@ -258,7 +260,7 @@ class TrainingSession:
         mean = flat.clone()
         for handle in [start_mean_of_all(self.group, each) for each in mean.flats]:
             handle.wait()
-        self.check_losses()
+        self.check_lost_peers()
         return mean
 
     def random_partner(self, seed: int = 0) -> int | None:
@@ -276,7 +278,7 @@ class TrainingSession:
         assert self._buffers is not None, "hold_parameters(2) comes first"
         for handle in handles:
             handle.wait()
-        self.check_losses()
+        self.check_lost_peers()
         if should_keep:
             self._buffers.keep()
         self._buffers.swap()
@@ -304,7 +306,7 @@ class TrainingSession:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def check_losses(self) -> None:
+    def check_lost_peers(self) -> None:
         """Goes on without lost peers, noting each once; PeerLost where the strategy needs everybody.
 
         PeerLost, too, when a peer of this machine is lost which held a part of a sharded model. NetworkSplit
@@ -312,7 +314,7 @@ class TrainingSession:
         """
         if self.group.split is not None:
             raise self.group.split
-        if len(self.group.lost) == len(self._missed):
+        if len(self.group.lost) == len(self._announced):
             return
         strategy = self.strategy
         for rank, loss in list(self.group.lost.items()):
@@ -320,8 +322,8 @@ class TrainingSession:
                 raise loss.error(f" in round {strategy.rounds}")
             if isinstance(self.group, ShardReplicas) and rank in self.group.mates:
                 raise lost_mate(loss)
-            if rank not in self._missed:
-                self._missed.append(rank)
+            if rank not in self._announced:
+                self._announced.append(rank)
                 # the group has warned of the loss and its reason
                 log.info(
                     "%s on rank %d goes on without rank %d, lost in round %d: %s",
@@ -334,6 +336,7 @@ class TrainingSession:
         """Starts all workers alike, and listens to the loop from now on. Collective."""
         strategy = self.strategy
         strategy.take_session(self)
+        self._announced = []
         survivals_of(self.group).append(strategy.survives_loss)
         try:
             if self.is_alone:
@@ -346,6 +349,7 @@ class TrainingSession:
             if not self.is_alone:
                 strategy.start(self)
                 strategy.restore(self.model)
+                self.has_started = True
                 if strategy.has_last_round and self.group.size > 1 and not self.stays:
                     is_on_device = self.device.type != "cpu"
                     self._counter = StepCounter(self.group, strategy.steps, is_on_device=is_on_device)
@@ -502,6 +506,7 @@ class TrainingSession:
             self.group = self.group.inner
             strategy.set_group(self.group)
         strategy.release_session(self.model)
+        self.has_started = False
         self._finite = None
         strategy.status_reporter.closed()
         survivals = survivals_of(self.group)
@@ -565,7 +570,7 @@ class TrainingSession:
         if not self.is_alone:
             if not self._has_stepped:
                 self.refuse_foreign()  # it may have come after attach
-                self._warn_of_others()
+                self._warn_of_unshared()
                 self._has_stepped = True
             for _ in range(num_missed):
                 self.step_skipped()
@@ -651,7 +656,7 @@ class TrainingSession:
         if not self.is_alone:
             refuse_foreign(self.model, self.group)
 
-    def _warn_of_others(self) -> None:
+    def _warn_of_unshared(self) -> None:
         """At the first step: names what has gradients, and is shared by no strategy on this model."""
         others, self._not_shared = self._not_shared, {}
         if not others:

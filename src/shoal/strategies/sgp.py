@@ -64,7 +64,7 @@ class StochasticGradientPush(Strategy):
 
     def before_step(self, session: TrainingSession) -> None:
         """Looks for lost peers."""
-        session.check_losses()
+        session.check_lost_peers()
 
     def after_step(self, session: TrainingSession) -> None:
         """Pushes, and takes in what comes."""

@@ -71,7 +71,7 @@ class SparseLoCo(Strategy):
 
         At the end, too: what was not sent by then is left out of the model, as it is in each round before.
         """
-        session.check_losses()
+        session.check_lost_peers()
         self.outer.send(self.group, self.codec)
         self.outer.step(self._rule)
         session.average_buffers()

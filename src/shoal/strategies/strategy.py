@@ -45,6 +45,10 @@ class Strategy:
     Options are given by name (`NeighborAverage(group, topology="ring")`), as `options`, or both. Without a
     group the strategy has a group of one.
 
+    At a clean end come: rounds that skipped steps still owe, `last_round` (if all members end after the same
+    step), the checkpoint of the end, `finish`, `stop`; after a failure `stop` alone. `settle_round` comes in
+    between two steps, and training goes on.
+
     Public attributes of a strategy that are numbers, texts, `Flat` vectors, random generators, codecs and the
     like (what has a `state_dict`), or lists of these, are kept in checkpoints. Those whose names begin with
     an underscore are not. Make vectors in `start`, which are filled after it, and all others in `__init__`.
@@ -92,7 +96,7 @@ class Strategy:
         self._session: TrainingSession | None = None
         self._num_accumulating = 0
         self._loaded: dict[str, Any] = {}
-        """What a state has for attributes that are not there before `start`."""
+        """What a state has, until `start` has made the attributes that it is for."""
         self._ended: dict[str, Any] = {}
         """The vectors as they were when the strategy was detached, for the same model."""
         self._last_model: weakref.ref[nn.Module] | None = None
@@ -106,7 +110,7 @@ class Strategy:
         self.group = group
 
     def begin(self, session: TrainingSession, *, should_start_equal: bool) -> None:
-        """Makes all members alike before `start`; for those with servers, which are no members."""
+        """Makes all members alike, before `start`. Only strategies with servers do something else here."""
         session.start_equal(should_start_equal=should_start_equal)
 
     def start(self, session: TrainingSession) -> None:
@@ -354,6 +358,8 @@ class Strategy:
         self._loaded = {name: value for name, value in state.items() if name not in known}
         self._ended = {}
         self._take_loaded()
+        if self._session is not None and self._session.has_started:
+            self._loaded = {}  # nothing is to be made that it waits for
 
     def load_common_state(self, state: Mapping[str, Any]) -> None:
         """Takes up the first member's `state_dict` of a run that had another number of workers.
@@ -394,7 +400,10 @@ class Strategy:
         return self.state_dict()
 
     def completed(self, contents: Contents) -> Contents:
-        """Adds what only the one worker that writes the common part at the end has to ask for."""
+        """Adds to the checkpoint of the end, on the worker that writes it, what is not on any worker.
+
+        Strategies with servers fetch the optimizer's state from them.
+        """
         return contents
 
     def start_at(self, step: int) -> None:

@@ -90,7 +90,7 @@ class OneSidedStrategy(Strategy):
 
     def before_step(self, session: TrainingSession) -> None:
         """Ends the round that has begun."""
-        session.check_losses()
+        session.check_lost_peers()
         self._finish_round(session)
 
     def after_step(self, session: TrainingSession) -> None:

@@ -395,7 +395,7 @@ class AsyncServer:
     def _accepts(self, worker: WorkerState, gradient: torch.Tensor) -> bool:
         """Tells whether a shard is finite: one that is not would spoil the model for all workers.
 
-        On GPUs the workers have looked, and withhold what is not.
+        On GPUs the workers have looked, and withhold what is not (`ServerClient._prepare`).
         """
         if self._channel.device is not None or not gradient.numel() or is_finite(gradient):
             return True
