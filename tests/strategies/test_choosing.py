@@ -1,11 +1,23 @@
 """What `shoal run` was asked for reaches a script."""
 
+import logging
+
 import pytest
+import torch
 
 from shoal.core import UsageError
 from shoal.core.run_options import RunOptions
 from shoal.group.solo import SoloGroup
-from shoal.strategies import BUILT_IN, GradientAllReduce, TorchDDP, from_args, load_class, make_strategy
+from shoal.strategies import (
+    BUILT_IN,
+    DiLoCo,
+    GradientAllReduce,
+    TorchDDP,
+    from_args,
+    load_class,
+    make_strategy,
+)
+from strategies.fakes import Mirror
 
 
 @pytest.fixture
@@ -63,3 +75,47 @@ def test_options_that_the_strategy_does_not_have(asked):
         from_args(SoloGroup())
     with pytest.raises(UsageError, match=r"no option 'speed'"):
         make_strategy(SoloGroup(), "ddp", speed=9)
+
+
+@pytest.fixture
+def warnings_of(caplog):
+    """Attaches a strategy to a model, and gives the warnings."""
+
+    def attach(strategy):
+        caplog.clear()
+        model = torch.nn.Linear(2, 1)
+        with caplog.at_level(logging.WARNING, logger="shoal"):
+            strategy.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), stays=True).close()
+        return [record.getMessage() for record in caplog.records]
+
+    return attach
+
+
+def test_flags_that_a_program_ignores_are_told(asked, warnings_of):
+    assert warnings_of(DiLoCo(SoloGroup())) == []
+    asked("neighbor", topology="ring", local_steps="4")
+    (told,) = warnings_of(DiLoCo(SoloGroup()))
+    assert "asked for --strategy neighbor topology=ring local_steps=4" in told
+    assert "the program uses diloco" in told
+    assert "`strategy = shoal.from_args(group)`" in told
+    assert len(warnings_of(make_strategy(SoloGroup(), "neighbor"))) == 1  # with other options
+    assert len(warnings_of(from_args(SoloGroup(), strategy="diloco"))) == 1
+    asked(local_steps="4")
+    assert len(warnings_of(DiLoCo(SoloGroup()))) == 1
+
+
+def test_flags_that_a_program_takes_up_are_not_told(asked, warnings_of):
+    asked("gradient-allreduce", local_steps="4")
+    assert warnings_of(from_args(SoloGroup())) == []
+    assert warnings_of(from_args(SoloGroup(), local_steps=2)) == []
+    assert warnings_of(GradientAllReduce(SoloGroup(), local_steps=4)) == []
+    asked(local_steps="4")
+    assert warnings_of(from_args(SoloGroup(), strategy="diloco")) == []
+    assert warnings_of(DiLoCo(SoloGroup(), local_steps=4)) == []
+
+
+def test_one_worker_alone_tells_of_flags(asked, warnings_of):
+    asked("neighbor")
+    group = Mirror()
+    group.rank = 1
+    assert warnings_of(GradientAllReduce(group)) == []

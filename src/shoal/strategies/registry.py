@@ -12,12 +12,14 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import logging
 import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from shoal.core.errors import UsageError
 from shoal.core.run_options import RunOptions
@@ -26,6 +28,8 @@ from shoal.strategies import options as of
 if TYPE_CHECKING:
     from shoal.group import Group
     from shoal.strategies.strategy import Strategy
+
+log = logging.getLogger(__name__)
 
 DEFAULT = "all-reduce"
 ENTRY_POINTS = "shoal.strategies"
@@ -342,7 +346,46 @@ def from_args(group: Group, *, strategy: str | None = None, **overrides: Any) ->
     if canonical(name) != canonical(asked):
         known = find(name)[0].options.__struct_fields__
         options = {option: value for option, value in options.items() if option in known}
-    return make_strategy(group, name, **{**options, **overrides})
+    made = make_strategy(group, name, **{**options, **overrides})
+    _from_args.add(made)
+    return made
+
+
+_from_args: WeakSet[Strategy] = WeakSet()
+"""The strategies that have taken up what `shoal run` was asked for."""
+
+
+def warn_of_ignored_flags(strategy: Strategy) -> None:
+    """Logs a warning on rank 0 when this strategy is not what `shoal run` was asked for.
+
+    A program may make its own strategy, or give its own name to `from_args`. There is no warning where the
+    strategy and its options are the same as those that were asked for.
+    """
+    run = RunOptions.from_environment()
+    if strategy.group.rank or (run.strategy is None and not run.options):
+        return
+    if _is_as_asked(strategy, run):
+        return
+    flags = [f"--strategy {run.strategy}"] if run.strategy is not None else []
+    flags += [f"{option.replace('-', '_')}={value}" for option, value in run.options.items()]
+    log.warning(
+        "`shoal run` was asked for %s, and the program uses %s, which it has made itself: what was asked for "
+        "is ignored. `strategy = shoal.from_args(group)` in the program takes it up.",
+        " ".join(flags), strategy.name,
+    )  # fmt: skip
+
+
+def _is_as_asked(strategy: Strategy, run: RunOptions) -> bool:
+    try:
+        info, implied = (None, {}) if run.strategy is None else find(run.strategy)
+        if info is not None and type(strategy) is not load_class(info):
+            return False
+        wanted = {**implied, **{name.replace("-", "_"): value for name, value in run.options.items()}}
+        asked = of.read_options(strategy.Options, wanted, strategy.name)
+    except UsageError:  # nobody has what was asked for
+        return strategy in _from_args
+    is_equal = all(getattr(strategy.options, name) == getattr(asked, name) for name in wanted)
+    return is_equal or strategy in _from_args
 
 
 def _plain(name: str) -> str:

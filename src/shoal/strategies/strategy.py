@@ -28,6 +28,7 @@ from shoal.strategies.beats import Beats
 from shoal.strategies.checkpointing import Contents, RunCheckpoints
 from shoal.strategies.monitors import Monitors
 from shoal.strategies.options import StrategyOptions, read_options, signature_of
+from shoal.strategies.registry import warn_of_ignored_flags
 from shoal.strategies.session import TrainingSession, still_there
 from shoal.tensors import Flat
 from shoal.tensors.checkpoint import NUM_KEPT
@@ -220,6 +221,7 @@ class Strategy:
             )
         session = TrainingSession(self, model, optimizer, stays=stays)
         session.refuse_foreign()
+        warn_of_ignored_flags(self)
         tell_launcher(survives_loss=self.survives_loss)
         session.open(should_start_equal=should_start_equal)
         return session
