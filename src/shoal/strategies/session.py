@@ -34,7 +34,6 @@ from shoal.strategies.averaging import (
     consensus_distance,
     copy_buffers,
     packed,
-    start_mean,
     start_mean_of_all,
 )
 from shoal.strategies.foreign import refuse_foreign
@@ -276,21 +275,19 @@ class TrainingSession:
         self._buffers.swap()
 
     def average_parameters(self) -> None:
-        """Makes all parameters the mean over the group; outlives a lost peer. Collective."""
+        """Makes all parameters the mean over the group, the same for all; outlives a lost peer. Collective."""
         buffers = self._buffers
         if buffers is None:
             with torch.no_grad():
                 for bucket, members in packed([parameter.detach() for parameter in self.trainable]):
-                    start_mean(self.group, bucket.flat).wait()
+                    start_mean_of_all(self.group, bucket.flat).wait()
                     bucket.store(members)
             return
         buffers.adopt()
-        if buffers.num_buffers == 1:
-            for flat in buffers.live.flats:
-                start_mean(self.group, flat).wait()
-            return
-        weights = Weights.uniform(self.others, self.others)
-        self.finish_exchange([self.group.exchange(live, weights, out=out) for live, out in buffers.pairs])
+        # in place: a spare buffer may still be read by peers that are in the round before
+        for handle in [start_mean_of_all(self.group, flat) for flat in buffers.live.flats]:
+            handle.wait()
+        self.check_losses()
 
     def average_buffers(self) -> None:
         """Makes BatchNorm's statistics and the like the mean over the group. Collective."""
