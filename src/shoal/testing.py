@@ -34,7 +34,7 @@ _FEW_STEPS = 2
 _LEARNED = 0.8
 """The loss must fall below this share of what it was."""
 _EQUAL = 1e-5
-"""Values are equal that differ by no more than this, relative to the largest one: machines round differently."""
+"""Values that differ by no more than this, relative to the largest, are equal: machines round differently."""
 _NUM_SAVING = 3
 """Workers that save a checkpoint, from which fewer go on."""
 _ORDER = (

@@ -275,7 +275,7 @@ class TrainingSession:
         self._buffers.swap()
 
     def average_parameters(self) -> None:
-        """Makes all parameters the mean over the group, the same for all; outlives a lost peer. Collective."""
+        """Makes all parameters the mean over the group, one for all; outlives a lost peer. Collective."""
         buffers = self._buffers
         if buffers is None:
             with torch.no_grad():
@@ -549,7 +549,7 @@ class TrainingSession:
         """Is called in backward for each parameter whose `.grad` has got its new value."""
         self.strategy.gradient_ready(self, parameter)
 
-    # Autograd sees nothing of what strategies do around a step: a vector that it tracked would hold ever more.
+    # Autograd sees nothing of what is done around a step: a vector that it tracked would hold ever more.
 
     @torch.no_grad()
     def step_begins(self, num_missed: int) -> float:
