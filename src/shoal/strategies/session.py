@@ -275,7 +275,11 @@ class TrainingSession:
         self._buffers.swap()
 
     def average_parameters(self) -> None:
-        """Makes all parameters the mean over the group, one for all; outlives a lost peer. Collective."""
+        """Makes all parameters the mean over the group; outlives a lost peer. Collective.
+
+        It is one mean for all, as `average` is; where parameters lie in several buffers, which are exchanged
+        without a copy, members may differ in a round in which one leaves.
+        """
         buffers = self._buffers
         if buffers is None:
             with torch.no_grad():
@@ -284,10 +288,11 @@ class TrainingSession:
                     bucket.store(members)
             return
         buffers.adopt()
-        # in place: a spare buffer may still be read by peers that are in the round before
-        for handle in [start_mean_of_all(self.group, flat) for flat in buffers.live.flats]:
-            handle.wait()
-        self.check_losses()
+        if buffers.num_buffers == 1:
+            buffers.live.copy_(self.average(buffers.live))
+            return
+        weights = Weights.uniform(self.others, self.others)
+        self.finish_exchange([self.group.exchange(live, weights, out=out) for live, out in buffers.pairs])
 
     def average_buffers(self) -> None:
         """Makes BatchNorm's statistics and the like the mean over the group. Collective."""
