@@ -470,7 +470,8 @@ def _resumes(trial: _Trial) -> None:
 def _leaves(trial: _Trial) -> list[Any] | None:
     """Rank 0 leaves while rank 1 waits for it in a round, which the others reach only after that."""
     leaving = 2 * trial.period + 1
-    following = (leaving // trial.period + 1) * trial.period
+    # a mean of all parameters removes in one round what the leave has left different, and does no harm
+    compared = (leaving // trial.period + 2) * trial.period
     model, optimizer = trial.new()
     strategy = trial.make()
     with strategy.attach(model, optimizer):
@@ -479,10 +480,10 @@ def _leaves(trial: _Trial) -> list[Any] | None:
             trial.tick()
         if trial.group.rank == 0:
             return None
-        trial.train(model, optimizer, leaving, following)
+        trial.train(model, optimizer, leaving, compared)
         strategy.settle()
         found = [_vector(model), _common(strategy)] if strategy.is_equal_after_round else []
-        trial.train(model, optimizer, following, 5 * trial.period)
+        trial.train(model, optimizer, compared, 6 * trial.period)
     return found
 
 
@@ -491,8 +492,8 @@ def _judge_leave(outcomes: Sequence[Outcome[Any]], trial: _Trial) -> None:
     distance = max(_distance(other, first) for other in others)
     if not distance <= _EQUAL:
         trial.fail(
-            "with is_equal_after_round the workers that stay are equal after the round in which one leaves, "
-            "in their models and in what common_state names",
+            "with is_equal_after_round the workers that stay are equal again a round after one has left, in "
+            "their models and in what common_state names",
             f"they differ by up to {distance:.2g}",
             "call `session.average(vector)` without peers: it is the same for all. With peers, and in "
             "`session.exchange`, the weight of a worker that leaves goes to one's own values.",

@@ -144,9 +144,13 @@ class ApartAfterALeave(Average):
 
     is_equal_after_round = True
 
+    def start(self, session):
+        self.slow = session.parameters.clone()
+
     def after_step(self, session):
         if session.is_round:
-            session.parameters.copy_(session.average(session.parameters, session.others))
+            self.slow += session.average(session.parameters - self.slow, session.others)
+            session.parameters.copy_(self.slow)
 
 
 class NotCommon(Average):
@@ -210,7 +214,7 @@ class Breaks(Average):
         (StartsApart, "all workers have the parameters of rank 0", "`start` may not change parameters"),
         (EndsApart, "all models are equal after the end", "is_equal_after_round = False"),
         (NeverWritten, "all models are equal after the end", "did the round write its result into session"),
-        (ApartAfterALeave, "equal after the round in which one leaves", "without peers"),
+        (ApartAfterALeave, "equal again a round after one has left", "without peers"),
         (NotCommon, "what common_state names is equal on all workers", "equal values"),
         (NotKept, "checkpoints hold what common_state names", "Plain tensors"),
         (Greedy, "memory of the group is given back", "session.empty"),
