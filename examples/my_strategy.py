@@ -31,7 +31,6 @@ class NoLoCo(Strategy):
     name = "my-noloco"
     survives_loss = True
     has_last_round = True
-    is_equal_after_round = False
     Options = NoLoCoOptions
     options: NoLoCoOptions
     slow: Flat

@@ -11,8 +11,8 @@ import contextlib
 import copy
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
@@ -33,6 +33,10 @@ _FEW_STEPS = 2
 """Steps from one round to the next, where the strategy's default would need a long run."""
 _LEARNED = 0.8
 """The loss must fall below this share of what it was."""
+_EQUAL = 1e-5
+"""Values that differ by no more than this, relative to the largest, are equal: machines round differently."""
+_NUM_SAVING = 3
+"""Workers that save a checkpoint, from which fewer go on."""
 _ORDER = (
     "all workers must issue the same operations in the same order. Look for an average, an exchange or "
     "another collective operation behind a condition that differs among workers: the rank, the loss, "
@@ -62,7 +66,7 @@ def check_strategy(
 ) -> list[str]:
     """Tries out what every strategy promises, and lists the promises that were tried, one sentence each.
 
-    `options` are the strategy's; without `local_steps` there is a round in every second step, at least. The
+    `options` are the strategy's; without `local_steps` it is 2, or 1 where that is the default. The
     model is on `device`. An exception of the strategy's own comes through as it is. With a group it is
     collective, and the group can be used afterwards. StrategyCheckFailed for a promise that is not kept.
     """
@@ -77,11 +81,12 @@ def check_strategy(
     is_exact = not getattr(traits, "is_asynchronous", False)
     trial = partial(_Trial, kind, options, device=device, is_exact=is_exact)
     kept = [_OPTIONS]
-    with _undisturbed(device):
+    with _undisturbed(device), tempfile.TemporaryDirectory() as folder:
+        trial = partial(trial, memory={"folder": folder})
         if group is None or group.size == 1:
             _ALONE.act(trial(group or SoloGroup()))
             kept.append(_ALONE.promise)
-        for check in (*_IN_A_GROUP, *_WITH_LOSSES) if group is None else _IN_A_GROUP * (group.size > 1):
+        for check in (*_IN_A_GROUP, *_IN_VIRTUAL_TIME) if group is None else _IN_A_GROUP * (group.size > 1):
             if group is not None:
                 check.act(trial(group))
             for size in check.sizes if group is None else ():
@@ -102,6 +107,8 @@ class _Trial:
     device: str = "cpu"
     is_exact: bool = True
     """Whether the same steps give the same bits, because workers wait for each other."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """What groups of one check leave for those that come after them; `folder` is one for checkpoints."""
 
     @property
     def period(self) -> int:
@@ -144,32 +151,33 @@ class _Check:
     """A promise, and what every worker does to try it out."""
 
     promise: str
-    act: Callable[[_Trial], None]
+    act: Callable[[_Trial], Any]
     sizes: Sequence[int] = (3,)
     """Groups that it is tried in, in virtual time."""
-    judge: Callable[[Sequence[Outcome[None]], _Trial], None] | None = None
-    """Looks at how the workers have ended, where an error may be right."""
+    judge: Callable[[Sequence[Outcome[Any]], _Trial], None] | None = None
+    """Looks at what the workers have returned."""
+    may_fail: bool = False
+    """Whether an error of a worker may be right, and is left to `judge`."""
 
 
 def _in_virtual_time(check: _Check, size: int, trial: Callable[..., _Trial]) -> None:
     """Runs a check with so many workers."""
 
-    def work(worker: Worker) -> None:
-        check.act(trial(worker.group, partial(worker.compute, _STEP_S)))
+    def work(worker: Worker) -> Any:
+        return check.act(trial(worker.group, partial(worker.compute, _STEP_S)))
 
     alone, promise = trial(SoloGroup()), f"{check.promise} ({size} workers)"
     try:
         outcomes = run_exact(World(num_workers=size), work)
     except ShoalError as error:  # nobody can go on
         alone.fail(promise, error.what, _ORDER)
-    if check.judge is not None:
-        check.judge(outcomes, alone)
-        return
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     # who is lost for the others has failed for a reason of its own
     errors.sort(key=lambda each: isinstance(each, PeerLost))
-    if errors:
+    if errors and not check.may_fail:
         alone.fail(promise, f"{type(errors[0]).__name__}: {errors[0]}", _ORDER)
+    if check.judge is not None:
+        check.judge(outcomes, alone)
 
 
 @contextlib.contextmanager
@@ -226,6 +234,29 @@ def _bits(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
 
 def _are_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+def _common(strategy: Strategy) -> dict[str, Any]:
+    """Copies what `common_state` names, as checkpoints hold it; what they cannot hold is not in it."""
+    state = strategy.state_dict()
+    state.update(state.pop("kept", {}))
+    return {name: state[name] for name in strategy.common_state if name in state}
+
+
+def _distance(left: Any, right: Any) -> float:
+    """Computes the largest difference of values, of a tensor's relative to its largest one; inf if unlike."""
+    if isinstance(left, Mapping) and isinstance(right, Mapping) and left.keys() == right.keys():
+        return max((_distance(left[name], right[name]) for name in left), default=0.0)
+    if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
+        return max(map(_distance, left, right), default=0.0)
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and left.shape == right.shape:
+        if not left.numel():
+            return 0.0
+        left, right = left.double().cpu(), right.double().cpu()
+        return float((left - right).abs().max()) / max(1.0, float(right.abs().max()))
+    if isinstance(left, float) and isinstance(right, float):
+        return abs(left - right) / max(1.0, abs(right))
+    return 0.0 if left is right or left == right else torch.inf
 
 
 class _Ledger(GroupWrapper):
@@ -355,10 +386,12 @@ def _ends_equal(trial: _Trial) -> None:
             trial.fail(
                 "with has_last_round all models are equal after the end of training",
                 f"after {num_steps} steps parameters differ by up to {distance:.2g}",
-                "let `last_round` make parameters equal (`session.average_parameters()`)."
-                if num_steps % trial.period
-                else "this training ended with a round, and got no last one: say is_equal_after_round = "
-                "False where a round leaves models different.",
+                "did the last round write its result into session.parameters? `last_round` must make them "
+                "equal, as `session.average_parameters()` does."
+                if num_steps % trial.period or not strategy.is_equal_after_round
+                else "did the round write its result into session.parameters, as in "
+                "`session.parameters.copy_(mean)`? If a round leaves models different on purpose, say "
+                "is_equal_after_round = False: this training ended with a round, and got no last one.",
             )
 
 
@@ -434,10 +467,80 @@ def _resumes(trial: _Trial) -> None:
         trial.fail("a resumed run ends as the uninterrupted one does, bit for bit", happened, _KEPT)
 
 
-def _leaves(trial: _Trial) -> None:
+def _leaves(trial: _Trial) -> list[Any] | None:
+    """Rank 0 leaves while rank 1 waits for it in a round, which the others reach only after that."""
+    leaving = 2 * trial.period + 1
+    # a mean of all parameters removes in one round what the leave has left different, and does no harm
+    compared = (leaving // trial.period + 2) * trial.period
     model, optimizer = trial.new()
-    with trial.make().attach(model, optimizer):
-        trial.train(model, optimizer, 0, 5 * trial.period if trial.group.rank else 2 * trial.period + 1)
+    strategy = trial.make()
+    with strategy.attach(model, optimizer):
+        trial.train(model, optimizer, 0, leaving)
+        for _ in range({0: 2, 1: 0}.get(trial.group.rank, 4)):
+            trial.tick()
+        if trial.group.rank == 0:
+            return None
+        trial.train(model, optimizer, leaving, compared)
+        strategy.settle()
+        found = [_vector(model), _common(strategy)] if strategy.is_equal_after_round else []
+        trial.train(model, optimizer, compared, 6 * trial.period)
+    return found
+
+
+def _judge_leave(outcomes: Sequence[Outcome[Any]], trial: _Trial) -> None:
+    first, *others = (outcome.value for outcome in outcomes[1:])
+    distance = max(_distance(other, first) for other in others)
+    if not distance <= _EQUAL:
+        trial.fail(
+            "with is_equal_after_round the workers that stay are equal again a round after one has left, in "
+            "their models and in what common_state names",
+            f"they differ by up to {distance:.2g}",
+            "call `session.average(vector)` without peers: it is the same for all. With peers, and in "
+            "`session.exchange`, the weight of a worker that leaves goes to one's own values.",
+        )
+
+
+def _changes_size(trial: _Trial) -> list[Any]:
+    middle, end = 2 * trial.period + (trial.period > 1), 4 * trial.period
+    model, optimizer = trial.new()
+    strategy = trial.make()
+    if trial.group.size < _NUM_SAVING:
+        strategy.load(trial.memory["folder"])
+    with strategy.attach(model, optimizer, stays=True):
+        if trial.group.size == _NUM_SAVING:
+            trial.train(model, optimizer, 0, middle)
+            strategy.save(trial.memory["folder"])
+        found = _common(strategy)
+        missing = [name for name in strategy.common_state if hasattr(strategy, name) and name not in found]
+        if missing:
+            happened = f"they do not hold {missing[0]}"
+            trial.fail("checkpoints hold what common_state names", happened, _KEPT)
+        step = strategy.steps
+        if trial.group.size < _NUM_SAVING:
+            trial.train(model, optimizer, step, end)
+            strategy.settle()
+        return [found, step, bool(_vector(model).isfinite().all())]
+
+
+def _judge_size(outcomes: Sequence[Outcome[Any]], trial: _Trial) -> None:
+    states, steps, are_finite = zip(*(outcome.value for outcome in outcomes), strict=True)
+    distance = max(_distance(state, states[0]) for state in states)
+    if not distance <= _EQUAL:
+        trial.fail(
+            "what common_state names is equal on all workers",
+            f"with {len(states)} workers it differs by up to {distance:.2g}",
+            "name only what all workers compute from equal values: from `session.average(vector)` without "
+            "peers, for example, and not from `session.parameters` before the round.",
+        )
+    saved = trial.memory.setdefault("saved", [states[0], steps[0]])
+    distance = _distance(states[0], saved[0])
+    if not distance <= _EQUAL or any(step != saved[1] for step in steps) or not all(are_finite):
+        trial.fail(
+            "another number of workers goes on from the checkpoint, with what common_state names",
+            f"after step {saved[1]} they are at steps {list(steps)}, their common state differs by "
+            f"{distance:.2g} from what was saved, and [all finite] is {list(are_finite)}",
+            _KEPT,
+        )
 
 
 def _is_lost(trial: _Trial) -> None:
@@ -480,7 +583,13 @@ _IN_A_GROUP = (
     _Check("A step that is skipped on one worker stops nobody.", _skips),
     _Check("A run that resumes from a checkpoint ends as an uninterrupted one.", _resumes),
 )
-_WITH_LOSSES = (
-    _Check("Workers go on when one has no more data and leaves.", _leaves),
-    _Check("A lost worker is survived, or named by PeerLost.", _is_lost, judge=_judge_loss),
+_IN_VIRTUAL_TIME = (
+    _Check("Workers go on when one has no more data and leaves.", _leaves, judge=_judge_leave),
+    _Check("A lost worker is survived, or named by PeerLost.", _is_lost, judge=_judge_loss, may_fail=True),
+    _Check(
+        "Another number of workers goes on from a checkpoint, with what common_state names.",
+        _changes_size,
+        (_NUM_SAVING, _NUM_SAVING - 1),
+        judge=_judge_size,
+    ),
 )

@@ -18,7 +18,7 @@ CHECKED = [row for row in BUILT_IN.values() if not row.needs_servers and not row
 @pytest.mark.parametrize("row", CHECKED, ids=lambda row: row.name)
 def test_ours_pass(row):
     kept = check_strategy(load_class(row))
-    assert len(kept) == 9
+    assert len(kept) == 10
     assert all(promise.endswith(".") for promise in kept)
 
 
@@ -128,6 +128,53 @@ class EndsApart(Average):
             session.parameters.copy_(session.average(session.parameters, peers))
 
 
+class NeverWritten(Average):
+    """Averages, says that models are equal then, and does not write the mean."""
+
+    has_last_round = True
+    is_equal_after_round = True
+
+    def after_step(self, session):
+        if session.is_round:
+            session.average(session.parameters)
+
+
+class ApartAfterALeave(Average):
+    """Says that a round leaves models equal, and gives the weight of one that leaves to itself."""
+
+    is_equal_after_round = True
+
+    def start(self, session):
+        self.slow = session.parameters.clone()
+
+    def after_step(self, session):
+        if session.is_round:
+            self.slow += session.average(session.parameters - self.slow, session.others)
+            session.parameters.copy_(self.slow)
+
+
+class NotCommon(Average):
+    """Says that a vector is equal on all workers which is not."""
+
+    common_state = ("before",)
+
+    def start(self, session):
+        self.before = session.parameters.clone()
+
+    def after_step(self, session):
+        self.before.copy_(session.parameters)
+        super().after_step(session)
+
+
+class NotKept(Average):
+    """Has a plain tensor in common, which no checkpoint holds."""
+
+    common_state = ("scale",)
+
+    def start(self, session):
+        self.scale = torch.ones(1)
+
+
 class Greedy(Average):
     """Takes memory of the group, and keeps it."""
 
@@ -166,6 +213,10 @@ class Breaks(Average):
         (Misspelt, "workers share something", "after_step, before_step"),
         (StartsApart, "all workers have the parameters of rank 0", "`start` may not change parameters"),
         (EndsApart, "all models are equal after the end", "is_equal_after_round = False"),
+        (NeverWritten, "all models are equal after the end", "did the round write its result into session"),
+        (ApartAfterALeave, "equal again a round after one has left", "without peers"),
+        (NotCommon, "what common_state names is equal on all workers", "equal values"),
+        (NotKept, "checkpoints hold what common_state names", "Plain tensors"),
         (Greedy, "memory of the group is given back", "session.empty"),
         (DoesNotLook, "the others end with PeerLost, which names rank 2", "check_lost_peers"),
         (Breaks, "the others train on when a worker is lost", "survives_loss = False"),

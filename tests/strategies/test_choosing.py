@@ -94,7 +94,7 @@ def test_flags_that_a_program_ignores_are_told(asked, warnings_of):
     assert warnings_of(DiLoCo(SoloGroup())) == []
     asked("neighbor", topology="ring", local_steps="4")
     (told,) = warnings_of(DiLoCo(SoloGroup()))
-    assert "asked for --strategy neighbor topology=ring local_steps=4" in told
+    assert "asked for --strategy neighbor --option topology=ring --option local_steps=4" in told
     assert "the program uses diloco" in told
     assert "`strategy = shoal.from_args(group)`" in told
     assert len(warnings_of(make_strategy(SoloGroup(), "neighbor"))) == 1  # with other options

@@ -358,7 +358,7 @@ def warn_of_ignored_flags(strategy: Strategy) -> None:
     if _is_as_asked(strategy, run):
         return
     flags = [f"--strategy {run.strategy}"] if run.strategy is not None else []
-    flags += [f"{option.replace('-', '_')}={value}" for option, value in run.options.items()]
+    flags += [f"--option {option.replace('-', '_')}={value}" for option, value in run.options.items()]
     log.warning(
         "`shoal run` was asked for %s, and the program uses %s, which it has made itself: what was asked for "
         "is ignored. `strategy = shoal.from_args(group)` in the program takes it up.",

@@ -34,7 +34,6 @@ from shoal.strategies.averaging import (
     average_buffers,
     consensus_distance,
     copy_buffers,
-    start_mean,
     start_mean_of_all,
 )
 from shoal.strategies.hooks import LoopHooks
@@ -284,15 +283,18 @@ class TrainingSession:
         self._buffers.swap()
 
     def average_parameters(self) -> None:
-        """Makes all parameters the mean over the group; outlives a lost peer. Collective."""
+        """Makes all parameters the mean over the group; outlives a lost peer. Collective.
+
+        It is one mean for all, as `average` is; where parameters lie in several buffers, which are exchanged
+        without a copy, members may differ in a round in which one leaves.
+        """
         buffers = self._buffers
         if buffers is None:
             average(self.group, [parameter.detach() for parameter in self.trainable])
             return
         buffers.adopt()
         if buffers.num_buffers == 1:
-            for flat in buffers.live.flats:
-                start_mean(self.group, flat).wait()
+            buffers.live.copy_(self.average(buffers.live))
             return
         weights = Weights.uniform(self.others, self.others)
         self.finish_exchange([self.group.exchange(live, weights, out=out) for live, out in buffers.pairs])
