@@ -138,6 +138,11 @@ class LoopHooks:
             if self._session.hears_gradients:
                 self.on_accumulated(parameter, self._session.gradient_ready)
 
+    @property
+    def user_rates(self) -> list[Any]:
+        """The learning rate of each group of the optimizer, as the user has set it, also inside of a step."""
+        return self._rates or [group["lr"] for group in self._optimizer.param_groups]
+
     def settle(self) -> None:
         """Makes up for steps that were skipped: no step will follow the last backward pass any more."""
         if self._is_stepping:

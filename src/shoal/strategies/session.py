@@ -244,8 +244,8 @@ class TrainingSession:
     def learning_rates(self) -> dict[str, float]:
         """The learning rate of each parameter in the step under way, with warm-up and decay."""
         factor = rate_factor(self.strategy.options, self.steps) / self.strategy.rate_divisor
-        groups = self.optimizer.param_groups
-        rates = {id(tensor): float(group["lr"]) for group in groups for tensor in group["params"]}
+        groups = zip(self.optimizer.param_groups, self._hooks.user_rates, strict=True)
+        rates = {id(tensor): float(rate) for group, rate in groups for tensor in group["params"]}
         return {name: factor * rates.get(id(tensor), 0.0) for name, tensor in self.named_parameters.items()}
 
     def average(self, flat: Flat, with_peers: Sequence[int] | None = None) -> Flat:
