@@ -22,7 +22,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"
-FIRST = ("contracts", "core", "data", "models", "report", "tensors", "topology", "transport")
+FIRST = (
+    "contracts",
+    "core",
+    "data",
+    "models",
+    "report",
+    "simulate",
+    "tensors",
+    "topology",
+    "transport",
+)
 """Folders of the first half; everything else is in the second."""
 NO_TESTS = 5  # pytest's exit code when nothing was selected
 MARK = "SHOAL_TESTS_RUN"
