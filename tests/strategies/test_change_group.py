@@ -14,11 +14,12 @@ OPTIONS = {
     "local-sgd": {"local_steps": 2},
     "diloco": {"local_steps": 2, "outer_lr": 0.5, "outer_momentum": 0.0},
     "noloco": {"local_steps": 2},
+    "sparse-loco": {"local_steps": 2, "density": 0.5},
     "choco": {"codec": "int8"},
 }
 NAMES = [
     "all-reduce", "neighbor", "sma", "pair", "local-sgd", "diloco", "push-sum", "window", "gradient-tracking",
-    "exact-diffusion", "extra", "d2", "momentum", "choco", "sgp", "relay",
+    "exact-diffusion", "extra", "d2", "momentum", "choco", "sgp", "relay", "noloco", "sparse-loco",
 ]  # fmt: skip
 
 
