@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shoal.group import Group, share
-from shoal.strategies.averaging import make_codec, packed, start_mean
+from shoal.strategies.averaging import average, make_codec
 from shoal.strategies.options import LocalSGDOptions, StrategyOptions
 from shoal.strategies.outer_step import TAKE_MEAN, OuterStep
 from shoal.strategies.session import TrainingSession
@@ -107,9 +107,7 @@ class LocalSGD(Strategy):
         # they go with the same weights as the state, also when a worker is lost meanwhile
         parts = torch.tensor([float(label in mine) for label in labels], dtype=torch.float64)
         with torch.no_grad():
-            for bucket, members in packed([*tensors, parts] if is_partial else tensors):
-                start_mean(self.group, bucket.flat).wait()
-                bucket.store(members)
+            average(self.group, [*tensors, parts] if is_partial else tensors)
             for label, part in zip(labels, parts.tolist(), strict=True):
                 if label in mine:
                     _store(session, label, mine[label].div_(part) if is_partial else mine[label])
