@@ -30,15 +30,21 @@ class Cables:
 
     def lay(self, source, to, peer):
         """Where `source` reaches the peer that is rank `to`."""
-        return Peer(self._loop.run(self._lay(source, to, peer.address)), peer.id)
+        return Peer(self.route(source, to, peer.address), peer.id)
+
+    def route(self, source, to, address):
+        """Where `source` reaches an address of rank `to`; one cable carries all that goes there."""
+        return self._loop.run(self._lay(source, to, address))
 
     def cut(self, side, others=None):
         """Between these ranks and those, by default all others."""
         self._loop.run(self._cut(side, others))
 
     async def _lay(self, source, to, address):
-        is_whole = self._is_whole[source, to] = asyncio.Event()
-        is_whole.set()
+        if (source, to) not in self._is_whole:
+            self._is_whole[source, to] = asyncio.Event()
+            self._is_whole[source, to].set()
+        is_whole = self._is_whole[source, to]
 
         async def relay(reader, writer):
             self._writers.append(writer)

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 import os
 
@@ -28,9 +29,11 @@ def open_cluster(machines, cables=None, staging=None, **settings):
 
         def join(mesh):
             others = {r: peers[r] for r in range(size) if where[r] != where[mesh.rank]}
-            if cables is not None:
+            if cables is None:
+                mesh.connect(others)
+            else:
                 others = {r: cables.lay(mesh.rank, r, peer) for r, peer in others.items()}
-            mesh.connect(others)
+                mesh.connect(others, route=functools.partial(cables.route, mesh.rank))
             return assemble(machines, mesh, chosen, staging=staging)
 
         groups = list(threads.map(join, meshes, timeout=30))

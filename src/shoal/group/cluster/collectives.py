@@ -25,9 +25,12 @@ import torch.distributed as dist
 
 from shoal.core import Deadline, PeerLost, ShoalError, UsageError
 from shoal.group.base import Done, Handle, Reduction
+from shoal.group.cluster.all_reduce import AlgorithmChoice
+from shoal.group.cluster.links import Delivery, MeshHandle
 from shoal.group.cluster.machine_exchange import (
     ABSENT,
     FREE,
+    SMALL_BYTES,
     MachineExchange,
     MachineGreeting,
     PendingStep,
@@ -36,11 +39,11 @@ from shoal.group.cluster.machine_exchange import (
     describe,
 )
 from shoal.group.cluster.members import Members
-from shoal.group.cluster.mesh import Delivery, Mesh, MeshHandle, poll_until
+from shoal.group.cluster.mesh import Mesh, poll_until
 from shoal.group.cluster.rendezvous import host_id
 from shoal.group.host import HostGroup
 from shoal.group.host.engine import Span, is_overlapping, put_back, span_of
-from shoal.group.kernels import add_differences, mix_into
+from shoal.group.kernels import add_differences, mix_into, reduce_into
 from shoal.group.operations import TrafficCounter
 from shoal.group.solo import SoloGroup
 from shoal.tensors.dtypes import DTYPES, dtype_name
@@ -74,6 +77,7 @@ class Collectives:
         members: Members,
         staging: HostStaging,
         through_torch: TorchOperations,
+        choice: AlgorithmChoice,
     ) -> None:
         self._local = local
         self._mesh = mesh
@@ -81,6 +85,7 @@ class Collectives:
         self._mates = members.mates
         self._staging = staging
         self._torch = through_torch
+        self._choice = choice
         self._receiving: dict[int, list[Delivery]] = {}
         """What waits for tensors of other machines, by operation."""
         self._sending: list[tuple[Span, MeshHandle[None]]] = []
@@ -96,18 +101,42 @@ class Collectives:
         flat = _flat(tensor)
         present = yield from _inside(self._local.all_reduce(flat, op))
         if self._is_speaker(present):
-            between = self._between(seq)
-            heard = yield from between.greet(describe("all_reduce", flat, op), len(present))
-            machines = list(heard)
-            if op == "mean" and len(machines) > 1:
-                flat.mul_(len(present) / sum(greeting.num_workers for greeting in heard.values()))
-            rule: Reduction = "sum" if op == "mean" else op
-            if len(machines) > 1:
-                yield from self._staging.in_pieces(
-                    flat, lambda number, piece: between.reduce(piece, machines, rule, number)
-                )
+            yield from self._reduce_machines(seq, len(present), flat, op)
         yield from self._pass_on(seq, present[0], self._local.broadcast(flat, present[0]))
         return put_back(flat, tensor)
+
+    def _reduce_machines(self, seq: int, num_workers: int, flat: torch.Tensor, op: Reduction) -> Steps:
+        """Reduces this machine's tensor and those of other machines, in place.
+
+        A mean is one over machines; where these have unequal numbers of workers, each is scaled before.
+        """
+        between, is_small = self._between(seq), flat.nbytes <= SMALL_BYTES and not self._staging.takes(flat)
+        algorithm = self._choice.choose(flat, len(self._members.ranks_on))
+        content = flat.contiguous().view(torch.uint8).numpy().tobytes() if is_small and flat.numel() else b""
+        action = describe("all_reduce", flat, op)
+        heard = yield from between.greet(action, num_workers, algorithm, content)
+        machines, total = list(heard), sum(greeting.num_workers for greeting in heard.values())
+        factors = {
+            machine: greeting.num_workers * len(machines) / total if op == "mean" else 1.0
+            for machine, greeting in heard.items()
+        }
+        if len(machines) == 1 or not flat.numel():
+            return
+        if is_small:
+            parts = [_from_bytes(greeting.content, flat) for greeting in heard.values()]
+            for machine, part in zip(machines, parts, strict=True):
+                if factors[machine] != 1:
+                    part.mul_(factors[machine])
+            reduce_into(flat, parts, op)
+            return
+        if factors[between.machine] != 1:
+            flat.mul_(factors[between.machine])
+        # all do as the first machine says, which alone takes the time
+        algorithm, began_s = heard[machines[0]].detail, time.perf_counter()
+        yield from self._staging.in_pieces(
+            flat, lambda number, piece: between.reduce(piece, machines, op, algorithm, number)
+        )
+        self._choice.note(flat, len(self._members.ranks_on), algorithm, time.perf_counter() - began_s)
 
     def broadcast(self, seq: int, tensor: torch.Tensor, root: int) -> Steps:
         """Sends to one worker of each other machine, which passes it on."""
@@ -202,7 +231,7 @@ class Collectives:
             if not self._members.is_gone(rank, seq):
                 said = MachineGreeting(describe("exchange", flat), self._mesh.rank, detail=destinations[rank])
                 self._mesh.send(rank, (seq, "said", self._mesh.rank), said.encode())
-                sending = self._mesh.send(rank, (seq, "x", self._mesh.rank), host)
+                sending = self._mesh.send(rank, (seq, "x", self._mesh.rank), host, is_bounded=True)
                 if host is flat:
                     self._sending.append((span_of(flat), sending))
         coming = {rank: self._from_rank(seq, rank, self._staging.buffer(flat)) for rank in sorted(sources)}
@@ -478,6 +507,11 @@ def _rows(tensor: torch.Tensor) -> str:
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Gives one dimension, of the tensor's own memory where it can be."""
     return tensor.detach().reshape(-1)
+
+
+def _from_bytes(content: bytes, like: torch.Tensor) -> torch.Tensor:
+    """Gives a tensor of memory of its own, of bytes that came with a greeting."""
+    return torch.frombuffer(bytearray(content), dtype=like.dtype)
 
 
 def _has_left(root: int) -> UsageError:

@@ -48,6 +48,7 @@ from shoal.group.base import (
     Window,
     rank_to_blame,
 )
+from shoal.group.cluster.all_reduce import AlgorithmChoice
 from shoal.group.cluster.collectives import Collectives, HostStaging, TorchOperations
 from shoal.group.cluster.machine_exchange import FREE, PendingStep, Steps
 from shoal.group.cluster.members import Members
@@ -82,7 +83,13 @@ def open_cluster_group(
         if interface is not None:  # gloo would take the one that this machine's name stands for
             os.environ.setdefault(_GLOO_INTERFACE, interface)
     deadline = Deadline.after(settings.timeout_s or CONNECTING_S)
-    mesh = Mesh(placement.rank, rendezvous.secret(deadline), host=host, silence_s=settings.silence_s)
+    mesh = Mesh(
+        placement.rank,
+        rendezvous.secret(deadline),
+        host=host,
+        silence_s=settings.silence_s,
+        is_encrypted=not os.environ.get("SHOAL_X"),
+    )
     listening = mesh.listen()
     try:
         told = rendezvous.share("mesh", (str(listening.address), str(listening.id)), deadline)
@@ -162,7 +169,8 @@ class ClusterGroup(Group):
         self._blamed: int | None = None
         self._silence_s = settings.silence_s
         self._waited_s = [0.0] * self.size
-        self._collectives = Collectives(local, mesh, members, staging, self._torch)
+        choice = AlgorithmChoice(getattr(settings, "all_reduce", "auto"))
+        self._collectives = Collectives(local, mesh, members, staging, self._torch, choice)
         self._windows = Windows(self)
         mesh.add_listener(self._waiter.wake)
 
@@ -197,10 +205,9 @@ class ClusterGroup(Group):
         waited = list(self._waited_s)
         for place, seconds in enumerate(inside.waited_s):
             waited[self.membership.mates[place]] += seconds
-        # copied at once: another thread counts on
         return GroupStats(
-            inside.sent_bytes + counter.sent_bytes + sum(tuple(self.mesh.sent_bytes.values())),
-            inside.received_bytes + counter.received_bytes + sum(tuple(self.mesh.received_bytes.values())),
+            inside.sent_bytes + counter.sent_bytes + sum(self.mesh.sent_bytes.values()),
+            inside.received_bytes + counter.received_bytes + sum(self.mesh.received_bytes.values()),
             waited,
         )
 

@@ -18,14 +18,15 @@ import torch
 
 from shoal.core import Deadline, PeerLost, UsageError
 from shoal.group.base import Done, Handle, Loss, Reduction
+from shoal.group.cluster.all_reduce import Algorithm, MachineReduction
+from shoal.group.cluster.links import Delivery, MeshHandle
 from shoal.group.cluster.members import Members
-from shoal.group.cluster.mesh import Delivery, Mesh, MeshHandle
-from shoal.group.kernels import reduce_into, share_bounds
+from shoal.group.cluster.mesh import Mesh
 from shoal.tensors.dtypes import dtype_name
 
 _MATES_S = 2.0
-_SMALL_BYTES = 1 << 16
-"""Up to this size everybody gets everything at once: one delay instead of two."""
+SMALL_BYTES = 1 << 16
+"""Up to this size a tensor comes with its machine's greeting: one delay instead of two."""
 FREE: Handle[None] = Done(None)
 """Yielded by an operation whose last step inside the machine is issued."""
 Steps = Generator[Handle[Any], Any, Any]
@@ -83,6 +84,8 @@ class MachineGreeting(msgspec.Struct, frozen=True, array_like=True):
     num_workers: int = 1
     """For how many workers it speaks."""
     detail: Any = None
+    content: bytes = b""
+    """A tensor that is so small that it comes with the greeting."""
 
     @classmethod
     def decode(cls, content: torch.Tensor, own: str, rank: int) -> MachineGreeting:
@@ -124,12 +127,12 @@ class MachineExchange:
         self._gone_before = tuple(mesh.monitor.lost)
         """Those without whom the others have begun this operation, too."""
 
-    def greet(self, action: str, num_workers: int, detail: Any = None) -> Steps:
+    def greet(self, action: str, num_workers: int, detail: Any = None, content: bytes = b"") -> Steps:
         """Says what is being done here, and gives what is done elsewhere, by machine.
 
         UsageError when others do something else; PeerLost when one of them is needed and lost.
         """
-        mine = MachineGreeting(action, self._mesh.rank, num_workers, detail)
+        mine = MachineGreeting(action, self._mesh.rank, num_workers, detail, content)
         self._greeting = mine.encode()
         heard = {self.machine: mine}
         others = [other for other in range(len(self._members.ranks_on)) if other != self.machine]
@@ -182,42 +185,48 @@ class MachineExchange:
         """Waits until all that was said has arrived."""
         return arrived(self._sending)
 
-    def reduce(self, flat: torch.Tensor, machines: list[int], op: Reduction, number: int = 0) -> Steps:
-        """Reduces the machines' tensors in place, of which each machine reduces its share; equal bits.
+    def listen(
+        self, machine: int, topic: str, into: torch.Tensor | None, on_arrival: Callable[[torch.Tensor], None]
+    ) -> None:
+        """Has `on_arrival` called with what a machine says about a topic; see `all_reduce.Speaker`."""
+        key = (self._seq, self._name + topic, machine)
+        self._receiving.append(self._mesh.receive(None, key, into, on_arrival))
 
-        `number` tells apart the pieces of a larger tensor.
-        """
-        others = [machine for machine in machines if machine != self.machine]
-        if not others or not flat.numel():
+    def wake(self) -> None:
+        """Lets whoever waits for this operation look again."""
+        self._mesh.wake()
+
+    def reduce(
+        self, flat: torch.Tensor, machines: list[int], op: Reduction, algorithm: Algorithm, number: int = 0
+    ) -> Steps:
+        """Reduces the machines' tensors in place; equal bits on all. `number` tells pieces of one apart."""
+        if len(machines) == 1 or not flat.numel():
             return
-        if flat.nbytes <= _SMALL_BYTES:
-            parts = {machine: torch.empty_like(flat) for machine in machines}
-            parts[self.machine].copy_(flat)
-            for machine in others:
-                self.say(machine, f"whole {number}", parts[self.machine])
-            for machine in others:
-                yield self.hear(machine, f"whole {number}", parts[machine], is_required=True)
-            reduce_into(flat, [parts[machine] for machine in machines], op)
-            return
-        shares = {
-            machine: flat[slice(*share_bounds(index, len(machines), flat.numel(), flat.element_size()))]
-            for index, machine in enumerate(machines)
-        }
-        mine = shares[self.machine]
-        for machine in others:
-            self.say(machine, f"part {number}", shares[machine])
-        parts = {machine: torch.empty_like(mine) for machine in others}
-        coming = [self.hear(each, f"part {number}", parts[each], is_required=True) for each in others]
-        results = [self.hear(each, f"share {number}", shares[each], is_required=True) for each in others]
-        for step in coming:
-            yield step
-        # what it is reduced into comes first, since it is overwritten
-        reduce_into(mine, [mine, *parts.values()], op)
-        for machine in others:
-            self.say(machine, f"share {number}", mine)
-        for step in results:
-            yield step
+        reduction = MachineReduction(self, flat, machines, op, str(number))
+        reduction.start(algorithm)
+
+        def loss() -> Loss | None:
+            """Finds who is lost without whom it cannot end."""
+            for machine in machines:
+                if machine != self.machine:
+                    found = self._final_loss(machine)
+                    if found is None and self._find_speaker(machine) is None:
+                        found = self._members.loss_on(machine)
+                    if found is not None:
+                        return found
+            return None
+
+        def result() -> None:
+            reduction.check()
+            lost = None if reduction.is_over else loss()
+            if lost is not None:
+                raise lost.error()
+
+        yield PendingStep(lambda: reduction.is_over or loss() is not None, result, self._awaited)
         yield self.told()
+
+    def _awaited(self) -> int | None:
+        return next(iter(self._speakers.values()), None)
 
     def _final_loss(self, machine: int) -> Loss | None:
         """Finds the loss without which a machine says nothing more.

@@ -234,6 +234,8 @@ class Departure(msgspec.Struct, frozen=True):
     """Of a verdict: why the asked one goes on without the asker; of a failure: why `culprit` is lost."""
     culprit: int | None = None
     """Of a failure: the lost rank because of which it failed."""
+    num_sent: dict[int, int] = {}
+    """Of one that leaves: how many tensors it has sent to each rank; some may still be on their way."""
 
 
 @dataclass(slots=True)
@@ -272,6 +274,7 @@ class HeartbeatMonitor:
         scope: Scope,
         silence_s: float,
         on_change: Callable[[], None],
+        port: int = 0,
     ) -> None:
         # the first two are replaced, never changed: other threads look at them
         self.lost: Mapping[int, Loss] = {}
@@ -279,7 +282,10 @@ class HeartbeatMonitor:
         self.left: Mapping[int, int] = {}
         """Those that have left, and the last operation in which each takes part."""
         self.left_at_s: dict[int, float] = {}
+        self.num_sent_by: dict[int, int] = {}
+        """How many tensors those that have left have sent to this worker."""
         self.rank = rank
+        self._port = port
         self._transport = transport
         self._scope = scope
         self._silence_s = silence_s
@@ -294,8 +300,13 @@ class HeartbeatMonitor:
         transport.handle(_BEAT, self._answer_beat)
         transport.handle(_FAREWELL, self._answer_farewell)
 
-    async def open(self, peers: Mapping[int, Peer], names: Mapping[int, str], deadline: Deadline) -> None:
-        """Connects with all of them, and begins; PeerLost names one that does not answer."""
+    async def open(
+        self, peers: Mapping[int, Peer], names: Mapping[int, str], deadline: Deadline
+    ) -> dict[int, int]:
+        """Connects with all of them, and begins; gives the port of each for tensors.
+
+        PeerLost names one that does not answer.
+        """
         for rank, peer in sorted(peers.items()):
             assert peer.id is not None
             self._ranks[peer.id] = rank
@@ -306,8 +317,11 @@ class HeartbeatMonitor:
         answers = await fanout(
             [self._transport.call(peer, _GREET, deadline=deadline) for peer in there], deadline
         )
+        ports = {}
         for (rank, other), answer in zip(self._others.items(), answers, strict=True):
-            if isinstance(answer, Exception):
+            if not isinstance(answer, Exception):
+                ports[rank] = msgspec.convert(answer.payload, int)
+            else:
                 raise PeerLost(
                     f"rank {rank} cannot be reached at {other.peer.address}: {answer}",
                     peer=rank,
@@ -319,6 +333,7 @@ class HeartbeatMonitor:
             self._scope.start_soon(self._watch(rank), name=f"watch rank {rank}")
         if self._others:
             self._scope.start_soon(self._beat(), name="beat")
+        return ports
 
     def rank_of(self, head: Head) -> int:
         """Tells who calls; PeerRefused for one that is not of this mesh."""
@@ -409,6 +424,7 @@ class HeartbeatMonitor:
         if ending.kind == "left":
             if other.loss is None:
                 self.left_at_s[rank] = time.monotonic()
+                self.num_sent_by[rank] = ending.num_sent.get(self.rank, 0)
                 self.left = {**self.left, rank: ending.after}
                 self._end(other)
         elif ending.kind == "verdict" or ending.culprit == self.rank:
@@ -456,8 +472,9 @@ class HeartbeatMonitor:
 
     # --- answering ---
 
-    async def _answer_greeting(self, head: Head, buffers: Sequence[memoryview]) -> None:
+    async def _answer_greeting(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         await asyncio.shield(self._ready)
+        return Reply(self._port)
 
     def _answer_watch(
         self, head: Head, buffers: Sequence[memoryview]

@@ -20,7 +20,8 @@ import torch
 
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, TensorError, UsageError
 from shoal.group.base import Done, Handle, Slot, Snapshot, T, Window, Write
-from shoal.group.cluster.mesh import flat_bytes, poll_until, view_of
+from shoal.group.cluster.links import flat_bytes, view_of
+from shoal.group.cluster.mesh import poll_until
 from shoal.group.kernels import CopiedSnapshot, MemorySlot, check_write
 from shoal.tensors.dtypes import DTYPES, dtype_name
 from shoal.tensors.memory import tensor_over

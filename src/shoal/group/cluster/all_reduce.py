@@ -1,0 +1,220 @@
+"""An all-reduce of one tensor of each machine, in pieces that are reduced as they come, in either of two ways.
+
+*direct*: each machine reduces one share. It gets that share from all others, and sends them the result: two
+delays, and every machine speaks with every other. *ring* (Patarasuk and Yuan 2009, section 3): a share goes
+around the machines twice, once to be summed up, once as the result: as many bytes, and each machine speaks
+with two others alone, but 2·(n − 1) delays. Of two machines both are the same.
+
+Pieces are reduced and passed on by the threads that receive them, while the caller computes or waits. Each
+piece is reduced by one machine and in a fixed order, so that all machines end with equal bits, run after run.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, Protocol
+
+import torch
+
+from shoal.group.base import Reduction
+from shoal.group.kernels import reduce_into, share_bounds
+
+Algorithm = Literal["ring", "direct"]
+_MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 256 << 10, 4 << 20
+_PIECES_PER_SHARE = 8
+"""So many that receiving, reducing and sending overlap, within the bounds above."""
+_SERIAL_ELEMENTS = 1 << 15
+"""Up to so many elements torch computes in the thread that asks, and the processor's cache holds them."""
+_MIN_RING_BYTES = 1 << 18
+_NUM_TRIALS = 4
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Speaker(Protocol):
+    """How a reduction talks with other machines."""
+
+    machine: int
+
+    def say(self, machine: int, topic: str, tensor: torch.Tensor) -> None:
+        """Sends a tensor, which must not be written until it has left."""
+
+    def listen(
+        self,
+        machine: int,
+        topic: str,
+        into: torch.Tensor | None,
+        on_arrival: Callable[[torch.Tensor], None],
+    ) -> None:
+        """Has `on_arrival` called, in any thread, with what a machine says about a topic."""
+
+    def wake(self) -> None:
+        """Lets whoever waits for this operation look again."""
+
+
+class MachineReduction:
+    """Reduces one flat tensor of each of several machines, in place; `name` tells it from others."""
+
+    def __init__(
+        self, speaker: Speaker, flat: torch.Tensor, machines: Sequence[int], op: Reduction, name: str
+    ) -> None:
+        self._speaker = speaker
+        self._machines = machines
+        self._op = op
+        self._name = name
+        self._place = list(machines).index(speaker.machine)
+        self._pieces = [_pieces(flat, place, len(machines)) for place in range(len(machines))]
+        """Of each machine's share, by the machine's place among them."""
+        self._num_missing = 0
+        self._parts: dict[int, dict[int, torch.Tensor]] = {}
+        """What has come for each piece of this machine's share, by machine."""
+        self._error: Exception | None = None
+        self._lock = threading.Lock()  # law: between the threads that receive from several machines
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all pieces have come; some may not have left yet."""
+        return self._num_missing == 0 or self._error is not None
+
+    def check(self) -> None:
+        """Raises what went wrong in another thread."""
+        if self._error is not None:
+            raise self._error
+
+    def start(self, algorithm: Algorithm) -> None:
+        """Asks for what is to come, and sends what is here."""
+        if algorithm == "ring":
+            self._start_ring()
+        else:
+            self._start_direct()
+
+    # --- direct ---
+
+    def _start_direct(self) -> None:
+        mine = self._pieces[self._place]
+        # each begins with another one, so that not all send to one at once
+        others = [self._at(self._place + step) for step in range(1, len(self._machines))]
+        for place in others:
+            for number in range(len(self._pieces[place])):
+                self._listen(place, f"share {number}", self._pieces[place][number], lambda piece: None)
+            for number in range(len(mine)):
+                self._listen(place, f"part {number}", None, partial(self._add_part, place, number))
+        for number in range(len(self._pieces[0])):
+            for place in others:
+                if number < len(self._pieces[place]):
+                    self._say(place, f"part {number}", self._pieces[place][number])
+
+    def _add_part(self, place: int, number: int, came: torch.Tensor) -> None:
+        mine = self._pieces[self._place][number]
+        with self._lock:
+            parts = self._parts.setdefault(number, {})
+            parts[place] = came.view(mine.dtype)
+            if len(parts) < len(self._machines) - 1:
+                return
+            del self._parts[number]
+        # what it is reduced into comes first, since it is overwritten
+        _reduce(mine, [parts[place] for place in sorted(parts)], self._op)
+        for step in range(1, len(self._machines)):
+            self._say(self._at(self._place + step), f"share {number}", mine)
+
+    # --- ring ---
+
+    def _start_ring(self) -> None:
+        previous, last = self._at(self._place - 1), len(self._machines) - 2
+        for step in range(last + 1):
+            summed, whole = self._at(self._place - step - 1), self._at(self._place - step)
+            for number in range(len(self._pieces[summed])):
+                add = partial(self._add_to_ring, summed, number, is_last=step == last)
+                self._listen(previous, f"sum {summed} {number}", None, add)
+            for number, piece in enumerate(self._pieces[whole]):
+                take = partial(self._pass_on, whole, number, is_last=step == last)
+                self._listen(previous, f"whole {whole} {number}", piece, take)
+        for number, piece in enumerate(self._pieces[self._place]):
+            self._say(self._at(self._place + 1), f"sum {self._place} {number}", piece)
+
+    def _add_to_ring(self, place: int, number: int, came: torch.Tensor, *, is_last: bool) -> None:
+        piece = self._pieces[place][number]
+        _reduce(piece, [came.view(piece.dtype)], "sum" if self._op == "mean" else self._op)
+        if is_last and self._op == "mean":
+            for part in piece.split(_SERIAL_ELEMENTS):
+                part.mul_(1 / len(self._machines))
+        self._say(self._at(self._place + 1), f"{'whole' if is_last else 'sum'} {place} {number}", piece)
+
+    def _pass_on(self, place: int, number: int, piece: torch.Tensor, *, is_last: bool) -> None:
+        if not is_last:
+            self._say(self._at(self._place + 1), f"whole {place} {number}", piece)
+
+    # --- both ---
+
+    def _at(self, place: int) -> int:
+        return place % len(self._machines)
+
+    def _say(self, place: int, topic: str, piece: torch.Tensor) -> None:
+        self._speaker.say(self._machines[place], f"{self._name} {topic}", piece)
+
+    def _listen(
+        self, place: int, topic: str, into: torch.Tensor | None, act: Callable[[torch.Tensor], None]
+    ) -> None:
+        self._num_missing += 1
+
+        def on_arrival(came: torch.Tensor) -> None:
+            try:
+                act(came)
+            except Exception as error:  # noqa: BLE001 - of another thread; `check` raises it
+                self._error = error
+            with self._lock:
+                self._num_missing -= 1
+            if self.is_over:
+                self._speaker.wake()
+
+        self._speaker.listen(self._machines[place], f"{self._name} {topic}", into, on_arrival)
+
+
+class AlgorithmChoice:
+    """Chooses the way of each all-reduce of one machine: as it was told, or what was faster until now."""
+
+    def __init__(self, asked: Literal["auto", "ring", "direct"]) -> None:
+        self._asked = asked
+        self._taken_s: dict[tuple[int, int], dict[Algorithm, list[float]]] = {}
+
+    def choose(self, flat: torch.Tensor, num_machines: int) -> Algorithm:
+        """Gives the way for a tensor; while too little is known, each way in turn."""
+        # a ring adds one after the other, and halves would lose bits each time
+        if num_machines < 3 or flat.nbytes < _MIN_RING_BYTES or flat.dtype in _HALF:
+            return "direct"
+        if self._asked != "auto":
+            return self._asked
+        taken_s = self._known(flat, num_machines)
+        if min(map(len, taken_s.values())) < _NUM_TRIALS:
+            return min(taken_s, key=lambda algorithm: len(taken_s[algorithm]))
+        # the first of each has made connections and memory
+        return min(taken_s, key=lambda algorithm: statistics.median(taken_s[algorithm][1:]))
+
+    def note(self, flat: torch.Tensor, num_machines: int, algorithm: Algorithm, seconds: float) -> None:
+        """Takes note of how long one has taken; the first few of each kind count."""
+        taken_s = self._known(flat, num_machines)[algorithm]
+        if len(taken_s) < _NUM_TRIALS:
+            taken_s.append(seconds)
+
+    def _known(self, flat: torch.Tensor, num_machines: int) -> dict[Algorithm, list[float]]:
+        size_class = flat.nbytes.bit_length() // 2  # sizes within a factor of four go alike
+        return self._taken_s.setdefault((size_class, num_machines), {"direct": [], "ring": []})
+
+
+def _pieces(flat: torch.Tensor, place: int, num_shares: int) -> Sequence[torch.Tensor]:
+    """Cuts one share of a tensor into pieces, alike on all machines."""
+    low, high = share_bounds(place, num_shares, flat.numel(), flat.element_size())
+    if low == high:
+        return ()
+    largest = share_bounds(0, num_shares, flat.numel(), flat.element_size())[1] * flat.element_size()
+    piece_bytes = min(max(largest // _PIECES_PER_SHARE, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES) & ~63
+    return flat[low:high].split(piece_bytes // flat.element_size())
+
+
+def _reduce(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Reduction) -> None:
+    """Reduces into `out` itself and the parts, in that order."""
+    for start in range(0, out.numel(), _SERIAL_ELEMENTS):
+        piece = slice(start, start + _SERIAL_ELEMENTS)
+        reduce_into(out[piece], [out[piece], *(part[piece] for part in parts)], op)
