@@ -20,6 +20,10 @@ TORCHRUN_ID_VARIABLE = "TORCHELASTIC_RUN_ID"
 """torchrun's name for a run, which `shoal run --env torchrun` sets too."""
 Env = Literal["shoal", "torchrun"]
 """Whose variables tell workers their place: Shoal's alone, or torchrun's as well."""
+EncryptChoice = Literal["auto", "always", "never"]
+"""Whether tensors go encrypted between machines; `auto` leaves it to the network that they are in."""
+AllReduceChoice = Literal["auto", "ring", "direct"]
+"""How machines reduce together: around a ring, or each directly with all others; `auto` chooses."""
 SILENCE_S = 5.0
 """A peer that is silent or stopped for this long, times the patience, is lost."""
 
