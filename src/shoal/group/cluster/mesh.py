@@ -312,8 +312,11 @@ class Mesh:
         host: str = LOOPBACK,
         silence_s: float = SILENCE_S,
         max_unclaimed_bytes: int = 256 << 20,
+        is_encrypted: bool = True,
     ) -> None:
         self.rank = rank
+        self.is_encrypted = is_encrypted
+        """Whether tensors go encrypted (TLS) to other machines; control messages do in any case."""
         self.loop = LoopThread("shoal-mesh")
         self.sent_bytes: collections.Counter[int] = collections.Counter()
         """Buffers and heads of messages by rank, without beats; written by the loop's thread alone."""
