@@ -51,6 +51,10 @@ class RunOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """The longest wait for a peer that is alive; None waits on."""
     allow_split: bool = False
     """Whether each side of a network that is cut goes on; otherwise the smaller one stops."""
+    encrypt: EncryptChoice = "auto"
+    """Whether tensors go encrypted between machines."""
+    all_reduce: AllReduceChoice = "auto"
+    """How machines reduce together."""
     timeline: str | None = None
     """Each worker writes its part of the Chrome trace to this path with `.RANK` behind it."""
     status_fd: int | None = None
