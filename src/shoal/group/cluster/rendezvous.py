@@ -218,6 +218,8 @@ class Rendezvous:
         DeadlineExceeded names who has not come, PeerRefused who has another version of Shoal.
         """
         addresses = self.share("address", own, deadline)
+        # whoever reaches the store can change it: a worker with a public address must not be told otherwise
+        addresses[own.rank] = own
         for other in addresses:
             if other.version != own.version:
                 raise PeerRefused(
