@@ -62,7 +62,8 @@ def test_options_reach_the_workers(capfd):
     words += " adapt-while-combine --option decay-factor=0.5 --option monitor=true --patience 2 --threads 3"
     words += " --workers_per_machine 1 --peer-timeout 7 --global-average-every 5 --decay-every 6"
     words += " --on-nonfinite skip"
-    (told,) = told_by(capfd, *words.split(), "--allow-split", "tell.py").values()
+    words += " --allow-split --encrypt --all-reduce ring"
+    (told,) = told_by(capfd, *words.split(), "tell.py").values()
     options = RunOptions.from_environment(told)
     assert options.strategy == "neighbor"
     assert options.options == {
@@ -77,7 +78,7 @@ def test_options_reach_the_workers(capfd):
         "on_nonfinite": "skip",
     }
     assert (options.patience, options.workers_per_machine, options.timeout_s) == (2.0, 1, 7.0)
-    assert options.allow_split
+    assert (options.allow_split, options.encrypt, options.all_reduce) == (True, "always", "ring")
     assert told["OMP_NUM_THREADS"] == "3"
     assert RunOptions.from_environment({**told, "SHOAL_RUN_ID": "another"}) == RunOptions()
 
@@ -87,7 +88,7 @@ def test_options_of_several_machines_reach_the_workers(capfd, monkeypatch, folde
     words = (
         "-H localhost:2,127.0.0.1:1 --num-servers 1 --network-interface lo -x MINE -x OTHER=8 --checkpoint"
     )
-    words += " saved --checkpoint-every 5 --max-restarts 2 --min-np 1 --max-np 3"
+    words += " saved --checkpoint-every 5 --max-restarts 2 --min-np 1 --max-np 3 --plain --all-reduce direct"
     (folder / "more.py").write_text(TELL.replace("SHOAL_RANK ", "SHOAL_RANK MINE OTHER SHOAL_MACHINE ", 1))
     told = told_by(capfd, *words.split(), "more.py")
     assert sorted(told) == ["[0]", "[1]", "[2]"]
@@ -95,6 +96,7 @@ def test_options_of_several_machines_reach_the_workers(capfd, monkeypatch, folde
     assert found == {("3", "7", "8")}
     options = RunOptions.from_environment(told["[0]"])
     assert (options.num_servers, options.network_interface) == (1, "lo")
+    assert (options.encrypt, options.all_reduce) == ("never", "direct")
     assert (options.checkpoint, options.checkpoint_every) == (str(folder / "saved"), 5)
 
 
@@ -140,6 +142,8 @@ def test_a_failure_is_the_exit_code_and_its_traceback(capfd, folder):
         (["-np", "2", "--checkpoint-every", "5", "tell.py"], "--checkpoint DIR"),
         (["--engine", "swim", "tell.py"], "ssh, ray"),
         (["--address", "auto", "tell.py"], "--engine ray"),
+        (["--encrypt", "--plain", "tell.py"], "choose one of them"),
+        (["--all-reduce", "swim", "tell.py"], "'auto', 'ring', 'direct'"),
         (["--engine", "ray", "-H", "a:2", "tell.py"], "leave -H"),
     ],
 )

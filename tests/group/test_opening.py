@@ -11,8 +11,9 @@ import sys
 import pytest
 
 import shoal
-from shoal.core import Placement
+from shoal.core import Placement, UsageError
 from shoal.core.run_options import RunOptions
+from shoal.group import GroupSettings, SoloGroup, opening
 from shoal.group.opening import _key
 
 ENDINGS = """
@@ -146,6 +147,67 @@ def test_workers_of_several_machines_meet_and_name_the_dead(local_size):
             # who comes late may find one lost that has ended because of rank 3
             assert rank == 3 or "is lost" in out, errors
         assert any("rank 3 is lost" in out for out, _ in said)
+
+
+ENCRYPTION = """
+import os, platform
+platform.node = lambda: "node" + os.environ["SHOAL_RANK"]  # as if each were a host of its own
+import shoal
+group = shoal.init()
+group.everybody.barrier().wait()
+among_workers = None if group.role == "server" else group.inner.mesh.is_encrypted
+print(group.everybody.mesh.is_encrypted, among_workers, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("choice", "is_encrypted", "line"),
+    [
+        ("auto", True, "3 machines encrypted (TLS), since"),
+        ("never", False, "3 machines without encryption, as"),
+    ],
+)
+def test_one_worker_says_whether_machines_encrypt(choice, is_encrypted, line):
+    """Also in a run with servers, whose workers have a second group."""
+    options = {"num_servers": 1, "network_interface": "127.0.0.1", "encrypt": choice}
+    with workers(3, ENCRYPTION, 1, **options) as started:
+        said = [process.communicate(timeout=40) for process in started]
+    expected = [f"{is_encrypted} None\n", *[f"{is_encrypted} {is_encrypted}\n"] * 2]
+    assert [out for out, _ in said] == expected, said
+    assert f"Shoal sends tensors between {line}" in said[0][1]
+    assert ["Shoal sends tensors" in errors for _, errors in said] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("asked", "given", "expected"),
+    [
+        ({}, {}, ("auto", "auto")),
+        ({"encrypt": "always", "all_reduce": "direct"}, {}, ("always", "direct")),
+        ({"encrypt": "always"}, {"encrypt": False, "all_reduce": "ring"}, ("never", "ring")),
+        ({"encrypt": "never", "all_reduce": "ring"}, {"encrypt": True}, ("always", "ring")),
+    ],
+)
+def test_a_group_is_opened_with_what_the_run_or_the_program_chose(monkeypatch, asked, given, expected):
+    for name, value in RunOptions(**asked).to_environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("SHOAL_RUN_ID", raising=False)
+    opened = []
+
+    def open_group(placement, settings):
+        opened.append(settings)
+        return SoloGroup()
+
+    # a group does not say what it was opened with
+    monkeypatch.setattr(opening, "open_group", open_group)
+    shoal.init(**given).close()
+    assert [(settings.encrypt, settings.all_reduce) for settings in opened] == [expected]
+
+
+@pytest.mark.parametrize("wrong", [{"encrypt": "sometimes"}, {"all_reduce": "star"}])
+def test_a_choice_that_there_is_not_is_refused(wrong):
+    with pytest.raises(UsageError, match="is unknown") as raised:
+        GroupSettings("key", **wrong)
+    assert "auto" in raised.value.next_step
 
 
 def test_a_group_of_one_has_the_patience_asked_for(monkeypatch):

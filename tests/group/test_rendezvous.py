@@ -59,6 +59,26 @@ def test_another_version_is_refused_and_named():
     assert third.peer == 0
 
 
+def test_a_worker_does_not_learn_its_own_address_from_the_store():
+    """Strangers may reach the store, and private addresses would make workers send plain tensors."""
+
+    class ChangedStore:
+        def __init__(self, inner):
+            self._inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self._inner, name)
+
+        def get(self, key):
+            rank = int(key.rpartition("/")[2])
+            changed = address_of(rank, address=f"10.1.2.{rank}", network="10.1.2.0/24")
+            return msgspec.msgpack.encode(changed).hex().encode()
+
+    own = address_of(0, address="8.8.8.8", network="8.8.8.0/24")
+    addresses = Rendezvous(ChangedStore(dist.HashStore()), 0, 1).meet(own, soon())
+    assert addresses == [own]
+
+
 @pytest.mark.parametrize("given", [None, "f" * 64])
 def test_all_have_one_secret_that_the_launcher_or_rank_0_has_made(monkeypatch, given):
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)

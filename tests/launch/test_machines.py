@@ -115,11 +115,12 @@ def test_workers_know_their_machine_and_where_they_meet(three, write, tmp_path):
 def test_the_head_may_be_elsewhere_and_hosts_come_from_a_file(three, write, tmp_path):
     a, b, c = three
     (tmp_path / "hosts").write_text(f"# two\n{a.address} slots=1\n\n{b.address}:3  # more\n")
-    words = ["--hostfile", tmp_path / "hosts", "--num-servers", 1, "--network-interface", "eth0", write(TELL)]
-    workers = told(c.shoal_run(*words))
+    words = ["--hostfile", tmp_path / "hosts", "--num-servers", 1, "--network-interface", "eth0", "--plain"]
+    workers = told(c.shoal_run(*words, write(TELL)))
     assert [worker["SHOAL_MACHINE"] for worker in workers] == list("0111")
     assert {worker["SHOAL_MASTER_ADDR"] for worker in workers} == {a.address}
-    assert {RunOptions.from_environment(worker).num_servers for worker in workers} == {1}
+    options = [RunOptions.from_environment(worker) for worker in workers]
+    assert {(each.num_servers, each.encrypt) for each in options} == {(1, "never")}
     assert {worker["SHOAL_WORLD_SIZE"] for worker in workers} == {"4"}
 
 

@@ -32,7 +32,8 @@ INHERITED = {
 def test_a_worker_finds_its_place_and_its_options(pipe, monkeypatch, env):
     for name, value in INHERITED.items():
         monkeypatch.setenv(name, value)
-    options = RunOptions(strategy="pair", options={"seed": 3}, patience=2.0)
+    choices = {"encrypt": "never", "all_reduce": "ring"}
+    options = RunOptions(strategy="pair", options={"seed": 3}, patience=2.0, **choices)
     surroundings = Surroundings(LaunchSettings(("x",), 4, options, env=env))
     variables = surroundings.of(2, pipe[1])
     placement = Placement.from_environment(variables)
@@ -50,6 +51,7 @@ def test_a_worker_finds_its_place_and_its_options(pipe, monkeypatch, env):
         assert variables["TORCHELASTIC_RUN_ID"] == variables["SHOAL_RUN_ID"]
     found = RunOptions.from_environment(variables)
     assert (found.strategy, found.options, found.patience) == ("pair", {"seed": 3}, 2.0)
+    assert (found.encrypt, found.all_reduce) == ("never", "ring")
     assert found.status_fd == pipe[1]
     assert found.run_id == variables["SHOAL_RUN_ID"] != ""
     assert RunOptions.from_environment(surroundings.of(0, pipe[1])).run_id == found.run_id

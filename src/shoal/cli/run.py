@@ -23,7 +23,8 @@ from shoal.cli.host_flags import (
     SshPort,
     SshUser,
 )
-from shoal.core.run_options import Env, RunOptions
+from shoal.core import UsageError
+from shoal.core.run_options import AllReduceChoice, EncryptChoice, Env, RunOptions
 from shoal.strategies.options import describe_options
 from shoal.strategies.registry import BUILT_IN
 
@@ -147,6 +148,29 @@ def run(
         ),
     ] = 0,
     network_interface: NetworkInterface = None,
+    encrypt: Annotated[
+        bool,
+        typer.Option(
+            "--encrypt",
+            help="Encrypt the tensors that machines send each other. Default: encrypt them unless all "
+            "machines are in one private network.",
+        ),
+    ] = False,
+    plain: Annotated[
+        bool,
+        typer.Option(
+            "--plain",
+            help="Do not encrypt the tensors that machines send each other. That is faster, but others on "
+            "the network can read and change them.",
+        ),
+    ] = False,
+    all_reduce: Annotated[
+        AllReduceChoice,
+        typer.Option(
+            help="How the machines add up their tensors: around a ring, or each directly with all others. "
+            "auto chooses."
+        ),
+    ] = "auto",
     ssh_port: SshPort = None,
     ssh_user: SshUser = None,
     ssh_option: SshOption = None,
@@ -256,6 +280,8 @@ def run(
             timeline=None if timeline is None else str(timeline.absolute()),
             num_servers=num_servers,
             network_interface=network_interface,
+            encrypt=_encrypt_choice(encrypt=encrypt, plain=plain),
+            all_reduce=all_reduce,
             checkpoint=None if checkpoint is None else str(checkpoint.absolute()),
             checkpoint_every=checkpoint_every,
         ),
@@ -277,3 +303,14 @@ def run(
         outcome = launch(settings, output, machines if is_elsewhere else None, start_timeout)
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)
+
+
+def _encrypt_choice(*, encrypt: bool, plain: bool) -> EncryptChoice:
+    """Read two flags that exclude each other."""
+    if encrypt and plain:
+        raise UsageError(
+            "--encrypt and --plain exclude each other.",
+            cause="one encrypts the tensors between machines, the other does not.",
+            next_step="choose one of them, or leave both out: then Shoal decides by the network.",
+        )
+    return "always" if encrypt else "never" if plain else "auto"

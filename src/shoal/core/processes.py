@@ -1,12 +1,13 @@
 """What the system says: of other processes, by number, and of this machine, which tells it from others.
 
-When processes began, whether they run, whose numbers these are; when the machine began, and the addresses of
-its network interfaces. And what a process that Shoal has started puts right at its start.
+When processes began, whether they run, whose numbers these are; when the machine began, and the addresses and
+networks of its network interfaces. And what a process that Shoal has started puts right at its start.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import signal
 import socket
@@ -18,10 +19,11 @@ from typing import Literal
 State = Literal["running", "stopped", "gone"]
 _HAS_PROC = Path("/proc/self/stat").exists()
 _NAMESPACE = Path("/proc/self/ns/pid")
-_SIOCGIFADDR = 0x8915
+_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
 _REQUEST_BYTES = 256
 _NAME_BYTES = 15
 _IPV4_AT = slice(20, 24)
+_IF_INET6 = Path("/proc/net/if_inet6")
 _LINK_LOCAL = "fe80"
 
 
@@ -105,24 +107,65 @@ def is_own(address: str) -> bool:
     return True
 
 
+def network_of(address: str) -> str:
+    """The network in which an interface of this machine has this address, as `10.1.2.0/24`; on Linux.
+
+    Empty elsewhere, for an address that no interface has, and for what is no address.
+    """
+    if sys.platform != "linux":
+        return ""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return ""
+    prefix = _prefix_ipv4(str(parsed)) if parsed.version == 4 else _prefix_ipv6(parsed.packed.hex())
+    return "" if prefix is None else str(ipaddress.ip_network(f"{parsed}/{prefix}", strict=False))
+
+
+def _prefix_ipv4(address: str) -> str | None:
+    """Finds the netmask that goes with an address."""
+    for _, name in socket.if_nameindex():
+        # an interface may have several addresses: the kernel answers for the one that is asked with
+        if _ask_ipv4(_SIOCGIFADDR, name, address) == address:
+            return _ask_ipv4(_SIOCGIFNETMASK, name, address)
+    return None
+
+
+def _prefix_ipv6(digits: str) -> int | None:
+    """Finds how many leading bits of an address are those of its network."""
+    return next((int(row[2], 16) for row in _ipv6_rows() if row[0] == digits), None)
+
+
 def _ipv4(name: str) -> list[str]:
+    found = _ask_ipv4(_SIOCGIFADDR, name)
+    return [] if found is None else [found]
+
+
+def _ask_ipv4(what: int, name: str, address: str = "0.0.0.0") -> str | None:
+    """Asks the kernel for an address or a mask of an interface, of its first address or the one given."""
     import fcntl  # not there on Windows
 
-    request = struct.pack(f"{_REQUEST_BYTES}s", name.encode()[:_NAME_BYTES])
+    family, port = struct.pack("=H", socket.AF_INET), bytes(2)
+    request = name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES + 1, b"\0") + family + port
+    request = (request + socket.inet_aton(address)).ljust(_REQUEST_BYTES, b"\0")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        return [socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[_IPV4_AT])]
-    return []
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), what, request)[_IPV4_AT])
+    return None
 
 
 def _ipv6(name: str) -> list[str]:
     """Lists the IPv6 addresses of an interface that mean something on other machines."""
+    return [
+        socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0]))
+        for row in _ipv6_rows()
+        if row[-1] == name and not row[0].startswith(_LINK_LOCAL)
+    ]
+
+
+def _ipv6_rows() -> list[list[str]]:
+    """Reads the table of IPv6 addresses: address, index, length of the prefix, scope, flags, interface."""
     with contextlib.suppress(OSError):
-        rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
-        return [
-            socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0]))
-            for row in rows
-            if row[-1] == name and not row[0].startswith(_LINK_LOCAL)
-        ]
+        return [line.split() for line in _IF_INET6.read_text().splitlines()]
     return []
 
 

@@ -20,6 +20,10 @@ TORCHRUN_ID_VARIABLE = "TORCHELASTIC_RUN_ID"
 """torchrun's name for a run, which `shoal run --env torchrun` sets too."""
 Env = Literal["shoal", "torchrun"]
 """Whose variables tell workers their place: Shoal's alone, or torchrun's as well."""
+EncryptChoice = Literal["auto", "always", "never"]
+"""Whether tensors go encrypted between machines; `auto` leaves it to the network that they are in."""
+AllReduceChoice = Literal["auto", "ring", "direct"]
+"""How machines reduce together: around a ring, or each directly with all others; `auto` chooses."""
 SILENCE_S = 5.0
 """A peer that is silent or stopped for this long, times the patience, is lost."""
 
@@ -47,6 +51,10 @@ class RunOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """The longest wait for a peer that is alive; None waits on."""
     allow_split: bool = False
     """Whether each side of a network that is cut goes on; otherwise the smaller one stops."""
+    encrypt: EncryptChoice = "auto"
+    """Whether tensors go encrypted between machines."""
+    all_reduce: AllReduceChoice = "auto"
+    """How machines reduce together."""
     timeline: str | None = None
     """Each worker writes its part of the Chrome trace to this path with `.RANK` behind it."""
     status_fd: int | None = None

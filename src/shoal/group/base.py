@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar, get_args
 
 import msgspec
 import torch
 
 from shoal.core import Deadline, PeerLost, UsageError
-from shoal.core.run_options import SILENCE_S
+from shoal.core.run_options import SILENCE_S, AllReduceChoice, EncryptChoice
 from shoal.report.timeline import Timeline
 from shoal.topology import MachineWeights, Weights
 
@@ -407,6 +407,13 @@ class GroupSettings(msgspec.Struct, frozen=True):
     """Through which machines talk: its name, or an address of it; None finds the one that reaches rank 0."""
     on_split: Literal["stop", "continue", "ignore"] = "stop"
     """What the side of a cut network does that should stop (`cluster.members`); `ignore` is silent, too."""
+    encrypt: EncryptChoice = "auto"
+    """Whether tensors go encrypted (TLS) between machines; `auto` encrypts outside of one private network.
+
+    Control messages are encrypted in any case, and members always prove who they are.
+    """
+    all_reduce: AllReduceChoice = "auto"
+    """How machines reduce together: around a ring, or each directly with all others; `auto` chooses."""
     folder: Path | None = None
     """Where shared memory lies; by default /dev/shm where there is one, else the temporary folder."""
 
@@ -415,6 +422,12 @@ class GroupSettings(msgspec.Struct, frozen=True):
             raise UsageError(f"A patience of {self.patience} waits for nobody.", next_step="give 1 or more.")
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise UsageError(f"A timeout of {self.timeout_s} s is none.", next_step="leave it out.")
+        for name, kind in (("encrypt", EncryptChoice), ("all_reduce", AllReduceChoice)):
+            value, choices = getattr(self, name), get_args(kind)
+            if value not in choices:
+                raise UsageError(
+                    f"{name}={value!r} is unknown.", next_step=f"choose one of {', '.join(choices)}."
+                )
 
     def name_of(self, rank: int) -> int:
         """Gives the rank that people know a member by."""

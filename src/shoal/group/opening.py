@@ -27,7 +27,7 @@ import msgspec
 from shoal.core import Deadline, PeerLost, Placement, UsageError
 from shoal.core.board import name_of_run
 from shoal.core.processes import started
-from shoal.core.run_options import TORCHRUN_ID_VARIABLE, RunOptions
+from shoal.core.run_options import TORCHRUN_ID_VARIABLE, AllReduceChoice, EncryptChoice, RunOptions
 from shoal.core.status import tell_launcher
 from shoal.group.base import Group, GroupSettings, GroupStats
 from shoal.group.host import HostGroup, open_host_group
@@ -59,6 +59,8 @@ def init(
     num_servers: int | None = None,
     backend: Literal["gloo", "nccl"] | None = None,
     allow_split: bool | None = None,
+    encrypt: bool | None = None,
+    all_reduce: AllReduceChoice | None = None,
 ) -> Group:
     """Joins the group: all workers of `shoal run`, torchrun, MPI or Slurm; a group of one when alone.
 
@@ -66,8 +68,10 @@ def init(
     processes as `num_servers` says are parameter servers, and no workers. Models may lie on a GPU; a
     `backend` is for those who want torch.distributed to carry tensors instead: all of them (gloo), or those
     of GPUs (nccl). With `allow_split` each side of a network that is cut goes on, with a model of its own;
-    without, the smaller side stops (`cluster.members`). The group may be closed with `with`; otherwise this
-    worker leaves it when its program ends well.
+    without, the smaller side stops (`cluster.members`). `encrypt` says whether tensors go encrypted between
+    machines; left out, they do unless all machines are in one private network (docs/security.md).
+    `all_reduce` says how machines reduce together: around a ring, or each directly with all others. The group
+    may be closed with `with`; otherwise this worker leaves it when its program ends well.
     """
     placement = Placement.from_environment()
     given = {
@@ -76,6 +80,8 @@ def init(
         "workers_per_machine": workers_per_machine,
         "num_servers": num_servers,
         "allow_split": allow_split,
+        "encrypt": None if encrypt is None else "always" if encrypt else "never",
+        "all_reduce": all_reduce,
     }
     given = {name: value for name, value in given.items() if value is not None}
     options = msgspec.structs.replace(RunOptions.from_environment(), **given)
@@ -87,6 +93,8 @@ def init(
         network_interface=options.network_interface,
         backend=backend,
         on_split="continue" if options.allow_split else "stop",
+        encrypt=options.encrypt,
+        all_reduce=options.all_reduce,
     )
     servers = options.num_servers
     check_servers(servers, placement.size)
@@ -154,10 +162,15 @@ def _among_workers(
     rank, size = placement.rank - num_servers, placement.size - num_servers
     if isinstance(everybody, HostGroup):
         return Placement(rank, size, rank, size, source), msgspec.structs.replace(settings, key=key)
+    from shoal.group.cluster import ClusterGroup
+
+    assert isinstance(everybody, ClusterGroup)
     machine = everybody.machine
+    # what rank 0 has told people of everybody holds among workers, too
+    encrypt: EncryptChoice = "always" if everybody.mesh.is_encrypted else "never"
     here = [other for other, home in enumerate(everybody.machines[num_servers:]) if home == machine]
     placed = Placement(rank, size, here.index(rank), len(here), source, placement.rendezvous, machine)
-    return placed, msgspec.structs.replace(settings, key=key, workers_per_machine=None)
+    return placed, msgspec.structs.replace(settings, key=key, workers_per_machine=None, encrypt=encrypt)
 
 
 class _Exits:

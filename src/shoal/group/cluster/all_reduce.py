@@ -1,4 +1,4 @@
-"""An all-reduce of one tensor of each machine, in pieces that are reduced as they come, in either of two ways.
+"""An all-reduce of one tensor of each machine, in pieces that are reduced as they come, in one of two ways.
 
 *direct*: each machine reduces one share. It gets that share from all others, and sends them the result: two
 delays, and every machine speaks with every other. *ring* (Patarasuk and Yuan 2009, section 3): a share goes
@@ -26,8 +26,10 @@ Algorithm = Literal["ring", "direct"]
 _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 256 << 10, 4 << 20
 _PIECES_PER_SHARE = 8
 """So many that receiving, reducing and sending overlap, within the bounds above."""
+_CACHED_ELEMENTS = 1 << 18
+"""So many the processor's cache holds from one operation to the next."""
 _SERIAL_ELEMENTS = 1 << 15
-"""Up to so many elements torch computes in the thread that asks, and the processor's cache holds them."""
+"""Up to so many elements torch computes in the thread that asks, also where it has several."""
 _MIN_RING_BYTES = 1 << 18
 _NUM_TRIALS = 4
 _HALF = (torch.float16, torch.bfloat16)
@@ -97,14 +99,16 @@ class MachineReduction:
         # each begins with another one, so that not all send to one at once
         others = [self._at(self._place + step) for step in range(1, len(self._machines))]
         for place in others:
-            for number in range(len(self._pieces[place])):
-                self._listen(place, f"share {number}", self._pieces[place][number], lambda piece: None)
-            for number in range(len(mine)):
-                self._listen(place, f"part {number}", None, partial(self._add_part, place, number))
+            for number, piece in enumerate(self._pieces[place]):
+                self._listen(place, f"share {number}", piece, lambda piece: None)
         for number in range(len(self._pieces[0])):
             for place in others:
                 if number < len(self._pieces[place]):
                     self._say(place, f"part {number}", self._pieces[place][number])
+        # last, since this thread reduces what has come by now
+        for number in range(len(mine)):
+            for place in others:
+                self._listen(place, f"part {number}", None, partial(self._add_part, place, number))
 
     def _add_part(self, place: int, number: int, came: torch.Tensor) -> None:
         mine = self._pieces[self._place][number]
@@ -138,8 +142,8 @@ class MachineReduction:
         piece = self._pieces[place][number]
         _reduce(piece, [came.view(piece.dtype)], "sum" if self._op == "mean" else self._op)
         if is_last and self._op == "mean":
-            for part in piece.split(_SERIAL_ELEMENTS):
-                part.mul_(1 / len(self._machines))
+            for start in range(0, piece.numel(), _num_at_once()):
+                piece[start : start + _num_at_once()].mul_(1 / len(self._machines))
         self._say(self._at(self._place + 1), f"{'whole' if is_last else 'sum'} {place} {number}", piece)
 
     def _pass_on(self, place: int, number: int, piece: torch.Tensor, *, is_last: bool) -> None:
@@ -210,11 +214,18 @@ def _pieces(flat: torch.Tensor, place: int, num_shares: int) -> Sequence[torch.T
         return ()
     largest = share_bounds(0, num_shares, flat.numel(), flat.element_size())[1] * flat.element_size()
     piece_bytes = min(max(largest // _PIECES_PER_SHARE, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES) & ~63
-    return flat[low:high].split(piece_bytes // flat.element_size())
+    step = piece_bytes // flat.element_size()
+    return [flat[start : min(start + step, high)] for start in range(low, high, step)]
 
 
 def _reduce(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Reduction) -> None:
     """Reduces into `out` itself and the parts, in that order."""
-    for start in range(0, out.numel(), _SERIAL_ELEMENTS):
-        piece = slice(start, start + _SERIAL_ELEMENTS)
+    step = _num_at_once()
+    for start in range(0, out.numel(), step):
+        piece = slice(start, start + step)
         reduce_into(out[piece], [out[piece], *(part[piece] for part in parts)], op)
+
+
+def _num_at_once() -> int:
+    """Gives how many elements are computed at once: a thread of ours shall not start others of torch."""
+    return _CACHED_ELEMENTS if torch.get_num_threads() == 1 else _SERIAL_ELEMENTS

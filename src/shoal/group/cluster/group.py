@@ -53,7 +53,14 @@ from shoal.group.cluster.collectives import Collectives, HostStaging, TorchOpera
 from shoal.group.cluster.machine_exchange import FREE, PendingStep, Steps
 from shoal.group.cluster.members import Members
 from shoal.group.cluster.mesh import CONNECTING_S, Mesh
-from shoal.group.cluster.rendezvous import LOOPBACK, Rendezvous, WorkerAddress, interface_of
+from shoal.group.cluster.rendezvous import (
+    LOOPBACK,
+    Rendezvous,
+    WorkerAddress,
+    encryption_line,
+    interface_of,
+    should_encrypt,
+)
 from shoal.group.cluster.window import Windows
 from shoal.group.host import HostGroup, open_host_group
 from shoal.group.host.engine import Span, is_overlapping, span_of
@@ -83,13 +90,12 @@ def open_cluster_group(
         if interface is not None:  # gloo would take the one that this machine's name stands for
             os.environ.setdefault(_GLOO_INTERFACE, interface)
     deadline = Deadline.after(settings.timeout_s or CONNECTING_S)
-    mesh = Mesh(
-        placement.rank,
-        rendezvous.secret(deadline),
-        host=host,
-        silence_s=settings.silence_s,
-        is_encrypted=not os.environ.get("SHOAL_X"),
-    )
+    is_encrypted = should_encrypt(addresses, settings.encrypt)
+    line = encryption_line(addresses, settings.encrypt)
+    if line and placement.rank == 0 and not rendezvous.name:
+        log.warning("%s", line)
+    secret = rendezvous.secret(deadline)
+    mesh = Mesh(placement.rank, secret, host=host, silence_s=settings.silence_s, is_encrypted=is_encrypted)
     listening = mesh.listen()
     try:
         told = rendezvous.share("mesh", (str(listening.address), str(listening.id)), deadline)
@@ -169,7 +175,7 @@ class ClusterGroup(Group):
         self._blamed: int | None = None
         self._silence_s = settings.silence_s
         self._waited_s = [0.0] * self.size
-        choice = AlgorithmChoice(getattr(settings, "all_reduce", "auto"))
+        choice = AlgorithmChoice(settings.all_reduce)
         self._collectives = Collectives(local, mesh, members, staging, self._torch, choice)
         self._windows = Windows(self)
         mesh.add_listener(self._waiter.wake)

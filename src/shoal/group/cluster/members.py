@@ -274,7 +274,7 @@ class HeartbeatMonitor:
         scope: Scope,
         silence_s: float,
         on_change: Callable[[], None],
-        port: int = 0,
+        greeting: Any = None,
     ) -> None:
         # the first two are replaced, never changed: other threads look at them
         self.lost: Mapping[int, Loss] = {}
@@ -285,7 +285,7 @@ class HeartbeatMonitor:
         self.num_sent_by: dict[int, int] = {}
         """How many tensors those that have left have sent to this worker."""
         self.rank = rank
-        self._port = port
+        self._greeting = greeting
         self._transport = transport
         self._scope = scope
         self._silence_s = silence_s
@@ -302,8 +302,8 @@ class HeartbeatMonitor:
 
     async def open(
         self, peers: Mapping[int, Peer], names: Mapping[int, str], deadline: Deadline
-    ) -> dict[int, int]:
-        """Connects with all of them, and begins; gives the port of each for tensors.
+    ) -> dict[int, Any]:
+        """Connects with all of them, and begins; gives what each has said as its `greeting`.
 
         PeerLost names one that does not answer.
         """
@@ -317,10 +317,10 @@ class HeartbeatMonitor:
         answers = await fanout(
             [self._transport.call(peer, _GREET, deadline=deadline) for peer in there], deadline
         )
-        ports = {}
+        greetings: dict[int, Any] = {}
         for (rank, other), answer in zip(self._others.items(), answers, strict=True):
             if not isinstance(answer, Exception):
-                ports[rank] = msgspec.convert(answer.payload, int)
+                greetings[rank] = answer.payload
             else:
                 raise PeerLost(
                     f"rank {rank} cannot be reached at {other.peer.address}: {answer}",
@@ -333,7 +333,7 @@ class HeartbeatMonitor:
             self._scope.start_soon(self._watch(rank), name=f"watch rank {rank}")
         if self._others:
             self._scope.start_soon(self._beat(), name="beat")
-        return ports
+        return greetings
 
     def rank_of(self, head: Head) -> int:
         """Tells who calls; PeerRefused for one that is not of this mesh."""
@@ -474,7 +474,7 @@ class HeartbeatMonitor:
 
     async def _answer_greeting(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         await asyncio.shield(self._ready)
-        return Reply(self._port)
+        return Reply(self._greeting)
 
     def _answer_watch(
         self, head: Head, buffers: Sequence[memoryview]

@@ -148,7 +148,7 @@ class Mesh:
         close_in_children(listener.fileno())
         port = listener.getsockname()[1]
         self.monitor = HeartbeatMonitor(
-            self.rank, self._transport, scope, self._silence_s, self._give_up, port
+            self.rank, self._transport, scope, self._silence_s, self._give_up, (port, self.is_encrypted)
         )
         scope.start_soon(self._accept(listener), name="accept connections for tensors")
         address = await self._transport.listen(Address(self._host, 0))
@@ -185,8 +185,15 @@ class Mesh:
         self._peers.update(peers)
         self._links.expect({rank: peer.id for rank, peer in peers.items()})
         deadline = deadline or Deadline.after(CONNECTING_S)
-        ports = self.loop.run(self.monitor.open(peers, names or {}, deadline))
-        for rank, port in ports.items():
+        greetings = self.loop.run(self.monitor.open(peers, names or {}, deadline))
+        for rank, greeting in greetings.items():
+            port, is_encrypted = msgspec.convert(greeting, tuple[int, bool])
+            if is_encrypted != self.is_encrypted:
+                plain, other = (rank, self.rank) if self.is_encrypted else (self.rank, rank)
+                raise UsageError(
+                    f"rank {plain} sends tensors without encryption, and rank {other} encrypts them.",
+                    next_step="give all workers the same encrypt= in shoal.init(), or leave it out.",
+                )
             self._links.set_address(rank, route(rank, Address(peers[rank].address.host, port)))
 
     def leave(self, after: int) -> None:

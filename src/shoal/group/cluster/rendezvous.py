@@ -3,7 +3,8 @@
 A `WorkerAddress` says which machine this is, and where workers of other machines reach it. The store is
 torchrun's where its agent holds one, rank 0's at MASTER_ADDR:MASTER_PORT otherwise, or that of a
 torch.distributed which the program has initialised. Nothing but addresses and the run's secret (where the
-launcher has given none) goes through it; what workers say to each other goes through the mesh.
+launcher has given none) goes through it; what workers say to each other goes through the mesh. Whether
+tensors are encrypted there follows from everybody's addresses, so that all come to the same answer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,14 +27,19 @@ import torch.distributed
 from shoal._version import __version__
 from shoal.core import Address, Deadline, DeadlineExceeded, PeerLost, PeerRefused, Placement, UsageError
 from shoal.core.identity import new_secret
-from shoal.core.processes import boot_id, own_addresses
-from shoal.core.run_options import RUN_ID_VARIABLE, SECRET_VARIABLE, TORCHRUN_ID_VARIABLE
+from shoal.core.processes import boot_id, network_of, own_addresses
+from shoal.core.run_options import RUN_ID_VARIABLE, SECRET_VARIABLE, TORCHRUN_ID_VARIABLE, EncryptChoice
 from shoal.transport.trust.membership import is_loopback
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 _NETWORK = Path("/proc/self/ns/net")
+_PRIVATE = tuple(
+    ipaddress.ip_network(each)
+    for each in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16", "fc00::/7", "fe80::/10")
+)
+"""RFC 1918, unique-local (RFC 4193) and link-local addresses; `is_private` of `ipaddress` means many more."""
 _SOMEWHERE = ("198.51.100.1", 9)  # reserved for documentation: nothing is sent, only the route is looked up
 dist: Any = torch.distributed  # whose stubs leave the stores out
 _LINE_EVERY_S = 10.0
@@ -107,6 +113,8 @@ class WorkerAddress(msgspec.Struct, frozen=True):
     """The machine's name."""
     host_id: str = ""
     """Equal for workers that reach each other by loopback."""
+    network: str = ""
+    """That of the interface which has the address, as `10.1.2.0/24`; empty where the system does not say."""
 
     @classmethod
     def here(
@@ -117,26 +125,81 @@ class WorkerAddress(msgspec.Struct, frozen=True):
         machine = where if placement.machine is None else str(placement.machine)
         if workers_per_machine:
             machine += f"/{placement.local_rank // workers_per_machine}"
+        address = own_address(interface, placement.rendezvous)
         return cls(
             placement.rank,
             machine,
             placement.local_rank,
             placement.local_size,
             os.getpid(),
-            own_address(interface, placement.rendezvous),
+            address,
             host=platform.node(),
             host_id=where,
+            network=network_of(address),
         )
+
+
+def should_encrypt(addresses: Sequence[WorkerAddress], choice: EncryptChoice) -> bool:
+    """Tells whether tensors go encrypted between these workers; the same on all, who see the same addresses.
+
+    Under `auto` they do, unless all workers are on one host, where they speak over loopback, or have
+    addresses in one private network. Two networks with the same numbers cannot be told apart.
+    """
+    if choice == "auto":
+        return _num_hosts(addresses) > 1 and not _private_network(addresses)
+    return choice == "always"
+
+
+def encryption_line(addresses: Sequence[WorkerAddress], choice: EncryptChoice) -> str:
+    """Says to people whether tensors go encrypted between machines, why, and how to change that.
+
+    Empty where all workers are on one host.
+    """
+    num_hosts, network = _num_hosts(addresses), _private_network(addresses)
+    if num_hosts == 1:
+        return ""
+    is_encrypted = should_encrypt(addresses, choice)
+    how = "encrypted (TLS)" if is_encrypted else "without encryption"
+    said = f"Shoal sends tensors between {num_hosts} machines"
+    encrypt, plain = "--encrypt or shoal.init(encrypt=True)", "--plain or shoal.init(encrypt=False)"
+    if choice != "auto":
+        return f"{said} {how}, as asked by {encrypt if is_encrypted else plain}."
+    if is_encrypted:
+        return f"{said} {how}, since they are not in one private network; {plain} changes that."
+    return f"{said} of one private network ({network}) {how}; {encrypt} changes that."
+
+
+def _num_hosts(addresses: Sequence[WorkerAddress]) -> int:
+    return len({each.host_id for each in addresses})
+
+
+def _private_network(addresses: Sequence[WorkerAddress]) -> str:
+    """Finds the private network that all addresses are in; empty where there is none, or one is unknown."""
+    networks = {each.network for each in addresses}
+    if len(networks) != 1:
+        return ""
+    try:
+        network = ipaddress.ip_network(networks.pop())
+        hosts = [ipaddress.ip_address(each.address.partition("%")[0]) for each in addresses]
+    except ValueError:
+        return ""
+    # a mask so short that it also covers public addresses makes no private network
+    is_private = any(
+        network.network_address in each and network.prefixlen >= each.prefixlen for each in _PRIVATE
+    )
+    return str(network) if is_private and all(host in network for host in hosts) else ""
 
 
 class Rendezvous:
     """The store of one group that is being opened; `open` finds it."""
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
+    def __init__(self, store: Any, rank: int, size: int, name: str = "") -> None:
         self.store = store
         """A torch.distributed.Store that all workers of the group share, and no other group does."""
         self.rank = rank
         self.size = size
+        self.name = name
+        """Tells groups apart that are opened side by side; empty for the first of a run."""
 
     @classmethod
     def open(cls, placement: Placement, deadline: Deadline, name: str = "") -> Rendezvous:
@@ -147,7 +210,7 @@ class Rendezvous:
         # opened in the same order by all workers, as everything that is collective
         number = _opened[name] = _opened.get(name, 0) + 1
         prefix = dist.PrefixStore(f"shoal/{run}/{name}/{number}", store)
-        return cls(prefix, placement.rank, placement.size)
+        return cls(prefix, placement.rank, placement.size, name)
 
     def meet(self, own: WorkerAddress, deadline: Deadline) -> list[WorkerAddress]:
         """Gives everybody's address in rank order, with a line every ten seconds that says who is waited for.
@@ -155,6 +218,8 @@ class Rendezvous:
         DeadlineExceeded names who has not come, PeerRefused who has another version of Shoal.
         """
         addresses = self.share("address", own, deadline)
+        # whoever reaches the store can change it: a worker with a public address must not be told otherwise
+        addresses[own.rank] = own
         for other in addresses:
             if other.version != own.version:
                 raise PeerRefused(
