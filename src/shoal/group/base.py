@@ -407,6 +407,8 @@ class GroupSettings(msgspec.Struct, frozen=True):
     """Through which machines talk: its name, or an address of it; None finds the one that reaches rank 0."""
     on_split: Literal["stop", "continue", "ignore"] = "stop"
     """What the side of a cut network does that should stop (`cluster.members`); `ignore` is silent, too."""
+    encrypt: Literal["auto", "always", "never"] = "auto"
+    """Whether what goes between machines is encrypted; `auto` decides by where they are."""
     folder: Path | None = None
     """Where shared memory lies; by default /dev/shm where there is one, else the temporary folder."""
 
