@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from shoal.bench.collectives import FOREIGN, GLOO, GROUP, LINK, MIB, TLS
 from shoal.bench.crew import Answers, Place
 from shoal.bench.gloo_calls import GLOO_CALLS
 from shoal.bench.seat import HostSeat, Seat, seat_of, synchronize
+from shoal.core import UsageError
 from shoal.core.clock import ManualClock
 from shoal.group import Group, Shaped, share
 from shoal.group.operations import ClockSleeper
@@ -46,6 +48,13 @@ def work_between_machines(place: Place, arguments: dict[str, Any], stack: contex
         via: stack.enter_context(_open_between(seat, via, arguments["workers"])) for via in arguments["via"]
     }
     meeting = next(iter(opened.values()))
+    sizes = Counter(meeting.machines).values()
+    if [*sizes] != [arguments["workers"]] * arguments["machines"]:
+        raise UsageError(
+            f"The machines have {', '.join(map(str, sizes))} workers, and each is to have "
+            f"{arguments['workers']}.",
+            next_step="name hosts with as many workers each.",
+        )
     contenders = {via: Contender(group) for via, group in opened.items()}
     if profile is not None:
         between: dict[str, Any] = {"between": "machines", "seed": arguments["seed"]}
@@ -120,6 +129,7 @@ class Stopwatch:
                 now_s = self._contenders[via].now_s if via in self._contenders else time.perf_counter
                 timed = self._time(calls[via], num_warm + samples_per_round, calls_per_sample, now_s)
                 times[via] = [*times[via], *timed[num_warm:]]
+            self._group.barrier().wait()  # somebody may still read what this worker gives back next
         return times | wrong
 
     def _calls(self, op: str, size_bytes: int, stack: contextlib.ExitStack) -> Iterator[tuple[str, Call]]:

@@ -6,7 +6,7 @@ Commands with many flags have files of their own; what they do is the room `benc
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import typer
@@ -14,20 +14,18 @@ import typer
 from shoal.cli import dht_flags as flags
 from shoal.cli import experts_flags
 from shoal.cli.bench_accuracy import accuracy
+from shoal.cli.bench_collectives import collectives
 from shoal.cli.bench_common import (
     NUM_STARTS,
     Against,
     JsonFile,
     OneStart,
     Outputs,
-    Quickly,
     Repeats,
     ReportFile,
     Seed,
     Short,
     Starts,
-    listed,
-    numbers,
     run_and_tell,
     run_settings,
 )
@@ -35,20 +33,14 @@ from shoal.cli.bench_convergence import convergence
 from shoal.cli.bench_ddp import ddp
 from shoal.cli.bench_latency import latency
 from shoal.cli.bench_scaling import scaling
-from shoal.cli.bench_trained import device_of
 from shoal.cli.bench_training import training
-from shoal.core import UsageError
 from shoal.report.tables import emit
-
-if TYPE_CHECKING:
-    from shoal.bench.collectives import CollectivesConfig
 
 app = typer.Typer(
     help="Measure; every benchmark saves a report.", no_args_is_help=True, rich_markup_mode=None
 )
 
 CallKind = Literal["datagram", "stream"]
-SIZES = "4KB,64KB,1MB,25MB,100MB"
 
 
 @app.command()
@@ -176,106 +168,7 @@ def experts(
     run_and_tell("experts", config, settings, summarize_experts, outputs, against)
 
 
-@app.command()
-def collectives(
-    context: typer.Context,
-    workers: Annotated[
-        str | None,
-        typer.Option(
-            "--workers", "--np", "-np", metavar="N,...", help="Numbers of workers.", show_default="2,4"
-        ),
-    ] = None,
-    machines: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MxN,...",
-            help="Between machines instead, as which workers of this one count: M of N workers each; try "
-            "2x1,4x1,2x2.",
-        ),
-    ] = None,
-    encrypted: Annotated[
-        Literal["both", "yes", "no"] | None,
-        typer.Option(
-            help="--machines: with encryption, without, or one beside the other.", show_default="both"
-        ),
-    ] = None,
-    profile: Annotated[
-        str | None,
-        typer.Option(help="--machines: the links between them, a preset's name or a TOML file."),
-    ] = None,
-    device: Annotated[
-        Literal["cpu", "cuda"], typer.Option(help="Where tensors are; workers may share a GPU.")
-    ] = "cpu",
-    sizes: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE,...", help="Of each worker's tensor.", show_default=SIZES),
-    ] = None,
-    ops: Annotated[
-        str | None, typer.Option(metavar="OP,...", help="Operations.", show_default="all of them")
-    ] = None,
-    repeats: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Samples of each kind in a start: of one call on a CPU, of 20 back to back on a GPU.",
-            show_default="12 to 180, by size; 6 to 12 on a GPU",
-        ),
-    ] = None,
-    starts: OneStart = 1,
-    seed: Seed = 0,
-    short: Quickly = False,
-    against: Against = None,
-    report: ReportFile = None,
-    json_file: JsonFile = None,
-) -> None:
-    """Operations of a group in memory that workers share, or between machines, beside gloo's."""
-    from shoal.bench.collectives import collectives_items as items
-    from shoal.bench.collectives import summarize_collectives
-
-    config = _collectives_config(context.params)
-    settings = run_settings(context, starts, seed)
-    outputs = Outputs(report, json_file, items)
-    run_and_tell("collectives", config, settings, summarize_collectives, outputs, against)
-
-
-def _collectives_config(flags: dict[str, Any]) -> CollectivesConfig:
-    """What is measured; UsageError for flags of one machine beside those of several."""
-    from shoal.bench.collectives import (
-        BETWEEN_MACHINES,
-        SHORT,
-        CollectivesConfig,
-        parse_machines,
-        parse_size,
-    )
-    from shoal.transport import Profile
-
-    workers, machines, sizes, ops = (flags[name] for name in ("workers", "machines", "sizes", "ops"))
-    if workers is not None and machines is not None:
-        raise UsageError(
-            "--workers and --machines both say how many workers there are.",
-            next_step="leave --workers out: 2x4 is 2 machines of 4 workers.",
-        )
-    if flags["profile"] is not None:
-        Profile.load(flags["profile"])  # complains before anything is started
-    config = SHORT if flags["short"] else CollectivesConfig()
-    if machines is not None:
-        sizes_at_first = SHORT.sizes if flags["short"] else BETWEEN_MACHINES.sizes
-        config = msgspec.structs.replace(BETWEEN_MACHINES, sizes=sizes_at_first, repeats=config.repeats)
-    given = {
-        "workers": None if workers is None else tuple(numbers("--workers", workers)),
-        "machines": None if machines is None else parse_machines(machines),
-        "encrypted": {"both": (False, True), "no": (False,), "yes": (True,)}.get(flags["encrypted"]),
-        "profile": flags["profile"],
-        "repeats": flags["repeats"],
-        "device": device_of(flags["device"]),
-        "sizes": None if sizes is None else tuple(parse_size(size) for size in listed(sizes)),
-        "ops": None if ops is None else tuple(op.replace("-", "_") for op in listed(ops)),
-    }
-    return msgspec.structs.replace(
-        config, **{name: value for name, value in given.items() if value is not None}
-    )
-
-
+app.command()(collectives)
 app.command()(training)
 app.command()(ddp)
 app.command()(scaling)
