@@ -55,13 +55,13 @@ def work_between_machines(place: Place, arguments: dict[str, Any], stack: contex
             f"{arguments['workers']}.",
             next_step="name hosts with as many workers each.",
         )
-    contenders = {via: Contender(group) for via, group in opened.items()}
+    contenders = {via: GroupContender(group) for via, group in opened.items()}
     if profile is not None:
         between: dict[str, Any] = {"between": "machines", "seed": arguments["seed"]}
-        contenders = {via: Contender(Shaped(group, profile, **between)) for via, group in opened.items()}
+        contenders = {via: GroupContender(Shaped(group, profile, **between)) for via, group in opened.items()}
         passing = PassingTime()
         alone = Shaped(meeting, profile, sleeper=passing, **between)
-        contenders[LINK] = Contender(alone, now_s=passing.clock.now_s)
+        contenders[LINK] = GroupContender(alone, now_s=passing.clock.now_s)
     else:  # no profile slows gloo down
         stack.enter_context(seat.gloo())
     return {"measure": Stopwatch(meeting, device, contenders, has_gloo=profile is None).measure}
@@ -79,12 +79,12 @@ class PassingTime(ClockSleeper):
         super().__init__(self._manual)
 
     def sleep(self, seconds: float) -> None:
-        """Moves the clock."""
+        """Moves the clock by so many seconds."""
         self._manual.advance(seconds)
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
+class GroupContender:
     """One of those that take turns: a group with one kind of memory, and the clock that times its calls."""
 
     group: Group
@@ -99,13 +99,13 @@ class Stopwatch:
         self,
         group: Group,
         device: torch.device,
-        contenders: Mapping[str, Contender] | None = None,
+        contenders: Mapping[str, GroupContender] | None = None,
         *,
         has_gloo: bool = True,
     ) -> None:
         self._group = group
         self._device = device
-        self._contenders = contenders or {GROUP: Contender(group), FOREIGN: Contender(group, False)}
+        self._contenders = contenders or {GROUP: GroupContender(group), FOREIGN: GroupContender(group, False)}
         self._has_gloo = has_gloo
         self._versions = itertools.count()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -127,11 +127,12 @@ class CollectivesScenario:
         """Every operation with every size; one that fails is a row, and the rest go on."""
         device = self._config.device
         for settings, key in self._crews_between_machines() if self._config.machines else self._crews():
+            where = _place_text(int(key.get("machines", 0)), int(key["workers"]))
             with self.open_crew(settings) as crew:
                 for op in self._config.ops or OPS:
                     for size_bytes in self._config.sizes if op != "barrier" else (0,):
                         of = f" of {size_text(size_bytes)}" if size_bytes else ""
-                        tell(f"{_place_text(key)} on {device}: {op}{of}")
+                        tell(f"{where} on {device}: {op}{of}")
                         yield from self._measure(
                             crew, op, {"device": device, **key, "size_bytes": size_bytes}
                         )
@@ -192,12 +193,6 @@ def _key_of(key: RowKey, via: str) -> RowKey:
     return {**key, "encrypted": via == TLS, "via": GROUP if via in (PLAIN, TLS) else via}
 
 
-def _place_text(key: Mapping[str, Any]) -> str:
-    """'2 workers', or '2 machines of 1 worker'."""
-    workers = f"{key['workers']} worker{'' if key['workers'] == 1 else 's'}"
-    return f"{key['machines']} machines of {workers}" if "machines" in key else workers
-
-
 def usual_repeats(size_bytes: int, device: str) -> int:
     """As many as a steady median takes: small calls scatter most, large ones take longest."""
     return next(repeats for limit, repeats in _REPEATS[device] if size_bytes <= limit)
@@ -209,121 +204,96 @@ def _row(op: str, key: RowKey, **outcome: Any) -> Measured:
 
 def summarize_collectives(report: Report) -> dict[str, Any]:
     """The RESULT line: medians over all starts."""
-    rows = _machine_results(report.rows)
-    for (op, device, workers, size_bytes), by_via in _cases(report.rows).items():
-        gloo_ms = _median_ms(by_via.get(GLOO))
-        for via in (GROUP, FOREIGN):
-            if via not in by_via:
-                continue
-            shoal_ms = _median_ms(by_via[via])
-            rows.append(
-                {
-                    "op": op,
-                    "device": device,
-                    "workers": workers,
-                    "size_bytes": size_bytes,
-                    "tensor": via if size_bytes else NO_TENSOR,
-                    "shoal_ms": _rounded(shoal_ms),
-                    "gloo_ms": _rounded(gloo_ms),
-                    "ratio": _rounded(_ratio(shoal_ms, gloo_ms)),
-                }
-            )
+    rows = [
+        _result(case, via, by_via)
+        for case, by_via in _cases(report.rows).items()
+        for via in (GROUP, FOREIGN, PLAIN, TLS)
+        if via in by_via
+    ]
     failed = len(report.failed)
     return {"rows": rows, **({"failed": failed} if failed else {})}
 
 
-def _machine_results(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The rows of the RESULT line that are of several machines."""
-    results = []
-    for (op, device, machines, workers, size_bytes), by_via in _machine_cases(rows).items():
-        gloo_ms, link_ms = _median_ms(by_via.get(GLOO)), _median_ms(by_via.get(LINK))
-        for via in (PLAIN, TLS):
-            if via not in by_via:
-                continue
-            shoal_ms = _median_ms(by_via[via])
-            result = {
-                "op": op,
-                "device": device,
-                "machines": machines,
-                "workers": workers,
-                "size_bytes": size_bytes,
-                "encrypted": via == TLS,
-                "shoal_ms": _rounded(shoal_ms),
-                "gloo_ms": _rounded(gloo_ms),
-                "ratio": _rounded(_ratio(shoal_ms, gloo_ms)),
-            }
-            if LINK in by_via:
-                result["link_ms"] = _rounded(link_ms)
-                result["ratio_to_link"] = _rounded(_ratio(shoal_ms, link_ms))
-            results.append(result)
-    return results
+def _result(case: CollectiveCase, via: str, by_via: Mapping[str, Row]) -> dict[str, Any]:
+    shoal_ms, gloo_ms, link_ms = (_median_ms(by_via.get(who)) for who in (via, GLOO, LINK))
+    tensor = via if case.size_bytes else NO_TENSOR
+    result = {
+        "op": case.op,
+        "device": case.device,
+        **({"machines": case.machines} if case.machines else {}),
+        "workers": case.workers,
+        "size_bytes": case.size_bytes,
+        **({"encrypted": via == TLS} if case.machines else {"tensor": tensor}),
+        "shoal_ms": _rounded(shoal_ms),
+        "gloo_ms": _rounded(gloo_ms),
+        "ratio": _rounded(_ratio(shoal_ms, gloo_ms)),
+    }
+    if LINK in by_via:
+        result |= {"link_ms": _rounded(link_ms), "ratio_to_link": _rounded(_ratio(shoal_ms, link_ms))}
+    return result
 
 
 def collectives_items(report: Report) -> Items:
-    """A table for each number of workers: Shoal's time with either memory, gloo's, and the ratios.
-
-    For each number of machines: in the clear, encrypted, gloo's, and the ratios.
-    """
+    """A table for each number of workers or machines: two times of Shoal's, gloo's, and the ratios."""
     items: Items = [(f"collectives  {report.created}  code {report.code}".rstrip(), "bold"), ""]
-    items += _machine_tables(report)
     cases = _cases(report.rows)
-    for place in dict.fromkeys(key[1:3] for key in cases):
-        device, workers = place
-        columns = ("own memory", "foreign", "gloo", "own/gloo", "foreign/gloo")
-        table = Table(
-            f"{workers} workers on {device}: ms {_calls_text(report, device)}",
-            (Column("operation", "left"), Column("size"), *map(Column, columns)),
-        )
-        previous = ""
-        for (op, *_, size_bytes), by_via in ((key, row) for key, row in cases.items() if key[1:3] == place):
-            errors = [row.error for row in by_via.values() if row.error is not None]
-            if errors:
-                table.notes[len(table.rows)] = (f"failed: {errors[0]}", "red")
-            own, foreign, gloo = (_median_ms(by_via.get(via)) for via in (GROUP, FOREIGN, GLOO))
-            cells = map(_cell, (own, foreign, gloo, _ratio(own, gloo), _ratio(foreign, gloo)))
-            table.rows.append(
-                (op if op != previous else "", size_text(size_bytes) if size_bytes else "-", *cells)
-            )
-            previous = op
-        items.append(table)
+    for place in dict.fromkeys(case.place for case in cases):
+        items.append(_table(report, {case: row for case, row in cases.items() if case.place == place}))
+    if any(not case.machines for case in cases):
+        items.append("own memory: tensors made by group.empty(); foreign: any others, as a program has them.")
+    if any(case.machines for case in cases):
+        items.append("plain, TLS: Shoal in the clear and encrypted, with tensors made by group.empty().")
     if cases:
         items += [
-            "own memory: tensors made by group.empty(); foreign: any others, as a program has them.",
             "exchange: with the neighbours in an exponential graph, 2 among 4; pair_gossip: with one.",
             "",
         ]
     return items
 
 
-def _machine_tables(report: Report) -> Items:
-    items: Items = []
-    cases = _machine_cases(report.rows)
+def _table(report: Report, cases: Mapping[CollectiveCase, Mapping[str, Row]]) -> Table:
+    """The cases of one place, beside gloo or, where a profile slows Shoal down, beside its links."""
+    first = next(iter(cases))
     profile = report.config.get("profile")
-    beside, name = (GLOO, GLOO) if profile is None else (LINK, "links alone")
-    for place in dict.fromkeys(key[1:4] for key in cases):
-        device, machines, workers = place
-        where = _place_text({"machines": machines, "workers": workers})
-        links = "" if profile is None else f", links as '{profile}'"
-        short = name.partition(" ")[0]
-        columns = ("size", "plain", "TLS", name, f"plain/{short}", f"TLS/{short}")
-        table = Table(
-            f"{where} on {device}{links}: ms {_calls_text(report, device)}",
-            (Column("operation", "left"), *map(Column, columns)),
+    vias, names = (
+        ((PLAIN, TLS), ("plain", "TLS")) if first.machines else ((GROUP, FOREIGN), ("own", "foreign"))
+    )
+    beside, other = (GLOO, "gloo") if profile is None else (LINK, "links")
+    count = report.config.get("calls_per_sample") or CALLS_PER_SAMPLE.get(first.device, 1)
+    calls = "a call" if count == 1 else f"a call, {count} back to back"
+    links = "" if profile is None else f", links as '{profile}'"
+    columns = (
+        *("own memory" if name == "own" else name for name in names),
+        "gloo" if profile is None else "links alone",
+        *(f"{name}/{other}" for name in names),
+    )
+    table = Table(
+        f"{_place_text(first.machines, first.workers)} on {first.device}{links}: ms {calls} "
+        "(median of the slowest worker's; lower is better)",
+        (Column("operation", "left"), Column("size"), *map(Column, columns)),
+    )
+    previous = ""
+    for case, by_via in cases.items():
+        errors = [row.error for row in by_via.values() if row.error is not None]
+        if errors:
+            table.notes[len(table.rows)] = (f"failed: {errors[0]}", "red")
+        one, two, base = (_median_ms(by_via.get(via)) for via in (*vias, beside))
+        values = (one, two, base, _ratio(one, base), _ratio(two, base))
+        table.rows.append(
+            (
+                case.op if case.op != previous else "",
+                size_text(case.size_bytes) if case.size_bytes else "-",
+                *("-" if value is None else digits(value) for value in values),
+            )
         )
-        previous = ""
-        for (op, *_, size_bytes), by_via in ((key, row) for key, row in cases.items() if key[1:4] == place):
-            errors = [row.error for row in by_via.values() if row.error is not None]
-            if errors:
-                table.notes[len(table.rows)] = (f"failed: {errors[0]}", "red")
-            plain, tls, other = (_median_ms(by_via.get(via)) for via in (PLAIN, TLS, beside))
-            cells = map(_cell, (plain, tls, other, _ratio(plain, other), _ratio(tls, other)))
-            size = size_text(size_bytes) if size_bytes else "-"
-            table.rows.append((op if op != previous else "", size, *cells))
-            previous = op
-        items.append(table)
-    if cases:
-        items += ["plain, TLS: Shoal in the clear and encrypted, with tensors made by group.empty().", ""]
-    return items
+        previous = case.op
+    return table
+
+
+def _place_text(num_machines: int, num_workers: int) -> str:
+    """'2 workers', or '2 machines of 1 worker'."""
+    workers = f"{num_workers} worker{'' if num_workers == 1 else 's'}"
+    return f"{num_machines} machines of {workers}" if num_machines else workers
 
 
 def size_text(size_bytes: int) -> str:
@@ -359,48 +329,39 @@ def _no_machines(what: str) -> UsageError:
     return UsageError(what, next_step="say, for example, --machines 2x1,4x1,2x2: machines x workers on each.")
 
 
-Case = tuple[str, str, int, int]
-"""Operation, device, number of workers and bytes."""
+class CollectiveCase(NamedTuple):
+    """What all contenders of one line of a table did."""
+
+    op: str
+    device: str
+    machines: int
+    """0 where all workers are on one."""
+    workers: int
+    """On each machine."""
+    size_bytes: int
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """What stands in one table."""
+        return self.device, self.machines, self.workers
 
 
-def _cases(rows: Sequence[Row]) -> dict[Case, dict[str, Row]]:
+def _cases(rows: Sequence[Row]) -> dict[CollectiveCase, dict[str, Row]]:
     """The row of each contender by case; one that failed in some start is failed."""
-    cases: dict[Case, dict[str, Row]] = {}
+    cases: dict[CollectiveCase, dict[str, Row]] = {}
     for row in rows:
-        if "via" in row.key and "machines" not in row.key:
-            device = str(row.key.get("device", "cpu"))  # reports of old do not say
-            key = row.metric, device, int(row.key["workers"]), int(row.key["size_bytes"])
-            case = cases.setdefault(key, {})
-            via = str(row.key["via"])
-            if via not in case or row.error is not None:
-                case[via] = row
-    return cases
-
-
-def _machine_cases(rows: Sequence[Row]) -> dict[tuple[str, str, int, int, int], dict[str, Row]]:
-    """As `_cases`, of several machines: operation, device, machines, workers on each, and bytes."""
-    cases: dict[tuple[str, str, int, int, int], dict[str, Row]] = {}
-    for row in rows:
-        if "via" in row.key and "machines" in row.key:
-            counts = (int(row.key[name]) for name in ("machines", "workers", "size_bytes"))
-            machines, workers, size_bytes = counts
-            case = cases.setdefault((row.metric, str(row.key["device"]), machines, workers, size_bytes), {})
-            via = str(row.key["via"])
-            if via == GROUP:
+        if "via" in row.key:
+            via, machines = str(row.key["via"]), int(row.key.get("machines", 0))
+            if machines and via == GROUP:
                 via = TLS if row.key["encrypted"] else PLAIN
+            device = str(row.key.get("device", "cpu"))  # reports of old do not say
+            key = CollectiveCase(
+                row.metric, device, machines, int(row.key["workers"]), int(row.key["size_bytes"])
+            )
+            case = cases.setdefault(key, {})
             if via not in case or row.error is not None:
                 case[via] = row
     return cases
-
-
-def _calls_text(report: Report, device: str) -> str:
-    count = report.config.get("calls_per_sample") or CALLS_PER_SAMPLE.get(device, 1)
-    calls = "a call" if count == 1 else f"a call, {count} back to back"
-    return f"{calls} (median of the slowest worker's; lower is better)"
-
-
-def _cell(value: float | None) -> str:
-    return "-" if value is None else digits(value)
 
 
 def _ratio(value: float | None, to: float | None) -> float | None:
