@@ -243,12 +243,11 @@ def collectives_items(report: Report) -> Items:
         items.append("own memory: tensors made by group.empty(); foreign: any others, as a program has them.")
     if any(case.machines for case in cases):
         items.append("plain, TLS: Shoal in the clear and encrypted, with tensors made by group.empty().")
-    if cases:
-        items += [
-            "exchange: with the neighbours in an exponential graph, 2 among 4; pair_gossip: with one.",
-            "",
-        ]
-    return items
+    if not {case.op for case in cases}.isdisjoint(("exchange", "pair_gossip")):
+        items.append(
+            "exchange: with the neighbours in an exponential graph, 2 among 4; pair_gossip: with one."
+        )
+    return [*items, ""] if cases else items
 
 
 def _table(report: Report, cases: Mapping[CollectiveCase, Mapping[str, Row]]) -> Table:
