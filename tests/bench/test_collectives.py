@@ -8,6 +8,7 @@ from shoal.bench.collectives import (
     OPS,
     CollectivesConfig,
     collectives_items,
+    parse_machines,
     parse_size,
     size_text,
     summarize_collectives,
@@ -133,6 +134,89 @@ def test_the_table_has_a_line_for_each_size_and_says_what_failed():
     assert four.rows == [("barrier", "-", "1.00", "-", "-", "-", "-")]
 
 
+GBIT = """
+name = "gbit"
+[ways.default]
+delay_ms = 10
+mbit_s = 1000
+"""
+PAIR = CollectivesConfig(workers=(), sizes=(4096,), ops=("all_reduce",), repeats=2, machines=((2, 1),))
+
+
+def test_between_machines_shoal_plain_and_encrypted_take_turns_with_gloo():
+    report = measure(PAIR)
+    common = {"device": "cpu", "machines": 2, "workers": 1, "size_bytes": 4096}
+    assert [row.key for row in report.rows] == [
+        {**common, "encrypted": False, "via": "group"},
+        {**common, "encrypted": True, "via": "group"},
+        {**common, "encrypted": False, "via": "gloo"},
+    ]
+    assert not report.failed
+    rows = summarize_collectives(report)["rows"]
+    fields = [
+        "op",
+        "device",
+        "machines",
+        "workers",
+        "size_bytes",
+        "encrypted",
+        "shoal_ms",
+        "gloo_ms",
+        "ratio",
+    ]
+    assert [list(row) for row in rows] == [fields] * 2
+    assert all(row["ratio"] == pytest.approx(row["shoal_ms"] / row["gloo_ms"], rel=0.01) for row in rows)
+
+
+def test_over_slow_links_an_operation_is_held_against_what_the_links_take_alone(tmp_path):
+    profile = tmp_path / "gbit.toml"
+    profile.write_text(GBIT)
+    report = measure(msgspec.structs.replace(PAIR, encrypted=(True,), profile=str(profile)))
+    assert {(row.key["via"], row.key["encrypted"]) for row in report.rows} == {
+        ("group", True),
+        ("link", False),
+    }
+    (row,) = summarize_collectives(report)["rows"]
+    # a ring of two: both halves go over the line, one after the other
+    assert row["link_ms"] == pytest.approx(2 * (10 + 2048 / 125e6 * 1e3), rel=0.01)
+    assert row["shoal_ms"] >= 0.99 * row["link_ms"]
+    assert row["ratio_to_link"] == pytest.approx(row["shoal_ms"] / row["link_ms"], rel=0.01)
+    assert row["gloo_ms"] is None
+
+
+def between(via, seconds, *, machines=2, encrypted=False, size_bytes=MIB):
+    key = {"device": "cpu", "machines": machines, "workers": 1, "size_bytes": size_bytes}
+    key |= {"encrypted": encrypted, "via": via}
+    outcome = {"error": seconds} if isinstance(seconds, str) else {"starts": [seconds]}
+    return Row(key=key, metric="all_reduce", unit="s", direction="lower", **outcome)
+
+
+def test_each_number_of_machines_has_a_table_apart_from_those_of_one_machine():
+    rows = [
+        times("all_reduce", "group", [[0.001]]),
+        between("group", [0.002]),
+        between("group", [0.003], encrypted=True),
+        between("gloo", [0.004]),
+        between("group", "it broke", machines=4),
+        between("group", "it broke", machines=4, encrypted=True),
+    ]
+    report = Report(benchmark="collectives", created="", rows=rows)
+    one, two, four = (item for item in collectives_items(report) if isinstance(item, Table))
+    assert two.title.startswith("2 machines of 1 worker on cpu: ms a call (")
+    assert [column.name for column in two.columns[1:]] == [
+        "size", "plain", "TLS", "gloo", "plain/gloo", "TLS/gloo",
+    ]  # fmt: skip
+    assert two.rows == [("all_reduce", "1 MB", "2.00", "3.00", "4.00", "0.500", "0.750")]
+    assert four.rows == [("all_reduce", "1 MB", "-", "-", "-", "-", "-")]
+    assert four.notes == {0: ("failed: it broke", "red")}
+    assert one.title.startswith("2 workers on cpu")
+    result = summarize_collectives(report)
+    assert result["failed"] == 2
+    assert [(row.get("machines"), row["shoal_ms"]) for row in result["rows"]] == [
+        (None, 1.0), (2, 2.0), (2, 3.0), (4, None), (4, None),
+    ]  # fmt: skip
+
+
 class FakeCrew:
     """Answers as workers would that take longer by rank, give a wrong result, or break."""
 
@@ -174,6 +258,14 @@ def test_a_sample_is_the_slowest_workers_and_what_fails_is_a_row(monkeypatch):
     assert rows[5].samples == [2.1] * 3
 
 
+def test_a_case_between_machines_that_fails_is_a_row_for_each_encryption(monkeypatch):
+    monkeypatch.setattr(collectives, "Crew", FakeCrew)
+    rows = measure(msgspec.structs.replace(PAIR, ops=("broadcast", "all_reduce"))).rows
+    failed = [(row.metric, row.key["encrypted"]) for row in rows if row.error]
+    assert failed == [("broadcast", False), ("broadcast", True)]
+    assert {row.metric for row in rows if not row.error} == {"all_reduce"}
+
+
 @pytest.mark.parametrize(("device", "calls_per_sample"), [("cpu", 1), ("cuda", 20)])
 def test_the_device_is_the_workers_and_in_the_keys(monkeypatch, device, calls_per_sample):
     monkeypatch.setattr(collectives, "Crew", FakeCrew)
@@ -204,8 +296,26 @@ def test_sizes_are_written_as_they_are_read():
         parse_size("many")
 
 
+def test_machines_are_read():
+    assert parse_machines("2x1, 4X2") == ((2, 1), (4, 2))
+    for text in ("", "2", "2x", "2xtwo", "2x1x1"):
+        with pytest.raises(UsageError, match="--machines 2x1,4x1,2x2"):
+            parse_machines(text)
+
+
 @pytest.mark.parametrize(
-    "wrong", [{"ops": ["reduce"]}, {"workers": [1]}, {"workers": []}, {"sizes": [6]}, {"sizes": []}]
+    "wrong",
+    [
+        {"ops": ["reduce"]},
+        {"workers": [1]},
+        {"workers": []},
+        {"sizes": [6]},
+        {"sizes": []},
+        {"machines": [[1, 2]]},
+        {"machines": [[2, 0]]},
+        {"encrypted": [True]},
+        {"profile": "wan"},
+    ],
 )
 def test_what_cannot_be_measured_is_refused(wrong):
     with pytest.raises((UsageError, msgspec.ValidationError)):

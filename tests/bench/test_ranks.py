@@ -150,3 +150,18 @@ def test_on_hosts_the_workers_of_several_machines_are_measured_together(tmp_path
             cwd=tmp_path,
         )
         assert result_of(done)["fraction_of_ceiling"]["neighbor"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
+def test_collectives_are_measured_between_hosts_beside_gloo(tmp_path):
+    with two_machines(tmp_path) as (a, b):
+        hosts = f"{a.address}:1,{b.address}:1"
+        words = ["collectives", "--sizes", "4KB", "--repeats", "3", "-H", hosts, *a.ssh_words]
+        done = a.run(*(sys.executable, "-m", "shoal", "bench", *words), timeout=LIMIT_S, cwd=tmp_path)
+        rows = result_of(done)["rows"]
+        assert [(row["machines"], row["workers"], row["encrypted"]) for row in rows] == [
+            (2, 1, False),
+            (2, 1, True),
+        ]
+        assert all(row["ratio"] > 0 for row in rows)

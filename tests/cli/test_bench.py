@@ -245,6 +245,54 @@ def test_collectives_are_of_the_cpu_unless_a_gpu_is_asked_for(call, bench, monke
     assert "There is no GPU for --device cuda" in complaint
 
 
+def test_collectives_between_machines_are_all_reduces_unless_told_otherwise(call, bench):
+    call("--machines", "2x1,2x2", verb="collectives")
+    assert bench.config == CollectivesConfig(
+        workers=(),
+        sizes=(4096, MIB, 25 * MIB, 100 * MIB),
+        ops=("all_reduce",),
+        machines=((2, 1), (2, 2)),
+    )
+    call(
+        *("--machines", "3x1", "--encrypted", "no", "--profile", "wan", "--short", "--ops", "barrier"),
+        verb="collectives",
+    )
+    assert bench.config == CollectivesConfig(
+        workers=(),
+        sizes=collectives.SHORT.sizes,
+        ops=("barrier",),
+        repeats=collectives.SHORT.repeats,
+        machines=((3, 1),),
+        encrypted=(False,),
+        profile="wan",
+    )
+
+
+def test_collectives_on_hosts_are_between_those(call, bench):
+    assert call("-H", "10.9.9.9:2,10.9.9.8:2", verb="collectives")[0] == 0
+    assert bench.config.machines == ((2, 2),)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("--machines 2x1 --workers 2", "--workers is of one machine"),
+        ("--machines 2", "does not say how many machines"),
+        ("--machines 2x1 --profile nowhere", "nowhere"),
+        ("--encrypted yes", "links between machines"),
+        ("--profile wan", "links between machines"),
+        ("-H localhost:4", "this machine alone"),
+        ("-H 10.9.9.9:2,10.9.9.8:1", "no equal machines"),
+        ("-H 10.9.9.9:2,10.9.9.8:2 --machines 4x1", "leave --machines out"),
+    ],
+)
+def test_machines_that_cannot_be_are_bad_usage(call, bench, words, complaint):
+    code, _, said = call(*words.split(), verb="collectives")
+    assert code == 2
+    assert complaint in said
+    assert not hasattr(bench, "settings")
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [("--workers", "two"), ("--workers", "1"), ("--sizes", "6"), ("--sizes", "big"), ("--ops", "reduce")],

@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shoal.bench.blocks import taking_turns
 from shoal.bench.collective_calls import SHOAL, Call, Stage, difference
-from shoal.bench.collectives import FOREIGN, GLOO, GROUP, MIB
+from shoal.bench.collectives import FOREIGN, GLOO, GROUP, LINK, MIB, TLS
 from shoal.bench.crew import Answers, Place
 from shoal.bench.gloo_calls import GLOO_CALLS
-from shoal.bench.seat import HostSeat, synchronize
-from shoal.group import Group, share
+from shoal.bench.seat import HostSeat, Seat, seat_of, synchronize
+from shoal.core import UsageError
+from shoal.core.clock import ManualClock
+from shoal.group import Group, Shaped, share
+from shoal.group.operations import ClockSleeper
 
 _ELEMENT_BYTES = 4
 _MAX_WARMED_BYTES = MIB
@@ -33,12 +38,75 @@ def work(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -
     return {"measure": Stopwatch(group, device).measure}
 
 
-class Stopwatch:
-    """Makes the calls of all contenders in turn."""
+def work_between_machines(place: Place, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Answers:
+    """Measure what is ordered, in groups whose machines have so many `workers` each."""
+    seat = seat_of(place)
+    seat.take()
+    device = seat.device(arguments["device"])
+    profile = arguments["profile"]
+    opened = {
+        via: stack.enter_context(_open_between(seat, via, arguments["workers"])) for via in arguments["via"]
+    }
+    meeting = next(iter(opened.values()))
+    sizes = Counter(meeting.machines).values()
+    if [*sizes] != [arguments["workers"]] * arguments["machines"]:
+        raise UsageError(
+            f"The machines have {', '.join(map(str, sizes))} workers, and each is to have "
+            f"{arguments['workers']}.",
+            next_step="name hosts with as many workers each.",
+        )
+    contenders = {via: GroupContender(group) for via, group in opened.items()}
+    if profile is not None:
+        between: dict[str, Any] = {"between": "machines", "seed": arguments["seed"]}
+        contenders = {via: GroupContender(Shaped(group, profile, **between)) for via, group in opened.items()}
+        passing = PassingTime()
+        alone = Shaped(meeting, profile, sleeper=passing, **between)
+        contenders[LINK] = GroupContender(alone, now_s=passing.clock.now_s)
+    else:  # no profile slows gloo down
+        stack.enter_context(seat.gloo())
+    return {"measure": Stopwatch(meeting, device, contenders, has_gloo=profile is None).measure}
 
-    def __init__(self, group: Group, device: torch.device) -> None:
+
+def _open_between(seat: Seat, via: str, workers: int) -> Group:
+    return seat.open_between_machines(f"collectives-{via}", workers, is_encrypted=via == TLS)
+
+
+class PassingTime(ClockSleeper):
+    """Has time pass at once, by a clock of its own: it shows how long a shaped group would hold back."""
+
+    def __init__(self) -> None:
+        self._manual = ManualClock()
+        super().__init__(self._manual)
+
+    def sleep(self, seconds: float) -> None:
+        """Moves the clock by so many seconds."""
+        self._manual.advance(seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupContender:
+    """One of those that take turns: a group with one kind of memory, and the clock that times its calls."""
+
+    group: Group
+    has_own_memory: bool = True
+    now_s: Callable[[], float] = time.perf_counter
+
+
+class Stopwatch:
+    """Makes the calls of all contenders in turn; workers meet in `group` before each sample."""
+
+    def __init__(
+        self,
+        group: Group,
+        device: torch.device,
+        contenders: Mapping[str, GroupContender] | None = None,
+        *,
+        has_gloo: bool = True,
+    ) -> None:
         self._group = group
         self._device = device
+        self._contenders = contenders or {GROUP: GroupContender(group), FOREIGN: GroupContender(group, False)}
+        self._has_gloo = has_gloo
         self._versions = itertools.count()
 
     def measure(
@@ -48,7 +116,7 @@ class Stopwatch:
         wrong: dict[str, list[float] | str] = {}
         calls: dict[str, Call] = {}
         with contextlib.ExitStack() as stack:
-            for via, call in self._contenders(op, size_bytes, stack):
+            for via, call in self._calls(op, size_bytes, stack):
                 # told to all: who has the right result must not wait for who has not
                 complaints = [text for text in share(self._group, self._complaint(call)) if text]
                 if complaints:
@@ -58,19 +126,20 @@ class Stopwatch:
             times: dict[str, list[float] | str] = {via: [] for via in calls}
             num_warm = 1 if size_bytes <= _MAX_WARMED_BYTES else 0
             for via in taking_turns(list(calls), num_rounds):
-                timed = self._time(calls[via], num_warm + samples_per_round, calls_per_sample)
+                now_s = self._contenders[via].now_s if via in self._contenders else time.perf_counter
+                timed = self._time(calls[via], num_warm + samples_per_round, calls_per_sample, now_s)
                 times[via] = [*times[via], *timed[num_warm:]]
+            self._group.barrier().wait()  # somebody may still read what this worker gives back next
         return times | wrong
 
-    def _contenders(
-        self, op: str, size_bytes: int, stack: contextlib.ExitStack
-    ) -> Iterator[tuple[str, Call]]:
+    def _calls(self, op: str, size_bytes: int, stack: contextlib.ExitStack) -> Iterator[tuple[str, Call]]:
         num_elements = size_bytes // _ELEMENT_BYTES
-        for via in (GROUP, FOREIGN) if size_bytes else (GROUP,):
-            stage = Stage(self._group, num_elements, via == GROUP, self._device, self._versions)
-            stack.callback(stage.free)
-            yield via, SHOAL[op](stage)
-        if op in GLOO_CALLS:
+        for via, each in self._contenders.items():
+            if size_bytes or each.has_own_memory:  # without a tensor its memory makes no difference
+                stage = Stage(each.group, num_elements, each.has_own_memory, self._device, self._versions)
+                stack.callback(stage.free)
+                yield via, SHOAL[op](stage)
+        if self._has_gloo and op in GLOO_CALLS:
             yield GLOO, GLOO_CALLS[op](Stage(self._group, num_elements, device=self._device))
 
     def _complaint(self, call: Call) -> str:
@@ -86,16 +155,22 @@ class Stopwatch:
         call.reset()
         return complaint
 
-    def _time(self, call: Call, num_samples: int, calls_per_sample: int) -> list[float]:
+    def _time(
+        self,
+        call: Call,
+        num_samples: int,
+        calls_per_sample: int,
+        now_s: Callable[[], float] = time.perf_counter,
+    ) -> list[float]:
         """The seconds of a call in each sample: a GPU is waited for before its calls and after them alone."""
         times_s = []
         for _ in range(num_samples):
             synchronize(self._device)
             self._group.barrier().wait()
-            began_s = time.perf_counter()
+            began_s = now_s()
             for _ in range(calls_per_sample):
                 results = call.run()
             synchronize(self._device)
-            times_s.append((time.perf_counter() - began_s) / calls_per_sample)
+            times_s.append((now_s() - began_s) / calls_per_sample)
             del results  # giving the last memory back is not part of it
         return times_s

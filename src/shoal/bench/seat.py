@@ -67,6 +67,27 @@ class Seat(abc.ABC):
         )
         return self._open(name, among or self.size, settings)
 
+    def open_between_machines(self, name: str, workers_per_machine: int, *, is_encrypted: bool) -> Group:
+        """The group of all, of whom those of different machines talk over streams, encrypted or not.
+
+        Workers that share this machine count as those of several, so many on each. Collective.
+        """
+        settings = GroupSettings(
+            f"{self._key} {name}",
+            timeout_s=_TIMEOUT_S,
+            workers_per_machine=workers_per_machine,
+            encrypt="always" if is_encrypted else "never",
+        )
+        return self._open_streams(name, settings)
+
+    @abc.abstractmethod
+    def _open_streams(self, name: str, settings: GroupSettings) -> Group:
+        """A group of all workers on the machines that the settings say."""
+
+    @abc.abstractmethod
+    def gloo(self) -> contextlib.AbstractContextManager[None]:
+        """torch.distributed over gloo, among all workers, for as long as the block lasts."""
+
     def take(self) -> None:
         """Make this process what a user's worker is: one thread that computes, and Python's own pace."""
         sys.setswitchinterval(USUAL_SWITCH_INTERVAL_S)
@@ -119,10 +140,14 @@ class HostSeat(Seat):
         """In shared memory, unless a backend was asked for."""
         placement = Placement(self.rank, size, self.rank, size, "bench")
         if settings.backend is not None:
-            return self._open_over_torch(name, placement, settings)
+            return self._open_cluster(name, placement, settings)
         return SoloGroup() if size == 1 else open_host_group(placement, settings)
 
-    def _open_over_torch(self, name: str, placement: Placement, settings: GroupSettings) -> Group:
+    def _open_streams(self, name: str, settings: GroupSettings) -> Group:
+        placement = Placement(self.rank, self.size, self.rank, self.size, "bench")
+        return self._open_cluster(name, placement, settings)
+
+    def _open_cluster(self, name: str, placement: Placement, settings: GroupSettings) -> Group:
         from shoal.group.cluster import open_cluster_group
 
         file = str(self._folder / f"meeting-{name}-{placement.size}")
@@ -175,6 +200,19 @@ class LaunchedSeat(Seat):
         interface = RunOptions.from_environment().network_interface
         settings = msgspec.structs.replace(settings, network_interface=interface)
         return open_group(self._placement(size), settings, settings.key)
+
+    def _open_streams(self, name: str, settings: GroupSettings) -> Group:
+        return self._open(name, self.size, settings)
+
+    @contextlib.contextmanager
+    def gloo(self) -> Iterator[None]:
+        """torch.distributed over gloo, through the interface that a group before it has found."""
+        meeting = Rendezvous.open(self._placement(self.size), Deadline.after(_TIMEOUT_S), f"{self._key} gloo")
+        distributed.init_process_group("gloo", store=meeting.store, rank=self.rank, world_size=self.size)
+        try:
+            yield
+        finally:
+            destroy_world()
 
     def _placement(self, size: int) -> Placement:
         mates = self._mates(size)

@@ -6,7 +6,7 @@ Commands with many flags have files of their own; what they do is the room `benc
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import typer
@@ -14,20 +14,18 @@ import typer
 from shoal.cli import dht_flags as flags
 from shoal.cli import experts_flags
 from shoal.cli.bench_accuracy import accuracy
+from shoal.cli.bench_collectives import collectives
 from shoal.cli.bench_common import (
     NUM_STARTS,
     Against,
     JsonFile,
     OneStart,
     Outputs,
-    Quickly,
     Repeats,
     ReportFile,
     Seed,
     Short,
     Starts,
-    listed,
-    numbers,
     run_and_tell,
     run_settings,
 )
@@ -35,7 +33,6 @@ from shoal.cli.bench_convergence import convergence
 from shoal.cli.bench_ddp import ddp
 from shoal.cli.bench_latency import latency
 from shoal.cli.bench_scaling import scaling
-from shoal.cli.bench_trained import device_of
 from shoal.cli.bench_training import training
 from shoal.report.tables import emit
 
@@ -44,7 +41,6 @@ app = typer.Typer(
 )
 
 CallKind = Literal["datagram", "stream"]
-SIZES = "4KB,64KB,1MB,25MB,100MB"
 
 
 @app.command()
@@ -172,54 +168,7 @@ def experts(
     run_and_tell("experts", config, settings, summarize_experts, outputs, against)
 
 
-@app.command()
-def collectives(
-    context: typer.Context,
-    workers: Annotated[
-        str, typer.Option("--workers", "--np", "-np", metavar="N,...", help="Numbers of workers.")
-    ] = "2,4",
-    device: Annotated[
-        Literal["cpu", "cuda"], typer.Option(help="Where tensors are; workers may share a GPU.")
-    ] = "cpu",
-    sizes: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE,...", help="Of each worker's tensor.", show_default=SIZES),
-    ] = None,
-    ops: Annotated[
-        str | None, typer.Option(metavar="OP,...", help="Operations.", show_default="all of them")
-    ] = None,
-    repeats: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Samples of each kind in a start: of one call on a CPU, of 20 back to back on a GPU.",
-            show_default="12 to 180, by size; 6 to 12 on a GPU",
-        ),
-    ] = None,
-    starts: OneStart = 1,
-    seed: Seed = 0,
-    short: Quickly = False,
-    against: Against = None,
-    report: ReportFile = None,
-    json_file: JsonFile = None,
-) -> None:
-    """Operations of a group in memory that workers share, beside torch.distributed over gloo."""
-    from shoal.bench.collectives import SHORT, CollectivesConfig, parse_size, summarize_collectives
-    from shoal.bench.collectives import collectives_items as items
-
-    given: dict[str, Any] = {"workers": tuple(numbers("--workers", workers)), "repeats": repeats}
-    given["device"] = device_of(device)
-    given["sizes"] = None if sizes is None else tuple(parse_size(size) for size in listed(sizes))
-    given["ops"] = None if ops is None else tuple(op.replace("-", "_") for op in listed(ops))
-    config = msgspec.structs.replace(
-        SHORT if short else CollectivesConfig(),
-        **{name: value for name, value in given.items() if value is not None},
-    )
-    settings = run_settings(context, starts, seed)
-    outputs = Outputs(report, json_file, items)
-    run_and_tell("collectives", config, settings, summarize_collectives, outputs, against)
-
-
+app.command()(collectives)
 app.command()(training)
 app.command()(ddp)
 app.command()(scaling)
