@@ -9,6 +9,7 @@ from group.cables import Cables
 from group.clusters import open_cluster
 from group.hosts import together
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, ShoalError, TensorError, UsageError
+from shoal.group.cluster.all_reduce import MachineReduction
 from shoal.group.cluster.machine_exchange import MachineExchange
 from shoal.group.functions import Mutex, exchange_machines, share
 from shoal.topology import Weights
@@ -310,16 +311,23 @@ def outcome(work):
         return error
 
 
-def failing_at(monkeypatch, method, rank):
-    """Let a rank end, as if killed, when it should go on in a conversation."""
-    whole = getattr(MachineExchange, method)
+def failing_at(monkeypatch, moment, rank):
+    """Let a rank end, as if killed, when it should go on in a conversation: a signal would come anywhere."""
+    holder, method = moment
+    whole = getattr(holder, method)
 
-    def broken(between, *arguments, **named):
-        if between._mesh.rank == rank:
+    def broken(part, *arguments, **named):
+        if getattr(part, "_speaker", part)._mesh.rank == rank:
             raise KilledError
-        return (yield from whole(between, *arguments, **named))
+        return whole(part, *arguments, **named)
 
-    monkeypatch.setattr(MachineExchange, method, broken)
+    monkeypatch.setattr(holder, method, broken)
+
+
+BEFORE_GREETING = MachineExchange, "announce"
+AFTER_GREETING = MachineExchange, "hear_greetings"
+BEFORE_SENDING = MachineReduction, "start"
+BEFORE_AGREEING = MachineExchange, "agree"
 
 
 class KilledError(Exception):
@@ -328,17 +336,20 @@ class KilledError(Exception):
 
 def reduce_or_die(group):
     try:
-        return outcome(lambda: group.all_reduce(torch.ones(100_000), "sum").wait(Deadline.after(20)))
+        # so large that nothing of it is sent before all machines have greeted
+        return outcome(lambda: group.all_reduce(torch.ones(2_000_000), "sum").wait(Deadline.after(20)))
     except KilledError:
         group.close(GAVE_UP)
         return None
 
 
-@pytest.mark.parametrize(("method", "victim"), [("greet", 1), ("reduce", 3)])
-def test_who_speaks_is_lost_in_the_middle(monkeypatch, method, victim):
+@pytest.mark.parametrize(
+    ("moment", "victim"), [(BEFORE_GREETING, 1), (AFTER_GREETING, 1), (BEFORE_SENDING, 3)]
+)
+def test_who_speaks_is_lost_in_the_middle(monkeypatch, moment, victim):
     """Its mates, the other speakers and their mates all learn who it was, and are out of step."""
     with open_cluster([[0], [1, 2], [3]]) as groups:
-        failing_at(monkeypatch, method, victim)
+        failing_at(monkeypatch, moment, victim)
         for rank, error in enumerate(together(groups, reduce_or_die)):
             assert rank == victim or (isinstance(error, PeerLost) and error.peer == victim), (rank, error)
         monkeypatch.undo()
@@ -347,16 +358,38 @@ def test_who_speaks_is_lost_in_the_middle(monkeypatch, method, victim):
             assert "out of step" in str(error)
 
 
-@pytest.mark.parametrize(("method", "victim"), [("greet", 1), ("reduce", 3)])
-def test_who_speaks_is_lost_and_the_others_go_on(monkeypatch, method, victim):
-    """With a result, or without one; nobody waits for ever."""
-    with open_cluster([[0], [1, 2], [3]]) as groups:
-        for group in groups:
-            group.should_survive = True
-        failing_at(monkeypatch, method, victim)
-        for rank, got in enumerate(together(groups, reduce_or_die)):
-            is_lost = isinstance(got, PeerLost) and got.peer == victim
-            assert rank == victim or is_lost or isinstance(got, torch.Tensor), (rank, got)
+@pytest.mark.parametrize("victim", [0, 1, 3, 5])
+@pytest.mark.parametrize("moment", [BEFORE_GREETING, AFTER_GREETING, BEFORE_SENDING, BEFORE_AGREEING])
+def test_who_speaks_is_lost_and_the_others_go_on(monkeypatch, moment, victim):
+    """Another worker of its machine speaks for it; without one, the others go on without the machine."""
+    machines = [[0], [1, 2], [3, 4], [5]]
+
+    def reduce(group, size):
+        given = torch.full((size,), float(group.rank + 1))
+        try:
+            return group.all_reduce(given, "sum").wait(Deadline.after(20)).clone()
+        except KilledError:
+            group.close(GAVE_UP)
+            return None
+
+    for size in (10, 100_000, 2_000_000):
+        with open_cluster(machines) as groups, monkeypatch.context() as patched:
+            for group in groups:
+                group.should_survive = True
+            if size == 10 and moment == BEFORE_SENDING:
+                continue
+            failing_at(patched, moment, victim)
+            results = together(groups, lambda group, size=size: reduce(group, size))
+            survivors = [result for result in results if result is not None]
+            assert results[victim] is None
+            assert len(survivors) == 5
+            assert all(torch.equal(result, survivors[0]) for result in survivors)
+            # what the lost one gave inside of its machine counts, as does all that it gave before it ended
+            totals = {21.0} if victim in (1, 3) else {21.0, 21.0 - (victim + 1)}
+            assert set(survivors[0].unique().tolist()) <= totals
+            patched.undo()
+            after = together([group for group in groups if group.rank != victim], lambda g: reduce(g, 8))
+            assert all(torch.equal(result, torch.full((8,), 20.0 - victim)) for result in after)
 
 
 def test_who_gives_up_in_the_middle_does_not_leave_in_order():
@@ -365,9 +398,9 @@ def test_who_gives_up_in_the_middle_does_not_leave_in_order():
     def work(group):
         if group.rank != 0:
             has_given_up.wait(20)
-            return waiting_for(group.all_reduce(torch.ones(4)))
+            return waiting_for(group.all_reduce(torch.ones(2_000_000)))
         with pytest.raises(DeadlineExceeded):
-            group.all_reduce(torch.ones(4)).wait(Deadline.after(0))
+            group.all_reduce(torch.ones(2_000_000)).wait(Deadline.after(0))
         group.close(GAVE_UP)
         has_given_up.set()
         return None

@@ -12,9 +12,9 @@ from group.clusters import open_cluster
 from group.hosts import together
 from shoal.core import Deadline, PeerLost
 from shoal.group.base import Done, Handle
+from shoal.group.cluster.all_reduce import MachineReduction
 from shoal.group.cluster.collectives import HostStaging, TorchOperations
 from shoal.group.cluster.group import QueuedOperation
-from shoal.group.cluster.machine_exchange import MachineExchange
 from shoal.group.functions import exchange_machines
 from shoal.topology import Weights
 
@@ -158,12 +158,13 @@ class KilledError(Exception):
 
 
 def test_a_peer_that_is_lost_between_two_pieces_is_named(monkeypatch):
-    whole = MachineExchange.reduce
+    whole = MachineReduction.start
 
-    def broken(between, flat, machines, op, number=0):
-        if between._mesh.rank == 2 and number == 3:
+    def broken(reduction, algorithm):
+        # a signal would come anywhere
+        if reduction._speaker._mesh.rank == 2 and reduction._name == "3":
             raise KilledError
-        return (yield from whole(between, flat, machines, op, number))
+        whole(reduction, algorithm)
 
     def reduce(group):
         try:
@@ -174,7 +175,7 @@ def test_a_peer_that_is_lost_between_two_pieces_is_named(monkeypatch):
         except PeerLost as error:
             return error.peer
 
-    monkeypatch.setattr(MachineExchange, "reduce", broken)
+    monkeypatch.setattr(MachineReduction, "start", broken)
     with open_cluster(MACHINES, staging=HostStaging(is_foreign, PIECE_BYTES)) as groups:
         assert together(groups, reduce) == [2, 2, None, 2]
 

@@ -30,7 +30,7 @@ _CACHED_ELEMENTS = 1 << 18
 """So many the processor's cache holds from one operation to the next."""
 _SERIAL_ELEMENTS = 1 << 15
 """Up to so many elements torch computes in the thread that asks, also where it has several."""
-_MIN_RING_BYTES = 1 << 18
+_MIN_RING_BYTES = 4 << 20
 _NUM_TRIALS = 4
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -57,10 +57,19 @@ class Speaker(Protocol):
 
 
 class MachineReduction:
-    """Reduces one flat tensor of each of several machines, in place; `name` tells it from others."""
+    """Reduces one flat tensor of each of several machines, into `out`, which may be the tensor itself.
+
+    `name` tells it from others of the same operation. A ring works in place alone.
+    """
 
     def __init__(
-        self, speaker: Speaker, flat: torch.Tensor, machines: Sequence[int], op: Reduction, name: str
+        self,
+        speaker: Speaker,
+        flat: torch.Tensor,
+        machines: Sequence[int],
+        op: Reduction,
+        name: str,
+        out: torch.Tensor | None = None,
     ) -> None:
         self._speaker = speaker
         self._machines = machines
@@ -69,7 +78,13 @@ class MachineReduction:
         self._place = list(machines).index(speaker.machine)
         self._pieces = [_pieces(flat, place, len(machines)) for place in range(len(machines))]
         """Of each machine's share, by the machine's place among them."""
-        self._num_missing = 0
+        self._results = (
+            self._pieces
+            if out is None
+            else [_pieces(out, place, len(machines)) for place in range(len(machines))]
+        )
+        self._num_missing = 1
+        """What has been asked for and has not come, and one more until all has been asked for."""
         self._parts: dict[int, dict[int, torch.Tensor]] = {}
         """What has come for each piece of this machine's share, by machine."""
         self._error: Exception | None = None
@@ -91,37 +106,37 @@ class MachineReduction:
             self._start_ring()
         else:
             self._start_direct()
+        self._count(-1)
 
     # --- direct ---
 
     def _start_direct(self) -> None:
-        mine = self._pieces[self._place]
         # each begins with another one, so that not all send to one at once
         others = [self._at(self._place + step) for step in range(1, len(self._machines))]
         for place in others:
-            for number, piece in enumerate(self._pieces[place]):
+            for number, piece in enumerate(self._results[place]):
                 self._listen(place, f"share {number}", piece, lambda piece: None)
         for number in range(len(self._pieces[0])):
             for place in others:
                 if number < len(self._pieces[place]):
                     self._say(place, f"part {number}", self._pieces[place][number])
         # last, since this thread reduces what has come by now
-        for number in range(len(mine)):
+        for number in range(len(self._pieces[self._place])):
             for place in others:
                 self._listen(place, f"part {number}", None, partial(self._add_part, place, number))
 
     def _add_part(self, place: int, number: int, came: torch.Tensor) -> None:
-        mine = self._pieces[self._place][number]
+        mine, result = self._pieces[self._place][number], self._results[self._place][number]
         with self._lock:
             parts = self._parts.setdefault(number, {})
             parts[place] = came.view(mine.dtype)
             if len(parts) < len(self._machines) - 1:
                 return
             del self._parts[number]
-        # what it is reduced into comes first, since it is overwritten
-        _reduce(mine, [parts[place] for place in sorted(parts)], self._op)
+        # one's own comes first: what it is reduced into may be that, and is overwritten
+        _reduce(result, [mine, *(parts[place] for place in sorted(parts))], self._op)
         for step in range(1, len(self._machines)):
-            self._say(self._at(self._place + step), f"share {number}", mine)
+            self._say(self._at(self._place + step), f"share {number}", result)
 
     # --- ring ---
 
@@ -140,7 +155,7 @@ class MachineReduction:
 
     def _add_to_ring(self, place: int, number: int, came: torch.Tensor, *, is_last: bool) -> None:
         piece = self._pieces[place][number]
-        _reduce(piece, [came.view(piece.dtype)], "sum" if self._op == "mean" else self._op)
+        _reduce(piece, [piece, came.view(piece.dtype)], "sum" if self._op == "mean" else self._op)
         if is_last and self._op == "mean":
             for start in range(0, piece.numel(), _num_at_once()):
                 piece[start : start + _num_at_once()].mul_(1 / len(self._machines))
@@ -152,6 +167,10 @@ class MachineReduction:
 
     # --- both ---
 
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._num_missing += change
+
     def _at(self, place: int) -> int:
         return place % len(self._machines)
 
@@ -161,15 +180,14 @@ class MachineReduction:
     def _listen(
         self, place: int, topic: str, into: torch.Tensor | None, act: Callable[[torch.Tensor], None]
     ) -> None:
-        self._num_missing += 1
+        self._count(1)
 
         def on_arrival(came: torch.Tensor) -> None:
             try:
                 act(came)
             except Exception as error:  # noqa: BLE001 - of another thread; `check` raises it
                 self._error = error
-            with self._lock:
-                self._num_missing -= 1
+            self._count(-1)
             if self.is_over:
                 self._speaker.wake()
 
@@ -219,11 +237,11 @@ def _pieces(flat: torch.Tensor, place: int, num_shares: int) -> Sequence[torch.T
 
 
 def _reduce(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Reduction) -> None:
-    """Reduces into `out` itself and the parts, in that order."""
+    """Reduces parts in their order; `out` may be the first of them."""
     step = _num_at_once()
     for start in range(0, out.numel(), step):
         piece = slice(start, start + step)
-        reduce_into(out[piece], [out[piece], *(part[piece] for part in parts)], op)
+        reduce_into(out[piece], [part[piece] for part in parts], op)
 
 
 def _num_at_once() -> int:

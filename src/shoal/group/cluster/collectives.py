@@ -25,7 +25,8 @@ import torch.distributed as dist
 
 from shoal.core import Deadline, PeerLost, ShoalError, UsageError
 from shoal.group.base import Done, Handle, Reduction
-from shoal.group.cluster.all_reduce import AlgorithmChoice
+from shoal.group.cluster.all_reduce import Algorithm, AlgorithmChoice, MachineReduction
+from shoal.group.cluster.handover import Handover, as_bytes
 from shoal.group.cluster.links import Delivery, MeshHandle
 from shoal.group.cluster.machine_exchange import (
     ABSENT,
@@ -64,6 +65,8 @@ _OPS = {
 _FOREVER = datetime.timedelta(days=365)  # who is lost is noticed by the mesh
 PIECE_BYTES = 16 << 20
 """A network of 10 Gbit/s carries it in 13 ms, so that delays do not count, and a bus of 10 GB/s in 2 ms."""
+_EARLY_BYTES = 4 << 20
+"""Up to this size a tensor is sent before it is known that all machines have come to the operation."""
 _ended: deque[Any] = deque(maxlen=4)
 
 
@@ -86,6 +89,14 @@ class Collectives:
         self._staging = staging
         self._torch = through_torch
         self._choice = choice
+        self._handover = Handover(
+            local,
+            mesh,
+            members,
+            lambda seq, name, attempt: MachineExchange(
+                mesh, members, seq, self._receiving.setdefault(seq, []), name, attempt
+            ),
+        )
         self._receiving: dict[int, list[Delivery]] = {}
         """What waits for tensors of other machines, by operation."""
         self._sending: list[tuple[Span, MeshHandle[None]]] = []
@@ -100,43 +111,78 @@ class Collectives:
             return (yield from self._torch.all_reduce(seq, tensor, op))
         flat = _flat(tensor)
         present = yield from _inside(self._local.all_reduce(flat, op))
+        if self._local.should_survive:
+            host = yield from self._staging.to_host(flat)
+
+            def work(between: MachineExchange) -> Steps:
+                result = self._handover.empty_like(host)
+                machines = yield from self._reduce_machines(between, len(present), host, op, result)
+                return as_bytes(result), machines
+
+            content = yield from self._handover.outlive(seq, "", present, work)
+            yield self._staging.copy(flat, content.view(flat.dtype))
+            return put_back(flat, tensor)
         if self._is_speaker(present):
-            yield from self._reduce_machines(seq, len(present), flat, op)
+            yield from self._reduce_machines(self._between(seq), len(present), flat, op, flat)
         yield from self._pass_on(seq, present[0], self._local.broadcast(flat, present[0]))
         return put_back(flat, tensor)
 
-    def _reduce_machines(self, seq: int, num_workers: int, flat: torch.Tensor, op: Reduction) -> Steps:
-        """Reduces this machine's tensor and those of other machines, in place.
+    def _reduce_machines(
+        self, between: MachineExchange, num_workers: int, flat: torch.Tensor, op: Reduction, out: torch.Tensor
+    ) -> Steps:
+        """Reduces this machine's tensor and those of others into `out`; gives the machines that took part.
 
-        A mean is one over machines; where these have unequal numbers of workers, each is scaled before.
+        A mean is one over machines; where these have unequal numbers of workers, each is scaled before. What
+        is small comes with the greetings. What is not large is sent right behind them, to all machines that
+        seem to take part; if not all machines have found the same, it is sent again.
         """
-        between, is_small = self._between(seq), flat.nbytes <= SMALL_BYTES and not self._staging.takes(flat)
-        algorithm = self._choice.choose(flat, len(self._members.ranks_on))
+        is_staged = self._staging.takes(flat)
+        is_small = flat.nbytes <= SMALL_BYTES and not is_staged
         content = flat.contiguous().view(torch.uint8).numpy().tobytes() if is_small and flat.numel() else b""
-        action = describe("all_reduce", flat, op)
-        heard = yield from between.greet(action, num_workers, algorithm, content)
+        algorithm: Algorithm = "direct"
+        if out is flat:
+            algorithm = self._choice.choose(flat, len(self._members.ranks_on))
+        there = between.find_machines()
+        between.announce(describe("all_reduce", flat, op), num_workers, [algorithm, there], content)
+        early: MachineReduction | None = None
+        if len(there) > 1 and not is_small and not is_staged and flat.nbytes <= _EARLY_BYTES:
+            assumed = f"early {there} {num_workers if op == 'mean' else ''}"
+            early = MachineReduction(between, flat, there, op, assumed, out)
+            early.start("direct")
+        heard = yield from between.hear_greetings()
         machines, total = list(heard), sum(greeting.num_workers for greeting in heard.values())
-        factors = {
-            machine: greeting.num_workers * len(machines) / total if op == "mean" else 1.0
-            for machine, greeting in heard.items()
-        }
+        factors = [
+            greeting.num_workers * len(machines) / total if op == "mean" else 1.0
+            for greeting in heard.values()
+        ]
+        is_even = all(factor == 1 for factor in factors)
         if len(machines) == 1 or not flat.numel():
-            return
-        if is_small:
+            if out is not flat:
+                out.copy_(flat)
+        elif is_small:
             parts = [_from_bytes(greeting.content, flat) for greeting in heard.values()]
-            for machine, part in zip(machines, parts, strict=True):
-                if factors[machine] != 1:
-                    part.mul_(factors[machine])
-            reduce_into(flat, parts, op)
-            return
-        if factors[between.machine] != 1:
-            flat.mul_(factors[between.machine])
-        # all do as the first machine says, which alone takes the time
-        algorithm, began_s = heard[machines[0]].detail, time.perf_counter()
-        yield from self._staging.in_pieces(
-            flat, lambda number, piece: between.reduce(piece, machines, op, algorithm, number)
-        )
-        self._choice.note(flat, len(self._members.ranks_on), algorithm, time.perf_counter() - began_s)
+            for part, factor in zip(parts, factors, strict=True):
+                if not is_even:
+                    part.mul_(factor)
+            reduce_into(out, parts, op)
+        elif early is not None and is_even and all(each.detail[1] == machines for each in heard.values()):
+            yield from between.finish(early, machines)
+        else:
+            scaled = flat if is_even else flat * factors[machines.index(between.machine)]
+            if out is flat and not is_even:
+                scaled = flat.copy_(scaled)
+            # all do as the first machine says, which alone takes the time
+            algorithm, began_s = heard[machines[0]].detail[0], time.perf_counter()
+
+            def reduce(number: int, piece: torch.Tensor) -> Steps:
+                target = None if out is flat else out
+                reduction = MachineReduction(between, piece, machines, op, str(number), target)
+                reduction.start(algorithm)
+                yield from between.finish(reduction, machines)
+
+            yield from self._staging.in_pieces(scaled, reduce)
+            self._choice.note(flat, len(self._members.ranks_on), algorithm, time.perf_counter() - began_s)
+        return machines
 
     def broadcast(self, seq: int, tensor: torch.Tensor, root: int) -> Steps:
         """Sends to one worker of each other machine, which passes it on."""
@@ -188,6 +234,14 @@ class Collectives:
     def barrier(self, seq: int, name: str = "", *, is_last: bool = True) -> Steps:
         """Lets all come inside, then everywhere, and then all inside know it."""
         present = yield from _inside(self._local.barrier())
+        if self._local.should_survive:
+
+            def work(between: MachineExchange) -> Steps:
+                heard = yield from between.greet(describe("barrier"), len(present))
+                return torch.zeros(1, dtype=torch.uint8), list(heard)
+
+            yield from self._handover.outlive(seq, name, present, work)
+            return
         if self._is_speaker(present):
             yield from self._between(seq, name).greet(describe("barrier"), len(present))
         yield from self._pass_on(seq, present[0], self._local.barrier(), is_last=is_last)
@@ -310,27 +364,38 @@ class Collectives:
         yield gathered
         inside = [part for blob in gathered.wait() for part in _unpack(blob)]
         present = [self._mates.index(rank) for rank, _ in inside]
+        if self._local.should_survive:
+
+            def work(between: MachineExchange) -> Steps:
+                parts, machines = yield from self._gather_machines(between, inside)
+                return _pack(sorted(inside + parts, key=lambda part: part[0])), machines
+
+            return _unpack((yield from self._handover.outlive(seq, name, present, work)))
         outside = torch.empty(0, dtype=torch.uint8)
         if self._is_speaker(present):
-            between = self._between(seq, name)
-            blob = _pack(inside)
-            heard = yield from between.greet(describe("all_gather"), len(present), blob.numel())
-            blobs = []
-            for machine, greeting in heard.items():
-                if machine != between.machine:
-                    between.say(machine, "whole", blob)
-                    theirs = torch.empty(greeting.detail, dtype=torch.uint8)
-                    blobs.append(between.hear(machine, "whole", theirs, is_required=True))
-            others = []
-            for each in blobs:
-                others += _unpack((yield each))
+            others, _ = yield from self._gather_machines(self._between(seq, name), inside)
             outside = _pack(others)
-            yield between.told()
         passed_on = self._local.all_gather(outside)
         yield from self._pass_on(seq, present[0], passed_on, is_last=is_last)
         # the speaker alone has something to pass on, if only that there is nothing
         others = [part for blob in passed_on.wait() if blob.numel() for part in _unpack(blob)]
         return sorted(inside + others, key=lambda part: part[0])
+
+    def _gather_machines(self, between: MachineExchange, inside: list[tuple[int, torch.Tensor]]) -> Steps:
+        """Gives the tensors of other machines with their ranks, and the machines that took part."""
+        blob = _pack(inside)
+        heard = yield from between.greet(describe("all_gather"), len(inside), blob.numel())
+        blobs = []
+        for machine, greeting in heard.items():
+            if machine != between.machine:
+                between.say(machine, "whole", blob)
+                theirs = torch.empty(greeting.detail, dtype=torch.uint8)
+                blobs.append(between.hear(machine, "whole", theirs, is_required=True))
+        others = []
+        for each in blobs:
+            others += _unpack((yield each))
+        yield between.told()
+        return others, list(heard)
 
     def _is_for_torch(self, seq: int, tensor: torch.Tensor) -> Steps:
         """Tells whether a collective goes through torch.distributed; all members find the same.

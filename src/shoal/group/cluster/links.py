@@ -164,7 +164,11 @@ class Delivery(MeshHandle[torch.Tensor | None]):
                 copy_into(flat_bytes(self.into), given)
             given = self.into
         if self.on_arrival is not None:
+            # its memory serves the next one as soon as it was used, while the processor's cache holds it
+            self.content = None
             self.on_arrival(given)
+            self.finish(self.into)
+            return
         self.finish(given)
 
     def error_of_size(self, came_bytes: int) -> TensorError:

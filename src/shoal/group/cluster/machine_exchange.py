@@ -17,8 +17,8 @@ import msgspec
 import torch
 
 from shoal.core import Deadline, PeerLost, UsageError
-from shoal.group.base import Done, Handle, Loss, Reduction
-from shoal.group.cluster.all_reduce import Algorithm, MachineReduction
+from shoal.group.base import Done, Handle, Loss
+from shoal.group.cluster.all_reduce import MachineReduction
 from shoal.group.cluster.links import Delivery, MeshHandle
 from shoal.group.cluster.members import Members
 from shoal.group.cluster.mesh import Mesh
@@ -104,25 +104,39 @@ class MachineGreeting(msgspec.Struct, frozen=True, array_like=True):
         return torch.frombuffer(bytearray(msgspec.msgpack.encode(self)), dtype=torch.uint8)
 
 
+class LostMeanwhile(Exception):
+    """Somebody was lost since an attempt has begun."""
+
+
 class MachineExchange:
     """One operation between this machine, for which this worker speaks, and the others.
 
     `name` tells apart those that are parts of the same operation; `receiving` gets everything that is asked
-    for, for whoever ends the operation.
+    for, for whoever ends the operation. An `attempt`, where there is one, is the ranks that were lost when it
+    began: when others are lost it ends in `LostMeanwhile`.
     """
 
     def __init__(
-        self, mesh: Mesh, members: Members, seq: int, receiving: list[Delivery], name: str = ""
+        self,
+        mesh: Mesh,
+        members: Members,
+        seq: int,
+        receiving: list[Delivery],
+        name: str = "",
+        attempt: frozenset[int] | None = None,
     ) -> None:
         self.machine = members.machine
+        self._attempt = attempt
         self._mesh = mesh
         self._members = members
         self._seq = seq
         self._receiving = receiving
         self._name = name
-        self._greeting = torch.empty(0)
+        self._mine = MachineGreeting("", mesh.rank)
         self._speakers: dict[int, int] = {}
         """Who was greeted on each other machine, the last one."""
+        self._said: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        """All that was said to each machine, for whoever speaks for it in the end."""
         self._sending: list[MeshHandle[None]] = []
         self._gone_before = tuple(mesh.monitor.lost)
         """Those without whom the others have begun this operation, too."""
@@ -132,23 +146,52 @@ class MachineExchange:
 
         UsageError when others do something else; PeerLost when one of them is needed and lost.
         """
-        mine = MachineGreeting(action, self._mesh.rank, num_workers, detail, content)
-        self._greeting = mine.encode()
-        heard = {self.machine: mine}
-        others = [other for other in range(len(self._members.ranks_on)) if other != self.machine]
-        for machine in others:
-            self._find_speaker(machine)
-        for machine in others:
+        self.announce(action, num_workers, detail, content)
+        return (yield from self.hear_greetings())
+
+    def find_machines(self) -> list[int]:
+        """Lists the machines that seem to take part, this one included."""
+        members = self._members
+        return [
+            machine
+            for machine, ranks in enumerate(members.ranks_on)
+            if machine == self.machine or not all(members.is_gone(rank, self._seq) for rank in ranks)
+        ]
+
+    def announce(self, action: str, num_workers: int, detail: Any = None, content: bytes = b"") -> None:
+        """Says what is being done here to all other machines."""
+        self._mine = MachineGreeting(action, self._mesh.rank, num_workers, detail, content)
+        greeting = self._mine.encode()
+        for machine in range(len(self._members.ranks_on)):
+            if machine != self.machine:
+                self._said[machine] = [("greeting", greeting)]
+                self._find_speaker(machine)
+
+    def hear_greetings(self) -> Steps:
+        """Gives what all machines that take part have said of what they do."""
+        heard = {self.machine: self._mine}
+        for machine in self._said:
             came = yield self.hear(machine, "greeting")
             if came is not ABSENT:
-                heard[machine] = MachineGreeting.decode(came, action, self._mesh.rank)
-                self._greet(machine, heard[machine].rank)
+                heard[machine] = MachineGreeting.decode(came, self._mine.action, self._mesh.rank)
+                self._speak_to(machine, heard[machine].rank)
         self._members.tell_departures()
         return dict(sorted(heard.items()))
 
+    def agree(self, machines: Sequence[int]) -> Steps:
+        """Waits until all machines have said that they have the result."""
+        others = [machine for machine in machines if machine != self.machine]
+        for machine in others:
+            self.say(machine, "have", torch.zeros(1, dtype=torch.uint8))
+        for machine in others:
+            yield self.hear(machine, "have")
+
     def say(self, machine: int, topic: str, tensor: torch.Tensor) -> None:
         """Sends; `tensor` may be written again when an answer has come that needs it, or after `told`."""
-        self._send(self._speakers[machine], topic, tensor)
+        self._said[machine].append((topic, tensor))
+        speaker = self._speakers.get(machine)
+        if speaker is not None:
+            self._send(speaker, topic, tensor)
 
     def hear(
         self, machine: int, topic: str, into: torch.Tensor | None = None, *, is_required: bool = False
@@ -161,7 +204,7 @@ class MachineExchange:
         self._receiving.append(received)
 
         def is_done() -> bool:
-            is_over = received.is_done() or self._final_loss(machine) is not None
+            is_over = received.is_done() or self._is_void() or self._final_loss(machine) is not None
             return is_over or self._find_speaker(machine) is None
 
         def result() -> Any:
@@ -171,6 +214,8 @@ class MachineExchange:
                     came = received.wait()
                     if came is not None:
                         return came
+            if self._is_void():
+                raise LostMeanwhile
             # somebody may be lost since `is_done` has looked; where all are, that has ended the receive
             loss = self._final_loss(machine)
             if loss is None and is_required:
@@ -196,14 +241,8 @@ class MachineExchange:
         """Lets whoever waits for this operation look again."""
         self._mesh.wake()
 
-    def reduce(
-        self, flat: torch.Tensor, machines: list[int], op: Reduction, algorithm: Algorithm, number: int = 0
-    ) -> Steps:
-        """Reduces the machines' tensors in place; equal bits on all. `number` tells pieces of one apart."""
-        if len(machines) == 1 or not flat.numel():
-            return
-        reduction = MachineReduction(self, flat, machines, op, str(number))
-        reduction.start(algorithm)
+    def finish(self, reduction: MachineReduction, machines: Sequence[int]) -> Steps:
+        """Waits until a reduction that was started is over, and all that it sends has left."""
 
         def loss() -> Loss | None:
             """Finds who is lost without whom it cannot end."""
@@ -218,15 +257,26 @@ class MachineExchange:
 
         def result() -> None:
             reduction.check()
-            lost = None if reduction.is_over else loss()
+            if reduction.is_over:
+                return
+            if self._is_void():
+                raise LostMeanwhile
+            lost = loss()
             if lost is not None:
                 raise lost.error()
 
-        yield PendingStep(lambda: reduction.is_over or loss() is not None, result, self._awaited)
+        def is_done() -> bool:
+            return reduction.is_over or self._is_void() or loss() is not None
+
+        yield PendingStep(is_done, result, self._awaited)
         yield self.told()
 
     def _awaited(self) -> int | None:
         return next(iter(self._speakers.values()), None)
+
+    def _is_void(self) -> bool:
+        """Tells whether others were lost since this attempt has begun."""
+        return self._attempt is not None and len(self._members.lost) != len(self._attempt)
 
     def _final_loss(self, machine: int) -> Loss | None:
         """Finds the loss without which a machine says nothing more.
@@ -234,6 +284,8 @@ class MachineExchange:
         Others of a machine may speak for one that was lost since this operation began; if they do not within
         `_MATES_S`, it had begun to speak.
         """
+        if self._attempt is not None:
+            return None
         first = self._members.first_loss()
         if first is not None:
             return first
@@ -250,14 +302,16 @@ class MachineExchange:
             return known
         for rank in self._members.ranks_on[machine]:
             if not self._members.is_gone(rank, self._seq):
-                self._greet(machine, rank)
+                self._speak_to(machine, rank)
                 return rank
         return None
 
-    def _greet(self, machine: int, speaker: int) -> None:
+    def _speak_to(self, machine: int, speaker: int) -> None:
+        """Says all to this worker of another machine, also what was said to another one before."""
         if self._speakers.get(machine) != speaker:
             self._speakers[machine] = speaker
-            self._send(speaker, "greeting", self._greeting)
+            for topic, tensor in tuple(self._said[machine]):
+                self._send(speaker, topic, tensor)
 
     def _send(self, rank: int, topic: str, tensor: torch.Tensor) -> None:
         self._sending.append(self._mesh.send(rank, (self._seq, self._name + topic, self.machine), tensor))
