@@ -659,13 +659,13 @@ class Links:
 
     # --- their end ---
 
-    def drop(self, rank: int) -> None:
-        """Ends the connections with a worker that is gone."""
+    def drop(self, rank: int, error: PeerLost, *, has_left: bool = False) -> None:
+        """Sends nothing more to a worker that is gone; what one that `has_left` has sent still comes."""
         with self._lock:
-            incoming = self._incoming.pop(rank, None)
+            incoming = None if has_left else self._incoming.pop(rank, None)
             sender = self._senders.get(rank)
         if sender is not None:
-            sender.close(_gone(rank))
+            sender.close(error)
         if incoming is not None:
             _shut(incoming)
 
@@ -675,7 +675,7 @@ class Links:
             self._is_open = False
             ranks = [*self._senders, *self._incoming]
         for rank in ranks:
-            self.drop(rank)
+            self.drop(rank, _gone(rank))
         self._threads.join(deadline)
 
 

@@ -330,8 +330,9 @@ class Mesh:
 
     def _give_up(self) -> None:
         """Ends all that is received from those who are gone: in None from one that has left in order."""
-        for rank in self.monitor.lost:
-            self._links.drop(rank)
+        for rank in (*self.monitor.lost, *self.monitor.left):
+            has_left = rank not in self.monitor.lost
+            self._links.drop(rank, self.monitor.why_gone(rank), has_left=has_left)
         for wanted in self._mailbox.give_up(self._is_hopeless):
             lost = self.monitor.lost
             source = max(lost, default=-1) if wanted.source is None else wanted.source
