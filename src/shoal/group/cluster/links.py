@@ -227,7 +227,8 @@ class Mailbox:
         with self._lock:
             # a key names one tensor of a sender at a time
             found = self._find(key, lambda each: each.sender == source and not each.is_here)
-            assert found is not None
+            if found is None:  # its sender was given up
+                return False
             found.is_here = True
             if not found.is_wanted:
                 return False
@@ -639,8 +640,8 @@ class Links:
         view = self._mailbox.expect(rank, key, size_bytes, is_bounded=is_bounded)
         _fill(connected, view)
         self.received_bytes[rank] += key_bytes + size_bytes
-        self.num_received[rank] += 1
         is_wanted = self._mailbox.complete(rank, key)
+        self.num_received[rank] += 1  # only now: of one that has left nothing is waited for any more then
         self._on_arrival(rank, is_wanted)
         return True
 
