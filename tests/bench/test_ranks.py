@@ -13,7 +13,7 @@ from shoal.bench.crew import CrewSettings
 from shoal.bench.ranks import RankCrew, Ranks, Told, in_lines
 from shoal.core import BenchmarkError, PeerLost
 from shoal.group import Done, SoloGroup
-from shoal.launch.lines import MAX_LINE_BYTES, Lines
+from shoal.launch.output import MAX_LINE_BYTES, Lines
 
 LIMIT_S = 150
 SHORT = ["--model", "small-mlp", "--short", "--strategies", "neighbor", "--no-ddp"]

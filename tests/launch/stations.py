@@ -5,7 +5,8 @@ import signal
 import sys
 
 from shoal.core import PeerRefused
-from shoal.launch.channel import AGENT, Channel, Engine, PipeChannel, Station
+from shoal.launch.head import Engine, Station
+from shoal.launch.protocol import AGENT, Channel, PipeChannel
 
 
 class FakeChannel(Channel):

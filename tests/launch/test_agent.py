@@ -8,8 +8,19 @@ import pytest
 
 from launch.programs import is_running
 from shoal._version import __version__
-from shoal.launch.channel import AGENT, PipeChannel
-from shoal.launch.messages import Ended, Failed, Hello, Job, Post, Signal, Started, Told, Wrote
+from shoal.launch.protocol import (
+    AGENT,
+    Ended,
+    Failed,
+    Hello,
+    Job,
+    PipeChannel,
+    Post,
+    Signal,
+    Started,
+    Told,
+    Wrote,
+)
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="workers are started on POSIX only")
 LIMIT_S = 20.0

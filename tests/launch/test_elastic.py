@@ -9,7 +9,7 @@ from launch.programs import Recorder
 from launch.stations import Children, FakeChannel
 from shoal.core import PeerRefused, UsageError
 from shoal.launch import Elastic, LaunchSettings, launch
-from shoal.launch.channel import Engine, Station
+from shoal.launch.head import Engine, Station
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="workers are started on POSIX only")
 COUNT = 'count = int(os.environ["SHOAL_RESTART_COUNT"])\n'

@@ -6,11 +6,9 @@ import pytest
 from launch.stations import FakeChannel
 from shoal._version import __version__
 from shoal.core import SYSTEM_CLOCK, PeerRefused, PeerUnreachable, UsageError
-from shoal.launch.channel import AGENT, PipeChannel, Station
-from shoal.launch.fleet import place
-from shoal.launch.gathering import Gathering, Present, meeting_of
-from shoal.launch.messages import Hello
-from shoal.launch.signals import SignalInbox
+from shoal.launch.head import Gathering, Present, Station, meeting_of, place
+from shoal.launch.polling import SignalInbox
+from shoal.launch.protocol import AGENT, Hello, PipeChannel
 
 
 def present(name, address, *, reached_at="", head="", count=1, machine=None, own=""):

@@ -1,6 +1,6 @@
 import pytest
 
-from shoal.launch.lines import BAR_INTERVAL_S, MAX_LINE_BYTES, Lines
+from shoal.launch.output import BAR_INTERVAL_S, MAX_LINE_BYTES, Lines
 
 
 def shown(*pieces):

@@ -1,7 +1,7 @@
 import pytest
 
 from shoal.core import ProtocolError
-from shoal.launch.messages import (
+from shoal.launch.protocol import (
     MAGIC,
     MAX_PREAMBLE_BYTES,
     Beat,

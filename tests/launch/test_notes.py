@@ -10,12 +10,9 @@ from launch.stations import FakeChannel
 from shoal.core import ManualClock, board
 from shoal.core.board import Sighting, look, pin
 from shoal.launch import LaunchSettings, agent
-from shoal.launch.agent import Agent
-from shoal.launch.channel import AGENT, PipeChannel, Station
-from shoal.launch.fleet import Fleet, RemoteWorker
-from shoal.launch.gathering import Present
-from shoal.launch.messages import MAGIC, Decoder, Hello, Job, Post, Seen, Up, encode
-from shoal.launch.notes import Copies, seen_here, take_down
+from shoal.launch.agent import Agent, seen_here, take_down
+from shoal.launch.head import Copies, Fleet, Present, RemoteWorker, Station
+from shoal.launch.protocol import AGENT, MAGIC, Decoder, Hello, Job, PipeChannel, Post, Seen, Up, encode
 
 CLOCK = ManualClock(wall_s=NOW_S)
 

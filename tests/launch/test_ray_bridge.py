@@ -1,5 +1,4 @@
-from shoal.launch.ray_bridge import variables_of
-from shoal.launch.ray_reports import Place
+from shoal.launch.ray_bridge import Place, variables_of
 
 
 def test_workers_of_a_node_see_all_its_gpus_in_the_order_of_their_local_ranks():

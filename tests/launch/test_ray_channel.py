@@ -3,8 +3,8 @@ import socket
 import pytest
 
 from shoal.core.errors import ProtocolError
-from shoal.launch.messages import MAGIC, Beat, Decoder, Down, Ended, Started, encode
-from shoal.launch.ray_channel import RayChannel
+from shoal.launch.protocol import MAGIC, Beat, Decoder, Down, Ended, Started, encode
+from shoal.launch.ray_engine import RayChannel
 
 
 @pytest.fixture

@@ -11,18 +11,20 @@ import contextlib
 import os
 import select
 import signal
+import socket
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
-from shoal.core import SYSTEM_CLOCK, Clock
-from shoal.core.board import name_of_run
+from shoal._version import __version__
+from shoal.core import SYSTEM_CLOCK, Clock, board
+from shoal.core.board import Sighting, name_of_run
 from shoal.core.errors import ProtocolError, ShoalError
+from shoal.core.placement import num_cores
+from shoal.core.processes import boot_id, own_addresses
 from shoal.core.run_options import RUN_ID_VARIABLE
-from shoal.launch.channel import Interest
-from shoal.launch.crew import groups_of
-from shoal.launch.guard import Guard
-from shoal.launch.introduction import introduce
-from shoal.launch.messages import (
+from shoal.launch.polling import Interest, SignalInbox
+from shoal.launch.protocol import (
     BEAT_S,
     MAGIC,
     Beat,
@@ -30,6 +32,7 @@ from shoal.launch.messages import (
     Down,
     Ended,
     Failed,
+    Hello,
     Hold,
     Job,
     Message,
@@ -44,11 +47,9 @@ from shoal.launch.messages import (
     Wrote,
     encode,
 )
-from shoal.launch.notes import seen_here, take_down
-from shoal.launch.process import Pipe, Process
-from shoal.launch.settings import complete
-from shoal.launch.signals import SignalInbox
+from shoal.launch.settings import complete, free_port
 from shoal.launch.timeline import make_room, read_part
+from shoal.launch.worker_process import Guard, Pipe, Process, groups_of
 
 HEAD_SILENCE_S = 30.0
 """A head that is silent for so long, times the patience, has gone with its machine."""
@@ -303,6 +304,44 @@ def main() -> None:
     os.close(nothing)
     with contextlib.suppress(KeyboardInterrupt):
         Agent(source, sink).run()
+
+
+def introduce() -> Hello:
+    """For the head to know whether and how this machine can take part."""
+    # 'client address, port, server address, port', as sshd sets it
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    head_address, _, reached_at, _ = words if len(words) == 4 else [""] * 4
+    return Hello(
+        version=__version__,
+        host=socket.gethostname(),
+        addresses=own_addresses(),
+        num_cores=num_cores(),
+        boot_id=boot_id(),
+        clock_s=SYSTEM_CLOCK.now_s(),
+        free_port=free_port(),
+        reached_at=reached_at,
+        head_address=head_address,
+    )
+
+
+def seen_here(run: str, ranks: Collection[int]) -> list[Sighting]:
+    """What these ranks of a run have noted on this machine, as the launcher counts ranks."""
+    if not run or not board.is_wanted():
+        return []
+    with contextlib.suppress(Exception):
+        return [
+            one
+            for one in board.look()
+            if one.note.run == run and one.note.place in ranks and one.note.keeper is None
+        ]
+    return []
+
+
+def take_down() -> None:
+    """What workers of runs that are over have left on this machine's board: those that were killed."""
+    with contextlib.suppress(Exception):
+        if board.is_wanted():
+            board.look()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from shoal.core.errors import UsageError
 from shoal.core.processes import is_own
-from shoal.launch.channel import AGENT, Engine, PipeChannel, Station
+from shoal.launch.head import Engine, Station
+from shoal.launch.protocol import AGENT, PipeChannel
 from shoal.launch.ssh import SshChannel, SshSettings
 
 _ENTRY = re.compile(r"(?P<name>(?:[^@\s]+@)?(?:\[[^\]\s]+\]|[^:\[\]\s]+))(?::(?P<slots>\d+))?")

@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 
 from shoal.core.errors import PeerRefused, PeerUnreachable, ShoalError, UsageError
-from shoal.launch.channel import AGENT, PipeChannel
+from shoal.launch.protocol import AGENT, PipeChannel
 
 _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)

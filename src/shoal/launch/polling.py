@@ -1,4 +1,4 @@
-"""Signals to the launcher as bytes in a pipe, so that one selector waits for them and for all else."""
+"""What a poll waits for, and signals as bytes in a pipe, so that one poll waits for them and for all else."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
 CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
 _MAY_BE_IGNORED = (signal.SIGHUP, signal.SIGTSTP)
 """Whoever started this process so (nohup) did it on purpose."""
+Interest = tuple[int, int, Callable[[], object]]
+"""A descriptor, poll's event (POLLIN, POLLOUT), and what to do when that is there."""
 
 
 class SignalInbox:

@@ -1,4 +1,4 @@
-"""One worker's process on this machine: its state, its process group, and its three pipes.
+"""One worker's process on this machine, with its process group and its pipes; and a guard for all of them.
 
 Nothing here waits, and nothing decides: what its output and its end mean is for `worker` and `failures`.
 """
@@ -11,8 +11,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import IO
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import IO, Self
 
 import msgspec
 
@@ -28,6 +28,11 @@ _MAX_STATUS_READS = 16
 """As much as a pipe holds; the rest waits for the next turn."""
 _KILLED_S = 5.0
 _SHORTAGES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+_SCRIPT = """
+while read -r line; do groups=$line; done
+for group in $groups; do kill -s KILL -- "-$group"; done
+"""
+_ENDING_S = 5.0
 
 
 class Pipe:
@@ -221,3 +226,42 @@ def _cannot_start(rank: int, program: str, error: OSError) -> ShoalError:
         cause="this user has too many processes or open files, or the memory is full.",
         next_step="give a smaller -np, or raise the limits that `ulimit -a` shows.",
     )
+
+
+class Guard:
+    """One for each launcher; a context manager, which must be told that no group is left before it closes."""
+
+    def __enter__(self) -> Self:
+        # a session of its own: Ctrl-C, a closed terminal or a kill of the launcher's group do not reach it
+        self._shell = subprocess.Popen(
+            ["/bin/sh", "-c", _SCRIPT],
+            stdin=subprocess.PIPE,
+            bufsize=0,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
+            env={},
+        )
+        return self
+
+    def watch(self, groups: Iterable[int]) -> None:
+        """Exactly these are to be killed if the launcher dies now."""
+        assert self._shell.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # somebody killed the guard
+            self._shell.stdin.write(" ".join(map(str, groups)).encode() + b"\n")
+
+    def __exit__(self, *_: object) -> None:
+        assert self._shell.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._shell.stdin.close()
+        try:
+            self._shell.wait(_ENDING_S)
+        except subprocess.TimeoutExpired:
+            self._shell.kill()
+            self._shell.wait()
+
+
+def groups_of(processes: Iterable[Process]) -> list[int]:
+    """The process groups that are left of them."""
+    return [process.pid for process in processes if process.is_alive]
