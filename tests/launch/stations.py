@@ -1,11 +1,11 @@
-"""Stations for tests of the head: agents that are children here, and channels that only pretend."""
+"""Agents for tests of the head: agents that are children here, and channels that only pretend."""
 
 import os
 import signal
 import sys
 
 from shoal.core import PeerRefused
-from shoal.launch.head import Engine, Station
+from shoal.launch.head import AgentHandle, Engine
 from shoal.launch.protocol import AGENT, Channel, PipeChannel
 
 
@@ -48,7 +48,7 @@ class Children(Engine):
         names = [name for name in self._names if not (is_restart and name in self._missing)]
         self.channels = {name: PipeChannel(name, [sys.executable, *AGENT]) for name in names}
         return [
-            Station(channel, self._slots, name, has_own_disks=self._has_own_disks)
+            AgentHandle(channel, self._slots, name, has_own_disks=self._has_own_disks)
             for name, channel in self.channels.items()
         ]
 

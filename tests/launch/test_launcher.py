@@ -235,7 +235,7 @@ def test_children_of_workers_that_finished_are_ended_too(start, tmp_path):
 
 
 def test_a_process_that_left_its_group_does_not_hold_the_run(start, tmp_path, monkeypatch):
-    monkeypatch.setattr(launcher, "LAST_WORDS_S", 0.1)
+    monkeypatch.setattr("shoal.launch.worker_process.LAST_WORDS_S", 0.1)
     body = """
         child = subprocess.Popen(["sleep", "30"], start_new_session=True)
         mark("child", child.pid)

@@ -10,9 +10,10 @@ from launch.stations import FakeChannel
 from shoal.core import ManualClock, board
 from shoal.core.board import Sighting, look, pin
 from shoal.launch import LaunchSettings, agent
-from shoal.launch.agent import Agent, seen_here, take_down
-from shoal.launch.head import Copies, Fleet, Present, RemoteWorker, Station
+from shoal.launch.agent import Agent, seen_here
+from shoal.launch.head import AgentHandle, Copies, Workers
 from shoal.launch.protocol import AGENT, MAGIC, Decoder, Hello, Job, PipeChannel, Post, Seen, Up, encode
+from shoal.launch.worker_process import take_down
 
 CLOCK = ManualClock(wall_s=NOW_S)
 
@@ -91,17 +92,16 @@ def test_notes_travel_from_the_agent_to_the_head_of_the_run(is_lost):
     (came,) = Decoder(Up).feed(encode(sent))
     assert came == sent
     channel = FakeChannel("gpu-0", [came])
-    present = Present(Station(channel, 1, "gpu-0"), Hello("1", "vm"), 1)
-    fleet = Fleet(LaunchSettings(("true",), 1), [present], Output(), CLOCK)
-    fleet.workers.append(RemoteWorker(0, present, Output(), Logs()))
-    fleet.look(0.0)
+    handle = AgentHandle(channel, 1, "gpu-0", hello=Hello("1", "vm"), num_processes=1)
+    workers = Workers(LaunchSettings(("true",), 1), [handle], Output(), CLOCK)
+    workers.start(Logs())
+    workers.look(0.0)
     assert [(one.note.host, one.note.values) for one in look(CLOCK)] == [("gpu-0", {"loss": 0.5})]
     if is_lost:
-        fleet._links[0].workers = fleet.workers
         channel.close()
-        fleet.look(0.0)
+        workers.look(0.0)
     else:
-        fleet.close(0.0)
+        workers.close(0.0)
     assert look(CLOCK) == []
 
 

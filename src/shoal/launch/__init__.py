@@ -3,7 +3,7 @@
 from shoal.core.placement import num_cores
 from shoal.launch.arguments import command_of
 from shoal.launch.endings import Death, Outcome
-from shoal.launch.launcher import Launcher, launch
+from shoal.launch.launcher import launch
 from shoal.launch.output import Listener, Output, Terminal, settle_own_streams
 from shoal.launch.settings import Elastic, LaunchSettings
 
@@ -11,7 +11,6 @@ __all__ = [
     "Death",
     "Elastic",
     "LaunchSettings",
-    "Launcher",
     "Listener",
     "Outcome",
     "Output",

@@ -1,20 +1,20 @@
-"""What the head of a run does with its agents: waits until they answer, and handles their workers."""
+"""What the head of a run does with its agents: waits for their answers, gives them jobs, hears of workers.
+
+Children of this process, which need no agent, are handled in the same way (`LocalEngine`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
 import os
-import select
 import signal
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Self
 
 import msgspec
@@ -22,636 +22,347 @@ import msgspec
 from shoal._version import __version__
 from shoal.core import Clock, board
 from shoal.core.board import Keeper, Pin, Sighting
-from shoal.core.errors import PeerError, PeerRefused, PeerUnreachable, ProtocolError, ShoalError, UsageError
+from shoal.core.errors import PeerRefused, PeerUnreachable, ProtocolError, ShoalError, UsageError
 from shoal.core.processes import boot_id, namespace
 from shoal.core.run_options import SECRET_VARIABLE, SILENCE_S, VARIABLE, Env
-from shoal.launch.agent import take_down
-from shoal.launch.endings import Death, name_ranks
+from shoal.launch.endings import name_ranks
 from shoal.launch.output import LogFiles, Output
-from shoal.launch.polling import Interest, SignalInbox
+from shoal.launch.polling import Interest, SignalInbox, poll_once
 from shoal.launch.protocol import (
     BEAT_S,
     Beat,
     Channel,
-    Ended,
     Failed,
     Hello,
     Hold,
     Job,
+    OfWorker,
     Part,
     Pause,
     Post,
     Seen,
-    Signal,
-    Started,
-    Stopped,
-    Told,
     Up,
-    Wrote,
-    all_addresses,
 )
-from shoal.launch.settings import (
-    LaunchSettings,
-    Meeting,
-    Surroundings,
-    name_run,
-    variables_of_all,
-    variables_of_one,
-)
+from shoal.launch.settings import LaunchSettings, Meeting, name_run, variables_of_all, variables_of_one
 from shoal.launch.timeline import Parts
-from shoal.launch.worker import Reader, Worker
-from shoal.launch.worker_process import Guard, Pipe, Process, groups_of, has_piped_stdin
+from shoal.launch.worker import Worker
+from shoal.launch.worker_process import LocalChannel, has_piped_stdin
 
-_TICK_S = 0.2
 FORWARDED = ("SHOAL_", "PYTHON", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_")
 """Variables of the head that begin so reach the workers of other machines; more by `-x NAME`."""
 _OWN = (VARIABLE, SECRET_VARIABLE, "PYTHONHOME", "CUDA_VISIBLE_DEVICES")
 """What would be wrong there."""
 
 
-@dataclass(frozen=True)
-class Present:
-    """A station whose agent has answered, and how many workers it gets."""
+@dataclass
+class AgentHandle:
+    """One agent as the head sees it: where it is, what it has answered, and its workers."""
 
-    station: Station
-    hello: Hello
-    num_processes: int = 0
+    channel: Channel
+    slots: int
+    """How many workers and servers it can take."""
+    machine: str
+    """Agents with the same one are on the same machine, where local ranks are counted."""
+    python: str = sys.executable
+    """Takes the place of this process's own interpreter in the command."""
+    cwd: str | None = None
+    """By default the head's."""
+    has_own_disks: bool = True
+    """Whether files that workers write there may not be seen here."""
+    address: str = ""
+    """By which the other machines reach it, where that is known."""
+    hello: Hello | None = None
+    """What it has answered."""
     shift_s: float = 0.0
     """What to add to its clock to have this machine's, but for the time that its answer took."""
+    error: ShoalError | None = None
+    """Why it cannot take part."""
+    num_processes: int = 0
+    """How many workers and servers it gets."""
+    workers: list[Worker] = field(default_factory=list)
+    heard_s: float = 0.0
+    is_lost: bool = False
 
     @property
     def host(self) -> str:
-        """As the user named it."""
-        return self.station.channel.host
+        """As the user named it; empty for children of this process."""
+        return self.channel.host
+
+    @property
+    def addresses(self) -> Mapping[str, Sequence[str]]:
+        """By the name of the interface."""
+        return {} if self.hello is None else self.hello.addresses
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it still has something to tell of its workers."""
+        return not self.is_lost and not all(worker.is_silent for worker in self.workers)
+
+
+class Engine(ABC):
+    """Where agents come from."""
+
+    @abstractmethod
+    def open(self, min_processes: int, max_processes: int, *, is_restart: bool) -> list[AgentHandle]:
+        """Return agents for so many workers and servers; UsageError says how many slots there are.
+
+        Ranks are given in their order; those of one machine follow each other. Called again for each restart;
+        what an earlier call gave has been closed. An agent that cannot be reached is one whose channel ends
+        before it has said Hello.
+        """
+
+
+class LocalEngine(Engine):
+    """Children of this process, which need no agent; a restart takes no more than the first start."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+
+    def open(self, min_processes: int, max_processes: int, *, is_restart: bool) -> list[AgentHandle]:
+        """Return a single handle, which has answered already."""
+        if os.name != "posix":
+            raise UsageError(
+                "Workers are started on Linux and macOS only.", next_step="start them by torchrun or mpirun."
+            )
+        return [AgentHandle(LocalChannel(), self._num_slots, "", cwd=os.curdir, has_own_disks=False)]
 
 
 class Gathering:
-    """Of one start; a context manager, which closes all channels."""
+    """The agents of one start, until all have answered; a context manager, which closes all channels."""
 
-    def __init__(self, stations: Sequence[Station]) -> None:
-        self._stations = stations
-        self._hellos: dict[int, Hello] = {}
-        self._shifts_s: dict[int, float] = {}
-        self._errors: dict[int, ShoalError] = {}
+    def __init__(self, agents: Sequence[AgentHandle]) -> None:
+        self._agents = agents
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        for station in self._stations:
-            self._stack.callback(station.channel.close)
+        for agent in self._agents:
+            self._stack.callback(agent.channel.close)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for station in self._stations:
-            station.channel.hang_up()
+        for agent in self._agents:
+            agent.channel.hang_up()
         self._stack.close()
 
     @property
-    def present(self) -> list[Present]:
-        """In the order of the stations."""
-        return [
-            Present(self._stations[index], self._hellos[index], shift_s=self._shifts_s[index])
-            for index in sorted(self._hellos)
-        ]
+    def present(self) -> list[AgentHandle]:
+        """Those that have answered and can take part."""
+        return [agent for agent in self._agents if agent.hello is not None]
 
     @property
-    def absent(self) -> list[tuple[Station, ShoalError]]:
-        """Who cannot take part, and why."""
-        return [(self._stations[index], self._errors[index]) for index in sorted(self._errors)]
-
-    @property
-    def num_slots(self) -> int:
-        """On those that have answered."""
-        return sum(present.station.slots for present in self.present)
+    def absent(self) -> list[tuple[AgentHandle, ShoalError]]:
+        """Those that cannot take part, and why."""
+        return [(agent, agent.error) for agent in self._agents if agent.error is not None]
 
     def wait(self, inbox: SignalInbox, limit_s: float, clock: Clock) -> int | None:
-        """Until all have answered or cannot, or the time is over; the number of a signal that came first."""
+        """Wait until all have answered or cannot, or the time is over; return a signal that came first."""
         end_s, beat_s = clock.now_s() + limit_s, 0.0
-        while waiting := self._waiting():
-            self._poll(waiting, inbox)
-            signals = inbox.take()
-            if signals:
-                return signals[0]
-            for index in waiting:
-                self._hear(index, clock.now_s())
+        while True:
+            for agent in self._waiting():
+                _hear_hello(agent, clock.now_s())
             now_s = clock.now_s()
-            if now_s >= end_s:
-                for index in self._waiting():
-                    self._errors[index] = _silent(self._stations[index], limit_s)
+            for agent in self._waiting() if now_s >= end_s else ():
+                agent.error = PeerUnreachable(
+                    f"{agent.host} has not answered within {limit_s:g} s.",
+                    peer=agent.host,
+                    cause="the machine is down or busy, or a firewall drops what is sent to it.",
+                    next_step=f"ssh {agent.host} true, or give more time by --start-timeout.",
+                )
+            if not (waiting := self._waiting()):
+                return None
             if now_s - beat_s >= BEAT_S:
                 beat_s = now_s
-                for index in self._hellos:
-                    self._stations[index].channel.send(Beat())
-        return None
+                for agent in self.present:
+                    agent.channel.send(Beat())
+            poll_once([inbox.interest, *(one for agent in waiting for one in agent.channel.interests())])
+            for number in inbox.take():
+                return number
 
-    def choose(self, num_processes: int) -> list[Present]:
-        """Those that get workers, filled in order; the others are closed."""
-        chosen: list[Present] = []
-        for present in self.present:
-            count = min(present.station.slots, num_processes)
-            num_processes -= count
-            if count > 0:
-                chosen.append(replace(present, num_processes=count))
-            else:
-                present.station.channel.close()
+    def choose(self, num_processes: int) -> list[AgentHandle]:
+        """Return those that get workers, filled in order; the others are closed."""
+        for agent in self.present:
+            agent.num_processes = min(agent.slots, num_processes)
+            num_processes -= agent.num_processes
+            if agent.num_processes == 0:
+                agent.channel.close()
         assert num_processes == 0
-        return chosen
+        return [agent for agent in self.present if agent.num_processes > 0]
 
     def complaint(self) -> ShoalError:
-        """Of all that are absent, as one error."""
+        """Return the errors of all that are absent as one."""
         errors = [error for _, error in self.absent]
         if len(errors) == 1:
             return errors[0]
         told = "\n  ".join(f"{error.what} Try: {error.next_step}" for error in errors)
         return PeerUnreachable(
-            f"{len(errors)} of {len(self._stations)} hosts cannot take part.\n  {told}",
-            peer=[station.channel.host for station, _ in self.absent],
+            f"{len(errors)} of {len(self._agents)} hosts cannot take part.\n  {told}",
+            peer=[agent.host for agent, _ in self.absent],
         )
 
-    def _waiting(self) -> list[int]:
-        known = {**self._hellos, **self._errors}
-        return [index for index in range(len(self._stations)) if index not in known]
+    def _waiting(self) -> list[AgentHandle]:
+        return [agent for agent in self._agents if agent.hello is None and agent.error is None]
 
-    def _poll(self, waiting: Iterable[int], inbox: SignalInbox) -> None:
-        poll = select.poll()
-        poll.register(inbox.descriptor, select.POLLIN)
-        interests = [one for index in waiting for one in self._stations[index].channel.interests()]
-        for descriptor, event, _ in interests:
-            poll.register(descriptor, event)
-        actions = {descriptor: action for descriptor, _, action in interests}
-        for descriptor, _ in poll.poll(_TICK_S * 1000):
-            actions.get(descriptor, _wake)()
 
-    def _hear(self, index: int, now_s: float) -> None:
-        channel = self._stations[index].channel
-        try:
-            for message in channel.take():
-                if isinstance(message, Hello):
-                    self._welcome(index, message, now_s)
-        except ProtocolError as error:
-            self._errors[index] = PeerRefused(
-                f"What answers on {channel.host} is no agent of Shoal's: {error.what}",
-                peer=channel.host,
-                cause="the login shell there prints without end, or it has another version of Shoal.",
-                next_step=f"ssh {channel.host} true should print nothing.",
-            )
-        if not channel.is_open and index not in self._hellos and index not in self._errors:
-            self._errors[index] = channel.explain()
-
-    def _welcome(self, index: int, hello: Hello, now_s: float) -> None:
-        if hello.version == __version__:
-            self._hellos[index] = hello
-            is_same_clock = bool(hello.boot_id) and hello.boot_id == boot_id()
-            self._shifts_s[index] = 0.0 if is_same_clock else now_s - hello.clock_s
-            return
-        host = self._stations[index].channel.host
-        self._errors[index] = PeerRefused(
-            f"{host} has Shoal {hello.version}, and this machine {__version__}.",
+def _hear_hello(agent: AgentHandle, now_s: float) -> None:
+    host = agent.host
+    try:
+        for hello in agent.channel.take():
+            if isinstance(hello, Hello) and hello.version == __version__:
+                agent.hello = hello
+                is_same_clock = bool(hello.boot_id) and hello.boot_id == boot_id()
+                agent.shift_s = 0.0 if is_same_clock else now_s - hello.clock_s
+            elif isinstance(hello, Hello):
+                agent.error = PeerRefused(
+                    f"{host} has Shoal {hello.version}, and this machine {__version__}.",
+                    peer=host,
+                    next_step="install the same version on all machines, or name its interpreter by "
+                    "--remote-python.",
+                )
+    except ProtocolError as error:
+        agent.error = PeerRefused(
+            f"What answers on {host} is no agent of Shoal's: {error.what}",
             peer=host,
-            next_step="install the same version on all machines, or name its interpreter by --remote-python.",
+            cause="the login shell there prints without end, or it has another version of Shoal.",
+            next_step=f"ssh {host} true should print nothing.",
         )
+    if not agent.channel.is_open and agent.hello is None and agent.error is None:
+        agent.error = agent.channel.explain()
 
 
-def meeting_of(chosen: Sequence[Present], interface: str | None) -> Meeting:
-    """The address and port of the machine of rank 0 that all others can reach."""
-    machines = dict.fromkeys(present.station.machine for present in chosen)
-    first = chosen[0]
-    if interface is not None:
-        for present in chosen:
-            _require_interface(present, interface)
-    return Meeting(_address_of(chosen, interface), first.hello.free_port, len(machines))
+class Workers:
+    """All workers of one start, by rank, wherever they run; used by one launcher, from its thread.
 
-
-def _address_of(chosen: Sequence[Present], interface: str | None) -> str:
-    first = chosen[0]
-    if interface is not None and interface in first.hello.addresses:
-        return first.hello.addresses[interface][0]
-    if interface is not None:
-        return interface
-    if all(present.station.machine == first.station.machine for present in chosen):
-        return "127.0.0.1"
-    own = [address for address in all_addresses(first.hello) if _is_outward(address)]
-    # by ssh this is the way to a machine that is known to work
-    told = [first.station.address, first.hello.reached_at]
-    told += [present.hello.head_address for present in chosen if not first.hello.reached_at]
-    for address in told:
-        if address and _is_outward(address) and (address in own or not own):
-            return address
-    return next((address for address in [*own, *told] if address), "127.0.0.1")
-
-
-def _require_interface(present: Present, interface: str) -> None:
-    if interface in present.hello.addresses or interface in all_addresses(present.hello):
-        return
-    if _is_address(interface):  # of another of the machines
-        return
-    names = ", ".join(present.hello.addresses)
-    raise UsageError(
-        f"{present.host} has no network interface {interface} with an address; it has {names}.",
-        next_step="give --network-interface the name of one that all hosts have.",
-    )
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_outward(address: str) -> bool:
-    try:
-        found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return True
-    return not found.is_loopback and not found.is_link_local
-
-
-def _silent(station: Station, limit_s: float) -> PeerError:
-    host = station.channel.host
-    return PeerUnreachable(
-        f"{host} has not answered within {limit_s:g} s.",
-        peer=host,
-        cause="the machine is down or busy, or a firewall drops what is sent to it.",
-        next_step=f"ssh {host} true, or give more time by --start-timeout.",
-    )
-
-
-class RemoteWorker(Worker):
-    """A child of an agent."""
-
-    def __init__(self, rank: int, present: Present, output: Output, logs: LogFiles) -> None:
-        super().__init__(rank, output, logs)
-        self.host = present.host
-        self._channel = present.station.channel
-
-    def lose(self, now_s: float) -> None:
-        """Its machine has gone, or nobody there tells of it any more."""
-        self.given_up = Death(self.rank, 1, now_s, host=self.host)
-        self.note_end(1, now_s)
-        self.finish_output(now_s)
-
-    def _send(self, number: int) -> None:
-        self._channel.send(Signal([self.rank], number))
-
-
-@dataclass
-class _Link:
-    present: Present
-    notes: Copies
-    workers: list[RemoteWorker] = field(default_factory=list)
-    heard_s: float = 0.0
-    is_lost: bool = False
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether it still has something to tell."""
-        return not self.is_lost and any(worker.is_alive for worker in self.workers)
-
-
-class Crew(ABC):
-    """All workers of one run, by rank; used by one launcher, from its thread."""
-
-    workers: list[Worker]
-    shifts_s: Mapping[int, float] = MappingProxyType({})
-    """By rank, what to add to the clock of its machine to have this one's."""
-
-    @abstractmethod
-    def start(self, logs: LogFiles) -> None:
-        """Start them all; what was started is ended by `close` when this fails."""
-
-    @abstractmethod
-    def interests(self, *, is_full: bool) -> list[Interest]:
-        """What the launcher's poll should wait for; nothing that workers write while the output is full."""
-
-    @abstractmethod
-    def look(self, now_s: float) -> None:
-        """Take note of workers that were stopped, go on or have ended."""
-
-    @abstractmethod
-    def read_status(self) -> None:
-        """Take what workers have told."""
-
-    def is_uncertain(self, now_s: float) -> bool:
-        """Whether the end of more workers may soon be known."""
-        return False
-
-    def pause(self, *, is_paused: bool) -> None:  # noqa: B027
-        """The launcher is about to be stopped, or goes on."""
-
-    @abstractmethod
-    def close(self, now_s: float) -> None:
-        """Nothing of them is left running."""
-
-
-class Fleet(Crew):
-    """The workers of all agents; their channels are somebody else's to close."""
+    A host is lost when the way to its agent ends, or when nothing has come from it for a while: agents beat.
+    The channels are somebody else's to close.
+    """
 
     def __init__(
-        self, settings: LaunchSettings, chosen: Sequence[Present], output: Output, clock: Clock
+        self, settings: LaunchSettings, agents: Sequence[AgentHandle], output: Output, clock: Clock
     ) -> None:
-        self.workers = []
+        self.all: list[Worker] = []
+        self.shifts_s: Mapping[int, float] = {}
+        """By rank, what to add to the clock of its machine to have this one's."""
         self._settings = settings
         self._output = output
         self._clock = clock
-        self._links = [_Link(present, Copies(clock)) for present in chosen]
+        self._agents = agents
+        self._copies = [Copies(clock) for _ in agents]
         self._silence_s = SILENCE_S * settings.options.patience
         self._parts = Parts(settings)
         self._is_held = False
         self._beat_s = 0.0
 
     def start(self, logs: LogFiles) -> None:
-        """Give each agent its job."""
-        chosen = [link.present for link in self._links]
-        meeting = meeting_of(chosen, self._settings.options.network_interface)
+        """Give each agent its job; what was started is ended with its channel when this fails."""
+        meeting = meeting_of(self._agents, self._settings.options.network_interface)
         shared = variables_of_all(self._settings, name_run(self._settings), meeting)
-        shared = {**forwarded(os.environ), **shared}
-        posts = place(chosen, self._settings.env)
-        for link, own in zip(self._links, posts, strict=True):
-            link.workers = [RemoteWorker(post.rank, link.present, self._output, logs) for post in own]
-            link.heard_s = self._clock.now_s()
-            self.workers += link.workers
-        self.shifts_s = {worker.rank: link.present.shift_s for link in self._links for worker in link.workers}
-        for link, own in zip(self._links, posts, strict=True):
-            link.present.station.channel.send(self._job(link.present, shared, own))
+        jobs = place(self._agents, self._settings.env)
+        for agent, posts in zip(self._agents, jobs, strict=True):
+            agent.workers = [Worker(post.rank, agent.channel, self._output, logs) for post in posts]
+            agent.heard_s = self._clock.now_s()
+            self.all += agent.workers
+        self.shifts_s = {worker.rank: agent.shift_s for agent in self._agents for worker in agent.workers}
+        for agent, posts in zip(self._agents, jobs, strict=True):
+            agent.channel.send(self._job(agent, shared, posts))
 
     def interests(self, *, is_full: bool) -> list[Interest]:
-        """Of all channels; agents are told to hold what workers write while the output is full."""
+        """Say what a poll should wait for; nothing that workers write while the output is full."""
         if is_full != self._is_held:
             self._is_held = is_full
             self._tell_all(Hold(is_full))
-        return [one for link in self._links if not link.is_lost for one in _channel(link).interests()]
+        return [one for agent in self._agents if not agent.is_lost for one in agent.channel.interests()]
 
     def look(self, now_s: float) -> None:
         """Take what agents tell, and give up hosts that tell nothing."""
-        for link in self._links:
-            if not link.is_lost:
-                self._hear(link, now_s)
+        for agent, copies in zip(self._agents, self._copies, strict=True):
+            if not agent.is_lost:
+                self._hear(agent, copies, now_s)
         if now_s - self._beat_s >= BEAT_S:
             self._beat_s = now_s
             self._tell_all(Beat())
 
-    def read_status(self) -> None:
-        """What agents have told has been taken."""
-
     def is_uncertain(self, now_s: float) -> bool:
-        """Whether a host has missed beats, so that it may soon be known as lost."""
-        return any(link.is_awaited and now_s - link.heard_s > 2 * BEAT_S for link in self._links)
+        """Whether a host has missed beats, so that it may soon be known as lost with its workers."""
+        return any(agent.is_awaited and now_s - agent.heard_s > 2 * BEAT_S for agent in self._agents)
 
     def pause(self, *, is_paused: bool) -> None:
-        """Agents do without beats until this process goes on."""
+        """Have agents do without beats, since the launcher is about to be stopped, or no more."""
         self._tell_all(Pause(is_paused))
-        for link in self._links:
-            link.heard_s = self._clock.now_s()
+        for agent in self._agents:
+            agent.heard_s = self._clock.now_s()
 
     def close(self, now_s: float) -> None:
-        """Agents end with their channels, and what is left of their workers with them."""
-        for worker in self.workers:
-            if worker.is_alive:
+        """Kill who is left, and close what is kept of them here."""
+        for worker in self.all:
+            if worker.is_alive and not worker.is_done:
                 worker.signal_group(signal.SIGKILL)
             worker.finish_output(now_s)
         self._parts.close()
-        for link in self._links:
-            link.notes.close()
+        for copies in self._copies:
+            copies.close()
 
-    def _job(self, present: Present, shared: Mapping[str, str], posts: list[Post]) -> Job:
-        station = present.station
+    def _job(self, agent: AgentHandle, shared: Mapping[str, str], posts: list[Post]) -> Job:
         first, *arguments = self._settings.command
         return Job(
-            command=[station.python if first == sys.executable else first, *arguments],
-            cwd=station.cwd or str(Path.cwd()),
-            variables=dict(shared),
+            command=[agent.python if first == sys.executable else first, *arguments],
+            cwd=agent.cwd or str(Path.cwd()),
+            # children of this process have its environment in any case
+            variables={**(forwarded(os.environ) if agent.host else {}), **shared},
             posts=posts,
-            timeline=self._settings.options.timeline if station.has_own_disks else None,
+            timeline=self._settings.options.timeline if agent.has_own_disks else None,
+            has_stdin=not agent.host and has_piped_stdin(),
             patience=self._settings.options.patience,
         )
 
     def _tell_all(self, message: Hold | Beat | Pause) -> None:
-        for link in self._links:
-            if not link.is_lost:
-                _channel(link).send(message)
+        for agent in self._agents:
+            if not agent.is_lost:
+                agent.channel.send(message)
 
-    def _hear(self, link: _Link, now_s: float) -> None:
-        channel = _channel(link)
+    def _hear(self, agent: AgentHandle, copies: Copies, now_s: float) -> None:
         try:
-            for message in channel.take():
-                link.heard_s = now_s
-                if isinstance(message, Failed):
-                    raise _refused(link.present.host, message)
-                self._take(link, message, now_s)
+            for message in agent.channel.take():
+                agent.heard_s = now_s
+                self._take(agent, copies, message, now_s)
         except ProtocolError as error:
-            self._lose(link, now_s, error.what)
+            self._lose(agent, copies, now_s, error.what)
             return
-        if not link.is_awaited:
+        if not agent.is_awaited:
             return
-        if not channel.is_open:
-            self._lose(link, now_s, channel.explain().what)
-        elif now_s - link.heard_s > self._silence_s:
-            self._lose(link, now_s, f"nothing has come from there for {now_s - link.heard_s:.1f} s")
+        if not agent.channel.is_open:
+            self._lose(agent, copies, now_s, agent.channel.explain().what)
+        elif now_s - agent.heard_s > self._silence_s:
+            silent_s = now_s - agent.heard_s
+            self._lose(agent, copies, now_s, f"nothing has come from there for {silent_s:.1f} s")
 
-    def _take(self, link: _Link, message: Up, now_s: float) -> None:
-        if isinstance(message, Part) and self._settings.options.timeline is not None:
+    def _take(self, agent: AgentHandle, copies: Copies, message: Up, now_s: float) -> None:
+        if isinstance(message, Failed):
+            what = f"On {agent.host}: {message.what}"
+            raise PeerRefused(what, peer=agent.host, cause=message.cause, next_step=message.next_step)
+        if isinstance(message, Part):
             self._parts.take(message.rank, message.data)
-        if isinstance(message, Seen):
-            link.notes.take(message.sightings, {worker.rank: worker.host for worker in self.workers})
-        if not isinstance(message, Started | Wrote | Told | Stopped | Ended):
-            return
-        worker = self.workers[message.rank]
-        if not worker.is_alive:
-            return
-        match message:
-            case Started():
-                worker.pid = message.pid
-            case Wrote():
-                worker.readers[0 if message.stream == "stdout" else 1].feed(message.data, now_s)
-            case Told():
-                worker.hear(message.status, now_s)
-            case Stopped():
-                worker.note_stop(message.signal, now_s)
-            case Ended():
-                worker.note_end(message.code, now_s)
-                worker.finish_output(now_s)
+        elif isinstance(message, Seen):
+            copies.take(message.sightings, {worker.rank: worker.host for worker in self.all})
+        elif isinstance(message, OfWorker):
+            self.all[message.rank].take(message, now_s)
 
-    def _lose(self, link: _Link, now_s: float, why: str) -> None:
-        link.is_lost = True
-        link.notes.close()
-        alive = [worker for worker in link.workers if worker.is_alive]
+    def _lose(self, agent: AgentHandle, copies: Copies, now_s: float, why: str) -> None:
+        agent.is_lost = True
+        copies.close()
+        alive = [worker.rank for worker in agent.workers if worker.is_alive]
         if alive:
-            ranks = name_ranks([worker.rank for worker in alive])
-            self._output.say(f"{link.present.host} is lost with {ranks}: {why}")
-        for worker in alive:
+            self._output.say(f"{agent.host} is lost with {name_ranks(alive)}: {why}")
+        for worker in agent.workers:
             worker.lose(now_s)
-        _channel(link).abandon()
-
-
-def _refused(host: str, message: Failed) -> PeerRefused:
-    what = f"On {host}: {message.what}"
-    return PeerRefused(what, peer=host, cause=message.cause, next_step=message.next_step)
-
-
-def _channel(link: _Link) -> Channel:
-    return link.present.station.channel
-
-
-def place(chosen: Sequence[Present], env: Env = "shoal") -> list[list[Post]]:
-    """Who gets which ranks: in order, and counted anew on each machine."""
-    sizes: dict[str, int] = {}
-    for present in chosen:
-        sizes[present.station.machine] = sizes.get(present.station.machine, 0) + present.num_processes
-    machines = list(sizes)
-    placed = dict.fromkeys(machines, 0)
-    posts: list[list[Post]] = []
-    rank = 0
-    for present in chosen:
-        machine, own = present.station.machine, list[Post]()
-        for _ in range(present.num_processes):
-            index = machines.index(machine)
-            variables = variables_of_one(env, rank, placed[machine], sizes[machine], index)
-            own.append(Post(rank, variables))
-            placed[machine] += 1
-            rank += 1
-        posts.append(own)
-    return posts
-
-
-def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
-    """What the workers of other machines get of this environment."""
-    return {name: value for name, value in environ.items() if name.startswith(FORWARDED) and name not in _OWN}
-
-
-class LocalWorker(Worker):
-    """A child of this process."""
-
-    def __init__(self, rank: int, process: Process, output: Output, logs: LogFiles) -> None:
-        super().__init__(rank, output, logs)
-        self.process = process
-        self.pid = process.pid
-
-    def poll(self, now_s: float) -> bool:
-        """Look after its process; True when it has just ended."""
-        if not self.is_alive:
-            return False
-        for number in self.process.poll():
-            self.note_stop(number, now_s)
-        if self.process.code is not None:
-            self.note_end(self.process.code, now_s)
-        return not self.is_alive
-
-    def read(self, pipe: Pipe, reader: Reader, now_s: float) -> None:
-        """Pass on some of what it wrote."""
-        data = pipe.read()
-        if data:
-            reader.feed(data, now_s)
-        elif not pipe.is_open:
-            reader.close(now_s)
-
-    def read_status(self, clock: Clock) -> None:
-        """Take what it has told."""
-        for told in self.process.read_status():
-            self.hear(told, clock.now_s())
-
-    def finish_output(self, now_s: float) -> None:
-        """Pass on what is left in its pipes, and close them."""
-        for pipe, reader in zip(self.process.pipes, self.readers, strict=True):
-            pipe.drain(partial(reader.feed, now_s=now_s))
-        super().finish_output(now_s)
-
-    def _send(self, number: int) -> None:
-        self.process.signal_group(number)
-
-
-class LocalCrew(Crew):
-    """Workers on this machine; a guard ends them should this process be killed."""
-
-    def __init__(self, settings: LaunchSettings, output: Output, clock: Clock) -> None:
-        self.workers = []
-        self._settings = settings
-        self._output = output
-        self._clock = clock
-        self._guard: Guard | None = None
-
-    @property
-    def _locals(self) -> Sequence[LocalWorker]:
-        return [worker for worker in self.workers if isinstance(worker, LocalWorker)]
-
-    def start(self, logs: LogFiles) -> None:
-        """One after the other; rank 0 reads what was piped in."""
-        if os.name != "posix":
-            raise UsageError(
-                "Workers are started on Linux and macOS only.", next_step="start them by torchrun or mpirun."
-            )
-        self._guard = Guard()
-        self._guard.__enter__()
-        surroundings = Surroundings(self._settings)
-        has_stdin = has_piped_stdin()
-        for rank in range(self._settings.num_processes):
-            process = Process.start(
-                rank,
-                self._settings.command,
-                partial(surroundings.of, rank),
-                has_stdin=has_stdin and rank == 0,
-            )
-            self.workers.append(LocalWorker(rank, process, self._output, logs))
-            self._watch()
-
-    def interests(self, *, is_full: bool) -> list[Interest]:
-        """Output of workers, what they tell, and their ends."""
-        wanted: list[Interest] = []
-        for worker in self._locals:
-            process = worker.process
-            if process.status_descriptor >= 0:
-                wanted.append(
-                    (process.status_descriptor, select.POLLIN, partial(worker.read_status, self._clock))
-                )
-            if worker.is_alive and process.exit_descriptor >= 0:
-                wanted.append((process.exit_descriptor, select.POLLIN, _wake))
-            if not is_full:
-                wanted += [
-                    (pipe.descriptor, select.POLLIN, partial(self._read, worker, pipe, reader))
-                    for pipe, reader in zip(process.pipes, worker.readers, strict=True)
-                    if pipe.is_open
-                ]
-        return wanted
-
-    def look(self, now_s: float) -> None:
-        """Ask the kernel."""
-        if [worker for worker in self._locals if worker.poll(now_s)]:
-            self._watch()
-
-    def read_status(self) -> None:
-        """From all pipes."""
-        for worker in self._locals:
-            worker.read_status(self._clock)
-
-    def close(self, now_s: float) -> None:
-        """Kill who is left: that happens by an error of the launcher itself."""
-        for worker in self._locals:
-            if worker.is_alive and not worker.is_done:
-                worker.signal_group(signal.SIGKILL)
-                worker.process.wait()
-        for worker in self._locals:
-            worker.finish_output(now_s)
-            worker.process.close()
-        if self._guard is not None:
-            self._guard.watch([])
-            self._guard.__exit__()
-            self._guard = None
-        take_down()
-
-    def _read(self, worker: LocalWorker, pipe: Pipe, reader: Reader) -> None:
-        worker.read(pipe, reader, self._clock.now_s())
-
-    def _watch(self) -> None:
-        assert self._guard is not None
-        self._guard.watch(groups_of(worker.process for worker in self._locals))
-
-
-def _wake() -> None:
-    pass
+        agent.channel.abandon()
 
 
 class Copies:
-    """The notes of another machine's workers that a head keeps, for as long as its agent tells of them."""
+    """The notes of another machine's workers that a head keeps, for as long as its agent tells of them.
+
+    By that `shoal top` on the head's machine shows all of a run. Whatever fails is passed over: it must not
+    end the run.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -696,32 +407,79 @@ class Copies:
             self._pins[who].write(note)
 
 
-@dataclass(frozen=True)
-class Station:
-    """A place where workers can be started."""
+def place(agents: Sequence[AgentHandle], env: Env = "shoal") -> list[list[Post]]:
+    """Say which agent gets which ranks: in order, and counted anew on each machine."""
+    sizes: dict[str, int] = {}
+    for agent in agents:
+        sizes[agent.machine] = sizes.get(agent.machine, 0) + agent.num_processes
+    machines, placed = list(sizes), dict.fromkeys(sizes, 0)
+    posts: list[list[Post]] = []
+    rank = 0
+    for agent in agents:
+        machine, own = agent.machine, list[Post]()
+        for _ in range(agent.num_processes):
+            index = machines.index(machine)
+            own.append(Post(rank, variables_of_one(env, rank, placed[machine], sizes[machine], index)))
+            placed[machine] += 1
+            rank += 1
+        posts.append(own)
+    return posts
 
-    channel: Channel
-    slots: int
-    machine: str
-    """Stations with the same one are on the same machine, where local ranks are counted."""
-    python: str = sys.executable
-    """Takes the place of this process's own interpreter in the command."""
-    cwd: str | None = None
-    """By default the head's."""
-    has_own_disks: bool = True
-    """Whether files that workers write there may not be seen here."""
-    address: str = ""
-    """By which the other machines reach it, where that is known."""
+
+def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what the workers of other machines get of this environment."""
+    return {name: value for name, value in environ.items() if name.startswith(FORWARDED) and name not in _OWN}
 
 
-class Engine(ABC):
-    """Where stations come from."""
+def meeting_of(agents: Sequence[AgentHandle], interface: str | None) -> Meeting:
+    """Return the address and port of the machine of rank 0 that all others can reach."""
+    first, machines = agents[0], dict.fromkeys(agent.machine for agent in agents)
+    assert first.hello is not None
+    if interface is not None and first.host:
+        for agent in agents:
+            _require_interface(agent, interface)
+        address = next(iter(first.addresses.get(interface, ())), interface)
+    else:
+        address = "127.0.0.1" if len(machines) == 1 else _outward_address(agents)
+    return Meeting(address, first.hello.free_port, len(machines))
 
-    @abstractmethod
-    def open(self, min_processes: int, max_processes: int, *, is_restart: bool) -> list[Station]:
-        """Stations for so many workers and servers, or a UsageError that says how many slots there are.
 
-        Ranks are given in their order; those of one machine follow each other. Called again for each restart;
-        what an earlier call gave has been closed. A station that cannot be reached is one whose channel ends
-        before its agent has said Hello.
-        """
+def _outward_address(agents: Sequence[AgentHandle]) -> str:
+    first = agents[0].hello
+    assert first is not None
+    own = [address for address in _all_addresses(agents[0]) if _is_outward(address)]
+    # by ssh this is the way to a machine that is known to work
+    told = [agents[0].address, first.reached_at]
+    told += [agent.hello.head_address for agent in agents if agent.hello and not first.reached_at]
+    for address in told:
+        if address and _is_outward(address) and (address in own or not own):
+            return address
+    return next((address for address in [*own, *told] if address), "127.0.0.1")
+
+
+def _require_interface(agent: AgentHandle, interface: str) -> None:
+    if interface in agent.addresses or interface in _all_addresses(agent):
+        return
+    if _parse_address(interface) is not None:  # of another of the machines
+        return
+    raise UsageError(
+        f"{agent.host} has no network interface {interface} with an address; "
+        f"it has {', '.join(agent.addresses)}.",
+        next_step="give --network-interface the name of one that all hosts have.",
+    )
+
+
+def _all_addresses(agent: AgentHandle) -> list[str]:
+    return [address for found in agent.addresses.values() for address in found]
+
+
+def _parse_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
+
+
+def _is_outward(address: str) -> bool:
+    found = _parse_address(address.partition("%")[0])
+    return found is None or not (found.is_loopback or found.is_link_local)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from shoal.core.errors import UsageError
 from shoal.core.processes import is_own
-from shoal.launch.head import Engine, Station
+from shoal.launch.head import AgentHandle, Engine
 from shoal.launch.protocol import AGENT, PipeChannel
 from shoal.launch.ssh import SshChannel, SshSettings
 
@@ -105,7 +105,7 @@ def open_hosts(text: str | None, hostfile: Path | None, ssh: SshSettings) -> Hos
 
 
 class Hosts(Engine):
-    """Stations on hosts, by ssh or, on this machine, by a child process."""
+    """AgentHandles on hosts, by ssh or, on this machine, by a child process."""
 
     def __init__(self, hosts: list[Host], ssh: SshSettings, hostfile: Path | None = None) -> None:
         self._hosts = _join_here(hosts)
@@ -139,7 +139,7 @@ class Hosts(Engine):
             next_step=f"give {f'-np {fits}, or ' if fits > 0 else ''}more slots to the hosts.",
         )
 
-    def open(self, min_processes: int, max_processes: int, *, is_restart: bool) -> list[Station]:
+    def open(self, min_processes: int, max_processes: int, *, is_restart: bool) -> list[AgentHandle]:
         """Only those that are needed when the number is fixed; else all, since some may not answer.
 
         A restart reads the host file again, so that hosts may come and go.
@@ -152,14 +152,14 @@ class Hosts(Engine):
             hosts = _first(hosts, max_processes)
         return [self._open(host) for host in hosts]
 
-    def _open(self, host: Host) -> Station:
+    def _open(self, host: Host) -> AgentHandle:
         if is_here(host.name):
             # by which this user has logged in here is not how the other hosts come here
             environment = {name: value for name, value in os.environ.items() if name != "SSH_CONNECTION"}
-            channel = PipeChannel(host.name, [sys.executable, *AGENT], environment)
-            return Station(channel, host.slots, host.name, has_own_disks=False)
-        python = self._ssh.remote_python or sys.executable
-        return Station(SshChannel(host.name, self._ssh), host.slots, host.name, python, self._ssh.remote_cwd)
+            local = PipeChannel(host.name, [sys.executable, *AGENT], environment)
+            return AgentHandle(local, host.slots, host.name, has_own_disks=False)
+        python, cwd = self._ssh.remote_python or sys.executable, self._ssh.remote_cwd
+        return AgentHandle(SshChannel(host.name, self._ssh), host.slots, host.name, python, cwd)
 
 
 def _host(name: str, slots: str | None, where: str) -> Host:

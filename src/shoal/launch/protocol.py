@@ -11,6 +11,7 @@ import os
 import select
 import struct
 import subprocess
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, Generic, TypeVar
@@ -40,7 +41,7 @@ _ENDING_S = 2.0
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
-    """Any of them."""
+    """A message between a head and an agent, or between a head and its bridge to Ray."""
 
 
 class Hello(Message, frozen=True):
@@ -51,7 +52,6 @@ class Hello(Message, frozen=True):
     host: str
     addresses: dict[str, list[str]] = {}
     """By the name of the interface; the loopback's too."""
-    num_cores: int = 1
     boot_id: str = ""
     """The same on machines that are one, which then have one clock too."""
     clock_s: float = 0.0
@@ -82,6 +82,8 @@ class Job(Message, frozen=True):
     posts: list[Post]
     timeline: str | None = None
     """Where workers write their parts of it, if these are to be sent: the head has other disks."""
+    has_stdin: bool = False
+    """Whether its first worker reads what was piped in to the head; only for children of the head itself."""
     patience: float = 1.0
     """An agent that hears nothing of its head for HEAD_SILENCE_S times this ends its workers."""
 
@@ -116,7 +118,7 @@ class Seen(Message, frozen=True):
 
 
 class Started(Message, frozen=True):
-    """Up."""
+    """Up: a worker runs."""
 
     rank: int
     pid: int
@@ -159,19 +161,28 @@ class Stopped(Message, frozen=True):
     signal: int | None
 
 
+class Exited(Message, frozen=True):
+    """Up: a worker's process has ended; more of what it wrote may follow, since others may hold its pipes."""
+
+    rank: int
+    code: int
+    """Exit code, or minus a signal's number."""
+
+
 class Ended(Message, frozen=True):
-    """Up, last of a rank: exit code or minus a signal's number; all that it wrote has been passed on."""
+    """Up, last of a rank: it has exited, and all that it wrote has been passed on."""
 
     rank: int
     code: int
 
 
-Up = Hello | Beat | Seen | Started | Failed | Wrote | Part | Told | Stopped | Ended
+OfWorker = Started | Wrote | Part | Told | Stopped | Exited | Ended
+Up = Hello | Beat | Seen | Failed | OfWorker
 Down = Job | Signal | Hold | Pause | Beat
 
 
 def encode(message: Message) -> bytes:
-    """A message with its length."""
+    """Return the message as bytes, with its length before it."""
     data = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(data)) + data
 
@@ -224,202 +235,203 @@ class Decoder(Generic[M]):
         return True
 
 
-def all_addresses(hello: Hello) -> Sequence[str]:
-    """Of all interfaces, in order."""
-    return [address for found in hello.addresses.values() for address in found]
+class MessageStream(Generic[M]):
+    """Messages both ways over two descriptors, or one; nothing blocks, what is not written is queued."""
+
+    def __init__(self, source: int, sink: int, decoder: Decoder[M]) -> None:
+        for descriptor in (source, sink):
+            os.set_blocking(descriptor, False)
+        self.is_open = True
+        """Whether more may come; when not, and `take` gives nothing more, the other side has gone."""
+        self.queue = bytearray()
+        """What has not been written yet."""
+        self._source, self._sink = source, sink
+        self._decoder = decoder
+        self._can_write = True
+        self._came: list[M] = []
+        self._broken: ProtocolError | None = None
+
+    def interests(self) -> list[Interest]:
+        """Say what a poll should wait for."""
+        wanted: list[Interest] = [(self._source, select.POLLIN, self.read)] if self.is_open else []
+        return [*wanted, (self._sink, select.POLLOUT, self._write)] if self.queue else wanted
+
+    def take(self) -> list[M]:
+        """Return the messages that have been read, in order; ProtocolError for what is none."""
+        if self._broken is not None and not self._came:
+            raise self._broken
+        came, self._came = self._came, []
+        return came
+
+    def send(self, message: Message) -> None:
+        """Queue a message and write what goes at once; to one that has gone it goes nowhere."""
+        if self._can_write:
+            self.queue += encode(message)
+            self._write()
+
+    def stop_writing(self) -> None:
+        """Drop what is queued and what will be sent."""
+        self._can_write = False
+        self.queue.clear()
+
+    def read(self) -> None:
+        """Read some of what is there."""
+        try:
+            data = os.read(self._source, _READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        try:
+            self._came += self._decoder.feed(data)
+        except ProtocolError as error:
+            self._broken = error
+        self.is_open = self.is_open and bool(data) and self._broken is None
+
+    def _write(self) -> None:
+        try:
+            while self.queue:
+                del self.queue[: os.write(self._sink, self.queue)]
+        except BlockingIOError:
+            return
+        except OSError:  # the other side has gone: reading tells
+            self.stop_writing()
 
 
 class Channel(ABC):
-    """To one agent. All is called in the head's thread; nothing blocks but `close`, and that shortly."""
+    """The head's end of the way to an agent. Nothing blocks but `explain` and `close`, and these shortly."""
 
     host: str
-    """As the user named it."""
-
-    @property
-    @abstractmethod
-    def is_open(self) -> bool:
-        """Whether more may come; when not, and `take` gives nothing more, the agent has gone."""
+    """As the user named it; empty for children of this process, which have no agent."""
+    is_open: bool
+    """Whether more may come; when not, and `take` gives nothing more, the agent has gone."""
 
     @abstractmethod
     def interests(self) -> list[Interest]:
-        """What the head's poll should wait for."""
+        """Say what the head's poll should wait for."""
 
     @abstractmethod
     def take(self) -> list[Up]:
-        """Messages that have come, in order; ProtocolError for what is none."""
+        """Return the messages that have come, in order; ProtocolError for what is none."""
 
     @abstractmethod
     def send(self, message: Down) -> None:
-        """Queue it; to an agent that has gone it goes nowhere."""
+        """Queue a message; to an agent that has gone it goes nowhere."""
 
     @abstractmethod
     def explain(self) -> ShoalError:
-        """Why it ended, or does not answer, and what to do about it."""
+        """Say why it ended, or does not answer, and what to do about it."""
 
     def hang_up(self) -> None:  # noqa: B027
         """Begin to close, where that takes time; `close` follows."""
 
     @abstractmethod
     def close(self) -> None:
-        """The agent ends what is left of its workers, and itself; idempotent."""
+        """Have the agent end what is left of its workers, and itself; idempotent."""
 
     def abandon(self) -> None:
         """Close without waiting for an agent that tells nothing any more."""
         self.close()
 
 
-class PipeChannel(Channel):
-    """Over standard input and output of a child process."""
+class Child:
+    """A process that is spoken with over its standard input and output; the end of its stderr is kept.
+
+    It has a session of its own: Ctrl-C is the head's to understand.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        # a file: nobody has to read it for the child to go on
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  until it is closed
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            bufsize=0,
+            start_new_session=True,
+            env=environment,
+            pass_fds=pass_fds,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self.pid = self._process.pid
+        self.stdin, self.stdout = self._process.stdin, self._process.stdout
+
+    def exit_code(self, wait_s: float = 0.0) -> int | None:
+        """Return its exit code once it has ended, which is waited for; None when it has not."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(wait_s)
+        return None
+
+    def complaint(self) -> str:
+        """Return the end of what it wrote to stderr."""
+        size_bytes = os.fstat(self._errors.fileno()).st_size
+        start = max(0, size_bytes - _MAX_COMPLAINT_BYTES)
+        return os.pread(self._errors.fileno(), _MAX_COMPLAINT_BYTES, start).decode(errors="replace").strip()
+
+    def hang_up(self) -> None:
+        """Have its input end, by which it ends; idempotent."""
+        with contextlib.suppress(OSError):
+            self.stdin.close()
+
+    def kill(self) -> None:
+        """Kill it at once."""
+        self._process.kill()
+
+    def close(self, limit_s: float) -> None:
+        """End it; one that takes longer is killed. Idempotent."""
+        self.hang_up()
+        if self.exit_code(limit_s) is None:
+            self.kill()
+            self._process.wait()
+        self.stdout.close()
+        self._errors.close()
+
+
+class PipeChannel(MessageStream[Up], Channel):
+    """A channel to a child process: an agent on this machine, or an ssh that leads to one (`ssh`)."""
 
     def __init__(
         self, host: str, command: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> None:
         self.host = host
-        # a session of its own: Ctrl-C is the head's to understand
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-            env=environment,
-        )
-        self._pipes = [_need(self._process.stdin), _need(self._process.stdout), _need(self._process.stderr)]
-        for pipe in self._pipes:
-            os.set_blocking(pipe.fileno(), False)
-        self._stdin, self._stdout, self._stderr = self._pipes
-        self._decoder: Decoder[Up] = Decoder(Up, expects_magic=True)
-        self._queue = bytearray()
-        self._came: list[Up] = []
-        self._broken: ProtocolError | None = None
-        self._complaint = bytearray()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether its standard output is."""
-        return not self._stdout.closed and self._broken is None
-
-    @property
-    def pid(self) -> int:
-        """Of the child."""
-        return self._process.pid
-
-    @property
-    def complaint(self) -> str:
-        """The end of what it wrote to stderr."""
-        return self._complaint.decode(errors="replace").strip()
-
-    def interests(self) -> list[Interest]:
-        """Its three pipes."""
-        wanted: list[Interest] = []
-        if not self._stdout.closed:
-            wanted.append((self._stdout.fileno(), select.POLLIN, self._read))
-        if not self._stderr.closed:
-            wanted.append((self._stderr.fileno(), select.POLLIN, self._read_complaint))
-        if self._queue and not self._stdin.closed:
-            wanted.append((self._stdin.fileno(), select.POLLOUT, self._write))
-        return wanted
-
-    def take(self) -> list[Up]:
-        """Those that have been read."""
-        if self._broken is not None and not self._came:
-            raise self._broken
-        came, self._came = self._came, []
-        return came
-
-    def send(self, message: Down) -> None:
-        """Queue it, and write what goes at once."""
-        if not self._stdin.closed:
-            self._queue += encode(message)
-            self._write()
+        self._child = Child(command, environment)
+        self.pid = self._child.pid
+        decoder: Decoder[Up] = Decoder(Up, expects_magic=True)
+        super().__init__(self._child.stdout.fileno(), self._child.stdin.fileno(), decoder)
 
     def explain(self) -> ShoalError:
-        """By its exit code and its last words."""
-        code = self._wait(_ENDING_S)
-        self._read_complaint()
+        """Say it by the child's exit code and its last words."""
+        code, complaint = self.last_words()
         end = "does not answer" if code is None else f"ended with exit code {code}"
         return PeerRefused(
-            f"The agent on {self.host} {end}{f': {self.complaint}' if self.complaint else ''}.",
+            f"The agent on {self.host} {end}{f': {complaint}' if complaint else ''}.",
             peer=self.host,
             next_step="look at what it wrote, or at the memory of that machine.",
         )
 
+    def last_words(self) -> tuple[int | None, str]:
+        """Return the exit code of the child, which is waited for shortly, and the end of its stderr."""
+        return self._child.exit_code(_ENDING_S), self._child.complaint()
+
     def hang_up(self) -> None:
-        """Its input ends, by which it ends."""
-        with contextlib.suppress(OSError):
-            self._stdin.close()
+        """Have the child's input end, by which it ends."""
+        self.stop_writing()
+        self._child.hang_up()
 
     def close(self) -> None:
-        """One that takes long is killed."""
-        self.hang_up()
-        if self._wait(_ENDING_S) is None:
-            self._process.kill()
-            self._process.wait()
-        for pipe in self._pipes:
-            pipe.close()
+        """End the child; one that takes long is killed."""
+        self.is_open = False
+        self.stop_writing()
+        self._child.close(_ENDING_S)
 
     def abandon(self) -> None:
         """Kill the child."""
-        self._process.kill()
+        self._child.kill()
         self.close()
-
-    def exit_code(self) -> int | None:
-        """Of the child, waiting for a moment: its pipes end first."""
-        return self._wait(_ENDING_S)
-
-    def _wait(self, timeout_s: float) -> int | None:
-        try:
-            return self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
-
-    def _read(self) -> None:
-        data = _read_some(self._stdout)
-        if data is None:
-            return
-        if not data:
-            self._stdout.close()
-            return
-        try:
-            self._came += self._decoder.feed(data)
-        except ProtocolError as error:
-            self._broken = error
-            self._stdout.close()
-
-    def _read_complaint(self) -> None:
-        if self._stderr.closed:
-            return
-        data = _read_some(self._stderr)
-        if data is None:
-            return
-        if not data:
-            self._stderr.close()
-        self._complaint += data
-        del self._complaint[:-_MAX_COMPLAINT_BYTES]
-
-    def _write(self) -> None:
-        try:
-            while self._queue:
-                del self._queue[: os.write(self._stdin.fileno(), self._queue)]
-        except BlockingIOError:
-            return
-        except OSError:  # it has gone; its output tells
-            self._queue.clear()
-            with contextlib.suppress(OSError):
-                self._stdin.close()
-
-
-def _need(pipe: IO[bytes] | None) -> IO[bytes]:
-    assert pipe is not None
-    return pipe
-
-
-def _read_some(pipe: IO[bytes]) -> bytes | None:
-    """None: nothing now; empty: nothing ever."""
-    try:
-        return os.read(pipe.fileno(), _READ_BYTES)
-    except BlockingIOError:
-        return None
-    except OSError:
-        return b""

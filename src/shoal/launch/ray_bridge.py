@@ -12,19 +12,19 @@ import logging
 import os
 import select
 import socket
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
 from shoal.core import SYSTEM_CLOCK
+from shoal.launch.polling import poll_once
+from shoal.launch.protocol import Child, Decoder, Message, MessageStream
 
 READ_BYTES = 1 << 16
-_LAST_WORDS_BYTES = 2000
+_MAX_LAST_WORDS = 2000
 _AGENT_ENDING_S = 5.0
 ENDING_S = 3.0
 """For an agent to end its worker and itself when the head has closed the way; it ends without us, too."""
@@ -40,7 +40,7 @@ _CONNECT_S = 5.0
 _WAKE_BYTES = 4096
 
 
-class Request(msgspec.Struct, frozen=True):
+class Request(Message, frozen=True):
     """What the head wants of the cluster."""
 
     address: str
@@ -69,8 +69,8 @@ class Place(msgspec.Struct, frozen=True):
     """Those that Ray has given to this actor."""
 
 
-class Report(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One of the first five is set."""
+class Report(Message, frozen=True, omit_defaults=True):
+    """What the bridge tells the head; one of the first five is set."""
 
     is_connected: bool = False
     """The cluster has answered."""
@@ -103,14 +103,17 @@ def reason_of(error: Exception) -> str:
 
 
 class AgentActor:
-    """Methods are called by `ray_bridge`, at most one reading and one writing at a time."""
+    """The Ray actor of one worker: it runs an agent as its child, and passes bytes between it and the bridge.
 
-    def __init__(self) -> None:
-        self._agent: subprocess.Popen[bytes] | None = None
-        self._errors: IO[bytes] | None = None
+    What those bytes mean is known to the head and the agent alone. An actor that dies closes the agent's
+    standard input, by which the agent ends its worker and itself. Methods are called by the bridge, at most
+    one reading and one writing at a time.
+    """
+
+    _agent: Child
 
     def where(self) -> tuple[str, str, str, str, list[str]]:
-        """Node id, address, host name, interpreter, and the GPUs that Ray has given to this actor."""
+        """Return node id, address, host name, interpreter, and the GPUs that Ray has given to this actor."""
         import ray
 
         context = ray.get_runtime_context()
@@ -120,53 +123,35 @@ class AgentActor:
 
     def start(self, arguments: Sequence[str], variables: dict[str, str]) -> None:
         """Run the agent by this actor's interpreter, with these variables besides the actor's own."""
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  as long as the agent lives
-        self._agent = subprocess.Popen(
-            [sys.executable, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            bufsize=0,
-            env={**os.environ, **variables},
-        )
+        self._agent = Child([sys.executable, *arguments], {**os.environ, **variables})
 
     def read(self, wait_s: float) -> bytes | None:
-        """What the agent has written; b"" when it has ended, None when nothing came in this time."""
-        assert self._agent is not None
-        assert self._agent.stdout is not None
+        """Return what the agent has written; b"" when it has ended, None when nothing came in this time."""
         poll = select.poll()
         poll.register(self._agent.stdout.fileno(), select.POLLIN)
-        if not poll.poll(wait_s * 1000):
-            return None
-        return os.read(self._agent.stdout.fileno(), READ_BYTES)
+        return os.read(self._agent.stdout.fileno(), READ_BYTES) if poll.poll(wait_s * 1000) else None
 
     def write(self, data: bytes) -> None:
         """Give it to the agent; an agent that has ended does not want it."""
-        assert self._agent is not None
-        assert self._agent.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             view = memoryview(data)
             while view:
                 view = view[self._agent.stdin.write(view) :]
 
     def close(self) -> None:
-        """No more is written: the agent ends its worker and itself."""
-        if self._agent is not None and self._agent.stdin is not None:
-            self._agent.stdin.close()
+        """Write no more: the agent ends its worker and itself."""
+        self._agent.hang_up()
 
     def last_words(self) -> tuple[int | None, str]:
-        """The agent's exit code, and the end of its standard error; it has ended, or is about to."""
-        assert self._agent is not None
-        assert self._errors is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._agent.wait(_AGENT_ENDING_S)
-        size_bytes = os.fstat(self._errors.fileno()).st_size
-        end = os.pread(self._errors.fileno(), _LAST_WORDS_BYTES, max(0, size_bytes - _LAST_WORDS_BYTES))
-        return self._agent.poll(), end.decode(errors="replace").strip()
+        """Return the agent's exit code and the end of its stderr; it has ended, or is about to."""
+        return self._agent.exit_code(_AGENT_ENDING_S), self._agent.complaint()[-_MAX_LAST_WORDS:]
 
 
 class Link:
-    """`wake` is called in a thread of Ray's whenever `step` has something to do."""
+    """The way between one actor and the descriptor behind which the head waits for it. Nothing here blocks.
+
+    `wake` is called in a thread of Ray's whenever `step` has something to do.
+    """
 
     def __init__(self, index: int, descriptor: int, actor: Any, wake: Callable[[object], None]) -> None:
         self.index = index
@@ -458,22 +443,20 @@ def _require_listener(address: str) -> None:
 
 def main(descriptors: list[int]) -> int:
     """Run until the head or all agents have gone."""
-    reports = os.dup(1)
+    head: MessageStream[Request] = MessageStream(0, os.dup(1), Decoder(Request))
     os.dup2(2, 1)  # what Ray prints is no report
-
-    def report(message: Report) -> None:
-        with contextlib.suppress(OSError):  # the head has gone
-            os.write(reports, msgspec.json.encode(message) + b"\n")
-
-    request = msgspec.json.decode(sys.stdin.buffer.readline(), type=Request)
+    while not (requests := head.take()):
+        if not head.is_open:
+            return 1
+        poll_once(head.interests())
     try:
-        ray = _connect(request.address)
-        report(Report(is_connected=True))
+        ray = _connect(requests[0].address)
+        head.send(Report(is_connected=True))
         try:
-            Bridge(ray, request, report).run(descriptors)
+            Bridge(ray, requests[0], head.send).run(descriptors)
         finally:
             ray.shutdown()
     except Refusal as refusal:
-        report(refusal.report)
+        head.send(refusal.report)
         return 1
     return 0

@@ -210,20 +210,6 @@ def complete(variables: Mapping[str, str], status_fd: int) -> dict[str, str]:
     return {**whole, **options.to_environment()}
 
 
-class Surroundings:
-    """The environment of each worker of one run on this machine."""
-
-    def __init__(self, settings: LaunchSettings) -> None:
-        self._settings = settings
-        self.run_id = name_run(settings)
-        self._shared = variables_of_all(settings, self.run_id, Meeting("127.0.0.1", free_port("127.0.0.1")))
-
-    def of(self, rank: int, status_fd: int) -> dict[str, str]:
-        """Of one worker, which will find this pipe to the launcher."""
-        own = variables_of_one(self._settings.env, rank, rank, self._settings.num_processes)
-        return complete({**self._shared, **own}, status_fd)
-
-
 def free_port(address: str = "") -> int:
     """One that nobody listens on, on this machine."""
     with socket.socket() as probe:

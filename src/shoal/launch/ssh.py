@@ -78,9 +78,8 @@ class SshChannel(PipeChannel):
 
     def explain(self) -> ShoalError:
         """By ssh's exit code and words."""
-        code = self.exit_code()
-        self._read_complaint()
-        return explain(self.host, code, self.complaint, self._settings)
+        code, complaint = self.last_words()
+        return explain(self.host, code, complaint, self._settings)
 
 
 def explain(host: str, code: int | None, complaint: str, settings: SshSettings) -> ShoalError:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 import re
 import signal
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from shoal.core.status import Phase, Status
 from shoal.launch.endings import Death, is_consequence, is_echo, without_own_numbers
 from shoal.launch.output import Lines, LogFiles, Output, Stream
+from shoal.launch.protocol import Channel, Ended, Exited, OfWorker, Signal, Started, Stopped, Told, Wrote
 
 _SLOW_END_S = 30.0
 """From a traceback to the end of its process: one that is older has nothing to do with it."""
@@ -75,14 +75,13 @@ class Reader:
         return self.tracebacks.sift(lines, now_s) if self._stream == "stderr" else lines
 
 
-class Worker(ABC):
+class Worker:
     """A running worker, or what is left of it."""
 
-    host = ""
-    """Where it runs, when that is not this machine."""
-
-    def __init__(self, rank: int, output: Output, logs: LogFiles) -> None:
+    def __init__(self, rank: int, channel: Channel, output: Output, logs: LogFiles) -> None:
         self.rank = rank
+        self.host = channel.host
+        """Where it runs, when it is no child of this process."""
         self.pid = 0
         self.code: int | None = None
         """Its exit code, or minus a signal's number, once it has ended."""
@@ -105,6 +104,7 @@ class Worker(ABC):
         self.is_done = False
         """Whether the launcher has drawn its conclusions from its end."""
         self.readers = (Reader(rank, "stdout", output, logs), Reader(rank, "stderr", output, logs))
+        self._channel = channel
         self._signals: list[int] = []
         """What the launcher sent it."""
 
@@ -130,16 +130,27 @@ class Worker(ABC):
             return self._phase_s
         return math.inf if self.is_alive else self.ended_s
 
-    def hear(self, told: Status, now_s: float) -> None:
-        """Take what it has told."""
-        if told.survives_loss is not None:
-            self.survives_loss = told.survives_loss
-        if told.phase is not None:
-            self.phase, self._phase_s = told.phase, now_s
-        if told.step is not None:
-            self.step = told.step
-        if told.early_step is not None:
-            self.early_step, self._early_s = told.early_step, now_s
+    @property
+    def is_silent(self) -> bool:
+        """Whether all that it wrote has come, or nothing more of it will."""
+        return not any(reader.is_open for reader in self.readers)
+
+    def take(self, message: OfWorker, now_s: float) -> None:
+        """Take what its agent tells of it."""
+        match message:
+            case Started():
+                self.pid = message.pid
+            case Wrote():
+                self.readers[0 if message.stream == "stdout" else 1].feed(message.data, now_s)
+            case Told():
+                self._take_status(message.status, now_s)
+            case Stopped():
+                self.stop_signal = message.signal
+                self.stopped_s = now_s if message.signal is not None else self.stopped_s
+            case Exited():
+                self._note_end(message.code, now_s)
+            case Ended():
+                self.finish_output(now_s)
 
     def was_told(self, number: int) -> bool:
         """Whether the launcher has sent it this signal."""
@@ -149,14 +160,7 @@ class Worker(ABC):
         """Send to the worker and all its children."""
         if self.is_alive:
             self._signals.append(number)
-        self._send(number)
-
-    @abstractmethod
-    def _send(self, number: int) -> None: ...
-
-    def is_silent(self, since_s: float) -> bool:
-        """Whether an ended worker's pipes have ended too, or it has ended before that."""
-        return self.ended_s < since_s or not any(reader.is_open for reader in self.readers)
+        self._channel.send(Signal([self.rank], number))
 
     def tick(self, now_s: float, shown: ShownTracebacks, *, should_hold: bool) -> None:
         """Show a bar that moved, and the traceback of a worker that goes on, unless it should be held."""
@@ -170,14 +174,12 @@ class Worker(ABC):
         """Have shown what is held of its stderr."""
         self.readers[1].show(self.tracebacks.release())
 
-    def note_stop(self, number: int | None, now_s: float) -> None:
-        """It was stopped by this signal, or, with None, goes on."""
-        self.stop_signal = number
-        self.stopped_s = now_s if number is not None else self.stopped_s
-
-    def note_end(self, code: int, now_s: float) -> None:
-        """Its process has ended."""
-        self.code, self.ended_s, self.stop_signal = code, now_s, None
+    def lose(self, now_s: float) -> None:
+        """Count it as ended: its machine has gone, or nobody there tells of it any more."""
+        if self.is_alive:
+            self.given_up = Death(self.rank, 1, now_s, host=self.host)
+            self._note_end(1, now_s)
+        self.finish_output(now_s)
 
     def give_up(self, now_s: float) -> Death:
         """It is stopped, and will be killed for that."""
@@ -198,6 +200,19 @@ class Worker(ABC):
         if since_s is None or self.ended_s > since_s + _SLOW_END_S or not self._may_have_raised():
             return Death(self.rank, self.code, self.ended_s)
         return Death(self.rank, self.code, since_s, self.tracebacks.error)
+
+    def _take_status(self, told: Status, now_s: float) -> None:
+        if told.survives_loss is not None:
+            self.survives_loss = told.survives_loss
+        if told.phase is not None:
+            self.phase, self._phase_s = told.phase, now_s
+        if told.step is not None:
+            self.step = told.step
+        if told.early_step is not None:
+            self.early_step, self._early_s = told.early_step, now_s
+
+    def _note_end(self, code: int, now_s: float) -> None:
+        self.code, self.ended_s, self.stop_signal = code, now_s, None
 
     def _may_have_raised(self) -> bool:
         """Whether a traceback can be its own: who is killed prints none, but its children may."""

@@ -1,6 +1,7 @@
-"""One worker's process on this machine, with its process group and its pipes; and a guard for all of them.
+"""The workers that are children of this process, for an agent or for the head itself.
 
-Nothing here waits, and nothing decides: what its output and its end mean is for `worker` and `failures`.
+Each is a process with a process group and pipes of its own; a guard ends them all should this process be
+killed. What their output and their ends mean is for `worker` and `failures`.
 """
 
 from __future__ import annotations
@@ -8,18 +9,46 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import IO, Self
 
 import msgspec
 
+from shoal._version import __version__
+from shoal.core import SYSTEM_CLOCK, Clock, board
 from shoal.core.errors import ShoalError, UsageError
+from shoal.core.processes import boot_id
 from shoal.core.status import Status
 from shoal.launch.output import Stream
+from shoal.launch.polling import Interest
+from shoal.launch.protocol import (
+    Beat,
+    Channel,
+    Down,
+    Ended,
+    Exited,
+    Hello,
+    Hold,
+    Job,
+    Part,
+    Signal,
+    Started,
+    Stopped,
+    Told,
+    Up,
+    Wrote,
+)
+from shoal.launch.settings import complete, free_port
+from shoal.launch.timeline import make_room, read_part
 
+LAST_WORDS_S = 1.0
+"""For the pipes of an ended worker to end: a process that left its group may hold them for ever."""
 READ_BYTES = 1 << 16
 _MAX_LAST_BYTES = 1 << 22
 """Of output that is still in a pipe when its worker's time is over: somebody else may fill it for ever."""
@@ -33,6 +62,179 @@ while read -r line; do groups=$line; done
 for group in $groups; do kill -s KILL -- "-$group"; done
 """
 _ENDING_S = 5.0
+
+
+class WorkerProcesses:
+    """The workers of this machine: starts them for a job, and tells what becomes of them.
+
+    Nothing here waits, and nothing decides. A context manager: at its end nothing of them is left running.
+    """
+
+    def __init__(self, tell: Callable[[Up], None]) -> None:
+        self._tell = tell
+        self._processes: dict[int, WorkerProcess] = {}
+        self._timeline: str | None = None
+        self._is_held = False
+        self._guard = Guard()
+
+    def __enter__(self) -> Self:
+        self._guard.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes.values():
+            if process.is_alive:
+                process.signal_group(signal.SIGKILL)
+                process.wait()
+            process.close()
+        self._guard.watch([])
+        self._guard.__exit__()
+        take_down()
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """Those that have been started."""
+        return self._processes.keys()
+
+    @property
+    def has_living(self) -> bool:
+        """Whether one of them has not ended."""
+        return any(process.is_alive for process in self._processes.values())
+
+    def obey(self, message: Down) -> None:
+        """Do what the head says; ShoalError when a job cannot be started."""
+        match message:
+            case Job():
+                self._start(message)
+            case Signal():
+                self.signal_all(message.number, message.ranks)
+            case Hold():
+                self._is_held = message.is_held
+
+    def signal_all(self, number: int, ranks: Collection[int] | None = None) -> None:
+        """Send a signal to the process groups of these ranks, by default all, that have not ended."""
+        for process in self._processes.values():
+            if process.is_alive and (ranks is None or process.rank in ranks):
+                process.signal_group(number)
+
+    def interests(self, *, is_full: bool = False) -> list[Interest]:
+        """Say what a poll should wait for; what workers write is left in their pipes while `is_full`."""
+        wanted: list[Interest] = []
+        for process in self._processes.values():
+            if process.status_descriptor >= 0:
+                wanted.append((process.status_descriptor, select.POLLIN, partial(self._read_status, process)))
+            if process.is_alive and process.exit_descriptor >= 0:
+                wanted.append((process.exit_descriptor, select.POLLIN, None))
+            if not self._is_held and not is_full:
+                wanted += [
+                    (pipe.descriptor, select.POLLIN, partial(self._pass_on, process, pipe))
+                    for pipe in process.pipes
+                    if pipe.is_open
+                ]
+        return wanted
+
+    def look(self, now_s: float) -> None:
+        """Tell of those that were stopped, go on, or have ended."""
+        for process in self._processes.values():
+            if process.is_alive:
+                for number in process.poll():
+                    self._tell(Stopped(process.rank, number))
+                if process.code is not None:
+                    process.ended_s = now_s
+                    self._tell(Exited(process.rank, process.code))
+                    self._watch()
+        ended = [one for one in self._processes.values() if not one.is_alive and not one.is_over]
+        silent = [one for one in ended if not one.has_open_pipes or now_s - one.ended_s >= LAST_WORDS_S]
+        if silent:
+            for process in self._processes.values():  # a last word about survival may still be on its way
+                self._read_status(process)
+        for process in silent:
+            self._tell_end(process)
+
+    def _start(self, job: Job) -> None:
+        self._timeline = job.timeline
+        if not Path(job.cwd).is_dir():
+            raise UsageError(
+                f"There is no folder {job.cwd}.",
+                cause="the program has not been copied there, or lies elsewhere.",
+                next_step="copy it to the same path, or name the folder by --remote-cwd.",
+            )
+        if job.timeline is not None:
+            make_room(job.timeline, [post.rank for post in job.posts])
+        for post in job.posts:
+            process = WorkerProcess.start(
+                post.rank,
+                job.command,
+                partial(complete, {**job.variables, **post.variables}),
+                has_stdin=job.has_stdin and post is job.posts[0],
+                cwd=job.cwd,
+            )
+            self._processes[post.rank] = process
+            self._watch()
+            self._tell(Started(post.rank, process.pid))
+
+    def _tell_end(self, process: WorkerProcess) -> None:
+        assert process.code is not None
+        for pipe in process.pipes:
+            for data in pipe.drain():
+                self._tell(Wrote(process.rank, pipe.stream, data))
+        if self._timeline is not None:
+            for data in read_part(self._timeline, process.rank):
+                self._tell(Part(process.rank, data))
+        self._tell(Ended(process.rank, process.code))
+        process.is_over = True
+        process.close()
+
+    def _pass_on(self, process: WorkerProcess, pipe: Pipe) -> None:
+        data = pipe.read()
+        if data:
+            self._tell(Wrote(process.rank, pipe.stream, data))
+
+    def _read_status(self, process: WorkerProcess) -> None:
+        for status in process.read_status():
+            self._tell(Told(process.rank, status))
+
+    def _watch(self) -> None:
+        self._guard.watch(process.pid for process in self._processes.values() if process.is_alive)
+
+
+class LocalChannel(Channel):
+    """The way to workers that are children of this process: all that an agent does is done right here."""
+
+    host = ""
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.is_open = True
+        self._clock = clock
+        port = free_port("127.0.0.1")
+        self._came: list[Up] = [Hello(__version__, "", boot_id=boot_id(), free_port=port)]
+        self._workers = WorkerProcesses(self._came.append)
+        self._workers.__enter__()
+
+    def interests(self) -> list[Interest]:
+        """Say what the head's poll should wait for."""
+        return self._workers.interests()
+
+    def take(self) -> list[Up]:
+        """Return what has become of the workers; it is never silent."""
+        self._workers.look(self._clock.now_s())
+        came = [*self._came, Beat()]
+        self._came.clear()
+        return came
+
+    def send(self, message: Down) -> None:
+        """Do it at once; ShoalError when a job cannot be started."""
+        self._workers.obey(message)
+
+    def explain(self) -> ShoalError:
+        """Say that it has been closed: it does not end of itself."""
+        return ShoalError("The workers of this machine have been ended.")
+
+    def close(self) -> None:
+        """End what is left of the workers; idempotent."""
+        if self.is_open:
+            self.is_open = False
+            self._workers.__exit__()
 
 
 class Pipe:
@@ -55,14 +257,11 @@ class Pipe:
             self.close()
         return data
 
-    def drain(self, take: Callable[[bytes], object]) -> None:
-        """Pass on what is left, and close."""
+    def drain(self) -> Iterator[bytes]:
+        """Yield what is left, and close."""
         left_bytes = _MAX_LAST_BYTES
-        while self.is_open and left_bytes > 0:
-            data = self.read()
-            if not data:
-                break
-            take(data)
+        while self.is_open and left_bytes > 0 and (data := self.read()):
+            yield data
             left_bytes -= len(data)
         self.close()
 
@@ -73,15 +272,20 @@ class Pipe:
             self._pipe.close()
 
 
-class Process:
-    """The leader of a process group of its own."""
+class WorkerProcess:
+    """A worker of this machine, the leader of a process group of its own."""
 
-    def __init__(self, process: subprocess.Popen[bytes], status_fd: int) -> None:
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], status_fd: int) -> None:
+        self.rank = rank
         self.pid = process.pid
         self.code: int | None = None
         """Its exit code, or minus a signal's number, once it has ended."""
         self.stop_signal: int | None = None
         """What stopped it, as long as it is stopped."""
+        self.ended_s = 0.0
+        """When its end was noticed."""
+        self.is_over = False
+        """Whether all has been told of it."""
         self.exit_descriptor = _open_pidfd(self.pid)
         self.status_descriptor = status_fd
         assert process.stdout is not None
@@ -99,7 +303,7 @@ class Process:
         *,
         has_stdin: bool = False,
         cwd: str | None = None,
-    ) -> Process:
+    ) -> WorkerProcess:
         """Spawn it; its environment may name the descriptor of its pipe to the launcher."""
         try:
             status_fd, told_fd = os.pipe()
@@ -123,12 +327,17 @@ class Process:
             raise _cannot_start(rank, command[0], error) from None
         finally:
             os.close(told_fd)
-        return cls(process, status_fd)
+        return cls(rank, process, status_fd)
 
     @property
     def is_alive(self) -> bool:
         """Whether it has not ended."""
         return self.code is None
+
+    @property
+    def has_open_pipes(self) -> bool:
+        """Whether more of what it wrote may come."""
+        return any(pipe.is_open for pipe in self.pipes)
 
     def poll(self) -> list[int | None]:
         """Look after it: by which signals it was stopped, with None where it went on; `code` has its end.
@@ -201,33 +410,6 @@ class Process:
             self.status_descriptor = -1
 
 
-def has_piped_stdin() -> bool:
-    """Whether something was piped in; from a terminal nobody reads: a background group would be stopped."""
-    try:
-        os.fstat(0)
-        return sys.__stdin__ is not None and not os.isatty(0)
-    except OSError:
-        return False
-
-
-def _open_pidfd(pid: int) -> int:
-    """A descriptor that becomes readable when the process ends; -1 where there is no such thing."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # old kernels, and sandboxes that do not know it
-            return os.pidfd_open(pid)
-    return -1
-
-
-def _cannot_start(rank: int, program: str, error: OSError) -> ShoalError:
-    if error.errno not in _SHORTAGES:
-        return UsageError(f"{program} cannot be run: {error.strerror}.", next_step="check its path and mode.")
-    return ShoalError(
-        f"Worker {rank} could not be started: {error.strerror}.",
-        cause="this user has too many processes or open files, or the memory is full.",
-        next_step="give a smaller -np, or raise the limits that `ulimit -a` shows.",
-    )
-
-
 class Guard:
     """One for each launcher; a context manager, which must be told that no group is left before it closes."""
 
@@ -262,6 +444,35 @@ class Guard:
             self._shell.wait()
 
 
-def groups_of(processes: Iterable[Process]) -> list[int]:
-    """The process groups that are left of them."""
-    return [process.pid for process in processes if process.is_alive]
+def take_down() -> None:
+    """Take down what killed workers of runs that are over have left on this machine's board."""
+    with contextlib.suppress(Exception):  # it must end neither an agent nor the run
+        if board.is_wanted():
+            board.look()
+
+
+def has_piped_stdin() -> bool:
+    """Whether something was piped in; from a terminal nobody reads: a background group would be stopped."""
+    try:
+        os.fstat(0)
+        return sys.__stdin__ is not None and not os.isatty(0)
+    except OSError:
+        return False
+
+
+def _open_pidfd(pid: int) -> int:
+    """A descriptor that becomes readable when the process ends; -1 where there is no such thing."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # old kernels, and sandboxes that do not know it
+            return os.pidfd_open(pid)
+    return -1
+
+
+def _cannot_start(rank: int, program: str, error: OSError) -> ShoalError:
+    if error.errno not in _SHORTAGES:
+        return UsageError(f"{program} cannot be run: {error.strerror}.", next_step="check its path and mode.")
+    return ShoalError(
+        f"Worker {rank} could not be started: {error.strerror}.",
+        cause="this user has too many processes or open files, or the memory is full.",
+        next_step="give a smaller -np, or raise the limits that `ulimit -a` shows.",
+    )
