@@ -34,7 +34,7 @@ from shoal.launch.protocol import (
     Seen,
 )
 from shoal.launch.settings import free_port
-from shoal.launch.worker_process import WorkerProcesses
+from shoal.launch.worker_process import LocalChannel
 
 HEAD_SILENCE_S = 30.0
 """A head that is silent for so long, times the patience, has gone with its machine."""
@@ -52,7 +52,7 @@ class Agent:
         self._clock = clock
         self._stream: MessageStream[Down] = MessageStream(source, sink, Decoder(Down))
         self._stream.queue += MAGIC
-        self._workers = WorkerProcesses(self._stream.send)
+        self._workers = LocalChannel(introduce(), clock)
         self._is_ending = self._is_paused = False
         self._heard_s = self._beat_s = clock.now_s()
         self._patience = 1.0
@@ -61,8 +61,8 @@ class Agent:
 
     def run(self) -> None:
         """Serve until the head has closed the way, or has gone."""
-        with SignalInbox() as self._inbox, self._workers:
-            self._stream.send(introduce())
+        with SignalInbox() as self._inbox, contextlib.closing(self._workers):
+            self._pass_on()
             while not self._is_ending:
                 self._turn()
             self._end()
@@ -73,7 +73,7 @@ class Agent:
         if any(number != signal.SIGTSTP for number in self._inbox.take()):
             self._is_ending = True
         self._obey(now_s)
-        self._workers.look(now_s)
+        self._pass_on()
         if now_s - self._beat_s >= BEAT_S:
             self._beat_s = now_s
             self._stream.send(Beat())
@@ -86,6 +86,10 @@ class Agent:
         workers = self._workers.interests(is_full=is_full)
         poll_once([self._inbox.interest, *self._stream.interests(), *workers])
 
+    def _pass_on(self) -> None:
+        for message in self._workers.take():
+            self._stream.send(message)
+
     def _obey(self, now_s: float) -> None:
         try:
             came = self._stream.take()
@@ -97,7 +101,7 @@ class Agent:
                     self._run_id = name_of_run(message.variables.get(RUN_ID_VARIABLE, ""))
                 elif isinstance(message, Pause):
                     self._is_paused = message.is_paused
-                self._workers.obey(message)
+                self._workers.send(message)
         except ShoalError as error:
             self._stream.send(Failed(error.what, error.cause, error.next_step))
             self._is_ending |= isinstance(error, ProtocolError)
@@ -115,7 +119,7 @@ class Agent:
         end_s = self._clock.now_s() + GRACE_S
         while self._workers.has_living and self._clock.now_s() < end_s:
             self._wait()
-            self._workers.look(self._clock.now_s())
+            self._pass_on()
         flush_s = self._clock.now_s() + _LAST_FLUSH_S
         while self._stream.queue and self._clock.now_s() < flush_s:
             self._wait()

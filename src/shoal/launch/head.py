@@ -43,7 +43,14 @@ from shoal.launch.protocol import (
     Seen,
     Up,
 )
-from shoal.launch.settings import LaunchSettings, Meeting, name_run, variables_of_all, variables_of_one
+from shoal.launch.settings import (
+    LaunchSettings,
+    Meeting,
+    free_port,
+    name_run,
+    variables_of_all,
+    variables_of_one,
+)
 from shoal.launch.timeline import Parts
 from shoal.launch.worker import Worker
 from shoal.launch.worker_process import LocalChannel, has_piped_stdin
@@ -124,7 +131,8 @@ class LocalEngine(Engine):
             raise UsageError(
                 "Workers are started on Linux and macOS only.", next_step="start them by torchrun or mpirun."
             )
-        return [AgentHandle(LocalChannel(), self._num_slots, "", cwd=os.curdir, has_own_disks=False)]
+        hello = Hello(__version__, "", boot_id=boot_id(), free_port=free_port("127.0.0.1"))
+        return [AgentHandle(LocalChannel(hello), self._num_slots, "", cwd=os.curdir, has_own_disks=False)]
 
 
 class Gathering:
@@ -283,7 +291,8 @@ class Workers:
 
     def is_uncertain(self, now_s: float) -> bool:
         """Whether a host has missed beats, so that it may soon be known as lost with its workers."""
-        return any(agent.is_awaited and now_s - agent.heard_s > 2 * BEAT_S for agent in self._agents)
+        awaited = [agent for agent in self._agents if agent.host and agent.is_awaited]
+        return any(now_s - agent.heard_s > 2 * BEAT_S for agent in awaited)
 
     def pause(self, *, is_paused: bool) -> None:
         """Have agents do without beats, since the launcher is about to be stopped, or no more."""
@@ -327,7 +336,7 @@ class Workers:
         except ProtocolError as error:
             self._lose(agent, copies, now_s, error.what)
             return
-        if not agent.is_awaited:
+        if not agent.is_awaited or not agent.host:
             return
         if not agent.channel.is_open:
             self._lose(agent, copies, now_s, agent.channel.explain().what)

@@ -11,7 +11,7 @@ import re
 import socket
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.core.errors import UsageError
@@ -180,14 +180,5 @@ def _first(hosts: list[Host], num_processes: int) -> list[Host]:
 
 def _join_here(hosts: list[Host]) -> list[Host]:
     """The machine here may go by several names, but has one agent."""
-    joined: list[Host] = []
-    place: int | None = None
-    for host in hosts:
-        if not is_here(host.name):
-            joined.append(host)
-        elif place is None:
-            place = len(joined)
-            joined.append(host)
-        else:
-            joined[place] = replace(joined[place], slots=joined[place].slots + host.slots)
-    return joined
+    here = next((host.name for host in hosts if is_here(host.name)), "")
+    return merge(Host(here if is_here(host.name) else host.name, host.slots) for host in hosts)

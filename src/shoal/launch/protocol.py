@@ -117,10 +117,15 @@ class Seen(Message, frozen=True):
     sightings: list[Sighting]
 
 
-class Started(Message, frozen=True):
-    """Up: a worker runs."""
+class OfWorker(Message, frozen=True):
+    """Up: something about one worker."""
 
     rank: int
+
+
+class Started(OfWorker, frozen=True):
+    """Up: a worker runs."""
+
     pid: int
 
 
@@ -132,52 +137,45 @@ class Failed(Message, frozen=True):
     next_step: str = ""
 
 
-class Wrote(Message, frozen=True):
+class Wrote(OfWorker, frozen=True):
     """Up: a piece of what a worker wrote, as it came."""
 
-    rank: int
     stream: Stream
     data: bytes
 
 
-class Part(Message, frozen=True):
+class Part(OfWorker, frozen=True):
     """Up, before Ended: a piece of what a worker wrote to its timeline."""
 
-    rank: int
     data: bytes
 
 
-class Told(Message, frozen=True):
+class Told(OfWorker, frozen=True):
     """Up: what a worker told its launcher by `core.status`."""
 
-    rank: int
     status: Status
 
 
-class Stopped(Message, frozen=True):
+class Stopped(OfWorker, frozen=True):
     """Up: a worker was stopped by this signal, or, with None, goes on."""
 
-    rank: int
     signal: int | None
 
 
-class Exited(Message, frozen=True):
+class Exited(OfWorker, frozen=True):
     """Up: a worker's process has ended; more of what it wrote may follow, since others may hold its pipes."""
 
-    rank: int
     code: int
     """Exit code, or minus a signal's number."""
 
 
-class Ended(Message, frozen=True):
+class Ended(OfWorker, frozen=True):
     """Up, last of a rank: it has exited, and all that it wrote has been passed on."""
 
-    rank: int
     code: int
 
 
-OfWorker = Started | Wrote | Part | Told | Stopped | Exited | Ended
-Up = Hello | Beat | Seen | Failed | OfWorker
+Up = Hello | Beat | Seen | Failed | Started | Wrote | Part | Told | Stopped | Exited | Ended
 Down = Job | Signal | Hold | Pause | Beat
 
 

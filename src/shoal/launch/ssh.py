@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.core.errors import PeerRefused, PeerUnreachable, ShoalError, UsageError
@@ -48,11 +49,7 @@ def ssh_command(host: str, settings: SshSettings) -> list[str]:
         "ForwardX11=no",
         "RequestTTY=no",
     ]
-    words = ["ssh", *(word for option in options for word in ("-o", option))]
-    if settings.port is not None:
-        words += ["-p", str(settings.port)]
-    if settings.user is not None:
-        words += ["-l", settings.user]
+    words = _connection_words(options, settings)
     return [*words, "--", host.replace("[", "").replace("]", ""), _agent_line(settings)]
 
 
@@ -84,7 +81,7 @@ class SshChannel(PipeChannel):
 
 def explain(host: str, code: int | None, complaint: str, settings: SshSettings) -> ShoalError:
     """What an ssh that has ended means, and what to do."""
-    try_it = shlex.join(_by_hand(host, settings))
+    try_it = shlex.join([*_connection_words(settings.options, settings), host])
     last = complaint.splitlines()[-1].rstrip(".") if complaint else f"ssh ended with exit code {code}"
     if code == _SSH_FAILED:
         return _connection_error(host, complaint, last, try_it)
@@ -165,10 +162,7 @@ def _connection_error(host: str, complaint: str, last: str, try_it: str) -> Shoa
     )
 
 
-def _by_hand(host: str, settings: SshSettings) -> list[str]:
-    words = ["ssh", *(word for option in settings.options for word in ("-o", option))]
-    if settings.port is not None:
-        words += ["-p", str(settings.port)]
-    if settings.user is not None:
-        words += ["-l", settings.user]
-    return [*words, host]
+def _connection_words(options: Sequence[str], settings: SshSettings) -> list[str]:
+    words = ["ssh", *(word for option in options for word in ("-o", option))]
+    words += [] if settings.port is None else ["-p", str(settings.port)]
+    return words + ([] if settings.user is None else ["-l", settings.user])

@@ -20,15 +20,12 @@ from typing import IO, Self
 
 import msgspec
 
-from shoal._version import __version__
 from shoal.core import SYSTEM_CLOCK, Clock, board
 from shoal.core.errors import ShoalError, UsageError
-from shoal.core.processes import boot_id
 from shoal.core.status import Status
 from shoal.launch.output import Stream
 from shoal.launch.polling import Interest
 from shoal.launch.protocol import (
-    Beat,
     Channel,
     Down,
     Ended,
@@ -44,7 +41,7 @@ from shoal.launch.protocol import (
     Up,
     Wrote,
 )
-from shoal.launch.settings import complete, free_port
+from shoal.launch.settings import complete
 from shoal.launch.timeline import make_room, read_part
 
 LAST_WORDS_S = 1.0
@@ -64,45 +61,36 @@ for group in $groups; do kill -s KILL -- "-$group"; done
 _ENDING_S = 5.0
 
 
-class WorkerProcesses:
-    """The workers of this machine: starts them for a job, and tells what becomes of them.
+class LocalChannel(Channel):
+    """The way to workers that are children of this process: starts them, and tells what becomes of them.
 
-    Nothing here waits, and nothing decides. A context manager: at its end nothing of them is left running.
+    The head of a run has one for workers of its own, and each agent one for those that it tells of. Nothing
+    here waits but `close`, and nothing decides.
     """
 
-    def __init__(self, tell: Callable[[Up], None]) -> None:
-        self._tell = tell
+    host = ""
+
+    def __init__(self, hello: Hello, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.is_open = True
+        self._clock = clock
+        self._came: list[Up] = [hello]
         self._processes: dict[int, WorkerProcess] = {}
+        self._guard: Guard | None = None
         self._timeline: str | None = None
         self._is_held = False
-        self._guard = Guard()
-
-    def __enter__(self) -> Self:
-        self._guard.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes.values():
-            if process.is_alive:
-                process.signal_group(signal.SIGKILL)
-                process.wait()
-            process.close()
-        self._guard.watch([])
-        self._guard.__exit__()
-        take_down()
 
     @property
     def ranks(self) -> Collection[int]:
-        """Those that have been started."""
+        """The ranks of the workers that have been started."""
         return self._processes.keys()
 
     @property
     def has_living(self) -> bool:
-        """Whether one of them has not ended."""
+        """Whether a worker has not ended."""
         return any(process.is_alive for process in self._processes.values())
 
-    def obey(self, message: Down) -> None:
-        """Do what the head says; ShoalError when a job cannot be started."""
+    def send(self, message: Down) -> None:
+        """Do what the head says, at once; ShoalError when a job cannot be started."""
         match message:
             case Job():
                 self._start(message)
@@ -110,6 +98,31 @@ class WorkerProcesses:
                 self.signal_all(message.number, message.ranks)
             case Hold():
                 self._is_held = message.is_held
+
+    def take(self) -> list[Up]:
+        """Return what has become of the workers since."""
+        self._look(self._clock.now_s())
+        came, self._came = self._came, []
+        return came
+
+    def explain(self) -> ShoalError:
+        """Say that it has been closed: it does not end of itself."""
+        return ShoalError("The workers of this machine have been ended.")
+
+    def close(self) -> None:
+        """Kill what is left of the workers; idempotent."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        for process in self._processes.values():
+            if process.is_alive:
+                process.signal_group(signal.SIGKILL)
+                process.wait()
+            process.close()
+        if self._guard is not None:
+            self._guard.watch([])
+            self._guard.__exit__()
+        take_down()
 
     def signal_all(self, number: int, ranks: Collection[int] | None = None) -> None:
         """Send a signal to the process groups of these ranks, by default all, that have not ended."""
@@ -133,15 +146,15 @@ class WorkerProcesses:
                 ]
         return wanted
 
-    def look(self, now_s: float) -> None:
+    def _look(self, now_s: float) -> None:
         """Tell of those that were stopped, go on, or have ended."""
         for process in self._processes.values():
             if process.is_alive:
                 for number in process.poll():
-                    self._tell(Stopped(process.rank, number))
+                    self._came.append(Stopped(process.rank, number))
                 if process.code is not None:
                     process.ended_s = now_s
-                    self._tell(Exited(process.rank, process.code))
+                    self._came.append(Exited(process.rank, process.code))
                     self._watch()
         ended = [one for one in self._processes.values() if not one.is_alive and not one.is_over]
         silent = [one for one in ended if not one.has_open_pipes or now_s - one.ended_s >= LAST_WORDS_S]
@@ -152,6 +165,8 @@ class WorkerProcesses:
             self._tell_end(process)
 
     def _start(self, job: Job) -> None:
+        self._guard = Guard()
+        self._guard.__enter__()
         self._timeline = job.timeline
         if not Path(job.cwd).is_dir():
             raise UsageError(
@@ -171,70 +186,32 @@ class WorkerProcesses:
             )
             self._processes[post.rank] = process
             self._watch()
-            self._tell(Started(post.rank, process.pid))
+            self._came.append(Started(post.rank, process.pid))
 
     def _tell_end(self, process: WorkerProcess) -> None:
         assert process.code is not None
         for pipe in process.pipes:
             for data in pipe.drain():
-                self._tell(Wrote(process.rank, pipe.stream, data))
+                self._came.append(Wrote(process.rank, pipe.stream, data))
         if self._timeline is not None:
             for data in read_part(self._timeline, process.rank):
-                self._tell(Part(process.rank, data))
-        self._tell(Ended(process.rank, process.code))
+                self._came.append(Part(process.rank, data))
+        self._came.append(Ended(process.rank, process.code))
         process.is_over = True
         process.close()
 
     def _pass_on(self, process: WorkerProcess, pipe: Pipe) -> None:
         data = pipe.read()
         if data:
-            self._tell(Wrote(process.rank, pipe.stream, data))
+            self._came.append(Wrote(process.rank, pipe.stream, data))
 
     def _read_status(self, process: WorkerProcess) -> None:
         for status in process.read_status():
-            self._tell(Told(process.rank, status))
+            self._came.append(Told(process.rank, status))
 
     def _watch(self) -> None:
+        assert self._guard is not None
         self._guard.watch(process.pid for process in self._processes.values() if process.is_alive)
-
-
-class LocalChannel(Channel):
-    """The way to workers that are children of this process: all that an agent does is done right here."""
-
-    host = ""
-
-    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
-        self.is_open = True
-        self._clock = clock
-        port = free_port("127.0.0.1")
-        self._came: list[Up] = [Hello(__version__, "", boot_id=boot_id(), free_port=port)]
-        self._workers = WorkerProcesses(self._came.append)
-        self._workers.__enter__()
-
-    def interests(self) -> list[Interest]:
-        """Say what the head's poll should wait for."""
-        return self._workers.interests()
-
-    def take(self) -> list[Up]:
-        """Return what has become of the workers; it is never silent."""
-        self._workers.look(self._clock.now_s())
-        came = [*self._came, Beat()]
-        self._came.clear()
-        return came
-
-    def send(self, message: Down) -> None:
-        """Do it at once; ShoalError when a job cannot be started."""
-        self._workers.obey(message)
-
-    def explain(self) -> ShoalError:
-        """Say that it has been closed: it does not end of itself."""
-        return ShoalError("The workers of this machine have been ended.")
-
-    def close(self) -> None:
-        """End what is left of the workers; idempotent."""
-        if self.is_open:
-            self.is_open = False
-            self._workers.__exit__()
 
 
 class Pipe:
