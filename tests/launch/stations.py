@@ -6,10 +6,10 @@ import sys
 
 from shoal.core import PeerRefused
 from shoal.launch.head import AgentHandle, Engine
-from shoal.launch.protocol import AGENT, Channel, PipeChannel
+from shoal.launch.protocol import AGENT, AgentChannel, PipeChannel
 
 
-class FakeChannel(Channel):
+class FakeChannel(AgentChannel):
     """Says what it is given, and keeps what it is told."""
 
     def __init__(self, host, messages=()):

@@ -8,12 +8,12 @@ from shoal._version import __version__
 from shoal.core import SYSTEM_CLOCK, PeerRefused, PeerUnreachable, UsageError
 from shoal.launch.head import AgentHandle, Gathering, meeting_of, place
 from shoal.launch.polling import SignalInbox
-from shoal.launch.protocol import AGENT, Hello, PipeChannel
+from shoal.launch.protocol import AGENT, AgentHello, PipeChannel
 
 
 def present(name, address, *, reached_at="", head="", count=1, machine=None, own=""):
     interfaces = {"lo": ["127.0.0.1"], "eth0": [address]}
-    hello = Hello(__version__, name, interfaces, free_port=7, reached_at=reached_at, head_address=head)
+    hello = AgentHello(__version__, name, interfaces, free_port=7, reached_at=reached_at, head_address=head)
     return AgentHandle(FakeChannel(name), 2, machine or name, address=own, hello=hello, num_processes=count)
 
 
@@ -60,7 +60,7 @@ def test_hosts_that_answer_are_told_from_those_that_do_not():
     agents = [
         AgentHandle(PipeChannel("good", [sys.executable, *AGENT]), 2, "good"),
         AgentHandle(PipeChannel("noisy", ["sh", "-c", "echo hi; echo no room >&2; exit 3"]), 2, "noisy"),
-        AgentHandle(FakeChannel("old", [Hello("0.0.1", "old")]), 2, "old"),
+        AgentHandle(FakeChannel("old", [AgentHello("0.0.1", "old")]), 2, "old"),
     ]
     with SignalInbox() as inbox, Gathering(agents) as gathering:
         assert gathering.wait(inbox, 20.0, SYSTEM_CLOCK) is None

@@ -11,8 +11,19 @@ from shoal.core import ManualClock, board
 from shoal.core.board import Sighting, look, pin
 from shoal.launch import LaunchSettings, agent
 from shoal.launch.agent import Agent, seen_here
-from shoal.launch.head import AgentHandle, Copies, Workers
-from shoal.launch.protocol import AGENT, MAGIC, Decoder, Hello, Job, PipeChannel, Post, Seen, Up, encode
+from shoal.launch.head import AgentHandle, Copies, RunWorkers
+from shoal.launch.protocol import (
+    AGENT,
+    MAGIC,
+    AgentHello,
+    Decoder,
+    PipeChannel,
+    Post,
+    Seen,
+    Up,
+    WorkerJob,
+    encode,
+)
 from shoal.launch.worker_process import take_down
 
 CLOCK = ManualClock(wall_s=NOW_S)
@@ -92,8 +103,8 @@ def test_notes_travel_from_the_agent_to_the_head_of_the_run(is_lost):
     (came,) = Decoder(Up).feed(encode(sent))
     assert came == sent
     channel = FakeChannel("gpu-0", [came])
-    handle = AgentHandle(channel, 1, "gpu-0", hello=Hello("1", "vm"), num_processes=1)
-    workers = Workers(LaunchSettings(("true",), 1), [handle], Output(), CLOCK)
+    handle = AgentHandle(channel, 1, "gpu-0", hello=AgentHello("1", "vm"), num_processes=1)
+    workers = RunWorkers(LaunchSettings(("true",), 1), [handle], Output(), CLOCK)
     workers.start(Logs())
     workers.look(0.0)
     assert [(one.note.host, one.note.values) for one in look(CLOCK)] == [("gpu-0", {"loss": 0.5})]
@@ -118,7 +129,9 @@ sys.stdin.read()
     channel, came, end_s = PipeChannel("here", [sys.executable, *AGENT]), [], time.monotonic() + 20
     try:
         channel.send(
-            Job([sys.executable, "-c", f"{body}\nimport time; time.sleep(60)"], "/", variables, [Post(0, {})])
+            WorkerJob(
+                [sys.executable, "-c", f"{body}\nimport time; time.sleep(60)"], "/", variables, [Post(0, {})]
+            )
         )
         while not (seen := [one for one in came if isinstance(one, Seen)]):
             assert time.monotonic() < end_s, came

@@ -4,7 +4,7 @@ from concurrent.futures import Future
 import pytest
 
 from shoal.launch import ray_bridge
-from shoal.launch.ray_bridge import Link, reason_of
+from shoal.launch.ray_bridge import ActorLink, reason_of
 
 
 class Method:
@@ -38,7 +38,7 @@ def made():
     head, end = socket.socketpair()
     head.settimeout(5)
     actor, wakes = Actor(), []
-    link = Link(0, end.detach(), actor, wakes.append)
+    link = ActorLink(0, end.detach(), actor, wakes.append)
     yield link, actor, head, wakes
     link.close()
     head.close()

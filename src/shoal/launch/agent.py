@@ -23,15 +23,15 @@ from shoal.launch.polling import SignalInbox, poll_once
 from shoal.launch.protocol import (
     BEAT_S,
     MAGIC,
+    AgentHello,
     Beat,
     Decoder,
     Down,
-    Failed,
-    Hello,
-    Job,
+    JobFailed,
     MessageStream,
-    Pause,
+    PauseBeats,
     Seen,
+    WorkerJob,
 )
 from shoal.launch.settings import free_port
 from shoal.launch.worker_process import LocalChannel
@@ -39,9 +39,9 @@ from shoal.launch.worker_process import LocalChannel
 HEAD_SILENCE_S = 30.0
 """A head that is silent for so long, times the patience, has gone with its machine."""
 GRACE_S = 3.0
-"""For a worker that was asked to end because the head has gone."""
+"""A worker that was asked to end because the head has gone has so long for it."""
 MAX_QUEUED_BYTES = 1 << 20
-"""Of what workers wrote and the head has not taken: with more than that no more is read."""
+"""While the head has not taken more than this of what workers wrote, no more is read."""
 _LAST_FLUSH_S = 2.0
 
 
@@ -96,18 +96,18 @@ class Agent:
             self._is_ending |= not came and not self._stream.is_open
             for message in came:
                 self._heard_s = now_s
-                if isinstance(message, Job):
+                if isinstance(message, WorkerJob):
                     self._patience = message.patience
                     self._run_id = name_of_run(message.variables.get(RUN_ID_VARIABLE, ""))
-                elif isinstance(message, Pause):
+                elif isinstance(message, PauseBeats):
                     self._is_paused = message.is_paused
                 self._workers.send(message)
         except ShoalError as error:
-            self._stream.send(Failed(error.what, error.cause, error.next_step))
+            self._stream.send(JobFailed(error.what, error.cause, error.next_step))
             self._is_ending |= isinstance(error, ProtocolError)
 
     def _tell_seen(self) -> None:
-        """Once there was something, also that there is nothing left: the head keeps what it was told last."""
+        """Tell what is seen, and once that nothing is left: the head keeps what it was told last."""
         seen = seen_here(self._run_id, self._workers.ranks)
         if seen or self._has_seen:
             self._stream.send(Seen(seen))
@@ -125,12 +125,12 @@ class Agent:
             self._wait()
 
 
-def introduce() -> Hello:
+def introduce() -> AgentHello:
     """Say whether and how this machine can take part."""
     # 'client address, port, server address, port', as sshd sets it
     words = os.environ.get("SSH_CONNECTION", "").split()
     head_address, _, reached_at, _ = words if len(words) == 4 else [""] * 4
-    return Hello(
+    return AgentHello(
         version=__version__,
         host=socket.gethostname(),
         addresses=own_addresses(),

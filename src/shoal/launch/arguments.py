@@ -22,7 +22,7 @@ ENGINES = ("ssh", "ray")
 
 
 def command_of(words: Sequence[str], *, is_module: bool = False) -> tuple[str, ...]:
-    """`x.py args`, `python x.py args` or any other program; with `is_module`, what follows `python -m`.
+    """Return the command of `x.py args`, `python x.py args` or another program; `is_module`: `python -m`.
 
     A plain `python` is the interpreter that runs Shoal: in another one workers would not find it.
     """
@@ -52,7 +52,7 @@ def command_of(words: Sequence[str], *, is_module: bool = False) -> tuple[str, .
 
 
 def _require_what_python_runs(arguments: Sequence[str]) -> None:
-    """Only where it comes first; options of Python before it are Python's to understand."""
+    """Check what comes first; where that is an option of Python, it is Python's to understand."""
     if not arguments:
         raise UsageError("python alone is no program to run.", next_step="shoal run -np 2 python train.py")
     if arguments[0] == "-m" and len(arguments) > 1:
@@ -71,7 +71,7 @@ def _require_file(name: str) -> None:
 
 
 def _require_module(name: str) -> None:
-    """Looks without importing: the packages on the way may take seconds, or expect to be workers."""
+    """Look without importing: the packages on the way may take seconds, or expect to be workers."""
     places: Sequence[str] | None = None
     known = ""
     for part in name.split("."):
@@ -104,7 +104,7 @@ def _find(name: str, places: Sequence[str] | None) -> importlib.machinery.Module
 
 
 def parse_options(words: Iterable[str]) -> dict[str, Any]:
-    """`name=value` words as options; a value is a number or true and false where it reads as one."""
+    """Read `name=value` words; a value is a number or true and false where it reads as one."""
     options: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -120,7 +120,7 @@ def parse_options(words: Iterable[str]) -> dict[str, Any]:
 def check_choice(
     strategy: str | None, options: Mapping[str, Any], num_workers: int, workers_per_machine: int | None
 ) -> tuple[str | None, dict[str, Any]]:
-    """The strategy's own name (None stays: the program chooses), and its options by their names in code.
+    """Return the strategy's own name (None: the program chooses), and its options by their names in code.
 
     UsageError for a name or an option that is none. Of a strategy from outside Shoal the workers check both.
     """
@@ -151,7 +151,7 @@ def check_choice(
 
 
 def parse_variables(words: Iterable[str]) -> dict[str, str]:
-    """`NAME=VALUE`, or `NAME` with the value that it has here."""
+    """Read words of the form `NAME=VALUE`, or `NAME` for the value that it has here."""
     variables: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -166,7 +166,7 @@ def parse_variables(words: Iterable[str]) -> dict[str, str]:
 
 
 def check_engine(engine: str, address: str | None, hosts: object) -> None:
-    """UsageError for an engine that is none, or flags that are another one's."""
+    """Raise a UsageError for an engine that is none, or flags that are another one's."""
     if engine not in ENGINES:
         raise UsageError(f"There is no engine {engine}.", next_step=f"give one of {', '.join(ENGINES)}.")
     if engine == "ray" and hosts:

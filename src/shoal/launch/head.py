@@ -30,18 +30,18 @@ from shoal.launch.output import LogFiles, Output
 from shoal.launch.polling import Interest, SignalInbox, poll_once
 from shoal.launch.protocol import (
     BEAT_S,
+    AgentChannel,
+    AgentHello,
     Beat,
-    Channel,
-    Failed,
-    Hello,
     Hold,
-    Job,
+    JobFailed,
     OfWorker,
-    Part,
-    Pause,
+    PauseBeats,
     Post,
     Seen,
+    TimelinePart,
     Up,
+    WorkerJob,
 )
 from shoal.launch.settings import (
     LaunchSettings,
@@ -65,20 +65,20 @@ _OWN = (VARIABLE, SECRET_VARIABLE, "PYTHONHOME", "CUDA_VISIBLE_DEVICES")
 class AgentHandle:
     """One agent as the head sees it: where it is, what it has answered, and its workers."""
 
-    channel: Channel
+    channel: AgentChannel
     slots: int
     """How many workers and servers it can take."""
     machine: str
     """Agents with the same one are on the same machine, where local ranks are counted."""
     python: str = sys.executable
-    """Takes the place of this process's own interpreter in the command."""
+    """The interpreter that takes the place of this process's own in the command."""
     cwd: str | None = None
-    """By default the head's."""
+    """The folder where workers start, by default the head's."""
     has_own_disks: bool = True
     """Whether files that workers write there may not be seen here."""
     address: str = ""
-    """By which the other machines reach it, where that is known."""
-    hello: Hello | None = None
+    """The address by which the other machines reach it, where that is known."""
+    hello: AgentHello | None = None
     """What it has answered."""
     shift_s: float = 0.0
     """What to add to its clock to have this machine's, but for the time that its answer took."""
@@ -92,12 +92,12 @@ class AgentHandle:
 
     @property
     def host(self) -> str:
-        """As the user named it; empty for children of this process."""
+        """The host as the user named it; empty for children of this process."""
         return self.channel.host
 
     @property
     def addresses(self) -> Mapping[str, Sequence[str]]:
-        """By the name of the interface."""
+        """Its addresses by the name of the interface."""
         return {} if self.hello is None else self.hello.addresses
 
     @property
@@ -107,7 +107,7 @@ class AgentHandle:
 
 
 class Engine(ABC):
-    """Where agents come from."""
+    """A source of agents."""
 
     @abstractmethod
     def open(self, min_processes: int, max_processes: int, *, is_restart: bool) -> list[AgentHandle]:
@@ -115,7 +115,7 @@ class Engine(ABC):
 
         Ranks are given in their order; those of one machine follow each other. Called again for each restart;
         what an earlier call gave has been closed. An agent that cannot be reached is one whose channel ends
-        before it has said Hello.
+        before it has said AgentHello.
         """
 
 
@@ -131,7 +131,7 @@ class LocalEngine(Engine):
             raise UsageError(
                 "Workers are started on Linux and macOS only.", next_step="start them by torchrun or mpirun."
             )
-        hello = Hello(__version__, "", boot_id=boot_id(), free_port=free_port("127.0.0.1"))
+        hello = AgentHello(__version__, "", boot_id=boot_id(), free_port=free_port("127.0.0.1"))
         return [AgentHandle(LocalChannel(hello), self._num_slots, "", cwd=os.curdir, has_own_disks=False)]
 
 
@@ -215,11 +215,11 @@ def _hear_hello(agent: AgentHandle, now_s: float) -> None:
     host = agent.host
     try:
         for hello in agent.channel.take():
-            if isinstance(hello, Hello) and hello.version == __version__:
+            if isinstance(hello, AgentHello) and hello.version == __version__:
                 agent.hello = hello
                 is_same_clock = bool(hello.boot_id) and hello.boot_id == boot_id()
                 agent.shift_s = 0.0 if is_same_clock else now_s - hello.clock_s
-            elif isinstance(hello, Hello):
+            elif isinstance(hello, AgentHello):
                 agent.error = PeerRefused(
                     f"{host} has Shoal {hello.version}, and this machine {__version__}.",
                     peer=host,
@@ -237,7 +237,7 @@ def _hear_hello(agent: AgentHandle, now_s: float) -> None:
         agent.error = agent.channel.explain()
 
 
-class Workers:
+class RunWorkers:
     """All workers of one start, by rank, wherever they run; used by one launcher, from its thread.
 
     A host is lost when the way to its agent ends, or when nothing has come from it for a while: agents beat.
@@ -296,7 +296,7 @@ class Workers:
 
     def pause(self, *, is_paused: bool) -> None:
         """Have agents do without beats, since the launcher is about to be stopped, or no more."""
-        self._tell_all(Pause(is_paused))
+        self._tell_all(PauseBeats(is_paused))
         for agent in self._agents:
             agent.heard_s = self._clock.now_s()
 
@@ -310,9 +310,9 @@ class Workers:
         for copies in self._copies:
             copies.close()
 
-    def _job(self, agent: AgentHandle, shared: Mapping[str, str], posts: list[Post]) -> Job:
+    def _job(self, agent: AgentHandle, shared: Mapping[str, str], posts: list[Post]) -> WorkerJob:
         first, *arguments = self._settings.command
-        return Job(
+        return WorkerJob(
             command=[agent.python if first == sys.executable else first, *arguments],
             cwd=agent.cwd or str(Path.cwd()),
             # children of this process have its environment in any case
@@ -323,7 +323,7 @@ class Workers:
             patience=self._settings.options.patience,
         )
 
-    def _tell_all(self, message: Hold | Beat | Pause) -> None:
+    def _tell_all(self, message: Hold | Beat | PauseBeats) -> None:
         for agent in self._agents:
             if not agent.is_lost:
                 agent.channel.send(message)
@@ -345,10 +345,10 @@ class Workers:
             self._lose(agent, copies, now_s, f"nothing has come from there for {silent_s:.1f} s")
 
     def _take(self, agent: AgentHandle, copies: Copies, message: Up, now_s: float) -> None:
-        if isinstance(message, Failed):
+        if isinstance(message, JobFailed):
             what = f"On {agent.host}: {message.what}"
             raise PeerRefused(what, peer=agent.host, cause=message.cause, next_step=message.next_step)
-        if isinstance(message, Part):
+        if isinstance(message, TimelinePart):
             self._parts.take(message.rank, message.data)
         elif isinstance(message, Seen):
             copies.take(message.sightings, {worker.rank: worker.host for worker in self.all})

@@ -34,7 +34,7 @@ class Host:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """'host1:4,user@host2:4,[fe80::1]:2'; a host without a number has one slot."""
+    """Read 'host1:4,user@host2:4,[fe80::1]:2'; a host without a number has one slot."""
     found: list[Host] = []
     for entry in text.split(","):
         match = _ENTRY.fullmatch(entry.strip())
@@ -48,7 +48,7 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """A host a line, 'host slots=4' or 'host:4'; what follows a # is a comment."""
+    """Read a host a line, 'host slots=4' or 'host:4'; what follows a # is a comment."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -74,7 +74,7 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 def merge(hosts: Iterable[Host]) -> list[Host]:
-    """A host that is named twice has the slots of both."""
+    """Give a host that is named twice the slots of both."""
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots
@@ -83,7 +83,7 @@ def merge(hosts: Iterable[Host]) -> list[Host]:
 
 @functools.cache
 def is_here(name: str) -> bool:
-    """Whether it is this machine."""
+    """Say whether a name stands for this machine."""
     if name in ("localhost", socket.gethostname()):
         return True
     if "@" in name:
@@ -96,7 +96,7 @@ def is_here(name: str) -> bool:
 
 
 def open_hosts(text: str | None, hostfile: Path | None, ssh: SshSettings) -> Hosts | None:
-    """Those of -H or --hostfile; None without either. Nothing is connected yet."""
+    """Return the hosts of -H or --hostfile, None without either; nothing is connected yet."""
     if text is not None and hostfile is not None:
         raise UsageError("-H and --hostfile are both given.", next_step="leave one of them out.")
     if hostfile is not None:
@@ -105,7 +105,7 @@ def open_hosts(text: str | None, hostfile: Path | None, ssh: SshSettings) -> Hos
 
 
 class Hosts(Engine):
-    """AgentHandles on hosts, by ssh or, on this machine, by a child process."""
+    """Agents on hosts, reached by ssh or, on this machine, as a child process."""
 
     def __init__(self, hosts: list[Host], ssh: SshSettings, hostfile: Path | None = None) -> None:
         self._hosts = _join_here(hosts)
@@ -114,21 +114,21 @@ class Hosts(Engine):
 
     @property
     def num_slots(self) -> int:
-        """Of all hosts."""
+        """The slots of all hosts."""
         return sum(host.slots for host in self._hosts)
 
     @property
     def slots_of_first(self) -> int:
-        """How many workers a machine has, usually."""
+        """The number of workers that a machine usually has."""
         return self._hosts[0].slots
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether more is needed than this machine."""
+        """Whether another machine is needed."""
         return not all(is_here(host.name) for host in self._hosts)
 
     def check(self, num_workers: int, num_servers: int) -> None:
-        """UsageError when there are too few slots for so many."""
+        """Raise a UsageError when there are too few slots for so many."""
         if num_workers + num_servers <= self.num_slots:
             return
         servers = f" and {num_servers} server{'s' if num_servers > 1 else ''}" if num_servers else ""
@@ -140,7 +140,7 @@ class Hosts(Engine):
         )
 
     def open(self, min_processes: int, max_processes: int, *, is_restart: bool) -> list[AgentHandle]:
-        """Only those that are needed when the number is fixed; else all, since some may not answer.
+        """Connect those that are needed when the number is fixed, else all, since some may not answer.
 
         A restart reads the host file again, so that hosts may come and go.
         """
@@ -170,7 +170,7 @@ def _host(name: str, slots: str | None, where: str) -> Host:
 
 
 def _first(hosts: list[Host], num_processes: int) -> list[Host]:
-    """As many as are needed."""
+    """Return as many hosts as are needed."""
     needed: list[Host] = []
     for host in hosts:
         if sum(one.slots for one in needed) < num_processes:
@@ -179,6 +179,6 @@ def _first(hosts: list[Host], num_processes: int) -> list[Host]:
 
 
 def _join_here(hosts: list[Host]) -> list[Host]:
-    """The machine here may go by several names, but has one agent."""
+    """Join the names of this machine, which has one agent."""
     here = next((host.name for host in hosts if is_here(host.name)), "")
     return merge(Host(here if is_here(host.name) else host.name, host.slots) for host in hosts)

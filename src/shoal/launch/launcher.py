@@ -23,21 +23,21 @@ from shoal.core.run_options import SILENCE_S
 from shoal.launch import timeline
 from shoal.launch.endings import TIMED_OUT, Death, Ending, Outcome, describe, name_ranks, name_signal
 from shoal.launch.failures import Failures, Stops
-from shoal.launch.head import AgentHandle, Engine, Gathering, LocalEngine, Workers
+from shoal.launch.head import AgentHandle, Engine, Gathering, LocalEngine, RunWorkers
 from shoal.launch.output import LogFiles, Output, Terminal, settle_own_streams
 from shoal.launch.polling import Interest, SignalInbox, poll_once
 from shoal.launch.settings import LaunchSettings
 
 GRACE_S = 3.0
-"""For a worker that was asked to end."""
+"""A worker that was asked to end has so long for it."""
 GIVE_UP_S = 5.0
-"""For a process that does not even end by SIGKILL: it hangs in the kernel."""
+"""A process that has not ended by SIGKILL in this time hangs in the kernel."""
 SAME_SIGNAL_S = 0.3
 """A second signal within it is the first, sent to the process and to its group."""
 START_TIMEOUT_S = 30.0
-"""For a host to answer."""
+"""A host has so long to answer."""
 RESTART_TIMEOUT_S = 8.0
-"""For a restart: a host that has gone should not hold the others up."""
+"""In a restart it has less: a host that has gone should not hold the others up."""
 
 
 def launch(
@@ -137,7 +137,7 @@ class Launcher:
         self._settings = settings
         self._output = output
         self._clock = clock
-        self._run = Workers(settings, agents, output, clock)
+        self._run = RunWorkers(settings, agents, output, clock)
         self._workers = self._run.all
         self._failures = Failures(
             self._workers,

@@ -1,7 +1,7 @@
 """How the head of a run and its agents speak: MessagePack, with the length before each message.
 
 The head decides, agents do: an agent starts processes, passes on what they write and how they end, and sends
-signals. Whether the bytes go through ssh, a pipe or Ray is the business of a `Channel`.
+signals. Whether the bytes go through ssh, a pipe or Ray is the business of an `AgentChannel`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ MAGIC = b"\xf5SHOAL\x01\n"
 """Before an agent's first message: what a login shell prints on its own comes before it, and is skipped."""
 MAX_MESSAGE_BYTES = 1 << 24
 MAX_PREAMBLE_BYTES = 1 << 16
-"""Of what a login shell may print."""
+"""A login shell may print so much."""
 BEAT_S = 1.0
-"""From one beat to the next, in both directions."""
+"""The time from one beat to the next, in both directions."""
 _LENGTH = struct.Struct(">I")
 M = TypeVar("M")
 AGENT = ("-P", "-m", "shoal.launch.agent")
@@ -44,18 +44,21 @@ class Message(msgspec.Struct, frozen=True, tag=True):
     """A message between a head and an agent, or between a head and its bridge to Ray."""
 
 
-class Hello(Message, frozen=True):
-    """Up, first: who the agent is. Unknown fields are passed over, so that other versions can be named."""
+class AgentHello(Message, frozen=True, tag="Hello"):
+    """Up, first: who the agent is.
+
+    Unknown fields are passed over and the tag stays, so that other versions can be named.
+    """
 
     version: str
-    """Of Shoal; head and agents must have the same."""
+    """The version of Shoal; head and agents must have the same."""
     host: str
     addresses: dict[str, list[str]] = {}
-    """By the name of the interface; the loopback's too."""
+    """The addresses by the name of the interface; the loopback's too."""
     boot_id: str = ""
     """The same on machines that are one, which then have one clock too."""
     clock_s: float = 0.0
-    """Of that machine, when it said this."""
+    """The clock of that machine, when it said this."""
     free_port: int = 0
     """One that nobody listens on, for the run's store if rank 0 comes here."""
     reached_at: str = ""
@@ -72,13 +75,13 @@ class Post(msgspec.Struct, frozen=True):
     """SHOAL_RANK, SHOAL_LOCAL_RANK and the like: what is its own."""
 
 
-class Job(Message, frozen=True):
-    """Down, once, after Hello: what to start. The agent answers Started for each post, or Failed."""
+class WorkerJob(Message, frozen=True):
+    """Down, once, after AgentHello: what to start. The agent answers Started for each post, or JobFailed."""
 
     command: list[str]
     cwd: str
     variables: dict[str, str]
-    """For all workers here, over those that the agent finds in its own environment."""
+    """The variables of all workers here, over those of the agent's own environment."""
     posts: list[Post]
     timeline: str | None = None
     """Where workers write their parts of it, if these are to be sent: the head has other disks."""
@@ -89,7 +92,7 @@ class Job(Message, frozen=True):
 
 
 class Signal(Message, frozen=True):
-    """Down: to the process groups of these ranks."""
+    """Down: send a signal to the process groups of these ranks."""
 
     ranks: list[int]
     number: int
@@ -101,14 +104,14 @@ class Hold(Message, frozen=True):
     is_held: bool
 
 
-class Pause(Message, frozen=True):
+class PauseBeats(Message, frozen=True):
     """Down: the head will be stopped and beat no more (its workers have been stopped), or is back."""
 
     is_paused: bool
 
 
 class Beat(Message, frozen=True):
-    """Up and down: still here."""
+    """Up and down: the sender is still here."""
 
 
 class Seen(Message, frozen=True):
@@ -129,7 +132,7 @@ class Started(OfWorker, frozen=True):
     pid: int
 
 
-class Failed(Message, frozen=True):
+class JobFailed(Message, frozen=True):
     """Up, instead of all others: the job cannot be started; what was started of it is ended."""
 
     what: str
@@ -144,13 +147,13 @@ class Wrote(OfWorker, frozen=True):
     data: bytes
 
 
-class Part(OfWorker, frozen=True):
-    """Up, before Ended: a piece of what a worker wrote to its timeline."""
+class TimelinePart(OfWorker, frozen=True):
+    """Up, before WorkerEnded: a piece of what a worker wrote to its timeline."""
 
     data: bytes
 
 
-class Told(OfWorker, frozen=True):
+class WorkerTold(OfWorker, frozen=True):
     """Up: what a worker told its launcher by `core.status`."""
 
     status: Status
@@ -169,14 +172,15 @@ class Exited(OfWorker, frozen=True):
     """Exit code, or minus a signal's number."""
 
 
-class Ended(OfWorker, frozen=True):
+class WorkerEnded(OfWorker, frozen=True):
     """Up, last of a rank: it has exited, and all that it wrote has been passed on."""
 
     code: int
 
 
-Up = Hello | Beat | Seen | Failed | Started | Wrote | Part | Told | Stopped | Exited | Ended
-Down = Job | Signal | Hold | Pause | Beat
+_OfWorker = Started | Wrote | TimelinePart | WorkerTold | Stopped | Exited | WorkerEnded
+Up = AgentHello | Beat | Seen | JobFailed | _OfWorker
+Down = WorkerJob | Signal | Hold | PauseBeats | Beat
 
 
 def encode(message: Message) -> bytes:
@@ -186,7 +190,7 @@ def encode(message: Message) -> bytes:
 
 
 class Decoder(Generic[M]):
-    """Messages out of a stream of bytes; `expects_magic` at the head's end."""
+    """Finds messages in a stream of bytes; `expects_magic` at the head's end."""
 
     def __init__(self, kind: Any, *, expects_magic: bool = False) -> None:
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(kind)
@@ -194,7 +198,7 @@ class Decoder(Generic[M]):
         self._expects_magic = expects_magic
 
     def feed(self, data: bytes) -> list[M]:
-        """Those that are whole now; ProtocolError for what is none."""
+        """Return the messages that are whole now; ProtocolError for what is none."""
         self._rest += data
         if self._expects_magic and not self._skip_preamble():
             return []
@@ -296,7 +300,7 @@ class MessageStream(Generic[M]):
             self.stop_writing()
 
 
-class Channel(ABC):
+class AgentChannel(ABC):
     """The head's end of the way to an agent. Nothing blocks but `explain` and `close`, and these shortly."""
 
     host: str
@@ -332,7 +336,7 @@ class Channel(ABC):
         self.close()
 
 
-class Child:
+class ChildProcess:
     """A process that is spoken with over its standard input and output; the end of its stderr is kept.
 
     It has a session of its own: Ctrl-C is the head's to understand.
@@ -392,14 +396,14 @@ class Child:
         self._errors.close()
 
 
-class PipeChannel(MessageStream[Up], Channel):
+class PipeChannel(MessageStream[Up], AgentChannel):
     """A channel to a child process: an agent on this machine, or an ssh that leads to one (`ssh`)."""
 
     def __init__(
         self, host: str, command: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> None:
         self.host = host
-        self._child = Child(command, environment)
+        self._child = ChildProcess(command, environment)
         self.pid = self._child.pid
         decoder: Decoder[Up] = Decoder(Up, expects_magic=True)
         super().__init__(self._child.stdout.fileno(), self._child.stdin.fileno(), decoder)

@@ -21,18 +21,18 @@ import msgspec
 
 from shoal.core import SYSTEM_CLOCK
 from shoal.launch.polling import poll_once
-from shoal.launch.protocol import Child, Decoder, Message, MessageStream
+from shoal.launch.protocol import ChildProcess, Decoder, Message, MessageStream
 
 READ_BYTES = 1 << 16
 _MAX_LAST_WORDS = 2000
 _AGENT_ENDING_S = 5.0
 ENDING_S = 3.0
-"""For an agent to end its worker and itself when the head has closed the way; it ends without us, too."""
+"""An agent has so long to end when the head has closed the way; it ends without us, too."""
 READ_WAIT_S = 10.0
 """After which an actor with nothing to pass on is asked again."""
 _MAX_QUEUED_BYTES = 1 << 20
 SHRINK_S = 5.0
-"""For room for all workers, where fewer would do; a second more for each that is left out."""
+"""Room for all workers is waited for so long where fewer would do; then a second for each one fewer."""
 _ROOM_TICK_S = 0.2
 _SAY_S = 10.0
 _TICK_S = 0.5
@@ -40,8 +40,8 @@ _CONNECT_S = 5.0
 _WAKE_BYTES = 4096
 
 
-class Request(Message, frozen=True):
-    """What the head wants of the cluster."""
+class ActorRequest(Message, frozen=True):
+    """Says what the head wants of the cluster."""
 
     address: str
     agent: tuple[str, ...]
@@ -50,14 +50,14 @@ class Request(Message, frozen=True):
     min_workers: int
     """So many are enough where there is no room for all."""
     num_cpus: float
-    """Of each worker."""
+    """The CPUs of each worker."""
     num_gpus: float | None
-    """Of each worker; None gives one to each where the cluster has enough, else none."""
+    """The GPUs of each worker; None gives one to each where the cluster has enough, else none."""
     start_timeout_s: float
 
 
-class Place(msgspec.Struct, frozen=True):
-    """Where an actor is."""
+class ActorPlace(msgspec.Struct, frozen=True):
+    """The place where an actor is."""
 
     node: str
     """Ray's id of it."""
@@ -69,14 +69,14 @@ class Place(msgspec.Struct, frozen=True):
     """Those that Ray has given to this actor."""
 
 
-class Report(Message, frozen=True, omit_defaults=True):
+class BridgeReport(Message, frozen=True, omit_defaults=True):
     """What the bridge tells the head; one of the first five is set."""
 
     is_connected: bool = False
     """The cluster has answered."""
     waiting: str = ""
     """What the cluster lacks for now."""
-    places: list[Place] | None = None
+    places: list[ActorPlace] | None = None
     """The agents run, one behind each descriptor, in order; descriptors that are left over are closed."""
     lost: int | None = None
     """The actor behind this descriptor has gone: `what` says why."""
@@ -87,16 +87,16 @@ class Report(Message, frozen=True, omit_defaults=True):
     next_step: str = ""
 
 
-class Refusal(Exception):
-    """The cluster cannot be used."""
+class RayRefusal(Exception):
+    """An error that says that the cluster cannot be used."""
 
     def __init__(self, what: str, cause: str = "", next_step: str = "") -> None:
         super().__init__(what)
-        self.report = Report(is_refused=True, what=what, cause=cause, next_step=next_step)
+        self.report = BridgeReport(is_refused=True, what=what, cause=cause, next_step=next_step)
 
 
 def reason_of(error: Exception) -> str:
-    """What matters of Ray's many lines: the sentence with the reason, else the first."""
+    """Return what matters of Ray's many lines: the sentence with the reason, else the first."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     because = [line.partition(". ")[0] for line in lines if " because " in line]
     return [*because, *lines, type(error).__name__][0].rstrip(".")
@@ -110,7 +110,7 @@ class AgentActor:
     one reading and one writing at a time.
     """
 
-    _agent: Child
+    _agent: ChildProcess
 
     def where(self) -> tuple[str, str, str, str, list[str]]:
         """Return node id, address, host name, interpreter, and the GPUs that Ray has given to this actor."""
@@ -123,7 +123,7 @@ class AgentActor:
 
     def start(self, arguments: Sequence[str], variables: dict[str, str]) -> None:
         """Run the agent by this actor's interpreter, with these variables besides the actor's own."""
-        self._agent = Child([sys.executable, *arguments], {**os.environ, **variables})
+        self._agent = ChildProcess([sys.executable, *arguments], {**os.environ, **variables})
 
     def read(self, wait_s: float) -> bytes | None:
         """Return what the agent has written; b"" when it has ended, None when nothing came in this time."""
@@ -147,7 +147,7 @@ class AgentActor:
         return self._agent.exit_code(_AGENT_ENDING_S), self._agent.complaint()[-_MAX_LAST_WORDS:]
 
 
-class Link:
+class ActorLink:
     """The way between one actor and the descriptor behind which the head waits for it. Nothing here blocks.
 
     `wake` is called in a thread of Ray's whenever `step` has something to do.
@@ -173,12 +173,12 @@ class Link:
 
     @property
     def descriptor(self) -> int:
-        """To be polled."""
+        """The descriptor to be polled."""
         return self._end.fileno()
 
     @property
     def events(self) -> int | None:
-        """What to poll it for; None when there is nothing to be learned."""
+        """The events to poll it for; None when there is nothing to be learned."""
         wants_input = self._has_input and self._writing is None
         if self._closed_s is not None and not wants_input and not self._queue:
             return None
@@ -200,7 +200,7 @@ class Link:
             self.is_finished = True
 
     def close(self) -> None:
-        """The head finds the end of what came."""
+        """Let the head find the end of what came."""
         self._end.close()
 
     def _ask(self, reference: Any) -> Future[Any]:
@@ -248,19 +248,22 @@ class Link:
             self._queue.clear()
 
 
-class Placing:
-    """Of one start. `say` gets what the cluster lacks; `check` may raise to give up."""
+class ActorPlacement:
+    """Makes room for the actors of a start in one placement group, and puts each where it was given room.
+
+    `say` gets what the cluster lacks; `check` may raise to give up.
+    """
 
     def __init__(
-        self, ray: Any, request: Request, say: Callable[[str], None], check: Callable[[], None]
+        self, ray: Any, request: ActorRequest, say: Callable[[str], None], check: Callable[[], None]
     ) -> None:
         self._ray = ray
         self._request = request
         self._say = say
         self._check = check
 
-    def place(self) -> tuple[list[Any], list[Place]]:
-        """Actors and where they are, those of a node one after the other; Refusal."""
+    def place(self) -> tuple[list[Any], list[ActorPlace]]:
+        """Return actors and where they are, a node's one after the other; RayRefusal without room."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         group, num_gpus = self._reserve()
@@ -276,9 +279,11 @@ class Placing:
         ]
         asked = [actor.where.remote() for actor in actors]
         try:
-            places = [Place(*place) for place in self._ray.get(asked, timeout=self._request.start_timeout_s)]
+            places = [
+                ActorPlace(*place) for place in self._ray.get(asked, timeout=self._request.start_timeout_s)
+            ]
         except Exception as error:
-            raise Refusal(
+            raise RayRefusal(
                 f"A worker's actor could not be started: {reason_of(error)}.",
                 "a node that has just gone, or on which Shoal is not installed.",
                 "install the same Shoal on all nodes; `ray status` shows which there are.",
@@ -288,7 +293,7 @@ class Placing:
         return [actor for actor, _ in pairs], [place for _, place in pairs]
 
     def _reserve(self) -> tuple[Any, float]:
-        """A placement group for as many workers as there is room for, and the GPUs that each has there."""
+        """Return a placement group for as many workers as there is room for, and the GPUs of each."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
         request = self._request
@@ -303,7 +308,7 @@ class Placing:
             remove_placement_group(group)
             patience_s = 1.0
         workers = _describe_workers(request.min_workers, bundle)
-        raise Refusal(
+        raise RayRefusal(
             f"The Ray cluster has no room for {workers}; {self._room()}.",
             "other jobs hold the rest, or nodes are missing.",
             "give a smaller -np or a longer --start-timeout; `ray status` shows what is in use.",
@@ -327,7 +332,7 @@ class Placing:
         return 1.0 if sum(self._totals("GPU")) >= num_workers else 0.0
 
     def _totals(self, resource: str) -> Iterator[float]:
-        """Of each node."""
+        """Yield how much of it each node has."""
         for node in self._ray.nodes():
             if node["Alive"]:
                 yield float(node["Resources"].get(resource, 0.0))
@@ -349,9 +354,9 @@ def _describe_workers(num_workers: int, bundle: dict[str, float]) -> str:
 
 
 class Bridge:
-    """Of one start."""
+    """The bridge of one start."""
 
-    def __init__(self, ray: Any, request: Request, report: Callable[[Report], None]) -> None:
+    def __init__(self, ray: Any, request: ActorRequest, report: Callable[[BridgeReport], None]) -> None:
         self._ray = ray
         self._request = request
         self._report = report
@@ -361,8 +366,8 @@ class Bridge:
 
     def run(self, descriptors: list[int]) -> None:
         """Place the actors, start the agents, and copy until all have ended."""
-        placing = Placing(
-            self._ray, self._request, lambda text: self._report(Report(waiting=text)), _check_head
+        placing = ActorPlacement(
+            self._ray, self._request, lambda text: self._report(BridgeReport(waiting=text)), _check_head
         )
         actors, places = placing.place()
         for descriptor in descriptors[len(actors) :]:
@@ -372,14 +377,14 @@ class Bridge:
             actor.start.remote(self._request.agent, own) for actor, own in zip(actors, variables, strict=True)
         ]
         self._ray.get(starts, timeout=self._request.start_timeout_s)
-        self._report(Report(places=places))
-        self._copy([Link(i, descriptors[i], actor, self._wake) for i, actor in enumerate(actors)])
+        self._report(BridgeReport(places=places))
+        self._copy([ActorLink(i, descriptors[i], actor, self._wake) for i, actor in enumerate(actors)])
 
     def _wake(self, _: object) -> None:
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_end, b".")
 
-    def _copy(self, links: list[Link]) -> None:
+    def _copy(self, links: list[ActorLink]) -> None:
         while links:
             poll = select.poll()
             poll.register(self._wakes, select.POLLIN)
@@ -393,13 +398,13 @@ class Bridge:
                 link.step(is_hung_up=bool(ready.get(link.descriptor, 0) & select.POLLHUP))
                 if link.is_finished:
                     if link.why_lost:
-                        self._report(Report(lost=link.index, what=link.why_lost))
+                        self._report(BridgeReport(lost=link.index, what=link.why_lost))
                     link.close()
             links = [link for link in links if not link.is_finished]
 
 
-def variables_of(place: Place, places: list[Place]) -> dict[str, str]:
-    """As under other launchers, a worker sees its machine's GPUs; the one of its local rank is its own."""
+def variables_of(place: ActorPlace, places: list[ActorPlace]) -> dict[str, str]:
+    """Show a worker its machine's GPUs, as other launchers do; the one of its local rank is its own."""
     gpus = [gpu for other in places if other.node == place.node for gpu in other.gpus]
     return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(gpus))} if gpus else {}
 
@@ -413,12 +418,12 @@ def _connect(address: str) -> Any:
     try:
         import ray
     except ImportError:
-        raise Refusal("Ray is not installed.", next_step="pip install 'shoal[ray]'") from None
+        raise RayRefusal("Ray is not installed.", next_step="pip install 'shoal[ray]'") from None
     _require_listener(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
-        raise Refusal(
+        raise RayRefusal(
             f"The Ray cluster {address} cannot be used: {reason_of(error)}.",
             "it does not run, this machine is none of its nodes, or Ray or Python is another version there.",
             "run it on a node of the cluster; `ray status` says whether this is one.",
@@ -427,14 +432,14 @@ def _connect(address: str) -> Any:
 
 
 def _require_listener(address: str) -> None:
-    """Ray itself would go on trying for minutes."""
+    """Refuse an address where nobody listens: Ray itself would go on trying for minutes."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
     except OSError as error:
-        raise Refusal(
+        raise RayRefusal(
             f"There is no Ray cluster at {address}: {error.strerror or error}.",
             "it does not run, or this is not its address.",
             "`ray start --head` starts one and says its address.",
@@ -443,7 +448,7 @@ def _require_listener(address: str) -> None:
 
 def main(descriptors: list[int]) -> int:
     """Run until the head or all agents have gone."""
-    head: MessageStream[Request] = MessageStream(0, os.dup(1), Decoder(Request))
+    head: MessageStream[ActorRequest] = MessageStream(0, os.dup(1), Decoder(ActorRequest))
     os.dup2(2, 1)  # what Ray prints is no report
     while not (requests := head.take()):
         if not head.is_open:
@@ -451,12 +456,12 @@ def main(descriptors: list[int]) -> int:
         poll_once(head.interests())
     try:
         ray = _connect(requests[0].address)
-        head.send(Report(is_connected=True))
+        head.send(BridgeReport(is_connected=True))
         try:
             Bridge(ray, requests[0], head.send).run(descriptors)
         finally:
             ray.shutdown()
-    except Refusal as refusal:
+    except RayRefusal as refusal:
         head.send(refusal.report)
         return 1
     return 0

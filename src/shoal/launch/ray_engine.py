@@ -24,8 +24,8 @@ from shoal.launch.head import AgentHandle, Engine
 from shoal.launch.launcher import START_TIMEOUT_S, launch, writes_to
 from shoal.launch.output import Output, Terminal
 from shoal.launch.polling import SignalInbox, poll_once
-from shoal.launch.protocol import AGENT, Channel, Child, Decoder, MessageStream, Up
-from shoal.launch.ray_bridge import Place, Report, Request
+from shoal.launch.protocol import AGENT, AgentChannel, ChildProcess, Decoder, MessageStream, Up
+from shoal.launch.ray_bridge import ActorPlace, ActorRequest, BridgeReport
 from shoal.launch.settings import LaunchSettings
 
 _ENDING_S = 10.0
@@ -58,7 +58,7 @@ def run_on_ray(
         raise UsageError("Ray is not installed.", next_step="pip install 'shoal[ray]'")
     output = Terminal() if output is None else output
     wanted = ray_settings or RaySettings()
-    request = Request(
+    request = ActorRequest(
         address=address or os.environ.get("RAY_ADDRESS") or "auto",
         agent=AGENT,
         num_workers=settings.num_processes,
@@ -71,9 +71,9 @@ def run_on_ray(
 
 
 class RayEngine(Engine):
-    """Other actors, by another process that speaks with Ray, for each start."""
+    """Has other actors started for each start, by another process that speaks with Ray."""
 
-    def __init__(self, request: Request, output: Output) -> None:
+    def __init__(self, request: ActorRequest, output: Output) -> None:
         self._request = request
         self._output = output
 
@@ -86,7 +86,7 @@ class RayEngine(Engine):
         numbers: list[int] = []
         with SignalInbox() as inbox:
             bridge = BridgeProcess(request)
-            places: list[Place] | None = None
+            places: list[ActorPlace] | None = None
             try:
                 while places is None and not numbers:
                     places = bridge.poll_places(inbox, self._say)
@@ -96,7 +96,7 @@ class RayEngine(Engine):
                 raise
         for number in numbers:
             signal.raise_signal(number)  # for the inbox of the caller
-        places = places or [Place("", "", "the Ray cluster", sys.executable, [])]
+        places = places or [ActorPlace("", "", "the Ray cluster", sys.executable, [])]
         num_open = len(places)
 
         def close() -> None:
@@ -117,19 +117,19 @@ class RayEngine(Engine):
         ]
 
     def _say(self, text: str) -> None:
-        """At once: nobody writes out what is queued before the workers run."""
+        """Say it at once: nobody writes out what is queued before the workers run."""
         self._output.say(text)
         poll_once(writes_to(self._output), 0.0)
 
 
-def _name(place: Place) -> str:
+def _name(place: ActorPlace) -> str:
     return f"{place.host} (Ray node {place.node[:8]} at {place.address})" if place.node else place.host
 
 
 class BridgeProcess:
     """The head's side of the process that speaks with Ray, for one start."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: ActorRequest) -> None:
         self._request = request
         self._began_s = SYSTEM_CLOCK.now_s()
         self._is_connected = False
@@ -139,14 +139,14 @@ class BridgeProcess:
         """The ways to the actors."""
         theirs = [end.fileno() for _, end in pairs]
         command = [sys.executable, "-P", "-c", _BRIDGE, *map(str, theirs)]
-        self._child = Child(command, pass_fds=theirs)
+        self._child = ChildProcess(command, pass_fds=theirs)
         for _, end in pairs:
             end.close()
         source, sink = self._child.stdout.fileno(), self._child.stdin.fileno()
-        self._stream: MessageStream[Report] = MessageStream(source, sink, Decoder(Report))
+        self._stream: MessageStream[BridgeReport] = MessageStream(source, sink, Decoder(BridgeReport))
         self._stream.send(request)
 
-    def poll_places(self, inbox: SignalInbox, say: Callable[[str], None]) -> list[Place] | None:
+    def poll_places(self, inbox: SignalInbox, say: Callable[[str], None]) -> list[ActorPlace] | None:
         """Wait shortly; return where the agents are, once all of them run. ShoalError when none does."""
         poll_once([inbox.interest, *self._stream.interests()])
         has_ended = self._child.exit_code() is not None
@@ -187,7 +187,7 @@ class BridgeProcess:
         self._stream.stop_writing()
         self._child.close(_ENDING_S)
 
-    def _take_reports(self) -> list[Report]:
+    def _take_reports(self) -> list[BridgeReport]:
         self._stream.read()
         reports = self._stream.take()
         self._why_lost |= {report.lost: report.what for report in reports if report.lost is not None}
@@ -198,7 +198,7 @@ class BridgeProcess:
         return f"ended with exit code {self._child.exit_code()}{f': {lines[-1]}' if lines else ''}"
 
 
-class RayChannel(MessageStream[Up], Channel):
+class RayChannel(MessageStream[Up], AgentChannel):
     """The head's end of the way to the agent of one Ray actor, over a socket to the bridge."""
 
     def __init__(

@@ -23,21 +23,21 @@ _NOT_FOUND = (126, 127)
 
 @dataclass(frozen=True, slots=True)
 class SshSettings:
-    """How hosts are reached, and what is found there."""
+    """Says how hosts are reached, and what is found there."""
 
     port: int | None = None
     user: str | None = None
     options: tuple[str, ...] = ()
     """Each as after `ssh -o`; they come before Shoal's own, so that they win."""
     remote_python: str | None = None
-    """By default the path of this interpreter."""
+    """The interpreter there, by default at the path of this one."""
     remote_cwd: str | None = None
-    """By default this folder."""
+    """The folder there, by default at the path of this one."""
     connect_timeout_s: float = 30.0
 
 
 def ssh_command(host: str, settings: SshSettings) -> list[str]:
-    """Of an agent on that host."""
+    """Return the command that starts an agent on that host."""
     options = [
         *settings.options,
         "BatchMode=yes",
@@ -54,7 +54,7 @@ def ssh_command(host: str, settings: SshSettings) -> list[str]:
 
 
 def _agent_line(settings: SshSettings) -> str:
-    """For whatever shell the user has there."""
+    """Return a command line for whatever shell the user has there."""
     python = [settings.remote_python or sys.executable, *AGENT]
     path = os.environ.get("PYTHONPATH")
     words = ["env", f"PYTHONPATH={path}", *python] if path else python
@@ -74,13 +74,13 @@ class SshChannel(PipeChannel):
         super().__init__(host, ssh_command(host, settings))
 
     def explain(self) -> ShoalError:
-        """By ssh's exit code and words."""
+        """Say it by ssh's exit code and words."""
         code, complaint = self.last_words()
         return explain(self.host, code, complaint, self._settings)
 
 
 def explain(host: str, code: int | None, complaint: str, settings: SshSettings) -> ShoalError:
-    """What an ssh that has ended means, and what to do."""
+    """Say what the end of an ssh means, and what to do."""
     try_it = shlex.join([*_connection_words(settings.options, settings), host])
     last = complaint.splitlines()[-1].rstrip(".") if complaint else f"ssh ended with exit code {code}"
     if code == _SSH_FAILED:

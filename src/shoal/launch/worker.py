@@ -12,13 +12,23 @@ from collections.abc import Sequence
 
 from shoal.core.status import Phase, Status
 from shoal.launch.endings import Death, is_consequence, is_echo, without_own_numbers
-from shoal.launch.output import Lines, LogFiles, Output, Stream
-from shoal.launch.protocol import Channel, Ended, Exited, OfWorker, Signal, Started, Stopped, Told, Wrote
+from shoal.launch.output import LineSplitter, LogFiles, Output, Stream
+from shoal.launch.protocol import (
+    AgentChannel,
+    Exited,
+    OfWorker,
+    Signal,
+    Started,
+    Stopped,
+    WorkerEnded,
+    WorkerTold,
+    Wrote,
+)
 
 _SLOW_END_S = 30.0
-"""From a traceback to the end of its process: one that is older has nothing to do with it."""
+"""A traceback that is older than this has nothing to do with the end of its process."""
 _OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGINT)
-"""By which a process ends itself, perhaps after a traceback: Python by SIGINT, native code by the others."""
+"""Signals by which a process ends itself, perhaps after a traceback: Python's is SIGINT."""
 HOLD_S = 1.0
 """A worker that lives on for so long has only printed a traceback."""
 LONG_HOLD_S = 5.0
@@ -43,7 +53,7 @@ class Reader:
         self.tracebacks = Tracebacks()
         self._rank, self._stream = rank, stream
         self._output, self._logs = output, logs
-        self._lines = Lines()
+        self._lines = LineSplitter()
 
     def feed(self, data: bytes, now_s: float) -> None:
         """Pass on what was read."""
@@ -56,12 +66,12 @@ class Reader:
             self.show(self._sift(bar, now_s))
 
     def show(self, lines: list[bytes]) -> None:
-        """Have them shown as this stream's."""
+        """Show lines as this stream's."""
         if lines:
             self._output.lines(self._rank, self._stream, lines)
 
     def close(self, now_s: float) -> None:
-        """Nothing more will come; a last line without an end is passed on. Idempotent."""
+        """Pass on a last line without an end: nothing more will come. Idempotent."""
         if self.is_open:
             self._take(self._lines.take_rest(), now_s)
             self.is_open = False
@@ -78,7 +88,7 @@ class Reader:
 class Worker:
     """A running worker, or what is left of it."""
 
-    def __init__(self, rank: int, channel: Channel, output: Output, logs: LogFiles) -> None:
+    def __init__(self, rank: int, channel: AgentChannel, output: Output, logs: LogFiles) -> None:
         self.rank = rank
         self.host = channel.host
         """Where it runs, when it is no child of this process."""
@@ -115,7 +125,7 @@ class Worker:
 
     @property
     def tracebacks(self) -> Tracebacks:
-        """What is held of its stderr."""
+        """The tracebacks of its stderr."""
         return self.readers[1].tracebacks
 
     @property
@@ -125,7 +135,7 @@ class Worker:
 
     @property
     def left_s(self) -> float:
-        """When it left its group in order, or ended; not yet is infinity."""
+        """The time when it left its group in order, or ended; infinity before that."""
         if self.phase == "left":
             return self._phase_s
         return math.inf if self.is_alive else self.ended_s
@@ -142,14 +152,14 @@ class Worker:
                 self.pid = message.pid
             case Wrote():
                 self.readers[0 if message.stream == "stdout" else 1].feed(message.data, now_s)
-            case Told():
+            case WorkerTold():
                 self._take_status(message.status, now_s)
             case Stopped():
                 self.stop_signal = message.signal
                 self.stopped_s = now_s if message.signal is not None else self.stopped_s
             case Exited():
                 self._note_end(message.code, now_s)
-            case Ended():
+            case WorkerEnded():
                 self.finish_output(now_s)
 
     def was_told(self, number: int) -> bool:
@@ -171,7 +181,7 @@ class Worker:
             self.readers[1].show(shown.shorten(self.rank, due, now_s))
 
     def show_held(self) -> None:
-        """Have shown what is held of its stderr."""
+        """Show what is held of its stderr."""
         self.readers[1].show(self.tracebacks.release())
 
     def lose(self, now_s: float) -> None:
@@ -182,13 +192,13 @@ class Worker:
         self.finish_output(now_s)
 
     def give_up(self, now_s: float) -> Death:
-        """It is stopped, and will be killed for that."""
+        """Count it as dead because it is stopped; it will be killed for that."""
         assert self.stop_signal is not None
         self.given_up = Death(self.rank, -self.stop_signal, self.stopped_s, stopped_s=now_s - self.stopped_s)
         return self.given_up
 
     def death(self) -> Death:
-        """How it ended; a Death with code 0 when it finished."""
+        """Say how it ended; a Death with code 0 says that it finished."""
         assert self.code is not None
         if self.given_up is not None:
             return self.given_up
@@ -228,7 +238,11 @@ class Worker:
 
 
 class Tracebacks:
-    """The stderr of one worker on its way: all from the start of a traceback on is held."""
+    """Holds a worker's traceback, and all that follows it, until it is clear whether the worker ends with it.
+
+    When one worker fails, the others soon fail because of it. Who reads the terminal wants the first
+    traceback, once and whole; which one that is, is known when processes have ended.
+    """
 
     def __init__(self) -> None:
         self.since_s: float | None = None
@@ -238,7 +252,7 @@ class Tracebacks:
         self._is_held = False
 
     def sift(self, lines: list[bytes], now_s: float) -> list[bytes]:
-        """Take lines; those to show now."""
+        """Take lines, and return those to show now."""
         passed: list[bytes] = []
         if not self._is_held:
             start = next((index for index, line in enumerate(lines) if _begins(line)), None)
@@ -255,7 +269,7 @@ class Tracebacks:
         return passed
 
     def release_due(self, now_s: float, *, is_ending: bool = False) -> list[bytes]:
-        """What has been held for too long, for a worker that has told that it is about to end, or has not."""
+        """Return what has been held for too long; `is_ending` if its worker has told that it is."""
         if not self._is_held or self.since_s is None or now_s < self.since_s + HOLD_S:
             return []
         if now_s < self.since_s + LONG_HOLD_S and is_consequence(self.error):
@@ -263,7 +277,7 @@ class Tracebacks:
         return [] if is_ending and now_s < self.since_s + ENDING_HOLD_S else self.release()
 
     def release(self) -> list[bytes]:
-        """Whatever is held."""
+        """Return whatever is held, and hold it no more."""
         if not self._is_held:
             return []
         self._is_held = False
@@ -281,20 +295,20 @@ class Tracebacks:
 
 
 def last_error(lines: Sequence[bytes]) -> str:
-    """'ValueError: too large' of a traceback; of several that follow from each other, the last."""
+    """Return 'ValueError: too large' of a traceback; of several that follow from each other, the last."""
     index = _index_of_error(lines)
     return "" if index is None else _bare(lines[index]).decode(errors="replace")
 
 
 class ShownTracebacks:
-    """What has been shown of all workers of a run, so that workers that fail alike show it once."""
+    """Remembers what has been shown of all workers, so that workers that fail alike show it once."""
 
     def __init__(self) -> None:
         self._shown: dict[str, tuple[int, float]] = {}
         """By the text, without what is a worker's own: who showed it, and when."""
 
     def is_known(self, rank: int, lines: Sequence[bytes], now_s: float) -> bool:
-        """Whether another worker has shown this traceback within SAME_S; if not, this one counts as shown."""
+        """Say whether another worker has shown this traceback within SAME_S; if not, it counts as shown."""
         end = _end_of_error(lines)
         if end == 0:
             return False
@@ -306,7 +320,7 @@ class ShownTracebacks:
         return False
 
     def shorten(self, rank: int, lines: list[bytes], now_s: float) -> list[bytes]:
-        """A block of lines that begins with a traceback; a line instead of that if another has shown it."""
+        """Return lines that begin with a traceback, with a line instead of it if another has shown it."""
         if not self.is_known(rank, lines, now_s):
             return lines
         return [
@@ -316,7 +330,7 @@ class ShownTracebacks:
 
 
 def _index_of_error(lines: Sequence[bytes]) -> int | None:
-    """The line that names the error; of several tracebacks that follow from each other, the last."""
+    """Find the line that names the error; of several tracebacks that follow from each other, the last."""
     found, is_inside = None, False
     for index, line in enumerate(map(_bare, lines)):
         if _begins(line):
@@ -327,7 +341,7 @@ def _index_of_error(lines: Sequence[bytes]) -> int | None:
 
 
 def _end_of_error(lines: Sequence[bytes]) -> int:
-    """Behind the traceback and what its error says in further lines; 0 when there is no whole one."""
+    """Find the end of the traceback and of what its error says; 0 when there is no whole one."""
     index = _index_of_error(lines)
     if index is None:
         return 0

@@ -26,29 +26,29 @@ from shoal.core.status import Status
 from shoal.launch.output import Stream
 from shoal.launch.polling import Interest
 from shoal.launch.protocol import (
-    Channel,
+    AgentChannel,
+    AgentHello,
     Down,
-    Ended,
     Exited,
-    Hello,
     Hold,
-    Job,
-    Part,
     Signal,
     Started,
     Stopped,
-    Told,
+    TimelinePart,
     Up,
+    WorkerEnded,
+    WorkerJob,
+    WorkerTold,
     Wrote,
 )
 from shoal.launch.settings import complete
 from shoal.launch.timeline import make_room, read_part
 
 LAST_WORDS_S = 1.0
-"""For the pipes of an ended worker to end: a process that left its group may hold them for ever."""
+"""The pipes of an ended worker have so long to end: a process that left its group may hold them for ever."""
 READ_BYTES = 1 << 16
 _MAX_LAST_BYTES = 1 << 22
-"""Of output that is still in a pipe when its worker's time is over: somebody else may fill it for ever."""
+"""No more output than this is read when a worker's time is over: somebody else may write for ever."""
 _MAX_STATUS_BYTES = 4096
 _MAX_STATUS_READS = 16
 """As much as a pipe holds; the rest waits for the next turn."""
@@ -61,7 +61,7 @@ for group in $groups; do kill -s KILL -- "-$group"; done
 _ENDING_S = 5.0
 
 
-class LocalChannel(Channel):
+class LocalChannel(AgentChannel):
     """The way to workers that are children of this process: starts them, and tells what becomes of them.
 
     The head of a run has one for workers of its own, and each agent one for those that it tells of. Nothing
@@ -70,7 +70,7 @@ class LocalChannel(Channel):
 
     host = ""
 
-    def __init__(self, hello: Hello, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, hello: AgentHello, clock: Clock = SYSTEM_CLOCK) -> None:
         self.is_open = True
         self._clock = clock
         self._came: list[Up] = [hello]
@@ -92,7 +92,7 @@ class LocalChannel(Channel):
     def send(self, message: Down) -> None:
         """Do what the head says, at once; ShoalError when a job cannot be started."""
         match message:
-            case Job():
+            case WorkerJob():
                 self._start(message)
             case Signal():
                 self.signal_all(message.number, message.ranks)
@@ -164,7 +164,7 @@ class LocalChannel(Channel):
         for process in silent:
             self._tell_end(process)
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: WorkerJob) -> None:
         self._guard = Guard()
         self._guard.__enter__()
         self._timeline = job.timeline
@@ -195,26 +195,26 @@ class LocalChannel(Channel):
                 self._came.append(Wrote(process.rank, pipe.stream, data))
         if self._timeline is not None:
             for data in read_part(self._timeline, process.rank):
-                self._came.append(Part(process.rank, data))
-        self._came.append(Ended(process.rank, process.code))
+                self._came.append(TimelinePart(process.rank, data))
+        self._came.append(WorkerEnded(process.rank, process.code))
         process.is_over = True
         process.close()
 
-    def _pass_on(self, process: WorkerProcess, pipe: Pipe) -> None:
+    def _pass_on(self, process: WorkerProcess, pipe: OutputPipe) -> None:
         data = pipe.read()
         if data:
             self._came.append(Wrote(process.rank, pipe.stream, data))
 
     def _read_status(self, process: WorkerProcess) -> None:
         for status in process.read_status():
-            self._came.append(Told(process.rank, status))
+            self._came.append(WorkerTold(process.rank, status))
 
     def _watch(self) -> None:
         assert self._guard is not None
         self._guard.watch(process.pid for process in self._processes.values() if process.is_alive)
 
 
-class Pipe:
+class OutputPipe:
     """The reading end of a worker's stdout or stderr."""
 
     def __init__(self, pipe: IO[bytes], stream: Stream) -> None:
@@ -225,7 +225,7 @@ class Pipe:
         self._pipe = pipe
 
     def read(self) -> bytes:
-        """Some of what is there; it closes when nothing more can come."""
+        """Return some of what is there; it closes when nothing more can come."""
         try:
             data = os.read(self.descriptor, READ_BYTES)
         except BlockingIOError:
@@ -243,7 +243,7 @@ class Pipe:
         self.close()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close this end; idempotent."""
         if self.is_open:
             self.is_open = False
             self._pipe.close()
@@ -267,7 +267,7 @@ class WorkerProcess:
         self.status_descriptor = status_fd
         assert process.stdout is not None
         assert process.stderr is not None
-        self.pipes = (Pipe(process.stdout, "stdout"), Pipe(process.stderr, "stderr"))
+        self.pipes = (OutputPipe(process.stdout, "stdout"), OutputPipe(process.stderr, "stderr"))
         self._process = process
         self._status = bytearray()
 
@@ -317,7 +317,7 @@ class WorkerProcess:
         return any(pipe.is_open for pipe in self.pipes)
 
     def poll(self) -> list[int | None]:
-        """Look after it: by which signals it was stopped, with None where it went on; `code` has its end.
+        """Return by which signals it was stopped, with None where it went on; `code` has its end.
 
         Its children end with it.
         """
@@ -347,7 +347,7 @@ class WorkerProcess:
                 os.killpg(self.pid, signal.SIGCONT)
 
     def read_status(self) -> list[Status]:
-        """What it has told since; what is not understood is passed over."""
+        """Return what it has told since; what is not understood is passed over."""
         told: list[Status] = []
         for _ in range(_MAX_STATUS_READS):
             if self.status_descriptor < 0:
@@ -366,7 +366,7 @@ class WorkerProcess:
         return told
 
     def wait(self) -> None:
-        """Until it, which was killed, has ended; not for long."""
+        """Wait until it, which was killed, has ended; not for long."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.code = self._process.wait(_KILLED_S)
 
@@ -388,7 +388,12 @@ class WorkerProcess:
 
 
 class Guard:
-    """One for each launcher; a context manager, which must be told that no group is left before it closes."""
+    """Ends the workers of a process that was itself killed; told of no group at last, it ends none.
+
+    A process that gets SIGKILL can clean up nothing, and PR_SET_PDEATHSIG would have to be asked for between
+    fork and exec, is Linux's alone, and forgets the children of workers. So a shell waits at the other end of
+    a pipe: it is told the process groups there are, and kills those that are left when the pipe ends.
+    """
 
     def __enter__(self) -> Self:
         # a session of its own: Ctrl-C, a closed terminal or a kill of the launcher's group do not reach it
@@ -405,7 +410,7 @@ class Guard:
         return self
 
     def watch(self, groups: Iterable[int]) -> None:
-        """Exactly these are to be killed if the launcher dies now."""
+        """Have exactly these groups killed if this process dies now."""
         assert self._shell.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # somebody killed the guard
             self._shell.stdin.write(" ".join(map(str, groups)).encode() + b"\n")
@@ -438,7 +443,7 @@ def has_piped_stdin() -> bool:
 
 
 def _open_pidfd(pid: int) -> int:
-    """A descriptor that becomes readable when the process ends; -1 where there is no such thing."""
+    """Return a descriptor that becomes readable when the process ends; -1 where there is no such thing."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # old kernels, and sandboxes that do not know it
             return os.pidfd_open(pid)
