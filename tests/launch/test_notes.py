@@ -103,7 +103,8 @@ def test_notes_travel_from_the_agent_to_the_head_of_the_run(is_lost):
     (came,) = Decoder(Up).feed(encode(sent))
     assert came == sent
     channel = FakeChannel("gpu-0", [came])
-    handle = AgentHandle(channel, 1, "gpu-0", hello=AgentHello("1", "vm"), num_processes=1)
+    hello, copies = AgentHello("1", "vm"), Copies(CLOCK)
+    handle = AgentHandle(channel, 1, "gpu-0", hello=hello, num_processes=1, copies=copies)
     workers = RunWorkers(LaunchSettings(("true",), 1), [handle], Output(), CLOCK)
     workers.start(Logs())
     workers.look(0.0)

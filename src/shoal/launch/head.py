@@ -20,7 +20,7 @@ from typing import Self
 import msgspec
 
 from shoal._version import __version__
-from shoal.core import Clock, board
+from shoal.core import SYSTEM_CLOCK, Clock, board
 from shoal.core.board import Keeper, Pin, Sighting
 from shoal.core.errors import PeerRefused, PeerUnreachable, ProtocolError, ShoalError, UsageError
 from shoal.core.processes import boot_id, namespace
@@ -61,6 +61,56 @@ _OWN = (VARIABLE, SECRET_VARIABLE, "PYTHONHOME", "CUDA_VISIBLE_DEVICES")
 """What would be wrong there."""
 
 
+class Copies:
+    """The notes of another machine's workers that a head keeps, for as long as its agent tells of them.
+
+    By that `shoal top` on the head's machine shows all of a run. Whatever fails is passed over: it must not
+    end the run.
+    """
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
+        self._pins: dict[tuple[str, str, int, int], Pin] = {}
+        self._keeper: Keeper | None = None
+
+    def take(self, sightings: Sequence[Sighting], hosts: Mapping[int, str]) -> None:
+        """Pin up all that an agent sees now, and take down what it sees no more.
+
+        `hosts` are the names of machines by rank, as the user gave them.
+        """
+        with contextlib.suppress(Exception):
+            self._take(sightings, hosts)
+
+    def close(self) -> None:
+        """Take them all down; idempotent."""
+        for pin in self._pins.values():
+            pin.remove()
+        self._pins.clear()
+
+    def _take(self, sightings: Sequence[Sighting], hosts: Mapping[int, str]) -> None:
+        if self._keeper is None:
+            self._keeper = board.own_keeper()
+        now_s, here = self._clock.wall_s(), namespace()
+        told = {one.note.who for one in sightings}
+        for who in [who for who in self._pins if who not in told]:
+            self._pins.pop(who).remove()
+        for one in sightings:
+            who = one.note.who
+            if who not in self._pins:
+                self._pins[who] = board.pin(".".join(map(str, (*who, "copy"))))
+            note = msgspec.structs.replace(
+                one.note,
+                host=hosts.get(one.note.place, one.note.host),
+                # clocks of machines differ: what counts is how old it was there
+                noted_s=now_s - one.age_s,
+                began_s=now_s - one.age_s - (one.note.noted_s - one.note.began_s),
+                namespace=here,
+                keeper=self._keeper,
+                state=one.state,
+            )
+            self._pins[who].write(note)
+
+
 @dataclass
 class AgentHandle:
     """One agent as the head sees it: where it is, what it has answered, and its workers."""
@@ -87,6 +137,7 @@ class AgentHandle:
     num_processes: int = 0
     """How many workers and servers it gets."""
     workers: list[Worker] = field(default_factory=list)
+    copies: Copies = field(default_factory=Copies)
     heard_s: float = 0.0
     is_lost: bool = False
 
@@ -254,7 +305,6 @@ class RunWorkers:
         self._output = output
         self._clock = clock
         self._agents = agents
-        self._copies = [Copies(clock) for _ in agents]
         self._silence_s = SILENCE_S * settings.options.patience
         self._parts = Parts(settings)
         self._is_held = False
@@ -282,9 +332,9 @@ class RunWorkers:
 
     def look(self, now_s: float) -> None:
         """Take what agents tell, and give up hosts that tell nothing."""
-        for agent, copies in zip(self._agents, self._copies, strict=True):
+        for agent in self._agents:
             if not agent.is_lost:
-                self._hear(agent, copies, now_s)
+                self._hear(agent, now_s)
         if now_s - self._beat_s >= BEAT_S:
             self._beat_s = now_s
             self._tell_all(Beat())
@@ -307,8 +357,8 @@ class RunWorkers:
                 worker.signal_group(signal.SIGKILL)
             worker.finish_output(now_s)
         self._parts.close()
-        for copies in self._copies:
-            copies.close()
+        for agent in self._agents:
+            agent.copies.close()
 
     def _job(self, agent: AgentHandle, shared: Mapping[str, str], posts: list[Post]) -> WorkerJob:
         first, *arguments = self._settings.command
@@ -328,92 +378,41 @@ class RunWorkers:
             if not agent.is_lost:
                 agent.channel.send(message)
 
-    def _hear(self, agent: AgentHandle, copies: Copies, now_s: float) -> None:
+    def _hear(self, agent: AgentHandle, now_s: float) -> None:
         try:
             for message in agent.channel.take():
                 agent.heard_s = now_s
-                self._take(agent, copies, message, now_s)
+                self._take(agent, message, now_s)
         except ProtocolError as error:
-            self._lose(agent, copies, now_s, error.what)
+            self._lose(agent, now_s, error.what)
             return
         if not agent.is_awaited or not agent.host:
             return
         if not agent.channel.is_open:
-            self._lose(agent, copies, now_s, agent.channel.explain().what)
+            self._lose(agent, now_s, agent.channel.explain().what)
         elif now_s - agent.heard_s > self._silence_s:
-            silent_s = now_s - agent.heard_s
-            self._lose(agent, copies, now_s, f"nothing has come from there for {silent_s:.1f} s")
+            self._lose(agent, now_s, f"nothing has come from there for {now_s - agent.heard_s:.1f} s")
 
-    def _take(self, agent: AgentHandle, copies: Copies, message: Up, now_s: float) -> None:
+    def _take(self, agent: AgentHandle, message: Up, now_s: float) -> None:
         if isinstance(message, JobFailed):
             what = f"On {agent.host}: {message.what}"
             raise PeerRefused(what, peer=agent.host, cause=message.cause, next_step=message.next_step)
         if isinstance(message, TimelinePart):
             self._parts.take(message.rank, message.data)
         elif isinstance(message, Seen):
-            copies.take(message.sightings, {worker.rank: worker.host for worker in self.all})
+            agent.copies.take(message.sightings, {worker.rank: worker.host for worker in self.all})
         elif isinstance(message, OfWorker):
             self.all[message.rank].take(message, now_s)
 
-    def _lose(self, agent: AgentHandle, copies: Copies, now_s: float, why: str) -> None:
+    def _lose(self, agent: AgentHandle, now_s: float, why: str) -> None:
         agent.is_lost = True
-        copies.close()
+        agent.copies.close()
         alive = [worker.rank for worker in agent.workers if worker.is_alive]
         if alive:
             self._output.say(f"{agent.host} is lost with {name_ranks(alive)}: {why}")
         for worker in agent.workers:
             worker.lose(now_s)
         agent.channel.abandon()
-
-
-class Copies:
-    """The notes of another machine's workers that a head keeps, for as long as its agent tells of them.
-
-    By that `shoal top` on the head's machine shows all of a run. Whatever fails is passed over: it must not
-    end the run.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._pins: dict[tuple[str, str, int, int], Pin] = {}
-        self._keeper: Keeper | None = None
-
-    def take(self, sightings: Sequence[Sighting], hosts: Mapping[int, str]) -> None:
-        """Pin up all that an agent sees now, and take down what it sees no more.
-
-        `hosts` are the names of machines by rank, as the user gave them.
-        """
-        with contextlib.suppress(Exception):
-            self._take(sightings, hosts)
-
-    def close(self) -> None:
-        """Take them all down; idempotent."""
-        for pin in self._pins.values():
-            pin.remove()
-        self._pins.clear()
-
-    def _take(self, sightings: Sequence[Sighting], hosts: Mapping[int, str]) -> None:
-        if self._keeper is None:
-            self._keeper = board.own_keeper()
-        now_s, here = self._clock.wall_s(), namespace()
-        told = {one.note.who for one in sightings}
-        for who in [who for who in self._pins if who not in told]:
-            self._pins.pop(who).remove()
-        for one in sightings:
-            who = one.note.who
-            if who not in self._pins:
-                self._pins[who] = board.pin(".".join(map(str, (*who, "copy"))))
-            note = msgspec.structs.replace(
-                one.note,
-                host=hosts.get(one.note.place, one.note.host),
-                # clocks of machines differ: what counts is how old it was there
-                noted_s=now_s - one.age_s,
-                began_s=now_s - one.age_s - (one.note.noted_s - one.note.began_s),
-                namespace=here,
-                keeper=self._keeper,
-                state=one.state,
-            )
-            self._pins[who].write(note)
 
 
 def place(agents: Sequence[AgentHandle], env: Env = "shoal") -> list[list[Post]]:
