@@ -52,11 +52,11 @@ def launch(
     """
     settle_own_streams()
     output = Terminal() if output is None else output
-    return _Run(settings, output, engine or LocalEngine(settings.num_processes), start_timeout_s).run()
+    return _ElasticRun(settings, output, engine or LocalEngine(settings.num_processes), start_timeout_s).run()
 
 
-class _Run:
-    """A run with all its restarts."""
+class _ElasticRun:
+    """A run with all its restarts, with as many workers as there are slots on the hosts that answer."""
 
     def __init__(
         self, settings: LaunchSettings, output: Output, engine: Engine, start_timeout_s: float

@@ -53,6 +53,7 @@ _MAX_STATUS_BYTES = 4096
 _MAX_STATUS_READS = 16
 """As much as a pipe holds; the rest waits for the next turn."""
 _KILLED_S = 5.0
+"""Workers that were killed are waited for so long: they may hang in the kernel."""
 _SHORTAGES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 _SCRIPT = """
 while read -r line; do groups=$line; done
@@ -114,10 +115,10 @@ class LocalChannel(AgentChannel):
         if not self.is_open:
             return
         self.is_open = False
+        self.signal_all(signal.SIGKILL)
+        end_s = self._clock.now_s() + _KILLED_S
         for process in self._processes.values():
-            if process.is_alive:
-                process.signal_group(signal.SIGKILL)
-                process.wait()
+            process.wait(max(0.0, end_s - self._clock.now_s()))
             process.close()
         if self._guard is not None:
             self._guard.watch([])
@@ -365,10 +366,10 @@ class WorkerProcess:
                     told.append(msgspec.json.decode(line, type=Status))
         return told
 
-    def wait(self) -> None:
-        """Wait until it, which was killed, has ended; not for long."""
+    def wait(self, limit_s: float) -> None:
+        """Wait until it, which was killed, has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.code = self._process.wait(_KILLED_S)
+            self.code = self._process.wait(limit_s)
 
     def close(self) -> None:
         """Give all descriptors back; it must have ended, or been given up. Idempotent."""
