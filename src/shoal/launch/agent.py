@@ -41,7 +41,7 @@ HEAD_SILENCE_S = 30.0
 GRACE_S = 3.0
 """A worker that was asked to end because the head has gone has so long for it."""
 MAX_QUEUED_BYTES = 1 << 20
-"""While the head has not taken more than this of what workers wrote, no more is read."""
+"""No more is read of what workers write while the head has not taken so much of it."""
 _LAST_FLUSH_S = 2.0
 
 
