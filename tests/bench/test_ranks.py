@@ -13,7 +13,7 @@ from shoal.bench.crew import CrewSettings
 from shoal.bench.ranks import RankCrew, Ranks, Told, in_lines
 from shoal.core import BenchmarkError, PeerLost
 from shoal.group import Done, SoloGroup
-from shoal.launch.lines import MAX_LINE_BYTES, Lines
+from shoal.launch.output import MAX_LINE_BYTES, LineSplitter
 
 LIMIT_S = 150
 SHORT = ["--model", "small-mlp", "--short", "--strategies", "neighbor", "--no-ddp"]
@@ -96,7 +96,7 @@ def test_who_failed_first_is_named_and_not_who_missed_it():
 
 def heard(data):
     """What the head hears of what rank 0 has printed, which the launcher cuts into lines."""
-    messages, lines = [], Lines()
+    messages, lines = [], LineSplitter()
     told = Told(messages.append)
     others = [line for line in lines.shown(lines.feed(data)) if not told.take(line)]
     return messages, others, told.is_whole

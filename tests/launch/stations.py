@@ -1,14 +1,15 @@
-"""Stations for tests of the head: agents that are children here, and channels that only pretend."""
+"""Agents for tests of the head: agents that are children here, and channels that only pretend."""
 
 import os
 import signal
 import sys
 
 from shoal.core import PeerRefused
-from shoal.launch.channel import AGENT, Channel, Engine, PipeChannel, Station
+from shoal.launch.head import AgentHandle, Engine
+from shoal.launch.protocol import AGENT, AgentChannel, PipeChannel
 
 
-class FakeChannel(Channel):
+class FakeChannel(AgentChannel):
     """Says what it is given, and keeps what it is told."""
 
     def __init__(self, host, messages=()):
@@ -47,7 +48,7 @@ class Children(Engine):
         names = [name for name in self._names if not (is_restart and name in self._missing)]
         self.channels = {name: PipeChannel(name, [sys.executable, *AGENT]) for name in names}
         return [
-            Station(channel, self._slots, name, has_own_disks=self._has_own_disks)
+            AgentHandle(channel, self._slots, name, has_own_disks=self._has_own_disks)
             for name, channel in self.channels.items()
         ]
 

@@ -8,8 +8,19 @@ import pytest
 
 from launch.programs import is_running
 from shoal._version import __version__
-from shoal.launch.channel import AGENT, PipeChannel
-from shoal.launch.messages import Ended, Failed, Hello, Job, Post, Signal, Started, Told, Wrote
+from shoal.launch.protocol import (
+    AGENT,
+    AgentHello,
+    JobFailed,
+    PipeChannel,
+    Post,
+    Signal,
+    Started,
+    WorkerEnded,
+    WorkerJob,
+    WorkerTold,
+    Wrote,
+)
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="workers are started on POSIX only")
 LIMIT_S = 20.0
@@ -52,7 +63,9 @@ class Head:
     def start(self, body, count=1, cwd="/", patience=1.0):
         posts = [Post(rank, {"SHOAL_RANK": str(rank)}) for rank in range(count)]
         variables = {"SHOAL_LOCAL_WORLD_SIZE": str(count), "SHOAL_RUN": "{}"}
-        self.channel.send(Job([sys.executable, "-S", "-c", body], cwd, variables, posts, patience=patience))
+        self.channel.send(
+            WorkerJob([sys.executable, "-S", "-c", body], cwd, variables, posts, patience=patience)
+        )
 
 
 @pytest.fixture
@@ -63,7 +76,7 @@ def head():
 
 
 def test_it_says_who_it_is_and_passes_on_what_workers_do(head):
-    hello = head.wait_for(Hello)
+    hello = head.wait_for(AgentHello)
     assert (hello.version, hello.reached_at) == (__version__, "")
     assert hello.free_port > 0
     head.start(
@@ -74,9 +87,11 @@ print("out", os.environ["SHOAL_RANK"], os.getcwd()); print("err", file=sys.stder
 """,
         2,
     )
-    ends = head.wait_for(Ended, 2)
+    ends = head.wait_for(WorkerEnded, 2)
     assert sorted((end.rank, end.code) for end in ends) == [(0, 3), (1, 3)]
-    assert sorted(one.rank for one in head.came if isinstance(one, Told) and one.status.survives_loss) == [
+    assert sorted(
+        one.rank for one in head.came if isinstance(one, WorkerTold) and one.status.survives_loss
+    ) == [
         0,
         1,
     ]
@@ -102,12 +117,12 @@ def test_signals_are_sent_on(head):
     head.start("import time; time.sleep(100)", 2)
     head.wait_for(Started, 2)
     head.channel.send(Signal([1, 7], 9))
-    assert head.wait_for(Ended) == Ended(1, -9)
+    assert head.wait_for(WorkerEnded) == WorkerEnded(1, -9)
 
 
 def test_a_folder_that_is_not_there_is_named(head):
     head.start("", cwd="/nowhere")
-    assert "no folder /nowhere" in head.wait_for(Failed).what
+    assert "no folder /nowhere" in head.wait_for(JobFailed).what
 
 
 def test_its_workers_obey_interrupts_where_the_head_ignores_them():
@@ -118,7 +133,7 @@ def test_its_workers_obey_interrupts_where_the_head_ignores_them():
         signal.signal(signal.SIGINT, earlier)
     try:
         head.start("import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)")
-        head.wait_for(Ended)
+        head.wait_for(WorkerEnded)
         assert head.written(0, "stdout") == b"True\n"
     finally:
         head.channel.close()

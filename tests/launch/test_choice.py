@@ -1,7 +1,7 @@
 import pytest
 
 from shoal.core import UsageError
-from shoal.launch.choice import check_choice, parse_options
+from shoal.launch.arguments import check_choice, parse_options
 
 
 def test_values_are_what_they_read_as():

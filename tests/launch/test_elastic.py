@@ -9,7 +9,7 @@ from launch.programs import Recorder
 from launch.stations import Children, FakeChannel
 from shoal.core import PeerRefused, UsageError
 from shoal.launch import Elastic, LaunchSettings, launch
-from shoal.launch.channel import Engine, Station
+from shoal.launch.head import AgentHandle, Engine
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="workers are started on POSIX only")
 COUNT = 'count = int(os.environ["SHOAL_RESTART_COUNT"])\n'
@@ -73,7 +73,7 @@ class Mixed(Engine):
         good = Children("a").open(min_processes, max_processes, is_restart=is_restart)
         gone = FakeChannel("b")
         gone.close()
-        return [*good, Station(gone, 2, "b")]
+        return [*good, AgentHandle(gone, 2, "b")]
 
 
 def test_a_start_without_a_host_needs_leave_to_shrink(write):

@@ -13,7 +13,7 @@ from launch.stations import Children
 from shoal.core import PeerRefused
 from shoal.core.run_options import RunOptions
 from shoal.launch import Elastic, LaunchSettings, launch
-from shoal.launch.fleet import forwarded
+from shoal.launch.head import forwarded
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="workers are started on POSIX only")
 TOGETHER = """

@@ -6,18 +6,15 @@ import pytest
 from launch.stations import FakeChannel
 from shoal._version import __version__
 from shoal.core import SYSTEM_CLOCK, PeerRefused, PeerUnreachable, UsageError
-from shoal.launch.channel import AGENT, PipeChannel, Station
-from shoal.launch.fleet import place
-from shoal.launch.gathering import Gathering, Present, meeting_of
-from shoal.launch.messages import Hello
-from shoal.launch.signals import SignalInbox
+from shoal.launch.head import AgentHandle, Gathering, meeting_of, place
+from shoal.launch.polling import SignalInbox
+from shoal.launch.protocol import AGENT, AgentHello, PipeChannel
 
 
 def present(name, address, *, reached_at="", head="", count=1, machine=None, own=""):
     interfaces = {"lo": ["127.0.0.1"], "eth0": [address]}
-    hello = Hello(__version__, name, interfaces, free_port=7, reached_at=reached_at, head_address=head)
-    station = Station(FakeChannel(name), 2, machine or name, address=own)
-    return Present(station, hello, count)
+    hello = AgentHello(__version__, name, interfaces, free_port=7, reached_at=reached_at, head_address=head)
+    return AgentHandle(FakeChannel(name), 2, machine or name, address=own, hello=hello, num_processes=count)
 
 
 @pytest.mark.parametrize(
@@ -60,31 +57,31 @@ def test_ranks_are_given_in_order_and_counted_on_each_machine():
 
 
 def test_hosts_that_answer_are_told_from_those_that_do_not():
-    stations = [
-        Station(PipeChannel("good", [sys.executable, *AGENT]), 2, "good"),
-        Station(PipeChannel("noisy", ["sh", "-c", "echo hi; echo no room >&2; exit 3"]), 2, "noisy"),
-        Station(FakeChannel("old", [Hello("0.0.1", "old")]), 2, "old"),
+    agents = [
+        AgentHandle(PipeChannel("good", [sys.executable, *AGENT]), 2, "good"),
+        AgentHandle(PipeChannel("noisy", ["sh", "-c", "echo hi; echo no room >&2; exit 3"]), 2, "noisy"),
+        AgentHandle(FakeChannel("old", [AgentHello("0.0.1", "old")]), 2, "old"),
     ]
-    with SignalInbox() as inbox, Gathering(stations) as gathering:
+    with SignalInbox() as inbox, Gathering(agents) as gathering:
         assert gathering.wait(inbox, 20.0, SYSTEM_CLOCK) is None
         assert [one.host for one in gathering.present] == ["good"]
-        errors = {station.channel.host: error for station, error in gathering.absent}
+        errors = {agent.host: error for agent, error in gathering.absent}
         assert "exit code 3: no room" in errors["noisy"].what
         assert "Shoal 0.0.1" in errors["old"].what
         assert isinstance(errors["old"], PeerRefused)
         assert isinstance(gathering.complaint(), PeerUnreachable)
         assert "2 of 3 hosts" in gathering.complaint().what
         assert [one.num_processes for one in gathering.choose(1)] == [1]
-    assert not stations[0].channel.is_open
+    assert not agents[0].channel.is_open
 
 
 def test_one_that_says_nothing_is_not_waited_for():
-    with SignalInbox() as inbox, Gathering([Station(FakeChannel("b"), 2, "b")]) as gathering:
+    with SignalInbox() as inbox, Gathering([AgentHandle(FakeChannel("b"), 2, "b")]) as gathering:
         assert gathering.wait(inbox, 0.1, SYSTEM_CLOCK) is None
         assert "b has not answered within 0.1 s" in gathering.complaint().what
 
 
 def test_a_signal_ends_the_waiting():
-    with SignalInbox() as inbox, Gathering([Station(FakeChannel("b"), 2, "b")]) as gathering:
+    with SignalInbox() as inbox, Gathering([AgentHandle(FakeChannel("b"), 2, "b")]) as gathering:
         signal.raise_signal(signal.SIGTERM)
         assert gathering.wait(inbox, 20.0, SYSTEM_CLOCK) == signal.SIGTERM

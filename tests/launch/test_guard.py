@@ -4,7 +4,7 @@ import subprocess
 import pytest
 
 from launch.programs import is_running
-from shoal.launch.guard import Guard
+from shoal.launch.worker_process import Guard
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="process groups are POSIX")
 

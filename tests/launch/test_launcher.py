@@ -191,7 +191,7 @@ def test_workers_that_all_fail_alike_show_one_traceback(start):
 
 
 def test_a_traceback_of_a_worker_that_goes_on_is_shown(start, tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal.launch.tracebacks.HOLD_S", 0.05)
+    monkeypatch.setattr("shoal.launch.worker.HOLD_S", 0.05)
     body = """
         import traceback
         try: 1 / 0
@@ -235,7 +235,7 @@ def test_children_of_workers_that_finished_are_ended_too(start, tmp_path):
 
 
 def test_a_process_that_left_its_group_does_not_hold_the_run(start, tmp_path, monkeypatch):
-    monkeypatch.setattr(launcher, "LAST_WORDS_S", 0.1)
+    monkeypatch.setattr("shoal.launch.worker_process.LAST_WORDS_S", 0.1)
     body = """
         child = subprocess.Popen(["sleep", "30"], start_new_session=True)
         mark("child", child.pid)
@@ -371,7 +371,7 @@ def test_a_worker_that_left_in_order_may_end_as_it_likes(start, monkeypatch):
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_workers_that_fail_alike_show_one_traceback_and_are_named_together(start, monkeypatch, is_slow):
     """Also when their processes take so long to end that tracebacks are held no longer."""
-    monkeypatch.setattr("shoal.launch.tracebacks.HOLD_S", 0.05)
+    monkeypatch.setattr("shoal.launch.worker.HOLD_S", 0.05)
     wait = (
         "import atexit; atexit.register(wait_for, 'seen'); atexit.register(time.sleep, 0.5)"
         if is_slow
@@ -391,8 +391,8 @@ def test_workers_that_fail_alike_show_one_traceback_and_are_named_together(start
 
 def test_a_worker_that_is_about_to_end_has_its_traceback_held(start, monkeypatch):
     """The interpreter takes long to end; what it prints first is only what follows from another's error."""
-    monkeypatch.setattr("shoal.launch.tracebacks.HOLD_S", 0.0)
-    monkeypatch.setattr("shoal.launch.tracebacks.LONG_HOLD_S", 0.0)
+    monkeypatch.setattr("shoal.launch.worker.HOLD_S", 0.0)
+    monkeypatch.setattr("shoal.launch.worker.LONG_HOLD_S", 0.0)
     body = f"""{TOGETHER}
 class PeerLost(Exception): pass
 import atexit
@@ -465,7 +465,7 @@ def test_a_stopped_worker_is_named_when_others_fail_for_it(start):
 )
 def test_a_stopped_worker_ends_a_run_that_cannot_do_without_it(start, monkeypatch, others, printed):
     """Others wait on, or have raised and take long to end."""
-    monkeypatch.setattr("shoal.launch.stops.SETTLE_S", 1.0)
+    monkeypatch.setattr("shoal.launch.failures.SETTLE_S", 1.0)
     body = f"""
 import atexit
 class PeerLost(Exception): pass

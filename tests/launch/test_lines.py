@@ -1,11 +1,11 @@
 import pytest
 
-from shoal.launch.lines import BAR_INTERVAL_S, MAX_LINE_BYTES, Lines
+from shoal.launch.output import BAR_INTERVAL_S, MAX_LINE_BYTES, LineSplitter
 
 
 def shown(*pieces):
     """What a terminal gets of a stream that comes in these pieces and then ends."""
-    lines = Lines()
+    lines = LineSplitter()
     got = [line for piece in pieces for line in lines.shown(lines.feed(piece))]
     return got + lines.shown(lines.take_rest())
 
@@ -31,7 +31,7 @@ def test_lines_come_whole_and_as_they_look_at_last(pieces, expected):
 
 
 def test_a_line_without_an_end_is_cut_and_loses_nothing():
-    lines = Lines()
+    lines = LineSplitter()
     size = 10 * MAX_LINE_BYTES + 17
     whole = b"".join(lines.feed(b"x" * 1000) for _ in range(size // 1000)) + lines.take_rest()
     assert whole == b"x" * (size // 1000 * 1000)
@@ -41,13 +41,13 @@ def test_a_line_without_an_end_is_cut_and_loses_nothing():
 
 
 def test_a_log_gets_every_byte_of_a_bar():
-    lines = Lines()
+    lines = LineSplitter()
     data = [b"\r%3d%%" % percent for percent in range(100)]
     assert b"".join(map(lines.feed, [*data, b"\n"])) == b"".join(data) + b"\n"
 
 
 def test_a_bar_is_shown_now_and_then_and_not_twice():
-    lines = Lines()
+    lines = LineSplitter()
     lines.feed(b"\r10%")
     assert lines.bar(100.0) == [b"10%"]
     lines.feed(b"\r20%")
@@ -58,7 +58,7 @@ def test_a_bar_is_shown_now_and_then_and_not_twice():
 
 
 def test_a_line_that_is_only_late_is_no_bar():
-    lines = Lines()
+    lines = LineSplitter()
     lines.feed(b"loading...")
     assert lines.bar(100.0) == []
     assert lines.shown(lines.feed(b" done\n")) == [b"loading... done"]

@@ -1,23 +1,23 @@
 import pytest
 
 from shoal.core import ProtocolError
-from shoal.launch.messages import (
+from shoal.launch.protocol import (
     MAGIC,
     MAX_PREAMBLE_BYTES,
+    AgentHello,
     Beat,
     Decoder,
     Down,
-    Ended,
-    Hello,
-    Job,
     Post,
     Signal,
     Up,
+    WorkerEnded,
+    WorkerJob,
     Wrote,
     encode,
 )
 
-JOB = Job(["python", "x.py"], "/home", {"A": "b"}, [Post(3, {"SHOAL_RANK": "3"})], patience=2.0)
+JOB = WorkerJob(["python", "x.py"], "/home", {"A": "b"}, [Post(3, {"SHOAL_RANK": "3"})], patience=2.0)
 
 
 def test_messages_arrive_in_order_however_they_are_cut():
@@ -34,7 +34,7 @@ def test_what_a_login_shell_prints_first_is_skipped():
     decoder = Decoder(Up, expects_magic=True)
     assert decoder.feed(b"Welcome!\r\n" + MAGIC[:3]) == []
     wrote = Wrote(1, "stderr", b"\xff\n")
-    assert decoder.feed(MAGIC[3:] + encode(Ended(1, -9)) + encode(wrote)) == [Ended(1, -9), wrote]
+    assert decoder.feed(MAGIC[3:] + encode(WorkerEnded(1, -9)) + encode(wrote)) == [WorkerEnded(1, -9), wrote]
 
 
 def test_a_shell_that_prints_without_end_is_refused():
@@ -43,14 +43,14 @@ def test_a_shell_that_prints_without_end_is_refused():
         decoder.feed(b"x" * (MAX_PREAMBLE_BYTES + 1))
 
 
-@pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x01\x01", encode(Ended(0, 0))])
+@pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x01\x01", encode(WorkerEnded(0, 0))])
 def test_what_is_none_of_the_messages_is_refused(data):
     with pytest.raises(ProtocolError):
         Decoder(Down).feed(data)
 
 
 def test_a_newer_hello_can_be_read():
-    class Newer(Hello, frozen=True, tag="Hello"):
+    class Newer(AgentHello, frozen=True, tag="Hello"):
         more: int = 3
 
     (hello,) = Decoder(Up).feed(encode(Newer("9.9", "b")))

@@ -10,12 +10,21 @@ from launch.stations import FakeChannel
 from shoal.core import ManualClock, board
 from shoal.core.board import Sighting, look, pin
 from shoal.launch import LaunchSettings, agent
-from shoal.launch.agent import Agent
-from shoal.launch.channel import AGENT, PipeChannel, Station
-from shoal.launch.fleet import Fleet, RemoteWorker
-from shoal.launch.gathering import Present
-from shoal.launch.messages import MAGIC, Decoder, Hello, Job, Post, Seen, Up, encode
-from shoal.launch.notes import Copies, seen_here, take_down
+from shoal.launch.agent import Agent, seen_here
+from shoal.launch.head import AgentHandle, Copies, RunWorkers
+from shoal.launch.protocol import (
+    AGENT,
+    MAGIC,
+    AgentHello,
+    Decoder,
+    PipeChannel,
+    Post,
+    Seen,
+    Up,
+    WorkerJob,
+    encode,
+)
+from shoal.launch.worker_process import take_down
 
 CLOCK = ManualClock(wall_s=NOW_S)
 
@@ -94,17 +103,17 @@ def test_notes_travel_from_the_agent_to_the_head_of_the_run(is_lost):
     (came,) = Decoder(Up).feed(encode(sent))
     assert came == sent
     channel = FakeChannel("gpu-0", [came])
-    present = Present(Station(channel, 1, "gpu-0"), Hello("1", "vm"), 1)
-    fleet = Fleet(LaunchSettings(("true",), 1), [present], Output(), CLOCK)
-    fleet.workers.append(RemoteWorker(0, present, Output(), Logs()))
-    fleet.look(0.0)
+    hello, copies = AgentHello("1", "vm"), Copies(CLOCK)
+    handle = AgentHandle(channel, 1, "gpu-0", hello=hello, num_processes=1, copies=copies)
+    workers = RunWorkers(LaunchSettings(("true",), 1), [handle], Output(), CLOCK)
+    workers.start(Logs())
+    workers.look(0.0)
     assert [(one.note.host, one.note.values) for one in look(CLOCK)] == [("gpu-0", {"loss": 0.5})]
     if is_lost:
-        fleet._links[0].workers = fleet.workers
         channel.close()
-        fleet.look(0.0)
+        workers.look(0.0)
     else:
-        fleet.close(0.0)
+        workers.close(0.0)
     assert look(CLOCK) == []
 
 
@@ -121,7 +130,9 @@ sys.stdin.read()
     channel, came, end_s = PipeChannel("here", [sys.executable, *AGENT]), [], time.monotonic() + 20
     try:
         channel.send(
-            Job([sys.executable, "-c", f"{body}\nimport time; time.sleep(60)"], "/", variables, [Post(0, {})])
+            WorkerJob(
+                [sys.executable, "-c", f"{body}\nimport time; time.sleep(60)"], "/", variables, [Post(0, {})]
+            )
         )
         while not (seen := [one for one in came if isinstance(one, Seen)]):
             assert time.monotonic() < end_s, came

@@ -3,8 +3,8 @@ import socket
 import pytest
 
 from shoal.core.errors import ProtocolError
-from shoal.launch.messages import MAGIC, Beat, Decoder, Down, Ended, Started, encode
-from shoal.launch.ray_channel import RayChannel
+from shoal.launch.protocol import MAGIC, Beat, Decoder, Down, Started, WorkerEnded, encode
+from shoal.launch.ray_engine import RayChannel
 
 
 @pytest.fixture
@@ -24,13 +24,13 @@ def let_it_work(channel):
 
 def test_messages_come_whole_and_in_order(pair):
     channel, theirs, _ = pair
-    data = MAGIC + encode(Started(3, 77)) + encode(Ended(3, 0))
+    data = MAGIC + encode(Started(3, 77)) + encode(WorkerEnded(3, 0))
     theirs.sendall(data[:-2])
     let_it_work(channel)
     assert channel.take() == [Started(3, 77)]
     theirs.sendall(data[-2:])
     let_it_work(channel)
-    assert channel.take() == [Ended(3, 0)]
+    assert channel.take() == [WorkerEnded(3, 0)]
     assert channel.is_open
 
 

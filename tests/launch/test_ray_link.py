@@ -3,9 +3,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from shoal.launch import ray_link
-from shoal.launch.ray_link import Link
-from shoal.launch.ray_reports import reason_of
+from shoal.launch import ray_bridge
+from shoal.launch.ray_bridge import ActorLink, reason_of
 
 
 class Method:
@@ -39,7 +38,7 @@ def made():
     head, end = socket.socketpair()
     head.settimeout(5)
     actor, wakes = Actor(), []
-    link = Link(0, end.detach(), actor, wakes.append)
+    link = ActorLink(0, end.detach(), actor, wakes.append)
     yield link, actor, head, wakes
     link.close()
     head.close()
@@ -97,7 +96,7 @@ def test_an_agent_that_fails_is_named_with_its_last_words(made):
 
 
 def test_a_silent_actor_that_the_head_has_given_up_is_not_waited_for(made, monkeypatch):
-    monkeypatch.setattr(ray_link, "ENDING_S", 0.0)
+    monkeypatch.setattr(ray_bridge, "ENDING_S", 0.0)
     link, actor, head, _ = made
     head.sendall(b"a beat")
     link.step()

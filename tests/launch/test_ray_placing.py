@@ -1,9 +1,8 @@
 import sys
 from types import SimpleNamespace
 
-from shoal.launch import ray_placing
-from shoal.launch.ray_placing import Placing
-from shoal.launch.ray_reports import Request
+from shoal.launch import ray_bridge
+from shoal.launch.ray_bridge import ActorPlacement, ActorRequest
 
 
 class Room:
@@ -26,10 +25,10 @@ def test_gpus_are_chosen_for_as_many_workers_as_there_is_room_for(monkeypatch):
     module = SimpleNamespace(placement_group=reserve, remove_placement_group=lambda group: None)
     for name in ("ray", "ray.util", "ray.util.placement_group"):
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(ray_placing, "SHRINK_S", 0.0)
+    monkeypatch.setattr(ray_bridge, "SHRINK_S", 0.0)
     nodes = [{"Alive": True, "Resources": {"CPU": 2.0, "GPU": 2.0}}]
-    request = Request("", (), 3, 1, num_cpus=1.0, num_gpus=None, start_timeout_s=1.0)
-    placing = Placing(SimpleNamespace(nodes=lambda: nodes), request, lambda text: None, lambda: None)
+    request = ActorRequest("", (), 3, 1, num_cpus=1.0, num_gpus=None, start_timeout_s=1.0)
+    placing = ActorPlacement(SimpleNamespace(nodes=lambda: nodes), request, lambda text: None, lambda: None)
     group, num_gpus = placing._reserve()
     assert tried == [[{"CPU": 1.0}] * 3, [{"CPU": 1.0, "GPU": 1.0}] * 2]
     assert (group.bundles, num_gpus) == (tried[-1], 1.0)

@@ -5,7 +5,15 @@ import pytest
 from shoal.core import Placement, UsageError
 from shoal.core.placement import PLACING_VARIABLES, num_cores
 from shoal.core.run_options import RunOptions
-from shoal.launch.settings import LaunchSettings, Surroundings
+from shoal.launch.settings import (
+    LaunchSettings,
+    Meeting,
+    complete,
+    free_port,
+    name_run,
+    variables_of_all,
+    variables_of_one,
+)
 
 
 @pytest.fixture
@@ -14,6 +22,18 @@ def pipe():
     yield ends
     for end in ends:
         os.close(end)
+
+
+class Surroundings:
+    """The environment of each worker of one run on this machine."""
+
+    def __init__(self, settings):
+        self._settings = settings
+        self._shared = variables_of_all(settings, name_run(settings), Meeting("127.0.0.1", free_port()))
+
+    def of(self, rank, status_fd):
+        own = variables_of_one(self._settings.env, rank, rank, self._settings.num_processes)
+        return complete({**self._shared, **own}, status_fd)
 
 
 INHERITED = {

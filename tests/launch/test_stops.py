@@ -3,8 +3,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from shoal.launch.failures import SETTLE_S
-from shoal.launch.stops import Stops
+from shoal.launch.failures import SETTLE_S, Stops
 
 LIMIT_S = 5.0
 PATIENT_S = LIMIT_S + SETTLE_S

@@ -2,7 +2,7 @@ import textwrap
 
 import pytest
 
-from shoal.launch.tracebacks import HOLD_S, LONG_HOLD_S, MAX_HELD_BYTES, Tracebacks, last_error
+from shoal.launch.worker import HOLD_S, LONG_HOLD_S, MAX_HELD_BYTES, Tracebacks, last_error
 
 SIMPLE = """\
 Traceback (most recent call last):

@@ -13,7 +13,7 @@ from shoal.bench.compare_settings import compared
 from shoal.bench.contenders import is_asynchronous, needs_servers, options_of
 from shoal.core import UsageError
 from shoal.group.solo import SoloGroup
-from shoal.launch.choice import check_choice
+from shoal.launch.arguments import check_choice
 from shoal.strategies import BUILT_IN, all_strategies, canonical, find, load_class, make_strategy
 
 RULES = """

@@ -25,8 +25,8 @@ from shoal.bench.environment import Watch, describe_machine
 from shoal.bench.frame import Receive, Version, make_scenario, tell_rows
 from shoal.core import BenchmarkError, PeerLost
 from shoal.launch import LaunchSettings, command_of, launch
-from shoal.launch.channel import Engine
 from shoal.launch.endings import is_consequence
+from shoal.launch.head import Engine
 from shoal.launch.output import Listener, Stream
 
 if TYPE_CHECKING:

@@ -251,7 +251,7 @@ def run(
         num_cores,
         settle_own_streams,
     )
-    from shoal.launch.choice import check_choice, check_engine, parse_options, parse_variables
+    from shoal.launch.arguments import check_choice, check_engine, parse_options, parse_variables
     from shoal.launch.hosts import open_hosts
     from shoal.launch.ssh import SshSettings
 

@@ -1,18 +1,16 @@
 """Starting workers, and ending them together."""
 
 from shoal.core.placement import num_cores
-from shoal.launch.elastic import launch
+from shoal.launch.arguments import command_of
 from shoal.launch.endings import Death, Outcome
-from shoal.launch.launcher import Launcher
+from shoal.launch.launcher import launch
 from shoal.launch.output import Listener, Output, Terminal, settle_own_streams
-from shoal.launch.program import command_of
 from shoal.launch.settings import Elastic, LaunchSettings
 
 __all__ = [
     "Death",
     "Elastic",
     "LaunchSettings",
-    "Launcher",
     "Listener",
     "Outcome",
     "Output",

@@ -11,7 +11,7 @@ from typing import Literal
 from shoal.core import errors
 
 TIMED_OUT = 124
-"""As timeout(1) says it."""
+"""The exit code of a run that took too long is that of timeout(1)."""
 _CONSEQUENCES = (
     *(
         name
@@ -61,7 +61,7 @@ class Death:
     manner: Literal["", "early", "abrupt"] = ""
     """With code 0: told to exit inside of `attach`, or gone without a word (`os._exit`) out of its group."""
     step: int | None = None
-    """At which it was then, or had been when it last told."""
+    """The step at which it was then, or had been when it last told."""
 
     @property
     def is_loss(self) -> bool:
@@ -75,7 +75,7 @@ class Death:
 
     @property
     def hint(self) -> str:
-        """What often lies behind it."""
+        """Says what often lies behind it."""
         if self.stopped_s is not None:
             return "`kill -STOP`, a debugger or a batch system"
         if _NO_TORCHRUN.search(self.error):
@@ -87,7 +87,7 @@ class Death:
 
     @property
     def exit_code(self) -> int:
-        """What the launcher exits with because of it."""
+        """The exit code of the launcher because of it."""
         if self.code < 0:
             return 128 - self.code
         return self.code if 1 <= self.code <= 125 else 1
@@ -99,7 +99,7 @@ class Death:
 
     @property
     def lost_ranks(self) -> list[int]:
-        """Whom its error says that it has lost."""
+        """The ranks that it has lost, as its error says."""
         return [int(rank) for rank in _LOST_RANK.findall(self.error)]
 
     def __str__(self) -> str:
@@ -119,7 +119,7 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why the workers are being ended, and since when."""
+    """The reason why workers are being ended, and since when they are."""
 
     at_s: float
     reason: str
@@ -130,7 +130,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended."""
+    """The way in which a run ended."""
 
     exit_code: int
     """0 when the work was done, even if workers were lost on the way that the others could do without."""
@@ -139,14 +139,14 @@ class Outcome:
     deaths: tuple[Death, ...] = ()
     """Workers that failed, in that order; not those that were ended because of them."""
     traceback: str = ""
-    """Of the worker that failed first."""
+    """The traceback of the worker that failed first."""
     elapsed_s: float = 0.0
     cause: Death | None = None
     """The worker because of which the run ended, if it ended because of one."""
 
 
 def name_signal(number: int) -> str:
-    """'signal 9 (SIGKILL)'."""
+    """Name a signal: 'signal 9 (SIGKILL)'."""
     try:
         return f"signal {number} ({signal.Signals(number).name})"
     except ValueError:
@@ -154,7 +154,7 @@ def name_signal(number: int) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """'rank 3', 'ranks 0, 1 and 3', 'ranks 0-3 and 6'; they must be in order."""
+    """Name ranks, which must be in order: 'rank 3', 'ranks 0, 1 and 3', 'ranks 0-3 and 6'."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -169,7 +169,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def describe(death: Death) -> str:
-    """How it died, and what often lies behind that."""
+    """Say how it died, and what often lies behind that."""
     return f"{death}: {death.hint}" if death.hint else str(death)
 
 
@@ -180,7 +180,7 @@ def is_consequence(error: str) -> bool:
 
 
 def without_own_numbers(text: str) -> str:
-    """A text of a worker that is the same for all that say the same of themselves."""
+    """Return a text that is the same for all workers that say the same of themselves."""
     return _OWN_NUMBERS.sub(lambda match: f"{match[1] or ''}#", text)
 
 
@@ -190,12 +190,12 @@ def is_echo(error: str) -> bool:
 
 
 def first_cause(deaths: Iterable[Death]) -> Death:
-    """The one that the others follow from."""
+    """Return the death that the others follow from."""
     return min(deaths, key=lambda death: (death.is_consequence, death.at_s))
 
 
 def summarise(deaths: Iterable[Death], cause: Death) -> list[str]:
-    """A line for each of the others; one for all that failed alike."""
+    """Return a line for each of the others, and one for all that failed alike."""
     same = [death for death in deaths if cause.error and _is_same(death.error, cause.error)]
     others = [death for death in deaths if death.rank != cause.rank and death not in same]
     alike: dict[str, list[int]] = {}
@@ -211,7 +211,7 @@ def summarise(deaths: Iterable[Death], cause: Death) -> list[str]:
 
 
 def shorten(error: str) -> str:
-    """One line of at most 200 characters, the error's name without its module."""
+    """Return at most 200 characters of an error, its name without its module."""
     name, colon, message = error.partition(":")
     return f"{name.rpartition('.')[2]}{colon}{message}"[:200]
 

@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shoal.launch.endings import (
     Death,
@@ -24,19 +24,21 @@ from shoal.launch.endings import (
     is_consequence,
     is_echo,
     name_ranks,
+    name_signal,
     shorten,
     summarise,
 )
 from shoal.launch.output import Output
-from shoal.launch.tracebacks import ENDING_HOLD_S, ShownTracebacks
-from shoal.launch.worker import Worker
+from shoal.launch.worker import ENDING_HOLD_S, ShownTracebacks, Worker
 
 SETTLE_S = 2.0
-"""For the worker that others have lost to be seen ending."""
+"""A worker that others have lost is seen ending within this time."""
+MAX_LOOK_S = 1.0
+"""More time than this between two looks was spent stopped with the workers, and nobody waited."""
 
 
 class Failures:
-    """Of one run."""
+    """The failures of one start, and what follows from them."""
 
     def __init__(
         self,
@@ -49,7 +51,7 @@ class Failures:
         self.deaths: list[Death] = []
         """All workers that failed of themselves."""
         self.traceback: list[bytes] = []
-        """Of the cause."""
+        """The traceback of the cause."""
         self.shown = ShownTracebacks()
         self._allows_failures = allows_failures
         self._quitters: list[Death] = []
@@ -96,7 +98,7 @@ class Failures:
             self._fatal.append(death)
 
     def find_cause(self, now_s: float, *, is_uncertain: bool = False) -> Death | None:
-        """The failure that ends the run, once it is known; its traceback is shown."""
+        """Return the failure that ends the run, once it is known; its traceback is shown."""
         self._judge_quitters(now_s)
         if not self._fatal or any(not worker.is_alive and not worker.is_done for worker in self._workers):
             return None
@@ -120,7 +122,7 @@ class Failures:
         return cause
 
     def give_up(self, worker: Worker, now_s: float) -> Death:
-        """Its being stopped ends the run."""
+        """End the run because this worker is stopped."""
         cause = worker.give_up(now_s)
         self.deaths.append(cause)
         self._output.say(describe(cause))
@@ -168,7 +170,7 @@ class Failures:
                 self._output.say(f"{death}; {self._who_goes_on()}")
 
     def _quitter_behind(self, fatal: Sequence[Death]) -> Death | None:
-        """Who ended with exit code 0 and was lost by all that have failed since."""
+        """Return who ended with exit code 0 and was lost by all that have failed since."""
         if not all(death.is_consequence for death in fatal):
             return None
         lost = [rank for death in fatal for rank in death.lost_ranks]
@@ -189,11 +191,11 @@ class Failures:
         return any(other.code == 0 and other.survives_loss for other in others)
 
     def _trainers(self) -> Sequence[Worker]:
-        """Without the parameter servers, whose ranks are the first."""
+        """Return the workers without the parameter servers, whose ranks are the first."""
         return self._workers[self._num_servers :]
 
     def _show(self, worker: Worker, death: Death, now_s: float) -> list[bytes]:
-        """Its traceback, which is shown unless one like it has been."""
+        """Show its traceback, unless one like it has been shown, and return it."""
         printed = worker.tracebacks.error
         # children print it of a worker that was killed, and are killed over it
         is_foreign = death.code < 0 and not death.error and (not printed or is_echo(printed))
@@ -213,3 +215,60 @@ class Failures:
         num_living = sum(other.is_alive for other in self._trainers())
         follows = f"the other {num_living} go on without it" if num_living > 1 else "the last one goes on"
         return follows if num_living else "the others had finished"
+
+
+class Stops:
+    """Workers that are stopped for long, which is longer than `limit_s`: who is named, and who is given up.
+
+    One is given up when nobody else is left to wait for, or when somebody who cannot do without it has waited
+    for too long. Who has told nothing may wait for ever: a program under a debugger is let alone.
+    """
+
+    def __init__(self, workers: Sequence[Worker], limit_s: float, say: Callable[[str], None]) -> None:
+        self._workers = workers
+        self._limit_s = limit_s
+        self._say = say
+        self._looked_s = 0.0
+        self._waited_s: dict[tuple[int, float], float] = {}
+        """For how long each stop has kept somebody waiting who cannot do without the stopped one."""
+        self._named: dict[tuple[int, float], None] = {}
+
+    def look(self, now_s: float) -> None:
+        """Take note of who is stopped, and name those who are for long; again and again."""
+        stopped = self._stopped()
+        going = [worker for worker in self._workers if worker.is_alive and worker.stop_signal is None]
+        is_awaited = any(worker.survives_loss is False for worker in going)
+        step_s = min(now_s - self._looked_s, MAX_LOOK_S) if is_awaited else 0.0
+        self._looked_s = now_s
+        self._waited_s = {_key(worker): self._waited_s.get(_key(worker), 0.0) + step_s for worker in stopped}
+        for worker in stopped:
+            if _key(worker) not in self._named and now_s - worker.stopped_s > self._limit_s:
+                self._named[_key(worker)] = None
+                self._name(worker)
+
+    def in_the_way(self) -> Worker | None:
+        """Return who keeps others waiting for too long, the first of several."""
+        limit_s = self._limit_s + SETTLE_S  # those who notice it themselves may say so first
+        late = [worker for worker in self._stopped() if self._waited_s.get(_key(worker), 0.0) > limit_s]
+        return min(late, key=lambda worker: worker.stopped_s, default=None)
+
+    def left_over(self, now_s: float) -> list[Worker]:
+        """Return those that are stopped for long when all others have ended."""
+        alive = [worker for worker in self._workers if worker.is_alive]
+        lost = [worker for worker in self._stopped() if now_s - worker.stopped_s > self._limit_s]
+        return lost if len(lost) == len(alive) < len(self._workers) else []
+
+    def _stopped(self) -> list[Worker]:
+        return [worker for worker in self._workers if worker.is_alive and worker.stop_signal is not None]
+
+    def _name(self, worker: Worker) -> None:
+        assert worker.stop_signal is not None
+        where = f" on {worker.host}" if worker.host else ""
+        self._say(
+            f"rank {worker.rank} has been stopped by {name_signal(worker.stop_signal)} for "
+            f"{self._limit_s:g} s; `kill -CONT {worker.pid}`{where} lets it go on"
+        )
+
+
+def _key(worker: Worker) -> tuple[int, float]:
+    return worker.rank, worker.stopped_s

@@ -11,12 +11,13 @@ import re
 import socket
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.core.errors import UsageError
 from shoal.core.processes import is_own
-from shoal.launch.channel import AGENT, Engine, PipeChannel, Station
+from shoal.launch.head import AgentHandle, Engine
+from shoal.launch.protocol import AGENT, PipeChannel
 from shoal.launch.ssh import SshChannel, SshSettings
 
 _ENTRY = re.compile(r"(?P<name>(?:[^@\s]+@)?(?:\[[^\]\s]+\]|[^:\[\]\s]+))(?::(?P<slots>\d+))?")
@@ -33,7 +34,7 @@ class Host:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """'host1:4,user@host2:4,[fe80::1]:2'; a host without a number has one slot."""
+    """Read 'host1:4,user@host2:4,[fe80::1]:2'; a host without a number has one slot."""
     found: list[Host] = []
     for entry in text.split(","):
         match = _ENTRY.fullmatch(entry.strip())
@@ -47,7 +48,7 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """A host a line, 'host slots=4' or 'host:4'; what follows a # is a comment."""
+    """Read a host a line, 'host slots=4' or 'host:4'; what follows a # is a comment."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -73,7 +74,7 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 def merge(hosts: Iterable[Host]) -> list[Host]:
-    """A host that is named twice has the slots of both."""
+    """Give a host that is named twice the slots of both."""
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots
@@ -82,7 +83,7 @@ def merge(hosts: Iterable[Host]) -> list[Host]:
 
 @functools.cache
 def is_here(name: str) -> bool:
-    """Whether it is this machine."""
+    """Say whether a name stands for this machine."""
     if name in ("localhost", socket.gethostname()):
         return True
     if "@" in name:
@@ -95,7 +96,7 @@ def is_here(name: str) -> bool:
 
 
 def open_hosts(text: str | None, hostfile: Path | None, ssh: SshSettings) -> Hosts | None:
-    """Those of -H or --hostfile; None without either. Nothing is connected yet."""
+    """Return the hosts of -H or --hostfile, None without either; nothing is connected yet."""
     if text is not None and hostfile is not None:
         raise UsageError("-H and --hostfile are both given.", next_step="leave one of them out.")
     if hostfile is not None:
@@ -104,7 +105,7 @@ def open_hosts(text: str | None, hostfile: Path | None, ssh: SshSettings) -> Hos
 
 
 class Hosts(Engine):
-    """Stations on hosts, by ssh or, on this machine, by a child process."""
+    """Agents on hosts, reached by ssh or, on this machine, as a child process."""
 
     def __init__(self, hosts: list[Host], ssh: SshSettings, hostfile: Path | None = None) -> None:
         self._hosts = _join_here(hosts)
@@ -113,21 +114,21 @@ class Hosts(Engine):
 
     @property
     def num_slots(self) -> int:
-        """Of all hosts."""
+        """The slots of all hosts."""
         return sum(host.slots for host in self._hosts)
 
     @property
     def slots_of_first(self) -> int:
-        """How many workers a machine has, usually."""
+        """The number of workers that a machine usually has."""
         return self._hosts[0].slots
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether more is needed than this machine."""
+        """Whether another machine is needed."""
         return not all(is_here(host.name) for host in self._hosts)
 
     def check(self, num_workers: int, num_servers: int) -> None:
-        """UsageError when there are too few slots for so many."""
+        """Raise a UsageError when there are too few slots for so many."""
         if num_workers + num_servers <= self.num_slots:
             return
         servers = f" and {num_servers} server{'s' if num_servers > 1 else ''}" if num_servers else ""
@@ -138,8 +139,8 @@ class Hosts(Engine):
             next_step=f"give {f'-np {fits}, or ' if fits > 0 else ''}more slots to the hosts.",
         )
 
-    def open(self, min_processes: int, max_processes: int, *, is_restart: bool) -> list[Station]:
-        """Only those that are needed when the number is fixed; else all, since some may not answer.
+    def open(self, min_processes: int, max_processes: int, *, is_restart: bool) -> list[AgentHandle]:
+        """Connect those that are needed when the number is fixed, else all, since some may not answer.
 
         A restart reads the host file again, so that hosts may come and go.
         """
@@ -151,14 +152,14 @@ class Hosts(Engine):
             hosts = _first(hosts, max_processes)
         return [self._open(host) for host in hosts]
 
-    def _open(self, host: Host) -> Station:
+    def _open(self, host: Host) -> AgentHandle:
         if is_here(host.name):
             # by which this user has logged in here is not how the other hosts come here
             environment = {name: value for name, value in os.environ.items() if name != "SSH_CONNECTION"}
-            channel = PipeChannel(host.name, [sys.executable, *AGENT], environment)
-            return Station(channel, host.slots, host.name, has_own_disks=False)
-        python = self._ssh.remote_python or sys.executable
-        return Station(SshChannel(host.name, self._ssh), host.slots, host.name, python, self._ssh.remote_cwd)
+            local = PipeChannel(host.name, [sys.executable, *AGENT], environment)
+            return AgentHandle(local, host.slots, host.name, has_own_disks=False)
+        python, cwd = self._ssh.remote_python or sys.executable, self._ssh.remote_cwd
+        return AgentHandle(SshChannel(host.name, self._ssh), host.slots, host.name, python, cwd)
 
 
 def _host(name: str, slots: str | None, where: str) -> Host:
@@ -169,7 +170,7 @@ def _host(name: str, slots: str | None, where: str) -> Host:
 
 
 def _first(hosts: list[Host], num_processes: int) -> list[Host]:
-    """As many as are needed."""
+    """Return as many hosts as are needed."""
     needed: list[Host] = []
     for host in hosts:
         if sum(one.slots for one in needed) < num_processes:
@@ -178,15 +179,6 @@ def _first(hosts: list[Host], num_processes: int) -> list[Host]:
 
 
 def _join_here(hosts: list[Host]) -> list[Host]:
-    """The machine here may go by several names, but has one agent."""
-    joined: list[Host] = []
-    place: int | None = None
-    for host in hosts:
-        if not is_here(host.name):
-            joined.append(host)
-        elif place is None:
-            place = len(joined)
-            joined.append(host)
-        else:
-            joined[place] = replace(joined[place], slots=joined[place].slots + host.slots)
-    return joined
+    """Join the names of this machine, which has one agent."""
+    here = next((host.name for host in hosts if is_here(host.name)), "")
+    return merge(Host(here if is_here(host.name) else host.name, host.slots) for host in hosts)

@@ -1,52 +1,144 @@
-"""Runs workers until they have finished, and ends them together when they cannot.
+"""Runs workers until they have finished, ends them together when they cannot, and starts them anew.
 
 One poll in the caller's thread waits for all there is: output of workers, what they tell, their ends,
 signals, and room for what is to be written. Ending is a signal that asks, a few seconds, and SIGKILL to the
 whole process group. What follows from the end of a worker is `failures`' to say; on which machines workers
-run is known to the `crew`, and whether the run starts anew is for `elastic` to say.
+run is known to the `head`.
+
+A restart is a new start of all workers: another run id, port and `SHOAL_RESTART_COUNT`, with as many
+workers as there are slots on the hosts that answer. What they resume from is the strategy's checkpoint.
 """
 
 from __future__ import annotations
 
 import select
 import signal
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from shoal.core import SYSTEM_CLOCK, Clock
+from shoal.core.errors import ShoalError
 from shoal.core.run_options import SILENCE_S
 from shoal.launch import timeline
-from shoal.launch.crew import Crew, LocalCrew
 from shoal.launch.endings import TIMED_OUT, Death, Ending, Outcome, describe, name_ranks, name_signal
-from shoal.launch.failures import Failures
-from shoal.launch.output import LogFiles, Output
+from shoal.launch.failures import Failures, Stops
+from shoal.launch.head import AgentHandle, Engine, Gathering, LocalEngine, RunWorkers
+from shoal.launch.output import LogFiles, Output, Terminal, settle_own_streams
+from shoal.launch.polling import Interest, SignalInbox, poll_once
 from shoal.launch.settings import LaunchSettings
-from shoal.launch.signals import SignalInbox
-from shoal.launch.stops import Stops
 
 GRACE_S = 3.0
-"""For a worker that was asked to end."""
+"""A worker that was asked to end has so long for it."""
 GIVE_UP_S = 5.0
-"""For a process that does not even end by SIGKILL: it hangs in the kernel."""
-LAST_WORDS_S = 1.0
-"""For the pipes of an ended worker to end: a process that left its group may hold them for ever."""
+"""A process that has not ended by SIGKILL in this time hangs in the kernel."""
 SAME_SIGNAL_S = 0.3
 """A second signal within it is the first, sent to the process and to its group."""
-TICK_S = 0.2
-"""How late a stopped worker is noticed; an end too, where there is no descriptor for it."""
+START_TIMEOUT_S = 30.0
+"""A host has so long to answer."""
+RESTART_TIMEOUT_S = 8.0
+"""In a restart it has less: a host that has gone should not hold the others up."""
+
+
+def launch(
+    settings: LaunchSettings,
+    output: Output | None = None,
+    engine: Engine | None = None,
+    start_timeout_s: float = START_TIMEOUT_S,
+) -> Outcome:
+    """Run to the end, on this machine or on an engine's.
+
+    Errors are raised only for what was wrong before the first worker ran.
+    """
+    settle_own_streams()
+    output = Terminal() if output is None else output
+    return _ElasticRun(settings, output, engine or LocalEngine(settings.num_processes), start_timeout_s).run()
+
+
+class _ElasticRun:
+    """A run with all its restarts, with as many workers as there are slots on the hosts that answer."""
+
+    def __init__(
+        self, settings: LaunchSettings, output: Output, engine: Engine, start_timeout_s: float
+    ) -> None:
+        self._settings = settings
+        self._output = output
+        self._engine = engine
+        self._start_timeout_s = start_timeout_s
+        self._started_s = SYSTEM_CLOCK.now_s()
+
+    def run(self) -> Outcome:
+        # for the time between starts, and until the hosts have answered
+        with SignalInbox() as self._inbox:
+            try:
+                outcome = self._start(self._settings)
+                for count in range(1, self._settings.elastic.max_restarts + 1):
+                    if outcome.cause is None:
+                        break
+                    outcome = self._restart(count, outcome)
+            finally:
+                drain(self._output, self._inbox)
+        return replace(outcome, elapsed_s=SYSTEM_CLOCK.now_s() - self._started_s)
+
+    def _restart(self, count: int, earlier: Outcome) -> Outcome:
+        try:
+            return self._start(replace(self._settings, restart_count=count))
+        except ShoalError as error:
+            self._output.say(f"the run does not start anew: {error}")
+            return replace(earlier, cause=None)
+
+    def _start(self, settings: LaunchSettings) -> Outcome:
+        for number in self._inbox.take():
+            return self._interrupt(number)
+        num_servers, is_restart = settings.options.num_servers, settings.restart_count > 0
+        most, limit_s = settings.num_workers, self._start_timeout_s
+        if is_restart:
+            most, limit_s = settings.max_workers, min(limit_s, RESTART_TIMEOUT_S)
+        least = settings.min_workers
+        agents = self._engine.open(least + num_servers, most + num_servers, is_restart=is_restart)
+        with Gathering(agents) as gathering:
+            interruption = gathering.wait(self._inbox, limit_s, SYSTEM_CLOCK)
+            if interruption is not None:
+                return self._interrupt(interruption)
+            num_workers = min(most, sum(agent.slots for agent in gathering.present) - num_servers)
+            if num_workers < least:
+                raise gathering.complaint()
+            for agent, error in gathering.absent:
+                self._output.say(f"goes on without {agent.host}: {error.what}")
+            settings = replace(settings, num_workers=num_workers)
+            chosen = gathering.choose(num_workers + num_servers)
+            if is_restart:
+                self._tell_restart(settings, chosen)
+            return Launcher(settings, self._output, chosen).run(self._started_s)
+
+    def _tell_restart(self, settings: LaunchSettings, chosen: Sequence[AgentHandle]) -> None:
+        *others, last = dict.fromkeys(agent.host for agent in chosen)
+        names = f"{', '.join(others)} and {last}" if others else last
+        workers = f"{settings.num_workers} worker{'s' if settings.num_workers > 1 else ''}"
+        which = f"restart {settings.restart_count} of {settings.elastic.max_restarts}"
+        self._output.say(f"{which} with {workers}{f' on {names}' if names else ''}")
+
+    def _interrupt(self, number: int) -> Outcome:
+        reason = "interrupted" if number == signal.SIGINT else f"ended by {name_signal(number)}"
+        self._output.say(f"{reason} before the workers had started")
+        return Outcome(128 + number, reason)
 
 
 class Launcher:
-    """One run."""
+    """One start of all workers, by agents that have answered."""
 
     def __init__(
-        self, settings: LaunchSettings, output: Output, clock: Clock = SYSTEM_CLOCK, crew: Crew | None = None
+        self,
+        settings: LaunchSettings,
+        output: Output,
+        agents: Sequence[AgentHandle],
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._settings = settings
         self._output = output
         self._clock = clock
-        self._crew = LocalCrew(settings, output, clock) if crew is None else crew
-        self._workers = self._crew.workers
+        self._run = RunWorkers(settings, agents, output, clock)
+        self._workers = self._run.all
         self._failures = Failures(
             self._workers,
             output,
@@ -57,36 +149,35 @@ class Launcher:
         self._ending: Ending | None = None
         self._signals_left: list[int] = []
         self._next_signal_s = 0.0
-        self._started_s = 0.0
 
-    def run(self, started_s: float | None = None) -> Outcome:
+    def run(self, started_s: float) -> Outcome:
         """Start the workers and see them through; the time that they are given counts from `started_s`."""
         timeline.clear(self._settings)
-        began_s = self._clock.now_s()
-        self._started_s = began_s if started_s is None else started_s
-        should_append = self._settings.restart_count > 0
+        began_s, self._started_s = self._clock.now_s(), started_s
+        is_restart = self._settings.restart_count > 0
         with (
             LogFiles(
                 self._settings.log_dir,
                 self._settings.num_processes,
                 self._output.say,
-                should_append=should_append,
+                should_append=is_restart,
             ) as logs,
             SignalInbox() as self._inbox,
         ):
             try:
-                self._crew.start(logs)
+                self._run.start(logs)
                 while not all(worker.is_done for worker in self._workers):
                     self._turn()
                 outcome = self._outcome(self._clock.now_s() - began_s)
-                timeline.collect(self._settings, outcome, self._output.say, self._crew.shifts_s)
+                timeline.collect(self._settings, outcome, self._output.say, self._run.shifts_s)
                 drain(self._output, self._inbox)
             finally:
-                self._crew.close(self._clock.now_s())
+                self._run.close(self._clock.now_s())
         return outcome
 
     def _turn(self) -> None:
-        self._wait()
+        workers = self._run.interests(is_full=self._output.is_full)
+        poll_once([self._inbox.interest, *writes_to(self._output), *workers])
         for number in self._inbox.take():
             if number == signal.SIGTSTP:
                 self._pause()
@@ -104,35 +195,15 @@ class Launcher:
             if not worker.is_done:
                 worker.tick(now_s, self._failures.shown, should_hold=should_hold)
 
-    def _wait(self) -> None:
-        """Until something happens, or a tick is over; do what reading and writing there is to do."""
-        poll, actions = select.poll(), dict[int, Callable[[], object]]()
-
-        def want(descriptor: int, event: int, action: Callable[[], object]) -> None:
-            poll.register(descriptor, event)
-            actions[descriptor] = action
-
-        want(self._inbox.descriptor, select.POLLIN, _wake)
-        for descriptor in self._output.pending():
-            want(descriptor, select.POLLOUT, partial(self._output.write, descriptor))
-        for interest in self._crew.interests(is_full=self._output.is_full):
-            want(*interest)
-        for descriptor, _ in poll.poll(TICK_S * 1000):
-            actions[descriptor]()
-
     def _look_at_ends(self, now_s: float) -> None:
-        self._crew.look(now_s)
+        self._run.look(now_s)
         ended = [worker for worker in self._workers if not worker.is_alive and not worker.is_done]
-        silent = [worker for worker in ended if worker.is_silent(now_s - LAST_WORDS_S)]
-        if silent:
-            self._crew.read_status()  # a last word about survival may still be on its way
-            for worker in silent:
-                worker.finish_output(now_s)
-            for worker in sorted(silent, key=lambda worker: worker.death().at_s):
+        for worker in sorted(ended, key=lambda worker: worker.death().at_s):
+            if worker.is_silent:
                 self._failures.conclude(worker, now_s, self._ending)
         if self._ending is not None:
             return
-        cause = self._failures.find_cause(now_s, is_uncertain=self._crew.is_uncertain(now_s))
+        cause = self._failures.find_cause(now_s, is_uncertain=self._run.is_uncertain(now_s))
         if cause is not None:
             self._end_because_of(cause, now_s)
 
@@ -175,9 +246,9 @@ class Launcher:
         going = [worker for worker in self._workers if worker.is_alive and worker.stop_signal is None]
         for worker in going:
             worker.signal_group(signal.SIGSTOP)
-        self._crew.pause(is_paused=True)
+        self._run.pause(is_paused=True)
         self._inbox.stop_here()
-        self._crew.pause(is_paused=False)
+        self._run.pause(is_paused=False)
         for worker in going:
             worker.signal_group(signal.SIGCONT)
         self._started_s += self._clock.now_s() - began_s
@@ -216,19 +287,14 @@ class Launcher:
 
 def drain(output: Output, inbox: SignalInbox) -> None:
     """Write out what is queued; a reader that takes nothing is waited for until a signal comes."""
-    while pending := output.pending():
-        poll = select.poll()
-        poll.register(inbox.descriptor, select.POLLIN)
-        for descriptor in pending:
-            poll.register(descriptor, select.POLLOUT)
-        for descriptor, _ in poll.poll(TICK_S * 1000):
-            if descriptor in pending:
-                output.write(descriptor)
+    while output.pending():
+        poll_once([inbox.interest, *writes_to(output)])
         for number in inbox.take():
             if number != signal.SIGTSTP:
                 return
             inbox.stop_here()
 
 
-def _wake() -> None:
-    pass
+def writes_to(output: Output) -> list[Interest]:
+    """Say what to poll for to write what is queued."""
+    return [(one, select.POLLOUT, partial(output.write, one)) for one in output.pending()]

@@ -7,6 +7,7 @@ reading, and the workers wait.
 from __future__ import annotations
 
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +20,12 @@ Stream = Literal["stdout", "stderr"]
 MAX_QUEUED_BYTES = 1 << 20
 _PIECE_BYTES = 4096
 """What a pipe that is ready takes without blocking."""
+MAX_LINE_BYTES = 1 << 16
+"""A longer line is cut into pieces: a worker that never ends its line must not fill the memory."""
+BAR_INTERVAL_S = 1.0
+"""Between two states shown of a line that is rewritten: each costs a line of its own."""
+_CURSOR = re.compile(rb"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")
+"""Movements of the cursor, which mean nothing among the lines of others; colours stay."""
 
 
 class Output:
@@ -36,7 +43,7 @@ class Output:
         """Take a line of the launcher's own."""
 
     def pending(self) -> list[int]:
-        """Descriptors that something waits to be written to."""
+        """Return the descriptors that something waits to be written to."""
         return []
 
     def write(self, descriptor: int) -> None:
@@ -53,12 +60,12 @@ class Listener(Output):
         self._say = say
 
     def lines(self, rank: int, stream: Stream, lines: Sequence[bytes]) -> None:
-        """Pass them on, one by one."""
+        """Pass the lines on, one by one."""
         for line in lines:
             self._on_line(rank, stream, line)
 
     def say(self, text: str) -> None:
-        """Pass it on."""
+        """Pass the launcher's line on."""
         if self._say is not None:
             self._say(text)
 
@@ -84,16 +91,16 @@ class Terminal(Output):
         return self._targets["stdout"].is_broken
 
     def lines(self, rank: int, stream: Stream, lines: Sequence[bytes]) -> None:
-        """Queue them."""
+        """Queue the lines for their stream."""
         prefix = b"[%d] " % rank if self._has_prefix else b""
         self._targets[stream].add(b"".join([prefix + line + b"\n" for line in lines]))
 
     def say(self, text: str) -> None:
-        """Queue it for stderr."""
+        """Queue the launcher's line for stderr."""
         self._targets["stderr"].add(f"shoal run: {text}\n".encode(errors="backslashreplace"))
 
     def pending(self) -> list[int]:
-        """Descriptors with a queue."""
+        """Return the descriptors that have a queue."""
         return list(dict.fromkeys(target.descriptor for target in self._targets.values() if target.queue))
 
     def write(self, descriptor: int) -> None:
@@ -167,7 +174,7 @@ class LogFiles:
             self._files.pop(rank).close()
 
     def close(self) -> None:
-        """Close all; idempotent."""
+        """Close all files; idempotent."""
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -180,7 +187,7 @@ class LogFiles:
 
 
 def settle_own_streams() -> None:
-    """What this process printed comes before what its workers will; what is closed becomes the null device.
+    """Print what is queued before workers print; what is closed becomes the null device.
 
     A closed descriptor would be taken by the next file, which would then be somebody's stdout.
     """
@@ -195,3 +202,69 @@ def settle_own_streams() -> None:
         sys.stderr = os.fdopen(2, "w", closefd=False)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+
+
+class LineSplitter:
+    """Cuts a worker's stream into lines: whole, bounded, and of a progress bar what it shows now and then.
+
+    `feed` gives what goes to a log file, `shown` what goes to a terminal. Bytes stay bytes: what a worker
+    writes need not be UTF-8.
+    """
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+        self._bar = b""
+        self._bar_due_s = 0.0
+
+    def feed(self, data: bytes) -> bytes:
+        """Take what was read; return all lines that are whole now, as they came."""
+        head, newline, tail = data.rpartition(b"\n")
+        whole = b""
+        if newline:
+            whole = bytes(self._rest) + head + newline
+            self._rest[:] = tail
+        else:
+            self._rest += data
+        if len(self._rest) > MAX_LINE_BYTES:
+            cut = self._rest.rfind(b"\r") + 1 or len(self._rest)
+            whole += self._rest[:cut]
+            del self._rest[:cut]
+        return whole
+
+    def take_rest(self) -> bytes:
+        """Return the last line, without its end: nothing follows it."""
+        rest = bytes(self._rest)
+        self._rest.clear()
+        return rest
+
+    def shown(self, whole: bytes) -> list[bytes]:
+        """Split what `feed` or `take_rest` gave into lines, as a terminal shows them last."""
+        lines = whole.split(b"\n")
+        if not lines[-1]:
+            lines.pop()
+        if b"\r" in whole:
+            lines = [line for line in map(self._settled, lines) if line is not None]
+        if b"\x1b[" in whole:
+            lines = [_CURSOR.sub(b"", line) for line in lines]
+        return lines
+
+    def bar(self, now_s: float) -> list[bytes]:
+        """Return what a line that is being rewritten shows, if it changed and the last one is old enough."""
+        if now_s < self._bar_due_s or b"\r" not in self._rest:
+            return []
+        text = _last_state(self._rest)
+        if not text.strip() or text == self._bar:
+            return []
+        self._bar, self._bar_due_s = text, now_s + BAR_INTERVAL_S
+        return [_CURSOR.sub(b"", text)]
+
+    def _settled(self, line: bytes) -> bytes | None:
+        """Return what a line shows at its end; None when that has been shown, or was wiped out."""
+        text = _last_state(line)
+        if b"\r" not in line.rstrip(b"\r"):
+            return text
+        return None if text == self._bar or not text.strip() else text
+
+
+def _last_state(line: bytes | bytearray) -> bytes:
+    return bytes(line.rstrip(b"\r").rpartition(b"\r")[2])

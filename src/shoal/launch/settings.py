@@ -18,11 +18,25 @@ from shoal.core.run_options import RUN_ID_VARIABLE, SECRET_VARIABLE, Env, RunOpt
 
 _SECRET_BYTES = 32
 _LOCAL_SIZE = "SHOAL_LOCAL_WORLD_SIZE"
+TUNING = {
+    "GLIBC_TUNABLES": ":".join(
+        (
+            "glibc.cpu.x86_non_temporal_threshold=0x100000",
+            "glibc.malloc.mmap_threshold=33554432",
+            "glibc.malloc.trim_threshold=1073741824",
+        )
+    )
+}
+"""Variables that tune the C library on Linux; what the user has set stays.
+
+Copies of 1 MiB and more bypass the caches: a gradient of 16.8 MB is copied in 1.2 ms instead of 2.7. Memory
+of freed gradients is used again and not given back to the system in every step, which cost the MLP of 10 M
+parameters up to 9,000 page faults and 20 ms a step, with and without a strategy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Elastic:
-    """How often a run that failed is started anew, and with how many workers."""
+    """Says how often a run that failed is started anew, and with how many workers."""
 
     max_restarts: int = 0
     min_workers: int | None = None
@@ -42,7 +56,7 @@ class LaunchSettings:
     """One run of one command in several workers."""
 
     command: tuple[str, ...]
-    """As `program.command_of` gives it."""
+    """The command as `command_of` gives it."""
     num_workers: int
     """Without the parameter servers, which are `options.num_servers`."""
     options: RunOptions = field(default_factory=RunOptions)
@@ -50,7 +64,7 @@ class LaunchSettings:
     num_threads: int | None = None
     """Of each worker (OMP_NUM_THREADS); by default the variable if it is set, else its share of the cores."""
     timeout_s: float | None = None
-    """Of the whole run, restarts included."""
+    """The time of the whole run, restarts included."""
     log_dir: Path | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
     """More of them, for all workers."""
@@ -58,7 +72,7 @@ class LaunchSettings:
     """Whether workers that can do without a lost one also go on when one fails by an error of its own."""
     elastic: Elastic = Elastic()
     restart_count: int = 0
-    """Of this start."""
+    """The number of restarts before this start."""
     env: Env = "shoal"
     """With torchrun's variables, programs and libraries that find them share the work by themselves."""
 
@@ -98,32 +112,32 @@ class LaunchSettings:
 
     @property
     def num_processes(self) -> int:
-        """Workers and servers."""
+        """The number of workers and servers."""
         return self.num_workers + self.options.num_servers
 
     @property
     def min_workers(self) -> int:
-        """With fewer it does not start."""
+        """The fewest workers with which it starts."""
         return self.num_workers if self.elastic.min_workers is None else self.elastic.min_workers
 
     @property
     def max_workers(self) -> int:
-        """A restart takes no more."""
+        """The most workers that a restart takes."""
         return self.num_workers if self.elastic.max_workers is None else self.elastic.max_workers
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the workers of a start find each other."""
+    """The place where the workers of a start find each other."""
 
     address: str
-    """Of the machine of rank 0."""
+    """The address of the machine of rank 0."""
     port: int
     num_machines: int = 1
 
 
 def name_run(settings: LaunchSettings) -> str:
-    """Another one for each start."""
+    """Return an id of the run, another one for each start."""
     given = settings.options.run_id
     if not given:
         return uuid.uuid4().hex[:12]
@@ -131,7 +145,7 @@ def name_run(settings: LaunchSettings) -> str:
 
 
 def variables_of_all(settings: LaunchSettings, run_id: str, meeting: Meeting) -> dict[str, str]:
-    """What all workers of a start have in common, wherever they run."""
+    """Return the variables that all workers of a start have in common, wherever they run."""
     size, restart_count = str(settings.num_processes), str(settings.restart_count)
     variables = {
         "PYTHONUNBUFFERED": "1",
@@ -164,7 +178,7 @@ def variables_of_all(settings: LaunchSettings, run_id: str, meeting: Meeting) ->
 def variables_of_one(
     env: Env, rank: int, local_rank: int, local_size: int, machine: int = 0
 ) -> dict[str, str]:
-    """What is a worker's own."""
+    """Return the variables that are a worker's own."""
     own = {
         "SHOAL_RANK": str(rank),
         "SHOAL_LOCAL_RANK": str(local_rank),
@@ -182,7 +196,7 @@ def variables_of_one(
 
 
 def complete(variables: Mapping[str, str], status_fd: int) -> dict[str, str]:
-    """The whole environment of a worker that this process starts, with its pipe to the launcher.
+    """Return the whole environment of a worker that this process starts, with its pipe to the launcher.
 
     What another launcher has said to this process is not true of the worker, and is left out.
     """
@@ -196,38 +210,8 @@ def complete(variables: Mapping[str, str], status_fd: int) -> dict[str, str]:
     return {**whole, **options.to_environment()}
 
 
-class Surroundings:
-    """The environment of each worker of one run on this machine."""
-
-    def __init__(self, settings: LaunchSettings) -> None:
-        self._settings = settings
-        self.run_id = name_run(settings)
-        self._shared = variables_of_all(settings, self.run_id, Meeting("127.0.0.1", free_port("127.0.0.1")))
-
-    def of(self, rank: int, status_fd: int) -> dict[str, str]:
-        """Of one worker, which will find this pipe to the launcher."""
-        own = variables_of_one(self._settings.env, rank, rank, self._settings.num_processes)
-        return complete({**self._shared, **own}, status_fd)
-
-
-TUNING = {
-    "GLIBC_TUNABLES": ":".join(
-        (
-            "glibc.cpu.x86_non_temporal_threshold=0x100000",
-            "glibc.malloc.mmap_threshold=33554432",
-            "glibc.malloc.trim_threshold=1073741824",
-        )
-    )
-}
-"""Of the C library on Linux; what the user has set stays.
-
-Copies of 1 MiB and more bypass the caches: a gradient of 16.8 MB is copied in 1.2 ms instead of 2.7. Memory
-of freed gradients is used again and not given back to the system in every step, which cost the MLP of 10 M
-parameters up to 9,000 page faults and 20 ms a step, with and without a strategy."""
-
-
 def free_port(address: str = "") -> int:
-    """One that nobody listens on, on this machine."""
+    """Return a port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         port: int = probe.getsockname()[1]

@@ -11,10 +11,11 @@ import re
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.core.errors import PeerRefused, PeerUnreachable, ShoalError, UsageError
-from shoal.launch.channel import AGENT, PipeChannel
+from shoal.launch.protocol import AGENT, PipeChannel
 
 _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
@@ -22,21 +23,21 @@ _NOT_FOUND = (126, 127)
 
 @dataclass(frozen=True, slots=True)
 class SshSettings:
-    """How hosts are reached, and what is found there."""
+    """Says how hosts are reached, and what is found there."""
 
     port: int | None = None
     user: str | None = None
     options: tuple[str, ...] = ()
     """Each as after `ssh -o`; they come before Shoal's own, so that they win."""
     remote_python: str | None = None
-    """By default the path of this interpreter."""
+    """The interpreter there, by default at the path of this one."""
     remote_cwd: str | None = None
-    """By default this folder."""
+    """The folder there, by default at the path of this one."""
     connect_timeout_s: float = 30.0
 
 
 def ssh_command(host: str, settings: SshSettings) -> list[str]:
-    """Of an agent on that host."""
+    """Return the command that starts an agent on that host."""
     options = [
         *settings.options,
         "BatchMode=yes",
@@ -48,16 +49,12 @@ def ssh_command(host: str, settings: SshSettings) -> list[str]:
         "ForwardX11=no",
         "RequestTTY=no",
     ]
-    words = ["ssh", *(word for option in options for word in ("-o", option))]
-    if settings.port is not None:
-        words += ["-p", str(settings.port)]
-    if settings.user is not None:
-        words += ["-l", settings.user]
+    words = _connection_words(options, settings)
     return [*words, "--", host.replace("[", "").replace("]", ""), _agent_line(settings)]
 
 
 def _agent_line(settings: SshSettings) -> str:
-    """For whatever shell the user has there."""
+    """Return a command line for whatever shell the user has there."""
     python = [settings.remote_python or sys.executable, *AGENT]
     path = os.environ.get("PYTHONPATH")
     words = ["env", f"PYTHONPATH={path}", *python] if path else python
@@ -77,15 +74,14 @@ class SshChannel(PipeChannel):
         super().__init__(host, ssh_command(host, settings))
 
     def explain(self) -> ShoalError:
-        """By ssh's exit code and words."""
-        code = self.exit_code()
-        self._read_complaint()
-        return explain(self.host, code, self.complaint, self._settings)
+        """Say it by ssh's exit code and words."""
+        code, complaint = self.last_words()
+        return explain(self.host, code, complaint, self._settings)
 
 
 def explain(host: str, code: int | None, complaint: str, settings: SshSettings) -> ShoalError:
-    """What an ssh that has ended means, and what to do."""
-    try_it = shlex.join(_by_hand(host, settings))
+    """Say what the end of an ssh means, and what to do."""
+    try_it = shlex.join([*_connection_words(settings.options, settings), host])
     last = complaint.splitlines()[-1].rstrip(".") if complaint else f"ssh ended with exit code {code}"
     if code == _SSH_FAILED:
         return _connection_error(host, complaint, last, try_it)
@@ -166,10 +162,7 @@ def _connection_error(host: str, complaint: str, last: str, try_it: str) -> Shoa
     )
 
 
-def _by_hand(host: str, settings: SshSettings) -> list[str]:
-    words = ["ssh", *(word for option in settings.options for word in ("-o", option))]
-    if settings.port is not None:
-        words += ["-p", str(settings.port)]
-    if settings.user is not None:
-        words += ["-l", settings.user]
-    return [*words, host]
+def _connection_words(options: Sequence[str], settings: SshSettings) -> list[str]:
+    words = ["ssh", *(word for option in options for word in ("-o", option))]
+    words += [] if settings.port is None else ["-p", str(settings.port)]
+    return words + ([] if settings.user is None else ["-l", settings.user])

@@ -13,7 +13,7 @@ from shoal.launch.settings import LaunchSettings
 from shoal.report.timeline import merge
 
 MAX_PART_BYTES = 1 << 26
-"""Of a part that is sent from another machine; a larger one stays there."""
+"""A part that is larger than this is not sent from another machine."""
 _PIECE_BYTES = 1 << 20
 
 
@@ -56,7 +56,7 @@ def collect(
 
 
 def make_room(timeline: str, ranks: Iterable[int]) -> None:
-    """On another machine, before its workers start: a folder to write to, without parts of an earlier run."""
+    """On another machine, before its workers start: make a folder without parts of an earlier run."""
     path = Path(timeline)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def make_room(timeline: str, ranks: Iterable[int]) -> None:
 
 
 def read_part(timeline: str, rank: int) -> Iterator[bytes]:
-    """On another machine: what one of its workers has written, in pieces; nothing where that is too much."""
+    """On another machine: yield what a worker has written, in pieces; nothing where that is too much."""
     part = _part(Path(timeline), rank)
     with contextlib.suppress(OSError):
         if part.stat().st_size <= MAX_PART_BYTES:
@@ -75,14 +75,14 @@ def read_part(timeline: str, rank: int) -> Iterator[bytes]:
 
 
 class Parts:
-    """Those that come from other machines; where the disks are shared, they are here already."""
+    """Writes parts that come from other machines; where the disks are shared, they are here already."""
 
     def __init__(self, settings: LaunchSettings) -> None:
         self._timeline = settings.options.timeline
         self._files: dict[int, IO[bytes] | None] = {}
 
     def take(self, rank: int, data: bytes) -> None:
-        """A piece of a worker's part."""
+        """Write a piece of a worker's part."""
         assert self._timeline is not None
         if rank not in self._files:
             try:
@@ -95,7 +95,7 @@ class Parts:
                 file.write(data)
 
     def close(self) -> None:
-        """All of them; idempotent."""
+        """Close all files; idempotent."""
         for file in self._files.values():
             if file is not None:
                 file.close()

@@ -6,19 +6,43 @@ Nothing here waits, and nothing decides: the launcher asks, and says what is to 
 from __future__ import annotations
 
 import math
+import re
 import signal
-from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from shoal.core.status import Phase, Status
-from shoal.launch.endings import Death, is_echo
-from shoal.launch.lines import Lines
-from shoal.launch.output import LogFiles, Output, Stream
-from shoal.launch.tracebacks import ShownTracebacks, Tracebacks
+from shoal.launch.endings import Death, is_consequence, is_echo, without_own_numbers
+from shoal.launch.output import LineSplitter, LogFiles, Output, Stream
+from shoal.launch.protocol import (
+    AgentChannel,
+    Exited,
+    OfWorker,
+    Signal,
+    Started,
+    Stopped,
+    WorkerEnded,
+    WorkerTold,
+    Wrote,
+)
 
 _SLOW_END_S = 30.0
-"""From a traceback to the end of its process: one that is older has nothing to do with it."""
+"""A traceback that is older than this has nothing to do with the end of its process."""
 _OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGINT)
-"""By which a process ends itself, perhaps after a traceback: Python by SIGINT, native code by the others."""
+"""Signals by which a process ends itself, perhaps after a traceback: Python's is SIGINT."""
+HOLD_S = 1.0
+"""A worker that lives on for so long has only printed a traceback."""
+LONG_HOLD_S = 5.0
+"""One that has lost a peer hardly ever lives on, but its interpreter may take seconds to end."""
+ENDING_HOLD_S = 20.0
+"""One that has told that it is about to end: on a loaded machine the interpreter takes long for that."""
+SAME_S = 30.0
+"""A traceback that another worker has shown within this time is not shown again."""
+MAX_HELD_BYTES = 1 << 18
+_HEADER = b"Traceback (most recent call last):"
+_SYNTAX_ERROR = b'  File "'
+"""How the report of a syntax error in the program itself begins: it has no header."""
+_RANK = re.compile(rb"^\[rank\d+\]:(?: |$)")
+"""What torch puts before each line of a traceback once torch.distributed is up; the rank is told anyway."""
 
 
 class Reader:
@@ -29,7 +53,7 @@ class Reader:
         self.tracebacks = Tracebacks()
         self._rank, self._stream = rank, stream
         self._output, self._logs = output, logs
-        self._lines = Lines()
+        self._lines = LineSplitter()
 
     def feed(self, data: bytes, now_s: float) -> None:
         """Pass on what was read."""
@@ -42,12 +66,12 @@ class Reader:
             self.show(self._sift(bar, now_s))
 
     def show(self, lines: list[bytes]) -> None:
-        """Have them shown as this stream's."""
+        """Show lines as this stream's."""
         if lines:
             self._output.lines(self._rank, self._stream, lines)
 
     def close(self, now_s: float) -> None:
-        """Nothing more will come; a last line without an end is passed on. Idempotent."""
+        """Pass on a last line without an end: nothing more will come. Idempotent."""
         if self.is_open:
             self._take(self._lines.take_rest(), now_s)
             self.is_open = False
@@ -61,14 +85,13 @@ class Reader:
         return self.tracebacks.sift(lines, now_s) if self._stream == "stderr" else lines
 
 
-class Worker(ABC):
+class Worker:
     """A running worker, or what is left of it."""
 
-    host = ""
-    """Where it runs, when that is not this machine."""
-
-    def __init__(self, rank: int, output: Output, logs: LogFiles) -> None:
+    def __init__(self, rank: int, channel: AgentChannel, output: Output, logs: LogFiles) -> None:
         self.rank = rank
+        self.host = channel.host
+        """Where it runs, when it is no child of this process."""
         self.pid = 0
         self.code: int | None = None
         """Its exit code, or minus a signal's number, once it has ended."""
@@ -91,6 +114,7 @@ class Worker(ABC):
         self.is_done = False
         """Whether the launcher has drawn its conclusions from its end."""
         self.readers = (Reader(rank, "stdout", output, logs), Reader(rank, "stderr", output, logs))
+        self._channel = channel
         self._signals: list[int] = []
         """What the launcher sent it."""
 
@@ -101,7 +125,7 @@ class Worker(ABC):
 
     @property
     def tracebacks(self) -> Tracebacks:
-        """What is held of its stderr."""
+        """The tracebacks of its stderr."""
         return self.readers[1].tracebacks
 
     @property
@@ -111,21 +135,32 @@ class Worker(ABC):
 
     @property
     def left_s(self) -> float:
-        """When it left its group in order, or ended; not yet is infinity."""
+        """The time when it left its group in order, or ended; infinity before that."""
         if self.phase == "left":
             return self._phase_s
         return math.inf if self.is_alive else self.ended_s
 
-    def hear(self, told: Status, now_s: float) -> None:
-        """Take what it has told."""
-        if told.survives_loss is not None:
-            self.survives_loss = told.survives_loss
-        if told.phase is not None:
-            self.phase, self._phase_s = told.phase, now_s
-        if told.step is not None:
-            self.step = told.step
-        if told.early_step is not None:
-            self.early_step, self._early_s = told.early_step, now_s
+    @property
+    def is_silent(self) -> bool:
+        """Whether all that it wrote has come, or nothing more of it will."""
+        return not any(reader.is_open for reader in self.readers)
+
+    def take(self, message: OfWorker, now_s: float) -> None:
+        """Take what its agent tells of it."""
+        match message:
+            case Started():
+                self.pid = message.pid
+            case Wrote():
+                self.readers[0 if message.stream == "stdout" else 1].feed(message.data, now_s)
+            case WorkerTold():
+                self._take_status(message.status, now_s)
+            case Stopped():
+                self.stop_signal = message.signal
+                self.stopped_s = now_s if message.signal is not None else self.stopped_s
+            case Exited():
+                self._note_end(message.code, now_s)
+            case WorkerEnded():
+                self.finish_output(now_s)
 
     def was_told(self, number: int) -> bool:
         """Whether the launcher has sent it this signal."""
@@ -135,14 +170,7 @@ class Worker(ABC):
         """Send to the worker and all its children."""
         if self.is_alive:
             self._signals.append(number)
-        self._send(number)
-
-    @abstractmethod
-    def _send(self, number: int) -> None: ...
-
-    def is_silent(self, since_s: float) -> bool:
-        """Whether an ended worker's pipes have ended too, or it has ended before that."""
-        return self.ended_s < since_s or not any(reader.is_open for reader in self.readers)
+        self._channel.send(Signal([self.rank], number))
 
     def tick(self, now_s: float, shown: ShownTracebacks, *, should_hold: bool) -> None:
         """Show a bar that moved, and the traceback of a worker that goes on, unless it should be held."""
@@ -153,26 +181,24 @@ class Worker(ABC):
             self.readers[1].show(shown.shorten(self.rank, due, now_s))
 
     def show_held(self) -> None:
-        """Have shown what is held of its stderr."""
+        """Show what is held of its stderr."""
         self.readers[1].show(self.tracebacks.release())
 
-    def note_stop(self, number: int | None, now_s: float) -> None:
-        """It was stopped by this signal, or, with None, goes on."""
-        self.stop_signal = number
-        self.stopped_s = now_s if number is not None else self.stopped_s
-
-    def note_end(self, code: int, now_s: float) -> None:
-        """Its process has ended."""
-        self.code, self.ended_s, self.stop_signal = code, now_s, None
+    def lose(self, now_s: float) -> None:
+        """Count it as ended: its machine has gone, or nobody there tells of it any more."""
+        if self.is_alive:
+            self.given_up = Death(self.rank, 1, now_s, host=self.host)
+            self._note_end(1, now_s)
+        self.finish_output(now_s)
 
     def give_up(self, now_s: float) -> Death:
-        """It is stopped, and will be killed for that."""
+        """Count it as dead because it is stopped; it will be killed for that."""
         assert self.stop_signal is not None
         self.given_up = Death(self.rank, -self.stop_signal, self.stopped_s, stopped_s=now_s - self.stopped_s)
         return self.given_up
 
     def death(self) -> Death:
-        """How it ended; a Death with code 0 when it finished."""
+        """Say how it ended; a Death with code 0 says that it finished."""
         assert self.code is not None
         if self.given_up is not None:
             return self.given_up
@@ -185,6 +211,19 @@ class Worker(ABC):
             return Death(self.rank, self.code, self.ended_s)
         return Death(self.rank, self.code, since_s, self.tracebacks.error)
 
+    def _take_status(self, told: Status, now_s: float) -> None:
+        if told.survives_loss is not None:
+            self.survives_loss = told.survives_loss
+        if told.phase is not None:
+            self.phase, self._phase_s = told.phase, now_s
+        if told.step is not None:
+            self.step = told.step
+        if told.early_step is not None:
+            self.early_step, self._early_s = told.early_step, now_s
+
+    def _note_end(self, code: int, now_s: float) -> None:
+        self.code, self.ended_s, self.stop_signal = code, now_s, None
+
     def _may_have_raised(self) -> bool:
         """Whether a traceback can be its own: who is killed prints none, but its children may."""
         assert self.code is not None
@@ -196,3 +235,125 @@ class Worker(ABC):
         """Pass on what is left of its output; idempotent."""
         for reader in self.readers:
             reader.close(now_s)
+
+
+class Tracebacks:
+    """Holds a worker's traceback, and all that follows it, until it is clear whether the worker ends with it.
+
+    When one worker fails, the others soon fail because of it. Who reads the terminal wants the first
+    traceback, once and whole; which one that is, is known when processes have ended.
+    """
+
+    def __init__(self) -> None:
+        self.since_s: float | None = None
+        """When the last traceback began; None when something else has followed since it was let go."""
+        self._lines: list[bytes] = []
+        self._num_bytes = 0
+        self._is_held = False
+
+    def sift(self, lines: list[bytes], now_s: float) -> list[bytes]:
+        """Take lines, and return those to show now."""
+        passed: list[bytes] = []
+        if not self._is_held:
+            start = next((index for index, line in enumerate(lines) if _begins(line)), None)
+            if start is None:
+                self.since_s = None
+                return lines
+            passed, lines = lines[:start], lines[start:]
+            self.since_s, self._lines, self._num_bytes, self._is_held = now_s, [], 0, True
+        lines = [_bare(line) for line in lines]
+        self._lines += lines
+        self._num_bytes += sum(map(len, lines))
+        if self._num_bytes > MAX_HELD_BYTES:
+            passed += self.release()
+        return passed
+
+    def release_due(self, now_s: float, *, is_ending: bool = False) -> list[bytes]:
+        """Return what has been held for too long; `is_ending` if its worker has told that it is."""
+        if not self._is_held or self.since_s is None or now_s < self.since_s + HOLD_S:
+            return []
+        if now_s < self.since_s + LONG_HOLD_S and is_consequence(self.error):
+            return []
+        return [] if is_ending and now_s < self.since_s + ENDING_HOLD_S else self.release()
+
+    def release(self) -> list[bytes]:
+        """Return whatever is held, and hold it no more."""
+        if not self._is_held:
+            return []
+        self._is_held = False
+        return self._lines
+
+    @property
+    def lines(self) -> list[bytes]:
+        """The last traceback and what followed it, held or not."""
+        return [] if self.since_s is None else self._lines
+
+    @property
+    def error(self) -> str:
+        """The line of it that names the error; '' when there is none."""
+        return last_error(self.lines)
+
+
+def last_error(lines: Sequence[bytes]) -> str:
+    """Return 'ValueError: too large' of a traceback; of several that follow from each other, the last."""
+    index = _index_of_error(lines)
+    return "" if index is None else _bare(lines[index]).decode(errors="replace")
+
+
+class ShownTracebacks:
+    """Remembers what has been shown of all workers, so that workers that fail alike show it once."""
+
+    def __init__(self) -> None:
+        self._shown: dict[str, tuple[int, float]] = {}
+        """By the text, without what is a worker's own: who showed it, and when."""
+
+    def is_known(self, rank: int, lines: Sequence[bytes], now_s: float) -> bool:
+        """Say whether another worker has shown this traceback within SAME_S; if not, it counts as shown."""
+        end = _end_of_error(lines)
+        if end == 0:
+            return False
+        text = without_own_numbers(b"\n".join(lines[:end]).decode(errors="replace"))
+        by, at_s = self._shown.get(text, (rank, now_s))
+        if by != rank and now_s < at_s + SAME_S:
+            return True
+        self._shown[text] = rank, now_s
+        return False
+
+    def shorten(self, rank: int, lines: list[bytes], now_s: float) -> list[bytes]:
+        """Return lines that begin with a traceback, with a line instead of it if another has shown it."""
+        if not self.is_known(rank, lines, now_s):
+            return lines
+        return [
+            f"{last_error(lines)} (another rank has shown this traceback)".encode(),
+            *lines[_end_of_error(lines) :],
+        ]
+
+
+def _index_of_error(lines: Sequence[bytes]) -> int | None:
+    """Find the line that names the error; of several tracebacks that follow from each other, the last."""
+    found, is_inside = None, False
+    for index, line in enumerate(map(_bare, lines)):
+        if _begins(line):
+            is_inside = True
+        elif is_inside and line and not line[:1].isspace():
+            found, is_inside = index, False
+    return found
+
+
+def _end_of_error(lines: Sequence[bytes]) -> int:
+    """Find the end of the traceback and of what its error says; 0 when there is no whole one."""
+    index = _index_of_error(lines)
+    if index is None:
+        return 0
+    end = index + 1
+    while end < len(lines) and lines[end][:1].isspace():
+        end += 1
+    return end
+
+
+def _begins(line: bytes) -> bool:
+    return _HEADER in line or _bare(line).startswith(_SYNTAX_ERROR)
+
+
+def _bare(line: bytes) -> bytes:
+    return _RANK.sub(b"", line)

@@ -1,17 +1,39 @@
-"""Signals to the launcher as bytes in a pipe, so that one selector waits for them and for all else."""
+"""One poll that waits for all there is: descriptors, and signals, which come as bytes in a pipe."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import threading
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, Self
 
+Interest = tuple[int, int, Callable[[], object] | None]
+"""A descriptor, poll's event (POLLIN, POLLOUT), and what to do when it is there; None only wakes the poll."""
+TICK_S = 0.2
+"""How long a poll waits at most; what has no descriptor is noticed so late."""
 CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
 _MAY_BE_IGNORED = (signal.SIGHUP, signal.SIGTSTP)
 """Whoever started this process so (nohup) did it on purpose."""
+_ENDS = select.POLLERR | select.POLLHUP | select.POLLNVAL
+
+
+def poll_once(interests: Iterable[Interest], limit_s: float = TICK_S) -> None:
+    """Wait until something is there or the time is over, and do what is to be done for it."""
+    wanted = list(interests)
+    events: dict[int, int] = {}
+    for descriptor, event, _ in wanted:
+        events[descriptor] = events.get(descriptor, 0) | event
+    poll = select.poll()
+    for descriptor, event in events.items():
+        poll.register(descriptor, event)
+    ready = dict(poll.poll(limit_s * 1000))
+    for descriptor, event, action in wanted:
+        if action is not None and ready.get(descriptor, 0) & (event | _ENDS):
+            action()
 
 
 class SignalInbox:
@@ -22,15 +44,15 @@ class SignalInbox:
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}
-        self.descriptor, self._writer = -1, -1
+        self._reader, self._writer = -1, -1
         self._earlier_wakeup = -1
 
     def __enter__(self) -> Self:
-        self.descriptor, self._writer = os.pipe()
-        for end in (self.descriptor, self._writer):
+        self._reader, self._writer = os.pipe()
+        for end in (self._reader, self._writer):
             os.set_blocking(end, False)
         if threading.current_thread() is threading.main_thread():
-            # by this descriptor a signal is not missed that comes just before the selector waits
+            # by this descriptor a signal is not missed that comes just before the poll waits
             self._earlier_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             for number in CAUGHT:
                 is_ignored = signal.getsignal(number) is signal.SIG_IGN
@@ -40,10 +62,15 @@ class SignalInbox:
             self._handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return self
 
+    @property
+    def interest(self) -> Interest:
+        """What to poll for to be woken by a signal."""
+        return self._reader, select.POLLIN, None
+
     def take(self) -> list[int]:
-        """Those that came, in order."""
+        """Return the signals that have come, in order."""
         with contextlib.suppress(BlockingIOError):
-            return [number for number in os.read(self.descriptor, 512) if number in CAUGHT]
+            return [number for number in os.read(self._reader, 512) if number in CAUGHT]
         return []
 
     def stop_here(self) -> None:
@@ -57,7 +84,7 @@ class SignalInbox:
             signal.set_wakeup_fd(self._earlier_wakeup)
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
-        for end in (self.descriptor, self._writer):
+        for end in (self._reader, self._writer):
             os.close(end)
 
 

@@ -1,0 +1,493 @@
+"""What the head of a run does with its agents: waits for their answers, gives them jobs, hears of workers.
+
+Children of this process, which need no agent, are handled in the same way (`LocalEngine`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import signal
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from shoal._version import __version__
+from shoal.core import SYSTEM_CLOCK, Clock, board
+from shoal.core.board import Keeper, Pin, Sighting
+from shoal.core.errors import PeerRefused, PeerUnreachable, ProtocolError, ShoalError, UsageError
+from shoal.core.processes import boot_id, namespace
+from shoal.core.run_options import SECRET_VARIABLE, SILENCE_S, VARIABLE, Env
+from shoal.launch.endings import name_ranks
+from shoal.launch.output import LogFiles, Output
+from shoal.launch.polling import Interest, SignalInbox, poll_once
+from shoal.launch.protocol import (
+    BEAT_S,
+    AgentChannel,
+    AgentHello,
+    Beat,
+    Hold,
+    JobFailed,
+    OfWorker,
+    PauseBeats,
+    Post,
+    Seen,
+    TimelinePart,
+    Up,
+    WorkerJob,
+)
+from shoal.launch.settings import (
+    LaunchSettings,
+    Meeting,
+    free_port,
+    name_run,
+    variables_of_all,
+    variables_of_one,
+)
+from shoal.launch.timeline import Parts
+from shoal.launch.worker import Worker
+from shoal.launch.worker_process import LocalChannel, has_piped_stdin
+
+FORWARDED = ("SHOAL_", "PYTHON", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_")
+"""Variables of the head that begin so reach the workers of other machines; more by `-x NAME`."""
+_OWN = (VARIABLE, SECRET_VARIABLE, "PYTHONHOME", "CUDA_VISIBLE_DEVICES")
+"""What would be wrong there."""
+
+
+class Copies:
+    """The notes of another machine's workers that a head keeps, for as long as its agent tells of them.
+
+    By that `shoal top` on the head's machine shows all of a run. Whatever fails is passed over: it must not
+    end the run.
+    """
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
+        self._pins: dict[tuple[str, str, int, int], Pin] = {}
+        self._keeper: Keeper | None = None
+
+    def take(self, sightings: Sequence[Sighting], hosts: Mapping[int, str]) -> None:
+        """Pin up all that an agent sees now, and take down what it sees no more.
+
+        `hosts` are the names of machines by rank, as the user gave them.
+        """
+        with contextlib.suppress(Exception):
+            self._take(sightings, hosts)
+
+    def close(self) -> None:
+        """Take them all down; idempotent."""
+        for pin in self._pins.values():
+            pin.remove()
+        self._pins.clear()
+
+    def _take(self, sightings: Sequence[Sighting], hosts: Mapping[int, str]) -> None:
+        if self._keeper is None:
+            self._keeper = board.own_keeper()
+        now_s, here = self._clock.wall_s(), namespace()
+        told = {one.note.who for one in sightings}
+        for who in [who for who in self._pins if who not in told]:
+            self._pins.pop(who).remove()
+        for one in sightings:
+            who = one.note.who
+            if who not in self._pins:
+                self._pins[who] = board.pin(".".join(map(str, (*who, "copy"))))
+            note = msgspec.structs.replace(
+                one.note,
+                host=hosts.get(one.note.place, one.note.host),
+                # clocks of machines differ: what counts is how old it was there
+                noted_s=now_s - one.age_s,
+                began_s=now_s - one.age_s - (one.note.noted_s - one.note.began_s),
+                namespace=here,
+                keeper=self._keeper,
+                state=one.state,
+            )
+            self._pins[who].write(note)
+
+
+@dataclass
+class AgentHandle:
+    """One agent as the head sees it: where it is, what it has answered, and its workers."""
+
+    channel: AgentChannel
+    slots: int
+    """How many workers and servers it can take."""
+    machine: str
+    """Agents with the same one are on the same machine, where local ranks are counted."""
+    python: str = sys.executable
+    """The interpreter that takes the place of this process's own in the command."""
+    cwd: str | None = None
+    """The folder where workers start, by default the head's."""
+    has_own_disks: bool = True
+    """Whether files that workers write there may not be seen here."""
+    address: str = ""
+    """The address by which the other machines reach it, where that is known."""
+    hello: AgentHello | None = None
+    """What it has answered."""
+    shift_s: float = 0.0
+    """What to add to its clock to have this machine's, but for the time that its answer took."""
+    error: ShoalError | None = None
+    """Why it cannot take part."""
+    num_processes: int = 0
+    """How many workers and servers it gets."""
+    workers: list[Worker] = field(default_factory=list)
+    copies: Copies = field(default_factory=Copies)
+    heard_s: float = 0.0
+    is_lost: bool = False
+
+    @property
+    def host(self) -> str:
+        """The host as the user named it; empty for children of this process."""
+        return self.channel.host
+
+    @property
+    def addresses(self) -> Mapping[str, Sequence[str]]:
+        """Its addresses by the name of the interface."""
+        return {} if self.hello is None else self.hello.addresses
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it still has something to tell of its workers."""
+        return not self.is_lost and not all(worker.is_silent for worker in self.workers)
+
+
+class Engine(ABC):
+    """A source of agents."""
+
+    @abstractmethod
+    def open(self, min_processes: int, max_processes: int, *, is_restart: bool) -> list[AgentHandle]:
+        """Return agents for so many workers and servers; UsageError says how many slots there are.
+
+        Ranks are given in their order; those of one machine follow each other. Called again for each restart;
+        what an earlier call gave has been closed. An agent that cannot be reached is one whose channel ends
+        before it has said AgentHello.
+        """
+
+
+class LocalEngine(Engine):
+    """Children of this process, which need no agent; a restart takes no more than the first start."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+
+    def open(self, min_processes: int, max_processes: int, *, is_restart: bool) -> list[AgentHandle]:
+        """Return a single handle, which has answered already."""
+        if os.name != "posix":
+            raise UsageError(
+                "Workers are started on Linux and macOS only.", next_step="start them by torchrun or mpirun."
+            )
+        hello = AgentHello(__version__, "", boot_id=boot_id(), free_port=free_port("127.0.0.1"))
+        return [AgentHandle(LocalChannel(hello), self._num_slots, "", cwd=os.curdir, has_own_disks=False)]
+
+
+class Gathering:
+    """The agents of one start, until all have answered; a context manager, which closes all channels."""
+
+    def __init__(self, agents: Sequence[AgentHandle]) -> None:
+        self._agents = agents
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        for agent in self._agents:
+            self._stack.callback(agent.channel.close)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self._agents:
+            agent.channel.hang_up()
+        self._stack.close()
+
+    @property
+    def present(self) -> list[AgentHandle]:
+        """Those that have answered and can take part."""
+        return [agent for agent in self._agents if agent.hello is not None]
+
+    @property
+    def absent(self) -> list[tuple[AgentHandle, ShoalError]]:
+        """Those that cannot take part, and why."""
+        return [(agent, agent.error) for agent in self._agents if agent.error is not None]
+
+    def wait(self, inbox: SignalInbox, limit_s: float, clock: Clock) -> int | None:
+        """Wait until all have answered or cannot, or the time is over; return a signal that came first."""
+        end_s, beat_s = clock.now_s() + limit_s, 0.0
+        while True:
+            for agent in self._waiting():
+                _hear_hello(agent, clock.now_s())
+            now_s = clock.now_s()
+            for agent in self._waiting() if now_s >= end_s else ():
+                agent.error = PeerUnreachable(
+                    f"{agent.host} has not answered within {limit_s:g} s.",
+                    peer=agent.host,
+                    cause="the machine is down or busy, or a firewall drops what is sent to it.",
+                    next_step=f"ssh {agent.host} true, or give more time by --start-timeout.",
+                )
+            if not (waiting := self._waiting()):
+                return None
+            if now_s - beat_s >= BEAT_S:
+                beat_s = now_s
+                for agent in self.present:
+                    agent.channel.send(Beat())
+            poll_once([inbox.interest, *(one for agent in waiting for one in agent.channel.interests())])
+            for number in inbox.take():
+                return number
+
+    def choose(self, num_processes: int) -> list[AgentHandle]:
+        """Return those that get workers, filled in order; the others are closed."""
+        for agent in self.present:
+            agent.num_processes = min(agent.slots, num_processes)
+            num_processes -= agent.num_processes
+            if agent.num_processes == 0:
+                agent.channel.close()
+        assert num_processes == 0
+        return [agent for agent in self.present if agent.num_processes > 0]
+
+    def complaint(self) -> ShoalError:
+        """Return the errors of all that are absent as one."""
+        errors = [error for _, error in self.absent]
+        if len(errors) == 1:
+            return errors[0]
+        told = "\n  ".join(f"{error.what} Try: {error.next_step}" for error in errors)
+        return PeerUnreachable(
+            f"{len(errors)} of {len(self._agents)} hosts cannot take part.\n  {told}",
+            peer=[agent.host for agent, _ in self.absent],
+        )
+
+    def _waiting(self) -> list[AgentHandle]:
+        return [agent for agent in self._agents if agent.hello is None and agent.error is None]
+
+
+def _hear_hello(agent: AgentHandle, now_s: float) -> None:
+    host = agent.host
+    try:
+        for hello in agent.channel.take():
+            if isinstance(hello, AgentHello) and hello.version == __version__:
+                agent.hello = hello
+                is_same_clock = bool(hello.boot_id) and hello.boot_id == boot_id()
+                agent.shift_s = 0.0 if is_same_clock else now_s - hello.clock_s
+            elif isinstance(hello, AgentHello):
+                agent.error = PeerRefused(
+                    f"{host} has Shoal {hello.version}, and this machine {__version__}.",
+                    peer=host,
+                    next_step="install the same version on all machines, or name its interpreter by "
+                    "--remote-python.",
+                )
+    except ProtocolError as error:
+        agent.error = PeerRefused(
+            f"What answers on {host} is no agent of Shoal's: {error.what}",
+            peer=host,
+            cause="the login shell there prints without end, or it has another version of Shoal.",
+            next_step=f"ssh {host} true should print nothing.",
+        )
+    if not agent.channel.is_open and agent.hello is None and agent.error is None:
+        agent.error = agent.channel.explain()
+
+
+class RunWorkers:
+    """All workers of one start, by rank, wherever they run; used by one launcher, from its thread.
+
+    A host is lost when the way to its agent ends, or when nothing has come from it for a while: agents beat.
+    The channels are somebody else's to close.
+    """
+
+    def __init__(
+        self, settings: LaunchSettings, agents: Sequence[AgentHandle], output: Output, clock: Clock
+    ) -> None:
+        self.all: list[Worker] = []
+        self.shifts_s: Mapping[int, float] = {}
+        """By rank, what to add to the clock of its machine to have this one's."""
+        self._settings = settings
+        self._output = output
+        self._clock = clock
+        self._agents = agents
+        self._silence_s = SILENCE_S * settings.options.patience
+        self._parts = Parts(settings)
+        self._is_held = False
+        self._beat_s = 0.0
+
+    def start(self, logs: LogFiles) -> None:
+        """Give each agent its job; what was started is ended with its channel when this fails."""
+        meeting = meeting_of(self._agents, self._settings.options.network_interface)
+        shared = variables_of_all(self._settings, name_run(self._settings), meeting)
+        jobs = place(self._agents, self._settings.env)
+        for agent, posts in zip(self._agents, jobs, strict=True):
+            agent.workers = [Worker(post.rank, agent.channel, self._output, logs) for post in posts]
+            agent.heard_s = self._clock.now_s()
+            self.all += agent.workers
+        self.shifts_s = {worker.rank: agent.shift_s for agent in self._agents for worker in agent.workers}
+        for agent, posts in zip(self._agents, jobs, strict=True):
+            agent.channel.send(self._job(agent, shared, posts))
+
+    def interests(self, *, is_full: bool) -> list[Interest]:
+        """Say what a poll should wait for; nothing that workers write while the output is full."""
+        if is_full != self._is_held:
+            self._is_held = is_full
+            self._tell_all(Hold(is_full))
+        return [one for agent in self._agents if not agent.is_lost for one in agent.channel.interests()]
+
+    def look(self, now_s: float) -> None:
+        """Take what agents tell, and give up hosts that tell nothing."""
+        for agent in self._agents:
+            if not agent.is_lost:
+                self._hear(agent, now_s)
+        if now_s - self._beat_s >= BEAT_S:
+            self._beat_s = now_s
+            self._tell_all(Beat())
+
+    def is_uncertain(self, now_s: float) -> bool:
+        """Whether a host has missed beats, so that it may soon be known as lost with its workers."""
+        awaited = [agent for agent in self._agents if agent.host and agent.is_awaited]
+        return any(now_s - agent.heard_s > 2 * BEAT_S for agent in awaited)
+
+    def pause(self, *, is_paused: bool) -> None:
+        """Have agents do without beats, since the launcher is about to be stopped, or no more."""
+        self._tell_all(PauseBeats(is_paused))
+        for agent in self._agents:
+            agent.heard_s = self._clock.now_s()
+
+    def close(self, now_s: float) -> None:
+        """Kill who is left, and close what is kept of them here."""
+        for worker in self.all:
+            if worker.is_alive and not worker.is_done:
+                worker.signal_group(signal.SIGKILL)
+            worker.finish_output(now_s)
+        self._parts.close()
+        for agent in self._agents:
+            agent.copies.close()
+
+    def _job(self, agent: AgentHandle, shared: Mapping[str, str], posts: list[Post]) -> WorkerJob:
+        first, *arguments = self._settings.command
+        return WorkerJob(
+            command=[agent.python if first == sys.executable else first, *arguments],
+            cwd=agent.cwd or str(Path.cwd()),
+            # children of this process have its environment in any case
+            variables={**(forwarded(os.environ) if agent.host else {}), **shared},
+            posts=posts,
+            timeline=self._settings.options.timeline if agent.has_own_disks else None,
+            has_stdin=not agent.host and has_piped_stdin(),
+            patience=self._settings.options.patience,
+        )
+
+    def _tell_all(self, message: Hold | Beat | PauseBeats) -> None:
+        for agent in self._agents:
+            if not agent.is_lost:
+                agent.channel.send(message)
+
+    def _hear(self, agent: AgentHandle, now_s: float) -> None:
+        try:
+            for message in agent.channel.take():
+                agent.heard_s = now_s
+                self._take(agent, message, now_s)
+        except ProtocolError as error:
+            self._lose(agent, now_s, error.what)
+            return
+        if not agent.is_awaited or not agent.host:
+            return
+        if not agent.channel.is_open:
+            self._lose(agent, now_s, agent.channel.explain().what)
+        elif now_s - agent.heard_s > self._silence_s:
+            self._lose(agent, now_s, f"nothing has come from there for {now_s - agent.heard_s:.1f} s")
+
+    def _take(self, agent: AgentHandle, message: Up, now_s: float) -> None:
+        if isinstance(message, JobFailed):
+            what = f"On {agent.host}: {message.what}"
+            raise PeerRefused(what, peer=agent.host, cause=message.cause, next_step=message.next_step)
+        if isinstance(message, TimelinePart):
+            self._parts.take(message.rank, message.data)
+        elif isinstance(message, Seen):
+            agent.copies.take(message.sightings, {worker.rank: worker.host for worker in self.all})
+        elif isinstance(message, OfWorker):
+            self.all[message.rank].take(message, now_s)
+
+    def _lose(self, agent: AgentHandle, now_s: float, why: str) -> None:
+        agent.is_lost = True
+        agent.copies.close()
+        alive = [worker.rank for worker in agent.workers if worker.is_alive]
+        if alive:
+            self._output.say(f"{agent.host} is lost with {name_ranks(alive)}: {why}")
+        for worker in agent.workers:
+            worker.lose(now_s)
+        agent.channel.abandon()
+
+
+def place(agents: Sequence[AgentHandle], env: Env = "shoal") -> list[list[Post]]:
+    """Say which agent gets which ranks: in order, and counted anew on each machine."""
+    sizes: dict[str, int] = {}
+    for agent in agents:
+        sizes[agent.machine] = sizes.get(agent.machine, 0) + agent.num_processes
+    machines, placed = list(sizes), dict.fromkeys(sizes, 0)
+    posts: list[list[Post]] = []
+    rank = 0
+    for agent in agents:
+        machine, own = agent.machine, list[Post]()
+        for _ in range(agent.num_processes):
+            index = machines.index(machine)
+            own.append(Post(rank, variables_of_one(env, rank, placed[machine], sizes[machine], index)))
+            placed[machine] += 1
+            rank += 1
+        posts.append(own)
+    return posts
+
+
+def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what the workers of other machines get of this environment."""
+    return {name: value for name, value in environ.items() if name.startswith(FORWARDED) and name not in _OWN}
+
+
+def meeting_of(agents: Sequence[AgentHandle], interface: str | None) -> Meeting:
+    """Return the address and port of the machine of rank 0 that all others can reach."""
+    first, machines = agents[0], dict.fromkeys(agent.machine for agent in agents)
+    assert first.hello is not None
+    if interface is not None and first.host:
+        for agent in agents:
+            _require_interface(agent, interface)
+        address = next(iter(first.addresses.get(interface, ())), interface)
+    else:
+        address = "127.0.0.1" if len(machines) == 1 else _outward_address(agents)
+    return Meeting(address, first.hello.free_port, len(machines))
+
+
+def _outward_address(agents: Sequence[AgentHandle]) -> str:
+    first = agents[0].hello
+    assert first is not None
+    own = [address for address in _all_addresses(agents[0]) if _is_outward(address)]
+    # by ssh this is the way to a machine that is known to work
+    told = [agents[0].address, first.reached_at]
+    told += [agent.hello.head_address for agent in agents if agent.hello and not first.reached_at]
+    for address in told:
+        if address and _is_outward(address) and (address in own or not own):
+            return address
+    return next((address for address in [*own, *told] if address), "127.0.0.1")
+
+
+def _require_interface(agent: AgentHandle, interface: str) -> None:
+    if interface in agent.addresses or interface in _all_addresses(agent):
+        return
+    if _parse_address(interface) is not None:  # of another of the machines
+        return
+    raise UsageError(
+        f"{agent.host} has no network interface {interface} with an address; "
+        f"it has {', '.join(agent.addresses)}.",
+        next_step="give --network-interface the name of one that all hosts have.",
+    )
+
+
+def _all_addresses(agent: AgentHandle) -> list[str]:
+    return [address for found in agent.addresses.values() for address in found]
+
+
+def _parse_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
+
+
+def _is_outward(address: str) -> bool:
+    found = _parse_address(address.partition("%")[0])
+    return found is None or not (found.is_loopback or found.is_link_local)

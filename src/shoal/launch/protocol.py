@@ -1,0 +1,439 @@
+"""How the head of a run and its agents speak: MessagePack, with the length before each message.
+
+The head decides, agents do: an agent starts processes, passes on what they write and how they end, and sends
+signals. Whether the bytes go through ssh, a pipe or Ray is the business of an `AgentChannel`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import struct
+import subprocess
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import IO, Any, Generic, TypeVar
+
+import msgspec
+
+from shoal.core.board import Sighting
+from shoal.core.errors import PeerRefused, ProtocolError, ShoalError
+from shoal.core.status import Status
+from shoal.launch.output import Stream
+from shoal.launch.polling import Interest
+
+MAGIC = b"\xf5SHOAL\x01\n"
+"""Before an agent's first message: what a login shell prints on its own comes before it, and is skipped."""
+MAX_MESSAGE_BYTES = 1 << 24
+MAX_PREAMBLE_BYTES = 1 << 16
+"""A login shell may print so much."""
+BEAT_S = 1.0
+"""The time from one beat to the next, in both directions."""
+_LENGTH = struct.Struct(">I")
+M = TypeVar("M")
+AGENT = ("-P", "-m", "shoal.launch.agent")
+"""Arguments of Python; -P: a file in the folder where it starts must not be taken for a module."""
+_READ_BYTES = 1 << 18
+_MAX_COMPLAINT_BYTES = 1 << 14
+_ENDING_S = 2.0
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """A message between a head and an agent, or between a head and its bridge to Ray."""
+
+
+class AgentHello(Message, frozen=True, tag="Hello"):
+    """Up, first: who the agent is.
+
+    Unknown fields are passed over and the tag stays, so that other versions can be named.
+    """
+
+    version: str
+    """The version of Shoal; head and agents must have the same."""
+    host: str
+    addresses: dict[str, list[str]] = {}
+    """The addresses by the name of the interface; the loopback's too."""
+    boot_id: str = ""
+    """The same on machines that are one, which then have one clock too."""
+    clock_s: float = 0.0
+    """The clock of that machine, when it said this."""
+    free_port: int = 0
+    """One that nobody listens on, for the run's store if rank 0 comes here."""
+    reached_at: str = ""
+    """The address of this machine by which the head reached it, as ssh says; empty for a local child."""
+    head_address: str = ""
+    """The address of the head, seen from here."""
+
+
+class Post(msgspec.Struct, frozen=True):
+    """One worker to start."""
+
+    rank: int
+    variables: dict[str, str]
+    """SHOAL_RANK, SHOAL_LOCAL_RANK and the like: what is its own."""
+
+
+class WorkerJob(Message, frozen=True):
+    """Down, once, after AgentHello: what to start. The agent answers Started for each post, or JobFailed."""
+
+    command: list[str]
+    cwd: str
+    variables: dict[str, str]
+    """The variables of all workers here, over those of the agent's own environment."""
+    posts: list[Post]
+    timeline: str | None = None
+    """Where workers write their parts of it, if these are to be sent: the head has other disks."""
+    has_stdin: bool = False
+    """Whether its first worker reads what was piped in to the head; only for children of the head itself."""
+    patience: float = 1.0
+    """An agent that hears nothing of its head for HEAD_SILENCE_S times this ends its workers."""
+
+
+class Signal(Message, frozen=True):
+    """Down: send a signal to the process groups of these ranks."""
+
+    ranks: list[int]
+    number: int
+
+
+class Hold(Message, frozen=True):
+    """Down: do not read what workers write (their pipes fill, and they wait), or do again."""
+
+    is_held: bool
+
+
+class PauseBeats(Message, frozen=True):
+    """Down: the head will be stopped and beat no more (its workers have been stopped), or is back."""
+
+    is_paused: bool
+
+
+class Beat(Message, frozen=True):
+    """Up and down: the sender is still here."""
+
+
+class Seen(Message, frozen=True):
+    """Up, with a beat: how far workers there are, all that have noted it."""
+
+    sightings: list[Sighting]
+
+
+class OfWorker(Message, frozen=True):
+    """Up: something about one worker."""
+
+    rank: int
+
+
+class Started(OfWorker, frozen=True):
+    """Up: a worker runs."""
+
+    pid: int
+
+
+class JobFailed(Message, frozen=True):
+    """Up, instead of all others: the job cannot be started; what was started of it is ended."""
+
+    what: str
+    cause: str = ""
+    next_step: str = ""
+
+
+class Wrote(OfWorker, frozen=True):
+    """Up: a piece of what a worker wrote, as it came."""
+
+    stream: Stream
+    data: bytes
+
+
+class TimelinePart(OfWorker, frozen=True):
+    """Up, before WorkerEnded: a piece of what a worker wrote to its timeline."""
+
+    data: bytes
+
+
+class WorkerTold(OfWorker, frozen=True):
+    """Up: what a worker told its launcher by `core.status`."""
+
+    status: Status
+
+
+class Stopped(OfWorker, frozen=True):
+    """Up: a worker was stopped by this signal, or, with None, goes on."""
+
+    signal: int | None
+
+
+class Exited(OfWorker, frozen=True):
+    """Up: a worker's process has ended; more of what it wrote may follow, since others may hold its pipes."""
+
+    code: int
+    """Exit code, or minus a signal's number."""
+
+
+class WorkerEnded(OfWorker, frozen=True):
+    """Up, last of a rank: it has exited, and all that it wrote has been passed on."""
+
+    code: int
+
+
+_OfWorker = Started | Wrote | TimelinePart | WorkerTold | Stopped | Exited | WorkerEnded
+Up = AgentHello | Beat | Seen | JobFailed | _OfWorker
+Down = WorkerJob | Signal | Hold | PauseBeats | Beat
+
+
+def encode(message: Message) -> bytes:
+    """Return the message as bytes, with its length before it."""
+    data = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+class Decoder(Generic[M]):
+    """Finds messages in a stream of bytes; `expects_magic` at the head's end."""
+
+    def __init__(self, kind: Any, *, expects_magic: bool = False) -> None:
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(kind)
+        self._rest = bytearray()
+        self._expects_magic = expects_magic
+
+    def feed(self, data: bytes) -> list[M]:
+        """Return the messages that are whole now; ProtocolError for what is none."""
+        self._rest += data
+        if self._expects_magic and not self._skip_preamble():
+            return []
+        messages: list[M] = []
+        while len(self._rest) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._rest)
+            if length > MAX_MESSAGE_BYTES:
+                raise ProtocolError(f"A message of {length} bytes is none of Shoal's.")
+            end = _LENGTH.size + length
+            if len(self._rest) < end:
+                break
+            messages.append(self._decode(bytes(self._rest[_LENGTH.size : end])))
+            del self._rest[:end]
+        return messages
+
+    def _decode(self, data: bytes) -> M:
+        try:
+            return self._decoder.decode(data)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(
+                f"A message between the head of the run and an agent cannot be read: {error}.",
+                cause="they have different versions of Shoal.",
+            ) from None
+
+    def _skip_preamble(self) -> bool:
+        start = self._rest.find(MAGIC)
+        if start < 0:
+            if len(self._rest) > MAX_PREAMBLE_BYTES:
+                raise ProtocolError(
+                    "What was started there prints too much and does not answer as an agent of Shoal.",
+                    cause="the login shell there prints something without end.",
+                )
+            return False
+        del self._rest[: start + len(MAGIC)]
+        self._expects_magic = False
+        return True
+
+
+class MessageStream(Generic[M]):
+    """Messages both ways over two descriptors, or one; nothing blocks, what is not written is queued."""
+
+    def __init__(self, source: int, sink: int, decoder: Decoder[M]) -> None:
+        for descriptor in (source, sink):
+            os.set_blocking(descriptor, False)
+        self.is_open = True
+        """Whether more may come; when not, and `take` gives nothing more, the other side has gone."""
+        self.queue = bytearray()
+        """What has not been written yet."""
+        self._source, self._sink = source, sink
+        self._decoder = decoder
+        self._can_write = True
+        self._came: list[M] = []
+        self._broken: ProtocolError | None = None
+
+    def interests(self) -> list[Interest]:
+        """Say what a poll should wait for."""
+        wanted: list[Interest] = [(self._source, select.POLLIN, self.read)] if self.is_open else []
+        return [*wanted, (self._sink, select.POLLOUT, self._write)] if self.queue else wanted
+
+    def take(self) -> list[M]:
+        """Return the messages that have been read, in order; ProtocolError for what is none."""
+        if self._broken is not None and not self._came:
+            raise self._broken
+        came, self._came = self._came, []
+        return came
+
+    def send(self, message: Message) -> None:
+        """Queue a message and write what goes at once; to one that has gone it goes nowhere."""
+        if self._can_write:
+            self.queue += encode(message)
+            self._write()
+
+    def stop_writing(self) -> None:
+        """Drop what is queued and what will be sent."""
+        self._can_write = False
+        self.queue.clear()
+
+    def read(self) -> None:
+        """Read some of what is there."""
+        try:
+            data = os.read(self._source, _READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        try:
+            self._came += self._decoder.feed(data)
+        except ProtocolError as error:
+            self._broken = error
+        self.is_open = self.is_open and bool(data) and self._broken is None
+
+    def _write(self) -> None:
+        try:
+            while self.queue:
+                del self.queue[: os.write(self._sink, self.queue)]
+        except BlockingIOError:
+            return
+        except OSError:  # the other side has gone: reading tells
+            self.stop_writing()
+
+
+class AgentChannel(ABC):
+    """The head's end of the way to an agent. Nothing blocks but `explain` and `close`, and these shortly."""
+
+    host: str
+    """As the user named it; empty for children of this process, which have no agent."""
+    is_open: bool
+    """Whether more may come; when not, and `take` gives nothing more, the agent has gone."""
+
+    @abstractmethod
+    def interests(self) -> list[Interest]:
+        """Say what the head's poll should wait for."""
+
+    @abstractmethod
+    def take(self) -> list[Up]:
+        """Return the messages that have come, in order; ProtocolError for what is none."""
+
+    @abstractmethod
+    def send(self, message: Down) -> None:
+        """Queue a message; to an agent that has gone it goes nowhere."""
+
+    @abstractmethod
+    def explain(self) -> ShoalError:
+        """Say why it ended, or does not answer, and what to do about it."""
+
+    def hang_up(self) -> None:  # noqa: B027
+        """Begin to close, where that takes time; `close` follows."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Have the agent end what is left of its workers, and itself; idempotent."""
+
+    def abandon(self) -> None:
+        """Close without waiting for an agent that tells nothing any more."""
+        self.close()
+
+
+class ChildProcess:
+    """A process that is spoken with over its standard input and output; the end of its stderr is kept.
+
+    It has a session of its own: Ctrl-C is the head's to understand.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        # a file: nobody has to read it for the child to go on
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  until it is closed
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            bufsize=0,
+            start_new_session=True,
+            env=environment,
+            pass_fds=pass_fds,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self.pid = self._process.pid
+        self.stdin, self.stdout = self._process.stdin, self._process.stdout
+
+    def exit_code(self, wait_s: float = 0.0) -> int | None:
+        """Return its exit code once it has ended, which is waited for; None when it has not."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(wait_s)
+        return None
+
+    def complaint(self) -> str:
+        """Return the end of what it wrote to stderr."""
+        size_bytes = os.fstat(self._errors.fileno()).st_size
+        start = max(0, size_bytes - _MAX_COMPLAINT_BYTES)
+        return os.pread(self._errors.fileno(), _MAX_COMPLAINT_BYTES, start).decode(errors="replace").strip()
+
+    def hang_up(self) -> None:
+        """Have its input end, by which it ends; idempotent."""
+        with contextlib.suppress(OSError):
+            self.stdin.close()
+
+    def kill(self) -> None:
+        """Kill it at once."""
+        self._process.kill()
+
+    def close(self, limit_s: float) -> None:
+        """End it; one that takes longer is killed. Idempotent."""
+        self.hang_up()
+        if self.exit_code(limit_s) is None:
+            self.kill()
+            self._process.wait()
+        self.stdout.close()
+        self._errors.close()
+
+
+class PipeChannel(MessageStream[Up], AgentChannel):
+    """A channel to a child process: an agent on this machine, or an ssh that leads to one (`ssh`)."""
+
+    def __init__(
+        self, host: str, command: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.host = host
+        self._child = ChildProcess(command, environment)
+        self.pid = self._child.pid
+        decoder: Decoder[Up] = Decoder(Up, expects_magic=True)
+        super().__init__(self._child.stdout.fileno(), self._child.stdin.fileno(), decoder)
+
+    def explain(self) -> ShoalError:
+        """Say it by the child's exit code and its last words."""
+        code, complaint = self.last_words()
+        end = "does not answer" if code is None else f"ended with exit code {code}"
+        return PeerRefused(
+            f"The agent on {self.host} {end}{f': {complaint}' if complaint else ''}.",
+            peer=self.host,
+            next_step="look at what it wrote, or at the memory of that machine.",
+        )
+
+    def last_words(self) -> tuple[int | None, str]:
+        """Return the exit code of the child, which is waited for shortly, and the end of its stderr."""
+        return self._child.exit_code(_ENDING_S), self._child.complaint()
+
+    def hang_up(self) -> None:
+        """Have the child's input end, by which it ends."""
+        self.stop_writing()
+        self._child.hang_up()
+
+    def close(self) -> None:
+        """End the child; one that takes long is killed."""
+        self.is_open = False
+        self.stop_writing()
+        self._child.close(_ENDING_S)
+
+    def abandon(self) -> None:
+        """Kill the child."""
+        self._child.kill()
+        self.close()
