@@ -27,20 +27,14 @@ PACK_BYTES = 64 * 2**20
 
 
 def start_mean(group: Group, tensor: torch.Tensor) -> Handle[torch.Tensor]:
-    """In place, over the members that are there. Others' bits may differ: each sums in its own order."""
+    """Starts a mean in place, over the members that are there; on one machine others' bits may differ.
+
+    Over several machines one worker of each sends, once, and all get equal bits.
+    """
+    if group.num_machines > 1:
+        return group.all_reduce(tensor)
     others = [rank for rank in group.members if rank != group.rank]
     return group.exchange(tensor, Weights.uniform(others, others))
-
-
-def start_mean_of_all(group: Group, tensor: torch.Tensor) -> Handle[torch.Tensor]:
-    """Starts a mean in place that is the same for all members, but for the bits where several machines are.
-
-    Between machines an all-reduce ends with whoever speaks for one of them, so where losses are survived all
-    send to all; then workers may differ in the round in which one leaves.
-    """
-    if group.num_machines > 1 and group.should_survive:
-        return start_mean(group, tensor)
-    return group.all_reduce(tensor)
 
 
 def start_copy(group: Group, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:

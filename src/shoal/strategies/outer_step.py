@@ -1,9 +1,9 @@
 """An outer step: what was learned since the last one is averaged, and a common copy steps by it.
 
-The copy and its momentum are equal on all members, to the bit; over several machines nearly so, and when
-somebody is lost in the middle of an average, some have counted it and others have not. Copies that differ
-come together again by themselves: what travels without a codec is the parameters, and not their difference
-from a copy that may be another one. When a step is taken, and what comes in between, is left to strategies.
+The copy and its momentum are equal on all members, to the bit. Where a checkpoint has made copies that
+differ, they come together again by themselves: what travels without a codec is the parameters, and not their
+difference from a copy that may be another one. When a step is taken, and what comes in between, is left to
+strategies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 from shoal.core.errors import UsageError
 from shoal.group import Group, Handle
-from shoal.strategies.averaging import start_coded_mean, start_mean_of_all
+from shoal.strategies.averaging import start_coded_mean
 from shoal.tensors import Allocate, Flat, local_part, private_memory
 from shoal.tensors.codecs import Codec
 
@@ -79,7 +79,7 @@ class OuterStep:
                 slot = f"{self.number}.{layout.dtype}"
                 self._handles.append(start_coded_mean(group, flat, codec, slot))
             else:
-                self._handles.append(start_mean_of_all(group, flat))
+                self._handles.append(group.all_reduce(flat))
 
     def arrive(self) -> None:
         """Waits for the mean difference; nothing but what travels has changed until then."""

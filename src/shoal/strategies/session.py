@@ -34,7 +34,6 @@ from shoal.strategies.averaging import (
     average_buffers,
     consensus_distance,
     copy_buffers,
-    start_mean_of_all,
 )
 from shoal.strategies.hooks import LoopHooks
 from shoal.strategies.last_round import StepCounter
@@ -257,7 +256,7 @@ class TrainingSession:
         if with_peers is not None:
             return self.exchange(flat, Weights.uniform(with_peers, with_peers))
         mean = flat.clone()
-        for handle in [start_mean_of_all(self.group, each) for each in mean.flats]:
+        for handle in [self.group.all_reduce(each) for each in mean.flats]:
             handle.wait()
         self.check_lost_peers()
         return mean

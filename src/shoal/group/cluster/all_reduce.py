@@ -23,9 +23,10 @@ from shoal.group.base import Reduction
 from shoal.group.kernels import reduce_into, share_bounds
 
 Algorithm = Literal["ring", "direct"]
-_MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 256 << 10, 4 << 20
-_PIECES_PER_SHARE = 8
-"""So many that receiving, reducing and sending overlap, within the bounds above."""
+_MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 512 << 10, 16 << 20
+_NUM_PIECES = 4
+"""Under way at once, within the bounds above: receiving, reducing and sending overlap, and Python does not
+count. Shares of several machines are under way at once anyway."""
 _CACHED_ELEMENTS = 1 << 18
 """So many the processor's cache holds from one operation to the next."""
 _SERIAL_ELEMENTS = 1 << 15
@@ -87,6 +88,9 @@ class MachineReduction:
         """What has been asked for and has not come, and one more until all has been asked for."""
         self._parts: dict[int, dict[int, torch.Tensor]] = {}
         """What has come for each piece of this machine's share, by machine."""
+        self._has_started = False
+        self._waiting: list[Callable[[], None]] = []
+        """What has come before it was started."""
         self._error: Exception | None = None
         self._lock = threading.Lock()  # law: between the threads that receive from several machines
 
@@ -100,27 +104,39 @@ class MachineReduction:
         if self._error is not None:
             raise self._error
 
-    def start(self, algorithm: Algorithm) -> None:
-        """Asks for what is to come, and sends what is here."""
+    def listen(self, algorithm: Algorithm) -> None:
+        """Asks for all that is to come; what others send from now on comes into its place."""
         if algorithm == "ring":
-            self._start_ring()
+            self._listen_in_ring()
         else:
-            self._start_direct()
+            self._listen_directly()
+
+    def start(self, algorithm: Algorithm) -> None:
+        """Sends what is here; what comes is reduced from now on."""
+        with self._lock:
+            self._has_started = True
+            waiting, self._waiting = self._waiting, []
+        if algorithm == "ring":
+            for number, piece in enumerate(self._pieces[self._place]):
+                self._say(self._at(self._place + 1), f"sum {self._place} {number}", piece)
+        else:
+            others = [self._at(self._place + step) for step in range(1, len(self._machines))]
+            for number in range(len(self._pieces[0])):
+                for place in others:
+                    if number < len(self._pieces[place]):
+                        self._say(place, f"part {number}", self._pieces[place][number])
+        for act in waiting:
+            act()
         self._count(-1)
 
     # --- direct ---
 
-    def _start_direct(self) -> None:
+    def _listen_directly(self) -> None:
         # each begins with another one, so that not all send to one at once
         others = [self._at(self._place + step) for step in range(1, len(self._machines))]
         for place in others:
             for number, piece in enumerate(self._results[place]):
                 self._listen(place, f"share {number}", piece, lambda piece: None)
-        for number in range(len(self._pieces[0])):
-            for place in others:
-                if number < len(self._pieces[place]):
-                    self._say(place, f"part {number}", self._pieces[place][number])
-        # last, since this thread reduces what has come by now
         for number in range(len(self._pieces[self._place])):
             for place in others:
                 self._listen(place, f"part {number}", None, partial(self._add_part, place, number))
@@ -140,7 +156,7 @@ class MachineReduction:
 
     # --- ring ---
 
-    def _start_ring(self) -> None:
+    def _listen_in_ring(self) -> None:
         previous, last = self._at(self._place - 1), len(self._machines) - 2
         for step in range(last + 1):
             summed, whole = self._at(self._place - step - 1), self._at(self._place - step)
@@ -150,8 +166,6 @@ class MachineReduction:
             for number, piece in enumerate(self._pieces[whole]):
                 take = partial(self._pass_on, whole, number, is_last=step == last)
                 self._listen(previous, f"whole {whole} {number}", piece, take)
-        for number, piece in enumerate(self._pieces[self._place]):
-            self._say(self._at(self._place + 1), f"sum {self._place} {number}", piece)
 
     def _add_to_ring(self, place: int, number: int, came: torch.Tensor, *, is_last: bool) -> None:
         piece = self._pieces[place][number]
@@ -183,6 +197,11 @@ class MachineReduction:
         self._count(1)
 
         def on_arrival(came: torch.Tensor) -> None:
+            with self._lock:
+                # others may have begun: nothing is changed here before it is known that all do the same
+                if not self._has_started:
+                    self._waiting.append(partial(on_arrival, came))
+                    return
             try:
                 act(came)
             except Exception as error:  # noqa: BLE001 - of another thread; `check` raises it
@@ -195,34 +214,56 @@ class MachineReduction:
 
 
 class AlgorithmChoice:
-    """Chooses the way of each all-reduce of one machine: as it was told, or what was faster until now."""
+    """The way of each all-reduce: as it was told, or what was faster until now.
+
+    The first machine measures, and says in each operation which way the next one of that size goes, so that
+    all know it before that one begins.
+    """
 
     def __init__(self, asked: Literal["auto", "ring", "direct"]) -> None:
         self._asked = asked
-        self._taken_s: dict[tuple[int, int], dict[Algorithm, list[float]]] = {}
+        self._taken_s: dict[int, dict[Algorithm, list[float]]] = {}
+        self._told: dict[int, Algorithm] = {}
 
-    def choose(self, flat: torch.Tensor, num_machines: int) -> Algorithm:
-        """Gives the way for a tensor; while too little is known, each way in turn."""
-        # a ring adds one after the other, and halves would lose bits each time
-        if num_machines < 3 or flat.nbytes < _MIN_RING_BYTES or flat.dtype in _HALF:
+    def of(self, flat: torch.Tensor, num_machines: int) -> Algorithm:
+        """Gives the way of an operation that begins."""
+        if not _may_be_ring(flat, num_machines):
             return "direct"
-        if self._asked != "auto":
-            return self._asked
-        taken_s = self._known(flat, num_machines)
+        return self._told.get(_size_class(flat), "direct") if self._asked == "auto" else self._asked
+
+    def next(self, flat: torch.Tensor, num_machines: int) -> Algorithm:
+        """Gives the way of the operation after this one, by what is known here: each in turn at first."""
+        if not _may_be_ring(flat, num_machines) or self._asked != "auto":
+            return self.of(flat, num_machines)
+        taken_s = self._known(flat)
         if min(map(len, taken_s.values())) < _NUM_TRIALS:
-            return min(taken_s, key=lambda algorithm: len(taken_s[algorithm]))
+            others: dict[Algorithm, Algorithm] = {"direct": "ring", "ring": "direct"}
+            return others[self.of(flat, num_machines)]
         # the first of each has made connections and memory
         return min(taken_s, key=lambda algorithm: statistics.median(taken_s[algorithm][1:]))
 
-    def note(self, flat: torch.Tensor, num_machines: int, algorithm: Algorithm, seconds: float) -> None:
+    def tell(self, flat: torch.Tensor, algorithm: Algorithm) -> None:
+        """Takes note of what the first machine says of the operation after this one."""
+        self._told[_size_class(flat)] = algorithm
+
+    def note(self, flat: torch.Tensor, algorithm: Algorithm, seconds: float) -> None:
         """Takes note of how long one has taken; the first few of each kind count."""
-        taken_s = self._known(flat, num_machines)[algorithm]
+        taken_s = self._known(flat)[algorithm]
         if len(taken_s) < _NUM_TRIALS:
             taken_s.append(seconds)
 
-    def _known(self, flat: torch.Tensor, num_machines: int) -> dict[Algorithm, list[float]]:
-        size_class = flat.nbytes.bit_length() // 2  # sizes within a factor of four go alike
-        return self._taken_s.setdefault((size_class, num_machines), {"direct": [], "ring": []})
+    def _known(self, flat: torch.Tensor) -> dict[Algorithm, list[float]]:
+        return self._taken_s.setdefault(_size_class(flat), {"direct": [], "ring": []})
+
+
+def _may_be_ring(flat: torch.Tensor, num_machines: int) -> bool:
+    # a ring adds one after the other, and halves would lose bits each time
+    return num_machines > 2 and flat.nbytes >= _MIN_RING_BYTES and flat.dtype not in _HALF
+
+
+def _size_class(flat: torch.Tensor) -> int:
+    """Sizes within a factor of four go alike."""
+    return flat.nbytes.bit_length() // 2
 
 
 def _pieces(flat: torch.Tensor, place: int, num_shares: int) -> Sequence[torch.Tensor]:
@@ -231,7 +272,8 @@ def _pieces(flat: torch.Tensor, place: int, num_shares: int) -> Sequence[torch.T
     if low == high:
         return ()
     largest = share_bounds(0, num_shares, flat.numel(), flat.element_size())[1] * flat.element_size()
-    piece_bytes = min(max(largest // _PIECES_PER_SHARE, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES) & ~63
+    num_pieces = max(1, _NUM_PIECES // (num_shares - 1))
+    piece_bytes = min(max(-(-largest // num_pieces), _MIN_PIECE_BYTES), _MAX_PIECE_BYTES) + 63 & ~63
     step = piece_bytes // flat.element_size()
     return [flat[start : min(start + step, high)] for start in range(low, high, step)]
 

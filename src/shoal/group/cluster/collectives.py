@@ -133,22 +133,26 @@ class Collectives:
         """Reduces this machine's tensor and those of others into `out`; gives the machines that took part.
 
         A mean is one over machines; where these have unequal numbers of workers, each is scaled before. What
-        is small comes with the greetings. What is not large is sent right behind them, to all machines that
-        seem to take part; if not all machines have found the same, it is sent again.
+        is small comes with the greetings. For what is larger all is prepared before them, on assumptions that
+        nearly always hold, so that what comes finds its place; what is not large is sent right behind them.
+        Where not all machines have assumed the same, they begin anew with what they have heard.
         """
         is_staged = self._staging.takes(flat)
         is_small = flat.nbytes <= SMALL_BYTES and not is_staged
         content = flat.contiguous().view(torch.uint8).numpy().tobytes() if is_small and flat.numel() else b""
-        algorithm: Algorithm = "direct"
-        if out is flat:
-            algorithm = self._choice.choose(flat, len(self._members.ranks_on))
+        num_machines = len(self._members.ranks_on)
+        algorithm: Algorithm = self._choice.of(flat, num_machines) if out is flat else "direct"
+        following = self._choice.next(flat, num_machines) if out is flat else algorithm
         there = between.find_machines()
-        between.announce(describe("all_reduce", flat, op), num_workers, [algorithm, there], content)
-        early: MachineReduction | None = None
-        if len(there) > 1 and not is_small and not is_staged and flat.nbytes <= _EARLY_BYTES:
-            assumed = f"early {there} {num_workers if op == 'mean' else ''}"
-            early = MachineReduction(between, flat, there, op, assumed, out)
-            early.start("direct")
+        assumed = [there, num_workers if op == "mean" else 0, algorithm]
+        reduction: MachineReduction | None = None
+        if len(there) > 1 and not is_small and not is_staged:
+            reduction = MachineReduction(between, flat, there, op, str(assumed), out)
+            reduction.listen(algorithm)
+        between.announce(describe("all_reduce", flat, op), num_workers, [assumed, following], content)
+        is_early = reduction is not None and algorithm == "direct" and flat.nbytes <= _EARLY_BYTES
+        if reduction is not None and is_early:
+            reduction.start(algorithm)
         heard = yield from between.hear_greetings()
         machines, total = list(heard), sum(greeting.num_workers for greeting in heard.values())
         factors = [
@@ -165,23 +169,31 @@ class Collectives:
                 if not is_even:
                     part.mul_(factor)
             reduce_into(out, parts, op)
-        elif early is not None and is_even and all(each.detail[1] == machines for each in heard.values()):
-            yield from between.finish(early, machines)
+        elif (
+            reduction is not None
+            and machines == there
+            and all(each.detail[0] == assumed for each in heard.values())
+        ):
+            began_s = time.perf_counter()
+            if not is_early:
+                reduction.start(algorithm)
+            yield from between.finish(reduction, machines)
+            self._choice.note(flat, algorithm, time.perf_counter() - began_s)
+            if out is flat:
+                self._choice.tell(flat, heard[machines[0]].detail[1])
         else:
             scaled = flat if is_even else flat * factors[machines.index(between.machine)]
             if out is flat and not is_even:
                 scaled = flat.copy_(scaled)
-            # all do as the first machine says, which alone takes the time
-            algorithm, began_s = heard[machines[0]].detail[0], time.perf_counter()
 
             def reduce(number: int, piece: torch.Tensor) -> Steps:
                 target = None if out is flat else out
-                reduction = MachineReduction(between, piece, machines, op, str(number), target)
-                reduction.start(algorithm)
-                yield from between.finish(reduction, machines)
+                anew = MachineReduction(between, piece, machines, op, str(number), target)
+                anew.listen("direct")
+                anew.start("direct")
+                yield from between.finish(anew, machines)
 
             yield from self._staging.in_pieces(scaled, reduce)
-            self._choice.note(flat, len(self._members.ranks_on), algorithm, time.perf_counter() - began_s)
         return machines
 
     def broadcast(self, seq: int, tensor: torch.Tensor, root: int) -> Steps:

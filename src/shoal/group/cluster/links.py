@@ -63,9 +63,18 @@ _HEAD = struct.Struct("<BxHxxxxQ")
 _TENSOR, _BOUNDED, _ROOM = 1, 2, 3
 _ROOM_PARTS = 8
 """A sender is told of room when this part of its room was claimed."""
-_NOW_BYTES = 64 << 10
+_NOW_BYTES = 1 << 20
 """Up to this size a tensor leaves in the thread that sends it, if nothing is before it."""
 _TLS_NOW_BYTES = 16 << 10
+_JOINED_BYTES = 64 << 10
+"""Up to this size a tensor is copied behind its head, so that both leave at once."""
+_FAST_BYTES_PER_US = 5000
+"""A network of 40 Gbit/s. What it carries in a round trip is as much as the system must hold of a connection
+that is as fast; where more is under way, the processor's caches lose it before it is copied a second time,
+and all takes 40 % longer between processes of one machine. On longer ways the system finds the size itself."""
+_MIN_BUFFER_BYTES, _MAX_BUFFER_BYTES = 256 << 10, 1 << 20
+_RTT_OFFSET = 68
+"""Of `tcpi_rtt`, microseconds, in Linux's `struct tcp_info`."""
 
 
 class MeshHandle(Handle[T]):
@@ -442,8 +451,11 @@ class _Sender:
                 if size_bytes > _NOW_BYTES:
                     return False
                 sent = connected.sendmsg([sending.head, sending.view], (), socket.MSG_DONTWAIT)
-                if sent < size_bytes:
+                if sent < len(sending.head):
                     self._rest = memoryview(sending.head + sending.view)[sent:]
+                    return False
+                if sent < size_bytes:
+                    self._rest = sending.view[sent - len(sending.head) :]
                     return False
         except OSError:  # the thread finds it again
             return False
@@ -698,12 +710,26 @@ def view_of(flat: torch.Tensor) -> memoryview:
 def _prepare(connected: socket.socket) -> None:
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    buffer_bytes = _round_trip_us(connected) * _FAST_BYTES_PER_US
+    if 0 < buffer_bytes <= _MAX_BUFFER_BYTES:
+        for name in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            connected.setsockopt(socket.SOL_SOCKET, name, max(buffer_bytes, _MIN_BUFFER_BYTES))
+
+
+def _round_trip_us(connected: socket.socket) -> int:
+    """Gives what connecting has shown of the network's delay; 0 where the system does not say."""
+    if not hasattr(socket, "TCP_INFO"):
+        return 0
+    with contextlib.suppress(OSError, struct.error):
+        info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT_OFFSET + 4)
+        return int(struct.unpack_from("=I", info, _RTT_OFFSET)[0])
+    return 0
 
 
 def _send_all(connected: socket.socket, sending: Sending, rest: memoryview) -> None:
     if len(rest):
         connected.sendall(rest)
-    elif sending.view.nbytes <= _NOW_BYTES:
+    elif sending.view.nbytes <= _JOINED_BYTES:
         connected.sendall(sending.head + sending.view)
     else:
         connected.sendall(sending.head)

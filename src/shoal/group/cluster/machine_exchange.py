@@ -135,7 +135,9 @@ class MachineExchange:
         self._mine = MachineGreeting("", mesh.rank)
         self._speakers: dict[int, int] = {}
         """Who was greeted on each other machine, the last one."""
-        self._said: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        self._said: dict[int, list[tuple[str, torch.Tensor]]] = {
+            machine: [] for machine in range(len(members.ranks_on)) if machine != members.machine
+        }
         """All that was said to each machine, for whoever speaks for it in the end."""
         self._sending: list[MeshHandle[None]] = []
         self._gone_before = tuple(mesh.monitor.lost)
@@ -164,7 +166,7 @@ class MachineExchange:
         greeting = self._mine.encode()
         for machine in range(len(self._members.ranks_on)):
             if machine != self.machine:
-                self._said[machine] = [("greeting", greeting)]
+                self._said[machine].insert(0, ("greeting", greeting))
                 self._find_speaker(machine)
 
     def hear_greetings(self) -> Steps:
