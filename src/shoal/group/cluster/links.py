@@ -71,7 +71,7 @@ _JOINED_BYTES = 64 << 10
 _FAST_BYTES_PER_US = 5000
 """A network of 40 Gbit/s. What it carries in a round trip is as much as the system must hold of a connection
 that is as fast; where more is under way, the processor's caches lose it before it is copied a second time,
-and all takes 40 % longer between processes of one machine. On longer ways the system finds the size itself."""
+and all takes 40 % longer between processes of one machine. On longer ways the system finds its own size."""
 _MIN_BUFFER_BYTES, _MAX_BUFFER_BYTES = 256 << 10, 1 << 20
 _RTT_OFFSET = 68
 """Of `tcpi_rtt`, microseconds, in Linux's `struct tcp_info`."""
