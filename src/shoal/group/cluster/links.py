@@ -5,6 +5,10 @@ side receives in a thread. Blocking sockets copy without the interpreter's lock,
 where a tensor lies and into the memory where it was asked for. A frame is a head, the tensor's key and its
 bytes; a connection goes one way, so that nothing but this is ever read from it.
 
+Both sides of a connection prove who they are. Where tensors are encrypted, they do so by TLS 1.3, through
+which a new key goes, and then seal all that follows with AES-256-GCM: records of TLS itself are of 16 KB, and
+with a call of Python for each of them all took twice as long.
+
 What waits to be taken lies in the `Mailbox`, where each tensor that has come and each that is waited for
 finds its counterpart by its key. What was asked for before it came is received where it belongs. What nobody
 has asked for yet lies in memory of the mailbox. Of tensors that are sent unasked (`is_bounded`) a sender
@@ -19,7 +23,6 @@ import hmac
 import logging
 import queue
 import secrets
-import select
 import socket
 import ssl
 import struct
@@ -30,6 +33,8 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 import torch
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from shoal.core import (
     Address,
@@ -65,9 +70,12 @@ _ROOM_PARTS = 8
 """A sender is told of room when this part of its room was claimed."""
 _NOW_BYTES = 1 << 20
 """Up to this size a tensor leaves in the thread that sends it, if nothing is before it."""
-_TLS_NOW_BYTES = 16 << 10
 _JOINED_BYTES = 64 << 10
 """Up to this size a tensor is copied behind its head, so that both leave at once."""
+_RECORD_BYTES, _TAG_BYTES, _KEY_BYTES = 512 << 10, 16, 32
+"""Sealed records are this long at most: Python does not count any more, and caches still hold them."""
+_RECORD_HEAD = struct.Struct("<I")
+_CAN_SEAL_INTO = hasattr(AESGCM, "encrypt_into")
 _FAST_BYTES_PER_US = 5000
 """A network of 40 Gbit/s. What it carries in a round trip is as much as the system must hold of a connection
 that is as fast; where more is under way, the processor's caches lose it before it is copied a second time,
@@ -350,7 +358,7 @@ class _Sender:
         self._without_room: deque[Sending] = deque()
         self._lock = threading.Lock()  # law: between the threads that send, and the one that serves
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._socket: socket.socket | None = None
+        self._wire: _Wire | None = None
         self._is_busy = True
         """Whether somebody is sending what is in the queue, and will look at it again."""
         self._rest = memoryview(b"")
@@ -394,14 +402,17 @@ class _Sender:
         is_alone = self._unclaimed_bytes <= self._room_bytes // _ROOM_PARTS
         return is_alone or self._unclaimed_bytes + sending.view.nbytes <= self._room_bytes
 
-    def serve(self, connected: socket.socket) -> None:
+    def serve(self, wire: _Wire) -> None:
         """Sends all that comes, until it is closed."""
         with self._lock:
-            self._socket = connected
+            self._wire = wire
         while self._error is None:
             while (sending := self._next()) is not None:
-                _send_all(connected, sending, self._rest)
-                self._rest = memoryview(b"")
+                if len(self._rest):
+                    wire.socket.sendall(self._rest)
+                    self._rest = memoryview(b"")
+                else:
+                    wire.send(sending.head, sending.view)
                 self._left(sending)
             self._on_empty()
             self._wakes.get()
@@ -414,11 +425,11 @@ class _Sender:
             self._queue.clear()
             self._without_room.clear()
             self.num_unsent = 0
-            connected = self._socket
+            wire = self._wire
         for sending in unsent:
             sending.handle.finish(self._error)
-        if connected is not None:
-            _shut(connected)
+        if wire is not None:
+            wire.shut()
         self._wakes.put(None)
 
     def _next(self) -> Sending | None:
@@ -438,36 +449,143 @@ class _Sender:
         sending.handle.finish(None)
 
     def _send_now(self, sending: Sending) -> bool:
-        """Sends a small one without waiting; False when the thread must go on."""
-        connected = self._socket
-        assert connected is not None
-        size_bytes = len(sending.head) + sending.view.nbytes
+        """Sends one that is not large without waiting; False when the thread must go on."""
+        wire = self._wire
+        assert wire is not None
         try:
-            if isinstance(connected, ssl.SSLSocket):
-                if size_bytes > _TLS_NOW_BYTES or not _is_writable(connected):
-                    return False
-                connected.sendall(sending.head + sending.view)
-            else:
-                if size_bytes > _NOW_BYTES:
-                    return False
-                sent = connected.sendmsg([sending.head, sending.view], (), socket.MSG_DONTWAIT)
-                if sent < len(sending.head):
-                    self._rest = memoryview(sending.head + sending.view)[sent:]
-                    return False
-                if sent < size_bytes:
-                    self._rest = sending.view[sent - len(sending.head) :]
-                    return False
+            rest = wire.send_now(sending.head, sending.view)
         except OSError:  # the thread finds it again
+            return False
+        if rest is None:
+            return False
+        if len(rest):
+            self._rest = rest
             return False
         self._left(sending)
         return self._next() is None
+
+
+class _Wire:
+    """One connection, over which bytes go as they are, or sealed with a key of its own.
+
+    Sealed are records of AES-256-GCM, each with its length before it; their number is the nonce.
+    """
+
+    def __init__(self, connected: socket.socket, key: bytes | None = None) -> None:
+        self.socket = connected
+        self._cipher = None if key is None else AESGCM(key)
+        self._num_records = 0
+        self._record = memoryview(
+            bytearray(0 if key is None else _RECORD_HEAD.size + _RECORD_BYTES + _TAG_BYTES)
+        )
+        self._opened = memoryview(b"")
+        """What is left of the last record that has come."""
+        close_in_children(connected.fileno())
+
+    def send_now(self, head: bytes, view: memoryview) -> memoryview | None:
+        """Sends what can be sent without waiting, and gives the rest; None where it is too large for that."""
+        size_bytes = len(head) + view.nbytes
+        if self._cipher is None:
+            if size_bytes > _NOW_BYTES:
+                return None
+            sent = self.socket.sendmsg([head, view], (), socket.MSG_DONTWAIT)
+            return view[sent - len(head) :] if sent >= len(head) else memoryview(head + view)[sent:]
+        if size_bytes > _JOINED_BYTES:
+            return None
+        # a copy: what is left of it is sent by another thread, which may seal others
+        record = memoryview(bytes(self._seal(memoryview(head + view))))
+        try:
+            return record[self.socket.send(record, socket.MSG_DONTWAIT) :]
+        except BlockingIOError:
+            return record
+
+    def send(self, head: bytes, view: memoryview) -> None:
+        """Sends all of it, however long that takes."""
+        if view.nbytes <= _JOINED_BYTES:
+            head, view = head + view, view[:0]
+        for part in (memoryview(head), view):
+            if self._cipher is None:
+                self.socket.sendall(part)
+                continue
+            for start in range(0, part.nbytes, _RECORD_BYTES):
+                self.socket.sendall(self._seal(part[start : start + _RECORD_BYTES]))
+
+    def fill(self, view: memoryview, *, is_first: bool = False) -> bool:
+        """Receives as much as the memory holds; False where the connection ends before, if it `is_first`."""
+        if self._cipher is None:
+            return _fill(self.socket, view, is_first=is_first)
+        while len(view):
+            if not len(self._opened):
+                head = self._record[: _RECORD_HEAD.size]
+                if not _fill(self.socket, head, is_first=is_first):
+                    return False
+                taken = self._open(view)
+            else:
+                taken = min(len(view), len(self._opened))
+                view[:taken] = self._opened[:taken]
+                self._opened = self._opened[taken:]
+            view, is_first = view[taken:], False
+        return True
+
+    def read(self, num_bytes: int) -> bytes:
+        """Receives so many bytes."""
+        memory = bytearray(num_bytes)
+        self.fill(memoryview(memory))
+        return bytes(memory)
+
+    def shut(self) -> None:
+        """Ends the connection, so that a thread that blocks on it goes on."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Gives the connection back."""
+        if self.socket.fileno() >= 0:
+            keep_in_children(self.socket.fileno())
+        self.socket.close()
+
+    def _nonce(self) -> bytes:
+        self._num_records += 1
+        return self._num_records.to_bytes(12, "little")
+
+    def _seal(self, content: memoryview) -> memoryview:
+        """Gives the record of some bytes, in memory that the next one uses."""
+        assert self._cipher is not None
+        end = _RECORD_HEAD.size + content.nbytes + _TAG_BYTES
+        head = _RECORD_HEAD.pack(content.nbytes + _TAG_BYTES)
+        self._record[: _RECORD_HEAD.size] = head
+        sealed = self._record[_RECORD_HEAD.size : end]
+        if _CAN_SEAL_INTO:
+            self._cipher.encrypt_into(self._nonce(), content, head, sealed)
+        else:
+            sealed[:] = self._cipher.encrypt(self._nonce(), content, head)
+        return self._record[:end]
+
+    def _open(self, view: memoryview) -> int:
+        """Receives the rest of a record; gives how much of it lies in `view`, if all of it fits there."""
+        assert self._cipher is not None
+        head = bytes(self._record[: _RECORD_HEAD.size])
+        (size_bytes,) = _RECORD_HEAD.unpack(head)
+        if not _TAG_BYTES < size_bytes <= _RECORD_BYTES + _TAG_BYTES:
+            raise ConnectionError(f"a record of {size_bytes} bytes came")
+        sealed = self._record[_RECORD_HEAD.size : _RECORD_HEAD.size + size_bytes]
+        _fill(self.socket, sealed)
+        num_bytes = int(size_bytes) - _TAG_BYTES
+        try:
+            if _CAN_SEAL_INTO and num_bytes <= len(view):
+                self._cipher.decrypt_into(self._nonce(), sealed, head, view[:num_bytes])
+                return num_bytes
+            self._opened = memoryview(self._cipher.decrypt(self._nonce(), sealed, head))
+        except InvalidTag:
+            raise ConnectionError("what came was changed on its way") from None
+        return 0
 
 
 class Links:
     """One worker's connections that carry tensors to and from the workers of other machines.
 
     `key` is known to the members of the run alone: who connects proves that it knows it, and so does who is
-    connected to. With a `membership` all is sent by TLS 1.3, and both sides compare the other's id.
+    connected to. With a `membership` both compare the other's id by TLS 1.3, and all tensors are encrypted.
     """
 
     def __init__(
@@ -497,7 +615,7 @@ class Links:
         self._senders: dict[int, _Sender] = {}
         self._ids: Mapping[int, PeerId | None] = {}
         self._addresses: dict[int, Address] = {}
-        self._incoming: dict[int, socket.socket] = {}
+        self._incoming: dict[int, _Wire] = {}
         self._claimed_bytes: dict[int, int] = {}
         """What was claimed here, and its sender was not told of yet."""
         self._lock = threading.Lock()  # law: of the maps above, between threads that move bytes
@@ -547,28 +665,32 @@ class Links:
     def _connect_and_send(self, to: int, sender: _Sender) -> None:
         address, peer_id = self._addresses[to], self._ids[to]
         try:
-            connected = self._dial(address, peer_id)
+            wire = self._dial(address, peer_id)
         except (OSError, ShoalError) as error:
             sender.close(_gone(to))
             self._on_broken(to, f"its port for tensors, {address}, cannot be used: {error}")
             return
         try:
-            sender.serve(connected)
+            sender.serve(wire)
         except OSError as error:
             sender.close(_gone(to))
             self._on_broken(to, f"the connection for tensors ended: {error}")
         finally:
-            _close(connected)
+            wire.close()
 
-    def _dial(self, address: Address, peer_id: PeerId | None) -> socket.socket:
+    def _dial(self, address: Address, peer_id: PeerId | None) -> _Wire:
         connected = socket.create_connection((address.host, address.port), _CONNECTING_S)
         try:
             _prepare(connected)
+            key = None
             if self._membership is not None:
-                connected = self._membership.client_tls().wrap_socket(connected)
-                if peer_id is not None and _id_of(connected) != peer_id:
+                tls = self._membership.client_tls().wrap_socket(connected)
+                connected = tls
+                if peer_id is not None and _id_of(tls) != peer_id:
                     raise PeerRefused(f"{address} is another peer than the one that was told.")
-                connected.sendall(_HELLO.pack(_MAGIC, self.rank, bytes(_NONCE_BYTES)))
+                key = secrets.token_bytes(_KEY_BYTES)
+                tls.sendall(_HELLO.pack(_MAGIC, self.rank, bytes(_NONCE_BYTES)) + key)
+                connected = _without_tls(tls)
             else:
                 mine = secrets.token_bytes(_NONCE_BYTES)
                 connected.sendall(_HELLO.pack(_MAGIC, self.rank, mine))
@@ -581,8 +703,7 @@ class Links:
         except BaseException:
             connected.close()
             raise
-        close_in_children(connected.fileno())
-        return connected
+        return _Wire(connected, key)
 
     def _proof(self, role: bytes, rank: int, caller: bytes, callee: bytes) -> bytes:
         return hmac.digest(self._key, role + rank.to_bytes(4, "little") + caller + callee, "sha256")
@@ -594,52 +715,59 @@ class Links:
         self._threads.start("shoal-receive", lambda: self._receive(connected))
 
     def _receive(self, connected: socket.socket) -> None:
-        rank = None
         try:
             connected.settimeout(_CONNECTING_S)
             _prepare(connected)
-            connected, rank = self._admit(connected)
-            connected.settimeout(None)
-            close_in_children(connected.fileno())
+            rank, wire = self._admit(connected)
+        except (OSError, ShoalError) as error:
+            log.warning("a connection for tensors was refused: %s", error)
+            connected.close()
+            return
+        try:
             with self._lock:
                 if not self._is_open:
                     return
-                self._incoming[rank] = connected
+                self._incoming[rank] = wire
             self.received_bytes.setdefault(rank, 0)
             self.num_received.setdefault(rank, 0)
-            while self._take(rank, connected):
+            while self._take(rank, wire):
                 pass
         except (OSError, ShoalError, msgspec.DecodeError, ValueError) as error:
-            if rank is None:
-                log.warning("a connection for tensors was refused: %s", error)
-            elif self._is_open:
+            if self._is_open:
                 self._on_broken(rank, f"the connection for tensors ended: {error}")
         finally:
-            _close(connected)
+            wire.close()
 
-    def _admit(self, connected: socket.socket) -> tuple[socket.socket, int]:
+    def _admit(self, connected: socket.socket) -> tuple[int, _Wire]:
         """Finds out which rank has connected; PeerRefused when it does not prove it."""
         if self._membership is not None:
-            connected = self._membership.server_tls().wrap_socket(connected, server_side=True)
-        magic, rank, theirs = _HELLO.unpack(_read_exactly(connected, _HELLO.size))
-        if magic != _MAGIC or rank not in self._ids:
-            raise PeerRefused("it is no worker of another machine, or speaks another version.")
-        if self._membership is not None:
-            peer_id = self._ids[rank]
-            if peer_id is not None and _id_of(connected) != peer_id:
+            tls = self._membership.server_tls().wrap_socket(connected, server_side=True)
+            rank, _ = self._read_hello(tls)
+            key = _read_exactly(tls, _KEY_BYTES)
+            if self._ids[rank] is not None and _id_of(tls) != self._ids[rank]:
                 raise PeerRefused(f"it is not rank {rank}.")
-            return connected, rank
+            connected = _without_tls(tls)
+            connected.settimeout(None)
+            return rank, _Wire(connected, key)
+        rank, theirs = self._read_hello(connected)
         mine = secrets.token_bytes(_NONCE_BYTES)
         connected.sendall(mine + self._proof(b"callee", rank, theirs, mine))
         proof = _read_exactly(connected, _PROOF_BYTES)
         if not hmac.compare_digest(proof, self._proof(b"caller", rank, theirs, mine)):
             raise PeerRefused("it does not know the key of this run.")
-        return connected, rank
+        connected.settimeout(None)
+        return rank, _Wire(connected)
 
-    def _take(self, rank: int, connected: socket.socket) -> bool:
+    def _read_hello(self, connected: socket.socket) -> tuple[int, bytes]:
+        magic, rank, nonce = _HELLO.unpack(_read_exactly(connected, _HELLO.size))
+        if magic != _MAGIC or rank not in self._ids:
+            raise PeerRefused("it is no worker of another machine, or speaks another version.")
+        return rank, nonce
+
+    def _take(self, rank: int, wire: _Wire) -> bool:
         """Receives one frame; False at the end of the connection."""
         head = bytearray(_HEAD.size)
-        if not _fill(connected, memoryview(head), is_first=True):
+        if not wire.fill(memoryview(head), is_first=True):
             return False
         kind, key_bytes, size_bytes = _HEAD.unpack(head)
         if kind == _ROOM:
@@ -647,10 +775,10 @@ class Links:
             if sender is not None:
                 sender.regain(size_bytes)
             return True
-        key = msgspec.msgpack.decode(_read_exactly(connected, key_bytes), type=tuple[int | str, ...])
+        key = msgspec.msgpack.decode(wire.read(key_bytes), type=tuple[int | str, ...])
         is_bounded = kind == _BOUNDED
         view = self._mailbox.expect(rank, key, size_bytes, is_bounded=is_bounded)
-        _fill(connected, view)
+        wire.fill(view)
         self.received_bytes[rank] += key_bytes + size_bytes
         is_wanted = self._mailbox.complete(rank, key)
         self.num_received[rank] += 1  # only now: of one that has left nothing is waited for any more then
@@ -680,7 +808,7 @@ class Links:
         if sender is not None:
             sender.close(error)
         if incoming is not None:
-            _shut(incoming)
+            incoming.shut()
 
     def close(self, deadline: Deadline) -> None:
         """Ends all connections; what has not left by now does not leave."""
@@ -726,21 +854,11 @@ def _round_trip_us(connected: socket.socket) -> int:
     return 0
 
 
-def _send_all(connected: socket.socket, sending: Sending, rest: memoryview) -> None:
-    if len(rest):
-        connected.sendall(rest)
-    elif sending.view.nbytes <= _JOINED_BYTES:
-        connected.sendall(sending.head + sending.view)
-    else:
-        connected.sendall(sending.head)
-        connected.sendall(sending.view)
-
-
 def _fill(connected: socket.socket, view: memoryview, *, is_first: bool = False) -> bool:
     """Receives as much as the memory holds; False where the connection ends before, if it `is_first`."""
-    flags = 0 if isinstance(connected, ssl.SSLSocket) else socket.MSG_WAITALL
+    flags = (socket.MSG_WAITALL,) if not isinstance(connected, ssl.SSLSocket) else ()
     while len(view):
-        num_bytes = connected.recv_into(view, 0, flags)
+        num_bytes = connected.recv_into(view, 0, *flags)
         if not num_bytes:
             if is_first:
                 return False
@@ -755,29 +873,18 @@ def _read_exactly(connected: socket.socket, num_bytes: int) -> bytes:
     return bytes(memory)
 
 
-def _is_writable(connected: socket.socket) -> bool:
-    poll = select.poll()
-    poll.register(connected, select.POLLOUT)
-    return bool(poll.poll(0))
-
-
-def _id_of(connected: socket.socket) -> PeerId | None:
-    assert isinstance(connected, ssl.SSLSocket)
+def _id_of(connected: ssl.SSLSocket) -> PeerId | None:
     certificate = connected.getpeercert(binary_form=True)
     return None if certificate is None else peer_id_of(certificate)
 
 
-def _shut(connected: socket.socket) -> None:
-    """Ends a connection, so that a thread that blocks on it goes on."""
-    with contextlib.suppress(OSError):
-        # of TLS, too, the socket itself: its own end would be a message
-        socket.socket.shutdown(connected, socket.SHUT_RDWR)
-
-
-def _close(connected: socket.socket) -> None:
-    if connected.fileno() >= 0:
-        keep_in_children(connected.fileno())
-    connected.close()
+def _without_tls(connected: ssl.SSLSocket) -> socket.socket:
+    """Ends TLS on a connection, on both sides, and gives it for what comes after."""
+    connected.unwrap()
+    timeout_s = connected.gettimeout()
+    plain = socket.socket(fileno=connected.detach())
+    plain.settimeout(timeout_s)
+    return plain
 
 
 def _gone(rank: int) -> PeerLost:
