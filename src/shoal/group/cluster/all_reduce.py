@@ -5,8 +5,8 @@ delays, and every machine speaks with every other. *ring* (Patarasuk and Yuan 20
 around the machines twice, once to be summed up, once as the result: as many bytes, and each machine speaks
 with two others alone, but 2·(n − 1) delays. Of two machines both are the same.
 
-Pieces are reduced and passed on by the threads that receive them, while the caller computes or waits. Each
-piece is reduced by one machine and in a fixed order, so that all machines end with equal bits, run after run.
+Pieces are reduced and passed on by the threads that receive them, while the caller computes or waits. Both
+ways add in the same order, so that all machines end with equal bits, run after run.
 """
 
 from __future__ import annotations
@@ -149,10 +149,11 @@ class MachineReduction:
             if len(parts) < len(self._machines) - 1:
                 return
             del self._parts[number]
-        # one's own comes first: what it is reduced into may be that, and is overwritten
-        _reduce(result, [mine, *(parts[place] for place in sorted(parts))], self._op)
-        for step in range(1, len(self._machines)):
-            self._say(self._at(self._place + step), f"share {number}", result)
+        # in the order of a ring, so that both ways give the same bits; `result` may be `mine`
+        others = [self._at(self._place + step) for step in range(1, len(self._machines))]
+        _reduce(result, [mine, *(parts[place] for place in others)], self._op)
+        for other in others:
+            self._say(other, f"share {number}", result)
 
     # --- ring ---
 
