@@ -24,6 +24,10 @@ SURVIVORS = {
     "window": [],
     "local-sgd": ["--local-steps", 4],
     "diloco": ["--local-steps", 4],
+    "diloco coded": ["--local-steps", 4, "--option", "codec=int8"],
+    "local-sgd coded, with momentum": [
+        *["--local-steps", 4, "--option", "codec=int8", "--option", "average_momentum=true"]
+    ],
     "parameter-server": ["--num-servers", 1],
     "parameter-server two": ["--num-servers", 2],
     "parameter-server bounded": ["--num-servers", 1, "--option", "mode=bounded"],

@@ -450,6 +450,22 @@ def test_a_source_that_does_not_send_is_named():
         assert "rank 1, which does not send to it" in str(together(groups, work)[0])
 
 
+def test_an_exchange_that_meets_an_all_reduce_is_an_error_and_nobody_hangs():
+    def work(group):
+        tensor = torch.ones(8)
+        if group.rank == 0:
+            return outcome(lambda: group.all_reduce(tensor).wait(Deadline.after(20)))
+        error = outcome(lambda: group.exchange(tensor, Weights.uniform([0], [0])).wait(Deadline.after(20)))
+        group.close(GAVE_UP)
+        return error
+
+    with open_cluster([[0], [1]]) as groups:
+        reducing, exchanging = together(groups, work)
+        assert "rank 1 called exchange where rank 0 called all_reduce" in str(exchanging)
+        assert isinstance(reducing, PeerLost)
+        assert reducing.peer == 1
+
+
 def test_nothing_is_expected_of_those_who_are_gone():
     with open_cluster([[0], [1], [2]]) as groups:
         groups[2].leave()

@@ -103,7 +103,16 @@ class Collectives:
         """Memory that is on its way to other machines."""
         self._destinations: deque[tuple[int, Collection[int]]] = deque(maxlen=_REMEMBERED)
         """To whom this worker has sent in its last exchanges."""
+        self._others: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
+        """The last operations that were no exchanges."""
         mesh.handle(_SENDS, self._serve_sends, payload_type=int)
+
+    def begin(self, seq: int, what: str, *arguments: Any) -> Steps:
+        """Makes the steps of an operation, by its name."""
+        if what != "exchange":
+            self._others.append((seq, what))
+        steps: Steps = getattr(self, what)(seq, *arguments)
+        return steps
 
     def all_reduce(self, seq: int, tensor: torch.Tensor, op: Reduction) -> Steps:
         """Reduces inside each machine, then between machines, and passes the result on inside."""
@@ -463,9 +472,18 @@ class Collectives:
     async def _serve_sends(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         """Tells another worker, once it is known, whether this one sends to it in an exchange.
 
-        None where it cannot say any more.
+        Where it does something else, what that is; None where it cannot say any more.
         """
-        await poll_until(lambda: any(seq >= head.payload for seq, _ in tuple(self._destinations)))
+
+        def what_else() -> str | None:
+            return next((what for seq, what in tuple(self._others) if seq == head.payload), None)
+
+        def is_known() -> bool:
+            return any(seq >= head.payload for seq, _ in tuple(self._destinations))
+
+        await poll_until(lambda: is_known() or what_else() is not None)
+        if (what := what_else()) is not None:
+            return Reply(what)
         asker = self._mesh.rank_of(head)
         found = [destinations for seq, destinations in tuple(self._destinations) if seq == head.payload]
         return Reply(asker in found[0] if found else None)
@@ -516,17 +534,25 @@ class Collectives:
         def is_here() -> bool:
             return said.is_done() and came.is_done()
 
-        def is_refused() -> bool:
-            """Asks, when it has been long, whether anything will come."""
+        def refusal() -> bool | str:
+            """Asks, when it has been long, if anything will come; if not, what that rank does instead."""
             nonlocal asked
             if asked is None and time.monotonic() > ask_at_s:
                 asked = self._mesh.call(rank, _SENDS, seq)
             with contextlib.suppress(ShoalError):
-                return asked is not None and asked.is_done() and asked.wait().payload is False
+                if asked is not None and asked.is_done():
+                    answer = asked.wait().payload
+                    return answer if isinstance(answer, str) else answer is False
             return False
 
         def result() -> tuple[torch.Tensor, torch.Tensor] | None:
             if not is_here() and not self._members.is_gone(rank, seq):
+                if isinstance(what := refusal(), str):
+                    raise UsageError(
+                        f"rank {self._mesh.rank} called exchange where rank {rank} called {what}.",
+                        cause="the workers do not run the same program, or not with the same data.",
+                        next_step="let all workers issue the same operations in the same order.",
+                    )
                 raise UsageError(
                     f"rank {self._mesh.rank} wants to receive from rank {rank}, which does not send to it.",
                     next_step="let sources and destinations agree; a Topology's weights do.",
@@ -539,7 +565,7 @@ class Collectives:
             return None
 
         return PendingStep(
-            lambda: is_here() or self._members.is_gone(rank, seq) or is_refused(), result, lambda: rank
+            lambda: is_here() or self._members.is_gone(rank, seq) or bool(refusal()), result, lambda: rank
         )
 
 

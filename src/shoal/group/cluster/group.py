@@ -418,7 +418,7 @@ class ClusterGroup(Group):
                 next_step="make it the last thing to leave or to close.",
             )
         self._issued += 1
-        steps = self._guarded(self._issued, getattr(self._collectives, what)(self._issued, *arguments))
+        steps = self._guarded(self._issued, self._collectives.begin(self._issued, what, *arguments))
         operation = QueuedOperation(self._issued, steps, tensors, self._staging.stream_of(tensors))
         self._queue.append(operation)
         self.progress()
