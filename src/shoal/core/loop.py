@@ -316,3 +316,39 @@ async def _ended(tasks: list[asyncio.Task[Any]]) -> None:
     for task in tasks:
         if task in ended and not task.cancelled() and (error := task.exception()) is not None:
             log.warning("A task failed while its loop was closing: %r", error)
+
+
+class ByteThreads:
+    """Starts threads that only move bytes, and waits for their end.
+
+    Blocking sockets copy without the interpreter's lock, which those of a loop do not. Such threads are the
+    exception to one loop thread for a process. Whoever starts one ends it by closing what it blocks on.
+    """
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+
+    def start(self, name: str, work: Callable[[], None]) -> None:
+        """Does `work` in a thread of its own, which is a daemon: a program that forgets to close can end."""
+        thread = threading.Thread(target=_log_failure, args=(name, work), name=name, daemon=True)
+        with self._lock:
+            self._threads = [each for each in self._threads if each.is_alive()]
+            self._threads.append(thread)
+            thread.start()
+
+    def join(self, deadline: Deadline) -> bool:
+        """Waits until all have ended; False when one has not before the deadline."""
+        with self._lock:
+            threads, self._threads = self._threads, []
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline.remaining_s))
+        return not any(thread.is_alive() for thread in threads)
+
+
+def _log_failure(name: str, work: Callable[[], None]) -> None:
+    try:
+        work()
+    except Exception:
+        log.exception("%s has ended", name)

@@ -47,7 +47,7 @@ from shoal.core import (
     TensorError,
 )
 from shoal.core.fork import close_in_children, keep_in_children
-from shoal.core.threads import ByteThreads
+from shoal.core.loop import ByteThreads
 from shoal.group.base import Handle
 from shoal.tensors.memory import copy_into, tensor_over
 from shoal.transport import BufferPool, Membership, byte_view
@@ -581,7 +581,7 @@ class _Wire:
         return 0
 
 
-class Links:
+class TensorLinks:
     """One worker's connections that carry tensors to and from the workers of other machines.
 
     `key` is known to the members of the run alone: who connects proves that it knows it, and so does who is

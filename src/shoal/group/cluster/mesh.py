@@ -38,7 +38,16 @@ from shoal.core.fork import close_in_children, keep_in_children
 from shoal.core.identity import Identity
 from shoal.core.run_options import SILENCE_S
 from shoal.group.base import Loss
-from shoal.group.cluster.links import Delivery, Key, Links, Mailbox, MeshHandle, Sending, flat_bytes, view_of
+from shoal.group.cluster.links import (
+    Delivery,
+    Key,
+    Mailbox,
+    MeshHandle,
+    Sending,
+    TensorLinks,
+    flat_bytes,
+    view_of,
+)
 from shoal.group.cluster.members import Departure, HeartbeatMonitor
 from shoal.group.cluster.rendezvous import LOOPBACK
 from shoal.transport import (
@@ -110,7 +119,7 @@ class Mesh:
         self._transport = StreamTransport(membership=self._membership, limits=limits)
         self._standing = StandingScope("mesh")
         self._mailbox = Mailbox(max_unclaimed_bytes)
-        self._links = Links(
+        self._links = TensorLinks(
             rank,
             self._mailbox,
             SwarmSecret.parse(secret).derive("connections for tensors"),
