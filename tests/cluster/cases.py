@@ -34,10 +34,10 @@ CASES = {
     "neighbor": Case("neighbor", 6),  # each to the next and the one after: 2 and 4 of these are elsewhere
     "hierarchical": Case("hierarchical", 2),
     "pair": Case("pair", 4 * 2 / 3, is_exact=False),  # of three others two are elsewhere
-    "sma": Case("sma", 8),
-    "local-sgd": Case("local-sgd", 8 / 4, {"local_steps": 4}),
-    # as local-sgd from each worker to each one elsewhere: a mean that outlives whoever is lost in its middle
-    "diloco": Case("diloco", 8 / 12, {"local_steps": 12}),
+    # means: each machine sends a half, and the sum of the other half
+    "sma": Case("sma", 2),
+    "local-sgd": Case("local-sgd", 2 / 4, {"local_steps": 4}),
+    "diloco": Case("diloco", 2 / 12, {"local_steps": 12}),
     "push-sum": Case("push-sum", 3, is_exact=False),  # to the next in one round, the one after in another
     "window": Case("window", 3),
     # four steps of the servers for one of all workers; two of these, or three, push and pull from elsewhere

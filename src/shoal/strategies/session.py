@@ -295,8 +295,15 @@ class TrainingSession:
         if buffers.num_buffers == 1:
             buffers.live.copy_(self.average(buffers.live))
             return
-        weights = Weights.uniform(self.others, self.others)
-        self.finish_exchange([self.group.exchange(live, weights, out=out) for live, out in buffers.pairs])
+        if self.group.num_machines > 1:  # an exchange would send from each worker to each one elsewhere
+            for live, out in buffers.pairs:
+                self.group.settle(out)
+                out.copy_(live)
+            handles = [self.group.all_reduce(out) for _, out in buffers.pairs]
+        else:
+            weights = Weights.uniform(self.others, self.others)
+            handles = [self.group.exchange(live, weights, out=out) for live, out in buffers.pairs]
+        self.finish_exchange(handles)
 
     def average_buffers(self) -> None:
         """Makes BatchNorm's statistics and the like the mean over the group. Collective."""

@@ -27,6 +27,7 @@ import socket
 import ssl
 import struct
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -60,6 +61,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 Key = tuple[int | str, ...]
 _CONNECTING_S = 60.0
+_AGAIN_S = 0.2
 _MAGIC = b"SHLK\x01"
 _NONCE_BYTES, _PROOF_BYTES = 16, 32
 _HELLO = struct.Struct(f"<{len(_MAGIC)}sI{_NONCE_BYTES}s")
@@ -365,6 +367,11 @@ class _Sender:
         """What is left of the first one in the queue, where some of it has left."""
         self._error: PeerLost | None = None
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more is sent."""
+        return self._error is not None
+
     def put(self, sending: Sending) -> None:
         """Sends after all that was put before, bounded ones when there is room."""
         with self._lock:
@@ -567,7 +574,7 @@ class _Wire:
         head = bytes(self._record[: _RECORD_HEAD.size])
         (size_bytes,) = _RECORD_HEAD.unpack(head)
         if not _TAG_BYTES < size_bytes <= _RECORD_BYTES + _TAG_BYTES:
-            raise ConnectionError(f"a record of {size_bytes} bytes came")
+            raise TensorError(f"a record of {size_bytes} bytes came")
         sealed = self._record[_RECORD_HEAD.size : _RECORD_HEAD.size + size_bytes]
         _fill(self.socket, sealed)
         num_bytes = int(size_bytes) - _TAG_BYTES
@@ -577,7 +584,7 @@ class _Wire:
                 return num_bytes
             self._opened = memoryview(self._cipher.decrypt(self._nonce(), sealed, head))
         except InvalidTag:
-            raise ConnectionError("what came was changed on its way") from None
+            raise TensorError("what came was changed on its way") from None
         return 0
 
 
@@ -597,7 +604,7 @@ class TensorLinks:
         *,
         on_arrival: Callable[[int, bool], None],
         on_sent: Callable[[], None],
-        on_broken: Callable[[int, str], None],
+        on_broken: Callable[[int, str, bool], None],
     ) -> None:
         self.rank = rank
         self.received_bytes: dict[int, int] = {}
@@ -664,17 +671,25 @@ class TensorLinks:
 
     def _connect_and_send(self, to: int, sender: _Sender) -> None:
         address, peer_id = self._addresses[to], self._ids[to]
-        try:
-            wire = self._dial(address, peer_id)
-        except (OSError, ShoalError) as error:
-            sender.close(_gone(to))
-            self._on_broken(to, f"its port for tensors, {address}, cannot be used: {error}")
-            return
+        give_up, wire = Deadline.after(_CONNECTING_S), None
+        while wire is None:
+            try:
+                wire = self._dial(address, peer_id)
+            except (OSError, ShoalError) as error:
+                if sender.is_closed:
+                    return
+                is_certain = isinstance(error, ShoalError)
+                if is_certain or give_up.is_past:
+                    sender.close(_gone(to))
+                    reason = f"its port for tensors, {address}, cannot be used: {error}"
+                    self._on_broken(to, reason, is_certain)
+                    return
+                time.sleep(_AGAIN_S)  # a network that is cut is noticed by heartbeats
         try:
             sender.serve(wire)
         except OSError as error:
             sender.close(_gone(to))
-            self._on_broken(to, f"the connection for tensors ended: {error}")
+            self._on_broken(to, f"the connection for tensors ended: {error}", False)
         finally:
             wire.close()
 
@@ -734,7 +749,8 @@ class TensorLinks:
                 pass
         except (OSError, ShoalError, msgspec.DecodeError, ValueError) as error:
             if self._is_open:
-                self._on_broken(rank, f"the connection for tensors ended: {error}")
+                is_certain = not isinstance(error, OSError)
+                self._on_broken(rank, f"the connection for tensors ended: {error}", is_certain)
         finally:
             wire.close()
 

@@ -456,11 +456,15 @@ class Mesh:
         elif is_wanted:
             self.wake()
 
-    def _link_broke(self, rank: int, reason: str) -> None:
-        """Takes a worker for lost whose connection for tensors failed, unless it has said how it goes."""
+    def _link_broke(self, rank: int, reason: str, is_certain: bool) -> None:
+        """Takes a worker for lost whose connection for tensors failed.
+
+        Unless that `is_certain`, the monitor has the time to learn by itself how it went: it may have ended,
+        or the network may be cut.
+        """
 
         async def lose() -> None:
-            await asyncio.sleep(_BUSY_S)  # in which the monitor learns how it went, if that was said
+            await asyncio.sleep(_BUSY_S if is_certain else 1.5 * self._silence_s)
             self.monitor.lose(Loss(rank, reason))
 
         self._start("a broken connection", lose)
