@@ -120,6 +120,11 @@ SURVIVED = [
         for strategy in ("pair", "push-sum", "window", "local-sgd", "diloco")
         for victim in EACH
     ],
+    *[
+        (strategy, victim)
+        for strategy in ("diloco coded", "local-sgd coded, with momentum")
+        for victim in ("leader", "leader of machine 1", "machine 1")
+    ],
     *[("parameter-server", victim) for victim in ("leader", "leader of machine 1", "machine 1")],
     *[(f"parameter-server {mode}", "worker") for mode in ("bounded", "sync")],
 ]
