@@ -137,9 +137,9 @@ class HostSeat(Seat):
         return self.rank
 
     def _open(self, name: str, size: int, settings: GroupSettings) -> Group:
-        """In shared memory, unless a backend was asked for."""
+        """In shared memory; over sockets if this machine is split into several, or a backend was asked for."""
         placement = Placement(self.rank, size, self.rank, size, "bench")
-        if settings.backend is not None:
+        if settings.backend is not None or size > (settings.workers_per_machine or size):
             return self._open_cluster(name, placement, settings)
         return SoloGroup() if size == 1 else open_host_group(placement, settings)
 
@@ -197,8 +197,12 @@ class LaunchedSeat(Seat):
 
     def _open(self, name: str, size: int, settings: GroupSettings) -> Group:
         """As `shoal.init()` opens it."""
-        interface = RunOptions.from_environment().network_interface
-        settings = msgspec.structs.replace(settings, network_interface=interface)
+        asked = RunOptions.from_environment()
+        settings = msgspec.structs.replace(
+            settings, network_interface=asked.network_interface, all_reduce=asked.all_reduce
+        )
+        if settings.encrypt == "auto":
+            settings = msgspec.structs.replace(settings, encrypt=asked.encrypt)
         return open_group(self._placement(size), settings, settings.key)
 
     def _open_streams(self, name: str, settings: GroupSettings) -> Group:
