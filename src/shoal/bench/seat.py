@@ -137,7 +137,7 @@ class HostSeat(Seat):
         return self.rank
 
     def _open(self, name: str, size: int, settings: GroupSettings) -> Group:
-        """In shared memory; over sockets if this machine is split into several, or a backend was asked for."""
+        """In shared memory; over sockets if the machine is split into several, or a backend is asked for."""
         placement = Placement(self.rank, size, self.rank, size, "bench")
         if settings.backend is not None or size > (settings.workers_per_machine or size):
             return self._open_cluster(name, placement, settings)
