@@ -188,8 +188,6 @@ class Collectives:
                 reduction.start(algorithm)
             yield from between.finish(reduction, machines)
             self._choice.note(flat, algorithm, time.perf_counter() - began_s)
-            if out is flat:
-                self._choice.tell(flat, heard[machines[0]].detail[1])
         else:
             scaled = flat if is_even else flat * factors[machines.index(between.machine)]
             if out is flat and not is_even:
@@ -203,6 +201,8 @@ class Collectives:
                 yield from between.finish(anew, machines)
 
             yield from self._staging.in_pieces(scaled, reduce)
+        if out is flat:
+            self._choice.tell(flat, heard[machines[0]].detail[1])
         return machines
 
     def broadcast(self, seq: int, tensor: torch.Tensor, root: int) -> Steps:

@@ -24,7 +24,7 @@ from shoal.core import PeerLost, ShoalError, UsageError
 from shoal.group.cluster.links import flat_bytes, view_of
 from shoal.group.cluster.machine_exchange import LostMeanwhile, MachineExchange, PendingStep, Steps
 from shoal.group.cluster.members import Members
-from shoal.group.cluster.mesh import Mesh
+from shoal.group.cluster.mesh import Mesh, poll_until
 from shoal.group.host import HostGroup
 from shoal.group.solo import SoloGroup
 from shoal.tensors.memory import tensor_over
@@ -32,6 +32,8 @@ from shoal.transport import BufferPool, Head, Reply
 
 _RESULT = "group.result"
 Attempt = frozenset[int]
+Step = tuple[int, str]
+"""The number of an operation, and the name of one of its parts."""
 
 
 class Handover:
@@ -49,12 +51,14 @@ class Handover:
         self._members = members
         self._start = start
         self._pool = BufferPool()
-        self._results: dict[int, torch.Tensor] = {}
-        """The results that others may ask for, by operation."""
-        self._void: dict[int, Attempt] = {}
+        self._results: dict[Step, torch.Tensor] = {}
+        """The results that others may ask for."""
+        self._void: dict[Step, Attempt] = {}
         """Losses that an attempt at an operation must know of, so that its result may be used."""
+        self._awaited: dict[Step, int] = {}
+        """The place of who is to hand out a result to this worker."""
         self._lock = threading.Lock()  # law: of both maps, between the caller's thread and the mesh's loop
-        mesh.handle(_RESULT, self._serve_result, payload_type=tuple[int, list[int]])
+        mesh.handle(_RESULT, self._serve_result, payload_type=tuple[int, str, list[int]])
 
     def empty_like(self, flat: torch.Tensor) -> torch.Tensor:
         """Makes memory of the host for a result; it is used again when nobody needs it any more."""
@@ -70,38 +74,40 @@ class Handover:
         `present` are the places of those that have what the machine gives. `work` gives the result and the
         machines that took part; it is done again when somebody is lost.
         """
+        step = (seq, name)
         for speaker in present:
             result = None
             is_speaker = self._members.mates[speaker] == self._members.rank
             if is_speaker:
-                result = yield from self._agree(seq, name, work, is_successor=speaker != present[0])
+                result = yield from self._agree(step, work, is_successor=speaker != present[0])
+            elif len(self._members.mates) > 1:
+                self._awaited[step] = speaker
             if len(self._members.mates) > 1:
                 result = yield from self._hand_out(speaker, result)
             if result is not None:
-                self._keep(seq, result)
+                self._keep(step, result)
                 return result
+            self._awaited.pop(step, None)
         raise UsageError("nobody is left to speak for this machine.")  # this worker is
 
     # --- between machines ---
 
-    def _agree(
-        self, seq: int, name: str, work: Callable[[MachineExchange], Steps], *, is_successor: bool
-    ) -> Steps:
+    def _agree(self, step: Step, work: Callable[[MachineExchange], Steps], *, is_successor: bool) -> Steps:
         """Makes attempts until this machine has the result that all others have."""
-        should_ask = is_successor
+        (seq, name), should_ask = step, is_successor
         while True:
             yield PendingStep(lambda: not self._members.is_undecided(seq))
             if self._members.judge_split(seq):
                 assert self._members.split is not None
                 raise self._members.split
             lost = frozenset(self._members.lost)
-            if should_ask and (found := (yield from self._ask(seq, lost))) is not None:
+            if should_ask and (found := (yield from self._ask(step, lost))) is not None:
                 return found
             should_ask = True
             between = self._start(seq, f"{name}{sorted(lost)} ", lost)
             with contextlib.suppress(LostMeanwhile):
                 result, machines = yield from work(between)
-                if not self._may_use(seq, lost, result):
+                if not self._may_use(step, lost, result):
                     yield self._another_loss(lost)
                     continue
                 with contextlib.suppress(LostMeanwhile):  # whoever does not have the result asks for it
@@ -111,9 +117,12 @@ class Handover:
     def _another_loss(self, lost: Attempt) -> PendingStep:
         return PendingStep(lambda: len(self._members.lost) > len(lost))
 
-    def _ask(self, seq: int, lost: Attempt) -> Steps:
-        """Asks all workers of other machines for the result of an earlier attempt; None when none has it."""
-        members = self._members
+    def _ask(self, step: Step, lost: Attempt) -> Steps:
+        """Asks all workers of other machines for the result of an earlier attempt; None when none has it.
+
+        PeerLost when one has left that took part: it may have used a result that nobody else has.
+        """
+        (seq, name), members = step, self._members
         others = [
             rank
             for rank in range(members.size)
@@ -129,7 +138,8 @@ class Handover:
             return place
 
         asked = {
-            rank: self._mesh.call(rank, _RESULT, (seq, sorted(lost)), into=allocate(rank)) for rank in others
+            rank: self._mesh.call(rank, _RESULT, (seq, name, sorted(lost)), into=allocate(rank))
+            for rank in others
         }
         found: torch.Tensor | None = None
         for rank, handle in asked.items():
@@ -138,32 +148,45 @@ class Handover:
                 if handle.wait().payload and found is None:
                     found = came.get(rank, torch.empty(0, dtype=torch.uint8))
             except PeerLost:
+                if rank in self._mesh.monitor.left and found is None:
+                    raise
                 continue  # the next attempt knows of it
         return found
 
     async def _serve_result(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
-        """Gives the result of an operation, or promises not to use one of an attempt that is over."""
-        seq, lost = head.payload
+        """Gives the result of an operation, or promises not to use one of an attempt that is over.
+
+        One whose speaker is lost first looks whether that has handed out a result before.
+        """
+        seq, name, lost = head.payload
+        step = (seq, name)
+
+        def is_clear() -> bool:
+            speaker = self._awaited.get(step)
+            return speaker is None or speaker in self._local.members
+
+        await poll_until(is_clear)
         with self._lock:
-            result = self._results.get(seq)
+            result = self._results.get(step)
             if result is None:
-                self._void[seq] = self._void.get(seq, Attempt()) | Attempt(lost)
+                self._void[step] = self._void.get(step, Attempt()) | Attempt(lost)
                 return Reply(payload=False)
         return Reply(payload=True, buffers=[view_of(result)] if result.numel() else [])
 
-    def _may_use(self, seq: int, lost: Attempt, result: torch.Tensor) -> bool:
+    def _may_use(self, step: Step, lost: Attempt, result: torch.Tensor) -> bool:
         """Keeps the result of an attempt for others, unless it was promised that it is not used."""
         with self._lock:
-            if not self._void.get(seq, lost) <= lost:
+            if not self._void.get(step, lost) <= lost:
                 return False
-            self._results[seq] = result
+            self._results[step] = result
             return True
 
-    def _keep(self, seq: int, result: torch.Tensor) -> None:
-        """Keeps the result of an operation that is over here, and forgets those before it."""
+    def _keep(self, step: Step, result: torch.Tensor) -> None:
+        """Keeps the result of a part of an operation that is over here, and forgets those before it."""
         with self._lock:
-            self._results = {seq: result}
-            self._void = {other: lost for other, lost in self._void.items() if other > seq}
+            self._results = {step: result}
+            self._void = {other: lost for other, lost in self._void.items() if other[0] >= step[0]}
+            self._awaited.pop(step, None)
 
     # --- inside the machine ---
 

@@ -61,7 +61,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 Key = tuple[int | str, ...]
 _CONNECTING_S = 60.0
-_AGAIN_S = 0.2
+_AGAIN_S, _GREETING_S = 0.2, 10.0
 _MAGIC = b"SHLK\x01"
 _NONCE_BYTES, _PROOF_BYTES = 16, 32
 _HELLO = struct.Struct(f"<{len(_MAGIC)}sI{_NONCE_BYTES}s")
@@ -230,16 +230,16 @@ class Mailbox:
         """Gives memory for a tensor that begins to arrive, also where another size is waited for."""
         with self._lock:
             found = self._find_wanted(source, key)
+            if found is not None and found.into is not None and found.into.nbytes == size_bytes:
+                content = flat_bytes(found.into)
+            else:
+                room = self._pool.allocate(size_bytes)
+                content = tensor_over(room) if size_bytes else torch.empty(0, dtype=torch.uint8)
             if found is None:
                 found = Delivery(key, is_wanted=False)
                 self._lines.setdefault(key, []).append(found)
-            found.sender, found.is_bounded = source, is_bounded
-            if found.into is not None and found.into.nbytes == size_bytes:
-                found.content = flat_bytes(found.into)
-            else:
-                room = self._pool.allocate(size_bytes)
-                found.content = tensor_over(room) if size_bytes else torch.empty(0, dtype=torch.uint8)
-            return view_of(found.content)
+            found.sender, found.is_bounded, found.content = source, is_bounded, content
+            return view_of(content)
 
     def complete(self, source: int, key: Key) -> bool:
         """Takes note that all bytes of a tensor are here; tells whether somebody waits for its handle."""
@@ -448,11 +448,12 @@ class _Sender:
 
     def _left(self, sending: Sending) -> None:
         with self._lock:
+            # first of all: whoever sees that nothing is left must see all that was sent
+            self.num_sent += bool(len(sending.head) > _HEAD.size)
+            self.sent_bytes += len(sending.head) - _HEAD.size + sending.view.nbytes
             if self._queue and self._queue[0] is sending:
                 self._queue.popleft()
                 self.num_unsent -= 1
-            self.num_sent += bool(len(sending.head) > _HEAD.size)
-            self.sent_bytes += len(sending.head) - _HEAD.size + sending.view.nbytes
         sending.handle.finish(None)
 
     def _send_now(self, sending: Sending) -> bool:
@@ -622,6 +623,8 @@ class TensorLinks:
         self._senders: dict[int, _Sender] = {}
         self._ids: Mapping[int, PeerId | None] = {}
         self._addresses: dict[int, Address] = {}
+        self._rooms: dict[int, int] = {}
+        """What each worker has room for of what this one sends unasked."""
         self._incoming: dict[int, _Wire] = {}
         self._claimed_bytes: dict[int, int] = {}
         """What was claimed here, and its sender was not told of yet."""
@@ -632,9 +635,13 @@ class TensorLinks:
         """Says who may connect, by rank; before anybody knows where."""
         self._ids = ids
 
-    def set_address(self, rank: int, address: Address) -> None:
-        """Says where a worker takes connections; one is made when something is to be sent."""
+    def set_address(self, rank: int, address: Address, num_peers: int) -> None:
+        """Says where a worker takes connections, and from how many; one is made when something is to be sent.
+
+        Its senders share the room that it has for what is sent unasked.
+        """
         self._addresses[rank] = address
+        self._rooms[rank] = self._room_bytes(num_peers)
 
     # --- sending ---
 
@@ -645,7 +652,7 @@ class TensorLinks:
             with self._lock:
                 is_new = to not in self._senders and self._is_open
                 if is_new:
-                    self._senders[to] = _Sender(self._room_bytes, self._on_sent)
+                    self._senders[to] = _Sender(self._rooms[to], self._on_sent)
                 sender = self._senders.get(to)
             if sender is None:
                 sending.handle.finish(_gone(to))
@@ -670,11 +677,11 @@ class TensorLinks:
         return Counter({rank: sender.sent_bytes for rank, sender in tuple(self._senders.items())})
 
     def _connect_and_send(self, to: int, sender: _Sender) -> None:
-        address, peer_id = self._addresses[to], self._ids[to]
+        address = self._addresses[to]
         give_up, wire = Deadline.after(_CONNECTING_S), None
         while wire is None:
             try:
-                wire = self._dial(address, peer_id)
+                wire = self._dial(to)
             except (OSError, ShoalError) as error:
                 if sender.is_closed:
                     return
@@ -687,13 +694,14 @@ class TensorLinks:
                 time.sleep(_AGAIN_S)  # a network that is cut is noticed by heartbeats
         try:
             sender.serve(wire)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - who waits must learn of it, whatever it is
             sender.close(_gone(to))
-            self._on_broken(to, f"the connection for tensors ended: {error}", False)
+            self._on_broken(to, f"the connection for tensors ended: {error}", not isinstance(error, OSError))
         finally:
             wire.close()
 
-    def _dial(self, address: Address, peer_id: PeerId | None) -> _Wire:
+    def _dial(self, to: int) -> _Wire:
+        address, peer_id = self._addresses[to], self._ids[to]
         connected = socket.create_connection((address.host, address.port), _CONNECTING_S)
         try:
             _prepare(connected)
@@ -711,17 +719,18 @@ class TensorLinks:
                 connected.sendall(_HELLO.pack(_MAGIC, self.rank, mine))
                 answer = _read_exactly(connected, _NONCE_BYTES + _PROOF_BYTES)
                 theirs, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
-                if not hmac.compare_digest(proof, self._proof(b"callee", self.rank, mine, theirs)):
+                if not hmac.compare_digest(proof, self._proof(b"callee", self.rank, to, mine + theirs)):
                     raise PeerRefused(f"{address} is not of this run.")
-                connected.sendall(self._proof(b"caller", self.rank, mine, theirs))
+                connected.sendall(self._proof(b"caller", self.rank, to, mine + theirs))
             connected.settimeout(None)
         except BaseException:
             connected.close()
             raise
         return _Wire(connected, key)
 
-    def _proof(self, role: bytes, rank: int, caller: bytes, callee: bytes) -> bytes:
-        return hmac.digest(self._key, role + rank.to_bytes(4, "little") + caller + callee, "sha256")
+    def _proof(self, role: bytes, caller: int, callee: int, nonces: bytes) -> bytes:
+        ranks = caller.to_bytes(4, "little") + callee.to_bytes(4, "little")
+        return hmac.digest(self._key, role + ranks + nonces, "sha256")
 
     # --- receiving ---
 
@@ -731,7 +740,7 @@ class TensorLinks:
 
     def _receive(self, connected: socket.socket) -> None:
         try:
-            connected.settimeout(_CONNECTING_S)
+            connected.settimeout(_GREETING_S)
             _prepare(connected)
             rank, wire = self._admit(connected)
         except (OSError, ShoalError) as error:
@@ -747,7 +756,7 @@ class TensorLinks:
             self.num_received.setdefault(rank, 0)
             while self._take(rank, wire):
                 pass
-        except (OSError, ShoalError, msgspec.DecodeError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - what came may be anything; the others must learn of it
             if self._is_open:
                 is_certain = not isinstance(error, OSError)
                 self._on_broken(rank, f"the connection for tensors ended: {error}", is_certain)
@@ -758,18 +767,22 @@ class TensorLinks:
         """Finds out which rank has connected; PeerRefused when it does not prove it."""
         if self._membership is not None:
             tls = self._membership.server_tls().wrap_socket(connected, server_side=True)
-            rank, _ = self._read_hello(tls)
-            key = _read_exactly(tls, _KEY_BYTES)
-            if self._ids[rank] is not None and _id_of(tls) != self._ids[rank]:
-                raise PeerRefused(f"it is not rank {rank}.")
-            connected = _without_tls(tls)
+            try:
+                rank, _ = self._read_hello(tls)
+                key = _read_exactly(tls, _KEY_BYTES)
+                if self._ids[rank] is not None and _id_of(tls) != self._ids[rank]:
+                    raise PeerRefused(f"it is not rank {rank}.")
+                connected = _without_tls(tls)
+            except BaseException:
+                tls.close()
+                raise
             connected.settimeout(None)
             return rank, _Wire(connected, key)
         rank, theirs = self._read_hello(connected)
         mine = secrets.token_bytes(_NONCE_BYTES)
-        connected.sendall(mine + self._proof(b"callee", rank, theirs, mine))
+        connected.sendall(mine + self._proof(b"callee", rank, self.rank, theirs + mine))
         proof = _read_exactly(connected, _PROOF_BYTES)
-        if not hmac.compare_digest(proof, self._proof(b"caller", rank, theirs, mine)):
+        if not hmac.compare_digest(proof, self._proof(b"caller", rank, self.rank, theirs + mine)):
             raise PeerRefused("it does not know the key of this run.")
         connected.settimeout(None)
         return rank, _Wire(connected)
@@ -792,6 +805,10 @@ class TensorLinks:
                 sender.regain(size_bytes)
             return True
         key = msgspec.msgpack.decode(wire.read(key_bytes), type=tuple[int | str, ...])
+        if (
+            self._incoming.get(rank) is not wire
+        ):  # it was given up: what is still in the system's memory is void
+            return False
         is_bounded = kind == _BOUNDED
         view = self._mailbox.expect(rank, key, size_bytes, is_bounded=is_bounded)
         wire.fill(view)
@@ -801,15 +818,14 @@ class TensorLinks:
         self._on_arrival(rank, is_wanted)
         return True
 
-    @property
-    def _room_bytes(self) -> int:
-        return self._mailbox.max_unclaimed_bytes // max(1, len(self._ids))
+    def _room_bytes(self, num_peers: int) -> int:
+        return self._mailbox.max_unclaimed_bytes // max(1, num_peers)
 
     def _give_room(self, rank: int, size_bytes: int) -> None:
         """Tells a sender, not after every tensor, that those which it sent unasked were claimed."""
         with self._lock:
             claimed_bytes = self._claimed_bytes.get(rank, 0) + size_bytes
-            is_due = claimed_bytes >= self._room_bytes // _ROOM_PARTS
+            is_due = claimed_bytes >= self._room_bytes(len(self._ids)) // _ROOM_PARTS
             self._claimed_bytes[rank] = 0 if is_due else claimed_bytes
         if is_due:
             self.send(rank, Sending.of_room(claimed_bytes))

@@ -9,6 +9,7 @@ part. From its greeting on it is known who speaks.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -139,6 +140,7 @@ class MachineExchange:
             machine: [] for machine in range(len(members.ranks_on)) if machine != members.machine
         }
         """All that was said to each machine, for whoever speaks for it in the end."""
+        self._lock = threading.Lock()  # law: of both, between the caller's thread and those that receive
         self._sending: list[MeshHandle[None]] = []
         self._gone_before = tuple(mesh.monitor.lost)
         """Those without whom the others have begun this operation, too."""
@@ -190,8 +192,9 @@ class MachineExchange:
 
     def say(self, machine: int, topic: str, tensor: torch.Tensor) -> None:
         """Sends; `tensor` may be written again when an answer has come that needs it, or after `told`."""
-        self._said[machine].append((topic, tensor))
-        speaker = self._speakers.get(machine)
+        with self._lock:
+            self._said[machine].append((topic, tensor))
+            speaker = self._speakers.get(machine)
         if speaker is not None:
             self._send(speaker, topic, tensor)
 
@@ -311,8 +314,10 @@ class MachineExchange:
     def _speak_to(self, machine: int, speaker: int) -> None:
         """Says all to this worker of another machine, also what was said to another one before."""
         if self._speakers.get(machine) != speaker:
-            self._speakers[machine] = speaker
-            for topic, tensor in tuple(self._said[machine]):
+            with self._lock:
+                self._speakers[machine] = speaker
+                said = tuple(self._said[machine])
+            for topic, tensor in said:
                 self._send(speaker, topic, tensor)
 
     def _send(self, rank: int, topic: str, tensor: torch.Tensor) -> None:

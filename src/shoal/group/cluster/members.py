@@ -274,7 +274,6 @@ class HeartbeatMonitor:
         scope: Scope,
         silence_s: float,
         on_change: Callable[[], None],
-        greeting: Any = None,
     ) -> None:
         # the first two are replaced, never changed: other threads look at them
         self.lost: Mapping[int, Loss] = {}
@@ -285,7 +284,8 @@ class HeartbeatMonitor:
         self.num_sent_by: dict[int, int] = {}
         """How many tensors those that have left have sent to this worker."""
         self.rank = rank
-        self._greeting = greeting
+        self.greeting: Any = None
+        """What this worker says to all that connect; set it before `open`."""
         self._transport = transport
         self._scope = scope
         self._silence_s = silence_s
@@ -474,7 +474,7 @@ class HeartbeatMonitor:
 
     async def _answer_greeting(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         await asyncio.shield(self._ready)
-        return Reply(self._greeting)
+        return Reply(self.greeting)
 
     def _answer_watch(
         self, head: Head, buffers: Sequence[memoryview]

@@ -135,6 +135,8 @@ class Mesh:
         self.monitor: HeartbeatMonitor
         """Knows who of the other machines' workers is there, from `listen` on."""
         self._is_open = False
+        self._port = 0
+        """Where tensors come."""
 
     # --- its life ---
 
@@ -155,10 +157,8 @@ class Mesh:
         listener = socket.create_server((self._host, 0), family=_family(self._host), backlog=_BACKLOG)
         listener.setblocking(False)
         close_in_children(listener.fileno())
-        port = listener.getsockname()[1]
-        self.monitor = HeartbeatMonitor(
-            self.rank, self._transport, scope, self._silence_s, self._give_up, (port, self.is_encrypted)
-        )
+        self._port = listener.getsockname()[1]
+        self.monitor = HeartbeatMonitor(self.rank, self._transport, scope, self._silence_s, self._give_up)
         scope.start_soon(self._accept(listener), name="accept connections for tensors")
         address = await self._transport.listen(Address(self._host, 0))
         return Peer(address, self._membership.peer_id)
@@ -193,17 +193,18 @@ class Mesh:
         """
         self._peers.update(peers)
         self._links.expect({rank: peer.id for rank, peer in peers.items()})
+        self.monitor.greeting = (self._port, self.is_encrypted, len(peers))
         deadline = deadline or Deadline.after(CONNECTING_S)
         greetings = self.loop.run(self.monitor.open(peers, names or {}, deadline))
         for rank, greeting in greetings.items():
-            port, is_encrypted = msgspec.convert(greeting, tuple[int, bool])
+            port, is_encrypted, num_peers = msgspec.convert(greeting, tuple[int, bool, int])
             if is_encrypted != self.is_encrypted:
                 plain, other = (rank, self.rank) if self.is_encrypted else (self.rank, rank)
                 raise UsageError(
                     f"rank {plain} sends tensors without encryption, and rank {other} encrypts them.",
                     next_step="give all workers the same encrypt= in shoal.init(), or leave it out.",
                 )
-            self._links.set_address(rank, route(rank, Address(peers[rank].address.host, port)))
+            self._links.set_address(rank, route(rank, Address(peers[rank].address.host, port)), num_peers)
 
     def leave(self, after: int) -> None:
         """Tells all that this worker takes part in operations up to this number, once what it sends is there.
