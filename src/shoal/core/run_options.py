@@ -61,6 +61,12 @@ class RunOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """A pipe to the launcher, which reads one JSON object a line: `core.status`."""
     status_inode: int | None = None
     """Of that pipe: a process that inherits the variable, not the pipe, must not write to another file."""
+    link_fd: int | None = None
+    """A socket to the launcher of a run whose workers come and go (`core.elastic`); None in other runs."""
+    number: int = 0
+    """The number of this worker in such a run, which no other worker ever has."""
+    is_joining: bool = False
+    """Whether the run was under way when this worker was started."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> RunOptions:

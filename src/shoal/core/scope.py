@@ -250,3 +250,13 @@ async def _all_settled(tasks: Iterable[asyncio.Task[Any]]) -> None:
                 interrupted = cancelled
     if interrupted is not None:
         raise interrupted
+
+
+def settle(future: asyncio.Future[T], outcome: T | Exception) -> None:
+    """Give a result to whoever waits, or have an error raised there; nothing once that was done."""
+    if future.done():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

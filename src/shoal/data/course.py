@@ -3,7 +3,8 @@
 An epoch is one common order of items (examples, or batches where a loader has a batch sampler of its own or
 an iterable dataset). In a leg of it so many workers each take every so-many-th of the items that earlier legs
 have left. A run that resumes with as many workers goes on in the leg; with another number it begins a new
-one, over the items that nobody has taken.
+one, over the items that nobody has taken. So does a run whose number of workers changes while it trains
+(`move`), in the middle of an iteration.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ class Course:
         self._generators = generators
         self._current: Iteration | None = None
         self._resumed: Iteration | None = None
+        self.num_moves = 0
+        """How often the workers have changed; an iteration that was under way goes on in another part."""
+        self._marked: tuple[Iteration, int] | None = None
+        """The iteration and its number of taken items at the last `mark`, or when it began."""
 
     @property
     def is_resuming(self) -> bool:
@@ -67,8 +72,28 @@ class Course:
         """The next epoch, or what is left of the one that an earlier run had begun."""
         resumed, self._resumed = self._resumed if self.is_resuming else None, None
         self._current = resumed or Iteration(self.epoch)
+        self._marked = self._current, self._current.num_taken
         self.epoch += 1
         return self._current
+
+    def mark(self) -> None:
+        """Remembers that what was taken until now has been trained on."""
+        if self._current is not None:
+            self._marked = self._current, self._current.num_taken
+
+    def roll_back(self) -> None:
+        """Gives back what was taken since the last mark: it has not been trained on."""
+        if self._marked is not None:
+            iteration, num_taken = self._marked
+            iteration.num_taken, iteration.is_over = num_taken, False
+            self._current, self.epoch = iteration, iteration.epoch + 1
+
+    def move(self, part: Part, state: Mapping[str, Any]) -> None:
+        """Goes on as another part of the data, from a state that `merge` has made of all workers' states."""
+        self.part = part
+        self.num_moves += 1
+        self.load_state_dict(state)
+        self._marked = None
 
     def own(self, items: Iterable[T], iteration: Iteration) -> Iterator[T]:
         """The items of this worker, without those that were taken before `iteration` began."""

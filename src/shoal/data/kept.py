@@ -8,6 +8,7 @@ from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from shoal.data.course import Course
+from shoal.data.parts import Part
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,29 @@ class KeptLoaders:
         courses = [known() for known in self._courses]
         return [None if course is None else course.state_dict() for course in courses]
 
+    def mark(self) -> None:
+        """Remembers that what the loops have got until now has been trained on."""
+        for known in self._courses:
+            if (course := known()) is not None:
+                course.mark()
+
+    def roll_back(self) -> None:
+        """Gives back what the loops have got since the last mark: it has not been trained on."""
+        for known in self._courses:
+            if (course := known()) is not None:
+                course.roll_back()
+
+    def move(self, rank: int, size: int, states: Sequence[Mapping[str, Any] | None]) -> None:
+        """Goes on as worker `rank` of `size`, from states that `merge` has made of all workers' states.
+
+        Those that are divided later go on from there, too.
+        """
+        self._waiting = {number: state for number, state in enumerate(states) if state is not None}
+        for number, known in enumerate(self._courses):
+            course, state = known(), self._waiting.pop(number, None)
+            if course is not None:
+                course.move(Part(rank, size, course.part.remainder), state or course.state_dict())
+
     def load(self, states: Sequence[Mapping[str, Any] | None], first: Sequence[Course] = ()) -> None:
         """Go on from there, also those that come later; `first` are those that the first states are of.
 
@@ -62,12 +86,16 @@ class KeptLoaders:
 _kept: WeakKeyDictionary[object, KeptLoaders] = WeakKeyDictionary()
 
 
+def _innermost(group: object) -> object:
+    while not getattr(group, "is_elastic", False) and (inner := getattr(group, "inner", None)) is not None:
+        group = inner
+    return group
+
+
 def kept_loaders(group: object) -> KeptLoaders:
     """Those of a group; wrappers around one group share them."""
-    while (inner := getattr(group, "inner", None)) is not None:
-        group = inner
     try:
-        return _kept.setdefault(group, KeptLoaders())
+        return _kept.setdefault(_innermost(group), KeptLoaders())
     except TypeError:  # what only has a rank and a size has no checkpoints either
         return KeptLoaders()
 

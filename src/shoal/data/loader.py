@@ -31,10 +31,11 @@ _KEPT = (
     "pin_memory_device",
     "in_order",
 )
-_ORDERS: WeakKeyDictionary[DataLoader[Any], dict[tuple[Part, int], ShardSampler | Course]] = (
+_ORDERS: WeakKeyDictionary[DataLoader[Any], dict[tuple[Part | None, int], ShardSampler | Course]] = (
     WeakKeyDictionary()
 )
-"""Of the loaders that were divided, by part and seed: who divides a loader anew goes on with its epochs."""
+"""Of the loaders that were divided, by part and seed: who divides a loader anew goes on with its epochs. None
+stands for a part that changes with the workers."""
 
 
 class ShardedLoader(DataLoader[T_co]):
@@ -43,21 +44,24 @@ class ShardedLoader(DataLoader[T_co]):
     The examples of a map-style dataset are divided before they are loaded, in an order that is new in each
     epoch if the other loader shuffles, and the processes that load them draw by seed, epoch and rank. Made of
     the same loader again, it goes on with the next epoch. An iterable dataset must give the same order to all
-    workers; each reads all of it and keeps its own batches.
+    workers; each reads all of it and keeps its own batches. Where workers come and go while it is read
+    (`is_elastic`), what is left of the epoch is divided among those who are there.
     """
 
-    def __init__(self, loader: DataLoader[T_co], part: Part, *, seed: int = 0) -> None:
+    def __init__(
+        self, loader: DataLoader[T_co], part: Part, *, seed: int = 0, is_elastic: bool = False
+    ) -> None:
         if type(loader) is not DataLoader:
             raise UsageError(
                 f"A {type(loader).__name__} cannot be made anew for one worker.",
                 cause="it is no plain DataLoader, or it is one worker's part already.",
                 next_step="make it of shoal.shard(dataset, group), or shard torch's own DataLoader, once.",
             )
-        self.part = part
         self._seed = seed
+        self._keeps_order = part.size == 1 and not is_elastic
         self._course: Course | None = None
         kept = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
-        kept |= self._batching(loader)
+        kept |= self._batching(loader, part, (None if is_elastic else part, seed))
         super().__init__(loader.dataset, **kept)
 
     @property
@@ -65,6 +69,11 @@ class ShardedLoader(DataLoader[T_co]):
         """How far it is, for a checkpoint."""
         assert self._course is not None, "a loader without a course"
         return self._course
+
+    @property
+    def part(self) -> Part:
+        """Which part of the data is this worker's."""
+        return self.course.part
 
     @property
     def epoch(self) -> int:
@@ -76,55 +85,64 @@ class ShardedLoader(DataLoader[T_co]):
         self.course.epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return self._counted(self._batches())
+
+    def _batches(self) -> Iterator[Any]:
+        """Begins to read what this worker has of the epoch that comes, or of what is left of one."""
         course, own = self.course, [self.generator] if isinstance(self.generator, torch.Generator) else []
-        if self.part.size > 1 and own:
+        if not self._keeps_order and own:
             # the order does not come from here, but the seeds of loading processes do
             self.generator.manual_seed(mix(self._seed, course.epoch, self.part.rank))
         # an iteration that goes on has drawn its seed in the run before
         with kept_generators(own) if course.is_resuming else contextlib.nullcontext():
-            batches = super().__iter__()
-        return self._counted(batches)
+            return super().__iter__()
 
     def __len__(self) -> int:
         num_batches = super().__len__()
         return self.part.length(num_batches) if isinstance(self.dataset, IterableDataset) else num_batches
 
-    def _batching(self, loader: DataLoader[T_co]) -> dict[str, Any]:
+    def _batching(self, loader: DataLoader[T_co], part: Part, key: tuple[Part | None, int]) -> dict[str, Any]:
         is_custom = loader.batch_size is None and loader.batch_sampler is not None
         plain = {} if is_custom else {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        is_alone = self.part.size == 1
-        orders, key = _ORDERS.setdefault(loader, {}), (self.part, self._seed)
+        orders = _ORDERS.setdefault(loader, {})
         if isinstance(loader.dataset, IterableDataset):
             if key not in orders:
-                orders[key] = Course(self.part)
+                orders[key] = Course(part)
             self._course = cast(Course, orders[key])
             return plain
         name = "batch_sampler" if is_custom else "sampler"
         if key not in orders:
             sampler = cast("Iterable[Any]", getattr(loader, name))
-            orders[key] = ShardSampler(sampler, self.part, seed=self._seed, keeps_order=is_alone)
+            orders[key] = ShardSampler(sampler, part, seed=self._seed, keeps_order=self._keeps_order)
         order = cast(ShardSampler, orders[key])
         self._course = order.course
-        return {name: order, **({} if is_alone else {"generator": torch.Generator()}), **plain}
+        return {name: order, **({} if self._keeps_order else {"generator": torch.Generator()}), **plain}
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         """What the loop has got, not what was read ahead of it, is what a checkpoint counts."""
-        iteration = None
-        if isinstance(self.dataset, IterableDataset):
-            iteration = self.course.begin()
-            batches = self.course.own(batches, iteration)
-        has_examples = not isinstance(self.dataset, IterableDataset) and self.batch_size is not None
-        num_items = cast(int, self.batch_size) if has_examples else 1
+        course, iteration = self.course, None
+        is_stream = isinstance(self.dataset, IterableDataset)
+        num_items = 1 if is_stream or self.batch_size is None else self.batch_size
         is_batched = self.batch_sampler is not None
+        num_moves = -1
         try:
-            for batch in batches:
-                iteration = iteration or self.course.current
-                assert iteration is not None, "a batch of an iteration that has not begun"
-                iteration.num_taken += num_items
-                self.course.num_examples += _num_examples(batch) if is_batched else 1
-                yield batch
+            while num_moves != course.num_moves:  # the workers have changed: what is left is divided anew
+                if num_moves >= 0:
+                    batches = self._batches()
+                num_moves, iteration = course.num_moves, None
+                if is_stream:
+                    iteration = course.begin()
+                    batches = course.own(batches, iteration)
+                for batch in batches:
+                    iteration = iteration or course.current
+                    assert iteration is not None, "a batch of an iteration that has not begun"
+                    iteration.num_taken += num_items
+                    course.num_examples += _num_examples(batch) if is_batched else 1
+                    yield batch
+                    if num_moves != course.num_moves:
+                        break
         finally:
-            iteration = iteration or self.course.current
+            iteration = iteration or course.current
             if iteration is not None:
                 iteration.is_over = True
 

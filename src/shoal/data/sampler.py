@@ -50,7 +50,6 @@ class ShardSampler(Sampler[Any]):
             part.check(num_items)
         self.course = Course(part, num_items, own_generators(sampler) if keeps_order else ())
         self._sampler = sampler
-        self._part = part
         self._seed = seed
         self._keeps_order = keeps_order
 
@@ -89,7 +88,7 @@ class ShardSampler(Sampler[Any]):
             return list(self._sampler)
 
     def __len__(self) -> int:
-        return self._part.length(len(cast(Sized, self._sampler)))
+        return self.course.part.length(len(cast(Sized, self._sampler)))
 
 
 def refuse_divided(data: object) -> None:

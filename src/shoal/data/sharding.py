@@ -85,19 +85,28 @@ def shard(data: Any, group: Placed, *, seed: int = 0, remainder: Remainder = "dr
     - An iterable gives every `size`-th item, a DataLoader of an iterable dataset every `size`-th batch. It
       must give the same order to all workers, and each reads all of it.
 
+    - Under `shoal run --elastic` a DataLoader alone is divided: whenever workers come or go, those who are
+      there divide what is left of the epoch.
+
     `remainder` says what becomes of items that do not go round. 'drop' and 'repeat' give all workers equally
     many; with 'uneven' let a worker that is done call `strategy.join()`, or leave the `attach` block.
     """
-    part = Part(group.rank, group.size, remainder)
-    if part.size > 1:
+    part, is_elastic = Part(group.rank, group.size, remainder), getattr(group, "is_elastic", False)
+    if part.size > 1 or is_elastic:
         refuse_divided(data.dataset if isinstance(data, DataLoader) else data)
     if isinstance(data, DataLoader):
         if part.size == 1 and type(data) is not DataLoader:
             return data
-        loader = ShardedLoader(data, part, seed=seed)
+        loader = ShardedLoader(data, part, seed=seed, is_elastic=is_elastic)
         kept_loaders(group).add(loader.course)
         return loader
     _refuse_what_has_no_common_order(data)
+    if is_elastic:
+        raise UsageError(
+            f"A {type(data).__name__} is divided once for all, and the workers of this run come and go.",
+            next_step="shard a DataLoader, which divides what is left of the epoch whenever they change: "
+            "shoal.shard(DataLoader(dataset, batch_size=...), group).",
+        )
     if part.size == 1:
         return data
     if isinstance(data, IterableDataset):

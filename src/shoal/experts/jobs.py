@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from shoal.core import Deadline, DeadlineExceeded, PeerBusy
-from shoal.core.futures import settle
+from shoal.core.scope import settle
 from shoal.experts.expert import Expert
 from shoal.experts.settings import ServerSettings
 from shoal.tensors import EncodedMeta

@@ -132,7 +132,8 @@ class Bucket:
         else:
             buffer = memory.view(torch.uint8).numpy().data if isinstance(memory, torch.Tensor) else memory
             raw = _raw_memory(layout, buffer, torch.device(device))
-        _zero_gaps(layout, raw)
+        if memory is not None:
+            _zero_gaps(layout, raw)
         dtype = dtype_named(layout.dtype)
         self.flat = raw.view(dtype)
         self.views = tuple(_view(self.flat, slot) for slot in layout.slots)
@@ -147,20 +148,18 @@ class Bucket:
     def load(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Copy tensors in, in slot order; None, a gradient that was not computed, becomes zeros."""
         tensors = self._fitting(tensors)
+        pairs = list(zip(self.views, tensors, strict=True))
         with torch.no_grad():
-            for view, tensor in zip(self.views, tensors, strict=True):
-                if tensor is None:
-                    view.zero_()
-                else:
-                    view.copy_(tensor)
+            for view in [view for view, tensor in pairs if tensor is None]:
+                view.zero_()
+            _copy_all([(view, tensor) for view, tensor in pairs if tensor is not None])
 
     def store(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Copy the views out into tensors, in slot order; None is passed over."""
         tensors = self._fitting(tensors)
+        pairs = zip(tensors, self.views, strict=True)
         with torch.no_grad():
-            for view, tensor in zip(self.views, tensors, strict=True):
-                if tensor is not None:
-                    tensor.copy_(view)
+            _copy_all([(tensor, view) for tensor, view in pairs if tensor is not None])
 
     def _fitting(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """All is checked before the first byte moves: copy_ would broadcast, or convert, in silence."""
@@ -214,6 +213,15 @@ def _raw_memory(layout: BucketLayout, memory: WriteableBuffer | None, device: to
             next_step="use aligned_memory(), or an offset into the mmap that is a multiple of 64",
         )
     return raw
+
+
+def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copies the second tensor of each pair into the first; inside a GPU by few operations for all."""
+    if pairs and all(into.is_cuda and into.device == source.device for into, source in pairs):
+        torch._foreach_copy_([into for into, _ in pairs], [source for _, source in pairs])
+        return
+    for into, source in pairs:
+        into.copy_(source)
 
 
 def _zero_gaps(layout: BucketLayout, raw: torch.Tensor) -> None:

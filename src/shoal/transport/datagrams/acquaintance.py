@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.core import Peer, PeerBusy, PeerError, PeerLost, PeerRefused, ShoalError
-from shoal.core.futures import settle
+from shoal.core.scope import settle
 from shoal.transport.datagrams.packets import BUSY, LEFT, REFUSED
 from shoal.transport.datagrams.pending import PendingCall, State
 from shoal.transport.datagrams.ports import Hub

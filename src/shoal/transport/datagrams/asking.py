@@ -8,7 +8,7 @@ from shoal.core import (
     Deadline,
     Peer,
 )
-from shoal.core.futures import settle
+from shoal.core.scope import settle
 from shoal.transport.datagrams.acquaintance import JITTER, AskingSession
 from shoal.transport.datagrams.outcomes import HANDLERS, late
 from shoal.transport.datagrams.packets import (

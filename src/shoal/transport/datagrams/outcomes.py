@@ -14,7 +14,7 @@ from shoal.core import (
     ShoalError,
     VersionMismatch,
 )
-from shoal.core.futures import settle
+from shoal.core.scope import settle
 from shoal.transport.datagrams.contents import copy_in, fill_all
 from shoal.transport.datagrams.packets import (
     MAX_PARTS,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from shoal.core.fork import close_in_children, keep_in_children
-from shoal.core.futures import settle
+from shoal.core.scope import settle
 from shoal.transport.conditions.lines import WayLink
 from shoal.transport.networks.pipes import Passage, Pipe, nothing
 from shoal.transport.networks.timers import PreciseTimers

@@ -19,7 +19,7 @@ from shoal.core import (
     ProtocolError,
     ShoalError,
 )
-from shoal.core.futures import settle
+from shoal.core.scope import settle
 from shoal.transport.errors import from_wire
 from shoal.transport.frames import (
     INLINE_BYTES,

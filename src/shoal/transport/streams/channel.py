@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shoal.core import ProtocolError, UsageError
-from shoal.core.futures import settle
+from shoal.core.scope import settle
 from shoal.transport.frames import (
     INLINE_BYTES,
     UNREADABLE,

@@ -21,7 +21,7 @@ from shoal.core import (
     ShoalError,
     UsageError,
 )
-from shoal.core.futures import settle
+from shoal.core.scope import settle
 from shoal.transport.budget import ByteBudget
 from shoal.transport.complaints import Complaints
 from shoal.transport.frames import GoodbyeHead, Kind, Mode, encode, frame

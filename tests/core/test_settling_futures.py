@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from shoal.core.futures import settle
+from shoal.core.scope import settle
 
 
 def test_whoever_waits_gets_a_result_or_an_error_and_only_the_first(run):

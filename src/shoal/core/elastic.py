@@ -1,0 +1,427 @@
+"""How a run grows and shrinks while it trains: who is in its next group, and when that group forms.
+
+A run has one `Coordinator`: its launcher's, or that of a simulated world. Workers have numbers that are never
+used twice; ranks belong to a generation, which is one group from its forming to the next one. A generation
+ends between two steps:
+
+    worker                                            coordinator
+                                                      a worker was lost, has come, or is to leave
+                                         ◄── Prepare  when will you stop?
+    Reached(last_step)  ──►                           I stop after this step, unless I hear of a later one
+                                         ◄── MeetAt   the latest step that anybody has named
+    (all train on until that step)
+    Waiting  ──►                                      I have stopped, and have left the old group
+                                         ◄── Form     all have stopped: this is the next generation
+    Gather(name, value)  ──►             ◄── Gathered whatever workers must know of each other to connect
+    Formed  ──►                                       I am in the new group
+
+Workers answer Prepare at once, wherever they are in a step, so that nobody waits for somebody who waits for
+an answer. A worker whose operation fails because of a loss stops there and then, and says Waiting without
+being asked. When a worker ends or waits again while a generation forms, all who are not in the new group yet
+are told that it has failed, wait again, and another generation is tried. Workers whose strategy does not go
+in lockstep stop after the step that they are in.
+
+Everything here is pure: messages come in, messages go out, time is told.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
+
+import msgspec
+
+from shoal.core.errors import ProtocolError, ShoalError
+
+SUSPECT_S = 2.0
+"""A worker that others have lost, and that neither ends nor says anything itself, is given up after so long:
+it is stopped, or cut off."""
+HORIZON_S = 0.05
+"""A worker that is asked when it can stop may train on for so long, and for one step at least: until then it
+hears where the others stop."""
+MAX_MESSAGE_BYTES = 1 << 24
+_LENGTH = struct.Struct("<I")
+_MAX_FAILURES = 2
+"""A generation that could not form so many times in a row leaves out those that others could not reach."""
+
+
+class ElasticMessage(msgspec.Struct, frozen=True, tag=True):
+    """Base of all messages between a worker and the coordinator of its run."""
+
+
+class Waiting(ElasticMessage, frozen=True):
+    """Up: this worker is in no group, and waits for the next generation."""
+
+    is_fresh: bool
+    """Whether it has trained in no generation yet, and has no state to give."""
+    lost: tuple[int, ...] = ()
+    """The numbers of the workers because of which it could not go on."""
+
+
+class Reached(ElasticMessage, frozen=True):
+    """Up, the answer to `Prepare`: this worker stops after that step, unless it hears of a later one."""
+
+    generation: int
+    last_step: int
+
+
+class Gather(ElasticMessage, frozen=True):
+    """Up: what this worker gives to a gathering of its generation."""
+
+    generation: int
+    name: str
+    value: bytes
+
+
+class Formed(ElasticMessage, frozen=True):
+    """Up: this worker is in the new group; from now on the group itself notices losses."""
+
+    generation: int
+
+
+class Prepare(ElasticMessage, frozen=True):
+    """Down: the generation with this number will end; say when you can stop."""
+
+    generation: int
+
+
+class MeetAt(ElasticMessage, frozen=True):
+    """Down: stop after this step, which nobody has passed."""
+
+    generation: int
+    step: int
+
+
+class WorkerPlace(msgspec.Struct, frozen=True):
+    """Where one worker of a generation runs."""
+
+    number: int
+    machine: int
+
+
+class Form(ElasticMessage, frozen=True):
+    """Down: form a group; ranks are the positions in `places`."""
+
+    generation: int
+    places: tuple[WorkerPlace, ...]
+
+    def rank_of(self, number: int) -> int:
+        """Finds the rank of the worker with this number."""
+        return [place.number for place in self.places].index(number)
+
+    def local_places(self, number: int) -> tuple[int, int]:
+        """Finds a worker's number among those of its machine, and how many these are."""
+        machine = self.places[self.rank_of(number)].machine
+        here = [place.number for place in self.places if place.machine == machine]
+        return here.index(number), len(here)
+
+
+class Gathered(ElasticMessage, frozen=True):
+    """Down: the values of all workers of the generation, by rank."""
+
+    generation: int
+    name: str
+    values: tuple[bytes, ...]
+
+
+class FormingFailed(ElasticMessage, frozen=True):
+    """Down: a worker of the generation that is forming has ended, or waits for another one; stop forming."""
+
+    generation: int
+    number: int
+
+
+class Leave(ElasticMessage, frozen=True):
+    """Down: end this worker's training in order; the run goes on without it, or is over."""
+
+    reason: str
+
+
+class LeavingRun(ShoalError):
+    """Says that this worker is to end its training: the run was made smaller, or is over."""
+
+
+UpMessage: TypeAlias = Waiting | Reached | Gather | Formed
+DownMessage: TypeAlias = Prepare | MeetAt | Form | Gathered | FormingFailed | Leave
+_State = Literal["starting", "waiting", "training"]
+
+
+@dataclass(slots=True)
+class _Worker:
+    number: int
+    machine: int
+    state: _State = "starting"
+    is_fresh: bool = True
+    is_leaving: bool = False
+    """Whether it is to leave when the next generation forms."""
+    last_step: int | None = None
+    """What it has answered to the last `Prepare`."""
+    lost: tuple[int, ...] = ()
+    suspected_s: float | None = None
+    """Since when others have lost it."""
+    is_forming: bool = False
+    """Whether it was told to form a group, and has neither done so nor failed."""
+
+
+class Coordinator:
+    """Decides who is in the next generation of a run, and when it forms.
+
+    `send` gives a message to a worker, `expel` ends a worker that others cannot reach. Call `advance` now and
+    then: it is the only one that looks at the time.
+    """
+
+    def __init__(
+        self,
+        *,
+        send: Callable[[int, DownMessage], None],
+        expel: Callable[[int, str], None],
+        min_workers: int = 1,
+    ) -> None:
+        self.generation = 0
+        """The number of the last generation that was told to form; 0 before the first."""
+        self.members: tuple[int, ...] = ()
+        """The numbers of its workers, by rank."""
+        self.min_workers = min_workers
+        self._send = send
+        self._expel = expel
+        self._workers: dict[int, _Worker] = {}
+        self._is_preparing = False
+        self._step: int | None = None
+        """After which step all stop; None while nobody was told."""
+        self._has_lost = False
+        """Whether a member of this generation was lost."""
+        self._has_formed = False
+        """Whether a worker has ever been in a group."""
+        self._num_failures = 0
+        self._gatherings: dict[str, dict[int, bytes]] = {}
+        """By name: what the workers of this generation have given, by number."""
+
+    # What happens to workers.
+
+    def add(self, number: int, machine: int) -> None:
+        """Takes note of a worker that was started; it joins once it waits."""
+        self._workers[number] = _Worker(number, machine)
+
+    def end(self, number: int, *, has_left: bool) -> None:
+        """Takes note of a worker's end; `has_left` if it had left its group in order."""
+        worker = self._workers.pop(number, None)
+        if worker is None:
+            return
+        if worker.state == "training" and not has_left:
+            self._has_lost = True
+            self._fail_forming(number)
+
+    def give_up(self, number: int, reason: str) -> None:
+        """Goes on without a worker that is stopped, or cut off; it is ended."""
+        if number in self._workers:
+            self._expel(number, reason)
+            self.end(number, has_left=False)
+
+    def retire(self, numbers: Collection[int]) -> None:
+        """Lets these workers leave when the next generation forms."""
+        for number in numbers:
+            if number in self._workers:
+                self._workers[number].is_leaving = True
+
+    def take(self, number: int, message: UpMessage) -> None:
+        """Takes what a worker says."""
+        worker = self._workers.get(number)
+        if worker is None:
+            return
+        match message:
+            case Waiting():
+                self._stopped(worker, message)
+            case Reached():
+                if message.generation == self.generation:
+                    worker.last_step = message.last_step
+            case Gather():
+                self._gather(worker, message)
+            case Formed():
+                if message.generation == self.generation and worker.state == "training":
+                    worker.is_forming = worker.is_fresh = False
+                    self._has_formed = True
+
+    # What follows from it.
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether another generation is to form."""
+        present = [worker for worker in self._workers.values() if worker.state != "starting"]
+        can_leave = not all(worker.is_leaving for worker in present)
+        return self._has_lost or any(
+            worker.state == "waiting" or (worker.is_leaving and can_leave) for worker in present
+        )
+
+    @property
+    def has_state(self) -> bool:
+        """Whether somebody has what was learned; also when nothing has been, or nobody is left."""
+        workers = self._workers.values()
+        return not self._has_formed or not workers or any(not worker.is_fresh for worker in workers)
+
+    @property
+    def num_short(self) -> int:
+        """How many workers are missing for the next generation to form, when all have stopped for it."""
+        if not self.is_changing or self._in_state("training"):
+            return 0
+        staying = [worker for worker in self._workers.values() if not worker.is_leaving]
+        return max(0, self.min_workers - len(staying))
+
+    def advance(self, now_s: float) -> None:
+        """Goes as far as it can."""
+        self._look_at_suspects(now_s)
+        if not self.is_changing:
+            return
+        training = self._in_state("training")
+        if training and not self._is_preparing:
+            self._is_preparing = True
+            for worker in training:
+                worker.last_step = None
+                self._send(worker.number, Prepare(self.generation))
+        if training and self._step is None and all(worker.last_step is not None for worker in training):
+            self._step = max(worker.last_step or 0 for worker in training)
+            for worker in training:
+                self._send(worker.number, MeetAt(self.generation, self._step))
+        if not training:
+            self._form()
+
+    def _in_state(self, state: _State) -> list[_Worker]:
+        return [worker for worker in self._workers.values() if worker.state == state]
+
+    def _stopped(self, worker: _Worker, message: Waiting) -> None:
+        was_training = worker.state == "training"
+        worker.state, worker.is_fresh, worker.lost = "waiting", message.is_fresh, message.lost
+        worker.suspected_s, worker.is_forming = None, False
+        if was_training and (message.lost or self._step is None):
+            self._has_lost = True
+            self._fail_forming(worker.number)
+
+    def _fail_forming(self, number: int) -> None:
+        """Tells those who are not in the new group yet that this worker does not come."""
+        self._gatherings = {}
+        for worker in self._in_state("training"):
+            if worker.is_forming:
+                worker.is_forming = False
+                self._send(worker.number, FormingFailed(self.generation, number))
+
+    def _gather(self, worker: _Worker, message: Gather) -> None:
+        if message.generation != self.generation or not worker.is_forming:
+            return
+        values = self._gatherings.setdefault(message.name, {})
+        values[worker.number] = message.value
+        if all(number in values for number in self.members):
+            del self._gatherings[message.name]
+            by_rank = tuple(values[number] for number in self.members)
+            for number in self.members:
+                self._send(number, Gathered(self.generation, message.name, by_rank))
+
+    def _look_at_suspects(self, now_s: float) -> None:
+        """Gives up workers that others have lost and that say nothing: they are stopped, or cut off."""
+        lost = [number for worker in self._in_state("waiting") for number in worker.lost]
+        for worker in self._in_state("training"):
+            if worker.number not in lost:
+                worker.suspected_s = None
+            elif worker.suspected_s is None:
+                worker.suspected_s = now_s
+            elif now_s - worker.suspected_s >= SUSPECT_S:
+                self.give_up(worker.number, "other workers do not reach it")
+
+    def _form(self) -> None:
+        if not self.generation and self._in_state("starting"):
+            return  # the first generation is that of all who were started for it
+        self._dismiss_leaving()
+        waiting = self._in_state("waiting")
+        if self._has_formed and not self._has_lost and all(worker.is_fresh for worker in waiting):
+            # those who trained have ended in order
+            for worker in waiting:
+                self._dismiss(worker, "the other workers have finished")
+            return
+        self._leave_out_unreachable(waiting)
+        waiting = self._in_state("waiting")
+        if len(waiting) < max(1, self.min_workers):
+            return
+        places = _in_order(waiting)
+        self.generation += 1
+        self.members = tuple(place.number for place in places)
+        self._is_preparing, self._step, self._has_lost = False, None, False
+        self._gatherings = {}
+        for worker in waiting:
+            worker.state, worker.lost, worker.is_forming = "training", (), True
+        for place in places:
+            self._send(place.number, Form(self.generation, places))
+
+    def _dismiss_leaving(self) -> None:
+        """Lets those go that are to leave; who alone has what was learned goes a generation later."""
+        waiting = self._in_state("waiting")
+        staying = [worker for worker in waiting if not worker.is_leaving]
+        has_heir = any(not worker.is_fresh for worker in staying)
+        for worker in waiting:
+            if worker.is_leaving and (has_heir or worker.is_fresh):
+                self._dismiss(worker, "the run was made smaller")
+
+    def _dismiss(self, worker: _Worker, reason: str) -> None:
+        del self._workers[worker.number]
+        self._send(worker.number, Leave(reason))
+
+    def _leave_out_unreachable(self, waiting: Sequence[_Worker]) -> None:
+        """After some attempts in vain: gives up those that most others could not reach."""
+        accused = [number for worker in waiting for number in worker.lost]
+        here = [worker for worker in waiting if worker.number in accused]
+        self._num_failures = self._num_failures + 1 if here else 0
+        if self._num_failures < _MAX_FAILURES:
+            return
+        self._num_failures = 0
+        # of two that blame each other the newer one goes
+        worst = max(here, key=lambda worker: (accused.count(worker.number), worker.number))
+        self.give_up(worst.number, "other workers cannot connect to it")
+
+
+def _in_order(workers: Sequence[_Worker]) -> tuple[WorkerPlace, ...]:
+    """Puts those of one machine side by side, and first those that have a state to give."""
+    ordered = sorted(workers, key=lambda worker: (worker.is_fresh, worker.number))
+    machines = list(dict.fromkeys(worker.machine for worker in ordered))
+    return tuple(
+        WorkerPlace(worker.number, machine)
+        for machine in machines
+        for worker in ordered
+        if worker.machine == machine
+    )
+
+
+M = TypeVar("M")
+
+
+def encode_message(message: ElasticMessage) -> bytes:
+    """Gives the message as bytes, with its length before it."""
+    data = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+class MessageReader(Generic[M]):
+    """Finds messages in a stream of bytes; `kind` is UpMessage or DownMessage."""
+
+    def __init__(self, kind: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(kind)
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> list[M]:
+        """Gives the messages that are whole now; ProtocolError for what is none."""
+        self._rest += data
+        messages: list[M] = []
+        while len(self._rest) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._rest)
+            end = _LENGTH.size + length
+            if length > MAX_MESSAGE_BYTES:
+                raise ProtocolError(f"A message of {length} bytes is none between a worker and its launcher.")
+            if len(self._rest) < end:
+                break
+            try:
+                messages.append(self._decoder.decode(bytes(self._rest[_LENGTH.size : end])))
+            except msgspec.DecodeError as error:
+                raise ProtocolError(
+                    f"A message between a worker and its launcher cannot be read: {error}.",
+                    cause="they have different versions of Shoal.",
+                ) from None
+            del self._rest[:end]
+        return messages

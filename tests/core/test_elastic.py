@@ -1,0 +1,337 @@
+"""A run's coordinator: workers that come, go, fail and are lost at any time end in one generation."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+
+from shoal.core.elastic import (
+    SUSPECT_S,
+    Coordinator,
+    Form,
+    Formed,
+    FormingFailed,
+    Gather,
+    Gathered,
+    Leave,
+    MeetAt,
+    Prepare,
+    Reached,
+    Waiting,
+)
+
+HORIZON = 3
+"""How many steps a worker of these tests may do after it has said where it stops."""
+
+
+class Worker:
+    """A worker in lockstep with the others of its generation, moved one action at a time."""
+
+    def __init__(self, run: Run, number: int) -> None:
+        self.run = run
+        self.number = number
+        self.inbox: deque[object] = deque()
+        self.form: Form | None = None
+        self.is_in_group = False
+        self.is_waiting = False
+        self.has_state = False
+        self.step = 0
+        self.limit: int | None = None
+        self.due: int | None = None
+        self.reason = ""
+        self.left_in_order: list[Form] = []
+        self.failed: list[Form] = []
+
+    def wait(self, lost: tuple[int, ...] = ()) -> None:
+        if self.form is not None:
+            (self.failed if lost else self.left_in_order).append(self.form)
+        self.is_waiting, self.is_in_group, self.form = True, False, None
+        self.limit = self.due = None
+        self.run.up(self.number, Waiting(not self.has_state, lost))
+
+    def read(self) -> None:
+        message = self.inbox.popleft()
+        generation = self.form.generation if self.form else 0
+        match message:
+            case Prepare():
+                if message.generation == generation:
+                    self.limit = self.step + HORIZON
+                    self.run.up(self.number, Reached(generation, self.limit))
+            case MeetAt():
+                if message.generation == generation:
+                    assert message.step >= self.step, "somebody has passed the step"
+                    self.due = message.step
+            case Form():
+                assert self.is_waiting
+                self.is_waiting, self.form = False, message
+                self.run.up(self.number, Gather(message.generation, "address", b"%d" % self.number))
+            case Gathered():
+                if message.generation == generation:
+                    assert [int(value) for value in message.values] == [
+                        place.number for place in self.form.places
+                    ]
+                    self.is_in_group, self.has_state = True, True
+                    known = [
+                        other.step
+                        for other in self.run.alive()
+                        if other.form == self.form and other is not self and other.has_state
+                    ]
+                    self.step = max([self.step, *known])
+                    self.run.up(self.number, Formed(generation))
+            case FormingFailed():
+                if message.generation == generation and not self.is_in_group:
+                    self.wait((message.number,))
+            case Leave():
+                self.reason = message.reason
+                self.run.ended(self.number, has_left=True)
+
+    def act(self) -> None:
+        """Does one step, if the others of its group let it."""
+        if not self.is_in_group:
+            return
+        assert self.form is not None
+        members = [place.number for place in self.form.places]
+        gone = [number for number in members if self.run.is_gone(number, self.form)]
+        if gone:
+            self.wait(tuple(gone))
+        elif self.due is not None and self.step >= self.due:
+            self.wait()
+        elif self.limit is not None and self.due is None and self.step >= self.limit:
+            return  # has promised to stop here until it hears where all stop
+        elif all(self.run.has_come(number, self.step, self.form) for number in members):
+            self.step += 1
+
+
+class Run:
+    def __init__(self, num_workers: int, seed: int, min_workers: int = 1) -> None:
+        self.random = random.Random(seed)
+        self.now_s = 0.0
+        self.workers: dict[int, Worker] = {}
+        self.gone: dict[int, bool] = {}
+        self.stopped: dict[int, float] = {}
+        """By number: since when."""
+        self.left: list[int] = []
+        self.queue: deque[tuple[int, object]] = deque()
+        self.expelled: list[int] = []
+        self.coordinator = Coordinator(send=self._down, expel=self._expel, min_workers=min_workers)
+        self.next = 0
+        for _ in range(num_workers):
+            self.start()
+
+    def start(self) -> int:
+        number, self.next = self.next, self.next + 1
+        self.coordinator.add(number, number % 2)
+        self.workers[number] = Worker(self, number)
+        return number
+
+    def alive(self) -> list[Worker]:
+        return [worker for number, worker in self.workers.items() if number not in self.gone]
+
+    def up(self, number: int, message: object) -> None:
+        self.queue.append((number, message))
+
+    def _down(self, number: int, message: object) -> None:
+        if number not in self.gone:
+            self.workers[number].inbox.append(message)
+
+    def _expel(self, number: int, reason: str) -> None:
+        self.expelled.append(number)
+        self.gone[number] = True
+        self.stopped.pop(number, None)
+
+    def kill(self, number: int) -> None:
+        self.ended(number, has_left=False)
+
+    def ended(self, number: int, *, has_left: bool) -> None:
+        self.gone[number] = not has_left
+        self.stopped.pop(number, None)
+        if has_left:
+            self.left.append(number)
+        self.coordinator.end(number, has_left=has_left)
+
+    def is_gone(self, number: int, form: Form) -> bool:
+        """Whether it is not in that group any more: killed, stopped for too long, or failed."""
+        if number in self.gone:
+            return self.gone[number]
+        return number in self.stopped or form in self.workers[number].failed
+
+    def has_come(self, number: int, step: int, form: Form) -> bool:
+        other = self.workers[number]
+        if number in self.left or number in self.stopped:
+            return number in self.left
+        return form in other.left_in_order or (other.is_in_group and other.step >= step)
+
+    def turn(self) -> None:
+        """Lets something happen: a message arrives, or a worker does something."""
+        self.now_s += 0.01
+        choices: list[object] = [worker for worker in self.alive() if worker.number not in self.stopped]
+        if self.queue:
+            choices.append(self.queue)
+        chosen = self.random.choice(choices) if choices else None
+        if chosen is self.queue:
+            number, message = self.queue.popleft()
+            self.coordinator.take(number, message)
+        elif isinstance(chosen, Worker):
+            if not chosen.is_waiting and chosen.form is None and not chosen.reason:
+                chosen.wait()
+            elif chosen.inbox and self.random.random() < 0.7:
+                chosen.read()
+            else:
+                chosen.act()
+        for number, since_s in list(self.stopped.items()):
+            if self.now_s - since_s > SUSPECT_S + 1:
+                self.coordinator.give_up(number, "it is stopped")
+        self.coordinator.advance(self.now_s)
+
+    def settle(self, num_turns: int = 4000) -> None:
+        for _ in range(num_turns):
+            self.turn()
+
+    def check_one_generation(self) -> None:
+        alive = [worker for worker in self.alive() if worker.number not in self.stopped]
+        assert alive
+        assert all(worker.is_in_group for worker in alive), [
+            (worker.number, worker.is_waiting, worker.form) for worker in alive
+        ]
+        assert len({worker.form.generation for worker in alive}) == 1
+        numbers = sorted(worker.number for worker in alive)
+        assert sorted(place.number for place in alive[0].form.places) == numbers
+        steps = [worker.step for worker in alive]
+        assert max(steps) - min(steps) <= 1
+
+
+def test_the_first_generation_is_that_of_all_who_were_started():
+    run = Run(3, seed=0)
+    run.settle(500)
+    run.check_one_generation()
+    assert run.coordinator.generation == 1
+    assert run.coordinator.members == (0, 2, 1), "those of one machine stand side by side"
+
+
+def test_a_worker_that_comes_is_taken_in_after_the_same_step_of_all():
+    run = Run(2, seed=1)
+    run.settle(500)
+    before = max(worker.step for worker in run.alive())
+    run.start()
+    run.settle(1000)
+    run.check_one_generation()
+    assert run.coordinator.generation == 2
+    assert run.workers[2].step >= before, "it goes on where the others are"
+
+
+def test_a_lost_worker_is_left_out_and_the_others_go_on():
+    run = Run(3, seed=2)
+    run.settle(500)
+    run.kill(1)
+    run.settle(1000)
+    run.check_one_generation()
+    assert sorted(run.coordinator.members) == [0, 2]
+
+
+def test_workers_that_are_to_leave_are_told_so_between_two_steps():
+    run = Run(4, seed=3)
+    run.settle(500)
+    run.coordinator.retire([1, 3])
+    run.settle(1500)
+    run.check_one_generation()
+    assert sorted(run.left) == [1, 3]
+    assert "smaller" in run.workers[1].reason
+    assert run.workers[1].step == run.workers[3].step
+
+
+def test_the_last_one_that_has_the_state_leaves_only_when_another_has_it():
+    run = Run(1, seed=8)
+    run.settle(200)
+    run.coordinator.retire([0])
+    newer = run.start()
+    run.settle(2000)
+    run.check_one_generation()
+    assert run.left == [0]
+    assert run.workers[newer].step >= run.workers[0].step > 0
+
+
+def test_a_worker_that_comes_when_all_have_finished_is_sent_home():
+    run = Run(2, seed=4)
+    run.settle(500)
+    late = run.start()
+    for number in (0, 1):
+        run.ended(number, has_left=True)
+    run.settle(500)
+    assert run.workers[late].reason == "the other workers have finished"
+
+
+def test_a_stopped_worker_is_given_up_once_others_have_lost_it():
+    run = Run(3, seed=5)
+    run.settle(500)
+    run.stopped[2] = run.now_s
+    run.settle(int(SUSPECT_S / 0.01) + 1500)
+    assert run.expelled == [2]
+    run.check_one_generation()
+
+
+def test_fewer_than_the_smallest_number_wait_for_more():
+    run = Run(2, seed=6, min_workers=2)
+    run.settle(500)
+    run.kill(0)
+    run.settle(500)
+    assert run.coordinator.num_short == 1
+    assert run.workers[1].is_waiting
+    run.start()
+    run.settle(500)
+    assert run.coordinator.num_short == 0
+    run.check_one_generation()
+
+
+def test_a_state_that_nobody_has_any_more_is_noticed():
+    run = Run(2, seed=7)
+    run.settle(500)
+    assert run.coordinator.has_state
+    run.kill(0)
+    run.start()
+    run.kill(1)
+    assert not run.coordinator.has_state
+
+
+def test_of_two_that_cannot_connect_the_newer_one_is_given_up_in_the_end():
+    sent: list[tuple[int, object]] = []
+    expelled: list[int] = []
+    coordinator = Coordinator(
+        send=lambda number, message: sent.append((number, message)),
+        expel=lambda number, reason: expelled.append(number),
+    )
+    for number in range(2):
+        coordinator.add(number, number)
+        coordinator.take(number, Waiting(is_fresh=True))
+    coordinator.advance(0.0)
+    for _ in range(3):
+        if expelled:
+            break
+        coordinator.take(0, Waiting(is_fresh=True, lost=(1,)))
+        coordinator.take(1, Waiting(is_fresh=True, lost=(0,)))
+        coordinator.advance(0.0)
+    assert expelled == [1]
+    assert coordinator.members == (0,)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_happens_all_who_are_there_end_in_one_generation(seed):
+    """Kills, stops, arrivals and departures at random moments, several of them inside of one change."""
+    run = Run(4, seed=seed)
+    chance = random.Random(seed + 1000)
+    for _ in range(12):
+        run.settle(chance.randrange(1, 250))
+        what = chance.choice(["kill", "start", "retire", "stop", "two"])
+        numbers = [worker.number for worker in run.alive() if worker.number not in run.stopped]
+        if what == "start" or len(numbers) < 3:
+            run.start()
+        elif what == "retire":
+            run.coordinator.retire([chance.choice(numbers)])
+        elif what == "stop":
+            run.stopped[chance.choice(numbers)] = run.now_s
+        else:
+            for number in chance.sample(numbers, 2 if what == "two" else 1):
+                run.kill(number)
+    run.settle(6000)
+    run.check_one_generation()

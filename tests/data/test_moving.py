@@ -1,0 +1,152 @@
+"""Loaders whose workers change in the middle of an epoch: each example is given once."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from shoal.core import UsageError
+from shoal.data import shard
+from shoal.data.course import merge
+from shoal.data.kept import kept_loaders
+
+NUM_EXAMPLES = 61
+DATASET = TensorDataset(torch.arange(NUM_EXAMPLES))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter((torch.tensor(number),) for number in range(NUM_EXAMPLES))
+
+
+KINDS = {
+    "in order": lambda: DataLoader(DATASET, batch_size=2),
+    "shuffled": lambda: DataLoader(DATASET, batch_size=2, shuffle=True),
+    "processes": lambda: DataLoader(DATASET, batch_size=2, shuffle=True, num_workers=2),
+    "lasting": lambda: DataLoader(
+        DATASET, batch_size=2, shuffle=True, num_workers=1, persistent_workers=True
+    ),
+    "stream": lambda: DataLoader(Stream(), batch_size=2),
+}
+
+
+@dataclass(eq=False)
+class Place:
+    """A worker's place in a group that grows and shrinks; its loaders stay with it."""
+
+    rank: int
+    size: int
+    is_elastic: bool = True
+
+
+class Worker:
+    def __init__(self, kind, place):
+        self.place = place
+        self.loader = shard(KINDS[kind](), place, remainder="uneven")
+        self.iterator = iter(self.loader)
+        self.seen: list[list[int]] = []
+
+    def step(self):
+        batch = next(self.iterator, None)
+        if batch is not None:
+            self.seen.append(batch[0].reshape(-1).tolist())
+            kept_loaders(self.place).mark()
+        return batch is not None
+
+
+def step_all(workers):
+    return [worker.step() for worker in workers]
+
+
+def regroup(workers, old_size, lost=()):
+    """Give all workers their new places, as a run does between two steps."""
+    states = {worker.place.rank: kept_loaders(worker.place).states()[0] for worker in workers}
+    places = {rank: [state["epoch"], state["legs"], state["num_taken"]] for rank, state in states.items()}
+    state = merge(next(iter(states.values())), places, old_size, lost=lost)
+    for rank, worker in enumerate(workers):
+        worker.place.rank, worker.place.size = rank, len(workers)
+        kept_loaders(worker.place).move(rank, len(workers), [state])
+    return state
+
+
+def join(kind, workers, state, rank, size):
+    place = Place(rank, size)
+    kept_loaders(place).load([state])
+    workers.append(Worker(kind, place))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_example_comes_once_though_workers_come_and_go(kind):
+    workers = [Worker(kind, Place(rank, 3)) for rank in range(3)]
+    gone = []
+    for _ in range(3):
+        assert all(step_all(workers))
+    gone.append(workers.pop(1))  # it has trained on all that it took
+    regroup(workers, 3, lost=[1])
+    for _ in range(2):
+        assert all(step_all(workers))
+    state = regroup(workers, 2)
+    for worker in workers:  # as two of three
+        kept_loaders(worker.place).move(worker.place.rank, 3, [state])
+    join(kind, workers, state, 2, 3)
+    while any(step_all(workers)):
+        pass
+    seen = sorted(itertools.chain(*(batch for worker in [*workers, *gone] for batch in worker.seen)))
+    assert seen == list(range(NUM_EXAMPLES))
+    assert [worker.loader.epoch for worker in workers] == [1, 1, 1]
+
+
+def test_what_was_taken_for_a_step_that_is_dropped_comes_again():
+    workers = [Worker("shuffled", Place(rank, 2)) for rank in range(2)]
+    for worker in workers:
+        worker.step()
+    dropped = [next(worker.iterator)[0].tolist() for worker in workers]
+    for worker in workers:
+        kept_loaders(worker.place).roll_back()
+    lost = workers.pop(0)
+    regroup(workers, 2, lost=[0])
+    while workers[0].step():
+        pass
+    seen = sorted(itertools.chain(*(batch for worker in [lost, *workers] for batch in worker.seen)))
+    assert seen == list(range(NUM_EXAMPLES))
+    assert set(itertools.chain(*dropped)) <= set(itertools.chain(*workers[0].seen))
+
+
+def test_a_step_that_is_dropped_at_the_very_end_of_an_epoch_comes_again():
+    (worker,) = [Worker("in order", Place(0, 1))]
+    for _ in range(30):
+        worker.step()
+    assert next(worker.iterator)[0].tolist() == [60]
+    kept_loaders(worker.place).roll_back()
+    regroup([worker], 1)
+    assert worker.step()
+    assert worker.seen[-1] == [60]
+    assert not worker.step()
+    assert worker.loader.epoch == 1
+
+
+def test_the_next_epoch_is_divided_among_those_who_are_there():
+    workers = [Worker("shuffled", Place(rank, 2)) for rank in range(2)]
+    while any(step_all(workers)):
+        pass
+    workers.pop()
+    regroup(workers, 2, lost=[1])
+    assert len(list(workers[0].loader)) == 31
+
+
+def test_an_elastic_group_of_one_has_an_order_that_others_can_join():
+    one, other = (Worker("shuffled", Place(0, 1)) for _ in range(2))
+    torch.manual_seed(5)
+    one.step()
+    torch.manual_seed(6)
+    other.step()
+    assert one.seen == other.seen
+
+
+def test_what_is_divided_once_for_all_is_refused():
+    with pytest.raises(UsageError, match="come and go"):
+        shard(DATASET, Place(0, 2))
