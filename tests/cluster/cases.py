@@ -13,6 +13,7 @@ class Case:
     options: dict = field(default_factory=dict)
     num_servers: int = 0
     lr: float = 0.05
+    epochs: int = 6
     is_exact: bool = True
     """Otherwise chance decides, or who is early, and `crossing` is about the most."""
     is_counted: bool = True
@@ -21,7 +22,7 @@ class Case:
     @property
     def own_words(self):
         """For the program."""
-        return ["--lr", self.lr]
+        return ["--lr", self.lr, "--epochs", self.epochs]
 
     @property
     def option_words(self):
@@ -39,7 +40,8 @@ CASES = {
     "local-sgd": Case("local-sgd", 2 / 4, {"local_steps": 4}),
     "diloco": Case("diloco", 2 / 12, {"local_steps": 12}),
     "push-sum": Case("push-sum", 3, is_exact=False),  # to the next in one round, the one after in another
-    "window": Case("window", 3),
+    # on a loaded machine a worker mixes with what others have put long ago, and learns more slowly
+    "window": Case("window", 3, epochs=12),
     # four steps of the servers for one of all workers; two of these, or three, push and pull from elsewhere
     "parameter-server": Case("parameter-server", 4, num_servers=1, lr=0.0125),
     "parameter-server, 2": Case("parameter-server", 6, num_servers=2, lr=0.0125),

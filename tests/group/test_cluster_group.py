@@ -9,8 +9,7 @@ from group.cables import Cables
 from group.clusters import open_cluster
 from group.hosts import together
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, ShoalError, TensorError, UsageError
-from shoal.group.cluster.all_reduce import MachineReduction
-from shoal.group.cluster.machine_exchange import MachineExchange
+from shoal.group.cluster.machine_exchange import MachineExchange, MachineReduction
 from shoal.group.functions import Mutex, exchange_machines, share
 from shoal.topology import Weights
 
@@ -133,6 +132,16 @@ def test_a_loss_counts_whenever_it_is_noticed(monkeypatch):
 
         monkeypatch.setattr(MachineExchange, "_find_speaker", lose_and_look)
         assert waiting_for(groups[0].barrier()).peer == 2
+
+
+def test_one_that_has_left_is_no_member_after_an_operation_without_it(monkeypatch):
+    """Also where what it says itself comes late."""
+    with open_cluster(TWO_BY_TWO) as groups:
+        monkeypatch.setattr(groups[3].mesh.monitor, "tell", lambda ending: None)
+        groups[3].leave()
+        together(groups[:3], lambda group: group.barrier().wait(Deadline.after(20)))
+        assert [list(group.members) for group in groups[:3]] == [[0, 1, 2]] * 3
+        monkeypatch.undo()
 
 
 def test_an_exchange_outlives_a_lost_peer():
@@ -317,7 +326,7 @@ def failing_at(monkeypatch, moment, rank):
     whole = getattr(holder, method)
 
     def broken(part, *arguments, **named):
-        if getattr(part, "_speaker", part)._mesh.rank == rank:
+        if getattr(part, "_between", part)._mesh.rank == rank:
             raise KilledError
         return whole(part, *arguments, **named)
 

@@ -12,7 +12,7 @@ import torch
 from group.clusters import open_cluster
 from group.hosts import together
 from group.meshes import connect, open_meshes
-from shoal.core import Deadline, PeerLost, UsageError
+from shoal.core import Address, Deadline, PeerLost, UsageError
 from shoal.core.identity import new_secret
 from shoal.group.cluster.mesh import Mesh
 
@@ -59,8 +59,8 @@ def test_a_stranger_is_refused_and_nobody_is_lost_for_it(is_encrypted, caplog):
 
 
 def test_a_worker_of_another_run_is_refused():
-    with open_meshes(2, is_encrypted=False) as (one, other), open_meshes(2, is_encrypted=False) as (third, _):
-        address = one._links._addresses[1]
+    with open_meshes(2, is_encrypted=False) as (_, other), open_meshes(2, is_encrypted=False) as (third, _):
+        address = Address("127.0.0.1", port_for_tensors(other))
         third._links.set_address(1, address, 1)  # as if two runs had mixed up their ports
         handle = third.send(1, ("x",), torch.ones(3))
         with pytest.raises(PeerLost):

@@ -146,7 +146,8 @@ def test_a_tensor_of_another_size_is_an_error_where_it_comes():
 def test_calls_carry_payloads_and_buffers_and_may_come_before_their_handler():
     with open_meshes(2) as (one, other):
         early = one.call(1, "double", {"by": 2}, [b"ab"])
-        other.handle("double", lambda head, buffers: Reply([other.rank_of(head), head.payload], [b"abab"]))
+        who = other.monitor.rank_of
+        other.handle("double", lambda head, buffers: Reply([who(head), head.payload], [b"abab"]))
         into = bytearray(4)
         assert early.wait(soon()).payload == [0, {"by": 2}]
         one.call(1, "double", {"by": 2}, [b"ab"], into=[into]).wait(soon())
@@ -210,7 +211,7 @@ def test_all_close_at_once():
 def test_whatever_depends_on_one_that_fails_says_so():
     with open_meshes(3) as (one, two, three):
         woken = threading.Event()
-        one.add_listener(woken.set)
+        one.on_change = woken.set
         two.handle("wait", hang)
         waiting = [one.receive(1, ("never",)), one.call(1, "wait"), one.receive(None, ("never",))]
         two.close(ConnectionAbortedError())
@@ -269,11 +270,10 @@ def test_one_may_forget_what_it_has_asked_for():
     with open_meshes(2) as (one, other):
         into = torch.zeros(3)
         forgotten = other.receive(0, ("x",), into)
-        assert other.forget(forgotten)
+        other.forget("x")
         one.send(1, ("x",), torch.ones(3)).wait(soon())
         assert torch.equal(into, torch.zeros(3))
         assert not forgotten.is_done()
-        assert not other.forget(forgotten)
 
 
 def test_only_workers_of_other_machines_are_spoken_to():

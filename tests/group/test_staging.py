@@ -12,9 +12,9 @@ from group.clusters import open_cluster
 from group.hosts import together
 from shoal.core import Deadline, PeerLost
 from shoal.group.base import Done, Handle
-from shoal.group.cluster.all_reduce import MachineReduction
 from shoal.group.cluster.collectives import HostStaging, TorchOperations
 from shoal.group.cluster.group import QueuedOperation
+from shoal.group.cluster.machine_exchange import MachineReduction
 from shoal.group.functions import exchange_machines
 from shoal.topology import Weights
 
@@ -160,11 +160,11 @@ class KilledError(Exception):
 def test_a_peer_that_is_lost_between_two_pieces_is_named(monkeypatch):
     whole = MachineReduction.start
 
-    def broken(reduction, algorithm):
+    def broken(reduction):
         # a signal would come anywhere
-        if reduction._speaker._mesh.rank == 2 and reduction._name == "3":
+        if reduction._between._mesh.rank == 2 and reduction._name == "3":
             raise KilledError
-        whole(reduction, algorithm)
+        whole(reduction)
 
     def reduce(group):
         try:

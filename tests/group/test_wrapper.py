@@ -17,8 +17,9 @@ def test_everything_is_forwarded():
         assert public - set(vars(wrapper)) - set(interface.__annotations__) <= ELSEWHERE
 
 
-ELSEWHERE = {"put", "add", "send", "notes"}
-"""Writes go through one method that is forwarded; notes are shared, which the next test sees."""
+ELSEWHERE = {"put", "add", "send", "notes", "window"}
+"""Writes, and making a window, go through one method each that is forwarded; notes are shared, which the next
+test sees."""
 
 
 def test_attributes_are_those_of_the_group_inside():

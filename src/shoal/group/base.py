@@ -111,6 +111,16 @@ class Write:
     note: bytes = b""
 
 
+@dataclass(frozen=True, slots=True)
+class WindowForm:
+    """What a window is made of: its name, and the number, type and place of the elements of each slot."""
+
+    name: str
+    num_elements: int
+    dtype: torch.dtype
+    device: torch.device | None
+
+
 class Window(abc.ABC):
     """Memory of every member that others use without asking: one slot for each source, and one publication.
 
@@ -123,6 +133,13 @@ class Window(abc.ABC):
     num_elements: int
     dtype: torch.dtype
     device: torch.device
+    _is_open = True
+
+    def __init__(self, form: WindowForm) -> None:
+        self.name = form.name
+        self.num_elements = form.num_elements
+        self.dtype = form.dtype
+        self.device = form.device or torch.device("cpu")
 
     def put(
         self, to: int, tensor: torch.Tensor, *, weight: float = 1.0, mass: float = 0.0, note: bytes = b""
@@ -193,6 +210,18 @@ class Window(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Gives the memory back; collective as `Group.free`, unless the window has no slots."""
+
+    def _check_open(self) -> None:
+        """Raises UsageError when it was closed."""
+        if not self._is_open:
+            raise UsageError(f"Window {self.name!r} is closed.", next_step="make it again by group.window().")
+
+    def _no_slot(self, owner: int, source: int) -> UsageError:
+        """Makes the error of one that is not among the sources of another one's window."""
+        return UsageError(
+            f"rank {owner} has no slot for rank {source} in window {self.name!r}.",
+            next_step="name it among the sources when the window is made.",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +371,6 @@ class Group(abc.ABC):
     def barrier(self) -> Handle[None]:
         """Is done when all members have come to it."""
 
-    @abc.abstractmethod
     def window(
         self,
         name: str,
@@ -357,6 +385,11 @@ class Group(abc.ABC):
         Collective, blocking; each may name other sources. With the empty tuple as `sources` on all members it
         has no slots and only publishes; then nobody is waited for. A name is free again after `Window.close`.
         """
+        return self._make_window(WindowForm(name, num_elements, dtype, device), sources)
+
+    @abc.abstractmethod
+    def _make_window(self, form: WindowForm, sources: Collection[int] | None) -> Window:
+        """Makes a window of that form."""
 
     @abc.abstractmethod
     def progress(self) -> None:
@@ -383,6 +416,41 @@ class Group(abc.ABC):
         self.close(error)
 
 
+def forked() -> UsageError:
+    """Makes the error of a child that was forked from the process that opened a group."""
+    return UsageError(
+        "The group belongs to the process that opened it, and this one was forked from it.",
+        next_step="let the workers of a DataLoader load data and nothing else.",
+    )
+
+
+def out_of_step(rank: int, breakage: BaseException) -> BaseException:
+    """Makes the error of a worker that goes on after something has broken off an operation."""
+    if isinstance(breakage, PeerLost) and breakage.peer == rank:
+        return breakage  # given up by the others: whoever asks first shall hear that
+    return UsageError(
+        f"rank {rank} is out of step with the others since an operation was broken off: "
+        f"{type(breakage).__name__}.",
+        next_step="end this worker; what comes after an interrupted operation cannot be right.",
+    )
+
+
+def mismatch(rank: int, own: str, other_rank: int, other: str) -> UsageError:
+    """Makes the error of a worker that calls something else than another one does."""
+    return UsageError(
+        f"rank {rank} called {own} where rank {other_rank} called {other}.",
+        cause="the workers do not run the same program, or not with the same data.",
+        next_step="let all workers issue the same operations in the same order.",
+    )
+
+
+def absent_root(root: int) -> UsageError:
+    """Makes the error of a broadcast by one that has left."""
+    return UsageError(
+        f"rank {root}, which should broadcast, has left the group.", next_step="broadcast from a member."
+    )
+
+
 def rank_to_blame(error: BaseException | None, own_rank: int) -> int | None:
     """Finds the lost rank because of which a worker fails, if its error names another one."""
     peer = error.peer if isinstance(error, PeerLost) else None
@@ -397,6 +465,8 @@ class GroupSettings(msgspec.Struct, frozen=True):
     patience: float = 1.0
     timeout_s: float | None = None
     """The longest wait for a peer that is alive; None waits on, with a line every ten seconds."""
+    meeting_s: float | None = None
+    """How long members may take to come, where that is not `timeout_s`, or minutes."""
     workers_per_machine: int | None = None
     """Splits one machine into several, to try out what is meant for several."""
     names: tuple[int, ...] = ()

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 import torch
 
 from shoal.core import LimitExceeded, TensorError, UsageError
-from shoal.group.base import Reduction, Slot, Snapshot, Write
+from shoal.group.base import Reduction, Slot, Snapshot, Window, WindowForm, Write
 from shoal.tensors.memory import copy_into
 from shoal.topology.weights import are_differences
 
@@ -39,6 +39,16 @@ def check_reduction(tensor: torch.Tensor, op: Reduction) -> None:
         raise UsageError(
             "Cannot sum bool tensors: convert to an integer type first.",
             next_step="all_reduce(tensor.int(), 'sum') counts; 'max' is OR and 'min' is AND of bool tensors.",
+        )
+
+
+def check_average(tensor: torch.Tensor) -> None:
+    """Raises UsageError for a weighted average that a dtype does not have."""
+    if not tensor.is_floating_point():
+        raise UsageError(
+            f"Cannot average {str(tensor.dtype).removeprefix('torch.')} tensors: convert the tensor to a "
+            "floating-point type first.",
+            next_step="exchange(tensor.float(), ...).",
         )
 
 
@@ -175,11 +185,9 @@ class CopiedSnapshot(Snapshot):
 class MemorySlot(Slot):
     """A slot in memory of this process alone, which is taken when something is written for the first time."""
 
-    def __init__(
-        self, source: int, num_elements: int, dtype: torch.dtype, device: torch.device | None
-    ) -> None:
+    def __init__(self, source: int, form: WindowForm) -> None:
         self.source = source
-        self._make = partial(torch.zeros, num_elements, dtype=dtype, device=device)
+        self._make = partial(torch.zeros, form.num_elements, dtype=form.dtype, device=form.device)
         self.clear()
 
     @cached_property
@@ -204,17 +212,17 @@ class MemorySlot(Slot):
         self.num_writes += 1
 
 
-def check_write(write: Write, name: str, num_elements: int, dtype: torch.dtype) -> None:
+def check_write(write: Write, window: Window) -> None:
     """Raises TensorError for a tensor that does not fit the window, LimitExceeded for a long note."""
     tensor = write.tensor
-    if tensor.numel() != num_elements or tensor.dtype != dtype:
+    if tensor.numel() != window.num_elements or tensor.dtype != window.dtype:
         raise TensorError(
-            f"{tensor.numel()} elements of {tensor.dtype} do not fit window {name!r}, whose slots hold "
-            f"{num_elements} of {dtype}."
+            f"{tensor.numel()} elements of {tensor.dtype} do not fit window {window.name!r}, whose slots "
+            f"hold {window.num_elements} of {window.dtype}."
         )
-    if write.weight != 1.0 and not dtype.is_floating_point:
+    if write.weight != 1.0 and not window.dtype.is_floating_point:
         raise UsageError(
-            f"{dtype} in window {name!r} cannot be weighted by {write.weight:g}.",
+            f"{window.dtype} in window {window.name!r} cannot be weighted by {write.weight:g}.",
             next_step="use floating point, or no weight.",
         )
     if len(write.note) > MAX_NOTE_BYTES:

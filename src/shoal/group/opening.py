@@ -17,25 +17,38 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 import msgspec
 
 from shoal.core import Deadline, PeerLost, Placement, UsageError
 from shoal.core.board import name_of_run
+from shoal.core.elastic import Form, LeavingRun
+from shoal.core.identity import Identity
 from shoal.core.processes import started
-from shoal.core.run_options import TORCHRUN_ID_VARIABLE, AllReduceChoice, EncryptChoice, RunOptions
+from shoal.core.run_options import (
+    SECRET_VARIABLE,
+    TORCHRUN_ID_VARIABLE,
+    AllReduceChoice,
+    EncryptChoice,
+    RunOptions,
+)
 from shoal.core.status import tell_launcher
 from shoal.group.base import Group, GroupSettings, GroupStats
+from shoal.group.elastic import ElasticGroup, LauncherLink, place_in
 from shoal.group.host import HostGroup, open_host_group
 from shoal.group.observed import Traced
 from shoal.group.operations import GroupWrapper
 from shoal.group.solo import SoloGroup
 from shoal.report.timeline import Timeline
+from shoal.transport import StreamTransport
+from shoal.transport.trust.membership import Membership
+from shoal.transport.trust.secret import SwarmSecret
 
+T = TypeVar("T")
 _JOB_VARIABLES = (
     TORCHRUN_ID_VARIABLE,
     "TORCHELASTIC_RESTART_COUNT",
@@ -47,6 +60,7 @@ _JOB_VARIABLES = (
     "SLURM_STEP_ID",
 )
 _MEETING_S = 300.0
+LOOPBACK = "127.0.0.1"
 _NAMES = {"Open MPI": "PMIX_NAMESPACE", "MPICH or Intel MPI": "PMI_JOBID", "Slurm": "SLURM_STEP_ID"}
 """By launcher: the variable that tells its runs apart. MASTER_PORT does too: one run at a time holds it."""
 
@@ -98,24 +112,87 @@ def init(
     )
     servers = options.num_servers
     check_servers(servers, placement.size)
-    group = _open_with_servers(placement, settings, servers) if servers else open_group(placement, settings)
-    group.run = name_of_run(settings.key)
-    group.local_rank = placement.local_rank
+    group: Group
+    if options.link_fd is not None:
+        group = _open_elastic(placement, settings, options)
+    else:
+        opened = (
+            _open_with_servers(placement, settings, servers) if servers else open_group(placement, settings)
+        )
+        opened.run, opened.local_rank = name_of_run(settings.key), placement.local_rank
+        group = _traced(opened, options, placement.rank)
     tell_launcher(phase="joined")
-    if placement.size > 1:
+    if placement.size > 1 or options.link_fd is not None:
         _exits.listen()
-    if options.timeline is not None:
-        rank = placement.rank
-        group = Traced(group, Timeline(Path(f"{options.timeline}.{rank}"), rank))
-        _write_when_terminated(group.timeline)
     atexit.register(_end, group, os.getpid(), getattr(sys, "last_value", None))
     return group
 
 
-def open_group(placement: Placement, settings: GroupSettings, name: str = "") -> Group:
+def _open_elastic(placement: Placement, settings: GroupSettings, options: RunOptions) -> ElasticGroup:
+    """Joins a run whose workers come and go, or waits at its door until a strategy is attached.
+
+    Workers that were started with the run form its first group here. One that comes later goes on with its
+    program, as a group of one: it is taken in when it has a model, so that nobody waits for it until then.
+    """
+    assert options.link_fd is not None, "no way to the launcher"
+    link = LauncherLink(options.number, options.link_fd)
+
+    def open_generation(form: Form, group: ElasticGroup, deadline: Deadline) -> Group:
+        def gather(topic: str, value: T) -> list[T]:
+            return group.gather(form, topic, value, type(value), deadline)
+
+        gather("all are here", True)
+        placed = place_in(form, link.number, placement.rendezvous)
+        named = msgspec.structs.replace(
+            settings,
+            key=f"{settings.key} {form.generation}",
+            on_split="ignore",  # the coordinator says who goes on
+            meeting_s=max(0.1, deadline.remaining_s),
+        )
+        inner = open_group(placed, named, gather=gather)
+        return _traced(inner, options, link.number)
+
+    def make_transport() -> tuple[StreamTransport, str]:
+        secret = SwarmSecret.parse(os.environ[SECRET_VARIABLE])
+        host = LOOPBACK
+        if group.num_machines > 1:
+            from shoal.group.cluster.rendezvous import own_address
+
+            host = own_address(options.network_interface, placement.rendezvous)
+        return StreamTransport(membership=Membership(Identity.generate(), secret)), host
+
+    group = ElasticGroup(link, SoloGroup(settings.patience), open_generation, make_transport)
+    group.rank, group.size = placement.rank, placement.size
+    group.run, group.local_rank = name_of_run(settings.key), placement.local_rank
+    try:
+        if not options.is_joining:
+            group.regroup(0, is_fresh=True)
+    except LeavingRun as leaving:
+        print(f"This worker has nothing to do: {leaving.what}.", file=sys.stderr, flush=True)
+        tell_launcher(phase="left")
+        raise SystemExit(0) from None
+    return group
+
+
+def _traced(group: Group, options: RunOptions, number: int) -> Group:
+    if options.timeline is None:
+        return group
+    traced = Traced(group, Timeline(Path(f"{options.timeline}.{number}"), number))
+    _write_when_terminated(traced.timeline)
+    return traced
+
+
+def open_group(
+    placement: Placement,
+    settings: GroupSettings,
+    name: str = "",
+    *,
+    gather: Callable[[str, Any], list[Any]] | None = None,
+) -> Group:
     """Opens the group of all that are placed so: alone, on one machine, or on several; collective.
 
-    `name` tells groups of the same run apart that are opened side by side.
+    `name` tells groups of the same run apart that are opened side by side. Where workers can `gather` what
+    they know of each other, they need no other place to meet.
     """
     if placement.size == 1 and settings.backend is None:
         return SoloGroup(settings.patience)
@@ -125,10 +202,14 @@ def open_group(placement: Placement, settings: GroupSettings, name: str = "") ->
         if per_machine >= placement.size or placement.rendezvous is None:
             return open_host_group(placement, settings)
     from shoal.group.cluster import open_cluster_group
-    from shoal.group.cluster.rendezvous import Rendezvous, WorkerAddress
+    from shoal.group.cluster.rendezvous import GatheredRendezvous, Rendezvous, WorkerAddress
 
-    deadline = Deadline.after(settings.timeout_s or _MEETING_S)
-    rendezvous = Rendezvous.open(placement, deadline, name)
+    deadline = Deadline.after(settings.meeting_s or settings.timeout_s or _MEETING_S)
+    rendezvous: Rendezvous
+    if gather is None:
+        rendezvous = Rendezvous.open(placement, deadline, name)
+    else:
+        rendezvous = GatheredRendezvous(gather, placement.rank, placement.size)
     own = WorkerAddress.here(placement, settings.network_interface, settings.workers_per_machine)
     addresses = rendezvous.meet(own, deadline)
     if settings.backend is None and all(address.machine == own.machine for address in addresses):

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 
 from shoal.core import SYSTEM_CLOCK, Clock, Deadline
-from shoal.group.base import Group, GroupStats, Handle, Loss, Reduction, Window, Write
+from shoal.group.base import Group, GroupStats, Handle, Loss, Reduction, Window, WindowForm, Write
 from shoal.group.functions import others, spread_over_ranks
 from shoal.topology import MachineWeights, Weights
 
@@ -225,11 +225,21 @@ class GroupWrapper(Group):
     """
 
     def __init__(self, inner: Group) -> None:
+        self._adopt(inner)
+        on_change = getattr(inner, "on_change", None)
+        if on_change is not None:  # an elastic group has another size after it
+            on_change(self._adopt_anew)
+
+    def _adopt(self, inner: Group) -> None:
+        """Takes over what is said of the group inside."""
         self.inner = inner
         self.notes = inner.notes
         for name in Group.__annotations__:
             if name != "should_survive":
                 setattr(self, name, getattr(inner, name))
+
+    def _adopt_anew(self) -> None:
+        self._adopt(self.inner)
 
     @property
     def should_survive(self) -> bool:
@@ -272,18 +282,11 @@ class GroupWrapper(Group):
     leave = _forwarded(Group.leave)
     close = _forwarded(Group.close)
 
-    def window(
-        self,
-        name: str,
-        num_elements: int,
-        dtype: torch.dtype = torch.float32,
-        *,
-        sources: Collection[int] | None = None,
-        device: torch.device | None = None,
-    ) -> Window:
+    def _make_window(self, form: WindowForm, sources: Collection[int] | None) -> Window:
         """Makes a window of the inner group, whose operations pass the hooks."""
-        make = partial(self.inner.window, name, num_elements, dtype, sources=sources, device=device)
-        inner = self._call(OperationPlan("window", num_elements * dtype.itemsize), make)
+        what = form.name, form.num_elements, form.dtype
+        make = partial(self.inner.window, *what, sources=sources, device=form.device)
+        inner = self._call(OperationPlan("window", form.num_elements * form.dtype.itemsize), make)
         return WrappedWindow(inner, self, others(self) if sources is None else list(sources))
 
     def _issue(self, operation: OperationPlan, start: Callable[[], Handle[T]]) -> Handle[T]:

@@ -13,21 +13,31 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from types import MappingProxyType
-from typing import NoReturn, TypeAlias, TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 
 from shoal.core import Deadline, DeadlineExceeded, ShoalError, TensorError, UsageError
 from shoal.core.turns import Turn, Turns
-from shoal.group.base import Done, Group, GroupStats, Handle, Loss, Reduction, Slot, Snapshot, Window, Write
+from shoal.group.base import (
+    Done,
+    Group,
+    GroupStats,
+    Handle,
+    Loss,
+    Reduction,
+    Slot,
+    Snapshot,
+    Window,
+    WindowForm,
+    Write,
+)
 from shoal.group.functions import others, share, spread_over_ranks
 from shoal.group.kernels import CopiedSnapshot, MemorySlot, check_reduction, check_write, copy_out
 from shoal.group.operations import TrafficCounter
 from shoal.topology import MachineWeights, Weights
 
 T = TypeVar("T")
-Form: TypeAlias = tuple[int, torch.dtype, torch.device | None]
-"""Of a window's slots: the number of elements, their type, and where they lie."""
 
 
 class LocalGroup(Group):
@@ -75,23 +85,14 @@ class LocalGroup(Group):
     def settle(self, tensor: torch.Tensor) -> None:
         """Does nothing: nobody else reads it."""
 
-    def window(
-        self,
-        name: str,
-        num_elements: int,
-        dtype: torch.dtype = torch.float32,
-        *,
-        sources: Collection[int] | None = None,
-        device: torch.device | None = None,
-    ) -> Window:
+    def _make_window(self, form: WindowForm, sources: Collection[int] | None) -> Window:
         """Makes a window; all have theirs when it returns, unless it has no slots."""
         self._check_member()
         for rank in sources or ():
             self._check_rank(rank)
-        chosen = others(self) if sources is None else sources
-        window = _LocalWindow(self, name, (num_elements, dtype, device), chosen)
+        window = _LocalWindow(self, form, others(self) if sources is None else sources)
         if self._network.size > 1 and sources != ():  # an empty list is one member's: others have slots
-            share(self, [name, num_elements, str(dtype)])
+            share(self, [form.name, form.num_elements, str(form.dtype)])
         return window
 
     def progress(self) -> None:
@@ -320,8 +321,8 @@ class _QueueingSlot(MemorySlot):
 
     is_held = False
 
-    def __init__(self, source: int, form: Form) -> None:
-        super().__init__(source, *form)
+    def __init__(self, source: int, form: WindowForm) -> None:
+        super().__init__(source, form)
         self._queue: list[tuple[Write, Callable[[], None]]] = []
 
     def offer(self, write: Write, done: Callable[[], None]) -> None:
@@ -343,29 +344,26 @@ class _QueueingSlot(MemorySlot):
 class _LocalWindow(Window):
     """One member's window: slots for its sources, and a way to others' windows of the same name."""
 
-    def __init__(self, group: LocalGroup, name: str, form: Form, sources: Collection[int]) -> None:
-        self.name = name
-        self.num_elements, self.dtype, device = form
-        self.device = device or torch.device("cpu")
+    def __init__(self, group: LocalGroup, form: WindowForm, sources: Collection[int]) -> None:
+        super().__init__(form)
         self._group = group
         self._rank = group.rank
         self._network = group._network
         # made again under a name that is in use, it goes on with what the one before has published
-        before = self._network.windows.get((self._rank, name))
+        before = self._network.windows.get((self._rank, self.name))
         self._published: torch.Tensor | None = None if before is None else before._published
         self._version: int = -1 if before is None else before._version
         self._is_changing = False
         self._slots = {source: _QueueingSlot(source, form) for source in sorted(sources)}
         self._sent_s: dict[int, float] = {}
         """By source: when the last write that has come was sent."""
-        self._what = f"writes into window {name!r}"
-        self._is_open = True
-        self._network.windows[self._rank, name] = self
+        self._what = f"writes into window {self.name!r}"
+        self._network.windows[self._rank, self.name] = self
 
     def _write(self, to: int, write: Write) -> Handle[None]:
         """Is over when it is in the slot; at once for one that is gone."""
         self._check_open()
-        check_write(write, self.name, self.num_elements, self.dtype)
+        check_write(write, self)
         self._group._check_rank(to)
         network, rank = self._network, self._rank
         network.turns.current.look_up()
@@ -449,7 +447,7 @@ class _LocalWindow(Window):
     def publish(self, tensor: torch.Tensor, version: int) -> None:
         """Lets others copy the tensor as it is when they ask."""
         self._begin()
-        check_write(Write("put", tensor), self.name, self.num_elements, self.dtype)
+        check_write(Write("put", tensor), self)
         self._published, self._version = tensor.detach(), version
         self._network.look(self._rank, self.name)
 
@@ -554,12 +552,5 @@ class _LocalWindow(Window):
 
     def _slot_of(self, source: int) -> _QueueingSlot:
         if source not in self._slots:
-            raise UsageError(
-                f"rank {self._rank} has no slot for rank {source} in window {self.name!r}.",
-                next_step="name it among the sources when the window is made.",
-            )
+            raise self._no_slot(self._rank, source)
         return self._slots[source]
-
-    def _check_open(self) -> None:
-        if not self._is_open:
-            raise UsageError(f"Window {self.name!r} is closed.", next_step="make it again by group.window().")

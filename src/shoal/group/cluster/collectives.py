@@ -23,21 +23,24 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from shoal.core import Deadline, PeerLost, ShoalError, UsageError
-from shoal.group.base import Done, Handle, Reduction
-from shoal.group.cluster.all_reduce import Algorithm, AlgorithmChoice, MachineReduction
+from shoal.core import PeerLost, ShoalError, UsageError
+from shoal.group.base import Done, Handle, Reduction, absent_root, mismatch
 from shoal.group.cluster.handover import Handover, as_bytes
-from shoal.group.cluster.links import Delivery, MeshHandle
+from shoal.group.cluster.links import MeshHandle
 from shoal.group.cluster.machine_exchange import (
     ABSENT,
     FREE,
+    PENDING,
     SMALL_BYTES,
+    AlgorithmChoice,
     MachineExchange,
     MachineGreeting,
+    MachineReduction,
     PendingStep,
     Steps,
     arrived,
     describe,
+    until,
 )
 from shoal.group.cluster.members import Members
 from shoal.group.cluster.mesh import Mesh, poll_until
@@ -53,7 +56,6 @@ from shoal.transport import Head, Reply
 
 _ALIGNED = 64
 _ASK_AFTER_S = 1.0
-_ARRIVING_S = 5.0
 _SENDS = "group.sends"
 _REMEMBERED = 64
 _OPS = {
@@ -89,28 +91,19 @@ class Collectives:
         self._staging = staging
         self._torch = through_torch
         self._choice = choice
-        self._handover = Handover(
-            local,
-            mesh,
-            members,
-            lambda seq, name, attempt: MachineExchange(
-                mesh, members, seq, self._receiving.setdefault(seq, []), name, attempt
-            ),
-        )
-        self._receiving: dict[int, list[Delivery]] = {}
-        """What waits for tensors of other machines, by operation."""
+        self._handover = Handover(local, mesh, members)
         self._sending: list[tuple[Span, MeshHandle[None]]] = []
         """Memory that is on its way to other machines."""
-        self._destinations: deque[tuple[int, Collection[int]]] = deque(maxlen=_REMEMBERED)
-        """To whom this worker has sent in its last exchanges."""
-        self._others: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
-        """The last operations that were no exchanges."""
+        self._called: dict[int, str | Collection[int]] = {}
+        """The last operations by number: to whom this worker has sent in an exchange, else the name."""
+        self._forgotten = 0
+        """The last operation that is not there any more."""
         mesh.handle(_SENDS, self._serve_sends, payload_type=int)
 
     def begin(self, seq: int, what: str, *arguments: Any) -> Steps:
         """Makes the steps of an operation, by its name."""
         if what != "exchange":
-            self._others.append((seq, what))
+            self._note(seq, what)
         steps: Steps = getattr(self, what)(seq, *arguments)
         return steps
 
@@ -125,19 +118,19 @@ class Collectives:
 
             def work(between: MachineExchange) -> Steps:
                 result = self._handover.empty_like(host)
-                machines = yield from self._reduce_machines(between, len(present), host, op, result)
+                machines = yield from self._reduce_machines(between, host, op, result)
                 return as_bytes(result), machines
 
             content = yield from self._handover.outlive(seq, "", present, work)
             yield self._staging.copy(flat, content.view(flat.dtype))
             return put_back(flat, tensor)
         if self._is_speaker(present):
-            yield from self._reduce_machines(self._between(seq), len(present), flat, op, flat)
+            yield from self._reduce_machines(self._between(seq, present), flat, op, flat)
         yield from self._pass_on(seq, present[0], self._local.broadcast(flat, present[0]))
         return put_back(flat, tensor)
 
     def _reduce_machines(
-        self, between: MachineExchange, num_workers: int, flat: torch.Tensor, op: Reduction, out: torch.Tensor
+        self, between: MachineExchange, flat: torch.Tensor, op: Reduction, out: torch.Tensor
     ) -> Steps:
         """Reduces this machine's tensor and those of others into `out`; gives the machines that took part.
 
@@ -146,34 +139,33 @@ class Collectives:
         nearly always hold, so that what comes finds its place; what is not large is sent right behind them.
         Where not all machines have assumed the same, they begin anew with what they have heard.
         """
-        is_staged = self._staging.takes(flat)
+        is_in_place, is_staged = out is flat, self._staging.takes(flat)
         is_small = flat.nbytes <= SMALL_BYTES and not is_staged
         content = flat.contiguous().view(torch.uint8).numpy().tobytes() if is_small and flat.numel() else b""
-        num_machines = len(self._members.ranks_on)
-        algorithm: Algorithm = self._choice.of(flat, num_machines) if out is flat else "direct"
-        following = self._choice.next(flat, num_machines) if out is flat else algorithm
+        num_machines = len(self._members.ranks_on) if is_in_place else 1
+        algorithm, following = self._choice.plan(flat, num_machines)
         there = between.find_machines()
-        assumed = [there, num_workers if op == "mean" else 0, algorithm]
+        assumed = [there, len(between.workers) if op == "mean" else 0, algorithm]
         reduction: MachineReduction | None = None
         if len(there) > 1 and not is_small and not is_staged:
-            reduction = MachineReduction(between, flat, there, op, str(assumed), out)
-            reduction.listen(algorithm)
-        between.announce(describe("all_reduce", flat, op), num_workers, [assumed, following], content)
-        is_early = reduction is not None and algorithm == "direct" and flat.nbytes <= _EARLY_BYTES
+            reduction = MachineReduction(between, there, algorithm, op, flat, out, str(assumed))
+        between.announce(describe("all_reduce", flat, op), [assumed, following], content)
+        is_early = algorithm == "direct" and flat.nbytes <= _EARLY_BYTES
         if reduction is not None and is_early:
-            reduction.start(algorithm)
+            reduction.start()
         heard = yield from between.hear_greetings()
-        machines, total = list(heard), sum(greeting.num_workers for greeting in heard.values())
+        machines, total = list(heard), sum(len(greeting.workers) for greeting in heard.values())
         factors = [
-            greeting.num_workers * len(machines) / total if op == "mean" else 1.0
+            len(greeting.workers) * len(machines) / total if op == "mean" else 1.0
             for greeting in heard.values()
         ]
         is_even = all(factor == 1 for factor in factors)
         if len(machines) == 1 or not flat.numel():
-            if out is not flat:
+            if not is_in_place:
                 out.copy_(flat)
         elif is_small:
-            parts = [_from_bytes(greeting.content, flat) for greeting in heard.values()]
+            came = [bytearray(greeting.content) for greeting in heard.values()]
+            parts = [torch.frombuffer(content, dtype=flat.dtype) for content in came]
             for part, factor in zip(parts, factors, strict=True):
                 if not is_even:
                     part.mul_(factor)
@@ -185,23 +177,22 @@ class Collectives:
         ):
             began_s = time.perf_counter()
             if not is_early:
-                reduction.start(algorithm)
-            yield from between.finish(reduction, machines)
+                reduction.start()
+            yield from between.finish(reduction)
             self._choice.note(flat, algorithm, time.perf_counter() - began_s)
         else:
-            scaled = flat if is_even else flat * factors[machines.index(between.machine)]
-            if out is flat and not is_even:
-                scaled = flat.copy_(scaled)
+            if not is_even:
+                scaled = flat * factors[machines.index(between.machine)]
+                flat = flat.copy_(scaled) if is_in_place else scaled
 
             def reduce(number: int, piece: torch.Tensor) -> Steps:
-                target = None if out is flat else out
-                anew = MachineReduction(between, piece, machines, op, str(number), target)
-                anew.listen("direct")
-                anew.start("direct")
-                yield from between.finish(anew, machines)
+                result = piece if is_in_place else out
+                anew = MachineReduction(between, machines, "direct", op, piece, result, str(number))
+                anew.start()
+                yield from between.finish(anew)
 
-            yield from self._staging.in_pieces(scaled, reduce)
-        if out is flat:
+            yield from self._staging.in_pieces(flat, reduce)
+        if is_in_place:
             self._choice.tell(flat, heard[machines[0]].detail[1])
         return machines
 
@@ -218,21 +209,21 @@ class Collectives:
                 yield FREE
             yield passed_on
         if is_speaker:
-            yield from self._broadcast_machines(seq, len(present), flat, root, has_root=place in present)
+            yield from self._broadcast_machines(self._between(seq, present), flat, root, place in present)
         if place is None:
             yield from self._pass_on(seq, present[0], self._local.broadcast(flat, present[0]))
         elif place not in present:
-            raise _has_left(root)
+            raise absent_root(root)
         return put_back(flat, tensor)
 
     def _broadcast_machines(
-        self, seq: int, num_workers: int, flat: torch.Tensor, root: int, *, has_root: bool
+        self, between: MachineExchange, flat: torch.Tensor, root: int, has_root: bool
     ) -> Steps:
         """Sends a broadcast's tensor to all other machines, or receives it."""
-        between, source = self._between(seq), self._members.machines[root]
-        heard = yield from between.greet(describe("broadcast", flat, f"root {root}"), num_workers, has_root)
+        source = self._members.machines[root]
+        heard = yield from between.greet(describe("broadcast", flat, f"root {root}"), has_root)
         if source not in heard or not heard[source].detail:
-            raise _has_left(root)
+            raise absent_root(root)
         others = [machine for machine in heard if machine != between.machine]
 
         def send(number: int, piece: torch.Tensor) -> Steps:
@@ -258,13 +249,13 @@ class Collectives:
         if self._local.should_survive:
 
             def work(between: MachineExchange) -> Steps:
-                heard = yield from between.greet(describe("barrier"), len(present))
+                heard = yield from between.greet(describe("barrier"))
                 return torch.zeros(1, dtype=torch.uint8), list(heard)
 
             yield from self._handover.outlive(seq, name, present, work)
             return
         if self._is_speaker(present):
-            yield from self._between(seq, name).greet(describe("barrier"), len(present))
+            yield from self._between(seq, present, name).greet(describe("barrier"))
         yield from self._pass_on(seq, present[0], self._local.barrier(), is_last=is_last)
 
     def all_gather(self, seq: int, tensor: torch.Tensor) -> Steps:
@@ -300,7 +291,7 @@ class Collectives:
         own = flat
         if out is None and (outside or sources):
             own = flat.clone()  # on its way, or needed for those who are gone, when the result is written
-        self._destinations.append((seq, outside))
+        self._note(seq, outside)
         host = (yield from self._staging.to_host(own)) if outside else own
         for rank in outside:
             if not self._members.is_gone(rank, seq):
@@ -348,14 +339,14 @@ class Collectives:
         flat = _flat(given)
         present = yield from _inside(self._local.all_reduce(flat, "mean"))
         if self._is_speaker(present):
-            yield from self._mix_machines(seq, len(present), flat, weights)
+            yield from self._mix_machines(self._between(seq, present), flat, weights)
         yield from self._pass_on(seq, present[0], self._local.broadcast(flat, present[0]))
         return put_back(flat, given)
 
-    def _mix_machines(self, seq: int, num_workers: int, flat: torch.Tensor, weights: Weights) -> Steps:
+    def _mix_machines(self, between: MachineExchange, flat: torch.Tensor, weights: Weights) -> Steps:
         """Takes the weighted average of this machine's tensor and those of other machines, in place."""
-        between, machine, named = self._between(seq), self._members.machine, sorted(weights.sources)
-        heard = yield from between.greet(describe("exchange_machines", flat), num_workers, named)
+        machine, named = between.machine, sorted(weights.sources)
+        heard = yield from between.greet(describe("exchange_machines", flat), named)
         wanted_by = [other for other in heard if other != machine and machine in heard[other].detail]
         coming = {
             other: between.hear(other, "mean", self._staging.buffer(flat))
@@ -394,7 +385,7 @@ class Collectives:
             return _unpack((yield from self._handover.outlive(seq, name, present, work)))
         outside = torch.empty(0, dtype=torch.uint8)
         if self._is_speaker(present):
-            others, _ = yield from self._gather_machines(self._between(seq, name), inside)
+            others, _ = yield from self._gather_machines(self._between(seq, present, name), inside)
             outside = _pack(others)
         passed_on = self._local.all_gather(outside)
         yield from self._pass_on(seq, present[0], passed_on, is_last=is_last)
@@ -405,7 +396,7 @@ class Collectives:
     def _gather_machines(self, between: MachineExchange, inside: list[tuple[int, torch.Tensor]]) -> Steps:
         """Gives the tensors of other machines with their ranks, and the machines that took part."""
         blob = _pack(inside)
-        heard = yield from between.greet(describe("all_gather"), len(inside), blob.numel())
+        heard = yield from between.greet(describe("all_gather"), blob.numel())
         blobs = []
         for machine, greeting in heard.items():
             if machine != between.machine:
@@ -462,52 +453,40 @@ class Collectives:
         span = span_of(tensor)
         return [handle for other, handle in self._sending if is_overlapping([other], [span])]
 
-    def forget(self, seq: int) -> None:
-        """Lets nothing be written any more that an operation, which is over, has asked for."""
-        for each in self._receiving.pop(seq, ()):
-            if not each.is_done() and not self._mesh.forget(each):
-                with contextlib.suppress(ShoalError):  # it is just arriving, into memory of the operation
-                    each.wait(Deadline.after(_ARRIVING_S))
-
     async def _serve_sends(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
         """Tells another worker, once it is known, whether this one sends to it in an exchange.
 
         Where it does something else, what that is; None where it cannot say any more.
         """
+        seq = head.payload
+        await poll_until(lambda: seq in self._called or seq <= self._forgotten)
+        called = self._called.get(seq)
+        if called is None or isinstance(called, str):
+            return Reply(called)
+        return Reply(self._mesh.monitor.rank_of(head) in called)
 
-        def what_else() -> str | None:
-            return next((what for seq, what in tuple(self._others) if seq == head.payload), None)
-
-        def is_known() -> bool:
-            return any(seq >= head.payload for seq, _ in tuple(self._destinations))
-
-        await poll_until(lambda: is_known() or what_else() is not None)
-        if (what := what_else()) is not None:
-            return Reply(what)
-        asker = self._mesh.rank_of(head)
-        found = [destinations for seq, destinations in tuple(self._destinations) if seq == head.payload]
-        return Reply(asker in found[0] if found else None)
+    def _note(self, seq: int, called: str | Collection[int]) -> None:
+        self._called[seq] = called
+        self._forgotten = max(self._forgotten, seq - _REMEMBERED)
+        self._called.pop(self._forgotten, None)
 
     def _is_speaker(self, present: Sequence[int]) -> bool:
         return self._mates[present[0]] == self._mesh.rank
 
-    def _between(self, seq: int, name: str = "") -> MachineExchange:
-        return MachineExchange(self._mesh, self._members, seq, self._receiving.setdefault(seq, []), name)
+    def _between(self, seq: int, present: Sequence[int], name: str = "") -> MachineExchange:
+        return MachineExchange(self._mesh, self._members, seq, present, name)
 
     def _pass_on(self, seq: int, speaker: int, handle: Handle[Any], *, is_last: bool = True) -> Steps:
         """Waits for the operation's last step inside the machine, where the speaker gives the result."""
         members = self._members
 
-        def find_error() -> PeerLost | None:
-            loss = members.first_loss()
-            if loss is not None:
-                return loss.error()
-            return members.failure_of(speaker) if members.has_failed(speaker, seq) else None
-
-        def result() -> None:
-            error = None if handle.is_done() else find_error()
-            if error is not None:
-                raise error
+        def look() -> Any:
+            # the speaker may be lost, or fail, before it has passed anything on
+            if not handle.is_done():
+                loss, has_failed = members.first_loss(), members.has_failed(speaker, seq)
+                if (loss is None and not has_failed) or handle.is_done():
+                    return PENDING
+                raise members.failure_of(speaker) if loss is None else loss.error()
             # without the speaker it was lost on the way: whether the others have what it said nobody knows
             try:
                 handle.wait()
@@ -517,42 +496,38 @@ class Collectives:
                 raise members.failure_of(speaker) from None
             if speaker not in getattr(handle, "present", (0,)):
                 raise members.failure_of(speaker)
+            return None
 
         if is_last:
             yield FREE
-        # the speaker may be lost, or fail, before it has passed anything on
-        yield PendingStep(lambda: handle.is_done() or find_error() is not None, result)
+        yield PendingStep(look)
 
     def _from_rank(self, seq: int, rank: int, into: torch.Tensor) -> PendingStep:
         """Waits for what a rank sends in an exchange: a greeting and its tensor; None when it is gone."""
         said = self._mesh.receive(rank, (seq, "said", rank))
         came = self._mesh.receive(rank, (seq, "x", rank), into)
-        self._receiving.setdefault(seq, []).extend([said, came])
         ask_at_s = time.monotonic() + _ASK_AFTER_S
         asked: MeshHandle[Reply] | None = None
 
         def is_here() -> bool:
             return said.is_done() and came.is_done()
 
-        def refusal() -> bool | str:
-            """Asks, when it has been long, if anything will come; if not, what that rank does instead."""
+        def ask() -> Any:
+            """Asks, when it has been long, if anything will come: True, False, or what is called instead."""
             nonlocal asked
             if asked is None and time.monotonic() > ask_at_s:
                 asked = self._mesh.call(rank, _SENDS, seq)
             with contextlib.suppress(ShoalError):
-                if asked is not None and asked.is_done():
-                    answer = asked.wait().payload
-                    return answer if isinstance(answer, str) else answer is False
-            return False
+                return asked.wait().payload if asked is not None and asked.is_done() else None
+            return None
 
-        def result() -> tuple[torch.Tensor, torch.Tensor] | None:
+        def look() -> Any:
             if not is_here() and not self._members.is_gone(rank, seq):
-                if isinstance(what := refusal(), str):
-                    raise UsageError(
-                        f"rank {self._mesh.rank} called exchange where rank {rank} called {what}.",
-                        cause="the workers do not run the same program, or not with the same data.",
-                        next_step="let all workers issue the same operations in the same order.",
-                    )
+                answer = ask()
+                if is_here() or answer in (None, True):
+                    return PENDING
+                if isinstance(answer, str):
+                    raise mismatch(self._mesh.rank, "exchange", rank, answer)
                 raise UsageError(
                     f"rank {self._mesh.rank} wants to receive from rank {rank}, which does not send to it.",
                     next_step="let sources and destinations agree; a Topology's weights do.",
@@ -564,9 +539,7 @@ class Collectives:
                         return greeting, tensor
             return None
 
-        return PendingStep(
-            lambda: is_here() or self._members.is_gone(rank, seq) or bool(refusal()), result, lambda: rank
-        )
+        return PendingStep(look, lambda: rank)
 
 
 def _inside(handle: Handle[Any]) -> Steps:
@@ -612,17 +585,6 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1)
 
 
-def _from_bytes(content: bytes, like: torch.Tensor) -> torch.Tensor:
-    """Gives a tensor of memory of its own, of bytes that came with a greeting."""
-    return torch.frombuffer(bytearray(content), dtype=like.dtype)
-
-
-def _has_left(root: int) -> UsageError:
-    return UsageError(
-        f"rank {root}, which should broadcast, has left the group.", next_step="broadcast from a member."
-    )
-
-
 class HostStaging:
     """Copies between the memory of a GPU and that of the host; tests give another `takes`."""
 
@@ -647,7 +609,7 @@ class HostStaging:
             out.copy_(source)
             return Done(None)
         out.copy_(source, non_blocking=True)
-        return PendingStep(torch.cuda.current_stream(device).record_event().query)
+        return until(torch.cuda.current_stream(device).record_event().query)
 
     def to_host(self, flat: torch.Tensor) -> Steps:
         """Gives the tensor itself if it is in the host's memory, else a copy there."""
@@ -797,20 +759,20 @@ class TorchOperations:
     def _until(self, seq: int, work: Any) -> PendingStep:
         """Waits for what torch has under way, which never ends without a member that is gone."""
 
-        def find_absent() -> PeerLost | None:
-            return None if work.is_completed() else self._members.error_of_absence(seq)
-
-        def result() -> None:
-            absent = find_absent()
-            if absent is not None:
+        def look() -> Any:
+            if not work.is_completed():
+                absent = self._members.error_of_absence(seq)
+                if absent is None or work.is_completed():
+                    return PENDING
                 raise absent
             try:
                 work.wait()
             except RuntimeError as error:
                 failed = PeerLost(f"torch.distributed failed: {error}.", cause="a worker has ended.")
                 raise (self._members.error_of_absence(seq) or failed) from None
+            return None
 
-        return PendingStep(lambda: work.is_completed() or find_absent() is not None, result)
+        return PendingStep(look)
 
 
 def destroy_world() -> None:

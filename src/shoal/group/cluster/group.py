@@ -32,7 +32,6 @@ from shoal.core import (
     DeadlineExceeded,
     Peer,
     PeerId,
-    PeerLost,
     Placement,
     ShoalError,
     UsageError,
@@ -46,11 +45,13 @@ from shoal.group.base import (
     Reduction,
     T,
     Window,
+    WindowForm,
+    forked,
+    out_of_step,
     rank_to_blame,
 )
-from shoal.group.cluster.all_reduce import AlgorithmChoice
 from shoal.group.cluster.collectives import Collectives, HostStaging, TorchOperations
-from shoal.group.cluster.machine_exchange import FREE, PendingStep, Steps
+from shoal.group.cluster.machine_exchange import FREE, AlgorithmChoice, PendingStep, Steps
 from shoal.group.cluster.members import Members
 from shoal.group.cluster.mesh import CONNECTING_S, Mesh
 from shoal.group.cluster.rendezvous import (
@@ -64,7 +65,7 @@ from shoal.group.cluster.rendezvous import (
 from shoal.group.cluster.window import Windows
 from shoal.group.host import HostGroup, open_host_group
 from shoal.group.host.engine import Span, is_overlapping, span_of
-from shoal.group.kernels import check_reduction
+from shoal.group.kernels import check_average, check_reduction
 from shoal.group.solo import SoloGroup
 from shoal.topology import MachineWeights, Weights
 
@@ -89,7 +90,7 @@ def open_cluster_group(
         interface = interface_of(host)
         if interface is not None:  # gloo would take the one that this machine's name stands for
             os.environ.setdefault(_GLOO_INTERFACE, interface)
-    deadline = Deadline.after(settings.timeout_s or CONNECTING_S)
+    deadline = Deadline.after(settings.meeting_s or settings.timeout_s or CONNECTING_S)
     is_encrypted = should_encrypt(addresses, settings.encrypt)
     line = encryption_line(addresses, settings.encrypt)
     if line and placement.rank == 0 and not rendezvous.name:
@@ -178,7 +179,7 @@ class ClusterGroup(Group):
         choice = AlgorithmChoice(settings.all_reduce)
         self._collectives = Collectives(local, mesh, members, staging, self._torch, choice)
         self._windows = Windows(self)
-        mesh.add_listener(self._waiter.wake)
+        mesh.on_change = self._waiter.wake
 
     # --- who is there ---
 
@@ -269,12 +270,7 @@ class ClusterGroup(Group):
 
         What goes to other machines is on its way when this returns; `settle` waits for it.
         """
-        if not tensor.is_floating_point():
-            raise UsageError(
-                f"Cannot average {str(tensor.dtype).removeprefix('torch.')} tensors: convert the tensor to a "
-                "floating-point type first.",
-                next_step="exchange(tensor.float(), ...).",
-            )
+        check_average(tensor)
         used = [tensor] if out is None else [tensor, out]
         if isinstance(weights, MachineWeights):
             weights.weights.check(self.machine, self.num_machines)
@@ -294,17 +290,9 @@ class ClusterGroup(Group):
 
     # --- one-sided ---
 
-    def window(
-        self,
-        name: str,
-        num_elements: int,
-        dtype: torch.dtype = torch.float32,
-        *,
-        sources: Collection[int] | None = None,
-        device: torch.device | None = None,
-    ) -> Window:
+    def _make_window(self, form: WindowForm, sources: Collection[int] | None) -> Window:
         """Makes slots in shared memory for this machine's sources, and in private memory for others."""
-        return self._windows.make(name, num_elements, dtype, sources, device)
+        return self._windows.make(form, sources)
 
     # --- its life ---
 
@@ -313,7 +301,8 @@ class ClusterGroup(Group):
         self.local.progress()
         if not self._queue:
             return
-        self._check_forked()
+        if os.getpid() != self._pid:
+            raise forked()
         try:
             self._queue.advance()
         except BaseException as error:
@@ -396,16 +385,11 @@ class ClusterGroup(Group):
 
     def check_usable(self) -> None:
         """UsageError in a forked child, and when this worker is out of step or has left; raises `split`."""
-        self._check_forked()
+        if os.getpid() != self._pid:
+            raise forked()
         self._check_split()
         if self._breakage is not None:
-            if isinstance(self._breakage, PeerLost) and self._breakage.peer == self.rank:
-                raise self._breakage  # given up by the others: whoever asks first shall hear that
-            raise UsageError(
-                f"rank {self.rank} is out of step with the others since an operation was broken off: "
-                f"{type(self._breakage).__name__}.",
-                next_step="end this worker; what comes after an interrupted operation cannot be right.",
-            )
+            raise out_of_step(self.rank, self._breakage)
 
     # --- the rest ---
 
@@ -435,7 +419,7 @@ class ClusterGroup(Group):
             self.mesh.fail(blamed)
             raise
         finally:
-            self._collectives.forget(seq)
+            self.mesh.forget(seq)
 
     def _blame(self, error: BaseException) -> int | None:
         """Finds the lost rank because of which this worker fails, if it is one; the first counts."""
@@ -449,13 +433,6 @@ class ClusterGroup(Group):
     def _check_split(self) -> None:
         if self.split is not None:
             raise self.split
-
-    def _check_forked(self) -> None:
-        if os.getpid() != self._pid:
-            raise UsageError(
-                "The group belongs to the process that opened it, and this one was forked from it.",
-                next_step="let the workers of a DataLoader load data and nothing else.",
-            )
 
 
 class QueuedOperation(Handle[Any]):

@@ -22,7 +22,7 @@ import torch
 
 from shoal.core import PeerLost, ShoalError, UsageError
 from shoal.group.cluster.links import flat_bytes, view_of
-from shoal.group.cluster.machine_exchange import LostMeanwhile, MachineExchange, PendingStep, Steps
+from shoal.group.cluster.machine_exchange import LostMeanwhile, MachineExchange, Steps, until
 from shoal.group.cluster.members import Members
 from shoal.group.cluster.mesh import Mesh, poll_until
 from shoal.group.host import HostGroup
@@ -39,17 +39,10 @@ Step = tuple[int, str]
 class Handover:
     """Does one worker's part of operations that outlive the loss of any worker of the group."""
 
-    def __init__(
-        self,
-        local: HostGroup | SoloGroup,
-        mesh: Mesh,
-        members: Members,
-        start: Callable[[int, str, Attempt], MachineExchange],
-    ) -> None:
+    def __init__(self, local: HostGroup | SoloGroup, mesh: Mesh, members: Members) -> None:
         self._local = local
         self._mesh = mesh
         self._members = members
-        self._start = start
         self._pool = BufferPool()
         self._results: dict[Step, torch.Tensor] = {}
         """The results that others may ask for."""
@@ -79,7 +72,7 @@ class Handover:
             result = None
             is_speaker = self._members.mates[speaker] == self._members.rank
             if is_speaker:
-                result = yield from self._agree(step, work, is_successor=speaker != present[0])
+                result = yield from self._agree(step, present, work, is_successor=speaker != present[0])
             elif len(self._members.mates) > 1:
                 self._awaited[step] = speaker
             if len(self._members.mates) > 1:
@@ -92,11 +85,18 @@ class Handover:
 
     # --- between machines ---
 
-    def _agree(self, step: Step, work: Callable[[MachineExchange], Steps], *, is_successor: bool) -> Steps:
+    def _agree(
+        self,
+        step: Step,
+        present: Sequence[int],
+        work: Callable[[MachineExchange], Steps],
+        *,
+        is_successor: bool,
+    ) -> Steps:
         """Makes attempts until this machine has the result that all others have."""
         (seq, name), should_ask = step, is_successor
         while True:
-            yield PendingStep(lambda: not self._members.is_undecided(seq))
+            yield until(lambda: not self._members.is_undecided(seq))
             if self._members.judge_split(seq):
                 assert self._members.split is not None
                 raise self._members.split
@@ -104,18 +104,16 @@ class Handover:
             if should_ask and (found := (yield from self._ask(step, lost))) is not None:
                 return found
             should_ask = True
-            between = self._start(seq, f"{name}{sorted(lost)} ", lost)
+            attempt = f"{name}{sorted(lost)} "
+            between = MachineExchange(self._mesh, self._members, seq, present, attempt, lost)
             with contextlib.suppress(LostMeanwhile):
                 result, machines = yield from work(between)
                 if not self._may_use(step, lost, result):
-                    yield self._another_loss(lost)
+                    yield until(between.is_void)
                     continue
                 with contextlib.suppress(LostMeanwhile):  # whoever does not have the result asks for it
                     yield from between.agree(machines)
                 return result
-
-    def _another_loss(self, lost: Attempt) -> PendingStep:
-        return PendingStep(lambda: len(self._members.lost) > len(lost))
 
     def _ask(self, step: Step, lost: Attempt) -> Steps:
         """Asks all workers of other machines for the result of an earlier attempt; None when none has it.
@@ -143,7 +141,7 @@ class Handover:
         }
         found: torch.Tensor | None = None
         for rank, handle in asked.items():
-            yield PendingStep(handle.is_done)
+            yield until(handle.is_done)
             try:
                 if handle.wait().payload and found is None:
                     found = came.get(rank, torch.empty(0, dtype=torch.uint8))
@@ -205,7 +203,7 @@ class Handover:
     def _copy(self, speaker: int, tensor: torch.Tensor) -> Steps:
         """Copies the speaker's tensor to all; False when it was lost before it gave it, on all alike."""
         handle = self._local.broadcast(tensor, speaker)
-        yield PendingStep(handle.is_done)
+        yield until(handle.is_done)
         try:
             handle.wait()
         except ShoalError:

@@ -28,8 +28,9 @@ import ssl
 import struct
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
@@ -66,8 +67,9 @@ _MAGIC = b"SHLK\x01"
 _NONCE_BYTES, _PROOF_BYTES = 16, 32
 _HELLO = struct.Struct(f"<{len(_MAGIC)}sI{_NONCE_BYTES}s")
 _HEAD = struct.Struct("<BxHxxxxQ")
-"""The kind of a frame, the length of its key, and the tensor's bytes."""
+"""The kind of a frame, the length of its key, and the tensor's bytes, or those for which there is room."""
 _TENSOR, _BOUNDED, _ROOM = 1, 2, 3
+_NOTHING = memoryview(b"")
 _ROOM_PARTS = 8
 """A sender is told of room when this part of its room was claimed."""
 _NOW_BYTES = 1 << 20
@@ -89,8 +91,6 @@ _RTT_OFFSET = 68
 
 class MeshHandle(Handle[T]):
     """A result or an error, once there is one; the first that is given counts."""
-
-    __slots__ = ("_end", "_event", "_lock", "_what")
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -128,6 +128,7 @@ class MeshHandle(Handle[T]):
             event.set()
 
 
+@dataclass(eq=False)
 class Delivery(MeshHandle[torch.Tensor | None]):
     """A tensor that somebody waits for, by this handle, or that is arriving or has arrived, or both.
 
@@ -135,41 +136,22 @@ class Delivery(MeshHandle[torch.Tensor | None]):
     that asks for it after it has come.
     """
 
-    __slots__ = (
-        "content",
-        "into",
-        "is_bounded",
-        "is_here",
-        "is_wanted",
-        "key",
-        "on_arrival",
-        "sender",
-        "source",
-    )
+    key: Key
+    source: int | None = None
+    """Who shall send it; None for anybody."""
+    into: torch.Tensor | None = None
+    on_arrival: Callable[[torch.Tensor], None] | None = None
+    is_wanted: bool = True
+    sender: int | None = None
+    content: torch.Tensor | None = None
+    """Flat, uint8, from when its bytes begin to arrive; of the memory of `into` where that was known."""
+    is_here: bool = False
+    """Whether all bytes have arrived."""
+    is_bounded: bool = False
+    """Whether it was sent unasked, and its sender is to be told that it was claimed."""
 
-    def __init__(
-        self,
-        key: Key,
-        source: int | None = None,
-        into: torch.Tensor | None = None,
-        on_arrival: Callable[[torch.Tensor], None] | None = None,
-        *,
-        is_wanted: bool = True,
-    ) -> None:
+    def __post_init__(self) -> None:
         super().__init__("receiving")
-        self.key = key
-        self.source = source
-        """Who shall send it; None for anybody."""
-        self.into = into
-        self.on_arrival = on_arrival
-        self.is_wanted = is_wanted
-        self.sender: int | None = None
-        self.content: torch.Tensor | None = None
-        """Flat, uint8, from when its bytes begin to arrive; of the memory of `into` where that was known."""
-        self.is_here = False
-        """Whether all bytes have arrived."""
-        self.is_bounded = False
-        """Whether it was sent unasked, and its sender is to be told that it was claimed."""
 
     def give_content(self) -> None:
         """Gives the tensor to whoever waits for it, copied if it did not come into its place."""
@@ -177,7 +159,14 @@ class Delivery(MeshHandle[torch.Tensor | None]):
         given = self.content
         if self.into is not None:
             if self.into.nbytes != given.nbytes:
-                self.finish(self.error_of_size(given.nbytes))
+                self.finish(
+                    TensorError(
+                        f"rank {self.sender} sent {given.nbytes:,} bytes as {self.key}, for which there are "
+                        f"{self.into.nbytes:,} here.",
+                        cause="the workers disagree on a tensor's shape or dtype.",
+                        next_step="call the same operations with equal shapes on all workers.",
+                    )
+                )
                 return
             if self.into.data_ptr() != given.data_ptr():
                 copy_into(flat_bytes(self.into), given)
@@ -189,16 +178,6 @@ class Delivery(MeshHandle[torch.Tensor | None]):
             self.finish(self.into)
             return
         self.finish(given)
-
-    def error_of_size(self, came_bytes: int) -> TensorError:
-        """Gives the error of both sides when another size comes than is waited for."""
-        here_bytes = 0 if self.into is None else self.into.nbytes
-        return TensorError(
-            f"rank {self.sender} sent {came_bytes:,} bytes as {self.key}, for which there are {here_bytes:,} "
-            "here.",
-            cause="the workers disagree on a tensor's shape or dtype.",
-            next_step="call the same operations with equal shapes on all workers.",
-        )
 
 
 class Mailbox:
@@ -229,7 +208,7 @@ class Mailbox:
     def expect(self, source: int, key: Key, size_bytes: int, *, is_bounded: bool = False) -> memoryview:
         """Gives memory for a tensor that begins to arrive, also where another size is waited for."""
         with self._lock:
-            found = self._find_wanted(source, key)
+            found = self._find(key, lambda each: each.content is None and each.source in (None, source))
             if found is not None and found.into is not None and found.into.nbytes == size_bytes:
                 content = flat_bytes(found.into)
             else:
@@ -310,9 +289,6 @@ class Mailbox:
     def _find(self, key: Key, is_it: Callable[[Delivery], bool]) -> Delivery | None:
         return next((each for each in self._lines.get(key, ()) if is_it(each)), None)
 
-    def _find_wanted(self, source: int, key: Key) -> Delivery | None:
-        return self._find(key, lambda each: each.content is None and each.source in (None, source))
-
     def _remove(self, delivery: Delivery) -> None:
         line = self._lines[delivery.key]
         line.remove(delivery)
@@ -320,66 +296,76 @@ class Mailbox:
             del self._lines[delivery.key]
 
 
-class Sending:
-    """One frame to be sent, with the handle that is finished when it has left."""
+class Sending(MeshHandle[None]):
+    """One frame to be sent, which is done when it has left; its memory must not be written until then."""
 
-    __slots__ = ("handle", "head", "is_bounded", "view")
-
-    def __init__(self, head: bytes, view: memoryview, handle: MeshHandle[None], *, is_bounded: bool) -> None:
-        self.head = head
+    def __init__(self, kind: int, size_bytes: int, key: bytes = b"", view: memoryview = _NOTHING) -> None:
+        super().__init__("sending a tensor")
+        self.kind = kind
+        self.head = _HEAD.pack(kind, len(key), size_bytes) + key
         self.view = view
-        self.handle = handle
-        self.is_bounded = is_bounded
-
-    @classmethod
-    def of_tensor(
-        cls, key: Key, view: memoryview, handle: MeshHandle[None], *, is_bounded: bool = False
-    ) -> Sending:
-        """Makes the frame of a tensor, which must not be written until the handle is done."""
-        packed = msgspec.msgpack.encode(key)
-        head = _HEAD.pack(_BOUNDED if is_bounded else _TENSOR, len(packed), view.nbytes) + packed
-        return cls(head, view, handle, is_bounded=is_bounded)
-
-    @classmethod
-    def of_room(cls, size_bytes: int) -> Sending:
-        """Makes the frame that tells a sender of room."""
-        return cls(_HEAD.pack(_ROOM, 0, size_bytes), memoryview(b""), MeshHandle("room"), is_bounded=False)
 
 
-class _Sender:
-    """What goes to one worker, in order; one thread sends it, or, if it is small, whoever gives it."""
+class _Link:
+    """One worker of another machine: what goes there, in order, and what has come from there.
 
-    def __init__(self, room_bytes: int, on_empty: Callable[[], None]) -> None:
+    A thread sends, or, if it is small, whoever gives it. Another one receives.
+    """
+
+    def __init__(self, rank: int, peer_id: PeerId | None, on_empty: Callable[[], None]) -> None:
+        self.rank = rank
+        self.peer_id = peer_id
+        self.address: Address
+        """Where it takes connections, once that is known."""
+        self.room_bytes = 0
+        """What it has room for of what this worker sends unasked."""
+        self.claimed_bytes = 0
+        """What it has sent unasked, and was claimed here, and it was not told of yet."""
+        self.num_sent = self.sent_bytes = self.num_received = self.received_bytes = 0
+        self.lock = threading.Lock()  # law: between the threads that send, and those that serve
         self._on_empty = on_empty
-        self.num_sent = 0
-        self.num_unsent = 0
-        self.sent_bytes = 0
-        self._room_bytes = room_bytes
         self._unclaimed_bytes = 0
         self._queue: deque[Sending] = deque()
         self._without_room: deque[Sending] = deque()
-        self._lock = threading.Lock()  # law: between the threads that send, and the one that serves
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._wire: _Wire | None = None
+        self._outgoing: _Wire | None = None
+        self._incoming: _Wire | None = None
+        self._has_thread = False
         self._is_busy = True
         """Whether somebody is sending what is in the queue, and will look at it again."""
-        self._rest = memoryview(b"")
+        self._rest = _NOTHING
         """What is left of the first one in the queue, where some of it has left."""
         self._error: PeerLost | None = None
+        """Why nothing more is sent."""
+        self._is_cut = False
+        """Whether nothing more is received."""
+
+    @property
+    def num_unsent(self) -> int:
+        """How many frames have not left yet."""
+        with self.lock:
+            return len(self._queue) + len(self._without_room)
 
     @property
     def is_closed(self) -> bool:
         """Whether nothing more is sent."""
         return self._error is not None
 
+    def must_connect(self) -> bool:
+        """Tells the first one who wants to send something that a thread must be started for it."""
+        if self._has_thread:
+            return False
+        with self.lock:
+            is_first, self._has_thread = not self._has_thread and self._error is None, True
+            return is_first
+
     def put(self, sending: Sending) -> None:
         """Sends after all that was put before, bounded ones when there is room."""
-        with self._lock:
+        with self.lock:
             if self._error is not None:
-                sending.handle.finish(self._error)
+                sending.finish(self._error)
                 return
-            self.num_unsent += 1
-            if sending.is_bounded:
+            if sending.kind == _BOUNDED:
                 if self._without_room or not self._has_room(sending):
                     self._without_room.append(sending)
                     return
@@ -393,7 +379,7 @@ class _Sender:
 
     def regain(self, size_bytes: int) -> None:
         """Takes note that the receiver has claimed so much."""
-        with self._lock:
+        with self.lock:
             self._unclaimed_bytes -= size_bytes
             while self._without_room and self._has_room(self._without_room[0]):
                 sending = self._without_room.popleft()
@@ -406,59 +392,74 @@ class _Sender:
 
     def _has_room(self, sending: Sending) -> bool:
         # one that is larger than all the room goes alone; what was claimed and not told of may be left
-        is_alone = self._unclaimed_bytes <= self._room_bytes // _ROOM_PARTS
-        return is_alone or self._unclaimed_bytes + sending.view.nbytes <= self._room_bytes
+        is_alone = self._unclaimed_bytes <= self.room_bytes // _ROOM_PARTS
+        return is_alone or self._unclaimed_bytes + sending.view.nbytes <= self.room_bytes
 
     def serve(self, wire: _Wire) -> None:
         """Sends all that comes, until it is closed."""
-        with self._lock:
-            self._wire = wire
+        with self.lock:
+            self._outgoing = wire
         while self._error is None:
             while (sending := self._next()) is not None:
                 if len(self._rest):
                     wire.socket.sendall(self._rest)
-                    self._rest = memoryview(b"")
+                    self._rest = _NOTHING
                 else:
                     wire.send(sending.head, sending.view)
                 self._left(sending)
             self._on_empty()
             self._wakes.get()
 
-    def close(self, error: PeerLost) -> None:
-        """Sends nothing more; what has not left ends in an error."""
-        with self._lock:
+    def take_from(self, wire: _Wire) -> bool:
+        """Receives by this connection from now on; False when nothing is received any more."""
+        with self.lock:
+            if not self._is_cut:
+                self._incoming = wire
+            return not self._is_cut
+
+    def is_taking(self, wire: _Wire) -> bool:
+        """Tells whether what comes by a connection counts: it does not when its sender was given up."""
+        return self._incoming is wire
+
+    def close(self, error: PeerLost, *, should_cut: bool) -> None:
+        """Sends nothing more, and what has not left ends in an error; nor receives, if it `should_cut`."""
+        with self.lock:
             self._error = self._error or error
             unsent = [*self._queue, *self._without_room]
             self._queue.clear()
             self._without_room.clear()
-            self.num_unsent = 0
-            wire = self._wire
+            wires = [self._outgoing]
+            if should_cut:
+                self._is_cut = True
+                wires.append(self._incoming)
+                self._incoming = None
         for sending in unsent:
-            sending.handle.finish(self._error)
-        if wire is not None:
-            wire.shut()
+            sending.finish(self._error)
+        for wire in wires:
+            if wire is not None:
+                wire.shut()
         self._wakes.put(None)
 
     def _next(self) -> Sending | None:
-        with self._lock:
+        with self.lock:
             if not self._queue:
                 self._is_busy = False
                 return None
             return self._queue[0]
 
     def _left(self, sending: Sending) -> None:
-        with self._lock:
+        with self.lock:
             # first of all: whoever sees that nothing is left must see all that was sent
-            self.num_sent += bool(len(sending.head) > _HEAD.size)
+            self.num_sent += sending.kind != _ROOM
             self.sent_bytes += len(sending.head) - _HEAD.size + sending.view.nbytes
             if self._queue and self._queue[0] is sending:
                 self._queue.popleft()
-                self.num_unsent -= 1
-        sending.handle.finish(None)
+        sending.view = _NOTHING
+        sending.finish(None)
 
     def _send_now(self, sending: Sending) -> bool:
         """Sends one that is not large without waiting; False when the thread must go on."""
-        wire = self._wire
+        wire = self._outgoing
         assert wire is not None
         try:
             rest = wire.send_now(sending.head, sending.view)
@@ -486,7 +487,7 @@ class _Wire:
         self._record = memoryview(
             bytearray(0 if key is None else _RECORD_HEAD.size + _RECORD_BYTES + _TAG_BYTES)
         )
-        self._opened = memoryview(b"")
+        self._opened = _NOTHING
         """What is left of the last record that has come."""
         close_in_children(connected.fileno())
 
@@ -534,12 +535,6 @@ class _Wire:
                 self._opened = self._opened[taken:]
             view, is_first = view[taken:], False
         return True
-
-    def read(self, num_bytes: int) -> bytes:
-        """Receives so many bytes."""
-        memory = bytearray(num_bytes)
-        self.fill(memoryview(memory))
-        return bytes(memory)
 
     def shut(self) -> None:
         """Ends the connection, so that a thread that blocks on it goes on."""
@@ -608,10 +603,6 @@ class TensorLinks:
         on_broken: Callable[[int, str, bool], None],
     ) -> None:
         self.rank = rank
-        self.received_bytes: dict[int, int] = {}
-        """By rank; written by the thread that receives from it."""
-        self.num_received: dict[int, int] = {}
-        """How many tensors have come from each rank."""
         self._mailbox = mailbox
         mailbox.on_claim = self._give_room
         self._key = key
@@ -620,88 +611,83 @@ class TensorLinks:
         self._on_sent = on_sent
         self._on_broken = on_broken
         self._threads = ByteThreads()
-        self._senders: dict[int, _Sender] = {}
-        self._ids: Mapping[int, PeerId | None] = {}
-        self._addresses: dict[int, Address] = {}
-        self._rooms: dict[int, int] = {}
-        """What each worker has room for of what this one sends unasked."""
-        self._incoming: dict[int, _Wire] = {}
-        self._claimed_bytes: dict[int, int] = {}
-        """What was claimed here, and its sender was not told of yet."""
-        self._lock = threading.Lock()  # law: of the maps above, between threads that move bytes
-        self._is_open = True
+        self._links: dict[int, _Link] = {}
 
     def expect(self, ids: Mapping[int, PeerId | None]) -> None:
         """Says who may connect, by rank; before anybody knows where."""
-        self._ids = ids
+        self._links = {rank: _Link(rank, peer_id, self._on_sent) for rank, peer_id in ids.items()}
 
     def set_address(self, rank: int, address: Address, num_peers: int) -> None:
         """Says where a worker takes connections, and from how many; one is made when something is to be sent.
 
         Its senders share the room that it has for what is sent unasked.
         """
-        self._addresses[rank] = address
-        self._rooms[rank] = self._room_bytes(num_peers)
+        self._links[rank].address = address
+        self._links[rank].room_bytes = self._room_bytes(num_peers)
 
     # --- sending ---
 
-    def send(self, to: int, sending: Sending) -> None:
-        """Sends one tensor after those that were given before; its handle is done when it has left here."""
-        sender = self._senders.get(to)
-        if sender is None:
-            with self._lock:
-                is_new = to not in self._senders and self._is_open
-                if is_new:
-                    self._senders[to] = _Sender(self._rooms[to], self._on_sent)
-                sender = self._senders.get(to)
-            if sender is None:
-                sending.handle.finish(_gone(to))
-                return
-            if is_new:
-                self._threads.start(f"shoal-send-{to}", lambda: self._connect_and_send(to, sender))
-        sender.put(sending)
+    def send(self, to: int, key: Key, view: memoryview, *, is_bounded: bool) -> Sending:
+        """Sends one tensor after those that were given before; what it gives is done when it has left."""
+        sending = Sending(_BOUNDED if is_bounded else _TENSOR, view.nbytes, msgspec.msgpack.encode(key), view)
+        self._send(self._links[to], sending)
+        return sending
+
+    def _send(self, link: _Link, sending: Sending) -> None:
+        if link.must_connect():
+            self._threads.start(f"shoal-send-{link.rank}", lambda: self._connect_and_send(link))
+        link.put(sending)
 
     @property
     def num_unsent(self) -> int:
         """How many tensors have not left yet."""
-        return sum(sender.num_unsent for sender in tuple(self._senders.values()))
+        return sum(link.num_unsent for link in self._links.values())
 
     @property
     def num_sent(self) -> dict[int, int]:
         """How many tensors have left for each rank."""
-        return {rank: sender.num_sent for rank, sender in tuple(self._senders.items())}
+        return {rank: link.num_sent for rank, link in self._links.items()}
 
     @property
-    def sent_bytes(self) -> Counter[int]:
+    def sent_bytes(self) -> dict[int, int]:
         """How many bytes have left for each rank."""
-        return Counter({rank: sender.sent_bytes for rank, sender in tuple(self._senders.items())})
+        return {rank: link.sent_bytes for rank, link in self._links.items()}
 
-    def _connect_and_send(self, to: int, sender: _Sender) -> None:
-        address = self._addresses[to]
+    @property
+    def received_bytes(self) -> dict[int, int]:
+        """How many bytes have come from each rank."""
+        return {rank: link.received_bytes for rank, link in self._links.items()}
+
+    def num_received(self, rank: int) -> int:
+        """Counts the tensors that have come from a rank."""
+        return self._links[rank].num_received
+
+    def _connect_and_send(self, link: _Link) -> None:
         give_up, wire = Deadline.after(_CONNECTING_S), None
         while wire is None:
             try:
-                wire = self._dial(to)
+                wire = self._dial(link)
             except (OSError, ShoalError) as error:
-                if sender.is_closed:
+                if link.is_closed:
                     return
                 is_certain = isinstance(error, ShoalError)
                 if is_certain or give_up.is_past:
-                    sender.close(_gone(to))
-                    reason = f"its port for tensors, {address}, cannot be used: {error}"
-                    self._on_broken(to, reason, is_certain)
+                    link.close(_gone(link.rank), should_cut=False)
+                    reason = f"its port for tensors, {link.address}, cannot be used: {error}"
+                    self._on_broken(link.rank, reason, is_certain)
                     return
                 time.sleep(_AGAIN_S)  # a network that is cut is noticed by heartbeats
         try:
-            sender.serve(wire)
+            link.serve(wire)
         except Exception as error:  # noqa: BLE001 - who waits must learn of it, whatever it is
-            sender.close(_gone(to))
-            self._on_broken(to, f"the connection for tensors ended: {error}", not isinstance(error, OSError))
+            link.close(_gone(link.rank), should_cut=False)
+            reason = f"the connection for tensors ended: {error}"
+            self._on_broken(link.rank, reason, not isinstance(error, OSError))
         finally:
             wire.close()
 
-    def _dial(self, to: int) -> _Wire:
-        address, peer_id = self._addresses[to], self._ids[to]
+    def _dial(self, link: _Link) -> _Wire:
+        address = link.address
         connected = socket.create_connection((address.host, address.port), _CONNECTING_S)
         try:
             _prepare(connected)
@@ -709,7 +695,7 @@ class TensorLinks:
             if self._membership is not None:
                 tls = self._membership.client_tls().wrap_socket(connected)
                 connected = tls
-                if peer_id is not None and _id_of(tls) != peer_id:
+                if link.peer_id is not None and _id_of(tls) != link.peer_id:
                     raise PeerRefused(f"{address} is another peer than the one that was told.")
                 key = secrets.token_bytes(_KEY_BYTES)
                 tls.sendall(_HELLO.pack(_MAGIC, self.rank, bytes(_NONCE_BYTES)) + key)
@@ -718,10 +704,10 @@ class TensorLinks:
                 mine = secrets.token_bytes(_NONCE_BYTES)
                 connected.sendall(_HELLO.pack(_MAGIC, self.rank, mine))
                 answer = _read_exactly(connected, _NONCE_BYTES + _PROOF_BYTES)
-                theirs, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
-                if not hmac.compare_digest(proof, self._proof(b"callee", self.rank, to, mine + theirs)):
+                nonces, proof = mine + answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
+                if not hmac.compare_digest(proof, self._proof(b"callee", self.rank, link.rank, nonces)):
                     raise PeerRefused(f"{address} is not of this run.")
-                connected.sendall(self._proof(b"caller", self.rank, to, mine + theirs))
+                connected.sendall(self._proof(b"caller", self.rank, link.rank, nonces))
             connected.settimeout(None)
         except BaseException:
             connected.close()
@@ -742,80 +728,71 @@ class TensorLinks:
         try:
             connected.settimeout(_GREETING_S)
             _prepare(connected)
-            rank, wire = self._admit(connected)
+            link, wire = self._admit(connected)
         except (OSError, ShoalError) as error:
             log.warning("a connection for tensors was refused: %s", error)
             connected.close()
             return
         try:
-            with self._lock:
-                if not self._is_open:
-                    return
-                self._incoming[rank] = wire
-            self.received_bytes.setdefault(rank, 0)
-            self.num_received.setdefault(rank, 0)
-            while self._take(rank, wire):
-                pass
+            is_open = link.take_from(wire)
+            while is_open:
+                is_open = self._take(link, wire)
         except Exception as error:  # noqa: BLE001 - what came may be anything; the others must learn of it
-            if self._is_open:
+            if link.is_taking(wire):
                 is_certain = not isinstance(error, OSError)
-                self._on_broken(rank, f"the connection for tensors ended: {error}", is_certain)
+                self._on_broken(link.rank, f"the connection for tensors ended: {error}", is_certain)
         finally:
             wire.close()
 
-    def _admit(self, connected: socket.socket) -> tuple[int, _Wire]:
+    def _admit(self, connected: socket.socket) -> tuple[_Link, _Wire]:
         """Finds out which rank has connected; PeerRefused when it does not prove it."""
+        key = None
         if self._membership is not None:
             tls = self._membership.server_tls().wrap_socket(connected, server_side=True)
             try:
-                rank, _ = self._read_hello(tls)
+                link, _ = self._read_hello(tls)
                 key = _read_exactly(tls, _KEY_BYTES)
-                if self._ids[rank] is not None and _id_of(tls) != self._ids[rank]:
-                    raise PeerRefused(f"it is not rank {rank}.")
+                if link.peer_id is not None and _id_of(tls) != link.peer_id:
+                    raise PeerRefused(f"it is not rank {link.rank}.")
                 connected = _without_tls(tls)
             except BaseException:
                 tls.close()
                 raise
-            connected.settimeout(None)
-            return rank, _Wire(connected, key)
-        rank, theirs = self._read_hello(connected)
-        mine = secrets.token_bytes(_NONCE_BYTES)
-        connected.sendall(mine + self._proof(b"callee", rank, self.rank, theirs + mine))
-        proof = _read_exactly(connected, _PROOF_BYTES)
-        if not hmac.compare_digest(proof, self._proof(b"caller", rank, self.rank, theirs + mine)):
-            raise PeerRefused("it does not know the key of this run.")
+        else:
+            link, theirs = self._read_hello(connected)
+            mine = secrets.token_bytes(_NONCE_BYTES)
+            connected.sendall(mine + self._proof(b"callee", link.rank, self.rank, theirs + mine))
+            proof = _read_exactly(connected, _PROOF_BYTES)
+            if not hmac.compare_digest(proof, self._proof(b"caller", link.rank, self.rank, theirs + mine)):
+                raise PeerRefused("it does not know the key of this run.")
         connected.settimeout(None)
-        return rank, _Wire(connected)
+        return link, _Wire(connected, key)
 
-    def _read_hello(self, connected: socket.socket) -> tuple[int, bytes]:
+    def _read_hello(self, connected: socket.socket) -> tuple[_Link, bytes]:
         magic, rank, nonce = _HELLO.unpack(_read_exactly(connected, _HELLO.size))
-        if magic != _MAGIC or rank not in self._ids:
+        if magic != _MAGIC or rank not in self._links:
             raise PeerRefused("it is no worker of another machine, or speaks another version.")
-        return rank, nonce
+        return self._links[rank], nonce
 
-    def _take(self, rank: int, wire: _Wire) -> bool:
+    def _take(self, link: _Link, wire: _Wire) -> bool:
         """Receives one frame; False at the end of the connection."""
         head = bytearray(_HEAD.size)
         if not wire.fill(memoryview(head), is_first=True):
             return False
         kind, key_bytes, size_bytes = _HEAD.unpack(head)
         if kind == _ROOM:
-            sender = self._senders.get(rank)
-            if sender is not None:
-                sender.regain(size_bytes)
+            link.regain(size_bytes)
             return True
-        key = msgspec.msgpack.decode(wire.read(key_bytes), type=tuple[int | str, ...])
-        if (
-            self._incoming.get(rank) is not wire
-        ):  # it was given up: what is still in the system's memory is void
+        packed = bytearray(key_bytes)
+        wire.fill(memoryview(packed))
+        key = msgspec.msgpack.decode(packed, type=tuple[int | str, ...])
+        if not link.is_taking(wire):  # what is still in the system's memory is void
             return False
-        is_bounded = kind == _BOUNDED
-        view = self._mailbox.expect(rank, key, size_bytes, is_bounded=is_bounded)
-        wire.fill(view)
-        self.received_bytes[rank] += key_bytes + size_bytes
-        is_wanted = self._mailbox.complete(rank, key)
-        self.num_received[rank] += 1  # only now: of one that has left nothing is waited for any more then
-        self._on_arrival(rank, is_wanted)
+        wire.fill(self._mailbox.expect(link.rank, key, size_bytes, is_bounded=kind == _BOUNDED))
+        link.received_bytes += key_bytes + size_bytes
+        is_wanted = self._mailbox.complete(link.rank, key)
+        link.num_received += 1  # only now: of one that has left nothing is waited for any more then
+        self._on_arrival(link.rank, is_wanted)
         return True
 
     def _room_bytes(self, num_peers: int) -> int:
@@ -823,31 +800,23 @@ class TensorLinks:
 
     def _give_room(self, rank: int, size_bytes: int) -> None:
         """Tells a sender, not after every tensor, that those which it sent unasked were claimed."""
-        with self._lock:
-            claimed_bytes = self._claimed_bytes.get(rank, 0) + size_bytes
-            is_due = claimed_bytes >= self._room_bytes(len(self._ids)) // _ROOM_PARTS
-            self._claimed_bytes[rank] = 0 if is_due else claimed_bytes
+        link = self._links[rank]
+        with link.lock:
+            claimed_bytes = link.claimed_bytes + size_bytes
+            is_due = claimed_bytes >= self._room_bytes(len(self._links)) // _ROOM_PARTS
+            link.claimed_bytes = 0 if is_due else claimed_bytes
         if is_due:
-            self.send(rank, Sending.of_room(claimed_bytes))
+            self._send(link, Sending(_ROOM, claimed_bytes))
 
     # --- their end ---
 
     def drop(self, rank: int, error: PeerLost, *, has_left: bool = False) -> None:
         """Sends nothing more to a worker that is gone; what one that `has_left` has sent still comes."""
-        with self._lock:
-            incoming = None if has_left else self._incoming.pop(rank, None)
-            sender = self._senders.get(rank)
-        if sender is not None:
-            sender.close(error)
-        if incoming is not None:
-            incoming.shut()
+        self._links[rank].close(error, should_cut=not has_left)
 
     def close(self, deadline: Deadline) -> None:
         """Ends all connections; what has not left by now does not leave."""
-        with self._lock:
-            self._is_open = False
-            ranks = [*self._senders, *self._incoming]
-        for rank in ranks:
+        for rank in self._links:
             self.drop(rank, _gone(rank))
         self._threads.join(deadline)
 

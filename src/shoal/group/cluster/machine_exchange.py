@@ -1,28 +1,38 @@
-"""What machines say to each other in one operation.
+"""What machines say to each other in one operation, and how they reduce tensors together.
 
 A machine speaks by the first of its workers that has come to the operation. Who that is follows from who has
 come there; another machine cannot know that, and greets whom it takes for the speaker. Should that one turn
 out to have left before, the next is greeted. A machine whose workers have all left, or are lost, takes no
 part. From its greeting on it is known who speaks.
+
+An all-reduce of one tensor of each machine goes in pieces that are reduced as they come, in one of two ways.
+*direct*: each machine reduces one share. It gets that share from all others, and sends them the result: two
+delays, and every machine speaks with every other. *ring* (Patarasuk and Yuan 2009, section 3): a share goes
+around the machines twice, once to be summed up, once as the result: as many bytes, and each machine speaks
+with two others alone, but 2·(n − 1) delays. Of two machines both are the same. Pieces are reduced and passed
+on by the threads that receive them, while the caller computes or waits. Both ways add in the same order, so
+that all machines end with equal bits, run after run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import statistics
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import msgspec
 import torch
 
-from shoal.core import Deadline, PeerLost, UsageError
-from shoal.group.base import Done, Handle, Loss
-from shoal.group.cluster.all_reduce import MachineReduction
-from shoal.group.cluster.links import Delivery, MeshHandle
+from shoal.core import Deadline, PeerLost
+from shoal.group.base import Done, Handle, Loss, Reduction, mismatch
+from shoal.group.cluster.links import MeshHandle
 from shoal.group.cluster.members import Members
 from shoal.group.cluster.mesh import Mesh
+from shoal.group.kernels import reduce_into, share_bounds
 from shoal.tensors.dtypes import dtype_name
 
 _MATES_S = 2.0
@@ -33,36 +43,58 @@ FREE: Handle[None] = Done(None)
 Steps = Generator[Handle[Any], Any, Any]
 ABSENT = object()
 """Stands for what would have come from a machine that takes no part."""
+PENDING = object()
+"""Stands for a result that is not there yet."""
+Algorithm = Literal["ring", "direct"]
+_MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 512 << 10, 16 << 20
+_NUM_PIECES = 4
+"""Under way at once, within the bounds above: receiving, reducing and sending overlap, and Python does not
+count. Shares of several machines are under way at once anyway."""
+_CACHED_ELEMENTS = 1 << 18
+"""So many the processor's cache holds from one operation to the next."""
+_SERIAL_ELEMENTS = 1 << 15
+"""Up to so many elements torch computes in the thread that asks, also where it has several."""
+_MIN_RING_BYTES = 4 << 20
+_NUM_TRIALS = 4
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class PendingStep(Handle[Any]):
-    """Something that an operation waits for; `awaited` names the rank that has not come, where it is known.
+    """Something that an operation waits for: `look` gives its result, or PENDING, or raises its error.
 
-    Its result is asked for once, when it is done.
+    `awaited` names the rank that has not come, where it is known.
     """
 
-    def __init__(
-        self,
-        is_done: Callable[[], bool],
-        result: Callable[[], Any] = lambda: None,
-        awaited: Callable[[], int | None] = lambda: None,
-    ) -> None:
-        self._is_done = is_done
-        self._result = result
+    def __init__(self, look: Callable[[], Any], awaited: Callable[[], int | None] = lambda: None) -> None:
+        self._look = look
+        self._result: Any = PENDING
+        self._error: Exception | None = None
         self.awaited = awaited
 
     def is_done(self) -> bool:
-        """Tells whether there is a result, or an error."""
-        return self._is_done()
+        """Looks whether there is a result, or an error; not again when there is."""
+        if self._result is PENDING and self._error is None:
+            try:
+                self._result = self._look()
+            except Exception as error:  # noqa: BLE001 - the operation gets it
+                self._error = error
+        return self._result is not PENDING or self._error is not None
 
     def wait(self, deadline: Deadline | None = None) -> Any:
-        """Gives the result, or raises the error."""
-        return self._result()
+        """Gives the result, or raises the error, of a step that is done."""
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+def until(is_so: Callable[[], bool]) -> PendingStep:
+    """Waits until something is so."""
+    return PendingStep(lambda: None if is_so() else PENDING)
 
 
 def arrived(handles: Sequence[Handle[Any]]) -> PendingStep:
     """Waits until all that was sent has arrived; who is gone is noticed where something is expected of it."""
-    return PendingStep(lambda: all(handle.is_done() for handle in handles))
+    return until(lambda: all(handle.is_done() for handle in handles))
 
 
 def describe(kind: str, tensor: torch.Tensor | None = None, rule: str = "") -> str:
@@ -82,8 +114,8 @@ class MachineGreeting(msgspec.Struct, frozen=True, array_like=True):
     """What `describe` says of the operation."""
     rank: int
     """Who speaks."""
-    num_workers: int = 1
-    """For how many workers it speaks."""
+    workers: Sequence[int] = ()
+    """The ranks for which it speaks, where that is a machine: all of it that takes part."""
     detail: Any = None
     content: bytes = b""
     """A tensor that is so small that it comes with the greeting."""
@@ -93,11 +125,7 @@ class MachineGreeting(msgspec.Struct, frozen=True, array_like=True):
         """Reads what came; UsageError when it speaks of something else than this worker does."""
         greeting = msgspec.msgpack.decode(content.numpy().tobytes(), type=cls)
         if greeting.action != own:
-            raise UsageError(
-                f"rank {rank} called {own} where rank {greeting.rank} called {greeting.action}.",
-                cause="the workers do not run the same program, or not with the same data.",
-                next_step="let all workers issue the same operations in the same order.",
-            )
+            raise mismatch(rank, own, greeting.rank, greeting.action)
         return greeting
 
     def encode(self) -> torch.Tensor:
@@ -112,9 +140,9 @@ class LostMeanwhile(Exception):
 class MachineExchange:
     """One operation between this machine, for which this worker speaks, and the others.
 
-    `name` tells apart those that are parts of the same operation; `receiving` gets everything that is asked
-    for, for whoever ends the operation. An `attempt`, where there is one, is the ranks that were lost when it
-    began: when others are lost it ends in `LostMeanwhile`.
+    `present` are the places of this machine's workers that take part in it. `name` tells apart those that are
+    parts of the same operation. An `attempt`, where there is one, is the ranks that were lost when it began:
+    when others are lost it ends in `LostMeanwhile`.
     """
 
     def __init__(
@@ -122,16 +150,17 @@ class MachineExchange:
         mesh: Mesh,
         members: Members,
         seq: int,
-        receiving: list[Delivery],
+        present: Sequence[int],
         name: str = "",
         attempt: frozenset[int] | None = None,
     ) -> None:
         self.machine = members.machine
+        self.workers = [members.mates[place] for place in present]
+        """The ranks for which this worker speaks."""
         self._attempt = attempt
         self._mesh = mesh
         self._members = members
         self._seq = seq
-        self._receiving = receiving
         self._name = name
         self._mine = MachineGreeting("", mesh.rank)
         self._speakers: dict[int, int] = {}
@@ -145,12 +174,12 @@ class MachineExchange:
         self._gone_before = tuple(mesh.monitor.lost)
         """Those without whom the others have begun this operation, too."""
 
-    def greet(self, action: str, num_workers: int, detail: Any = None, content: bytes = b"") -> Steps:
+    def greet(self, action: str, detail: Any = None) -> Steps:
         """Says what is being done here, and gives what is done elsewhere, by machine.
 
         UsageError when others do something else; PeerLost when one of them is needed and lost.
         """
-        self.announce(action, num_workers, detail, content)
+        self.announce(action, detail)
         return (yield from self.hear_greetings())
 
     def find_machines(self) -> list[int]:
@@ -162,14 +191,13 @@ class MachineExchange:
             if machine == self.machine or not all(members.is_gone(rank, self._seq) for rank in ranks)
         ]
 
-    def announce(self, action: str, num_workers: int, detail: Any = None, content: bytes = b"") -> None:
+    def announce(self, action: str, detail: Any = None, content: bytes = b"") -> None:
         """Says what is being done here to all other machines."""
-        self._mine = MachineGreeting(action, self._mesh.rank, num_workers, detail, content)
+        self._mine = MachineGreeting(action, self._mesh.rank, self.workers, detail, content)
         greeting = self._mine.encode()
-        for machine in range(len(self._members.ranks_on)):
-            if machine != self.machine:
-                self._said[machine].insert(0, ("greeting", greeting))
-                self._find_speaker(machine)
+        for machine, said in self._said.items():
+            said.insert(0, ("greeting", greeting))
+            self._find_speaker(machine)
 
     def hear_greetings(self) -> Steps:
         """Gives what all machines that take part have said of what they do."""
@@ -178,6 +206,7 @@ class MachineExchange:
             came = yield self.hear(machine, "greeting")
             if came is not ABSENT:
                 heard[machine] = MachineGreeting.decode(came, self._mine.action, self._mesh.rank)
+                self._members.note_absent(machine, heard[machine].workers, self._seq)
                 self._speak_to(machine, heard[machine].rank)
         self._members.tell_departures()
         return dict(sorted(heard.items()))
@@ -206,22 +235,20 @@ class MachineExchange:
         PeerLost instead of ABSENT where something `is_required`.
         """
         received = self._mesh.receive(None, (self._seq, self._name + topic, machine), into)
-        self._receiving.append(received)
 
-        def is_done() -> bool:
-            is_over = received.is_done() or self._is_void() or self._final_loss(machine) is not None
-            return is_over or self._find_speaker(machine) is None
-
-        def result() -> Any:
+        def look() -> Any:
+            is_over = received.is_done() or self.is_void() or self._final_loss(machine) is not None
+            if not is_over and self._find_speaker(machine) is not None:
+                return PENDING
             # what came just before its sender went counts
             if received.is_done():
                 with contextlib.suppress(PeerLost):
                     came = received.wait()
                     if came is not None:
                         return came
-            if self._is_void():
+            if self.is_void():
                 raise LostMeanwhile
-            # somebody may be lost since `is_done` has looked; where all are, that has ended the receive
+            # somebody may be lost since the first look; where all are, that has ended the receive
             loss = self._final_loss(machine)
             if loss is None and is_required:
                 loss = self._members.loss_on(machine)
@@ -229,7 +256,7 @@ class MachineExchange:
                 raise loss.error()
             return ABSENT
 
-        return PendingStep(is_done, result, lambda: self._speakers.get(machine))
+        return PendingStep(look, lambda: self._speakers.get(machine))
 
     def told(self) -> PendingStep:
         """Waits until all that was said has arrived."""
@@ -238,48 +265,34 @@ class MachineExchange:
     def listen(
         self, machine: int, topic: str, into: torch.Tensor | None, on_arrival: Callable[[torch.Tensor], None]
     ) -> None:
-        """Has `on_arrival` called with what a machine says about a topic; see `all_reduce.Speaker`."""
-        key = (self._seq, self._name + topic, machine)
-        self._receiving.append(self._mesh.receive(None, key, into, on_arrival))
+        """Has `on_arrival` called, in any thread, with what a machine says about a topic."""
+        self._mesh.receive(None, (self._seq, self._name + topic, machine), into, on_arrival)
 
     def wake(self) -> None:
         """Lets whoever waits for this operation look again."""
         self._mesh.wake()
 
-    def finish(self, reduction: MachineReduction, machines: Sequence[int]) -> Steps:
+    def finish(self, reduction: MachineReduction) -> Steps:
         """Waits until a reduction that was started is over, and all that it sends has left."""
+        others = [machine for machine in reduction.machines if machine != self.machine]
 
-        def loss() -> Loss | None:
-            """Finds who is lost without whom it cannot end."""
-            for machine in machines:
-                if machine != self.machine:
-                    found = self._final_loss(machine)
-                    if found is None and self._find_speaker(machine) is None:
-                        found = self._members.loss_on(machine)
-                    if found is not None:
-                        return found
-            return None
-
-        def result() -> None:
-            reduction.check()
+        def look() -> Any:
             if reduction.is_over:
-                return
-            if self._is_void():
+                return reduction.check()
+            if self.is_void():
                 raise LostMeanwhile
-            lost = loss()
-            if lost is not None:
-                raise lost.error()
+            for machine in others:
+                loss = self._final_loss(machine)
+                if loss is None and self._find_speaker(machine) is None:
+                    loss = self._members.loss_on(machine)
+                if loss is not None and not reduction.is_over:  # all may have come just before
+                    raise loss.error()
+            return PENDING
 
-        def is_done() -> bool:
-            return reduction.is_over or self._is_void() or loss() is not None
-
-        yield PendingStep(is_done, result, self._awaited)
+        yield PendingStep(look, lambda: next(iter(self._speakers.values()), None))
         yield self.told()
 
-    def _awaited(self) -> int | None:
-        return next(iter(self._speakers.values()), None)
-
-    def _is_void(self) -> bool:
+    def is_void(self) -> bool:
         """Tells whether others were lost since this attempt has begun."""
         return self._attempt is not None and len(self._members.lost) != len(self._attempt)
 
@@ -295,7 +308,7 @@ class MachineExchange:
         if first is not None:
             return first
         for rank in self._members.ranks_on[machine]:
-            loss = self._members.loss(rank)
+            loss = self._mesh.monitor.lost.get(rank)
             if loss is not None and rank not in self._gone_before:
                 return loss if time.monotonic() > loss.at_s + _MATES_S else None
         return None
@@ -322,3 +335,224 @@ class MachineExchange:
 
     def _send(self, rank: int, topic: str, tensor: torch.Tensor) -> None:
         self._sending.append(self._mesh.send(rank, (self._seq, self._name + topic, self.machine), tensor))
+
+
+class MachineReduction:
+    """Reduces one flat tensor of each of several machines, into `out`, which may be the tensor itself.
+
+    What others send comes into its place from when it is made; `start` sends. `name` tells it from others of
+    the same operation. A ring works in place alone.
+    """
+
+    def __init__(
+        self,
+        between: MachineExchange,
+        machines: Sequence[int],
+        algorithm: Algorithm,
+        op: Reduction,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        name: str,
+    ) -> None:
+        self.machines = machines
+        self._between = between
+        self._algorithm = algorithm
+        self._op = op
+        self._name = name
+        self._place = list(machines).index(between.machine)
+        places = range(len(machines))
+        self._others = [*places[self._place + 1 :], *places[: self._place]]
+        """The places of the other machines, in the order of a ring: so not all send to the same one first."""
+        self._pieces = [_pieces(flat, place, len(machines)) for place in places]
+        """Of each machine's share, by the machine's place among them."""
+        is_in_place = out is flat
+        self._results = (
+            self._pieces if is_in_place else [_pieces(out, place, len(machines)) for place in places]
+        )
+        self._num_missing = 1
+        """What has been asked for and has not come, and one more until it was started."""
+        self._parts: dict[int, dict[int, torch.Tensor]] = {}
+        """What has come for each piece of this machine's share, by machine."""
+        self._has_started = False
+        self._waiting: list[Callable[[], None]] = []
+        """What has come before it was started."""
+        self._error: Exception | None = None
+        self._lock = threading.Lock()  # law: between the threads that receive from several machines
+        if algorithm == "ring":
+            self._listen_in_ring()
+        else:
+            self._listen_directly()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all pieces have come; some may not have left yet."""
+        return self._num_missing == 0 or self._error is not None
+
+    def check(self) -> None:
+        """Raises what went wrong in another thread."""
+        if self._error is not None:
+            raise self._error
+
+    def start(self) -> None:
+        """Sends what is here; what comes is reduced from now on."""
+        with self._lock:
+            self._has_started = True
+            waiting, self._waiting = self._waiting, []
+        if self._algorithm == "ring":
+            for number, piece in enumerate(self._pieces[self._place]):
+                self._say(self._others[0], f"sum {self._place} {number}", piece)
+        else:
+            for number in range(len(self._pieces[0])):
+                for place in self._others:
+                    if number < len(self._pieces[place]):
+                        self._say(place, f"part {number}", self._pieces[place][number])
+        for act in waiting:
+            act()
+        self._count(-1)
+
+    # --- direct ---
+
+    def _listen_directly(self) -> None:
+        for place in self._others:
+            for number, piece in enumerate(self._results[place]):
+                self._listen(place, f"share {number}", piece, lambda piece: None)
+        for number in range(len(self._pieces[self._place])):
+            for place in self._others:
+                self._listen(place, f"part {number}", None, partial(self._add_part, place, number))
+
+    def _add_part(self, place: int, number: int, came: torch.Tensor) -> None:
+        mine, result = self._pieces[self._place][number], self._results[self._place][number]
+        with self._lock:
+            parts = self._parts.setdefault(number, {})
+            parts[place] = came.view(mine.dtype)
+            if len(parts) < len(self._others):
+                return
+            del self._parts[number]
+        # in the order of a ring, so that both ways give the same bits; `result` may be `mine`
+        _reduce(result, [mine, *(parts[other] for other in self._others)], self._op)
+        for other in self._others:
+            self._say(other, f"share {number}", result)
+
+    # --- ring ---
+
+    def _listen_in_ring(self) -> None:
+        previous, last = self._others[-1], len(self._others) - 1
+        for step in range(last + 1):
+            summed, whole = self._others[last - step], (self._place - step) % len(self.machines)
+            for number in range(len(self._pieces[summed])):
+                add = partial(self._add_to_ring, summed, number, is_last=step == last)
+                self._listen(previous, f"sum {summed} {number}", None, add)
+            for number, piece in enumerate(self._pieces[whole]):
+                take = partial(self._pass_on, whole, number, is_last=step == last)
+                self._listen(previous, f"whole {whole} {number}", piece, take)
+
+    def _add_to_ring(self, place: int, number: int, came: torch.Tensor, *, is_last: bool) -> None:
+        piece = self._pieces[place][number]
+        _reduce(piece, [piece, came.view(piece.dtype)], "sum" if self._op == "mean" else self._op)
+        if is_last and self._op == "mean":
+            for start in range(0, piece.numel(), _num_at_once()):
+                piece[start : start + _num_at_once()].mul_(1 / len(self.machines))
+        self._say(self._others[0], f"{'whole' if is_last else 'sum'} {place} {number}", piece)
+
+    def _pass_on(self, place: int, number: int, piece: torch.Tensor, *, is_last: bool) -> None:
+        if not is_last:
+            self._say(self._others[0], f"whole {place} {number}", piece)
+
+    # --- both ---
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._num_missing += change
+
+    def _say(self, place: int, topic: str, piece: torch.Tensor) -> None:
+        self._between.say(self.machines[place], f"{self._name} {topic}", piece)
+
+    def _listen(
+        self, place: int, topic: str, into: torch.Tensor | None, act: Callable[[torch.Tensor], None]
+    ) -> None:
+        self._count(1)
+
+        def on_arrival(came: torch.Tensor) -> None:
+            with self._lock:
+                # others may have begun: nothing is changed here before it is known that all do the same
+                if not self._has_started:
+                    self._waiting.append(partial(on_arrival, came))
+                    return
+            try:
+                act(came)
+            except Exception as error:  # noqa: BLE001 - of another thread; `check` raises it
+                self._error = error
+            self._count(-1)
+            if self.is_over:
+                self._between.wake()
+
+        self._between.listen(self.machines[place], f"{self._name} {topic}", into, on_arrival)
+
+
+class AlgorithmChoice:
+    """The way of each all-reduce: as it was told, or what was faster until now.
+
+    The first machine measures, and says in each operation which way the next one of that size goes, so that
+    all know it before that one begins.
+    """
+
+    def __init__(self, asked: Literal["auto", "ring", "direct"]) -> None:
+        self._asked = asked
+        self._taken_s: dict[int, dict[Algorithm, list[float]]] = {}
+        self._told: dict[int, Algorithm] = {}
+
+    def plan(self, flat: torch.Tensor, num_machines: int) -> tuple[Algorithm, Algorithm]:
+        """Gives the way of an operation that begins, and that of the next one by what is known here."""
+        # a ring adds one after the other, and halves would lose bits each time
+        if num_machines <= 2 or flat.nbytes < _MIN_RING_BYTES or flat.dtype in _HALF:
+            return "direct", "direct"
+        if self._asked != "auto":
+            return self._asked, self._asked
+        now, taken_s = self._told.get(_size_class(flat), "direct"), self._known(flat)
+        if min(map(len, taken_s.values())) < _NUM_TRIALS:
+            return now, "ring" if now == "direct" else "direct"  # each in turn
+        # the first of each has made connections and memory
+        return now, min(taken_s, key=lambda algorithm: statistics.median(taken_s[algorithm][1:]))
+
+    def tell(self, flat: torch.Tensor, algorithm: Algorithm) -> None:
+        """Takes note of what the first machine says of the operation after this one."""
+        self._told[_size_class(flat)] = algorithm
+
+    def note(self, flat: torch.Tensor, algorithm: Algorithm, seconds: float) -> None:
+        """Takes note of how long one has taken; the first few of each kind count."""
+        taken_s = self._known(flat)[algorithm]
+        if len(taken_s) < _NUM_TRIALS:
+            taken_s.append(seconds)
+
+    def _known(self, flat: torch.Tensor) -> dict[Algorithm, list[float]]:
+        return self._taken_s.setdefault(_size_class(flat), {"direct": [], "ring": []})
+
+
+def _size_class(flat: torch.Tensor) -> int:
+    """Sizes within a factor of four go alike."""
+    return flat.nbytes.bit_length() // 2
+
+
+def _pieces(flat: torch.Tensor, place: int, num_shares: int) -> Sequence[torch.Tensor]:
+    """Cuts one share of a tensor into pieces, alike on all machines."""
+    low, high = share_bounds(place, num_shares, flat.numel(), flat.element_size())
+    if low == high:
+        return ()
+    largest = share_bounds(0, num_shares, flat.numel(), flat.element_size())[1] * flat.element_size()
+    num_pieces = max(1, _NUM_PIECES // (num_shares - 1))
+    piece_bytes = min(max(-(-largest // num_pieces), _MIN_PIECE_BYTES), _MAX_PIECE_BYTES) + 63 & ~63
+    step = piece_bytes // flat.element_size()
+    return [flat[start : min(start + step, high)] for start in range(low, high, step)]
+
+
+def _reduce(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Reduction) -> None:
+    """Reduces parts in their order; `out` may be the first of them."""
+    step = _num_at_once()
+    for start in range(0, out.numel(), step):
+        piece = slice(start, start + step)
+        reduce_into(out[piece], [part[piece] for part in parts], op)
+
+
+def _num_at_once() -> int:
+    """Gives how many elements are computed at once: a thread of ours shall not start others of torch."""
+    return _CACHED_ELEMENTS if torch.get_num_threads() == 1 else _SERIAL_ELEMENTS

@@ -23,7 +23,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -81,7 +81,8 @@ class Members:
         self._own_table = local.empty(self.size + 2, torch.int64)
         self._window = local.window(_DEPARTURES, self.size + 2, torch.int64, sources=())
         self._window.publish(self._own_table, 0)
-        self._tables: dict[int, Any] = {}
+        self._own_words = self._own_table.numpy().data
+        self._tables = {self.mates.index(self.rank): self._own_words}
         """For each mate's place: by rank, one more than the last operation in which that rank takes part; and
         behind them the number of an operation that the mate could not finish, and one more than the rank
         that was to blame."""
@@ -90,7 +91,7 @@ class Members:
         """Finds the tables of this machine's workers, all of which have published theirs."""
         for place, rank in enumerate(self.mates):
             if rank != self.rank and (found := self._window.fetch(place).wait()) is not None:
-                self._tables[place] = found.tensor.numpy()
+                self._tables[place] = found.tensor.numpy().data
 
     def place_of(self, rank: int) -> int | None:
         """Gives a rank's place inside this machine; None for those of others."""
@@ -116,10 +117,6 @@ class Members:
         """Gives the loss of anybody, where a loss ends every operation."""
         return None if self._local.should_survive else next(iter(self.lost.values()), None)
 
-    def loss(self, rank: int) -> Loss | None:
-        """Tells why a rank of another machine is lost, if it is."""
-        return self._monitor.lost.get(rank)
-
     def is_gone(self, rank: int, seq: int) -> bool:
         """Tells whether a rank of another machine is lost, or left in order before an operation."""
         if rank in self._monitor.lost or self._monitor.left.get(rank, seq) < seq:
@@ -129,7 +126,7 @@ class Members:
     def loss_on(self, machine: int) -> Loss:
         """Tells why a machine that took part gives nothing more."""
         ranks = self.ranks_on[machine]
-        losses = [self.first_loss(), *map(self.loss, ranks)]
+        losses = [self.first_loss(), *map(self._monitor.lost.get, ranks)]
         left = Loss(ranks[0], "it left in the middle of an operation")
         return next((loss for loss in losses if loss is not None), left)
 
@@ -150,21 +147,30 @@ class Members:
     def tell_departures(self) -> None:
         """Tells the machine's workers who has left elsewhere, before they get a result from this one."""
         for rank, after in self._monitor.left.items():
-            self._own_table[rank] = after + 1
+            self._own_words[rank] = after + 1
+
+    def note_absent(self, machine: int, workers: Collection[int], seq: int) -> None:
+        """Takes note of those for whom their machine does not speak in an operation: they have gone before.
+
+        What they say themselves may come later.
+        """
+        for rank in self.ranks_on[machine]:
+            if rank not in workers and not self._own_words[rank]:
+                self._own_words[rank] = seq
 
     def tell_failure(self, seq: int, blamed: int | None) -> None:
         """Tells the machine's workers that this one could not finish an operation, and because of whom."""
-        self._own_table[self.size + 1] = 0 if blamed is None else blamed + 1
-        self._own_table[self.size] = seq
+        self._own_words[self.size + 1] = 0 if blamed is None else blamed + 1
+        self._own_words[self.size] = seq
 
     def has_failed(self, place: int, seq: int) -> bool:
         """Tells whether a worker of this machine says that it could not finish an operation."""
-        return place in self._tables and int(self._tables[place][self.size]) == seq
+        return place in self._tables and self._tables[place][self.size] == seq
 
     def failure_of(self, place: int) -> PeerLost:
         """Gives the error of those for whom a worker of this machine spoke that was lost, or failed."""
         rank = self.mates[place]
-        blamed = int(self._tables[place][self.size + 1]) - 1 if place in self._tables else -1
+        blamed = self._tables[place][self.size + 1] - 1 if place in self._tables else -1
         if blamed >= 0:
             return (self.lost.get(blamed) or Loss(blamed, "it failed")).error()
         return (self.lost.get(rank) or Loss(rank, "it failed in the middle of an operation")).error()

@@ -31,6 +31,7 @@ from shoal.core import (
     PeerLost,
     PeerRefused,
     PeerUnreachable,
+    ShoalError,
     StandingScope,
     UsageError,
 )
@@ -43,7 +44,6 @@ from shoal.group.cluster.links import (
     Key,
     Mailbox,
     MeshHandle,
-    Sending,
     TensorLinks,
     flat_bytes,
     view_of,
@@ -67,6 +67,7 @@ CONNECTING_S = 60.0
 _FAREWELL_S = 2.0
 _BUSY_S = 0.02
 _BACKLOG = 128
+_ARRIVING_S = 5.0
 _SETTING_S = 30.0
 """How much later than one worker another may set its handlers."""
 _LOOK_S, _SLOWEST_LOOK_S = 2e-4, 5e-3
@@ -129,7 +130,13 @@ class Mesh:
             on_broken=self._link_broke,
         )
         self._peers: dict[int, Peer] = {}
-        self._listeners: list[Callable[[], None]] = []
+        self._receiving: dict[int | str, list[Delivery]] = {}
+        """What was asked for, by the first part of its key: the number of an operation."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Is called, on any thread, whenever a handle is over or a peer is lost or has left.
+
+        It must be quick, and may look at handles only.
+        """
         self._departure = Departure("failed")
         """How this worker goes when it is closed and what it sends is there."""
         self.monitor: HeartbeatMonitor
@@ -154,7 +161,8 @@ class Mesh:
     async def _listen(self) -> Peer:
         scope = await self._standing.open()
         await self._transport.__aenter__()
-        listener = socket.create_server((self._host, 0), family=_family(self._host), backlog=_BACKLOG)
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listener = socket.create_server((self._host, 0), family=family, backlog=_BACKLOG)
         listener.setblocking(False)
         close_in_children(listener.fileno())
         self._port = listener.getsockname()[1]
@@ -267,23 +275,12 @@ class Mesh:
     @property
     def sent_bytes(self) -> Mapping[int, int]:
         """What has gone to each rank, tensors and calls with their heads, without beats."""
-        return collections.Counter(self._called_bytes) + self._links.sent_bytes
+        return collections.Counter(self._called_bytes) + collections.Counter(self._links.sent_bytes)
 
     @property
     def received_bytes(self) -> Mapping[int, int]:
         """What has come from each rank, likewise."""
         return collections.Counter(self._answered_bytes) + collections.Counter(self._links.received_bytes)
-
-    def add_listener(self, wake: Callable[[], None]) -> None:
-        """Has `wake` called, on any thread, whenever a handle is over or a peer is lost or has left.
-
-        It must be quick, and may look at handles only.
-        """
-        self._listeners.append(wake)
-
-    def rank_of(self, head: Head) -> int:
-        """Tells who has sent a call; PeerRefused for one that is not of this mesh."""
-        return self.monitor.rank_of(head)
 
     # --- tensors ---
 
@@ -296,13 +293,11 @@ class Mesh:
         the peer is gone.
         """
         self._check_peer(to)
-        handle: MeshHandle[None] = MeshHandle("sending a tensor")
         if self.monitor.is_gone(to):
+            handle: MeshHandle[None] = MeshHandle("sending a tensor")
             handle.finish(self.monitor.why_gone(to))
-        else:
-            view = view_of(flat_bytes(tensor))
-            self._links.send(to, Sending.of_tensor(key, view, handle, is_bounded=is_bounded))
-        return handle
+            return handle
+        return self._links.send(to, key, view_of(flat_bytes(tensor)), is_bounded=is_bounded)
 
     def receive(
         self,
@@ -323,6 +318,7 @@ class Mesh:
         if into is not None:
             flat_bytes(into)
         wanted = Delivery(key, source, into, on_arrival)
+        self._receiving.setdefault(key[0], []).append(wanted)
         self._mailbox.want(wanted)
         if not wanted.is_done() and self._is_hopeless(source):
             self._give_up()
@@ -336,7 +332,7 @@ class Mesh:
         if rank in self.monitor.lost:
             return True
         num_sent = self.monitor.num_sent_by.get(rank, 0)
-        return rank in self.monitor.left and self._links.num_received.get(rank, 0) >= num_sent
+        return rank in self.monitor.left and self._links.num_received(rank) >= num_sent
 
     def _give_up(self) -> None:
         """Ends all that is received from those who are gone: in None from one that has left in order."""
@@ -349,9 +345,12 @@ class Mesh:
             wanted.finish(self.monitor.why_gone(source) if source in lost else None)
         self.wake()
 
-    def forget(self, wanted: Delivery) -> bool:
-        """Waits no more for what a `receive` has asked for; False when it has come, or is coming."""
-        return self._mailbox.forget(wanted)
+    def forget(self, operation: int | str) -> None:
+        """Lets nothing be written any more that an operation, which is over, has asked for."""
+        for wanted in self._receiving.pop(operation, ()):
+            if not wanted.is_done() and not self._mailbox.forget(wanted):
+                with contextlib.suppress(ShoalError):  # it is just arriving, into memory of the operation
+                    wanted.wait(Deadline.after(_ARRIVING_S))
 
     # --- calls ---
 
@@ -369,13 +368,15 @@ class Mesh:
         return self._start(f"{method} at rank {to}", lambda: self._ask(to, method, payload, buffers, into))
 
     def handle(self, method: str, serve: Serve, *, payload_type: Any = Any) -> None:
-        """Answers calls of this method, on the loop's thread; `rank_of` tells who calls.
+        """Answers calls of this method, on the loop's thread; `monitor.rank_of` tells who calls.
 
         Calls that come before it is set wait at their callers for a while.
         """
 
         async def answer(head: Head, buffers: Sequence[memoryview]) -> Reply | None:
-            rank = self._count_received(head)
+            rank = self.monitor.rank_of(head)
+            self.monitor.heard(rank)
+            self._answered_bytes[rank] += size_of(head.payload, ()) + head.total_bytes
             given: Any = serve(head, buffers)
             reply: Reply | None = await given if inspect.isawaitable(given) else given
             if reply is not None:
@@ -471,16 +472,8 @@ class Mesh:
         self._start("a broken connection", lose)
 
     def wake(self) -> None:
-        """Lets all who wait for something of the mesh look again."""
-        for wake in self._listeners:
-            wake()
-
-    def _count_received(self, head: Head) -> int:
-        """Takes note of what has come; gives the rank that has sent it."""
-        rank = self.rank_of(head)
-        self.monitor.heard(rank)
-        self._answered_bytes[rank] += size_of(head.payload, ()) + head.total_bytes
-        return rank
+        """Lets whoever waits for something of the mesh look again."""
+        self.on_change()
 
     def _check_peer(self, rank: int) -> None:
         if rank not in self._peers:
@@ -488,10 +481,6 @@ class Mesh:
                 f"rank {rank} is not on another machine, or is not there at all.",
                 next_step=f"name one of {sorted(self._peers)}.",
             )
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def size_of(payload: Any, buffers: Sequence[Any]) -> int:

@@ -103,8 +103,6 @@ class WorkerAddress(msgspec.Struct, frozen=True):
     rank: int
     machine: str
     """Equal for workers that share memory."""
-    local_rank: int = 0
-    local_size: int = 1
     pid: int = 0
     address: str = LOOPBACK
     """Where other machines reach it."""
@@ -129,8 +127,6 @@ class WorkerAddress(msgspec.Struct, frozen=True):
         return cls(
             placement.rank,
             machine,
-            placement.local_rank,
-            placement.local_size,
             os.getpid(),
             address,
             host=platform.node(),
@@ -259,6 +255,18 @@ class Rendezvous:
     def secret(self, deadline: Deadline) -> str:
         """Gives the run's secret: that of its launcher, else one that rank 0 makes."""
         return os.environ.get(SECRET_VARIABLE) or self.share("secret", new_secret(), deadline)[0]
+
+
+class GatheredRendezvous(Rendezvous):
+    """Finds the others through the coordinator of their run, and needs no store."""
+
+    def __init__(self, gather: Callable[[str, Any], list[Any]], rank: int, size: int) -> None:
+        super().__init__(None, rank, size, "generation")
+        self._gather = gather
+
+    def share(self, topic: str, value: T, deadline: Deadline) -> list[T]:
+        """Gives everybody's value in rank order."""
+        return self._gather(topic, value)
 
 
 def _initialised(placement: Placement) -> Any:

@@ -11,6 +11,7 @@ there and are copied when they are read, and what is published is copied when so
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
@@ -19,7 +20,7 @@ import msgspec
 import torch
 
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, TensorError, UsageError
-from shoal.group.base import Done, Handle, Slot, Snapshot, T, Window, Write
+from shoal.group.base import Done, Handle, Slot, Snapshot, T, Window, WindowForm, Write
 from shoal.group.cluster.links import flat_bytes, view_of
 from shoal.group.cluster.mesh import poll_until
 from shoal.group.kernels import CopiedSnapshot, MemorySlot, check_write
@@ -56,8 +57,8 @@ class _Writing(msgspec.Struct, frozen=True, array_like=True):
 class _LockedSlot(MemorySlot):
     """A slot in memory of this process that a worker of another machine writes."""
 
-    def __init__(self, source: int, num_elements: int, dtype: torch.dtype) -> None:
-        super().__init__(source, num_elements, dtype, None)
+    def __init__(self, source: int, form: WindowForm) -> None:
+        super().__init__(source, dataclasses.replace(form, device=None))
         self.lock = threading.Lock()
         self.is_held = False
         """Whether this worker holds it, to read it."""
@@ -86,25 +87,21 @@ class ClusterWindow(Window):
     def __init__(
         self,
         group: ClusterGroup,
+        form: WindowForm,
         number: int,
         local: Window,
         sources: Sequence[int],
         registry: dict[str, ClusterWindow],
     ) -> None:
-        self.name = local.name
+        super().__init__(form)
         self.number = number
-        self.num_elements = local.num_elements
-        self.dtype = local.dtype
-        self.device = local.device
         self._group = group
         self._members = group.membership
         self._local = local
         self._sources = sources
         self._registry = registry
         self._slots = {
-            source: _LockedSlot(source, self.num_elements, self.dtype)
-            for source in sources
-            if self._members.place_of(source) is None
+            source: _LockedSlot(source, form) for source in sources if self._members.place_of(source) is None
         }
         self._turns: dict[int, int] = {}
         self.published: torch.Tensor | None = None
@@ -117,7 +114,6 @@ class ClusterWindow(Window):
         """Of what is published."""
         self._spares: list[torch.Tensor] = []
         """Memory for copies that has been used before, and whose pages are there."""
-        self._is_open = True
 
     # --- slots ---
 
@@ -127,7 +123,7 @@ class ClusterWindow(Window):
             raise self._no_slot(to, to)
         if place is not None:
             return self._local._write(place, write)
-        check_write(write, self.name, self.num_elements, self.dtype)
+        check_write(write, self)
         if self._members.is_gone(to, self._group.next_seq):
             return Done(None)
         turn = self._turns.get(to, 0)
@@ -209,9 +205,14 @@ class ClusterWindow(Window):
         place = self._find(peer)
         if place is not None:
             inside = self._local.fetch(place)
-            return self._group.handle(
-                inside, "fetch", lambda: (found := inside.wait()) and _LocalSnapshot(found, peer)
-            )
+
+            def rename() -> Snapshot | None:
+                found = inside.wait()
+                if found is not None:
+                    found.rank = peer
+                return found
+
+            return self._group.handle(inside, "fetch", rename)
 
         def convert(reply: Reply) -> Snapshot | None:
             if reply.payload is None:
@@ -315,12 +316,6 @@ class ClusterWindow(Window):
 
         return self._group.handle(call, f"{what} {self.name}", result)
 
-    def _no_slot(self, rank: int, source: int) -> UsageError:
-        return UsageError(
-            f"rank {rank} has no slot for rank {source} in window {self.name!r}.",
-            next_step="name it among the sources when the window is made.",
-        )
-
     def _find(self, rank: int) -> int | None:
         """Gives the place of a rank of this machine; None for others."""
         self._check_open()
@@ -330,8 +325,7 @@ class ClusterWindow(Window):
 
     def _check_open(self) -> None:
         self._group.check_usable()
-        if not self._is_open:
-            raise UsageError(f"Window {self.name!r} is closed.", next_step="make it again by group.window().")
+        super()._check_open()
 
 
 class Windows:
@@ -346,16 +340,9 @@ class Windows:
         group.mesh.handle(_READ, self._serve_read, payload_type=_Reading)
         group.mesh.handle(_WRITE, self._serve_write, payload_type=_Writing)
 
-    def make(
-        self,
-        name: str,
-        num_elements: int,
-        dtype: torch.dtype,
-        sources: Collection[int] | None,
-        device: torch.device | None,
-    ) -> ClusterWindow:
+    def make(self, form: WindowForm, sources: Collection[int] | None) -> ClusterWindow:
         """Makes slots for other machines' sources here, for the machine's own in shared memory."""
-        group = self._group
+        group, name = self._group, form.name
         if name in self._open:
             raise UsageError(f"The window {name!r} is open.", next_step="close it, or take another name.")
         group.check_usable()
@@ -367,8 +354,9 @@ class Windows:
                 sources = [rank for rank in range(group.size) if rank != group.rank]
             group.clear_queue("window")
             inside = [place for rank in sources if (place := group.membership.place_of(rank)) is not None]
-        local = group.local.window(name, num_elements, dtype, sources=inside, device=device)
-        window = self._open[name] = ClusterWindow(group, number, local, sorted(sources), self._open)
+        what = name, form.num_elements, form.dtype
+        local = group.local.window(*what, sources=inside, device=form.device)
+        window = self._open[name] = ClusterWindow(group, form, number, local, sorted(sources), self._open)
         if number:
             self._numbers[name] = number  # last: what has a number and is not open is closed
         return window
@@ -398,7 +386,7 @@ class Windows:
         window = self._find(asked)
         if window is None:
             return  # closed, or this worker has left: writes to one who is gone do nothing
-        try_write = window.take_write(self._group.mesh.rank_of(head), asked, buffers)
+        try_write = window.take_write(self._group.mesh.monitor.rank_of(head), asked, buffers)
         await poll_until(lambda: self._is_over or try_write())
         self._group.mesh.wake()
 
@@ -426,14 +414,3 @@ class _DeviceSlot(Slot):
         """Empties it."""
         self._inner.clear()
         self.num_writes, self.mass, self.note = 0, 0.0, b""
-
-
-class _LocalSnapshot(Snapshot):
-    """A snapshot inside the machine, whose publisher is named by its rank in the whole group."""
-
-    def __init__(self, inner: Snapshot, rank: int) -> None:
-        self.rank, self.version, self.tensor = rank, inner.version, inner.tensor
-        self._inner = inner
-
-    def is_intact(self) -> bool:
-        return self._inner.is_intact()

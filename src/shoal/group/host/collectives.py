@@ -23,7 +23,7 @@ from functools import partial
 import torch
 
 from shoal.core import UsageError
-from shoal.group.base import Handle, Reduction
+from shoal.group.base import Handle, Reduction, absent_root
 from shoal.group.host.device import GRAIN_BYTES, DeviceMemory
 from shoal.group.host.engine import ProgressEngine, Span, Task, TasksHandle, is_overlapping, put_back, span_of
 from shoal.group.host.memory import DEVICE_ARRIVED, DEVICE_CODE, DEVICE_FINISHED, Arena, Segment
@@ -576,9 +576,7 @@ def _views(place: tuple[Segment, int], like: torch.Tensor) -> Views:
 def _sent_by(root: int, views: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """Finds the root's tensor; UsageError when it has left."""
     if root not in views:
-        raise UsageError(
-            f"rank {root}, which should broadcast, has left the group.", next_step="broadcast from a member."
-        )
+        raise absent_root(root)
     return views[root]
 
 

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from shoal.core import Deadline, DeadlineExceeded, PeerLost, ShoalError, UsageError
-from shoal.group.base import GroupSettings, Handle, T, rank_to_blame
+from shoal.group.base import GroupSettings, Handle, T, forked, mismatch, out_of_step, rank_to_blame
 from shoal.group.host.heartbeat import ProcessWatch
 from shoal.group.host.memory import (
     ANNOUNCED,
@@ -490,12 +490,7 @@ class ProgressEngine:
                 continue
             other = self.control.description(rank, task.seq)[: len(own)]
             if other != own:
-                return UsageError(
-                    f"rank {self.name_of(self.rank)} called {_describe(own)} where rank {self.name_of(rank)} "
-                    f"called {_describe(other)}.",
-                    cause="the workers do not run the same program, or not with the same data.",
-                    next_step="let all workers issue the same operations in the same order.",
-                )
+                return mismatch(self.name_of(self.rank), _describe(own), self.name_of(rank), _describe(other))
         return None
 
     def lost_error(self, rank: int) -> PeerLost:
@@ -508,20 +503,11 @@ class ProgressEngine:
     def check_usable(self) -> None:
         """UsageError in a forked child, and when this worker is out of step."""
         if os.getpid() != self._pid:
-            raise UsageError(
-                "The group belongs to the process that opened it, and this one was forked from it.",
-                next_step="let the workers of a DataLoader load data and nothing else.",
-            )
+            raise forked()
         if self._void is not None:
             raise self._void
         if self._breakage is not None:
-            if isinstance(self._breakage, PeerLost) and self._breakage.peer == self.name_of(self.rank):
-                raise self._breakage  # given up by the others: whoever asks first shall hear that
-            raise UsageError(
-                f"rank {self.name_of(self.rank)} is out of step with the others since an operation was "
-                f"broken off: {type(self._breakage).__name__}.",
-                next_step="end this worker; what comes after an interrupted operation cannot be right.",
-            )
+            raise out_of_step(self.name_of(self.rank), self._breakage)
         if self.control.get(self.rank, LEFT) != NOT_YET:
             raise UsageError(
                 f"rank {self.name_of(self.rank)} has left the group and takes part in nothing more.",

@@ -14,7 +14,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import torch
 
 from shoal.core import Deadline, DeadlineExceeded, Placement, ShoalError, UsageError
-from shoal.group.base import Group, GroupSettings, GroupStats, Handle, Loss, Reduction, rank_to_blame
+from shoal.group.base import (
+    Group,
+    GroupSettings,
+    GroupStats,
+    Handle,
+    Loss,
+    Reduction,
+    WindowForm,
+    rank_to_blame,
+)
 from shoal.group.functions import spread_over_ranks
 from shoal.group.host.collectives import NO_PLACE, STAGE_BYTES, DeviceCollectives, HostCollectives
 from shoal.group.host.device import DeviceMemory, MakeDevice, open_device
@@ -37,7 +46,7 @@ from shoal.group.host.memory import (
     open_files,
 )
 from shoal.group.host.window import HostWindow, WindowSet, agree_on_sources
-from shoal.group.kernels import OPS, check_reduction
+from shoal.group.kernels import OPS, check_average, check_reduction
 from shoal.topology import MachineWeights, Weights
 
 _LEAVING_S = 10.0
@@ -74,7 +83,7 @@ def open_host_group(
         own_pipe = WakePipes.new_pipe()
         for descriptor in own_pipe:
             undo.callback(os.close, descriptor)
-        deadline = Deadline.after(settings.timeout_s or _MEETING_S)
+        deadline = Deadline.after(settings.meeting_s or settings.timeout_s or _MEETING_S)
         request = JoinRequest(rank, size, os.getpid())
         met = meet(f"{settings.key} {number}", request, own_pipe[1], shared, deadline)
         for descriptor in met.pipes[:rank] + met.pipes[rank + 1 :]:
@@ -135,7 +144,9 @@ class HostGroup(Group):
         """The peers that ended or fell silent without having left."""
         # operations go on without one as soon as it is judged, which the watch notices up to a beat later
         lost = self._watch.lost
-        judged = [rank for rank in self._engine.judged() if rank not in lost] if self._is_open else []
+        if not self._is_open or self._control.is_complete():
+            return lost
+        judged = [rank for rank in self._engine.judged() if rank not in lost]
         return {**lost, **{rank: self._watch.loss(rank) for rank in judged}} if judged else lost
 
     @property
@@ -234,10 +245,7 @@ class HostGroup(Group):
         if not isinstance(weights, Weights):
             weights = spread_over_ranks(self, weights)
         weights.check(self.rank, self.size)
-        if not tensor.is_floating_point():
-            raise UsageError(
-                f"Cannot average {tensor.dtype} tensors: convert the tensor to a floating-point type first."
-            )
+        check_average(tensor)
         self._counter.exchange(tensor.nbytes, weights)
         words = [_EXCHANGE, code_of(tensor.dtype), tensor.numel()]
         return self._collectives(tensor).exchange(tensor, weights, words, out)
@@ -250,25 +258,18 @@ class HostGroup(Group):
         """Is done when all members have come to it."""
         return TasksHandle(self._engine, [self._engine.issue(Task([_BARRIER, 0, 0, 0, 0]))], lambda: None)
 
-    def window(
-        self,
-        name: str,
-        num_elements: int,
-        dtype: torch.dtype = torch.float32,
-        *,
-        sources: Collection[int] | None = None,
-        device: torch.device | None = None,
-    ) -> HostWindow:
+    def _make_window(self, form: WindowForm, sources: Collection[int] | None) -> HostWindow:
         """Makes a window whose slots lie in shared memory, where each source writes its own."""
-        if num_elements < 1:
-            raise UsageError(f"Window {name!r} would have no elements.", next_step="give it one at least.")
-        code_of(dtype)  # refuses here what could not be described later
-        shape = num_elements, dtype, device
-        if sources == ():  # on all members: there is nothing to agree on
-            return HostWindow(self, name, shape, {}, self._windows)
-        with self._uncounted():
-            sources_of = agree_on_sources(self, name, num_elements, dtype, sources)
-        return HostWindow(self, name, shape, sources_of, self._windows)
+        if form.num_elements < 1:
+            raise UsageError(
+                f"Window {form.name!r} would have no elements.", next_step="give it one at least."
+            )
+        code_of(form.dtype)  # refuses here what could not be described later
+        sources_of: Mapping[int, Sequence[int]] = {}
+        if sources != ():  # else on all members: there is nothing to agree on
+            with self._uncounted():
+                sources_of = agree_on_sources(self, form, sources)
+        return HostWindow(self, form, sources_of, self._windows)
 
     def wait_until(
         self, is_done: Callable[[], bool], deadline: Deadline | None, what: str, whom: Callable[[], str]

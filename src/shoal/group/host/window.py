@@ -35,7 +35,7 @@ import torch
 
 from shoal.core import Deadline, DeadlineExceeded, ShoalError, TensorError, UsageError
 from shoal.core.fork import close_in_children, keep_in_children
-from shoal.group.base import Done, Group, Handle, Slot, Snapshot, T, Window, Write
+from shoal.group.base import Done, Group, Handle, Slot, Snapshot, T, Window, WindowForm, Write
 from shoal.group.functions import share
 from shoal.group.host.device import DeviceMemory, DeviceReads, DeviceSlot, SharedDevice
 from shoal.group.host.engine import HostTrafficCounter, ProgressEngine
@@ -74,13 +74,11 @@ _WHOLE, _BEING_WRITTEN, _BEING_ADDED_TO = range(3)
 _HEAD_BYTES = 8 * _NOTE + MAX_NOTE_BYTES
 
 
-def agree_on_sources(
-    group: Group, name: str, num_elements: int, dtype: torch.dtype, sources: Collection[int] | None
-) -> dict[int, list[int]]:
+def agree_on_sources(group: Group, form: WindowForm, sources: Collection[int] | None) -> dict[int, list[int]]:
     """Learns the sources of each member; UsageError on all when they ask for different windows."""
     others = [rank for rank in range(group.size) if rank != group.rank]
     named = others if sources is None else [rank for rank in range(group.size) if rank in sources]
-    told = share(group, [group.rank, named, name, num_elements, code_of(dtype)])
+    told = share(group, [group.rank, named, form.name, form.num_elements, code_of(form.dtype)])
     first, _, *wanted = told[0]
     for rank, _, *what in told:
         if what != wanted:
@@ -152,14 +150,11 @@ class HostWindow(Window):
     def __init__(
         self,
         group: Group,
-        name: str,
-        shape: tuple[int, torch.dtype, torch.device | None],
+        form: WindowForm,
         sources_of: Mapping[int, Sequence[int]],
         shared: WindowSet,
     ) -> None:
-        self.name = name
-        self.num_elements, self.dtype, device = shape
-        self.device = torch.device("cpu") if device is None else device
+        super().__init__(form)
         self._group = group
         self._shared = shared
         self._engine = shared.engine
@@ -172,10 +167,9 @@ class HostWindow(Window):
         self._cells = self._make_cells(sources_of) if sources_of else {}
         self._engine.on_loss.append(self._lost)
         # a number for the name, never 0
-        self._key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest()) + 1
+        self._key = int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=7).digest()) + 1
         self._published: int | None = None
         """The index of its entry in this worker's table of publications, once it has one."""
-        self._is_open = True
 
     def _make_cells(self, sources_of: Mapping[int, Sequence[int]]) -> dict[tuple[int, int], SlotCell]:
         """Takes memory for all slots; makes those that this worker owns or writes, by owner and source."""
@@ -390,7 +384,7 @@ class HostWindow(Window):
     def _write(self, to: int, write: Write) -> Handle[None]:
         """Writes at once, unless the slot's owner holds it, or it is full for a send."""
         cell = self._cell(to, self._rank)
-        check_write(write, self.name, self.num_elements, self.dtype)
+        check_write(write, self)
         self._shared.counter.write(write.tensor.nbytes, to)
 
         def attempt() -> list[None] | None:
@@ -441,16 +435,8 @@ class HostWindow(Window):
         self._engine.check_rank(owner)
         self._engine.check_rank(source)
         if (owner, source) not in self._cells:
-            name = self._engine.name_of
-            raise UsageError(
-                f"rank {name(owner)} has no slot for rank {name(source)} in window {self.name!r}.",
-                next_step="name it among the sources when the window is made.",
-            )
+            raise self._no_slot(self._engine.name_of(owner), self._engine.name_of(source))
         return self._cells[owner, source]
-
-    def _check_open(self) -> None:
-        if not self._is_open:
-            raise UsageError(f"Window {self.name!r} is closed.", next_step="make it again by group.window().")
 
     def _lock(self, cell: SlotCell, source: int) -> None:
         """Waits for a slot; PeerLost when its source is gone and still has the lock: it was stopped."""
@@ -643,14 +629,14 @@ class PublicationTable:
             if is_told and is_whole:
                 segment, offset = (self._devices if place >= DEVICE_CODE else self._arena).at(place)
                 tensor = segment.region(peer, offset, num_elements, DTYPES[dtype])
-                return _SharedSnapshot(self, peer, index, words[_OPENED], number, version, tensor)
+                return _SharedSnapshot(self, peer, index, words[_OPENED], number, peer, version, tensor)
             self._pipes.take_in()
         return None
 
     def is_intact(self, snapshot: _SharedSnapshot) -> bool:
         """Tells whether a publication was neither reclaimed nor closed."""
         self._pipes.take_in()
-        words = self._control.publication(snapshot.rank, snapshot.index)
+        words = self._control.publication(snapshot.owner, snapshot.index)
         return words[_OPENED] == snapshot.opened and words[_RECLAIMED] < snapshot.version
 
     def record(self, peer: int, index: int) -> list[int]:
@@ -680,10 +666,12 @@ class PublicationTable:
 @dataclass(eq=False)
 class _SharedSnapshot(Snapshot):
     table: PublicationTable
-    rank: int
+    owner: int
+    """Whose table it is in; `rank` may be another one, where this is a machine's group in a larger one."""
     index: int
     opened: int
     number: int
+    rank: int
     version: int
     tensor: torch.Tensor
     end_claim: weakref.finalize[..., _SharedSnapshot] | None = None

@@ -1,0 +1,347 @@
+"""A group whose workers come and go: one object for the whole run, around the group of each generation.
+
+The coordinator of the run (`core.elastic`) says who is in the next generation and after which step the
+present one ends. A session asks `is_due` after each step, and calls `regroup` when it is, or when an
+operation has failed because of a loss: this worker leaves the present group, waits until all others have done
+so, and forms the next one with them. What the new members must know, and in which order they start, is the
+session's business.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import logging
+import math
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+from weakref import WeakMethod
+
+import msgspec
+
+from shoal.core import (
+    SYSTEM_CLOCK,
+    Address,
+    Clock,
+    Deadline,
+    DeadlineExceeded,
+    PeerLost,
+    Placement,
+    ShoalError,
+)
+from shoal.core.elastic import (
+    HORIZON_S,
+    DownMessage,
+    Form,
+    Formed,
+    FormingFailed,
+    Gather,
+    Gathered,
+    Leave,
+    LeavingRun,
+    MeetAt,
+    MessageReader,
+    Prepare,
+    Reached,
+    UpMessage,
+    Waiting,
+    encode_message,
+)
+from shoal.core.errors import PeerError
+from shoal.core.fork import close_in_children, keep_in_children
+from shoal.core.loop import ByteThreads
+from shoal.group.base import Group
+from shoal.group.operations import GroupWrapper
+from shoal.transport import StreamTransport
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+_FIRST_FORMING_S, _LONGEST_FORMING_S = 3.0, 60.0
+"""So long a group may take to form, doubled after each time that it did not."""
+_READ_BYTES = 1 << 16
+
+
+class CoordinatorLink(abc.ABC):
+    """A worker's way to the coordinator of its run.
+
+    `steps` is written by the session after each step, and read wherever the link is asked when this worker
+    can stop: in a thread of its own, or in the turn of another simulated worker.
+    """
+
+    def __init__(self, number: int, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.number = number
+        self.steps = 0
+        """The optimizer's steps until now."""
+        self.is_lockstep = True
+        """Whether all workers stop after the same step; otherwise each stops after the one that it is in."""
+        self.last_step: int | None = None
+        """The step after which this worker has promised to stop, if it hears nothing of a later one."""
+        self.due_step: int | None = None
+        """The step after which all stop, once that is known."""
+        self._generation = 0
+        self._clock = clock
+        self._began_s = clock.now_s()
+        self._began_step = 0
+
+    @abc.abstractmethod
+    def send(self, message: UpMessage) -> None:
+        """Gives the coordinator a message; from any thread."""
+
+    @abc.abstractmethod
+    def receive(self, deadline: Deadline | None = None) -> DownMessage | None:
+        """Waits for the next message that is not answered by the link itself; None at the deadline."""
+
+    @abc.abstractmethod
+    def wait_until_due(self) -> None:
+        """Waits until it is known after which step all stop."""
+
+    def begin(self, form: Form, steps: int) -> None:
+        """Begins a generation, after so many steps."""
+        self._generation = form.generation
+        self.steps = self._began_step = steps
+        self._began_s = self._clock.now_s()
+        self.last_step = self.due_step = None
+
+    def handle(self, message: DownMessage) -> bool:
+        """Answers what needs no worker to stop for it; False for all else."""
+        match message:
+            case Prepare():
+                if message.generation == self._generation:
+                    self.last_step = self.steps + self._horizon()
+                    self.send(Reached(message.generation, self.last_step))
+            case MeetAt():
+                if message.generation == self._generation:
+                    self.due_step = message.step
+            case _:
+                return False
+        return True
+
+    def _horizon(self) -> int:
+        """Estimates how many steps this worker does before it can hear where the others stop."""
+        if not self.is_lockstep:
+            return 0
+        num_steps = max(1, self.steps - self._began_step)
+        step_s = max(1e-6, (self._clock.now_s() - self._began_s) / num_steps)
+        return max(1, math.ceil(HORIZON_S / step_s))
+
+
+class LauncherLink(CoordinatorLink):
+    """The link over a socket that the launcher has given to this process; read by a thread of its own."""
+
+    def __init__(self, number: int, descriptor: int) -> None:
+        super().__init__(number)
+        self._socket = socket.socket(fileno=descriptor)
+        self._socket.setblocking(True)
+        os.set_inheritable(descriptor, False)
+        close_in_children(descriptor)
+        self._sending = threading.Lock()
+        self._inbox: queue.SimpleQueue[DownMessage | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._is_open = True
+        self._threads = ByteThreads()
+        self._threads.start("shoal-elastic", self._read)
+
+    def send(self, message: UpMessage) -> None:
+        """Writes the message; to a launcher that has gone it goes nowhere."""
+        with self._sending, contextlib.suppress(OSError):
+            self._socket.sendall(encode_message(message))
+
+    def receive(self, deadline: Deadline | None = None) -> DownMessage | None:
+        """Waits for the next message; PeerLost when the launcher has gone."""
+        timeout_s = None if deadline is None else deadline.timeout_s
+        try:
+            message = self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if message is None:
+            self._inbox.put(None)
+            raise _no_launcher()
+        return message
+
+    def wait_until_due(self) -> None:
+        """Waits for the message that says so; PeerLost when the launcher has gone."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.due_step is not None or not self._is_open)
+        if not self._is_open:
+            raise _no_launcher()
+
+    def close(self) -> None:
+        """Ends the link. Idempotent."""
+        if self._socket.fileno() >= 0:
+            keep_in_children(self._socket.fileno())
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._threads.join(Deadline.after(1.0))
+            self._socket.close()
+
+    def _read(self) -> None:
+        reader: MessageReader[DownMessage] = MessageReader(DownMessage)
+        try:
+            while data := self._socket.recv(_READ_BYTES):
+                for message in reader.feed(data):
+                    with self._changed:
+                        is_handled = self.handle(message)
+                        self._changed.notify_all()
+                    if not is_handled:
+                        self._inbox.put(message)
+        except OSError:
+            pass
+        finally:
+            with self._changed:
+                self._is_open = False
+                self._changed.notify_all()
+            self._inbox.put(None)
+
+
+class ElasticGroup(GroupWrapper):
+    """The group of the present generation; `regroup` makes it that of the next one.
+
+    `open_generation` opens the group of a generation. Before the first one, and in a worker that has come to
+    a run that trains (`is_pending`), it is a group of one with the rank that its launcher guesses.
+    """
+
+    is_elastic = True
+
+    def __init__(
+        self,
+        link: CoordinatorLink,
+        provisional: Group,
+        open_generation: Callable[[Form, ElasticGroup, Deadline], Group],
+        make_transport: Callable[[], tuple[StreamTransport, str]] | None = None,
+    ) -> None:
+        self.link = link
+        self.make_transport = make_transport
+        """Gives a transport, to be opened, by which workers give each other their states, and the address to
+        listen on; None where only the group carries anything."""
+        self.form: Form | None = None
+        """The generation that this worker is in, or was in last."""
+        self._open_generation = open_generation
+        self._watchers: list[WeakMethod[Callable[[], None]]] = []
+        super().__init__(provisional)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether this worker is in no generation yet."""
+        return self.form is None
+
+    def on_change(self, watcher: Callable[[], None]) -> None:
+        """Calls a method whenever the group has become another one; it does not keep its object alive."""
+        self._watchers.append(WeakMethod(watcher))
+
+    def is_due(self, steps: int) -> bool:
+        """Tells whether this generation ends after so many steps; waits if that is not known yet."""
+        link = self.link
+        link.steps = steps
+        if link.last_step is None:
+            return False
+        if link.due_step is None and steps >= link.last_step:
+            link.wait_until_due()
+        if not link.is_lockstep:
+            return link.due_step is not None
+        return link.due_step is not None and steps >= link.due_step
+
+    def regroup(self, steps: int, *, is_fresh: bool, error: BaseException | None = None) -> None:
+        """Leaves this generation, and returns in the next one.
+
+        With an error this worker does not leave in order, and the others learn of it. LeavingRun when it is
+        in no generation any more.
+        """
+        lost, old, forming_s = self._numbers_behind(error), self.inner, _FIRST_FORMING_S
+        with contextlib.suppress(ShoalError):
+            if error is None:
+                old.leave()
+            else:
+                old.close(error)
+        while True:
+            self.link.send(Waiting(is_fresh, lost))
+            form = self._wait_for_form()
+            self.link.begin(form, steps)
+            try:
+                inner = self._open_generation(form, self, Deadline.after(forming_s))
+                break
+            except (PeerError, DeadlineExceeded) as failure:
+                log.info("generation %d did not form: %s", form.generation, failure)
+                lost, forming_s = self._numbers_in(form, failure), min(2 * forming_s, _LONGEST_FORMING_S)
+        with contextlib.suppress(ShoalError):
+            old.close()  # now nobody reads its memory any more
+        self.form = form
+        self._become(inner)
+        self.link.send(Formed(form.generation))
+
+    def gather(self, form: Form, name: str, value: Any, kind: type[T], deadline: Deadline) -> list[T]:
+        """Collects everybody's value while a generation forms, by rank, through the coordinator."""
+        self.link.send(Gather(form.generation, name, msgspec.msgpack.encode(value)))
+        while (message := self.link.receive(deadline)) is not None:
+            match message:
+                case Gathered(generation=form.generation, name=name_, values=values) if name_ == name:
+                    return [msgspec.msgpack.decode(each, type=kind) for each in values]
+                case FormingFailed(generation=form.generation):
+                    rank = [place.number for place in form.places].index(message.number)
+                    raise PeerLost(f"rank {rank} has gone while the group formed.", peer=rank)
+        raise DeadlineExceeded("the other workers did not come in time to form a group.")
+
+    def _become(self, inner: Group) -> None:
+        inner.run, inner.local_rank = self.run, self.local_rank
+        self._adopt(inner)
+        for watcher in list(self._watchers):
+            method = watcher()
+            if method is None:
+                self._watchers.remove(watcher)
+            else:
+                method()
+
+    def _wait_for_form(self) -> Form:
+        while True:
+            message = self.link.receive()
+            if isinstance(message, Leave):
+                raise LeavingRun(message.reason)
+            if isinstance(message, Form):
+                return message
+
+    def _numbers_behind(self, error: BaseException | None) -> tuple[int, ...]:
+        if self.form is None or error is None:
+            return ()
+        numbers = [place.number for place in self.form.places]
+        return tuple(numbers[rank] for rank in self.inner.lost) or self._numbers_in(self.form, error)
+
+    @staticmethod
+    def _numbers_in(form: Form, error: BaseException) -> tuple[int, ...]:
+        rank = getattr(error, "peer", None)
+        if isinstance(rank, int) and 0 <= rank < len(form.places):
+            return (form.places[rank].number,)
+        return ()
+
+
+def elastic_of(group: Group | None) -> ElasticGroup | None:
+    """Finds the elastic group that this one is, or is wrapped around; None where there is none."""
+    while group is not None and not isinstance(group, ElasticGroup):
+        group = getattr(group, "inner", None)
+    return group
+
+
+def place_in(form: Form, number: int, rendezvous: Address | None = None) -> Placement:
+    """Gives a worker's place in a generation; `rendezvous` is an address that all machines reach."""
+    rank = form.rank_of(number)
+    local_rank, local_size = form.local_places(number)
+    machines = list(dict.fromkeys(place.machine for place in form.places))
+    return Placement(
+        rank,
+        len(form.places),
+        local_rank,
+        local_size,
+        "shoal run",
+        rendezvous,
+        machine=machines.index(form.places[rank].machine),
+    )
+
+
+def _no_launcher() -> PeerLost:
+    return PeerLost(
+        "The launcher of this run has gone.",
+        cause="it was killed, or its machine has gone.",
+        next_step="start the run again; with --checkpoint it goes on from the last one.",
+    )
