@@ -52,6 +52,14 @@ def test_who_is_interrupted_does_not_start_anew(start):
     assert done.said == ["interrupted; the workers are being ended"]
 
 
+def test_an_interrupt_while_the_run_starts_anew_is_not_missed(start):
+    body = f"{COUNT}\nsys.exit(1) if count == 0 else time.sleep(100)"
+    interrupt = {"restart 1 of 1": partial(os.kill, os.getpid(), signal.SIGINT)}
+    done = start(body, 1, when=interrupt, elastic=Elastic(max_restarts=1))
+    assert done.outcome.exit_code == 130
+    assert done.said[-1] == "interrupted; the workers are being ended"
+
+
 def test_the_time_counts_from_the_first_start(start):
     done = start(
         f"{COUNT}\nsys.exit(1) if count < 2 else time.sleep(100)", 1, elastic=Elastic(9), timeout_s=1.5

@@ -5,7 +5,7 @@ import pytest
 
 from launch.stations import FakeChannel
 from shoal._version import __version__
-from shoal.core import SYSTEM_CLOCK, PeerRefused, PeerUnreachable, UsageError
+from shoal.core import PeerRefused, PeerUnreachable, UsageError
 from shoal.launch.head import AgentHandle, Gathering, meeting_of, place
 from shoal.launch.polling import SignalInbox
 from shoal.launch.protocol import AGENT, AgentHello, PipeChannel
@@ -63,7 +63,7 @@ def test_hosts_that_answer_are_told_from_those_that_do_not():
         AgentHandle(FakeChannel("old", [AgentHello("0.0.1", "old")]), 2, "old"),
     ]
     with SignalInbox() as inbox, Gathering(agents) as gathering:
-        assert gathering.wait(inbox, 20.0, SYSTEM_CLOCK) is None
+        assert gathering.wait(inbox, 20.0) is None
         assert [one.host for one in gathering.present] == ["good"]
         errors = {agent.host: error for agent, error in gathering.absent}
         assert "exit code 3: no room" in errors["noisy"].what
@@ -77,11 +77,11 @@ def test_hosts_that_answer_are_told_from_those_that_do_not():
 
 def test_one_that_says_nothing_is_not_waited_for():
     with SignalInbox() as inbox, Gathering([AgentHandle(FakeChannel("b"), 2, "b")]) as gathering:
-        assert gathering.wait(inbox, 0.1, SYSTEM_CLOCK) is None
+        assert gathering.wait(inbox, 0.1) is None
         assert "b has not answered within 0.1 s" in gathering.complaint().what
 
 
 def test_a_signal_ends_the_waiting():
     with SignalInbox() as inbox, Gathering([AgentHandle(FakeChannel("b"), 2, "b")]) as gathering:
         signal.raise_signal(signal.SIGTERM)
-        assert gathering.wait(inbox, 20.0, SYSTEM_CLOCK) == signal.SIGTERM
+        assert gathering.wait(inbox, 20.0) == signal.SIGTERM

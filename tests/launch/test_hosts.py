@@ -3,8 +3,7 @@ import socket
 import pytest
 
 from shoal.core import UsageError
-from shoal.launch.hosts import Host, Hosts, is_here, open_hosts, parse_hosts, read_hostfile
-from shoal.launch.ssh import SshSettings
+from shoal.launch.hosts import Host, Hosts, SshSettings, is_here, open_hosts, parse_hosts, read_hostfile
 
 SSH = SshSettings()
 

@@ -44,12 +44,12 @@ def test_an_agent_sees_its_own_ranks_of_the_run():
 def test_the_head_pins_up_what_agents_tell_by_its_own_clock_and_names():
     copies = Copies(CLOCK)
     there = note(1, pid=1, started="?", host="vm-17", noted_s=5_000.0, began_s=4_000.0, step=7, namespace="b")
-    copies.take([Sighting(there, "stopped", 2.0)], {1: "gpu-1"})
+    copies.take([Sighting(there, "stopped", 2.0)], "gpu-1")
     (seen,) = look(CLOCK)
     assert (seen.note.host, seen.note.step, seen.state, seen.age_s) == ("gpu-1", 7, "stopped", 2.0)
     assert seen.note.began_s == NOW_S - 1002
     assert seen.note.namespace != "b"
-    copies.take([Sighting(there, "running", 0.0)], {1: "gpu-1"})
+    copies.take([Sighting(there, "running", 0.0)], "gpu-1")
     assert [one.state for one in look(CLOCK)] == ["running"]
     copies.close()
     assert look(CLOCK) == []
@@ -58,11 +58,11 @@ def test_the_head_pins_up_what_agents_tell_by_its_own_clock_and_names():
 def test_who_is_told_of_no_more_is_taken_down():
     copies, other = Copies(CLOCK), Copies(CLOCK)
     first, second = (Sighting(note(rank, pid=1, started="?"), "running", 0.0) for rank in (0, 1))
-    copies.take([first, second], {})
-    other.take([Sighting(note(2, pid=1, started="?"), "running", 0.0)], {})
-    copies.take([second], {})
+    copies.take([first, second], "gpu-1")
+    other.take([Sighting(note(2, pid=1, started="?"), "running", 0.0)], "gpu-1")
+    copies.take([second], "gpu-1")
     assert [one.note.rank for one in look(CLOCK)] == [1, 2]
-    copies.take([], {})
+    copies.take([], "gpu-1")
     assert [one.note.rank for one in look(CLOCK)] == [2]
 
 
@@ -79,7 +79,7 @@ def test_nothing_that_fails_here_ends_an_agent_or_the_head(monkeypatch):
     assert seen_here("job", [0]) == []
     take_down()
     monkeypatch.setattr(board, "pin", lambda name: 1 / 0)
-    Copies(CLOCK).take([Sighting(note(), "running", 0.0)], {})
+    Copies(CLOCK).take([Sighting(note(), "running", 0.0)], "gpu-1")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="agents run on POSIX only")
@@ -105,7 +105,7 @@ def test_notes_travel_from_the_agent_to_the_head_of_the_run(is_lost):
     channel = FakeChannel("gpu-0", [came])
     hello, copies = AgentHello("1", "vm"), Copies(CLOCK)
     handle = AgentHandle(channel, 1, "gpu-0", hello=hello, num_processes=1, copies=copies)
-    workers = RunWorkers(LaunchSettings(("true",), 1), [handle], Output(), CLOCK)
+    workers = RunWorkers(LaunchSettings(("true",), 1), [handle], Output())
     workers.start(Logs())
     workers.look(0.0)
     assert [(one.note.host, one.note.values) for one in look(CLOCK)] == [("gpu-0", {"loss": 0.5})]

@@ -4,15 +4,29 @@ import pytest
 
 from shoal.core.errors import ProtocolError
 from shoal.launch.protocol import MAGIC, Beat, Decoder, Down, Started, WorkerEnded, encode
+from shoal.launch.ray_bridge import ActorPlace
 from shoal.launch.ray_engine import RayChannel
+
+
+class Bridge:
+    """Knows of a single actor."""
+
+    def __init__(self, end):
+        self.ends = [end]
+
+    def why_lost(self, index):
+        return "its power failed"
+
+    def close_ends(self, indices):
+        for index in indices:
+            self.ends[index].close()
 
 
 @pytest.fixture
 def pair():
     ours, theirs = socket.socketpair()
-    closed = []
-    channel = RayChannel("a node", ours, lambda: "its power failed", lambda: closed.append(1))
-    yield channel, theirs, closed
+    channel = RayChannel(Bridge(ours), 0, ActorPlace("1234567890", "10.0.0.7", "a node", "python"))
+    yield channel, theirs
     channel.close()
     theirs.close()
 
@@ -23,7 +37,7 @@ def let_it_work(channel):
 
 
 def test_messages_come_whole_and_in_order(pair):
-    channel, theirs, _ = pair
+    channel, theirs = pair
     data = MAGIC + encode(Started(3, 77)) + encode(WorkerEnded(3, 0))
     theirs.sendall(data[:-2])
     let_it_work(channel)
@@ -35,7 +49,7 @@ def test_messages_come_whole_and_in_order(pair):
 
 
 def test_what_the_bridge_does_not_take_at_once_is_sent_later(pair):
-    channel, theirs, _ = pair
+    channel, theirs = pair
     num_messages = 200_000
     for _ in range(num_messages):
         channel.send(Beat())
@@ -47,18 +61,18 @@ def test_what_the_bridge_does_not_take_at_once_is_sent_later(pair):
 
 
 def test_a_way_that_the_bridge_closes_has_ended_and_says_why(pair):
-    channel, theirs, _ = pair
+    channel, theirs = pair
     theirs.close()
     let_it_work(channel)
     assert not channel.is_open
     assert channel.interests() == []
     channel.send(Beat())
-    assert "a node" in str(channel.explain())
+    assert "on a node (Ray node 12345678 at 10.0.0.7) is lost" in str(channel.explain())
     assert "its power failed" in str(channel.explain())
 
 
 def test_what_is_no_message_is_an_error_after_those_that_were(pair):
-    channel, theirs, _ = pair
+    channel, theirs = pair
     theirs.sendall(MAGIC + encode(Started(0, 1)))
     let_it_work(channel)
     theirs.sendall(b"\xff" * 64)
@@ -68,9 +82,9 @@ def test_what_is_no_message_is_an_error_after_those_that_were(pair):
         channel.take()
 
 
-def test_closing_it_tells_once(pair):
-    channel, theirs, closed = pair
+def test_closing_it_closes_the_way_to_the_actor(pair):
+    channel, theirs = pair
     channel.close()
     channel.close()
-    assert closed == [1]
+    assert not channel.is_open
     assert theirs.recv(1) == b""

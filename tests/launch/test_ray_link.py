@@ -1,10 +1,13 @@
+import asyncio
 import socket
-from concurrent.futures import Future
 
 import pytest
 
+from shoal.core import LoopThread, Scope
 from shoal.launch import ray_bridge
 from shoal.launch.ray_bridge import ActorLink, reason_of
+
+LIMIT_S = 10.0
 
 
 class Method:
@@ -12,130 +15,152 @@ class Method:
 
     def __init__(self):
         self.calls = []
+        self._called = asyncio.Event()
 
     def remote(self, *arguments):
-        future = Future()
-        future.future = lambda: future
+        future = asyncio.get_running_loop().create_future()
         self.calls.append((arguments, future))
+        self._called.set()
         return future
 
-    def answer(self, value=None, error=None):
-        """The last call."""
-        future = self.calls[-1][1]
+    async def next_call(self):
+        """The future of the next call that has no answer yet, which is waited for."""
+        while not (waiting := [future for _, future in self.calls if not future.done()]):
+            self._called.clear()
+            await self._called.wait()
+        return waiting[0]
+
+    async def answer(self, value=None, error=None):
+        future = await self.next_call()
         if error is None:
             future.set_result(value)
         else:
             future.set_exception(error)
 
 
-class Actor:
-    def __init__(self):
+class Run:
+    """A link that runs, its actor, and the head's end of it."""
+
+    def __init__(self, scope):
         self.read, self.write, self.close, self.last_words = Method(), Method(), Method(), Method()
+        self.head, self._end = socket.socketpair()
+        self.head.setblocking(False)
+        self.link = scope.start(ActorLink(self, self._end).run())
+
+    async def send(self, data):
+        await asyncio.get_running_loop().sock_sendall(self.head, data)
+
+    async def receive(self):
+        return await asyncio.get_running_loop().sock_recv(self.head, 1 << 20)
+
+    def end(self):
+        self.head.close()
+        self._end.close()
 
 
-@pytest.fixture
-def made():
-    head, end = socket.socketpair()
-    head.settimeout(5)
-    actor, wakes = Actor(), []
-    link = ActorLink(0, end.detach(), actor, wakes.append)
-    yield link, actor, head, wakes
-    link.close()
-    head.close()
+def play(story):
+    """A coroutine that gets a link which runs."""
+
+    async def within_limit():
+        async with asyncio.timeout(LIMIT_S), Scope() as scope:
+            run = Run(scope)
+            try:
+                await story(run)
+            finally:
+                scope.cancel()
+        run.end()
+
+    with LoopThread() as loop:
+        loop.run(within_limit())
 
 
-def test_output_of_the_agent_reaches_the_head(made):
-    link, actor, head, wakes = made
-    actor.read.answer(b"some")
-    assert len(wakes) == 1
-    link.step()
-    assert head.recv(100) == b"some"
-    actor.read.answer(None)  # nothing came for a while
-    link.step()
-    actor.read.answer(b"more")
-    link.step()
-    assert head.recv(100) == b"more"
-    assert not link.is_finished
+def test_output_of_the_agent_reaches_the_head():
+    async def story(run):
+        await run.read.answer(b"some")
+        assert await run.receive() == b"some"
+        await run.read.answer(None)  # nothing came for a while
+        await run.read.answer(b"more")
+        assert await run.receive() == b"more"
+        assert not run.link.done()
+
+    play(story)
 
 
-def test_input_is_written_piece_by_piece_in_order(made):
-    link, actor, head, _ = made
-    head.sendall(b"one")
-    link.step()
-    head.sendall(b"two")
-    link.step()
-    assert [arguments for arguments, _ in actor.write.calls] == [(b"one",)]
-    actor.write.answer()
-    link.step()
-    assert [arguments for arguments, _ in actor.write.calls] == [(b"one",), (b"two",)]
+def test_input_is_written_piece_by_piece_in_order():
+    async def story(run):
+        await run.send(b"one")
+        await run.write.next_call()
+        await run.send(b"two")
+        await asyncio.sleep(0.05)
+        assert [arguments for arguments, _ in run.write.calls] == [(b"one",)]
+        await run.write.answer()
+        await run.write.answer()
+        assert [arguments for arguments, _ in run.write.calls] == [(b"one",), (b"two",)]
+
+    play(story)
 
 
-def test_a_head_that_closes_ends_the_agent(made):
-    link, actor, head, _ = made
-    head.close()
-    link.step()
-    assert len(actor.close.calls) == 1
-    actor.close.answer()
-    actor.read.answer(b"")
-    link.step()
-    actor.last_words.answer((0, ""))
-    link.step()
-    assert link.is_finished
-    assert link.why_lost == ""
+def test_a_head_that_closes_ends_the_agent():
+    async def story(run):
+        run.head.close()
+        await run.close.answer()
+        await run.read.answer(b"")
+        await run.last_words.answer((0, ""))
+        assert await run.link == ""
+
+    play(story)
 
 
-def test_an_agent_that_fails_is_named_with_its_last_words(made):
-    link, actor, _, _ = made
-    actor.read.answer(b"")
-    link.step()
-    actor.last_words.answer((1, "No module named shoal"))
-    link.step()
-    assert link.is_finished
-    assert "exit code 1" in link.why_lost
-    assert "No module named shoal" in link.why_lost
+def test_an_agent_that_fails_is_named_with_its_last_words():
+    async def story(run):
+        await run.read.answer(b"")
+        await run.last_words.answer((1, "No module named shoal"))
+        why_lost = await run.link
+        assert "exit code 1" in why_lost
+        assert "No module named shoal" in why_lost
+
+    play(story)
 
 
-def test_a_silent_actor_that_the_head_has_given_up_is_not_waited_for(made, monkeypatch):
+def test_a_silent_actor_that_the_head_has_given_up_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(ray_bridge, "ENDING_S", 0.0)
-    link, actor, head, _ = made
-    head.sendall(b"a beat")
-    link.step()
-    head.close()
-    assert link.events is not None, "so that the end is noticed while a beat is on its way"
-    link.step(is_hung_up=True)
-    assert link.events is None
-    link.step()
-    assert link.is_finished
-    assert len(actor.close.calls) == 0
+
+    async def story(run):
+        await run.send(b"a beat")
+        run.head.close()
+        assert await run.link == ""
+        assert len(run.close.calls) == 0
+
+    play(story)
 
 
 @pytest.mark.parametrize("method", ["read", "write"])
-def test_an_actor_that_dies_is_lost_at_once(made, method):
-    link, actor, head, _ = made
-    head.sendall(b"x")
-    link.step()
-    getattr(actor, method).answer(error=RuntimeError("\nThe actor died.\nMany lines follow."))
-    link.step()
-    assert link.is_finished
-    assert link.why_lost == "The actor died"
+def test_an_actor_that_dies_is_lost_at_once(method):
+    async def story(run):
+        await run.send(b"x")
+        await getattr(run, method).answer(error=RuntimeError("\nThe actor died.\nMany lines follow."))
+        assert await run.link == "The actor died"
+
+    play(story)
 
 
-def test_a_head_that_does_not_read_stops_the_reading(made):
-    link, actor, head, _ = made
-    piece = bytes(1 << 16)
-    for _ in range(100):
-        if actor.read.calls[-1][1].done():
-            break
-        actor.read.answer(piece)
-        link.step()
-    assert len(actor.read.calls) < 60
-    num_read = len(actor.read.calls)
-    head.setblocking(False)
-    num_bytes = 0
-    while num_bytes < num_read * len(piece):
-        num_bytes += len(head.recv(1 << 20))
-        link.step()
-    assert len(actor.read.calls) == num_read + 1
+def test_a_head_that_does_not_read_stops_the_reading():
+    async def story(run):
+        piece, num_read = bytes(1 << 16), 0
+        try:
+            async with asyncio.timeout(0.5):
+                while True:
+                    await run.read.answer(piece)
+                    num_read += 1
+        except TimeoutError:
+            pass
+        assert 0 < num_read < 60
+        num_bytes = 0
+        while num_bytes < num_read * len(piece):
+            num_bytes += len(await run.receive())
+        await run.read.answer(None)
+
+    play(story)
 
 
 def test_the_reason_is_found_among_many_lines():

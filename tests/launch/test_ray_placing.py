@@ -2,7 +2,7 @@ import sys
 from types import SimpleNamespace
 
 from shoal.launch import ray_bridge
-from shoal.launch.ray_bridge import ActorPlacement, ActorRequest
+from shoal.launch.ray_bridge import ActorRequest, Bridge
 
 
 class Room:
@@ -27,8 +27,9 @@ def test_gpus_are_chosen_for_as_many_workers_as_there_is_room_for(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(ray_bridge, "SHRINK_S", 0.0)
     nodes = [{"Alive": True, "Resources": {"CPU": 2.0, "GPU": 2.0}}]
-    request = ActorRequest("", (), 3, 1, num_cpus=1.0, num_gpus=None, start_timeout_s=1.0)
-    placing = ActorPlacement(SimpleNamespace(nodes=lambda: nodes), request, lambda text: None, lambda: None)
-    group, num_gpus = placing._reserve()
+    monkeypatch.setattr(ray_bridge, "_check_head", lambda: None)
+    request = ActorRequest("", 1.0, None, start_timeout_s=1.0, num_workers=3, min_workers=1)
+    bridge = Bridge(SimpleNamespace(nodes=lambda: nodes), request, lambda report: None)
+    group, num_gpus = bridge._reserve()
     assert tried == [[{"CPU": 1.0}] * 3, [{"CPU": 1.0, "GPU": 1.0}] * 2]
     assert (group.bundles, num_gpus) == (tried[-1], 1.0)

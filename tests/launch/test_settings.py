@@ -10,7 +10,6 @@ from shoal.launch.settings import (
     Meeting,
     complete,
     free_port,
-    name_run,
     variables_of_all,
     variables_of_one,
 )
@@ -29,7 +28,7 @@ class Surroundings:
 
     def __init__(self, settings):
         self._settings = settings
-        self._shared = variables_of_all(settings, name_run(settings), Meeting("127.0.0.1", free_port()))
+        self._shared = variables_of_all(settings, Meeting("127.0.0.1", free_port()))
 
     def of(self, rank, status_fd):
         own = variables_of_one(self._settings.env, rank, rank, self._settings.num_processes)

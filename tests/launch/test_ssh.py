@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from shoal.core import PeerError, PeerRefused, PeerUnreachable
-from shoal.launch.ssh import SshSettings, explain, ssh_command
+from shoal.launch.hosts import SshSettings, explain, ssh_command
 
 SETTINGS = SshSettings(port=2222, user="me", options=("IdentityFile=/k",))
 

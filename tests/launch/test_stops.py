@@ -3,6 +3,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from shoal.core.status import Status
 from shoal.launch.failures import SETTLE_S, Stops
 
 LIMIT_S = 5.0
@@ -14,7 +15,7 @@ class Fake:
     """As much of a worker as is looked at."""
 
     rank: int
-    survives_loss: bool | None = None
+    told: Status
     stop_signal: int | None = None
     stopped_s: float = 0.0
     is_alive: bool = True
@@ -29,7 +30,7 @@ class Run:
     """Looks five times a second."""
 
     def __init__(self, *told):
-        self.workers = [Fake(rank, answer) for rank, answer in enumerate(told)]
+        self.workers = [Fake(rank, Status(answer)) for rank, answer in enumerate(told)]
         self.said = []
         self.stops = Stops(self.workers, LIMIT_S, self.said.append)
         self.now_s = 0.0

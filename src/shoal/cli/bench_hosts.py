@@ -118,8 +118,7 @@ def where_of(flags: Mapping[str, Any], num_workers: int) -> OnHosts | None:
 
 
 def _hosts(flags: Mapping[str, Any]) -> Any:
-    from shoal.launch.hosts import open_hosts
-    from shoal.launch.ssh import SshSettings
+    from shoal.launch.hosts import SshSettings, open_hosts
 
     named = flags.get("hosts"), flags.get("hostfile")
     if named == (None, None):

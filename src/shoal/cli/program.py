@@ -23,6 +23,7 @@ from shoal.cli.doctor import doctor
 from shoal.cli.keys import app as keys_app
 from shoal.cli.report import report
 from shoal.cli.run import run as run_program
+from shoal.cli.run import scale
 from shoal.cli.serve import serve
 from shoal.cli.status import status
 from shoal.cli.top import top
@@ -60,6 +61,7 @@ app.command(context_settings=CONTEXT)(doctor)
 app.command(context_settings=CONTEXT)(dht)
 app.command(context_settings=CONTEXT)(serve)
 app.command(context_settings=CONTEXT)(status)
+app.command(context_settings=CONTEXT)(scale)
 app.command(context_settings=CONTEXT)(top)
 # what follows PROGRAM is the program's own, options and all
 app.command(

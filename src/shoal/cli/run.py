@@ -185,17 +185,37 @@ def run(
     start_timeout: Annotated[
         float, typer.Option(metavar="S", help="Wait S seconds for the other hosts to answer.")
     ] = 30.0,
+    elastic: Annotated[
+        bool,
+        typer.Option(
+            "--elastic",
+            help="Let workers come and go while the run trains, without a restart: `shoal scale` changes "
+            "their number, and the others go on after a loss under every strategy.",
+        ),
+    ] = False,
     max_restarts: Annotated[
-        int, typer.Option(metavar="N", help="Restart at most N times when a worker or a host fails.")
+        int,
+        typer.Option(
+            metavar="N",
+            help="Restart at most N times when a worker or a host fails. With --elastic: replace at most N "
+            "lost workers.",
+        ),
     ] = 0,
     min_np: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Start without missing hosts if at least N workers fit. Default: -np."
+            metavar="N",
+            help="Start without missing hosts if at least N workers fit. Default: -np. With --elastic: wait "
+            "when fewer than N workers are left. Default: 1.",
         ),
     ] = None,
     max_np: Annotated[
-        int | None, typer.Option(metavar="N", help="A restart has at most N workers. Default: -np.")
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="A restart has at most N workers. Default: -np. "
+            "With --elastic: the most workers at any time. Default: one for each core or slot.",
+        ),
     ] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Save checkpoints in DIR, and resume from them.")
@@ -251,9 +271,14 @@ def run(
         num_cores,
         settle_own_streams,
     )
-    from shoal.launch.arguments import check_choice, check_engine, parse_options, parse_variables
-    from shoal.launch.hosts import open_hosts
-    from shoal.launch.ssh import SshSettings
+    from shoal.launch.arguments import (
+        check_choice,
+        check_elastic,
+        check_engine,
+        parse_options,
+        parse_variables,
+    )
+    from shoal.launch.hosts import SshSettings, open_hosts
 
     settle_own_streams()
     check_engine(engine, address, hosts or hostfile)
@@ -265,6 +290,10 @@ def run(
         num_workers = num_cores() if machines is None else machines.num_slots - num_servers
     if machines is not None:
         machines.check(min_np or num_workers, num_servers)
+    if elastic:
+        check_elastic(strategy, num_servers, env)
+        num_slots = num_cores() if machines is None else machines.num_slots
+        min_np, max_np = min_np or 1, max_np or max(num_workers, num_slots)
     local_size = machines.slots_of_first if workers_per_machine is None and machines else workers_per_machine
     chosen, options = check_choice(strategy, options, num_workers, local_size)
     settings = LaunchSettings(
@@ -290,7 +319,7 @@ def run(
         log_dir=log_dir,
         variables=parse_variables(variable or []),
         allows_failures=allow_failures,
-        elastic=Elastic(max_restarts, min_np, max_np),
+        elastic=Elastic(max_restarts, min_np, max_np, elastic),
         env=env,
     )
     output = Terminal(has_prefix=not no_prefix)
@@ -314,3 +343,20 @@ def _encrypt_choice(*, encrypt: bool, plain: bool) -> EncryptChoice:
             next_step="choose one of them, or leave both out: then Shoal decides by the network.",
         )
     return "always" if encrypt else "never" if plain else "auto"
+
+
+def scale(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="The name of the run, as `shoal top` shows it.")],
+    size: Annotated[int, typer.Argument(metavar="N", min=1, help="How many workers it should have.")],
+) -> None:
+    """Change the number of workers of a run that was started on this machine with --elastic.
+
+    New workers join between two steps, with the model as it is by then. Of workers that leave the newest go
+    first, and end with exit code 0.
+    """
+    from shoal.launch.live import ask_to_scale
+
+    answer = ask_to_scale(job, size)
+    if not answer.is_done:
+        raise UsageError(answer.what, next_step="`shoal top` shows the workers of the run.")
+    typer.echo(answer.what)

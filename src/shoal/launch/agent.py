@@ -14,7 +14,7 @@ import socket
 from collections.abc import Collection
 
 from shoal._version import __version__
-from shoal.core import SYSTEM_CLOCK, Clock, board
+from shoal.core import SYSTEM_CLOCK, board
 from shoal.core.board import Sighting, name_of_run
 from shoal.core.errors import ProtocolError, ShoalError
 from shoal.core.processes import boot_id, own_addresses
@@ -48,13 +48,12 @@ _LAST_FLUSH_S = 2.0
 class Agent:
     """The agent of one start of a run; `run` ends when nothing of it is left here."""
 
-    def __init__(self, source: int, sink: int, clock: Clock = SYSTEM_CLOCK) -> None:
-        self._clock = clock
+    def __init__(self, source: int, sink: int) -> None:
         self._stream: MessageStream[Down] = MessageStream(source, sink, Decoder(Down))
         self._stream.queue += MAGIC
-        self._workers = LocalChannel(introduce(), clock)
+        self._workers = LocalChannel(introduce())
         self._is_ending = self._is_paused = False
-        self._heard_s = self._beat_s = clock.now_s()
+        self._heard_s = self._beat_s = SYSTEM_CLOCK.now_s()
         self._patience = 1.0
         self._run_id = ""
         self._has_seen = False
@@ -69,7 +68,7 @@ class Agent:
 
     def _turn(self) -> None:
         self._wait()
-        now_s = self._clock.now_s()
+        now_s = SYSTEM_CLOCK.now_s()
         if any(number != signal.SIGTSTP for number in self._inbox.take()):
             self._is_ending = True
         self._obey(now_s)
@@ -116,12 +115,12 @@ class Agent:
     def _end(self) -> None:
         """Ask, and wait for a moment; what is told of it is told if somebody reads. Who is left is killed."""
         self._workers.signal_all(signal.SIGTERM)
-        end_s = self._clock.now_s() + GRACE_S
-        while self._workers.has_living and self._clock.now_s() < end_s:
+        end_s = SYSTEM_CLOCK.now_s() + GRACE_S
+        while self._workers.has_living and SYSTEM_CLOCK.now_s() < end_s:
             self._wait()
             self._pass_on()
-        flush_s = self._clock.now_s() + _LAST_FLUSH_S
-        while self._stream.queue and self._clock.now_s() < flush_s:
+        flush_s = SYSTEM_CLOCK.now_s() + _LAST_FLUSH_S
+        while self._stream.queue and SYSTEM_CLOCK.now_s() < flush_s:
             self._wait()
 
 
@@ -147,14 +146,10 @@ def seen_here(run: str, ranks: Collection[int]) -> list[Sighting]:
 
     Whatever fails is passed over: it must not end the agent.
     """
-    if not run or not board.is_wanted():
-        return []
     with contextlib.suppress(Exception):
-        return [
-            one
-            for one in board.look()
-            if one.note.run == run and one.note.place in ranks and one.note.keeper is None
-        ]
+        if run and board.is_wanted():
+            own = [one for one in board.look() if one.note.run == run and one.note.keeper is None]
+            return [one for one in own if one.note.place in ranks]
     return []
 
 

@@ -196,15 +196,20 @@ def first_cause(deaths: Iterable[Death]) -> Death:
 
 def summarise(deaths: Iterable[Death], cause: Death) -> list[str]:
     """Return a line for each of the others, and one for all that failed alike."""
-    same = [death for death in deaths if cause.error and _is_same(death.error, cause.error)]
+    known = without_own_numbers(cause.error)
+    same = [death for death in deaths if known and without_own_numbers(death.error) == known]
     others = [death for death in deaths if death.rank != cause.rank and death not in same]
     alike: dict[str, list[int]] = {}
     for death in others:
         if death.error:
             alike.setdefault(shorten(death.error), []).append(death.rank)
+    told: list[str] = []
+    if len(same) > 1:
+        who = name_ranks(sorted({death.rank for death in same}))
+        told.append(f"{who} failed with the same error: {shorten(cause.error)}")
     # with an error, the code says nothing more: a worker may be ended while it is ending
     return [
-        *([f"{_name_all(same)} failed with the same error: {shorten(cause.error)}"] if len(same) > 1 else []),
+        *told,
         *(f"{name_ranks(sorted(ranks))} failed after that: {error}" for error, ranks in alike.items()),
         *(f"{death} after that" for death in others if not death.error),
     ]
@@ -214,11 +219,3 @@ def shorten(error: str) -> str:
     """Return at most 200 characters of an error, its name without its module."""
     name, colon, message = error.partition(":")
     return f"{name.rpartition('.')[2]}{colon}{message}"[:200]
-
-
-def _is_same(error: str, other: str) -> bool:
-    return without_own_numbers(error) == without_own_numbers(other)
-
-
-def _name_all(deaths: Iterable[Death]) -> str:
-    return name_ranks(sorted({death.rank for death in deaths}))

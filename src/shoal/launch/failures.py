@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from shoal.launch.endings import (
@@ -29,6 +30,7 @@ from shoal.launch.endings import (
     summarise,
 )
 from shoal.launch.output import Output
+from shoal.launch.settings import LaunchSettings
 from shoal.launch.worker import ENDING_HOLD_S, ShownTracebacks, Worker
 
 SETTLE_S = 2.0
@@ -40,34 +42,24 @@ MAX_LOOK_S = 1.0
 class Failures:
     """The failures of one start, and what follows from them."""
 
-    def __init__(
-        self,
-        workers: Sequence[Worker],
-        output: Output,
-        num_servers: int = 0,
-        *,
-        allows_failures: bool = False,
-    ) -> None:
+    def __init__(self, settings: LaunchSettings, workers: Sequence[Worker], output: Output) -> None:
         self.deaths: list[Death] = []
         """All workers that failed of themselves."""
         self.traceback: list[bytes] = []
         """The traceback of the cause."""
         self.shown = ShownTracebacks()
-        self._allows_failures = allows_failures
         self._quitters: list[Death] = []
         """Those that ended with exit code 0 before their work was done."""
         self._named: list[Death] = []
         """Those of them that have been told of."""
-        self._fatal: list[Death] = []
+        self.fatal: list[Death] = []
+        """Those without which the run cannot go on."""
         self._workers = workers
-        self._num_servers = num_servers
+        self._num_servers = settings.options.num_servers
+        self._allows_failures = settings.allows_failures
+        self._is_elastic = settings.elastic.is_live
         self._output = output
         self._settle_until_s = 0.0
-
-    @property
-    def is_fatal(self) -> bool:
-        """Whether the run cannot go on."""
-        return bool(self._fatal)
 
     def conclude(self, worker: Worker, now_s: float, ending: Ending | None) -> None:
         """Take the end of a worker into account; all that it wrote has been read."""
@@ -80,7 +72,7 @@ class Failures:
             # what happens to a worker that is being ended says nothing, but that it had lost a peer
             has_failed = death.code > 0 and death.is_consequence and ending.cause is not None
             worker.tracebacks.release()
-        elif ending is not None and not death.error and worker.was_told(-death.code):
+        elif ending is not None and not death.error and -death.code in worker.signals:
             # it was ended in the middle of a traceback, which says nothing
             has_failed = False
             worker.tracebacks.release()
@@ -91,19 +83,19 @@ class Failures:
             return
         self.deaths.append(death)
         is_bearable = (death.is_loss and not death.has_lost_server) or self._allows_failures
-        if ending is None and not self._fatal and is_bearable and self._can_do_without(worker):
+        if ending is None and not self.fatal and is_bearable and self._can_do_without(worker):
             self._go_on_without(worker, death, now_s)
         elif ending is None:
             self._settle_until_s = self._settle_until_s or now_s + SETTLE_S
-            self._fatal.append(death)
+            self.fatal.append(death)
 
     def find_cause(self, now_s: float, *, is_uncertain: bool = False) -> Death | None:
         """Return the failure that ends the run, once it is known; its traceback is shown."""
         self._judge_quitters(now_s)
-        if not self._fatal or any(not worker.is_alive and not worker.is_done for worker in self._workers):
+        if not self.fatal or any(not worker.is_alive and not worker.is_done for worker in self._workers):
             return None
-        cause = first_cause(self._fatal)
-        quitter = self._quitter_behind(self._fatal)
+        cause = first_cause(self.fatal)
+        quitter = self._quitter_behind()
         if quitter is not None:
             cause = quitter
             self.deaths.insert(0, quitter)
@@ -142,16 +134,14 @@ class Failures:
         All may end so at the same step, which is how some programs end. Where others have failed, they say
         themselves whom they have lost.
         """
-        if self._fatal:
+        if self.fatal:
             return
         for death in self._quitters:
             worker = self._workers[death.rank]
             if death in self._named or worker not in self._trainers():
                 continue
             others = [other for other in self._trainers() if other is not worker]
-            going = [
-                other for other in others if other.is_alive and not other.is_ending and other.phase != "left"
-            ]
+            going = [other for other in others if math.isinf(other.left_s) and not other.is_ending]
             if going and now_s < death.at_s + SETTLE_S:
                 continue
             if not going and not all(other.is_done for other in others):
@@ -159,21 +149,22 @@ class Failures:
             later = [other for other in others if other.left_s > death.at_s]
             is_missed = any(other.is_alive or not other.death().manner for other in later)
             is_error = death.manner == "abrupt"
-            if not is_missed or (is_error and not (worker.phase == "training" and worker.survives_loss)):
+            is_outlived = worker.told.phase == "training" and worker.told.survives_loss
+            if not is_missed or (is_error and not is_outlived):
                 continue
             self._named.append(death)
             if is_error:
                 self.deaths.append(death)
             if is_error and not self._allows_failures:
-                self._fatal.append(death)
+                self.fatal.append(death)
             else:
                 self._output.say(f"{death}; {self._who_goes_on()}")
 
-    def _quitter_behind(self, fatal: Sequence[Death]) -> Death | None:
+    def _quitter_behind(self) -> Death | None:
         """Return who ended with exit code 0 and was lost by all that have failed since."""
-        if not all(death.is_consequence for death in fatal):
+        if not all(death.is_consequence for death in self.fatal):
             return None
-        lost = [rank for death in fatal for rank in death.lost_ranks]
+        lost = [rank for death in self.fatal for rank in death.lost_ranks]
         behind = [death for death in self._quitters if not lost or death.rank in lost]
         return min(behind, key=lambda death: death.at_s, default=None)
 
@@ -185,10 +176,12 @@ class Failures:
 
     def _can_do_without(self, worker: Worker) -> bool:
         others = [other for other in self._trainers() if other is not worker]
+        if self._is_elastic:
+            return worker.rank >= self._num_servers and any(other.code in (None, 0) for other in others)
         if any(other.is_alive for other in others):
             living = [other for other in self._workers if other.is_alive]
-            return worker.rank >= self._num_servers and all(other.survives_loss for other in living)
-        return any(other.code == 0 and other.survives_loss for other in others)
+            return worker.rank >= self._num_servers and all(other.told.survives_loss for other in living)
+        return any(other.code == 0 and other.told.survives_loss for other in others)
 
     def _trainers(self) -> Sequence[Worker]:
         """Return the workers without the parameter servers, whose ranks are the first."""
@@ -231,20 +224,20 @@ class Stops:
         self._looked_s = 0.0
         self._waited_s: dict[tuple[int, float], float] = {}
         """For how long each stop has kept somebody waiting who cannot do without the stopped one."""
-        self._named: dict[tuple[int, float], None] = {}
 
     def look(self, now_s: float) -> None:
         """Take note of who is stopped, and name those who are for long; again and again."""
         stopped = self._stopped()
         going = [worker for worker in self._workers if worker.is_alive and worker.stop_signal is None]
-        is_awaited = any(worker.survives_loss is False for worker in going)
+        is_awaited = any(worker.told.survives_loss is False for worker in going)
         step_s = min(now_s - self._looked_s, MAX_LOOK_S) if is_awaited else 0.0
-        self._looked_s = now_s
         self._waited_s = {_key(worker): self._waited_s.get(_key(worker), 0.0) + step_s for worker in stopped}
         for worker in stopped:
-            if _key(worker) not in self._named and now_s - worker.stopped_s > self._limit_s:
-                self._named[_key(worker)] = None
-                self._name(worker)
+            if self._looked_s - worker.stopped_s <= self._limit_s < now_s - worker.stopped_s:
+                by, where = name_signal(worker.stop_signal or 0), f" on {worker.host}" if worker.host else ""
+                since = f"rank {worker.rank} has been stopped by {by} for {self._limit_s:g} s"
+                self._say(f"{since}; `kill -CONT {worker.pid}`{where} lets it go on")
+        self._looked_s = now_s
 
     def in_the_way(self) -> Worker | None:
         """Return who keeps others waiting for too long, the first of several."""
@@ -259,15 +252,7 @@ class Stops:
         return lost if len(lost) == len(alive) < len(self._workers) else []
 
     def _stopped(self) -> list[Worker]:
-        return [worker for worker in self._workers if worker.is_alive and worker.stop_signal is not None]
-
-    def _name(self, worker: Worker) -> None:
-        assert worker.stop_signal is not None
-        where = f" on {worker.host}" if worker.host else ""
-        self._say(
-            f"rank {worker.rank} has been stopped by {name_signal(worker.stop_signal)} for "
-            f"{self._limit_s:g} s; `kill -CONT {worker.pid}`{where} lets it go on"
-        )
+        return [worker for worker in self._workers if worker.stop_signal is not None]
 
 
 def _key(worker: Worker) -> tuple[int, float]:

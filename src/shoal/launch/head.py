@@ -11,8 +11,8 @@ import os
 import signal
 import sys
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -21,10 +21,10 @@ import msgspec
 
 from shoal._version import __version__
 from shoal.core import SYSTEM_CLOCK, Clock, board
-from shoal.core.board import Keeper, Pin, Sighting
+from shoal.core.board import Pin, Sighting, name_of_run
 from shoal.core.errors import PeerRefused, PeerUnreachable, ProtocolError, ShoalError, UsageError
 from shoal.core.processes import boot_id, namespace
-from shoal.core.run_options import SECRET_VARIABLE, SILENCE_S, VARIABLE, Env
+from shoal.core.run_options import RUN_ID_VARIABLE, SECRET_VARIABLE, SILENCE_S, VARIABLE, Env
 from shoal.launch.endings import name_ranks
 from shoal.launch.output import LogFiles, Output
 from shoal.launch.polling import Interest, SignalInbox, poll_once
@@ -35,6 +35,7 @@ from shoal.launch.protocol import (
     Beat,
     Hold,
     JobFailed,
+    LinkSaid,
     OfWorker,
     PauseBeats,
     Post,
@@ -44,10 +45,10 @@ from shoal.launch.protocol import (
     WorkerJob,
 )
 from shoal.launch.settings import (
+    JOINING_VARIABLE,
     LaunchSettings,
     Meeting,
     free_port,
-    name_run,
     variables_of_all,
     variables_of_one,
 )
@@ -71,44 +72,35 @@ class Copies:
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
         self._pins: dict[tuple[str, str, int, int], Pin] = {}
-        self._keeper: Keeper | None = None
 
-    def take(self, sightings: Sequence[Sighting], hosts: Mapping[int, str]) -> None:
-        """Pin up all that an agent sees now, and take down what it sees no more.
-
-        `hosts` are the names of machines by rank, as the user gave them.
-        """
+    def take(self, sightings: Sequence[Sighting], host: str) -> None:
+        """Pin up all that an agent sees now on its host, and take down what it sees no more."""
         with contextlib.suppress(Exception):
-            self._take(sightings, hosts)
+            now_s, here, keeper = self._clock.wall_s(), namespace(), board.own_keeper()
+            told = {one.note.who for one in sightings}
+            for who in [who for who in self._pins if who not in told]:
+                self._pins.pop(who).remove()
+            for one in sightings:
+                who = one.note.who
+                if who not in self._pins:
+                    self._pins[who] = board.pin(".".join(map(str, (*who, "copy"))))
+                note = msgspec.structs.replace(
+                    one.note,
+                    host=host,
+                    # clocks of machines differ: what counts is how old it was there
+                    noted_s=now_s - one.age_s,
+                    began_s=now_s - one.age_s - (one.note.noted_s - one.note.began_s),
+                    namespace=here,
+                    keeper=keeper,
+                    state=one.state,
+                )
+                self._pins[who].write(note)
 
     def close(self) -> None:
         """Take them all down; idempotent."""
         for pin in self._pins.values():
             pin.remove()
         self._pins.clear()
-
-    def _take(self, sightings: Sequence[Sighting], hosts: Mapping[int, str]) -> None:
-        if self._keeper is None:
-            self._keeper = board.own_keeper()
-        now_s, here = self._clock.wall_s(), namespace()
-        told = {one.note.who for one in sightings}
-        for who in [who for who in self._pins if who not in told]:
-            self._pins.pop(who).remove()
-        for one in sightings:
-            who = one.note.who
-            if who not in self._pins:
-                self._pins[who] = board.pin(".".join(map(str, (*who, "copy"))))
-            note = msgspec.structs.replace(
-                one.note,
-                host=hosts.get(one.note.place, one.note.host),
-                # clocks of machines differ: what counts is how old it was there
-                noted_s=now_s - one.age_s,
-                began_s=now_s - one.age_s - (one.note.noted_s - one.note.began_s),
-                namespace=here,
-                keeper=self._keeper,
-                state=one.state,
-            )
-            self._pins[who].write(note)
 
 
 @dataclass
@@ -147,14 +139,24 @@ class AgentHandle:
         return self.channel.host
 
     @property
+    def alive(self) -> list[Worker]:
+        """Its workers that have not ended."""
+        return [worker for worker in self.workers if worker.is_alive]
+
+    @property
+    def num_free(self) -> int:
+        """How many more workers it can take."""
+        return self.slots - len(self.alive)
+
+    @property
     def addresses(self) -> Mapping[str, Sequence[str]]:
         """Its addresses by the name of the interface."""
         return {} if self.hello is None else self.hello.addresses
 
     @property
     def is_awaited(self) -> bool:
-        """Whether it still has something to tell of its workers."""
-        return not self.is_lost and not all(worker.is_silent for worker in self.workers)
+        """Whether it is a process of its own that still has something to tell of its workers."""
+        return bool(self.host) and not self.is_lost and not all(worker.is_silent for worker in self.workers)
 
 
 class Engine(ABC):
@@ -191,17 +193,15 @@ class Gathering:
 
     def __init__(self, agents: Sequence[AgentHandle]) -> None:
         self._agents = agents
-        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        for agent in self._agents:
-            self._stack.callback(agent.channel.close)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for agent in self._agents:
-            agent.channel.hang_up()
-        self._stack.close()
+        with contextlib.ExitStack() as stack:
+            for agent in self._agents:
+                agent.channel.hang_up()
+                stack.callback(agent.channel.close)
 
     @property
     def present(self) -> list[AgentHandle]:
@@ -213,13 +213,13 @@ class Gathering:
         """Those that cannot take part, and why."""
         return [(agent, agent.error) for agent in self._agents if agent.error is not None]
 
-    def wait(self, inbox: SignalInbox, limit_s: float, clock: Clock) -> int | None:
+    def wait(self, inbox: SignalInbox, limit_s: float) -> int | None:
         """Wait until all have answered or cannot, or the time is over; return a signal that came first."""
-        end_s, beat_s = clock.now_s() + limit_s, 0.0
+        end_s, beat_s = SYSTEM_CLOCK.now_s() + limit_s, 0.0
         while True:
+            now_s = SYSTEM_CLOCK.now_s()
             for agent in self._waiting():
-                _hear_hello(agent, clock.now_s())
-            now_s = clock.now_s()
+                _hear_hello(agent, now_s)
             for agent in self._waiting() if now_s >= end_s else ():
                 agent.error = PeerUnreachable(
                     f"{agent.host} has not answered within {limit_s:g} s.",
@@ -295,17 +295,13 @@ class RunWorkers:
     The channels are somebody else's to close.
     """
 
-    def __init__(
-        self, settings: LaunchSettings, agents: Sequence[AgentHandle], output: Output, clock: Clock
-    ) -> None:
+    def __init__(self, settings: LaunchSettings, agents: Sequence[AgentHandle], output: Output) -> None:
         self.all: list[Worker] = []
-        self.shifts_s: Mapping[int, float] = {}
-        """By rank, what to add to the clock of its machine to have this one's."""
+        self.said: list[tuple[int, bytes]] = []
+        """What workers of an elastic run have said to its coordinator: whose, and the bytes."""
         self._settings = settings
         self._output = output
-        self._clock = clock
         self._agents = agents
-        self._silence_s = SILENCE_S * settings.options.patience
         self._parts = Parts(settings)
         self._is_held = False
         self._beat_s = 0.0
@@ -313,15 +309,55 @@ class RunWorkers:
     def start(self, logs: LogFiles) -> None:
         """Give each agent its job; what was started is ended with its channel when this fails."""
         meeting = meeting_of(self._agents, self._settings.options.network_interface)
-        shared = variables_of_all(self._settings, name_run(self._settings), meeting)
-        jobs = place(self._agents, self._settings.env)
-        for agent, posts in zip(self._agents, jobs, strict=True):
-            agent.workers = [Worker(post.rank, agent.channel, self._output, logs) for post in posts]
-            agent.heard_s = self._clock.now_s()
+        self._shared, self._logs = variables_of_all(self._settings, meeting), logs
+        shared = self._shared
+        for agent, posts in zip(self._agents, place(self._agents, self._settings.env), strict=True):
+            agent.workers = [
+                Worker(post.rank, agent.channel, self._output, logs, local_rank)
+                for local_rank, post in enumerate(posts)
+            ]
+            agent.heard_s = SYSTEM_CLOCK.now_s()
             self.all += agent.workers
-        self.shifts_s = {worker.rank: agent.shift_s for agent in self._agents for worker in agent.workers}
-        for agent, posts in zip(self._agents, jobs, strict=True):
             agent.channel.send(self._job(agent, shared, posts))
+
+    def add(self) -> Worker | None:
+        """Start one more worker, on the agent with the most free slots; None when there is no slot."""
+        agents = [agent for agent in self._agents if not agent.is_lost and agent.num_free > 0]
+        if not agents:
+            return None
+        agent = max(agents, key=lambda agent: agent.num_free)
+        number, machine = len(self.all), self.machine_of(agent)
+        here = [worker for other in self._agents if other.machine == agent.machine for worker in other.alive]
+        taken = [worker.local_rank for worker in here]
+        local_rank = next(rank for rank in range(len(taken) + 1) if rank not in taken)
+        rank = sum(worker.is_alive for worker in self.all)
+        own = variables_of_one(self._settings.env, rank, local_rank, max(local_rank, len(here)) + 1, machine)
+        own |= {"SHOAL_WORLD_SIZE": str(max(rank, local_rank, len(here)) + 1), JOINING_VARIABLE: "1"}
+        worker = Worker(number, agent.channel, self._output, self._logs, local_rank)
+        self._logs.add(number)
+        agent.workers.append(worker)
+        self.all.append(worker)
+        agent.channel.send(self._job(agent, self._shared, [Post(number, own)]))
+        return worker
+
+    def machine_of(self, agent: AgentHandle) -> int:
+        """Return the number of an agent's machine."""
+        return list(dict.fromkeys(other.machine for other in self._agents)).index(agent.machine)
+
+    @property
+    def machines(self) -> dict[int, int]:
+        """By number of the worker: that of its machine."""
+        return {worker.rank: self.machine_of(agent) for agent in self._agents for worker in agent.workers}
+
+    @property
+    def run_name(self) -> str:
+        """Return the name of the run, as `shoal top` shows it; known once it has started."""
+        return name_of_run(self._shared[RUN_ID_VARIABLE])
+
+    @property
+    def shifts_s(self) -> dict[int, float]:
+        """By rank, what to add to the clock of its machine to have this one's."""
+        return {worker.rank: agent.shift_s for agent in self._agents for worker in agent.workers}
 
     def interests(self, *, is_full: bool) -> list[Interest]:
         """Say what a poll should wait for; nothing that workers write while the output is full."""
@@ -341,14 +377,13 @@ class RunWorkers:
 
     def is_uncertain(self, now_s: float) -> bool:
         """Whether a host has missed beats, so that it may soon be known as lost with its workers."""
-        awaited = [agent for agent in self._agents if agent.host and agent.is_awaited]
-        return any(now_s - agent.heard_s > 2 * BEAT_S for agent in awaited)
+        return any(agent.is_awaited and now_s - agent.heard_s > 2 * BEAT_S for agent in self._agents)
 
     def pause(self, *, is_paused: bool) -> None:
         """Have agents do without beats, since the launcher is about to be stopped, or no more."""
         self._tell_all(PauseBeats(is_paused))
         for agent in self._agents:
-            agent.heard_s = self._clock.now_s()
+            agent.heard_s = SYSTEM_CLOCK.now_s()
 
     def close(self, now_s: float) -> None:
         """Kill who is left, and close what is kept of them here."""
@@ -371,6 +406,7 @@ class RunWorkers:
             timeline=self._settings.options.timeline if agent.has_own_disks else None,
             has_stdin=not agent.host and has_piped_stdin(),
             patience=self._settings.options.patience,
+            is_elastic=self._settings.elastic.is_live,
         )
 
     def _tell_all(self, message: Hold | Beat | PauseBeats) -> None:
@@ -386,11 +422,11 @@ class RunWorkers:
         except ProtocolError as error:
             self._lose(agent, now_s, error.what)
             return
-        if not agent.is_awaited or not agent.host:
+        if not agent.is_awaited:
             return
         if not agent.channel.is_open:
             self._lose(agent, now_s, agent.channel.explain().what)
-        elif now_s - agent.heard_s > self._silence_s:
+        elif now_s - agent.heard_s > SILENCE_S * self._settings.options.patience:
             self._lose(agent, now_s, f"nothing has come from there for {now_s - agent.heard_s:.1f} s")
 
     def _take(self, agent: AgentHandle, message: Up, now_s: float) -> None:
@@ -400,7 +436,9 @@ class RunWorkers:
         if isinstance(message, TimelinePart):
             self._parts.take(message.rank, message.data)
         elif isinstance(message, Seen):
-            agent.copies.take(message.sightings, {worker.rank: worker.host for worker in self.all})
+            agent.copies.take(message.sightings, agent.host)
+        elif isinstance(message, LinkSaid):
+            self.said.append((message.rank, message.data))
         elif isinstance(message, OfWorker):
             self.all[message.rank].take(message, now_s)
 
@@ -417,19 +455,17 @@ class RunWorkers:
 
 def place(agents: Sequence[AgentHandle], env: Env = "shoal") -> list[list[Post]]:
     """Say which agent gets which ranks: in order, and counted anew on each machine."""
-    sizes: dict[str, int] = {}
+    sizes, placed = Counter[str](), Counter[str]()
     for agent in agents:
-        sizes[agent.machine] = sizes.get(agent.machine, 0) + agent.num_processes
-    machines, placed = list(sizes), dict.fromkeys(sizes, 0)
+        sizes[agent.machine] += agent.num_processes
+    machines = list(sizes)
     posts: list[list[Post]] = []
-    rank = 0
     for agent in agents:
         machine, own = agent.machine, list[Post]()
         for _ in range(agent.num_processes):
-            index = machines.index(machine)
-            own.append(Post(rank, variables_of_one(env, rank, placed[machine], sizes[machine], index)))
+            rank, local_rank, number = placed.total(), placed[machine], machines.index(machine)
+            own.append(Post(rank, variables_of_one(env, rank, local_rank, sizes[machine], number)))
             placed[machine] += 1
-            rank += 1
         posts.append(own)
     return posts
 
@@ -441,21 +477,27 @@ def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
 
 def meeting_of(agents: Sequence[AgentHandle], interface: str | None) -> Meeting:
     """Return the address and port of the machine of rank 0 that all others can reach."""
-    first, machines = agents[0], dict.fromkeys(agent.machine for agent in agents)
+    first, num_machines = agents[0], len({agent.machine for agent in agents})
     assert first.hello is not None
     if interface is not None and first.host:
         for agent in agents:
-            _require_interface(agent, interface)
+            # an address may be that of any machine
+            if interface not in agent.addresses and _parse_address(interface) is None:
+                raise UsageError(
+                    f"{agent.host} has no network interface {interface} with an address; "
+                    f"it has {', '.join(agent.addresses)}.",
+                    next_step="give --network-interface the name of one that all hosts have.",
+                )
         address = next(iter(first.addresses.get(interface, ())), interface)
     else:
-        address = "127.0.0.1" if len(machines) == 1 else _outward_address(agents)
-    return Meeting(address, first.hello.free_port, len(machines))
+        address = "127.0.0.1" if num_machines == 1 else _outward_address(agents)
+    return Meeting(address, first.hello.free_port, num_machines)
 
 
 def _outward_address(agents: Sequence[AgentHandle]) -> str:
     first = agents[0].hello
     assert first is not None
-    own = [address for address in _all_addresses(agents[0]) if _is_outward(address)]
+    own = [address for found in first.addresses.values() for address in found if _is_outward(address)]
     # by ssh this is the way to a machine that is known to work
     told = [agents[0].address, first.reached_at]
     told += [agent.hello.head_address for agent in agents if agent.hello and not first.reached_at]
@@ -463,22 +505,6 @@ def _outward_address(agents: Sequence[AgentHandle]) -> str:
         if address and _is_outward(address) and (address in own or not own):
             return address
     return next((address for address in [*own, *told] if address), "127.0.0.1")
-
-
-def _require_interface(agent: AgentHandle, interface: str) -> None:
-    if interface in agent.addresses or interface in _all_addresses(agent):
-        return
-    if _parse_address(interface) is not None:  # of another of the machines
-        return
-    raise UsageError(
-        f"{agent.host} has no network interface {interface} with an address; "
-        f"it has {', '.join(agent.addresses)}.",
-        next_step="give --network-interface the name of one that all hosts have.",
-    )
-
-
-def _all_addresses(agent: AgentHandle) -> list[str]:
-    return [address for found in agent.addresses.values() for address in found]
 
 
 def _parse_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -1,6 +1,7 @@
-"""The machines of a run: `-H host1:4,host2:4` or a host file, and the stations on them.
+"""The machines of a run: `-H host1:4,host2:4` or a host file, and the ways to the agents on them.
 
-A host that is this machine is reached without ssh.
+A host that is this machine is reached without ssh. ssh asks nothing here (BatchMode): a key and a known host
+are needed. Nothing secret is in arguments; the run secret goes through the agent's standard input.
 """
 
 from __future__ import annotations
@@ -8,20 +9,23 @@ from __future__ import annotations
 import functools
 import os
 import re
+import shlex
+import shutil
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.core.errors import UsageError
+from shoal.core.errors import PeerRefused, PeerUnreachable, ShoalError, UsageError
 from shoal.core.processes import is_own
 from shoal.launch.head import AgentHandle, Engine
 from shoal.launch.protocol import AGENT, PipeChannel
-from shoal.launch.ssh import SshChannel, SshSettings
 
 _ENTRY = re.compile(r"(?P<name>(?:[^@\s]+@)?(?:\[[^\]\s]+\]|[^:\[\]\s]+))(?::(?P<slots>\d+))?")
 _LINE = re.compile(rf"{_ENTRY.pattern}(?:\s+slots\s*=\s*(?P<more>\d+))?(?:\s+max[-_]slots\s*=\s*\d+)?")
+_SSH_FAILED = 255
+_NOT_FOUND = (126, 127)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,26 @@ class Host:
     name: str
     """What ssh is given: a name, an address, or an alias of ~/.ssh/config; perhaps with `user@` before it."""
     slots: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SshSettings:
+    """Says how hosts are reached, and what is found there."""
+
+    port: int | None = None
+    user: str | None = None
+    options: tuple[str, ...] = ()
+    """Each as after `ssh -o`; they come before Shoal's own, so that they win."""
+    remote_python: str | None = None
+    """The interpreter there, by default at the path of this one."""
+    remote_cwd: str | None = None
+    """The folder there, by default at the path of this one."""
+    connect_timeout_s: float = 30.0
+
+    @property
+    def python(self) -> str:
+        """The interpreter of the agents there."""
+        return self.remote_python or sys.executable
 
 
 def parse_hosts(text: str) -> list[Host]:
@@ -158,8 +182,8 @@ class Hosts(Engine):
             environment = {name: value for name, value in os.environ.items() if name != "SSH_CONNECTION"}
             local = PipeChannel(host.name, [sys.executable, *AGENT], environment)
             return AgentHandle(local, host.slots, host.name, has_own_disks=False)
-        python, cwd = self._ssh.remote_python or sys.executable, self._ssh.remote_cwd
-        return AgentHandle(SshChannel(host.name, self._ssh), host.slots, host.name, python, cwd)
+        channel = SshChannel(host.name, self._ssh)
+        return AgentHandle(channel, host.slots, host.name, self._ssh.python, self._ssh.remote_cwd)
 
 
 def _host(name: str, slots: str | None, where: str) -> Host:
@@ -182,3 +206,118 @@ def _join_here(hosts: list[Host]) -> list[Host]:
     """Join the names of this machine, which has one agent."""
     here = next((host.name for host in hosts if is_here(host.name)), "")
     return merge(Host(here if is_here(host.name) else host.name, host.slots) for host in hosts)
+
+
+def ssh_command(host: str, settings: SshSettings) -> list[str]:
+    """Return the command that starts an agent on that host."""
+    options = [
+        *settings.options,
+        *("BatchMode=yes", f"ConnectTimeout={max(1, round(settings.connect_timeout_s))}"),
+        *("ServerAliveInterval=1", "ServerAliveCountMax=5", "LogLevel=ERROR"),
+        *("ForwardAgent=no", "ForwardX11=no", "RequestTTY=no"),
+    ]
+    path = os.environ.get("PYTHONPATH")
+    agent = [*(["env", f"PYTHONPATH={path}"] if path else []), settings.python, *AGENT]
+    # for whatever shell the user has there
+    line = f"exec /bin/sh -c {shlex.quote('exec ' + shlex.join(agent))}"
+    return [*_connection_words(options, settings), "--", host.replace("[", "").replace("]", ""), line]
+
+
+class SshChannel(PipeChannel):
+    """An ssh that leads to an agent."""
+
+    def __init__(self, host: str, settings: SshSettings) -> None:
+        if shutil.which("ssh") is None:
+            raise UsageError(
+                f"There is no ssh on this machine, by which {host} would be reached.",
+                next_step="install the OpenSSH client, or start the program by torchrun on each machine.",
+            )
+        self._settings = settings
+        super().__init__(host, ssh_command(host, settings))
+
+    def explain(self) -> ShoalError:
+        """Say it by ssh's exit code and words."""
+        return explain(self.host, *self.last_words(), self._settings)
+
+
+def explain(host: str, code: int | None, complaint: str, settings: SshSettings) -> ShoalError:
+    """Say what the end of an ssh means, and what to do."""
+    try_it = shlex.join([*_connection_words(settings.options, settings), host])
+    last = complaint.splitlines()[-1].rstrip(".") if complaint else f"ssh ended with exit code {code}"
+    if code == _SSH_FAILED:
+        return _connection_error(host, complaint, last, try_it)
+    where, refused = f"{settings.python} on {host}", functools.partial(PeerRefused, peer=host)
+    if code in _NOT_FOUND or re.search(r"not found|No such file", complaint):
+        return refused(
+            f"There is no Python at {where}.",
+            cause="Shoal's environment lies elsewhere there.",
+            next_step="name it by --remote-python, or install it at the same path.",
+        )
+    if re.search(r"No module named '?shoal\b|No module named '?msgspec\b", complaint):
+        return refused(
+            f"The Python at {where} has no Shoal: {last}.",
+            next_step="install the same version there, or name another interpreter by --remote-python.",
+        )
+    if "unknown option" in complaint.lower():
+        step = "name another interpreter by --remote-python."
+        return refused(f"The Python at {where} is older than 3.11.", next_step=step)
+    return refused(
+        f"The agent on {host} has ended with exit code {code}: {last}.",
+        cause="it was killed, or the memory of that machine is full.",
+        next_step=f"look into the log of that machine: {try_it} dmesg",
+    )
+
+
+def _connection_error(host: str, complaint: str, last: str, try_it: str) -> ShoalError:
+    for pattern, what, cause, next_step in (
+        (
+            r"Could not resolve|Name or service not known",
+            "cannot be found: its name stands for no address",
+            "a typing error, or a name that only another machine knows.",
+            f"getent hosts {host}, or give its address to -H.",
+        ),
+        (
+            r"REMOTE HOST IDENTIFICATION HAS CHANGED",
+            "shows another host key than ~/.ssh/known_hosts has",
+            "the machine was installed anew, or is another one.",
+            f"when that is expected: ssh-keygen -R {host}, then {try_it} true",
+        ),
+        (
+            r"Host key verification failed|host key is known",
+            "is not known: ssh has never been told its host key",
+            "nobody has logged in there from this machine yet.",
+            f"{try_it} true, and compare the key that it shows; or ssh-keyscan {host} >> ~/.ssh/known_hosts",
+        ),
+        (
+            r"Permission denied|Too many authentication failures|no matching",
+            "lets nobody in without a password: it knows no ssh key of this user",
+            "no key, a key that is not in ~/.ssh/authorized_keys there, or another user's name.",
+            f"ssh-copy-id {host}; or --ssh-user NAME, --ssh-option IdentityFile=PATH. Then: {try_it} true",
+        ),
+        (
+            r"Connection refused",
+            "refuses the connection: no ssh server listens there",
+            "sshd does not run, or listens on another port.",
+            f"start sshd there, or give its port by --ssh-port; then {try_it} true",
+        ),
+        (
+            r"timed out|No route to host|Network is unreachable|Timeout, server|unreachable",
+            "cannot be reached",
+            "the machine is down, its network is cut, or a firewall drops what is sent to it.",
+            f"ping {host}, then {try_it} true",
+        ),
+    ):
+        if re.search(pattern, complaint):
+            return PeerUnreachable(f"{host} {what} ({last}).", peer=host, cause=cause, next_step=next_step)
+    return PeerUnreachable(
+        f"{host} cannot be reached by ssh: {last}.",
+        peer=host,
+        cause="the connection has ended; the machine is down, or somebody has ended sshd's session there.",
+        next_step=f"{try_it} true",
+    )
+
+
+def _connection_words(options: Sequence[str], settings: SshSettings) -> list[str]:
+    words = ["ssh", *(word for option in options for word in ("-o", option))]
+    words += [] if settings.port is None else ["-p", str(settings.port)]
+    return words + ([] if settings.user is None else ["-l", settings.user])

@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import select
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from shoal.core import SYSTEM_CLOCK, Clock
+from shoal.core import SYSTEM_CLOCK
 from shoal.core.errors import ShoalError
 from shoal.core.run_options import SILENCE_S
 from shoal.launch import timeline
 from shoal.launch.endings import TIMED_OUT, Death, Ending, Outcome, describe, name_ranks, name_signal
 from shoal.launch.failures import Failures, Stops
 from shoal.launch.head import AgentHandle, Engine, Gathering, LocalEngine, RunWorkers
+from shoal.launch.live import LiveRun
 from shoal.launch.output import LogFiles, Output, Terminal, settle_own_streams
 from shoal.launch.polling import Interest, SignalInbox, poll_once
 from shoal.launch.settings import LaunchSettings
@@ -52,10 +53,12 @@ def launch(
     """
     settle_own_streams()
     output = Terminal() if output is None else output
-    return _ElasticRun(settings, output, engine or LocalEngine(settings.num_processes), start_timeout_s).run()
+    most = settings.max_workers + settings.options.num_servers
+    num_slots = most if settings.elastic.is_live else settings.num_processes
+    return _RestartingRun(settings, output, engine or LocalEngine(num_slots), start_timeout_s).run()
 
 
-class _ElasticRun:
+class _RestartingRun:
     """A run with all its restarts, with as many workers as there are slots on the hosts that answer."""
 
     def __init__(
@@ -68,24 +71,20 @@ class _ElasticRun:
         self._started_s = SYSTEM_CLOCK.now_s()
 
     def run(self) -> Outcome:
-        # for the time between starts, and until the hosts have answered
         with SignalInbox() as self._inbox:
             try:
                 outcome = self._start(self._settings)
                 for count in range(1, self._settings.elastic.max_restarts + 1):
-                    if outcome.cause is None:
+                    if outcome.cause is None or self._settings.elastic.is_live:
                         break
-                    outcome = self._restart(count, outcome)
+                    try:
+                        outcome = self._start(replace(self._settings, restart_count=count))
+                    except ShoalError as error:
+                        self._output.say(f"the run does not start anew: {error}")
+                        outcome = replace(outcome, cause=None)
             finally:
                 drain(self._output, self._inbox)
         return replace(outcome, elapsed_s=SYSTEM_CLOCK.now_s() - self._started_s)
-
-    def _restart(self, count: int, earlier: Outcome) -> Outcome:
-        try:
-            return self._start(replace(self._settings, restart_count=count))
-        except ShoalError as error:
-            self._output.say(f"the run does not start anew: {error}")
-            return replace(earlier, cause=None)
 
     def _start(self, settings: LaunchSettings) -> Outcome:
         for number in self._inbox.take():
@@ -97,7 +96,7 @@ class _ElasticRun:
         least = settings.min_workers
         agents = self._engine.open(least + num_servers, most + num_servers, is_restart=is_restart)
         with Gathering(agents) as gathering:
-            interruption = gathering.wait(self._inbox, limit_s, SYSTEM_CLOCK)
+            interruption = gathering.wait(self._inbox, limit_s)
             if interruption is not None:
                 return self._interrupt(interruption)
             num_workers = min(most, sum(agent.slots for agent in gathering.present) - num_servers)
@@ -109,7 +108,7 @@ class _ElasticRun:
             chosen = gathering.choose(num_workers + num_servers)
             if is_restart:
                 self._tell_restart(settings, chosen)
-            return Launcher(settings, self._output, chosen).run(self._started_s)
+            return Launcher(settings, self._output, chosen, self._inbox).run(self._started_s)
 
     def _tell_restart(self, settings: LaunchSettings, chosen: Sequence[AgentHandle]) -> None:
         *others, last = dict.fromkeys(agent.host for agent in chosen)
@@ -128,69 +127,63 @@ class Launcher:
     """One start of all workers, by agents that have answered."""
 
     def __init__(
-        self,
-        settings: LaunchSettings,
-        output: Output,
-        agents: Sequence[AgentHandle],
-        clock: Clock = SYSTEM_CLOCK,
+        self, settings: LaunchSettings, output: Output, agents: Sequence[AgentHandle], inbox: SignalInbox
     ) -> None:
         self._settings = settings
         self._output = output
-        self._clock = clock
-        self._run = RunWorkers(settings, agents, output, clock)
+        self._inbox = inbox
+        self._run = RunWorkers(settings, agents, output)
         self._workers = self._run.all
-        self._failures = Failures(
-            self._workers,
-            output,
-            settings.options.num_servers,
-            allows_failures=settings.allows_failures,
-        )
+        self._failures = Failures(settings, self._workers, output)
         self._stops = Stops(self._workers, SILENCE_S * settings.options.patience, output.say)
+        self._live = LiveRun(settings, self._run, output.say) if settings.elastic.is_live else None
         self._ending: Ending | None = None
         self._signals_left: list[int] = []
         self._next_signal_s = 0.0
 
     def run(self, started_s: float) -> Outcome:
         """Start the workers and see them through; the time that they are given counts from `started_s`."""
-        timeline.clear(self._settings)
-        began_s, self._started_s = self._clock.now_s(), started_s
-        is_restart = self._settings.restart_count > 0
-        with (
-            LogFiles(
-                self._settings.log_dir,
-                self._settings.num_processes,
-                self._output.say,
-                should_append=is_restart,
-            ) as logs,
-            SignalInbox() as self._inbox,
-        ):
+        self._started_s, settings, say = started_s, self._settings, self._output.say
+        timeline.clear(settings)
+        is_restart = settings.restart_count > 0
+        with LogFiles(settings.log_dir, settings.num_processes, say, should_append=is_restart) as logs:
             try:
                 self._run.start(logs)
+                if self._live is not None:
+                    self._live.begin()
                 while not all(worker.is_done for worker in self._workers):
                     self._turn()
-                outcome = self._outcome(self._clock.now_s() - began_s)
-                timeline.collect(self._settings, outcome, self._output.say, self._run.shifts_s)
+                outcome = self._outcome()
+                timeline.collect(settings, outcome, say, self._run.shifts_s)
                 drain(self._output, self._inbox)
             finally:
-                self._run.close(self._clock.now_s())
+                self._run.close(SYSTEM_CLOCK.now_s())
+                if self._live is not None:
+                    self._live.close()
         return outcome
 
     def _turn(self) -> None:
-        workers = self._run.interests(is_full=self._output.is_full)
-        poll_once([self._inbox.interest, *writes_to(self._output), *workers])
+        wanted = self._run.interests(is_full=self._output.is_full)
+        if self._live is not None:
+            wanted += self._live.interests()
+        poll_once([self._inbox.interest, *writes_to(self._output), *wanted])
         for number in self._inbox.take():
             if number == signal.SIGTSTP:
                 self._pause()
             else:
-                self._interrupt(number, self._clock.now_s())
-        now_s = self._clock.now_s()
+                self._interrupt(number, SYSTEM_CLOCK.now_s())
+        now_s = SYSTEM_CLOCK.now_s()
         self._look_at_ends(now_s)
+        if self._live is not None and self._ending is None:
+            reason = self._live.look(now_s)
+            if reason:
+                self._end(Ending(now_s, reason, 1))
         if self._ending is None:
             self._look_at_stops(now_s)
             self._look_at_limits(now_s)
         elif now_s >= self._next_signal_s:
             self._go_further(now_s)
-        should_hold = self._ending is not None or self._failures.is_fatal
+        should_hold = self._ending is not None or bool(self._failures.fatal)
         for worker in self._workers:
             if not worker.is_done:
                 worker.tick(now_s, self._failures.shown, should_hold=should_hold)
@@ -223,10 +216,9 @@ class Launcher:
         if limit_s is not None and now_s - self._started_s > limit_s and ranks:
             reason = f"{name_ranks(ranks)} had not finished after {limit_s:g} s (--timeout)"
             self._output.say(reason)
-            self._end(Ending(now_s, reason, TIMED_OUT), [signal.SIGTERM, signal.SIGKILL])
+            self._end(Ending(now_s, reason, TIMED_OUT))
         elif self._output.is_broken:
-            reason = "the reader of the output has gone"
-            self._end(Ending(now_s, reason, 128 + signal.SIGPIPE), [signal.SIGTERM, signal.SIGKILL])
+            self._end(Ending(now_s, "the reader of the output has gone", 128 + signal.SIGPIPE))
 
     def _interrupt(self, number: int, now_s: float) -> None:
         if self._ending is not None:
@@ -236,13 +228,13 @@ class Launcher:
         reason = "interrupted" if number == signal.SIGINT else f"ended by {name_signal(number)}"
         self._output.say(f"{reason}; the workers are being ended")
         asking = [signal.SIGINT, signal.SIGTERM] if number == signal.SIGINT else [signal.SIGTERM]
-        self._end(Ending(now_s, reason, 128 + number), [*asking, signal.SIGKILL])
+        self._end(Ending(now_s, reason, 128 + number), asking)
 
     def _pause(self) -> None:
         """Stop with all workers until somebody lets this process go on; the pause counts for nothing."""
         if self._ending is not None:
             return
-        began_s = self._clock.now_s()
+        began_s = SYSTEM_CLOCK.now_s()
         going = [worker for worker in self._workers if worker.is_alive and worker.stop_signal is None]
         for worker in going:
             worker.signal_group(signal.SIGSTOP)
@@ -251,14 +243,13 @@ class Launcher:
         self._run.pause(is_paused=False)
         for worker in going:
             worker.signal_group(signal.SIGCONT)
-        self._started_s += self._clock.now_s() - began_s
+        self._started_s += SYSTEM_CLOCK.now_s() - began_s
 
     def _end_because_of(self, cause: Death, now_s: float) -> None:
-        ending = Ending(now_s, describe(cause), cause.exit_code, cause)
-        self._end(ending, [signal.SIGTERM, signal.SIGKILL])
+        self._end(Ending(now_s, describe(cause), cause.exit_code, cause))
 
-    def _end(self, ending: Ending, signals: list[int]) -> None:
-        self._ending, self._signals_left = ending, signals
+    def _end(self, ending: Ending, asking: Iterable[int] = (signal.SIGTERM,)) -> None:
+        self._ending, self._signals_left = ending, [*asking, signal.SIGKILL]
         self._go_further(ending.at_s)
 
     def _go_further(self, now_s: float) -> None:
@@ -276,13 +267,13 @@ class Launcher:
             self._output.say(f"{who} does not end by SIGKILL: it hangs in the kernel and is left behind")
             worker.is_done = True
 
-    def _outcome(self, elapsed_s: float) -> Outcome:
+    def _outcome(self) -> Outcome:
         ending, deaths = self._ending, tuple(self._failures.deaths)
         self._failures.sum_up(ending)
         if ending is None:
-            return Outcome(0, deaths=deaths, elapsed_s=elapsed_s)
+            return Outcome(0, deaths=deaths)
         trace = b"\n".join(self._failures.traceback).decode(errors="replace")
-        return Outcome(ending.exit_code, ending.reason, deaths, trace, elapsed_s, ending.cause)
+        return Outcome(ending.exit_code, ending.reason, deaths, trace, cause=ending.cause)
 
 
 def drain(output: Output, inbox: SignalInbox) -> None:

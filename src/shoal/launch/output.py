@@ -77,8 +77,8 @@ class Terminal(Output):
         self._has_prefix = has_prefix
         # one queue when both are the same file: pieces of lines must not mix
         first = _Target(descriptors[0])
-        same = _identity(descriptors[0]) == _identity(descriptors[1])
-        self._targets = {"stdout": first, "stderr": first if same else _Target(descriptors[1])}
+        is_same = os.path.samestat(*map(os.fstat, descriptors))
+        self._targets = {"stdout": first, "stderr": first if is_same else _Target(descriptors[1])}
 
     @property
     def is_full(self) -> bool:  # type: ignore[override]
@@ -129,11 +129,6 @@ class _Target:
             self.queue.clear()
 
 
-def _identity(descriptor: int) -> tuple[int, int]:
-    found = os.fstat(descriptor)
-    return found.st_dev, found.st_ino
-
-
 class LogFiles:
     """A file for each rank with all that it wrote, as it came; a context manager."""
 
@@ -148,17 +143,21 @@ class LogFiles:
         self._folder = folder
         self._say = say
         self._files: dict[int, IO[bytes]] = {}
-        if folder is None:
+        self._mode: Literal["ab", "wb"] = "ab" if should_append else "wb"
+        for rank in range(num_workers):
+            self.add(rank)
+
+    def add(self, rank: int) -> None:
+        """Make the file of one more worker; UsageError when the folder cannot be written."""
+        if self._folder is None:
             return
-        mode: Literal["ab", "wb"] = "ab" if should_append else "wb"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for rank in range(num_workers):
-                self._files[rank] = (folder / f"rank-{rank}.log").open(mode, buffering=0)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._files[rank] = (self._folder / f"rank-{rank}.log").open(self._mode, buffering=0)
         except OSError as error:
             self.close()
             raise UsageError(
-                f"The log folder {folder} cannot be written: {error.strerror}.",
+                f"The log folder {self._folder} cannot be written: {error.strerror}.",
                 next_step="name another folder with --log-dir.",
             ) from None
 

@@ -8,7 +8,6 @@ import select
 import signal
 import threading
 from collections.abc import Callable, Iterable
-from types import FrameType
 from typing import Any, Self
 
 Interest = tuple[int, int, Callable[[], object] | None]
@@ -42,25 +41,26 @@ class SignalInbox:
     Python gives signals to its main thread alone: a launcher in another thread leaves them as they are.
     """
 
-    def __init__(self) -> None:
-        self._handlers: dict[int, Any] = {}
-        self._reader, self._writer = -1, -1
-        self._earlier_wakeup = -1
-
     def __enter__(self) -> Self:
-        self._reader, self._writer = os.pipe()
-        for end in (self._reader, self._writer):
+        self._restore = contextlib.ExitStack()
+        self._reader, writer = os.pipe()
+        for end in (self._reader, writer):
             os.set_blocking(end, False)
+            self._restore.callback(os.close, end)
         if threading.current_thread() is threading.main_thread():
             # by this descriptor a signal is not missed that comes just before the poll waits
-            self._earlier_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            earlier = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+            self._restore.callback(signal.set_wakeup_fd, earlier)
             for number in CAUGHT:
                 is_ignored = signal.getsignal(number) is signal.SIG_IGN
                 if not is_ignored or number not in _MAY_BE_IGNORED:
-                    self._handlers[number] = signal.signal(number, _do_nothing)
+                    self._handle(number, lambda number, frame: None)
             # a parent that ignores it lets the kernel throw the exit codes of our children away
-            self._handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._handle(signal.SIGCHLD, signal.SIG_DFL)
         return self
+
+    def _handle(self, number: int, handler: Any) -> None:
+        self._restore.callback(signal.signal, number, signal.signal(number, handler))
 
     @property
     def interest(self) -> Interest:
@@ -80,13 +80,4 @@ class SignalInbox:
         signal.signal(signal.SIGTSTP, handler)
 
     def __exit__(self, *_: object) -> None:
-        if self._handlers:
-            signal.set_wakeup_fd(self._earlier_wakeup)
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
-        for end in (self._reader, self._writer):
-            os.close(end)
-
-
-def _do_nothing(number: int, frame: FrameType | None) -> None:
-    pass
+        self._restore.close()

@@ -76,7 +76,10 @@ class Post(msgspec.Struct, frozen=True):
 
 
 class WorkerJob(Message, frozen=True):
-    """Down, once, after AgentHello: what to start. The agent answers Started for each post, or JobFailed."""
+    """Down, after AgentHello: what to start. The agent answers Started for each post, or JobFailed.
+
+    An elastic run sends it again, with the workers that come later.
+    """
 
     command: list[str]
     cwd: str
@@ -87,6 +90,8 @@ class WorkerJob(Message, frozen=True):
     """Where workers write their parts of it, if these are to be sent: the head has other disks."""
     has_stdin: bool = False
     """Whether its first worker reads what was piped in to the head; only for children of the head itself."""
+    is_elastic: bool = False
+    """Whether workers get a way to the coordinator of the run."""
     patience: float = 1.0
     """An agent that hears nothing of its head for HEAD_SILENCE_S times this ends its workers."""
 
@@ -159,6 +164,19 @@ class WorkerTold(OfWorker, frozen=True):
     status: Status
 
 
+class LinkSaid(OfWorker, frozen=True):
+    """Up: bytes that a worker of an elastic run wrote to its coordinator (`core.elastic`)."""
+
+    data: bytes
+
+
+class LinkAnswer(Message, frozen=True):
+    """Down: bytes of the coordinator for one worker."""
+
+    rank: int
+    data: bytes
+
+
 class Stopped(OfWorker, frozen=True):
     """Up: a worker was stopped by this signal, or, with None, goes on."""
 
@@ -178,9 +196,9 @@ class WorkerEnded(OfWorker, frozen=True):
     code: int
 
 
-_OfWorker = Started | Wrote | TimelinePart | WorkerTold | Stopped | Exited | WorkerEnded
+_OfWorker = Started | Wrote | TimelinePart | WorkerTold | LinkSaid | Stopped | Exited | WorkerEnded
 Up = AgentHello | Beat | Seen | JobFailed | _OfWorker
-Down = WorkerJob | Signal | Hold | PauseBeats | Beat
+Down = WorkerJob | Signal | Hold | PauseBeats | Beat | LinkAnswer
 
 
 def encode(message: Message) -> bytes:
@@ -200,8 +218,16 @@ class Decoder(Generic[M]):
     def feed(self, data: bytes) -> list[M]:
         """Return the messages that are whole now; ProtocolError for what is none."""
         self._rest += data
-        if self._expects_magic and not self._skip_preamble():
-            return []
+        if self._expects_magic:
+            preamble, magic, rest = self._rest.partition(MAGIC)
+            if not magic and len(preamble) > MAX_PREAMBLE_BYTES:
+                raise ProtocolError(
+                    "What was started there prints too much and does not answer as an agent of Shoal.",
+                    cause="the login shell there prints something without end.",
+                )
+            if not magic:
+                return []
+            self._rest, self._expects_magic = rest, False
         messages: list[M] = []
         while len(self._rest) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._rest)
@@ -210,31 +236,15 @@ class Decoder(Generic[M]):
             end = _LENGTH.size + length
             if len(self._rest) < end:
                 break
-            messages.append(self._decode(bytes(self._rest[_LENGTH.size : end])))
+            try:
+                messages.append(self._decoder.decode(self._rest[_LENGTH.size : end]))
+            except msgspec.DecodeError as error:
+                raise ProtocolError(
+                    f"A message between the head of the run and an agent cannot be read: {error}.",
+                    cause="they have different versions of Shoal.",
+                ) from None
             del self._rest[:end]
         return messages
-
-    def _decode(self, data: bytes) -> M:
-        try:
-            return self._decoder.decode(data)
-        except msgspec.DecodeError as error:
-            raise ProtocolError(
-                f"A message between the head of the run and an agent cannot be read: {error}.",
-                cause="they have different versions of Shoal.",
-            ) from None
-
-    def _skip_preamble(self) -> bool:
-        start = self._rest.find(MAGIC)
-        if start < 0:
-            if len(self._rest) > MAX_PREAMBLE_BYTES:
-                raise ProtocolError(
-                    "What was started there prints too much and does not answer as an agent of Shoal.",
-                    cause="the login shell there prints something without end.",
-                )
-            return False
-        del self._rest[: start + len(MAGIC)]
-        self._expects_magic = False
-        return True
 
 
 class MessageStream(Generic[M]):
@@ -371,11 +381,12 @@ class ChildProcess:
             return self._process.wait(wait_s)
         return None
 
-    def complaint(self) -> str:
-        """Return the end of what it wrote to stderr."""
-        size_bytes = os.fstat(self._errors.fileno()).st_size
-        start = max(0, size_bytes - _MAX_COMPLAINT_BYTES)
-        return os.pread(self._errors.fileno(), _MAX_COMPLAINT_BYTES, start).decode(errors="replace").strip()
+    def last_words(self, wait_s: float = 0.0) -> tuple[int | None, str]:
+        """Return its exit code, which is waited for, and the end of what it wrote to stderr."""
+        code = self.exit_code(wait_s)
+        start = max(0, os.fstat(self._errors.fileno()).st_size - _MAX_COMPLAINT_BYTES)
+        end = os.pread(self._errors.fileno(), _MAX_COMPLAINT_BYTES, start)
+        return code, end.decode(errors="replace").strip()
 
     def hang_up(self) -> None:
         """Have its input end, by which it ends; idempotent."""
@@ -397,7 +408,7 @@ class ChildProcess:
 
 
 class PipeChannel(MessageStream[Up], AgentChannel):
-    """A channel to a child process: an agent on this machine, or an ssh that leads to one (`ssh`)."""
+    """A channel to a child process: an agent on this machine, or an ssh that leads to one (`hosts`)."""
 
     def __init__(
         self, host: str, command: Sequence[str], environment: Mapping[str, str] | None = None
@@ -420,7 +431,7 @@ class PipeChannel(MessageStream[Up], AgentChannel):
 
     def last_words(self) -> tuple[int | None, str]:
         """Return the exit code of the child, which is waited for shortly, and the end of its stderr."""
-        return self._child.exit_code(_ENDING_S), self._child.complaint()
+        return self._child.last_words(_ENDING_S)
 
     def hang_up(self) -> None:
         """Have the child's input end, by which it ends."""

@@ -11,9 +11,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 
@@ -24,7 +23,7 @@ from shoal.launch.head import AgentHandle, Engine
 from shoal.launch.launcher import START_TIMEOUT_S, launch, writes_to
 from shoal.launch.output import Output, Terminal
 from shoal.launch.polling import SignalInbox, poll_once
-from shoal.launch.protocol import AGENT, AgentChannel, ChildProcess, Decoder, MessageStream, Up
+from shoal.launch.protocol import AgentChannel, ChildProcess, Decoder, MessageStream, Up
 from shoal.launch.ray_bridge import ActorPlace, ActorRequest, BridgeReport
 from shoal.launch.settings import LaunchSettings
 
@@ -58,15 +57,9 @@ def run_on_ray(
         raise UsageError("Ray is not installed.", next_step="pip install 'shoal[ray]'")
     output = Terminal() if output is None else output
     wanted = ray_settings or RaySettings()
-    request = ActorRequest(
-        address=address or os.environ.get("RAY_ADDRESS") or "auto",
-        agent=AGENT,
-        num_workers=settings.num_processes,
-        min_workers=settings.min_workers + settings.options.num_servers,
-        num_cpus=wanted.num_cpus or settings.num_threads or 1,
-        num_gpus=wanted.num_gpus,
-        start_timeout_s=wanted.start_timeout_s,
-    )
+    address = address or os.environ.get("RAY_ADDRESS") or "auto"
+    num_cpus = wanted.num_cpus or settings.num_threads or 1
+    request = ActorRequest(address, num_cpus, wanted.num_gpus, wanted.start_timeout_s)
     return launch(settings, output, RayEngine(request, output), wanted.start_timeout_s)
 
 
@@ -92,27 +85,14 @@ class RayEngine(Engine):
                     places = bridge.poll_places(inbox, self._say)
                     numbers = [number for number in inbox.take() if number != signal.SIGTSTP]
             except BaseException:
-                bridge.close()
+                bridge.close_ends(range(request.num_workers))
                 raise
         for number in numbers:
             signal.raise_signal(number)  # for the inbox of the caller
-        places = places or [ActorPlace("", "", "the Ray cluster", sys.executable, [])]
-        num_open = len(places)
-
-        def close() -> None:
-            nonlocal num_open
-            num_open -= 1
-            if num_open == 0:
-                bridge.close()
-
+        places = places or [ActorPlace("", "", "the Ray cluster", sys.executable)]
+        bridge.close_ends(range(len(places), request.num_workers))
         return [
-            AgentHandle(
-                RayChannel(_name(place), bridge.ends[i], partial(bridge.why_lost, i), close),
-                slots=1,
-                machine=place.node,
-                python=place.python,
-                address=place.address,
-            )
+            AgentHandle(RayChannel(bridge, i, place), 1, place.node, place.python, address=place.address)
             for i, place in enumerate(places)
         ]
 
@@ -120,10 +100,6 @@ class RayEngine(Engine):
         """Say it at once: nobody writes out what is queued before the workers run."""
         self._output.say(text)
         poll_once(writes_to(self._output), 0.0)
-
-
-def _name(place: ActorPlace) -> str:
-    return f"{place.host} (Ray node {place.node[:8]} at {place.address})" if place.node else place.host
 
 
 class BridgeProcess:
@@ -152,8 +128,9 @@ class BridgeProcess:
         has_ended = self._child.exit_code() is not None
         for report in self._take_reports():
             self._is_connected = True
-            if report.is_refused:
-                raise ShoalError(report.what, cause=report.cause, next_step=report.next_step)
+            if report.refusal is not None:
+                what, cause, next_step = msgspec.structs.astuple(report.refusal)
+                raise ShoalError(what, cause=cause, next_step=next_step)
             if report.places is not None:
                 return report.places
             if report.waiting:
@@ -178,43 +155,44 @@ class BridgeProcess:
             return self._why_lost.get(index, "")
         return f"the process that speaks with Ray {self._describe_end()}"
 
-    def close(self) -> None:
-        """Have the agents end their workers, and the Ray job end; idempotent."""
-        if not self._is_connected:
-            self._child.kill()
-        for end in self.ends:
-            end.close()
-        self._stream.stop_writing()
-        self._child.close(_ENDING_S)
+    def close_ends(self, indices: Iterable[int]) -> None:
+        """Close the ways to these actors, by which their agents end; the bridge ends with the last one."""
+        for index in indices:
+            self.ends[index].close()
+        if all(end.fileno() < 0 for end in self.ends):
+            if not self._is_connected:
+                self._child.kill()
+            self._stream.stop_writing()
+            self._child.close(_ENDING_S)
 
     def _take_reports(self) -> list[BridgeReport]:
         self._stream.read()
         reports = self._stream.take()
-        self._why_lost |= {report.lost: report.what for report in reports if report.lost is not None}
+        self._why_lost.update(report.lost for report in reports if report.lost is not None)
         return reports
 
     def _describe_end(self) -> str:
-        lines = self._child.complaint().splitlines()
-        return f"ended with exit code {self._child.exit_code()}{f': {lines[-1]}' if lines else ''}"
+        code, complaint = self._child.last_words()
+        last = f": {complaint.splitlines()[-1]}" if complaint else ""
+        return f"ended with exit code {code}{last}"
 
 
 class RayChannel(MessageStream[Up], AgentChannel):
     """The head's end of the way to the agent of one Ray actor, over a socket to the bridge."""
 
-    def __init__(
-        self, host: str, end: socket.socket, why_lost: Callable[[], str], on_close: Callable[[], None]
-    ) -> None:
-        self.host = host
-        self._end = end
-        self._why_lost = why_lost
-        self._on_close = on_close
-        self._is_closed = False
-        super().__init__(end.fileno(), end.fileno(), Decoder(Up, expects_magic=True))
+    def __init__(self, bridge: BridgeProcess, index: int, place: ActorPlace) -> None:
+        where = f" (Ray node {place.node[:8]} at {place.address})" if place.node else ""
+        self.host = f"{place.host}{where}"
+        self._bridge = bridge
+        self._index = index
+        descriptor = bridge.ends[index].fileno()
+        super().__init__(descriptor, descriptor, Decoder(Up, expects_magic=True))
 
     def explain(self) -> ShoalError:
         """Say it as the bridge says it."""
+        why_lost = self._bridge.why_lost(self._index) or "it does not answer"
         return PeerRefused(
-            f"The worker's actor on {self.host} is lost: {self._why_lost() or 'it does not answer'}.",
+            f"The worker's actor on {self.host} is lost: {why_lost}.",
             peer=self.host,
             next_step="`ray status` shows which nodes there are.",
         )
@@ -223,7 +201,4 @@ class RayChannel(MessageStream[Up], AgentChannel):
         """Close the socket, by which the bridge has the agent end; idempotent."""
         self.is_open = False
         self.stop_writing()
-        if not self._is_closed:
-            self._is_closed = True
-            self._end.close()
-            self._on_close()
+        self._bridge.close_ends([self._index])

@@ -17,6 +17,8 @@ from shoal.core.placement import PLACING_VARIABLES, TORCHRUN_VARIABLES, num_core
 from shoal.core.run_options import RUN_ID_VARIABLE, SECRET_VARIABLE, Env, RunOptions
 
 _SECRET_BYTES = 32
+JOINING_VARIABLE = "SHOAL_JOINING"
+"""Is set for a worker that comes to a run which is under way."""
 _LOCAL_SIZE = "SHOAL_LOCAL_WORLD_SIZE"
 TUNING = {
     "GLIBC_TUNABLES": ":".join(
@@ -43,6 +45,12 @@ class Elastic:
     """Fewer than that are not started; by default -np, so that a run does not shrink unasked."""
     max_workers: int | None = None
     """A restart takes as many as there are slots, and no more than that; by default -np."""
+    is_live: bool = False
+    """Whether workers come and go while the others train on, and nothing starts anew (`--elastic`).
+
+    Then `max_restarts` workers that are lost are replaced, and the run waits when fewer than `min_workers`
+    are there.
+    """
 
     def __post_init__(self) -> None:
         if self.max_restarts < 0:
@@ -99,11 +107,8 @@ class LaunchSettings:
                 f"--patience {self.options.patience} would lose every peer at once.",
                 next_step="give more than 0; 1 means 5 s.",
             )
-        if self.restart_count == 0:
-            self._check_bounds()
-
-    def _check_bounds(self) -> None:
-        if not 1 <= self.min_workers <= self.num_workers <= self.max_workers:
+        is_between = 1 <= self.min_workers <= self.num_workers <= self.max_workers
+        if self.restart_count == 0 and not is_between:
             raise UsageError(
                 f"{self.num_workers} workers are not between --min-np {self.min_workers} and "
                 f"--max-np {self.max_workers}.",
@@ -136,17 +141,15 @@ class Meeting:
     num_machines: int = 1
 
 
-def name_run(settings: LaunchSettings) -> str:
-    """Return an id of the run, another one for each start."""
-    given = settings.options.run_id
-    if not given:
-        return uuid.uuid4().hex[:12]
-    return f"{given}-{settings.restart_count}" if settings.restart_count else given
+def variables_of_all(settings: LaunchSettings, meeting: Meeting) -> dict[str, str]:
+    """Return the variables that all workers of a start have in common, wherever they run.
 
-
-def variables_of_all(settings: LaunchSettings, run_id: str, meeting: Meeting) -> dict[str, str]:
-    """Return the variables that all workers of a start have in common, wherever they run."""
+    The id of the run is another one for each start.
+    """
     size, restart_count = str(settings.num_processes), str(settings.restart_count)
+    run_id = settings.options.run_id or uuid.uuid4().hex[:12]
+    if settings.options.run_id and settings.restart_count:
+        run_id = f"{run_id}-{restart_count}"
     variables = {
         "PYTHONUNBUFFERED": "1",
         "SHOAL_WORLD_SIZE": size,
@@ -195,8 +198,10 @@ def variables_of_one(
     return own
 
 
-def complete(variables: Mapping[str, str], status_fd: int) -> dict[str, str]:
-    """Return the whole environment of a worker that this process starts, with its pipe to the launcher.
+def complete(
+    variables: Mapping[str, str], status_fd: int, link_fd: int | None = None, number: int = 0
+) -> dict[str, str]:
+    """Return the whole environment of a worker that this process starts, with its ways to the launcher.
 
     What another launcher has said to this process is not true of the worker, and is left out.
     """
@@ -205,7 +210,12 @@ def complete(variables: Mapping[str, str], status_fd: int) -> dict[str, str]:
     threads = max(1, num_cores() // int(variables[_LOCAL_SIZE]))
     whole = {**TUNING, "OMP_NUM_THREADS": str(threads), **inherited, **variables}
     options = msgspec.structs.replace(
-        RunOptions.from_environment(whole), status_fd=status_fd, status_inode=os.fstat(status_fd).st_ino
+        RunOptions.from_environment(whole),
+        status_fd=status_fd,
+        status_inode=os.fstat(status_fd).st_ino,
+        link_fd=link_fd,
+        number=number,
+        is_joining=JOINING_VARIABLE in variables,
     )
     return {**whole, **options.to_environment()}
 

@@ -10,12 +10,15 @@ import re
 import signal
 from collections.abc import Sequence
 
-from shoal.core.status import Phase, Status
+from msgspec import structs
+
+from shoal.core.status import Status
 from shoal.launch.endings import Death, is_consequence, is_echo, without_own_numbers
 from shoal.launch.output import LineSplitter, LogFiles, Output, Stream
 from shoal.launch.protocol import (
     AgentChannel,
     Exited,
+    LinkAnswer,
     OfWorker,
     Signal,
     Started,
@@ -45,51 +48,15 @@ _RANK = re.compile(rb"^\[rank\d+\]:(?: |$)")
 """What torch puts before each line of a traceback once torch.distributed is up; the rank is told anyway."""
 
 
-class Reader:
-    """A worker's stdout or stderr on its way to log and output."""
-
-    def __init__(self, rank: int, stream: Stream, output: Output, logs: LogFiles) -> None:
-        self.is_open = True
-        self.tracebacks = Tracebacks()
-        self._rank, self._stream = rank, stream
-        self._output, self._logs = output, logs
-        self._lines = LineSplitter()
-
-    def feed(self, data: bytes, now_s: float) -> None:
-        """Pass on what was read."""
-        self._take(self._lines.feed(data), now_s)
-
-    def tick(self, now_s: float) -> None:
-        """Show a bar that moved."""
-        bar = self._lines.bar(now_s)
-        if bar:
-            self.show(self._sift(bar, now_s))
-
-    def show(self, lines: list[bytes]) -> None:
-        """Show lines as this stream's."""
-        if lines:
-            self._output.lines(self._rank, self._stream, lines)
-
-    def close(self, now_s: float) -> None:
-        """Pass on a last line without an end: nothing more will come. Idempotent."""
-        if self.is_open:
-            self._take(self._lines.take_rest(), now_s)
-            self.is_open = False
-
-    def _take(self, whole: bytes, now_s: float) -> None:
-        if whole:
-            self._logs.write(self._rank, whole)
-            self.show(self._sift(self._lines.shown(whole), now_s))
-
-    def _sift(self, lines: list[bytes], now_s: float) -> list[bytes]:
-        return self.tracebacks.sift(lines, now_s) if self._stream == "stderr" else lines
-
-
 class Worker:
     """A running worker, or what is left of it."""
 
-    def __init__(self, rank: int, channel: AgentChannel, output: Output, logs: LogFiles) -> None:
+    def __init__(
+        self, rank: int, channel: AgentChannel, output: Output, logs: LogFiles, local_rank: int = 0
+    ) -> None:
         self.rank = rank
+        """Its rank, or in an elastic run its number, which stays the same while ranks change."""
+        self.local_rank = local_rank
         self.host = channel.host
         """Where it runs, when it is no child of this process."""
         self.pid = 0
@@ -101,22 +68,20 @@ class Worker:
         self.stopped_s = 0.0
         self.given_up: Death | None = None
         """Why it counts as ended, if that was not by its own end."""
-        self.survives_loss: bool | None = None
-        """What it told; None when it has told nothing."""
-        self.phase: Phase | None = None
-        """Where it told to be on its way; None when it has told nothing."""
-        self.step: int | None = None
-        """What it told last."""
-        self.early_step: int | None = None
-        """Where it was told to exit with code 0, inside of `attach`."""
-        self._phase_s = self._early_s = 0.0
-        """When it told these."""
+        self.told = Status()
+        """What it has told last of each thing; None of what it has told nothing."""
+        self._told_s: dict[str, float] = {}
+        """When that was."""
         self.is_done = False
         """Whether the launcher has drawn its conclusions from its end."""
-        self.readers = (Reader(rank, "stdout", output, logs), Reader(rank, "stderr", output, logs))
+        self.is_silent = False
+        """Whether all that it wrote has come, or nothing more of it will."""
+        self.tracebacks = Tracebacks()
+        self._lines: dict[Stream, LineSplitter] = {"stdout": LineSplitter(), "stderr": LineSplitter()}
+        self._output, self._logs = output, logs
         self._channel = channel
-        self._signals: list[int] = []
-        """What the launcher sent it."""
+        self.signals: list[int] = []
+        """Those that the launcher has sent to it."""
 
     @property
     def is_alive(self) -> bool:
@@ -124,26 +89,16 @@ class Worker:
         return self.code is None
 
     @property
-    def tracebacks(self) -> Tracebacks:
-        """The tracebacks of its stderr."""
-        return self.readers[1].tracebacks
-
-    @property
     def is_ending(self) -> bool:
         """Whether it is alive and has told that it is about to end before its work was done."""
-        return self.is_alive and (self.phase == "failing" or self.early_step is not None)
+        return self.is_alive and (self.told.phase == "failing" or self.told.early_step is not None)
 
     @property
     def left_s(self) -> float:
         """The time when it left its group in order, or ended; infinity before that."""
-        if self.phase == "left":
-            return self._phase_s
+        if self.told.phase == "left":
+            return self._told_s["phase"]
         return math.inf if self.is_alive else self.ended_s
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether all that it wrote has come, or nothing more of it will."""
-        return not any(reader.is_open for reader in self.readers)
 
     def take(self, message: OfWorker, now_s: float) -> None:
         """Take what its agent tells of it."""
@@ -151,9 +106,11 @@ class Worker:
             case Started():
                 self.pid = message.pid
             case Wrote():
-                self.readers[0 if message.stream == "stdout" else 1].feed(message.data, now_s)
+                self._take_lines(message.stream, self._lines[message.stream].feed(message.data), now_s)
             case WorkerTold():
-                self._take_status(message.status, now_s)
+                news = {name: it for name, it in structs.asdict(message.status).items() if it is not None}
+                self.told = structs.replace(self.told, **news)
+                self._told_s |= dict.fromkeys(news, now_s)
             case Stopped():
                 self.stop_signal = message.signal
                 self.stopped_s = now_s if message.signal is not None else self.stopped_s
@@ -162,27 +119,33 @@ class Worker:
             case WorkerEnded():
                 self.finish_output(now_s)
 
-    def was_told(self, number: int) -> bool:
-        """Whether the launcher has sent it this signal."""
-        return number in self._signals
+    def answer(self, data: bytes) -> None:
+        """Give it bytes of the coordinator of its run."""
+        self._channel.send(LinkAnswer(self.rank, data))
 
     def signal_group(self, number: int) -> None:
         """Send to the worker and all its children."""
         if self.is_alive:
-            self._signals.append(number)
+            self.signals.append(number)
         self._channel.send(Signal([self.rank], number))
 
     def tick(self, now_s: float, shown: ShownTracebacks, *, should_hold: bool) -> None:
         """Show a bar that moved, and the traceback of a worker that goes on, unless it should be held."""
-        for reader in self.readers:
-            reader.tick(now_s)
+        for stream, lines in self._lines.items():
+            self._show(stream, lines.bar(now_s), now_s)
         if not should_hold:
             due = self.tracebacks.release_due(now_s, is_ending=self.is_ending)
-            self.readers[1].show(shown.shorten(self.rank, due, now_s))
+            self._print("stderr", shown.shorten(self.rank, due, now_s))
 
     def show_held(self) -> None:
         """Show what is held of its stderr."""
-        self.readers[1].show(self.tracebacks.release())
+        self._print("stderr", self.tracebacks.release())
+
+    def finish_output(self, now_s: float) -> None:
+        """Pass on a last line without an end: nothing more will come. Idempotent."""
+        for stream, lines in self._lines.items():
+            self._take_lines(stream, lines.take_rest(), now_s)
+        self.is_silent = True
 
     def lose(self, now_s: float) -> None:
         """Count it as ended: its machine has gone, or nobody there tells of it any more."""
@@ -202,39 +165,38 @@ class Worker:
         assert self.code is not None
         if self.given_up is not None:
             return self.given_up
-        if self.code == 0 and self.early_step is not None:
-            return Death(self.rank, 0, self._early_s, manner="early", step=self.early_step)
-        if self.code == 0 and self.phase in ("joined", "training"):
-            return Death(self.rank, 0, self.ended_s, manner="abrupt", step=self.step)
+        if self.code == 0 and self.told.early_step is not None:
+            early_s = self._told_s["early_step"]
+            return Death(self.rank, 0, early_s, manner="early", step=self.told.early_step)
+        if self.code == 0 and self.told.phase in ("joined", "training"):
+            return Death(self.rank, 0, self.ended_s, manner="abrupt", step=self.told.step)
         since_s = self.tracebacks.since_s
-        if since_s is None or self.ended_s > since_s + _SLOW_END_S or not self._may_have_raised():
+        if since_s is None or self.ended_s > since_s + _SLOW_END_S or not self._may_have_raised(self.code):
             return Death(self.rank, self.code, self.ended_s)
         return Death(self.rank, self.code, since_s, self.tracebacks.error)
-
-    def _take_status(self, told: Status, now_s: float) -> None:
-        if told.survives_loss is not None:
-            self.survives_loss = told.survives_loss
-        if told.phase is not None:
-            self.phase, self._phase_s = told.phase, now_s
-        if told.step is not None:
-            self.step = told.step
-        if told.early_step is not None:
-            self.early_step, self._early_s = told.early_step, now_s
 
     def _note_end(self, code: int, now_s: float) -> None:
         self.code, self.ended_s, self.stop_signal = code, now_s, None
 
-    def _may_have_raised(self) -> bool:
+    def _may_have_raised(self, code: int) -> bool:
         """Whether a traceback can be its own: who is killed prints none, but its children may."""
-        assert self.code is not None
-        if self.code >= 0 or self.was_told(-self.code):
+        if code >= 0 or -code in self.signals:
             return True
-        return -self.code in _OWN_SIGNALS and not is_echo(self.tracebacks.error)
+        return -code in _OWN_SIGNALS and not is_echo(self.tracebacks.error)
 
-    def finish_output(self, now_s: float) -> None:
-        """Pass on what is left of its output; idempotent."""
-        for reader in self.readers:
-            reader.close(now_s)
+    def _take_lines(self, stream: Stream, whole: bytes, now_s: float) -> None:
+        if whole:
+            self._logs.write(self.rank, whole)
+            self._show(stream, self._lines[stream].shown(whole), now_s)
+
+    def _show(self, stream: Stream, lines: list[bytes], now_s: float) -> None:
+        """Print lines, but for the traceback that is held."""
+        if lines:
+            self._print(stream, self.tracebacks.sift(lines, now_s) if stream == "stderr" else lines)
+
+    def _print(self, stream: Stream, lines: list[bytes]) -> None:
+        if lines:
+            self._output.lines(self.rank, stream, lines)
 
 
 class Tracebacks:
@@ -296,8 +258,8 @@ class Tracebacks:
 
 def last_error(lines: Sequence[bytes]) -> str:
     """Return 'ValueError: too large' of a traceback; of several that follow from each other, the last."""
-    index = _index_of_error(lines)
-    return "" if index is None else _bare(lines[index]).decode(errors="replace")
+    found = _find_error(lines)
+    return _bare(lines[found.start]).decode(errors="replace") if found else ""
 
 
 class ShownTracebacks:
@@ -309,10 +271,10 @@ class ShownTracebacks:
 
     def is_known(self, rank: int, lines: Sequence[bytes], now_s: float) -> bool:
         """Say whether another worker has shown this traceback within SAME_S; if not, it counts as shown."""
-        end = _end_of_error(lines)
-        if end == 0:
+        found = _find_error(lines)
+        if not found:
             return False
-        text = without_own_numbers(b"\n".join(lines[:end]).decode(errors="replace"))
+        text = without_own_numbers(b"\n".join(lines[: found.stop]).decode(errors="replace"))
         by, at_s = self._shown.get(text, (rank, now_s))
         if by != rank and now_s < at_s + SAME_S:
             return True
@@ -323,32 +285,27 @@ class ShownTracebacks:
         """Return lines that begin with a traceback, with a line instead of it if another has shown it."""
         if not self.is_known(rank, lines, now_s):
             return lines
-        return [
-            f"{last_error(lines)} (another rank has shown this traceback)".encode(),
-            *lines[_end_of_error(lines) :],
-        ]
+        instead = f"{last_error(lines)} (another rank has shown this traceback)".encode()
+        return [instead, *lines[_find_error(lines).stop :]]
 
 
-def _index_of_error(lines: Sequence[bytes]) -> int | None:
-    """Find the line that names the error; of several tracebacks that follow from each other, the last."""
-    found, is_inside = None, False
+def _find_error(lines: Sequence[bytes]) -> range:
+    """Find the line that names the error, and those that it goes on in; empty without a whole traceback.
+
+    Of several tracebacks that follow from each other it is the last one's.
+    """
+    start, is_inside = None, False
     for index, line in enumerate(map(_bare, lines)):
         if _begins(line):
             is_inside = True
         elif is_inside and line and not line[:1].isspace():
-            found, is_inside = index, False
-    return found
-
-
-def _end_of_error(lines: Sequence[bytes]) -> int:
-    """Find the end of the traceback and of what its error says; 0 when there is no whole one."""
-    index = _index_of_error(lines)
-    if index is None:
-        return 0
-    end = index + 1
-    while end < len(lines) and lines[end][:1].isspace():
-        end += 1
-    return end
+            start, is_inside = index, False
+    if start is None:
+        return range(0)
+    stop = start + 1
+    while stop < len(lines) and lines[stop][:1].isspace():
+        stop += 1
+    return range(start, stop)
 
 
 def _begins(line: bytes) -> bool:

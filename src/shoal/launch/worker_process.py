@@ -11,16 +11,17 @@ import errno
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO, Self
+from typing import Self
 
 import msgspec
 
-from shoal.core import SYSTEM_CLOCK, Clock, board
+from shoal.core import SYSTEM_CLOCK, board
 from shoal.core.errors import ShoalError, UsageError
 from shoal.core.status import Status
 from shoal.launch.output import Stream
@@ -31,6 +32,9 @@ from shoal.launch.protocol import (
     Down,
     Exited,
     Hold,
+    LinkAnswer,
+    LinkSaid,
+    Post,
     Signal,
     Started,
     Stopped,
@@ -47,11 +51,10 @@ from shoal.launch.timeline import make_room, read_part
 LAST_WORDS_S = 1.0
 """The pipes of an ended worker have so long to end: a process that left its group may hold them for ever."""
 READ_BYTES = 1 << 16
+"""As much as a pipe holds."""
 _MAX_LAST_BYTES = 1 << 22
 """No more output than this is read when a worker's time is over: somebody else may write for ever."""
 _MAX_STATUS_BYTES = 4096
-_MAX_STATUS_READS = 16
-"""As much as a pipe holds; the rest waits for the next turn."""
 _KILLED_S = 5.0
 """Workers that were killed are waited for so long: they may hang in the kernel."""
 _SHORTAGES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
@@ -71,9 +74,8 @@ class LocalChannel(AgentChannel):
 
     host = ""
 
-    def __init__(self, hello: AgentHello, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, hello: AgentHello) -> None:
         self.is_open = True
-        self._clock = clock
         self._came: list[Up] = [hello]
         self._processes: dict[int, WorkerProcess] = {}
         self._guard: Guard | None = None
@@ -97,12 +99,16 @@ class LocalChannel(AgentChannel):
                 self._start(message)
             case Signal():
                 self.signal_all(message.number, message.ranks)
+            case LinkAnswer():
+                process = self._processes.get(message.rank)
+                if process is not None and process.link is not None:
+                    process.link.send(message.data)
             case Hold():
                 self._is_held = message.is_held
 
     def take(self) -> list[Up]:
         """Return what has become of the workers since."""
-        self._look(self._clock.now_s())
+        self._look(SYSTEM_CLOCK.now_s())
         came, self._came = self._came, []
         return came
 
@@ -116,9 +122,9 @@ class LocalChannel(AgentChannel):
             return
         self.is_open = False
         self.signal_all(signal.SIGKILL)
-        end_s = self._clock.now_s() + _KILLED_S
+        end_s = SYSTEM_CLOCK.now_s() + _KILLED_S
         for process in self._processes.values():
-            process.wait(max(0.0, end_s - self._clock.now_s()))
+            process.wait(max(0.0, end_s - SYSTEM_CLOCK.now_s()))
             process.close()
         if self._guard is not None:
             self._guard.watch([])
@@ -135,16 +141,17 @@ class LocalChannel(AgentChannel):
         """Say what a poll should wait for; what workers write is left in their pipes while `is_full`."""
         wanted: list[Interest] = []
         for process in self._processes.values():
-            if process.status_descriptor >= 0:
-                wanted.append((process.status_descriptor, select.POLLIN, partial(self._read_status, process)))
+            if process.status.is_open:
+                read_status = partial(self._read_status, process)
+                wanted.append((process.status.descriptor, select.POLLIN, read_status))
+            if process.link is not None and process.link.is_open:
+                wanted += process.link.interests(partial(self._read_link, process))
             if process.is_alive and process.exit_descriptor >= 0:
                 wanted.append((process.exit_descriptor, select.POLLIN, None))
-            if not self._is_held and not is_full:
-                wanted += [
-                    (pipe.descriptor, select.POLLIN, partial(self._pass_on, process, pipe))
-                    for pipe in process.pipes
-                    if pipe.is_open
-                ]
+            for stream, pipe in process.outputs.items() if not self._is_held and not is_full else ():
+                if pipe.is_open:
+                    pass_on = partial(self._pass_on, process.rank, stream, pipe)
+                    wanted.append((pipe.descriptor, select.POLLIN, pass_on))
         return wanted
 
     def _look(self, now_s: float) -> None:
@@ -158,7 +165,7 @@ class LocalChannel(AgentChannel):
                     self._came.append(Exited(process.rank, process.code))
                     self._watch()
         ended = [one for one in self._processes.values() if not one.is_alive and not one.is_over]
-        silent = [one for one in ended if not one.has_open_pipes or now_s - one.ended_s >= LAST_WORDS_S]
+        silent = [one for one in ended if not one.may_write or now_s - one.ended_s >= LAST_WORDS_S]
         if silent:
             for process in self._processes.values():  # a last word about survival may still be on its way
                 self._read_status(process)
@@ -166,8 +173,9 @@ class LocalChannel(AgentChannel):
             self._tell_end(process)
 
     def _start(self, job: WorkerJob) -> None:
-        self._guard = Guard()
-        self._guard.__enter__()
+        if self._guard is None:
+            self._guard = Guard()
+            self._guard.__enter__()
         self._timeline = job.timeline
         if not Path(job.cwd).is_dir():
             raise UsageError(
@@ -178,59 +186,58 @@ class LocalChannel(AgentChannel):
         if job.timeline is not None:
             make_room(job.timeline, [post.rank for post in job.posts])
         for post in job.posts:
-            process = WorkerProcess.start(
-                post.rank,
-                job.command,
-                partial(complete, {**job.variables, **post.variables}),
-                has_stdin=job.has_stdin and post is job.posts[0],
-                cwd=job.cwd,
-            )
-            self._processes[post.rank] = process
+            process = self._processes[post.rank] = WorkerProcess(job, post)
             self._watch()
             self._came.append(Started(post.rank, process.pid))
 
     def _tell_end(self, process: WorkerProcess) -> None:
         assert process.code is not None
-        for pipe in process.pipes:
-            for data in pipe.drain():
-                self._came.append(Wrote(process.rank, pipe.stream, data))
+        for stream, pipe in process.outputs.items():
+            self._came += [Wrote(process.rank, stream, data) for data in pipe.drain()]
         if self._timeline is not None:
-            for data in read_part(self._timeline, process.rank):
-                self._came.append(TimelinePart(process.rank, data))
+            pieces = read_part(self._timeline, process.rank)
+            self._came += [TimelinePart(process.rank, data) for data in pieces]
         self._came.append(WorkerEnded(process.rank, process.code))
         process.is_over = True
         process.close()
 
-    def _pass_on(self, process: WorkerProcess, pipe: OutputPipe) -> None:
+    def _pass_on(self, rank: int, stream: Stream, pipe: ReadEnd) -> None:
         data = pipe.read()
         if data:
-            self._came.append(Wrote(process.rank, pipe.stream, data))
+            self._came.append(Wrote(rank, stream, data))
+
+    def _read_link(self, process: WorkerProcess) -> None:
+        assert process.link is not None, "no elastic run"
+        data = process.link.read()
+        if data:
+            self._came.append(LinkSaid(process.rank, data))
 
     def _read_status(self, process: WorkerProcess) -> None:
-        for status in process.read_status():
-            self._came.append(WorkerTold(process.rank, status))
+        self._came += [WorkerTold(process.rank, status) for status in process.read_status()]
 
     def _watch(self) -> None:
         assert self._guard is not None
         self._guard.watch(process.pid for process in self._processes.values() if process.is_alive)
 
 
-class OutputPipe:
-    """The reading end of a worker's stdout or stderr."""
+class ReadEnd:
+    """The reading end of a pipe to which a worker writes; nothing here waits."""
 
-    def __init__(self, pipe: IO[bytes], stream: Stream) -> None:
-        self.descriptor = pipe.fileno()
-        os.set_blocking(self.descriptor, False)
-        self.stream: Stream = stream
+    def __init__(self, descriptor: int) -> None:
+        os.set_blocking(descriptor, False)
+        self.descriptor = descriptor
         self.is_open = True
-        self._pipe = pipe
 
     def read(self) -> bytes:
-        """Return some of what is there; it closes when nothing more can come."""
+        """Return what is there; it closes when nothing more can come."""
+        if not self.is_open:
+            return b""
         try:
             data = os.read(self.descriptor, READ_BYTES)
         except BlockingIOError:
             return b""
+        except ConnectionError:  # of a socket whose other end was killed
+            data = b""
         if not data:
             self.close()
         return data
@@ -238,7 +245,7 @@ class OutputPipe:
     def drain(self) -> Iterator[bytes]:
         """Yield what is left, and close."""
         left_bytes = _MAX_LAST_BYTES
-        while self.is_open and left_bytes > 0 and (data := self.read()):
+        while left_bytes > 0 and (data := self.read()):
             yield data
             left_bytes -= len(data)
         self.close()
@@ -247,15 +254,41 @@ class OutputPipe:
         """Close this end; idempotent."""
         if self.is_open:
             self.is_open = False
-            self._pipe.close()
+            os.close(self.descriptor)
+
+
+class LinkEnd(ReadEnd):
+    """The launcher's end of a worker's way to the coordinator of an elastic run; nothing here waits."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor)
+        self._queue = bytearray()
+
+    def send(self, data: bytes) -> None:
+        """Queue bytes, and write what goes at once."""
+        self._queue += data
+        self._write()
+
+    def interests(self, read: Callable[[], None]) -> list[Interest]:
+        """Say what a poll should wait for."""
+        wanted: list[Interest] = [(self.descriptor, select.POLLIN, read)]
+        return [*wanted, (self.descriptor, select.POLLOUT, self._write)] if self._queue else wanted
+
+    def _write(self) -> None:
+        try:
+            while self._queue and self.is_open:
+                del self._queue[: os.write(self.descriptor, self._queue)]
+        except BlockingIOError:
+            return
+        except OSError:  # it has ended
+            self._queue.clear()
 
 
 class WorkerProcess:
     """A worker of this machine, the leader of a process group of its own."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], status_fd: int) -> None:
-        self.rank = rank
-        self.pid = process.pid
+    def __init__(self, job: WorkerJob, post: Post) -> None:
+        self.rank = post.rank
         self.code: int | None = None
         """Its exit code, or minus a signal's number, once it has ended."""
         self.stop_signal: int | None = None
@@ -264,48 +297,45 @@ class WorkerProcess:
         """When its end was noticed."""
         self.is_over = False
         """Whether all has been told of it."""
-        self.exit_descriptor = _open_pidfd(self.pid)
-        self.status_descriptor = status_fd
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self.pipes = (OutputPipe(process.stdout, "stdout"), OutputPipe(process.stderr, "stderr"))
-        self._process = process
-        self._status = bytearray()
+        self._status_rest = b""
+        self._opened = contextlib.ExitStack()
+        with contextlib.ExitStack() as writing_ends:
 
-    @classmethod
-    def start(
-        cls,
-        rank: int,
-        command: Sequence[str],
-        environment_for: Callable[[int], Mapping[str, str]],
-        *,
-        has_stdin: bool = False,
-        cwd: str | None = None,
-    ) -> WorkerProcess:
-        """Spawn it; its environment may name the descriptor of its pipe to the launcher."""
-        try:
-            status_fd, told_fd = os.pipe()
-        except OSError as error:
-            raise _cannot_start(rank, command[0], error) from None
-        os.set_blocking(status_fd, False)
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=None if has_stdin else subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=environment_for(told_fd),
-                pass_fds=(told_fd,),
-                process_group=0,
-                bufsize=0,
-                cwd=cwd,
-            )
-        except OSError as error:
-            os.close(status_fd)
-            raise _cannot_start(rank, command[0], error) from None
-        finally:
-            os.close(told_fd)
-        return cls(rank, process, status_fd)
+            def make_pipe() -> tuple[ReadEnd, int]:
+                reader, writer = os.pipe()
+                writing_ends.callback(os.close, writer)
+                self._opened.callback((end := ReadEnd(reader)).close)
+                return end, writer
+
+            self.link: LinkEnd | None = None
+            link_fd: int | None = None
+            try:
+                if job.is_elastic:
+                    here, there = socket.socketpair()
+                    writing_ends.callback(there.close)
+                    self.link = LinkEnd(here.detach())
+                    self._opened.callback(self.link.close)
+                    link_fd = there.fileno()
+                self.status, told_fd = make_pipe()
+                (out, stdout), (err, stderr) = make_pipe(), make_pipe()
+                self.outputs: dict[Stream, ReadEnd] = {"stdout": out, "stderr": err}
+                self._process = subprocess.Popen(
+                    job.command,
+                    stdin=None if job.has_stdin and post is job.posts[0] else subprocess.DEVNULL,
+                    stdout=stdout,
+                    stderr=stderr,
+                    env=complete({**job.variables, **post.variables}, told_fd, link_fd, post.rank),
+                    pass_fds=(told_fd,) if link_fd is None else (told_fd, link_fd),
+                    process_group=0,
+                    cwd=job.cwd,
+                )
+            except OSError as error:
+                self._opened.close()
+                raise _cannot_start(self.rank, job.command[0], error) from None
+        self.pid = self._process.pid
+        self.exit_descriptor = _open_pidfd(self.pid)
+        if self.exit_descriptor >= 0:
+            self._opened.callback(os.close, self.exit_descriptor)
 
     @property
     def is_alive(self) -> bool:
@@ -313,9 +343,9 @@ class WorkerProcess:
         return self.code is None
 
     @property
-    def has_open_pipes(self) -> bool:
+    def may_write(self) -> bool:
         """Whether more of what it wrote may come."""
-        return any(pipe.is_open for pipe in self.pipes)
+        return any(pipe.is_open for pipe in self.outputs.values())
 
     def poll(self) -> list[int | None]:
         """Return by which signals it was stopped, with None where it went on; `code` has its end.
@@ -349,21 +379,12 @@ class WorkerProcess:
 
     def read_status(self) -> list[Status]:
         """Return what it has told since; what is not understood is passed over."""
+        *lines, rest = (self._status_rest + self.status.read()).split(b"\n")
+        self._status_rest = rest[-_MAX_STATUS_BYTES:]
         told: list[Status] = []
-        for _ in range(_MAX_STATUS_READS):
-            if self.status_descriptor < 0:
-                break
-            try:
-                data = os.read(self.status_descriptor, _MAX_STATUS_BYTES)
-            except BlockingIOError:
-                break
-            if not data:
-                self._close_status()
-            *lines, rest = bytes(self._status + data).split(b"\n")
-            self._status[:] = rest[-_MAX_STATUS_BYTES:]
-            for line in lines:
-                with contextlib.suppress(msgspec.DecodeError):
-                    told.append(msgspec.json.decode(line, type=Status))
+        for line in lines:
+            with contextlib.suppress(msgspec.DecodeError):
+                told.append(msgspec.json.decode(line, type=Status))
         return told
 
     def wait(self, limit_s: float) -> None:
@@ -373,19 +394,9 @@ class WorkerProcess:
 
     def close(self) -> None:
         """Give all descriptors back; it must have ended, or been given up. Idempotent."""
-        for pipe in self.pipes:
-            pipe.close()
-        self._close_status()
-        if self.exit_descriptor >= 0:
-            os.close(self.exit_descriptor)
-            self.exit_descriptor = -1
+        self._opened.close()
         if self.is_alive:
             self._process.returncode = -signal.SIGKILL  # it cannot be waited for: no warning about that
-
-    def _close_status(self) -> None:
-        if self.status_descriptor >= 0:
-            os.close(self.status_descriptor)
-            self.status_descriptor = -1
 
 
 class Guard:

@@ -1,0 +1,240 @@
+"""The part of a launcher that lets workers come and go while a run trains (`shoal run --elastic`).
+
+It holds the coordinator of the run (`core.elastic`), passes on what workers and coordinator say to each
+other, starts workers and lets them leave, and answers `shoal scale` on a socket of this machine that has no
+file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import select
+import signal
+import socket
+import struct
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from shoal.core.elastic import Coordinator, DownMessage, MessageReader, UpMessage, encode_message
+from shoal.core.errors import ProtocolError, ShoalError, UsageError
+from shoal.core.run_options import SILENCE_S
+from shoal.launch.head import RunWorkers
+from shoal.launch.polling import Interest
+from shoal.launch.settings import LaunchSettings
+
+SHORT_S = 120.0
+"""A run with fewer workers than --min-np waits so long for more."""
+_ANSWER_S = 10.0
+_MAX_REQUEST_BYTES = 1 << 12
+
+
+class ScaleRequest(msgspec.Struct, frozen=True):
+    """What `shoal scale` asks of a launcher."""
+
+    size: int
+
+
+class ScaleAnswer(msgspec.Struct, frozen=True):
+    """What the launcher answers."""
+
+    is_done: bool
+    what: str
+
+
+class LiveRun:
+    """A run whose workers come and go, as its launcher sees it; from the launcher's thread."""
+
+    def __init__(self, settings: LaunchSettings, run: RunWorkers, say: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._run = run
+        self._say = say
+        self._coordinator = Coordinator(send=self._send, expel=self._expel, min_workers=settings.min_workers)
+        self._readers: dict[int, MessageReader[UpMessage]] = {}
+        self._ended: dict[int, None] = {}
+        self._retired: dict[int, None] = {}
+        self._num_replaced = 0
+        self._short_s: float | None = None
+        """Since when workers are missing."""
+        self._listener: socket.socket | None = None
+        self._requests: list[socket.socket] = []
+
+    def begin(self) -> None:
+        """Take note of the first workers, and answer requests from now on."""
+        for number, machine in self._run.machines.items():
+            self._coordinator.add(number, machine)
+        with contextlib.suppress(OSError):  # without it nobody can scale the run, which trains all the same
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listener.bind(address_of(self._run.run_name))
+            listener.listen(8)
+            listener.setblocking(False)
+            self._listener = listener
+            self._say(f"`shoal scale {self._run.run_name} N` changes the number of workers of this run")
+
+    def close(self) -> None:
+        """Answer no more requests; idempotent."""
+        for one in (self._listener, *self._requests):
+            if one is not None:
+                one.close()
+        self._listener, self._requests = None, []
+
+    def interests(self) -> list[Interest]:
+        """Say what the launcher's poll should wait for."""
+        wanted: list[Interest] = []
+        if self._listener is not None:
+            wanted.append((self._listener.fileno(), select.POLLIN, self._accept))
+        return [
+            *wanted,
+            *((one.fileno(), select.POLLIN, partial(self._answer, one)) for one in self._requests),
+        ]
+
+    def look(self, now_s: float) -> str:
+        """Let the run change as far as it can; return why it cannot go on, or nothing."""
+        said, self._run.said = self._run.said, []
+        for number, data in said:
+            reader = self._readers.setdefault(number, MessageReader(UpMessage))
+            try:
+                for message in reader.feed(data):
+                    self._coordinator.take(number, message)
+            except ProtocolError as error:
+                self._coordinator.give_up(number, error.what)
+        self._look_at_workers(now_s)
+        self._coordinator.advance(now_s)
+        return self._look_at_shortage(now_s)
+
+    def scale(self, size: int) -> str:
+        """Start workers, or let the newest leave, until there are so many; return what will happen."""
+        if not self._settings.min_workers <= size <= self._settings.max_workers:
+            raise UsageError(
+                f"{size} workers are not between --min-np {self._settings.min_workers} and "
+                f"--max-np {self._settings.max_workers} of this run."
+            )
+        going = [worker for worker in self._run.all if worker.is_alive and worker.rank not in self._retired]
+        num_more = size - len(going)
+        for _ in range(num_more):
+            worker = self._run.add()
+            if worker is None:
+                raise UsageError("There is no free slot on the hosts of this run.")
+            self._coordinator.add(worker.rank, self._run.machines[worker.rank])
+        leaving = [worker.rank for worker in going[size:]]
+        for number in leaving:
+            self._retired[number] = None
+        self._coordinator.retire(leaving)
+        if num_more > 0:
+            return f"{num_more} worker{'s' if num_more > 1 else ''} will join the {len(going)} that are there"
+        return (
+            f"{len(leaving)} of {len(going)} workers will leave" if leaving else f"there are {size} workers"
+        )
+
+    # What happens to workers.
+
+    def _look_at_workers(self, now_s: float) -> None:
+        limit_s = SILENCE_S * self._settings.options.patience
+        for worker in self._run.all:
+            if worker.rank in self._ended:
+                continue
+            if worker.told.phase == "left" or not worker.is_alive:
+                self._ended[worker.rank] = None
+                has_left = worker.told.phase == "left"
+                self._coordinator.end(worker.rank, has_left=has_left)
+                if not has_left and worker.code != 0:
+                    self._replace()
+            elif worker.stop_signal is not None and now_s - worker.stopped_s > limit_s:
+                self._coordinator.give_up(worker.rank, f"it has been stopped for {limit_s:g} s")
+
+    def _replace(self) -> None:
+        """Start another worker for one that was lost, as long as restarts are left."""
+        if self._num_replaced < self._settings.elastic.max_restarts:
+            worker = self._run.add()
+            if worker is not None:
+                self._num_replaced += 1
+                self._coordinator.add(worker.rank, self._run.machines[worker.rank])
+                self._say(f"worker {worker.rank} is started in its place")
+
+    def _look_at_shortage(self, now_s: float) -> str:
+        if not self._coordinator.has_state and self._settings.options.checkpoint is None:
+            return "all workers that had the model are lost"
+        num_short = self._coordinator.num_short
+        if not num_short:
+            self._short_s = None
+            return ""
+        if self._short_s is None:
+            self._short_s = now_s
+            more = "worker is" if num_short == 1 else "workers are"
+            self._say(
+                f"the run waits: {num_short} more {more} needed (--min-np {self._settings.min_workers}); "
+                f"`shoal scale {self._run.run_name} {self._settings.min_workers}` starts them"
+            )
+        if now_s - self._short_s > SHORT_S:
+            return f"fewer than --min-np {self._settings.min_workers} workers were left for {SHORT_S:g} s"
+        return ""
+
+    def _send(self, number: int, message: DownMessage) -> None:
+        worker = self._run.all[number]
+        if worker.is_alive:
+            worker.answer(encode_message(message))
+
+    def _expel(self, number: int, reason: str) -> None:
+        self._ended[number] = None
+        worker = self._run.all[number]
+        if worker.is_alive:
+            self._say(f"worker {number} is ended: {reason}")
+            worker.signal_group(signal.SIGKILL)
+            self._replace()
+
+    # Requests of `shoal scale`.
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        with contextlib.suppress(OSError):
+            request, _ = self._listener.accept()
+            if not _is_own_user(request):
+                request.close()
+                return
+            request.settimeout(1.0)
+            self._requests.append(request)
+
+    def _answer(self, request: socket.socket) -> None:
+        self._requests.remove(request)
+        with request, contextlib.suppress(OSError):
+            try:
+                asked = msgspec.json.decode(request.recv(_MAX_REQUEST_BYTES), type=ScaleRequest)
+                answer = ScaleAnswer(True, self.scale(asked.size))
+                self._say(f"shoal scale {asked.size}: {answer.what}")
+            except (ShoalError, msgspec.DecodeError) as error:
+                answer = ScaleAnswer(False, error.what if isinstance(error, ShoalError) else str(error))
+            request.sendall(msgspec.json.encode(answer))
+
+
+def address_of(run: str) -> str:
+    """Return the name of the socket of a run's launcher: one of this user, without a file."""
+    digest = hashlib.blake2b(f"{os.getuid()} scale {run}".encode(), digest_size=16).hexdigest()
+    return f"\0shoal-{digest}"
+
+
+def ask_to_scale(run: str, size: int) -> ScaleAnswer:
+    """Ask the launcher of a run on this machine for another number of workers; UsageError without one."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as launcher:
+        launcher.settimeout(_ANSWER_S)
+        try:
+            launcher.connect(address_of(run))
+            launcher.sendall(msgspec.json.encode(ScaleRequest(size)))
+            return msgspec.json.decode(launcher.recv(_MAX_REQUEST_BYTES), type=ScaleAnswer)
+        except (OSError, msgspec.DecodeError):
+            raise UsageError(
+                f"No launcher of a run {run} that can be scaled answers on this machine.",
+                cause="the run is over, was started on another machine, or without --elastic.",
+                next_step="`shoal top` shows the runs of this machine.",
+            ) from None
+
+
+def _is_own_user(peer: socket.socket) -> bool:
+    """Whether a process of this user is at the other end, where the system tells."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    return bool(user == os.getuid())
