@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shoal import models
-from shoal.strategies.gradients import flagged_bytes
+from shoal.strategies.all_reduce import flagged_bytes
 from shoal.strategies.messages import Format
 from shoal.tensors import BucketLayout, Flat
 from shoal.tensors.codecs import codec_from_name

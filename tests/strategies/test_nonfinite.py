@@ -10,6 +10,7 @@ from torch import nn
 from contracts.strategies import CASES, EVERY
 from shoal.core.errors import ShoalError
 from shoal.strategies import make_strategy
+from strategies.fakes import Mirror
 from strategies.servers import PLACEMENTS, flat, loss_of, placed
 from strategies.servers import run as run_servers
 
@@ -217,3 +218,23 @@ def test_a_worker_stops_that_parameter_servers_have_refused():
 
     (error,), _ = run_servers(work, 1, on_nonfinite="stop")
     assert f"rank 0 has a value that is not finite in step {STEP} " in error
+
+
+def test_a_step_that_is_left_out_and_raises_gives_the_gradients_back():
+    class Failing(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            raise RuntimeError("the optimizer fails")
+
+    model = nn.Linear(2, 1)
+    optimizer = Failing(model.parameters(), lr=0.1)
+    strategy = make_strategy(Mirror(), "neighbor", topology="full", on_nonfinite="skip")
+
+    def train_once():
+        with strategy.attach(model, optimizer):
+            (model(torch.ones(1, 2)).sum() * NAN).backward()
+            optimizer.step()
+
+    with pytest.raises(RuntimeError, match="the optimizer fails"):
+        train_once()
+    assert all(parameter.grad is not None for parameter in model.parameters())

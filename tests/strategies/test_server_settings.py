@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.strategies.parameter_server.state import OptimizerNumbers
+from shoal.strategies.parameter_server.channel import OptimizerNumbers
 
 
 def optimizer(kind=torch.optim.SGD, **settings):

@@ -14,7 +14,7 @@ from shoal.data import shard
 from shoal.group import GroupStats, Metered
 from shoal.group.solo import SoloGroup
 from shoal.strategies import make_strategy
-from shoal.strategies.status import StatusReporter, run_of
+from shoal.strategies.status import StatusReporter
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_two_strategies_of_a_process_are_told_apart(folder):
     first.closed()
     first.opened(0)
     assert [(one.note.number, one.note.strategy) for one in board.look(clock)] == [(0, "pair"), (1, "sma")]
-    assert run_of(Metered(group)) == "job"
+    assert Metered(group).run == "job"
 
 
 def test_nothing_that_fails_here_reaches_the_training(folder, monkeypatch):

@@ -12,7 +12,7 @@ import torch
 
 from shoal.simulate.stacked_mixing import Mix
 from shoal.simulate.stacked_rules import NeighborRule, Stage
-from shoal.strategies.gradients import flagged_bytes
+from shoal.strategies.all_reduce import flagged_bytes
 
 
 class MomentumRule(NeighborRule):

@@ -16,8 +16,7 @@ from shoal.simulate.stacked_mixing import Everybody, MachineRounds, Mix, Rounds
 from shoal.simulate.stacked_model import StackedModel
 from shoal.simulate.stacked_tape import Ring, Tape
 from shoal.simulate.world import World
-from shoal.strategies.all_reduce import GradientAllReduce
-from shoal.strategies.gradients import flagged_bytes
+from shoal.strategies.all_reduce import GradientAllReduce, flagged_bytes
 from shoal.strategies.local_sgd import LocalSGD
 from shoal.strategies.sma import SynchronousModelAverage
 from shoal.strategies.strategy import Strategy

@@ -1,26 +1,69 @@
-"""`all-reduce`: gradients averaged over the group, bucketed, overlapped with backward."""
+"""`all-reduce`: gradients averaged over the group, bucketed, overlapped with backward.
+
+Each parameter's post-accumulate hook copies its gradient into the bucket and makes `.grad` the view there.
+A bucket that is full, and all before it, is reduced: the order is that of the layout, on all members alike.
+What is not there at the end of backward was not used by it. Such a parameter gives what `.grad` holds, or
+zeros; it gets a gradient only when some member has one, which flags at the end of the bucket tell.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
 from shoal.core.errors import UsageError
-from shoal.group import Group
-from shoal.strategies.gradients import GradientRound, GroupBucket
-from shoal.strategies.options import AllReduceOptions, StrategyOptions
+from shoal.group import Group, Handle
+from shoal.group.functions import announce
+from shoal.strategies.hooks import at_end_of_backward
+from shoal.strategies.options import AllReduceOptions
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
-from shoal.tensors import DEFAULT_BUCKET_BYTES, BucketLayout
+from shoal.tensors import (
+    ALIGNMENT_BYTES,
+    DEFAULT_BUCKET_BYTES,
+    DTYPES,
+    Allocate,
+    Bucket,
+    BucketLayout,
+    BucketSlot,
+    TensorSpec,
+)
+from shoal.tensors.memory import copy_into
 
 _GPU_BUCKET_MIB = 64.0
 """Of buckets on a GPU, if nothing else is asked for: a meeting costs more there than it hides."""
 
 
-class GradientAllReduce(Strategy):
+class GradientStrategy(Strategy):
+    """Shares gradients in every step or, with `local_steps` above 1, parameters after so many local steps."""
+
+    is_equal_after_round = True
+
+    @property
+    def shares_gradients(self) -> bool:
+        """Unless it shares parameters."""
+        return self.options.local_steps == 1
+
+    @property
+    def has_last_round(self) -> bool:
+        """Whether it shares parameters, which is after every so many steps."""
+        return not self.shares_gradients
+
+    def after_step(self, session: TrainingSession) -> None:
+        """Averages parameters, where those are shared."""
+        if not self.shares_gradients and session.is_round:
+            self.last_round(session)
+
+    def average_all(self, session: TrainingSession) -> None:
+        """Does nothing: a round is one."""
+
+
+class GradientAllReduce(GradientStrategy):
     """When `backward()` returns, `.grad` is the mean over the group: as one worker with all the batches.
 
     With `local_steps` above 1, parameters are averaged after so many local steps instead. A lost peer ends
@@ -30,7 +73,7 @@ class GradientAllReduce(Strategy):
     """
 
     name = "all-reduce"
-    Options: ClassVar[type[StrategyOptions]] = AllReduceOptions
+    Options = AllReduceOptions
     options: AllReduceOptions
 
     _round: GradientRound | None = None
@@ -41,11 +84,6 @@ class GradientAllReduce(Strategy):
         is_named = "bucket_mib" in {name.replace("-", "_") for name in options}
         self._has_asked_size = is_named or self.options.bucket_mib != AllReduceOptions().bucket_mib
 
-    @property
-    def shares_gradients(self) -> bool:
-        """Unless it shares parameters."""
-        return self.options.local_steps == 1
-
     def start(self, session: TrainingSession) -> None:
         """Makes the buckets."""
         parameters = session.trainable
@@ -55,20 +93,10 @@ class GradientAllReduce(Strategy):
                 for layout in BucketLayout.plan(parameters, max_bytes=DEFAULT_BUCKET_BYTES)
             ]
             return
-        is_on_device = session.device.type != "cpu"
-        is_large = is_on_device and not self._has_asked_size
+        is_large = session.device.type != "cpu" and not self._has_asked_size
         size = round((_GPU_BUCKET_MIB if is_large else self.options.bucket_mib) * 2**20)
         layouts = BucketLayout.plan(parameters, max_bytes=size, is_reversed=True)
-        buckets = [(GroupBucket(layout, session.empty), layout.pick(parameters)) for layout in layouts]
-        monitors = self.gradient_monitors
-        self._round = GradientRound(
-            session.group,
-            buckets,
-            lambda: self.is_accumulating,
-            monitors=monitors,
-            squares=[] if monitors is None else [GroupBucket(layout, session.empty) for layout in layouts],
-            on_share=session.finite.sharing if is_on_device else None,
-        )
+        self._round = GradientRound(session, layouts)
 
     def hears(self, method: str) -> bool:
         """Listens to gradients only where those are shared."""
@@ -89,7 +117,11 @@ class GradientAllReduce(Strategy):
             return
         if self._round.error is not None:
             raise self._round.error
-        self._refuse_void(session)
+        if session.device.type != "cpu" and not self.group.should_survive:
+            # on a GPU `backward()` returns before gradients are there: they may lack those of a lost peer
+            self.group.progress()
+            for loss in self.group.lost.values():
+                raise loss.error(f" in round {self.rounds}")
         if self._round.is_open:
             raise UsageError(
                 "step() after a backward pass that did not come to its end.",
@@ -110,35 +142,15 @@ class GradientAllReduce(Strategy):
                 next_step="call backward() inside of the `with` block; it shares what it leaves in `.grad`.",
             )
 
-    def _refuse_void(self, session: TrainingSession) -> None:
-        """Refuses gradients that lack a lost peer: on a GPU `backward()` returns before they are there."""
-        if session.device.type == "cpu" or self.group.should_survive:
-            return
-        self.group.progress()
-        for loss in self.group.lost.values():
-            raise loss.error(f" in round {self.rounds}")
-
     def after_step(self, session: TrainingSession) -> None:
         """Averages parameters, where those are shared."""
         if self._round is not None:
             self._round.has_shared = False
-        if self._copies and session.is_round:
-            self.last_round(session)
+        super().after_step(session)
 
     def skip_step(self, session: TrainingSession) -> None:
         """Takes part in an average of parameters."""
-        if self._copies and session.is_round:
-            self.last_round(session)
-
-    @property
-    def has_last_round(self) -> bool:
-        """Whether it shares parameters, which is after every so many steps."""
-        return not self.shares_gradients
-
-    @property
-    def is_equal_after_round(self) -> bool:
-        """Always: a round gives all the same parameters."""
-        return True
+        super().after_step(session)
 
     def last_round(self, session: TrainingSession) -> None:
         """Averages parameters; nothing is written until all has arrived."""
@@ -154,12 +166,247 @@ class GradientAllReduce(Strategy):
                 for view, parameter in zip(bucket.views, parameters, strict=True):
                     parameter.copy_(view)
 
-    def average_all(self, session: TrainingSession) -> None:
-        """Does nothing: a round is one."""
-
     def stop(self, session: TrainingSession) -> None:
         """Moves gradients back into private memory."""
         if self._round is not None:
             self._round.release()
         self._round = None
         self._copies = ()
+
+
+class GradientRound:
+    """The rounds of one model's gradients, one after another; after each, they are means over the group.
+
+    Where the strategy is monitored squares are reduced too, in buckets of the same layouts.
+    """
+
+    def __init__(self, session: TrainingSession, layouts: Sequence[BucketLayout]) -> None:
+        self.is_open = False
+        """From the first gradient of a backward pass to its end."""
+        self.has_unshared = False
+        """Some came while it was paused, and no round has followed."""
+        self.has_shared = False
+        """A round has ended since the last step."""
+        self.error: BaseException | None = None
+        """What the last round ended in."""
+        self._session = session
+        self._group = session.group
+        self._is_on_device = session.device.type != "cpu"
+        self._number = 0
+        self._num_started = 0
+        self._buckets = [GroupBucket(layout, session.empty) for layout in layouts]
+        self._monitors = session.strategy.gradient_monitors
+        self._squares = [
+            GroupBucket(layout, session.empty) for layout in layouts if self._monitors is not None
+        ]
+        self._places = {
+            bucket: [
+                _Place(each, bucket, number) for number, each in enumerate(layout.pick(session.trainable))
+            ]
+            for bucket, layout in zip(self._buckets, layouts, strict=True)
+        }
+        self._place_of: dict[torch.Tensor, _Place] = {
+            place.parameter: place for places in self._places.values() for place in places
+        }
+
+    def ready(self, parameter: torch.Tensor) -> None:
+        """Takes a gradient that backward has just computed, and reduces the buckets that are full."""
+        if not self.is_open and not self.begin():
+            return
+        place = self._place_of[parameter]
+        if place.last_round == self._number:
+            self._begin_again()
+        place.last_round = self._number
+        place.take(parameter.grad)
+        bucket = place.bucket
+        bucket.num_missing -= 1
+        try:
+            if not bucket.num_missing:
+                self._start_full()
+            if self._num_started:
+                self._group.progress()
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def begin(self) -> bool:
+        """Begins a round at the first gradient of a backward pass; False when that is not to be shared."""
+        if self._session.is_accumulating:
+            self.has_unshared = True
+            return False
+        self.is_open = True
+        self.error = None
+        self._number += 1
+        self._num_started = 0
+        for bucket in self._buckets:
+            bucket.num_missing = len(bucket.views)
+        at_end_of_backward(partial(self._attempt_end, self._number))
+        if self._is_on_device:
+            announce(self._group, len(self._buckets) + len(self._squares))
+        return True
+
+    def has_foreign(self) -> bool:
+        """Tells whether there are gradients that no round has left there."""
+        return any(
+            place.parameter.grad is not None and place.parameter.grad is not place.view
+            for place in self._place_of.values()
+        )
+
+    def release(self) -> None:
+        """Moves gradients back into private memory."""
+        for place in self._place_of.values():
+            if place.parameter.grad is place.view:
+                place.parameter.grad = place.view.clone()
+
+    def _begin_again(self) -> None:
+        """At a gradient that is ready for the second time; UsageError when that cannot be mended."""
+        if self._num_started:
+            raise UsageError(
+                "a parameter's gradient was ready twice in one backward pass.",
+                cause="a parameter inside and outside of a reentrant checkpoint, or an earlier backward pass "
+                "that raised.",
+                next_step="checkpoint with use_reentrant=False; after an exception, leave the loop.",
+            )
+        self.begin()
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends the round without a result."""
+        self.error = error
+        self.is_open = False
+        for bucket in (*self._buckets, *self._squares):
+            bucket.handle = None
+
+    def _start_full(self) -> None:
+        """Reduces the buckets that are full, up to the first that is not."""
+        while self._num_started < len(self._buckets):
+            bucket = self._buckets[self._num_started]
+            if bucket.num_missing:
+                return
+            bucket.flags.fill_(1)
+            self._start(bucket)
+
+    def _start(self, bucket: GroupBucket) -> None:
+        if self._squares:
+            square = self._squares[self._num_started]
+            torch.mul(bucket.memory, bucket.memory, out=square.memory)
+            square.handle = self._group.all_reduce(square.memory)
+        bucket.handle = self._group.all_reduce(bucket.memory)
+        self._num_started += 1
+
+    def _attempt_end(self, number: int) -> None:
+        self._session.attempt(partial(self._end, number))
+
+    def _end(self, number: int) -> None:
+        """Of the backward pass in which a round began; it may have ended with a pass inside, or failed."""
+        if not self.is_open or number != self._number:
+            return
+        try:
+            unused = self._start_rest() if self._num_started < len(self._buckets) else []
+            num_members = 0 if self._monitors is None else len(self._group.members)
+            for bucket in (*self._buckets, *self._squares):
+                assert bucket.handle is not None, "a bucket that was never started"
+                bucket.handle.wait()
+                bucket.handle = None
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self.is_open = False
+        self.has_unshared = False
+        self.has_shared = True
+        # all flags of a bucket at once: to look at one is to wait for a GPU
+        flags = {bucket: bucket.flags.tolist() for bucket in dict.fromkeys(place.bucket for place in unused)}
+        for place in unused:
+            if flags[place.bucket][place.number] != 0:
+                place.parameter.grad = place.view
+        if self._monitors is not None:
+            pairs = zip(self._buckets, self._squares, strict=True)
+            self._monitors.observe_buckets(
+                [(mean.views, square.views) for mean, square in pairs], num_members
+            )
+
+    def _start_rest(self) -> list[_Place]:
+        """Reduces what was not started, unused parameters included; gives those without any gradient."""
+        if self._is_on_device:
+            self._session.finite.sharing()
+        without = []
+        rest = self._buckets[self._num_started :]
+        for bucket in rest:
+            places = self._places[bucket]
+            if self._is_on_device and bucket.fill([place.parameter.grad for place in places]):
+                for place in places:
+                    place.parameter.grad = place.view
+                continue
+            bucket.flags.fill_(1)
+            for place in places:
+                if place.last_round == self._number:
+                    continue
+                if place.parameter.grad is None:
+                    place.view.zero_()
+                    bucket.flags[place.number] = 0
+                    without.append(place)
+                else:
+                    place.take(place.parameter.grad)
+        for bucket in rest:
+            self._start(bucket)
+        return without
+
+
+class _Place:
+    """One parameter's place in a bucket; `last_round` is the last one that it was ready for."""
+
+    __slots__ = ("bucket", "last_round", "number", "parameter", "view")
+
+    def __init__(self, parameter: nn.Parameter, bucket: GroupBucket, number: int) -> None:
+        self.parameter = parameter
+        self.bucket = bucket
+        self.number = number
+        self.view = bucket.views[number]
+        self.last_round = -1
+
+    def take(self, gradient: torch.Tensor | None) -> None:
+        """Copies a gradient in, unless it is there already."""
+        view = self.view
+        if gradient is view or gradient is None:
+            return
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        copy_into(view, gradient.detach() if gradient.requires_grad else gradient)
+        self.parameter.grad = view
+
+
+class GroupBucket:
+    """Flat memory of the group with views for some tensors and, at its end, a flag for each of them."""
+
+    handle: Handle[torch.Tensor] | None
+    """Of the reduction under way."""
+
+    def __init__(self, layout: BucketLayout, allocate: Allocate) -> None:
+        self.num_missing = 0
+        self.handle = None
+        dtype = DTYPES[layout.dtype]
+        real = dtype.to_real()
+        flags = BucketSlot(-1, TensorSpec(layout.dtype, (len(layout.slots),)), layout.size_bytes)
+        layout = msgspec.structs.replace(
+            layout, slots=(*layout.slots, flags), size_bytes=flagged_bytes(layout)
+        )
+        self.memory = allocate(layout.size_bytes // real.itemsize, real)
+        bucket = Bucket(layout, memory=self.memory)
+        *self.views, self.flags = bucket.views
+        self._ones = torch.ones_like(self.flags)
+
+    def fill(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Copies all gradients by one operation of a device, and sets all flags; False if one is missing."""
+        given = []
+        for gradient, view in zip(gradients, self.views, strict=True):
+            if gradient is None or gradient is view or gradient.layout is not torch.strided:
+                return False
+            given.append(gradient.detach() if gradient.requires_grad else gradient)
+        # not documented, but torch's optimizers write all their parameters by such operations
+        torch._foreach_copy_([*self.views, self.flags], [*given, self._ones])
+        return True
+
+
+def flagged_bytes(layout: BucketLayout) -> int:
+    """The size of a bucket that has a flag for each of its tensors at its end."""
+    flags_bytes = len(layout.slots) * DTYPES[layout.dtype].itemsize
+    return layout.size_bytes - (-flags_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -16,33 +17,31 @@ from torch import nn
 
 from shoal.core import Deadline
 from shoal.group import Group, Handle
+from shoal.group.functions import others
 from shoal.tensors import ALIGNMENT_BYTES, Bucket, BucketLayout, local_part
 from shoal.tensors.codecs import Codec, Encoded, ErrorFeedback, codec_from_name, decode, read_meta
 from shoal.tensors.memory import bytes_of, tensor_over
 from shoal.topology import Weights
 
+T = TypeVar("T")
 _HEAD = struct.Struct("<Q")
 PACK_BYTES = 64 * 2**20
 """Of one operation: few of them, and little memory beside the model."""
 
 
 def start_mean(group: Group, tensor: torch.Tensor) -> Handle[torch.Tensor]:
-    """Starts a mean in place, over the members that are there; on one machine others' bits may differ.
-
-    Over several machines one worker of each sends, once, and all get equal bits.
-    """
-    if group.num_machines > 1:
+    """Starts a mean in place, over the members that are there; on one machine others' bits may differ."""
+    if group.num_machines > 1:  # one worker of each sends, once, and all get equal bits
         return group.all_reduce(tensor)
-    others = [rank for rank in group.members if rank != group.rank]
-    return group.exchange(tensor, Weights.uniform(others, others))
+    peers = others(group)
+    return group.exchange(tensor, Weights.uniform(peers, peers))
 
 
 def start_copy(group: Group, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
     """In place, from `root`; who finds it gone keeps what it has, so that its loss ends nothing."""
     if group.rank != root:
         return group.exchange(tensor, Weights(0.0, {root: 1.0}, {}))
-    others = [rank for rank in group.members if rank != root]
-    return group.exchange(tensor, Weights(1.0, {}, dict.fromkeys(others, 1.0)))
+    return group.exchange(tensor, Weights(1.0, {}, dict.fromkeys(others(group), 1.0)))
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
@@ -50,23 +49,31 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def packed(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Bucket, list[torch.Tensor]]]:
-    """Copies of the tensors in a few buckets of private memory, each with the tensors that it copies.
+def packed(
+    tensors: Sequence[torch.Tensor], device: torch.device | str = "cpu"
+) -> Iterator[tuple[Bucket, list[torch.Tensor]]]:
+    """Copies the tensors into a few buckets of private memory, each with the tensors that it copies.
 
     Complex ones as real ones with one dimension more. A bucket is filled when it is asked for.
     """
     tensors = list(map(as_real, tensors))
     for layout in BucketLayout.plan(tensors, max_bytes=PACK_BYTES):
-        bucket = Bucket(layout)
+        bucket = Bucket(layout, device=device)
         members = layout.pick(tensors)
         bucket.load(members)
         yield bucket, members
 
 
+def packed_on_devices(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Bucket, list[torch.Tensor]]]:
+    """Packs tensors of each device together, in memory of that device: a GPU is not waited for."""
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        yield from packed([tensor for tensor in tensors if tensor.device == device], device)
+
+
 def average(group: Group, tensors: Sequence[torch.Tensor]) -> None:
     """Makes tensors of the same shapes and dtypes on all members their means over them. Collective."""
     with torch.no_grad():
-        for bucket, members in packed(tensors):
+        for bucket, members in packed_on_devices(tensors):
             start_mean(group, bucket.flat).wait()
             bucket.store(members)
 
@@ -113,7 +120,7 @@ def copy_buffers(group: Group, model: nn.Module) -> None:
     buffers = list(model.buffers())
     with torch.no_grad():
         carriers = [buffer if has_mean(buffer) else buffer.double() for buffer in buffers]
-        for bucket, members in packed(carriers):
+        for bucket, members in packed_on_devices(carriers):
             start_copy(group, bucket.flat).wait()
             bucket.store(members)
         for buffer, carrier in zip(buffers, carriers, strict=True):
@@ -133,24 +140,25 @@ def consensus_distance(group: Group, parameters: Sequence[torch.Tensor]) -> floa
 
 
 def make_codec(name: str, rank: int, *, has_feedback: bool = True) -> Codec | None:
-    """The codec of this name, with error feedback if it should have it; None for 'none'.
-
-    It rounds by the rank, so that errors of stochastic rounding cancel in a mean over the workers.
-    """
+    """Makes the codec of this name, with error feedback if it should have it; None for 'none'."""
     if name.strip().lower() == "none":
         return None
     codec = codec_from_name(name)
-    codec.reseed(rank)
+    codec.reseed(rank)  # so that errors of stochastic rounding cancel in a mean over the workers
     return ErrorFeedback(codec) if has_feedback else codec
 
 
 def start_coded_mean(group: Group, tensor: torch.Tensor, codec: Codec, slot: str) -> Handle[torch.Tensor]:
-    """In place, over the members that are there; equal bits on all. Collective.
+    """Starts an encoded mean in place, of equal bits on all; `slot` names it to the codec. Collective."""
 
-    `slot` names the tensor among those that the codec keeps the rests of.
-    """
-    packed = to_bytes(codec.encode(tensor, slot))
-    return _CodedMean(group.all_gather(packed), tensor)
+    def finish(parts: list[torch.Tensor]) -> torch.Tensor:
+        size_bytes = tensor.numel() * tensor.element_size()
+        tensor.copy_(decode(from_bytes(parts[0]), size_bytes))
+        for part in parts[1:]:
+            tensor.add_(decode(from_bytes(part), size_bytes))
+        return tensor.mul_(1 / len(parts))
+
+    return Continued(group.all_gather(to_bytes(codec.encode(tensor, slot))), finish)
 
 
 def to_bytes(encoded: Encoded) -> torch.Tensor:
@@ -185,25 +193,25 @@ def from_bytes(packed: torch.Tensor) -> Encoded:
     return Encoded(read_meta(meta), buffers)
 
 
-class _CodedMean(Handle[torch.Tensor]):
-    def __init__(self, gathered: Handle[list[torch.Tensor]], into: torch.Tensor) -> None:
-        self._gathered: Handle[list[torch.Tensor]] | None = gathered
-        self._into = into
+class Continued(Handle[T]):
+    """An operation whose result is made of that of another one, when it is first asked for."""
 
-    def wait(self, deadline: Deadline | None = None) -> torch.Tensor:
-        if self._gathered is not None:
-            parts = self._gathered.wait(deadline)
-            into = self._into
-            size_bytes = into.numel() * into.element_size()
-            into.copy_(decode(from_bytes(parts[0]), size_bytes))
-            for part in parts[1:]:
-                into.add_(decode(from_bytes(part), size_bytes))
-            into.mul_(1 / len(parts))
-            self._gathered = None
-        return self._into
+    _result: T
+
+    def __init__(self, first: Handle[Any], finish: Callable[[Any], T]) -> None:
+        self._first: Handle[Any] | None = first
+        self._finish = finish
+
+    def wait(self, deadline: Deadline | None = None) -> T:
+        """Gives the result, made of the other one's once that is there."""
+        if self._first is not None:
+            self._result = self._finish(self._first.wait(deadline))
+            self._first = None
+        return self._result
 
     def is_done(self) -> bool:
-        return self._gathered is None or self._gathered.is_done()
+        """Tells whether the other one is over."""
+        return self._first is None or self._first.is_done()
 
 
 def _aligned(size: int) -> int:

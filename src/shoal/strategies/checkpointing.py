@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Loaders = Sequence[ShardedLoader[Any]]
+Fail = Callable[[str], CheckpointError]
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,9 @@ class RunCheckpoints:
         strategy = session.strategy
         strategy.before_saving(session)
         model, optimizer = strategy.common_model(session), strategy.common_optimizer(session)
-        contents = _contents(session, model, optimizer, strategy.state_dict(), loaders)
+        contents = replace(
+            _own_contents(session, strategy.state_dict(), loaders), model=model, optimizer=optimizer
+        )
         group, step = still_there(session.group), session.steps
         first, fail = group.members[0], functools.partial(_failed, folder)
         name = _on_first(group, first, lambda: CheckpointWriter.begin(folder, step).staging.name, fail)
@@ -212,14 +215,10 @@ class RunCheckpoints:
                 log.info("saved step %d in %s", step, path)
 
     def _save_last(self, session: TrainingSession, folder: Path) -> Path | None:
-        """The checkpoint, if this worker is the last to end, or the first where not all see the folder.
-
-        A part that a lost worker would have left is not waited for.
-        """
+        """The checkpoint, if this worker is the last to end, or the first where not all see the folder."""
         kept, group, strategy = self._kept, session.group, session.strategy
         assert kept is not None
-        model, optimizer = own_model(session.model), session.optimizer.state_dict()
-        contents = _contents(session, model, optimizer, strategy.state_at_end(), None)
+        contents = _own_contents(session, strategy.state_at_end(), None)
         try:
             parts = _leave_part(group, kept, contents, session.steps)
             if not parts:
@@ -257,17 +256,13 @@ def _part_name(rank: int) -> str:
     return f"workers/rank-{rank}"
 
 
-def _contents(
-    session: TrainingSession,
-    model: Mapping[str, torch.Tensor],
-    optimizer: Mapping[str, Any],
-    state: Mapping[str, Any],
-    loaders: Loaders | None,
-) -> Contents:
+def _own_contents(session: TrainingSession, state: Mapping[str, Any], loaders: Loaders | None) -> Contents:
+    """What this worker alone would write; `state` is the strategy's."""
     kept = kept_loaders(session.group) if loaders is None else KeptLoaders()
     for loader in loaders or ():
         kept.add(loader.course)
     named, has_replica = session.named_tensors, session.strategy.has_own_replica
+    model, optimizer = own_model(session.model), session.optimizer.state_dict()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     random = {**generator_states(), "cuda": cuda}
     own: dict[str, Any] = {"strategy": state, "random": random, "loaders": kept.states(), "tensors": {}}
@@ -278,7 +273,7 @@ def _contents(
             if has_replica or not isinstance(tensor, nn.Parameter)
         }
         if has_replica:
-            own["optimizer"] = session.optimizer.state_dict()
+            own["optimizer"] = optimizer
     extra = session.model.state_dict()  # what modules keep beside tensors (`get_extra_state`)
     common = {
         "strategy": state,
@@ -293,9 +288,8 @@ def _write_part(group: Group, staging: Path, contents: Contents, step: int) -> _
     if staging.is_dir():
         writer.write_state(_part_name(group.rank), contents.own)
     else:
-        log.warning(
-            "rank %d does not see %s: its own part of the checkpoint is left out.", group.rank, staging.parent
-        )
+        text = "rank %d does not see %s: its own part of the checkpoint is left out."
+        log.warning(text, group.rank, staging.parent)
     return _Part(step, contents.places, writer.files)
 
 
@@ -353,9 +347,7 @@ def _seal(
     return writer.seal(session.strategy.name, step, num_workers=group.size, files=files, num_kept=num_kept)
 
 
-def _agree(
-    group: Group, act: Callable[[], Any], fail: Callable[[str], CheckpointError] = CheckpointError
-) -> dict[int, Any]:
+def _agree(group: Group, act: Callable[[], Any], fail: Fail = CheckpointError) -> dict[int, Any]:
     """Acts, and returns what that gives on each member, by rank; where one fails, all raise."""
     value, problem = None, ""
     try:
@@ -371,9 +363,7 @@ def _agree(
     return {rank: theirs for rank, (theirs, _) in said.items()}
 
 
-def _on_first(
-    group: Group, first: int, act: Callable[[], Any], fail: Callable[[str], CheckpointError] = CheckpointError
-) -> Any:
+def _on_first(group: Group, first: int, act: Callable[[], Any], fail: Fail = CheckpointError) -> Any:
     """Acts on the first member alone, and returns on all what that gives; where it fails, all raise."""
     said = _agree(group, lambda: act() if group.rank == first else None, fail)
     if first not in said:
@@ -417,10 +407,8 @@ def _choose(group: Group, folder: Path, strategy: str) -> tuple[Path, bool] | No
     if group.rank == 0:
         log.warning(
             "No checkpoint in %s is whole for all workers: all begin with the common model and optimizer of "
-            "%s, whose common part is whole.",
-            folder,
-            newest.name,
-        )
+            "%s, whose common part is whole.", folder, newest.name,
+        )  # fmt: skip
     return newest, False
 
 
@@ -480,14 +468,11 @@ class _KeptFolder:
 
 
 def _find_kept_folder(group: Group, folder: Path | None) -> _KeptFolder | None:
-    """Reads the options of the run, and finds out which workers see the folder. Collective.
-
-    A strategy that had a `folder` in another group keeps it.
-    """
+    """Reads the options of the run, and finds out which workers see the folder. Collective."""
     options = RunOptions.from_environment()
     if options.checkpoint is None:
         return None
-    if folder is None:
+    if folder is None:  # else the strategy has had it in another group
         folder = Path(options.checkpoint)
         number = group.notes["num_kept_runs"] = group.notes.get("num_kept_runs", 0) + 1
         folder = folder if number == 1 else folder / f"strategy-{number}"
@@ -510,11 +495,7 @@ def _find_kept_folder(group: Group, folder: Path | None) -> _KeptFolder | None:
     if blind and group.rank == first:
         log.warning(
             "ranks that do not see %s as rank %d does: %s. Checkpoints there are without their own parts, "
-            "and that of a clean end is what rank %d has then.",
-            folder,
-            first,
-            ", ".join(blind),
-            first,
-        )
+            "and that of a clean end is what rank %d has then.", folder, first, ", ".join(blind), first,
+        )  # fmt: skip
     writers = [writer for _, writer in answers]
     return _KeptFolder(folder, options.checkpoint_every, staging, writers, is_common=not blind)

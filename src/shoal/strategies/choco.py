@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from shoal.group import Group, share
 from shoal.group.kernels import add_differences
 from shoal.strategies.averaging import start_copy, start_mean
 from shoal.strategies.messages import Format, Mail
-from shoal.strategies.options import ChocoOptions, StrategyOptions
+from shoal.strategies.options import ChocoOptions
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
 from shoal.tensors import Flat, private_memory
@@ -41,7 +40,7 @@ class ChocoSGD(Strategy):
 
     name = "choco"
     survives_loss = True
-    Options: ClassVar[type[StrategyOptions]] = ChocoOptions
+    Options = ChocoOptions
     options: ChocoOptions
 
     topology: Topology
@@ -148,28 +147,28 @@ class ChocoSGD(Strategy):
 
     def after_step(self, session: TrainingSession) -> None:
         """Gossips with the neighbours."""
-        if session.is_round:
-            self._gossip(session)
-
-    def _gossip(self, session: TrainingSession) -> None:
+        if not session.is_round:
+            return
         assert self._format is not None
         assert self._mail is not None
         live = session.parameters
         flat = live if live.device.type == "cpu" else live.clone(private_memory())
         own = self._public[self.group.rank]
         message = self._format.encode((flat - own).flats)
-        sends = self._mail.send(message, partial(_bytes_of, own))
+        sends = self._mail.send(message, lambda: torch.cat([each.view(torch.uint8) for each in own.flats]))
         came = self._mail.receive()
         for send in sends:
             send.wait()
         session.check_lost_peers()
         self._format.add(message, own.flats)
-        weights = self.topology.weights(self.group.rank).sources
         for source, received in came.items():
             public = self._public[source].flats
             if received.whole is not None:
-                _copy_bytes(received.whole, public)
+                wholes = torch.split(received.whole, [each.nbytes for each in public])
+                for whole, copy in zip(wholes, public, strict=True):
+                    copy.copy_(whole.clone().view(copy.dtype))
             self._format.add(received.message, public)
+        weights = self.topology.weights(self.group.rank).sources
         factors = {source: self.gamma * weights[source] for source in came}
         for index, values in enumerate(flat.flats):
             theirs = [(self._public[source].flats[index], factor) for source, factor in factors.items()]
@@ -191,12 +190,3 @@ class ChocoSGD(Strategy):
         if self._public:
             self._ended = {"public": self._public_state()}
         self._public, self._format, self._mail = {}, None, None
-
-
-def _bytes_of(flat: Flat) -> torch.Tensor:
-    return torch.cat([each.view(torch.uint8) for each in flat.flats])
-
-
-def _copy_bytes(whole: torch.Tensor, into: list[torch.Tensor]) -> None:
-    for part, flat in zip(torch.split(whole, [flat.nbytes for flat in into]), into, strict=True):
-        flat.copy_(part.clone().view(flat.dtype))

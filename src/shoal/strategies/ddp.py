@@ -15,7 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,18 +25,18 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.core.errors import ShoalError, UsageError
-from shoal.group import Group, share
+from shoal.group import Group, GroupWrapper, share
 from shoal.group.cluster.collectives import destroy_world
-from shoal.strategies.options import DDPOptions, StrategyOptions
-from shoal.strategies.session import TrainingSession, innermost
-from shoal.strategies.strategy import Strategy
+from shoal.strategies.all_reduce import GradientStrategy
+from shoal.strategies.options import DDPOptions
+from shoal.strategies.session import TrainingSession
 
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
 # torch 2.13 has given the argument another name, and warns of the old one
 _BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers"
 
 
-class TorchDDP(Strategy):
+class TorchDDP(GradientStrategy):
     """Gradients averaged by torch; its errors are torch's own, and so is what its options mean.
 
     Only forward passes of the model itself, in training with gradients, are followed by a round. With
@@ -44,7 +44,7 @@ class TorchDDP(Strategy):
     """
 
     name = "ddp"
-    Options: ClassVar[type[StrategyOptions]] = DDPOptions
+    Options = DDPOptions
     options: DDPOptions
 
     def __init__(self, group: Group | None = None, **options: Any) -> None:
@@ -61,11 +61,6 @@ class TorchDDP(Strategy):
             )
         self._module: DistributedDataParallel | None = None
         self._exit = contextlib.ExitStack()
-
-    @property
-    def shares_gradients(self) -> bool:
-        """Unless it shares parameters."""
-        return self.options.local_steps == 1
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -92,21 +87,6 @@ class TorchDDP(Strategy):
         """Whether the session copies buffers, since torch does not."""
         return self._module is None
 
-    @property
-    def has_last_round(self) -> bool:
-        """Whether it shares parameters, which is after every so many steps."""
-        return not self.shares_gradients
-
-    @property
-    def is_equal_after_round(self) -> bool:
-        """Always: a round gives all the same parameters."""
-        return True
-
-    def after_step(self, session: TrainingSession) -> None:
-        """Averages parameters, where those are shared."""
-        if not self.shares_gradients and session.is_round:
-            self.last_round(session)
-
     def last_round(self, session: TrainingSession) -> None:
         """Averages parameters."""
         if len(self.group.members) < self.group.size:
@@ -114,9 +94,6 @@ class TorchDDP(Strategy):
         world = dist.group.WORLD
         assert world is not None, "attached without torch.distributed"
         average_parameters(iter(session.trainable), world)
-
-    def average_all(self, session: TrainingSession) -> None:
-        """Does nothing: a round is one."""
 
     def finish(self, session: TrainingSession, *, should_leave: bool) -> None:
         """Waits for the others in torch's Join, where numbers of batches may differ."""
@@ -184,10 +161,7 @@ def _routed(model: nn.Module, module: DistributedDataParallel) -> Iterator[None]
 
 def wrap(model: nn.Module, options: DDPOptions, *, should_start_equal: bool) -> DistributedDataParallel:
     """Torch's wrapper around a model, in the process group that is open."""
-    settings: dict[str, Any] = {
-        _BUFFERS: options.should_broadcast_buffers,
-        "init_sync": should_start_equal,
-    }
+    settings: dict[str, Any] = {_BUFFERS: options.should_broadcast_buffers, "init_sync": should_start_equal}
     return DistributedDataParallel(
         model,
         bucket_cap_mb=options.bucket_mib,
@@ -229,7 +203,10 @@ def _backend(group: Group, device: torch.device) -> str:
 @contextlib.contextmanager
 def _store(group: Group) -> Iterator[Any]:
     """Where torch's workers find each other: the group's own store over machines, else a file."""
-    common = getattr(innermost(group), "torch_store", None)
+    inner = group
+    while isinstance(inner, GroupWrapper):
+        inner = inner.inner
+    common = getattr(inner, "torch_store", None)
     if common is not None:
         name = share(group, secrets.token_hex(8))[0]
         yield dist.PrefixStore(f"ddp-{name}", common)  # type: ignore[attr-defined]

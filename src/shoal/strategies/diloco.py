@@ -6,12 +6,12 @@ on, in fewer bits. The outer step is taken in a group of one as well.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from shoal.core.errors import UsageError
 from shoal.group import Group
 from shoal.strategies.averaging import make_codec
-from shoal.strategies.options import DiLoCoOptions, StrategyOptions
+from shoal.strategies.options import DiLoCoOptions
 from shoal.strategies.outer_step import TAKE_MEAN, OuterRule, OuterStep, split
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
@@ -24,20 +24,32 @@ class DiLoCo(Strategy):
     Fragment f of F is sent after step `local_steps · (f + 1) / F` of each period, and its outer step is taken
     `overlap_steps` later. The user's optimizer keeps its state throughout. Buffers are averaged once a
     period. Goes on without a lost peer, except with a codec and several machines while an average is under
-    way. The price without a codec: each worker sends its parameters to each worker of other machines.
+    way.
     """
 
     name = "diloco"
     survives_loss = True
+    has_last_round = True  # fragments that take turns, or are mixed, differ even right after an outer step
     works_alone = True
     trains_shards = True
     common_state = ("fragments",)
-    Options: ClassVar[type[StrategyOptions]] = DiLoCoOptions
+    Options = DiLoCoOptions
     options: DiLoCoOptions
 
     def __init__(self, group: Group | None = None, **options: Any) -> None:
         super().__init__(group, **options)
-        _check(self.options)
+        num_fragments, num_steps = self.options.fragments, self.options.local_steps
+        if num_fragments > num_steps:
+            raise UsageError(
+                f"{num_fragments} fragments cannot take turns in {num_steps} local steps.",
+                next_step="take fewer fragments, or more local steps.",
+            )
+        if self.options.overlap_steps >= num_steps:
+            raise UsageError(
+                f"a fragment that is under way for {self.options.overlap_steps} steps is not back when it is "
+                f"sent again, after {num_steps}.",
+                next_step="take fewer overlap_steps, or more local_steps.",
+            )
         rank, has_feedback = self.group.rank, self.options.error_feedback
         self.codec = make_codec(self.options.codec, rank, has_feedback=has_feedback)
         self.fragments: list[OuterStep] = []
@@ -79,11 +91,6 @@ class DiLoCo(Strategy):
             session.average_buffers()
 
     @property
-    def has_last_round(self) -> bool:
-        """Always: fragments that take turns, or are mixed, differ even right after their outer steps."""
-        return True
-
-    @property
     def is_equal_after_round(self) -> bool:
         """Whether all fragments step at once, and nothing of a worker's own stays."""
         options = self.options
@@ -102,17 +109,3 @@ class DiLoCo(Strategy):
         for fragment in self.fragments:
             if fragment.due is not None:
                 fragment.step(self._rule)
-
-
-def _check(options: DiLoCoOptions) -> None:
-    if options.fragments > options.local_steps:
-        raise UsageError(
-            f"{options.fragments} fragments cannot take turns in {options.local_steps} local steps.",
-            next_step="take fewer fragments, or more local steps.",
-        )
-    if options.overlap_steps >= options.local_steps:
-        raise UsageError(
-            f"a fragment that is under way for {options.overlap_steps} steps is not back when it is sent "
-            f"again, after {options.local_steps}.",
-            next_step="take fewer overlap_steps, or more local_steps.",
-        )

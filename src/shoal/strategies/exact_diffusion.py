@@ -13,17 +13,12 @@ decentralised data (Tang, Lian, Yan, Zhang, Liu 2018, algorithm 1).
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-import torch
-
 from shoal.core.errors import UsageError
-from shoal.group import Group, Handle
-from shoal.strategies.options import D2Options, StrategyOptions, SymmetricOptions
+from shoal.strategies.neighbor import ExchangeStrategy
+from shoal.strategies.options import D2Options, SymmetricOptions
 from shoal.strategies.session import TrainingSession
-from shoal.strategies.strategy import Strategy
-from shoal.tensors import Flat, ParameterBuffers
-from shoal.topology import Topology, make_topology_on
+from shoal.tensors import Flat
+from shoal.topology import Topology, Weights
 from shoal.topology.requirements import lazier, require_symmetric, smallest_eigenvalue
 
 _LIMIT = -1 / 3
@@ -31,7 +26,7 @@ _AIM = -1 / 4
 """The smallest eigenvalue, when it is chosen: near −1/3 a disagreement takes long to die out."""
 
 
-class ExactDiffusion(Strategy):
+class ExactDiffusion(ExchangeStrategy):
     """`φ_i = opt(x_i, g_i) + c_i`, then `x_i ← φ_i + d_i`, `c_i ← c_i + d_i`, from c_i = 0 on.
 
     `d_i = Σ_j W_ij (φ_j − φ_i)`, with (I + W)/2 for W, which suits every static symmetric topology. With
@@ -45,33 +40,25 @@ class ExactDiffusion(Strategy):
     """
 
     name = "exact-diffusion"
-    Options: ClassVar[type[StrategyOptions]] = SymmetricOptions
+    Options = SymmetricOptions
     options: SymmetricOptions
-    topology: Topology
     correction: Flat
-    _buffers: ParameterBuffers
     _stepped: Flat
 
-    def set_group(self, group: Group) -> None:
-        """Makes a topology whose matrix fits the method's proof."""
-        super().set_group(group)
-        topology = make_topology_on(self.options.topology, group.size, group.num_machines)
-        require_symmetric(topology, self.name)
-        self.topology = self.fit(topology)
-
     def fit(self, topology: Topology) -> Topology:
-        """Makes the mixing matrix as lazy as the method needs it."""
+        """Makes a symmetric mixing matrix as lazy as the method's proof needs it."""
+        require_symmetric(topology, self.name)
         return lazier(topology, 0.5)
+
+    def round_weights(self, session: TrainingSession) -> Weights:
+        """Gives those of `Σ_j W_ij (x_j − x_i)`: what mixing would change."""
+        return super().round_weights(session).differences()
 
     def start(self, session: TrainingSession) -> None:
         """Begins with corrections of zero."""
-        self._buffers = session.hold_parameters(2)
+        super().start(session)
         self.correction = self._buffers.live.zeros_like()
         self._stepped = self._buffers.live.zeros_like()
-
-    def before_step(self, session: TrainingSession) -> None:
-        """Looks for lost peers."""
-        session.check_lost_peers()
 
     def after_step(self, session: TrainingSession) -> None:
         """Corrects, then combines."""
@@ -94,9 +81,7 @@ class ExactDiffusion(Strategy):
             raise
 
     def _combine(self, session: TrainingSession) -> None:
-        for handle in start_differences(session, self._buffers, self.topology):
-            handle.wait()
-        session.check_lost_peers()
+        session.wait_for(self._start_round(session))
         self.correction += self._buffers.spare
         self._buffers.spare.add_(self._buffers.live)
         self._buffers.swap()
@@ -114,11 +99,12 @@ class D2(ExactDiffusion):
     """
 
     name = "d2"
-    Options: ClassVar[type[StrategyOptions]] = D2Options
+    Options = D2Options
     options: D2Options
 
     def fit(self, topology: Topology) -> Topology:
         """Lifts the eigenvalues as far as needed, or as the option says."""
+        require_symmetric(topology, self.name)
         smallest = smallest_eigenvalue(topology)
         laziness = self.options.laziness
         least = max(0.0, (_AIM - smallest) / (1 - smallest)) if smallest < _AIM else 0.0
@@ -131,12 +117,3 @@ class D2(ExactDiffusion):
                 next_step=f"take laziness={least:.2g} or leave it out; full, star and odd rings need none.",
             )
         return lazier(topology, laziness)
-
-
-def start_differences(
-    session: TrainingSession, buffers: ParameterBuffers, topology: Topology
-) -> list[Handle[torch.Tensor]]:
-    """Starts to fill the spare buffer with `Σ_j W_ij (x_j − x_i)`: what mixing would change."""
-    buffers.adopt()
-    weights = topology.weights(session.group.rank, session.strategy.rounds).differences()
-    return [session.group.exchange(live, weights, out=spare) for live, spare in buffers.pairs]

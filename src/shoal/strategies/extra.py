@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-import torch
-
 from shoal.core.errors import UsageError
-from shoal.group import Group, Handle
-from shoal.strategies.exact_diffusion import start_differences
-from shoal.strategies.options import StrategyOptions, SymmetricOptions
+from shoal.strategies.neighbor import ExchangeStrategy
+from shoal.strategies.options import SymmetricOptions
 from shoal.strategies.session import TrainingSession
-from shoal.strategies.strategy import Strategy
-from shoal.tensors import Flat, ParameterBuffers
-from shoal.topology import Topology, make_topology_on
+from shoal.tensors import Flat
+from shoal.topology import Topology, Weights
 from shoal.topology.requirements import SYMMETRIC, require_symmetric, smallest_eigenvalue
 
 
-class Extra(Strategy):
+class Extra(ExchangeStrategy):
     """`x_i ← opt(x_i + d_i − e_i, g_i)` and `e_i ← e_i − d_i/2`, at first 0; `d_i = Σ_j W_ij (x_j − x_i)`.
 
     On the right are the old parameters, and g_i is taken there; the exchange goes on during backward. With
@@ -29,37 +23,31 @@ class Extra(Strategy):
     """
 
     name = "extra"
-    Options: ClassVar[type[StrategyOptions]] = SymmetricOptions
+    is_overlapped = True
+    Options = SymmetricOptions
     options: SymmetricOptions
-    topology: Topology
     correction: Flat
     """e, which sums to zero over the workers."""
-    _buffers: ParameterBuffers
-    _under_way: list[Handle[torch.Tensor]] | None
 
-    def set_group(self, group: Group) -> None:
-        """Makes a topology whose matrix fits the method's proof."""
-        super().set_group(group)
-        self.topology = make_topology_on(self.options.topology, group.size, group.num_machines)
-        require_symmetric(self.topology, self.name)
-        if smallest_eigenvalue(self.topology) < -1 + 1e-6:
+    def fit(self, topology: Topology) -> Topology:
+        """Takes a topology whose matrix fits the method's proof."""
+        require_symmetric(topology, self.name)
+        if smallest_eigenvalue(topology) < -1 + 1e-6:
             raise UsageError(
-                f"extra needs eigenvalues above −1, and '{self.topology.name}' has −1.",
+                f"extra needs eigenvalues above −1, and '{topology.name}' has −1.",
                 cause="its workers keep nothing of their own parameters, and swap for ever.",
                 next_step=f"give them weights of their own, or take {SYMMETRIC}.",
             )
+        return topology
+
+    def round_weights(self, session: TrainingSession) -> Weights:
+        """Gives those of d."""
+        return super().round_weights(session).differences()
 
     def start(self, session: TrainingSession) -> None:
         """Begins with a correction of zero."""
-        self._buffers = session.hold_parameters(2)
+        super().start(session)
         self.correction = self._buffers.live.zeros_like()
-        self._under_way = None
-
-    def after_forward(self, session: TrainingSession) -> None:
-        """Starts the round, which goes on during backward."""
-        if session.is_round and not session.is_accumulating and self._under_way is None:
-            self._under_way = start_differences(session, self._buffers, self.topology)
-            self._buffers.mark()
 
     def before_step(self, session: TrainingSession) -> None:
         """Combines and corrects; the optimizer steps from there."""
@@ -75,9 +63,7 @@ class Extra(Strategy):
         """`x + d − share·e` with the old e, and e − d/2."""
         handles, self._under_way = self._under_way, None
         is_written = handles is not None and self._buffers.is_written()
-        for handle in handles or start_differences(session, self._buffers, self.topology):
-            handle.wait()
-        session.check_lost_peers()
+        session.wait_for(handles or self._start_round(session))
         spare = self._buffers.spare
         self.correction.sub_(spare, alpha=0.5)
         spare.mul_(1 - share / 2).sub_(self.correction, alpha=share).add_(self._buffers.live)

@@ -8,17 +8,14 @@ combines y alone. In the papers y begins as g; here it is mixed before its first
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from shoal.core.errors import UsageError
-from shoal.group import Group
-from shoal.strategies.exchange import ExchangeStrategy
-from shoal.strategies.options import MixOptions, StrategyOptions
+from shoal.strategies.neighbor import ExchangeStrategy
+from shoal.strategies.options import MixOptions
 from shoal.strategies.session import TrainingSession
 from shoal.tensors import Flat
-from shoal.topology import Topology, Weights, make_topology_on
+from shoal.topology import Topology
 from shoal.topology.requirements import require_doubly_stochastic
 
 
@@ -35,23 +32,17 @@ class GradientTracking(ExchangeStrategy):
     """
 
     name = "gradient-tracking"
-    Options: ClassVar[type[StrategyOptions]] = MixOptions
+    Options = MixOptions
     options: MixOptions
-    topology: Topology
     tracker: Flat
     gradient: Flat
     """The last gradient of this worker that counted."""
     _mixed: Flat
 
-    def set_group(self, group: Group) -> None:
-        """Makes a topology whose matrices are doubly stochastic."""
-        super().set_group(group)
-        self.topology = make_topology_on(self.options.topology, group.size, group.num_machines)
-        require_doubly_stochastic(self.topology, self.name)
-
-    def round_weights(self, session: TrainingSession) -> Weights:
-        """Gives the topology's."""
-        return self.topology.weights(session.group.rank, self.rounds)
+    def fit(self, topology: Topology) -> Topology:
+        """Takes a topology whose matrices are doubly stochastic."""
+        require_doubly_stochastic(topology, self.name)
+        return topology
 
     def start(self, session: TrainingSession) -> None:
         """Begins with trackers of zero, in memory of the group."""
@@ -70,7 +61,9 @@ class GradientTracking(ExchangeStrategy):
             )
         # by what gradients are multiplied still, where a GradScaler leaves that to a fused optimizer
         scale: torch.Tensor | None = getattr(session.optimizer, "grad_scale", None)
-        if _are_gradients_finite(session):
+        gradients = [parameter.grad for parameter in session.trainable if parameter.grad is not None]
+        dense = (each.to_dense() if each.is_sparse else each for each in gradients)
+        if not session.is_void and all(bool(each.isfinite().all()) for each in dense):
             self._follow_gradients(session, scale)
         elif not session.is_void:
             session.finite.refused(self.steps, "Its last gradient counts instead.")
@@ -107,9 +100,7 @@ class GradientTracking(ExchangeStrategy):
 
     def _mix_trackers(self, session: TrainingSession) -> None:
         flats = zip(self.tracker.flats, self._mixed.flats, strict=True)
-        for handle in [self.exchange(session, own, out) for own, out in flats]:
-            handle.wait()
-        session.check_lost_peers()
+        session.wait_for([self.exchange(session, own, out) for own, out in flats])
         self.tracker, self._mixed = self._mixed, self.tracker
 
     def _hand_out(self, session: TrainingSession, scale: torch.Tensor | None) -> None:
@@ -124,10 +115,3 @@ class GradientTracking(ExchangeStrategy):
                     gradient = parameter.grad = tracker.clone()
                 if gradient is not None and scale is not None:
                     gradient.mul_(scale)
-
-
-def _are_gradients_finite(session: TrainingSession) -> bool:
-    if session.is_void:
-        return False
-    gradients = [parameter.grad for parameter in session.trainable if parameter.grad is not None]
-    return all(bool((each.to_dense() if each.is_sparse else each).isfinite().all()) for each in gradients)

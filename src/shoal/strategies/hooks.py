@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from shoal.core.errors import UsageError
 
@@ -27,13 +28,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _NUM_ALIKE = 3
 """After so many steps alike one hook stands for all."""
-
-
-class Removable(Protocol):
-    """What torch gives for a hook."""
-
-    def remove(self) -> None:
-        """Takes the hook off."""
 
 
 class Hook:
@@ -77,7 +71,8 @@ class LoopHooks:
         self._model = session.model
         self._optimizer = session.optimizer
         self._trainable = session.trainable
-        self._hooks: list[Removable] = []
+        self._hooks: list[RemovableHandle] = []
+        self._step_hooks: list[RemovableHandle] = []
         self._rates: list[Any] = []
         """The user's learning rates, while a step runs with others."""
         self.has_closure = False
@@ -85,7 +80,7 @@ class LoopHooks:
         self._is_simple: bool | None = None
         """Whether each step until now had one forward and one backward pass; None before the first."""
         self._has_warned = False
-        self._watches: dict[nn.Parameter, Removable] = {}
+        self._watches: dict[nn.Parameter, RemovableHandle] = {}
         """The hooks of parameters on a GPU."""
         self._first_accumulated: torch.Tensor | None = None
         """The parameter whose gradient came first in the last backward pass."""
@@ -109,31 +104,32 @@ class LoopHooks:
         self._is_tried = False
         """A step was called for the last backward pass, and has raised or is under way."""
 
-    def add(self, hook: Removable) -> None:
-        """Adds a hook that is removed with the others."""
-        self._hooks.append(hook)
-
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
         """Calls a hook, inside backward, each time that a parameter's `.grad` has got its new value."""
-        self.add(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def listen(self) -> None:
-        """Registers the hooks."""
-        self.add(self._optimizer.register_step_pre_hook(self._before_step))
-        self.add(self._optimizer.register_step_post_hook(self._after_step))
+        """Registers the hooks; those of the optimizer once, since they may be running."""
+        if not self._step_hooks:
+            self._step_hooks = [
+                self._optimizer.register_step_pre_hook(self._before_step),
+                self._optimizer.register_step_post_hook(self._after_step),
+            ]
         if self._session.is_alone:
             return
         # before FSDP2's own hook, which would wait for a lost worker
         is_first = self._session.is_sharded
-        self.add(self._model.register_forward_pre_hook(Hook(self._before_forward), prepend=is_first))
+        self._hooks.append(
+            self._model.register_forward_pre_hook(Hook(self._before_forward), prepend=is_first)
+        )
         if self._session.hears_forward:
-            self.add(self._model.register_forward_hook(Hook(self._after_forward)))
+            self._hooks.append(self._model.register_forward_hook(Hook(self._after_forward)))
         if self._session.device.type != "cpu" or self._session.is_sharded:
             # FSDP2 sets gradients itself, and calls no other hook of the parameters
             self._watch_on_device()
             return
         for parameter in self._trainable:
-            self.add(parameter.register_hook(self._before_accumulation))  # type: ignore[no-untyped-call]
+            self._hooks.append(parameter.register_hook(self._before_accumulation))  # type: ignore[no-untyped-call]
             self.on_accumulated(parameter, self._after_accumulation)
             if self._session.hears_gradients:
                 self.on_accumulated(parameter, self._session.gradient_ready)
@@ -157,6 +153,13 @@ class LoopHooks:
 
     def remove(self) -> int:
         """Takes the hooks off, and forgets what they have seen; how many skipped steps were still owed."""
+        for hook in self._step_hooks:
+            hook.remove()
+        self._step_hooks.clear()
+        return self.pause()
+
+    def pause(self) -> int:
+        """Takes all hooks off but those of the optimizer, which may be running, and forgets what they saw."""
         num_missed = self._num_missed + self._has_backward
         for hook in (*self._hooks, *self._watches.values()):
             hook.remove()
@@ -189,18 +192,18 @@ class LoopHooks:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._restore_rates()
         self._is_simple = self._is_simple is not False and not self._is_between and not self.has_closure
-        self._has_backward = self._is_seen = self._is_stepping = self._is_between = False
-        self._is_tried = False
-        is_watching_all = len(self._watches) > 1 and not self._session.shares_gradients
-        if is_watching_all and self._num_alike >= 0:
+        self._has_backward = self._is_seen = self._is_stepping = False
+        self._is_between = self._is_tried = False
+        if len(self._watches) > 1 and self._num_alike >= 0 and not self._session.shares_gradients:
             self._thin_out()
         self._session.step_ended()
 
     def _restore_rates(self) -> None:
         """Also after a step that raised, for which there is no hook."""
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=False):
-            group["lr"] = rate
-        self._rates = []
+        if self._rates:
+            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=False):
+                group["lr"] = rate
+            self._rates = []
 
     def _require_unsettled(self) -> None:
         is_settled, self._is_settled = self._is_settled, False
@@ -222,10 +225,7 @@ class LoopHooks:
         self._is_seen = False
         if not self._has_backward:
             return
-        is_gone = self._are_gradients_gone()
-        if is_gone or self._was_step_omitted():
-            if not is_gone:
-                self._warn_once()
+        if self._are_gradients_gone() or self._was_step_omitted():
             self._has_backward = self._is_between = False
             self._session.step_skipped()
         elif model.training and torch.is_grad_enabled():
@@ -236,13 +236,11 @@ class LoopHooks:
             self._session.forward_ended()
 
     def _was_step_omitted(self) -> bool:
-        """Whether no step will follow the last backward pass, though its gradients are there."""
+        """Tells whether no step will follow the last backward pass, whose gradients are there; warns once."""
         is_training = self._model.training and torch.is_grad_enabled()
         is_open = self._is_tried or self._session.is_accumulating
-        return bool(self._is_simple) and is_training and not is_open
-
-    def _warn_once(self) -> None:
-        if not self._has_warned:
+        is_omitted = bool(self._is_simple) and is_training and not is_open
+        if is_omitted and not self._has_warned:
             self._has_warned = True
             log.warning(
                 "%s: no step() followed a backward pass, as after all others before, and its gradients were "
@@ -250,6 +248,7 @@ class LoopHooks:
                 "all but the last one into `with strategy.accumulate():`.",
                 self._session.strategy.name,
             )
+        return is_omitted
 
     # The parameters' hooks.
 
@@ -296,10 +295,8 @@ class LoopHooks:
             if is_due and all(other.grad is None for other in others):
                 self._num_missed += 1
                 self._has_backward = False
-            self._is_seen = True
             self._first_accumulated = parameter
-            if not (self._has_backward or self._is_stepping or self._session.is_accumulating):
-                self._has_backward = self._model.training
+            self._after_accumulation(parameter)
         if self._session.hears_gradients:
             self._session.gradient_ready(parameter)
 

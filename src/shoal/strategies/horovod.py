@@ -7,19 +7,19 @@ are back. The group is used for the start alone; `all-reduce` computes the same 
 from __future__ import annotations
 
 import importlib
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from shoal.core.errors import UsageError
 from shoal.group import Group
+from shoal.strategies.all_reduce import GradientStrategy
 from shoal.strategies.hooks import at_end_of_backward
-from shoal.strategies.options import HorovodOptions, StrategyOptions
+from shoal.strategies.options import HorovodOptions
 from shoal.strategies.session import TrainingSession
-from shoal.strategies.strategy import Strategy
 
 
-class HorovodAllReduce(Strategy):
+class HorovodAllReduce(GradientStrategy):
     """When `backward()` returns, `.grad` is the mean over all workers; unused parameters have zeros there.
 
     With `local_steps` above 1, parameters are averaged after so many local steps instead. A worker that
@@ -27,7 +27,7 @@ class HorovodAllReduce(Strategy):
     """
 
     name = "horovod"
-    Options: ClassVar[type[StrategyOptions]] = HorovodOptions
+    Options = HorovodOptions
     options: HorovodOptions
 
     def __init__(self, group: Group | None = None, **options: Any) -> None:
@@ -41,11 +41,6 @@ class HorovodAllReduce(Strategy):
         self._names: dict[torch.Tensor, str] = {}
         self._under_way: dict[torch.Tensor, tuple[Any, Any]] = {}
         """For each parameter, Horovod's handle and what decompression needs."""
-
-    @property
-    def shares_gradients(self) -> bool:
-        """Unless it shares parameters."""
-        return self.options.local_steps == 1
 
     def start(self, session: TrainingSession) -> None:
         """Asks Horovod for the same workers."""
@@ -99,21 +94,6 @@ class HorovodAllReduce(Strategy):
             mean = self._compression.decompress(self._horovod.synchronize(handle), context)
             if parameter.grad is not None and mean.data_ptr() != parameter.grad.data_ptr():
                 parameter.grad.copy_(mean)
-
-    def after_step(self, session: TrainingSession) -> None:
-        """Averages parameters, where those are shared."""
-        if not self.shares_gradients and session.is_round:
-            self.average_all(session)
-
-    @property
-    def has_last_round(self) -> bool:
-        """Whether it shares parameters, which is after every so many steps."""
-        return not self.shares_gradients
-
-    @property
-    def is_equal_after_round(self) -> bool:
-        """Always: a round gives all the same parameters."""
-        return True
 
     def last_round(self, session: TrainingSession) -> None:
         """Averages parameters."""

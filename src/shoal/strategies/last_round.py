@@ -11,6 +11,7 @@ import torch
 
 from shoal.core import SYSTEM_CLOCK, Deadline, DeadlineExceeded
 from shoal.group import Group, next_number
+from shoal.group.functions import others
 
 _NO_PROGRESS_S = 10.0
 """A worker that makes no step for so long, and for as many steps as `_NO_PROGRESS_STEPS` take this one, may
@@ -23,16 +24,15 @@ _PUBLISH_S = 0.02
 class StepCounter:
     """The steps that this worker has begun, for the others to see; made on all members together.
 
-    `memory` stays as it is: only the version counts, 2 for each step and 1 for the end. It is memory of the
-    CPU also where the model is on a GPU, which nobody shall wait for. Who makes the counter frees it, after
-    `close`.
+    What is published stays as it is: only the version counts, 2 for each step and 1 for the end. It is memory
+    of the CPU also where the model is on a GPU, which nobody shall wait for.
     """
 
     def __init__(self, group: Group, steps: int, *, is_on_device: bool = False) -> None:
         self._group = group
         self._pause_s = _PUBLISH_S if is_on_device else 0.0
         self._published_s = 0.0
-        self.memory = group.empty(1)
+        self._memory = group.empty(1)
         name = f"steps {next_number(group, 'step counters')}"
         self._window = group.window(name, 1, sources=())
         self._stepped_s = SYSTEM_CLOCK.now_s()
@@ -46,15 +46,14 @@ class StepCounter:
         self._stepped_s = now_s
         if is_urgent or now_s - self._published_s >= self._pause_s:
             self._published_s = now_s
-            self._window.publish(self.memory, 2 * steps)
+            self._window.publish(self._memory, 2 * steps)
 
     def meet(self, steps: int) -> bool:
         """At the end of training: whether another worker ends after the same step, and none goes on."""
         ended = 2 * steps + 1
-        self._window.publish(self.memory, ended)
-        others = [rank for rank in self._group.members if rank != self._group.rank]
+        self._window.publish(self._memory, ended)
         versions = []
-        for rank in others:
+        for rank in others(self._group):
             version = self._wait_for(rank, ended)
             if version is not None and version != ended:
                 return False
@@ -62,12 +61,13 @@ class StepCounter:
         return ended in versions
 
     def close(self) -> None:
-        """Takes the count back. Not for who leaves alone: others may still want to see that it has ended."""
+        """Takes the count back, with all others: who leaves alone lets them see that it has ended."""
         self._window.close()
+        self._group.free(self._memory)
 
     def _wait_for(self, rank: int, ended: int) -> int | None:
         """Of a worker, once it has come so far; -1 when it makes no step, None when it is gone."""
-        into = torch.empty_like(self.memory)
+        into = torch.empty_like(self._memory)
         before = -1
         while True:
             patience_s = max(_NO_PROGRESS_S, _NO_PROGRESS_STEPS * self._longest_s) * self._group.patience

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from shoal.group import Group, share
 from shoal.strategies.averaging import average, make_codec
-from shoal.strategies.options import LocalSGDOptions, StrategyOptions
+from shoal.strategies.options import LocalSGDOptions
 from shoal.strategies.outer_step import TAKE_MEAN, OuterStep
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
@@ -30,8 +30,9 @@ class LocalSGD(Strategy):
 
     name = "local-sgd"
     survives_loss = True
+    is_equal_after_round = True
     trains_shards = True
-    Options: ClassVar[type[StrategyOptions]] = LocalSGDOptions
+    Options = LocalSGDOptions
     options: LocalSGDOptions
     common_state = ("fragment",)
     fragment: OuterStep
@@ -71,11 +72,6 @@ class LocalSGD(Strategy):
         """Whether some steps have no round of their own."""
         return self.options.local_steps > 1
 
-    @property
-    def is_equal_after_round(self) -> bool:
-        """Always: a round gives all the same parameters."""
-        return True
-
     def last_round(self, session: TrainingSession) -> None:
         """Averages parameters, buffers and, where it is an option, the optimizer's state."""
         if self.codec is None:
@@ -94,10 +90,9 @@ class LocalSGD(Strategy):
     def _average_state(self, session: TrainingSession) -> None:
         """Averages what the optimizer keeps in the shape of a parameter, and its count of steps.
 
-        The mean of a parameter's state is that of the workers that have stepped the parameter since the last
-        round. torch leaves out a parameter without a gradient, so the others have nothing new to add; they
-        keep what they have. Counts of steps (Adam's) become the nearest whole number to their mean: they say
-        how many gradients are in the moments.
+        The mean is that of the workers that have stepped the parameter since the last round, the others keep
+        what they have (`SteppedParameters`). Counts of steps (Adam's) become the nearest whole number to
+        their mean: they say how many gradients are in the moments.
         """
         mine = self._stepped_state(session)
         everybody = [list(map(tuple, theirs)) for theirs in share(self.group, sorted(mine))]
@@ -111,7 +106,7 @@ class LocalSGD(Strategy):
             for label, part in zip(labels, parts.tolist(), strict=True):
                 if label in mine:
                     _store(session, label, mine[label].div_(part) if is_partial else mine[label])
-        self._stepped.end_round()
+        self._stepped.is_round_over = True
 
     def _stepped_state(self, session: TrainingSession) -> dict[_Label, torch.Tensor]:
         """The state of the parameters that were stepped in this round, sparse tensors as dense copies."""
@@ -137,7 +132,8 @@ class SteppedParameters:
 
     def __init__(self) -> None:
         self._stepped: dict[nn.Parameter, None] = {}
-        self._is_round_over = False
+        self.is_round_over = False
+        """Whether the next step begins anew; until then the round's parameters are known."""
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         """Tells whether the round that is under way, or was the last, has momentum of this parameter."""
@@ -145,16 +141,12 @@ class SteppedParameters:
 
     def add_step(self, session: TrainingSession) -> None:
         """Takes note of a step, before its gradients are gone."""
-        if self._is_round_over:
+        if self.is_round_over:
             self._stepped = {}
-            self._is_round_over = False
+            self.is_round_over = False
         for parameter in session.trainable:
             if parameter.grad is not None:
                 self._stepped[parameter] = None
-
-    def end_round(self) -> None:
-        """Begins anew at the next step; until then the round's parameters are known."""
-        self._is_round_over = True
 
 
 def _zeros(session: TrainingSession, label: _Label) -> torch.Tensor:

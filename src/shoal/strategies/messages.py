@@ -34,8 +34,7 @@ class Packing:
     """How tensors of one spec are encoded into a fixed number of bytes."""
 
     meta: EncodedMeta
-    sizes: tuple[int, ...]
-    """Of the buffers, in bytes."""
+    sizes: tuple[int, ...]  # of the buffers, in bytes
 
     @classmethod
     def plan(cls, codec: FormatCodec, spec: TensorSpec) -> Packing:
@@ -90,7 +89,6 @@ class Format:
         self._pieces = [piece for index, layout in enumerate(layouts) for piece in _cut(codec, index, layout)]
         self._sizes = [sum(piece.packing.sizes) for piece in self._pieces]
         self.size_bytes = sum(self._sizes)
-        """Of each message."""
         self.share = self.size_bytes / max(1, sum(layout.size_bytes for layout in layouts))
         """Of the bytes of the parameters."""
 
@@ -168,9 +166,9 @@ class Mail:
         """Those who have been sent the whole in this round."""
 
     def send(self, message: torch.Tensor, whole: Callable[[], torch.Tensor]) -> list[Handle[None]]:
-        """To all neighbours; the message must not be written until the handles are done.
+        """Sends a message to all neighbours; it must not be written until the handles are done.
 
-        `whole` is all that the messages before it say, as bytes.
+        `whole` is all that the messages before it say, as bytes, for those who have missed one.
         """
         handles = []
         self._answered, self._asking = self._asking, []

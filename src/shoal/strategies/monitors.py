@@ -45,12 +45,9 @@ class Monitors:
         return known
 
     def observe(self, small: float, big: float, variance: float, num_workers: int) -> None:
-        """One step's squared norms, of local gradients (mean over workers) and of the averaged one.
-
-        Left out when it is not finite (an inf under a GradScaler), or when there is nobody to compare with.
-        """
+        """One step's squared norms, of local gradients (mean over workers) and of the averaged one."""
         if num_workers < 2 or not all(map(math.isfinite, (small, big, variance))):
-            return
+            return  # nobody to compare with, or an inf under a GradScaler
         b_small, b_big = self._batch_size, self._batch_size * num_workers
         signal = (b_big * big - b_small * small) / (b_big - b_small)
         noise = (small - big) / (1 / b_small - 1 / b_big)
@@ -80,11 +77,8 @@ class Monitors:
     def observe_locally(
         self, group: Group, parameters: Sequence[torch.Tensor], *, is_skipped: bool = False
     ) -> None:
-        """One step of a strategy that leaves gradients local: averaged for this alone. Collective.
-
-        A worker that skips the step has no gradients: what it gives instead makes all leave the step out.
-        """
-        nothing = torch.nan if is_skipped else 0.0
+        """One step of a strategy that leaves gradients local: averaged for this alone. Collective."""
+        nothing = torch.nan if is_skipped else 0.0  # then all leave the step out
         gradients = [
             torch.full_like(parameter, nothing)
             if is_skipped or parameter.grad is None

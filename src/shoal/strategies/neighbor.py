@@ -1,22 +1,105 @@
-"""Parameters averaged with neighbours (BlueFog's neighbor_allreduce): static and time-varying topologies."""
+"""Strategies that average parameters with neighbours by one exchange a round, in lockstep.
+
+`neighbor` is BlueFog's neighbor_allreduce, over static and time-varying topologies.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from shoal.core.errors import UsageError
 from shoal.group import Group, Handle, exchange_machines
-from shoal.strategies.exchange import ExchangeStrategy
-from shoal.strategies.options import HierarchicalOptions, NeighborOptions, StrategyOptions
+from shoal.strategies.options import HierarchicalOptions, MixOptions, NeighborOptions
 from shoal.strategies.session import TrainingSession
+from shoal.strategies.strategy import Strategy
+from shoal.tensors import ParameterBuffers
 from shoal.topology import Topology, Weights, make_topology, make_topology_on
 
 WeightsRule: TypeAlias = Callable[[int], Weights]
 """From the number of the round, counted from 0, to this worker's weights in it."""
+
+
+class ExchangeStrategy(Strategy):
+    """`w ← Mix(w)` once a round, by default with the neighbours in the topology that the options name.
+
+    Adapt-then-combine: `w ← Mix(w − lr·g(w))`, after the step. Adapt-while-combine (`is_overlapped`): the
+    exchange starts after the forward and goes on during loss and backward; before the step, `w ← Mix(w)`, and
+    the optimizer steps from there with the gradient taken at the old w. Parameters that are written in
+    between (a forward that no step follows, then `load_state_dict`) win over the mix: this worker leaves out
+    what it receives, once.
+    """
+
+    topology: Topology
+    _buffers: ParameterBuffers
+    _under_way: list[Handle[torch.Tensor]] | None = None
+
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether it adapts while it combines."""
+        return False
+
+    def set_group(self, group: Group) -> None:
+        """Makes the topology of the group's workers, where the options name one."""
+        super().set_group(group)
+        if isinstance(self.options, MixOptions):
+            topology = make_topology_on(self.options.topology, group.size, group.num_machines)
+            self.topology = self.fit(topology)
+
+    def fit(self, topology: Topology) -> Topology:
+        """Gives the topology as the method needs it; UsageError where that is not possible."""
+        return topology
+
+    def round_weights(self, session: TrainingSession) -> Weights:
+        """Gives the weights of this worker in the round that comes."""
+        return self.topology.weights(self.group.rank, self.rounds)
+
+    def exchange(
+        self, session: TrainingSession, live: torch.Tensor, spare: torch.Tensor
+    ) -> Handle[torch.Tensor]:
+        """Starts this round's exchange of one buffer into another."""
+        return session.group.exchange(live, self.round_weights(session), out=spare)
+
+    def hears(self, method: str) -> bool:
+        """Listens to forward passes only where rounds start with them."""
+        return self.is_overlapped if method == "after_forward" else super().hears(method)
+
+    def start(self, session: TrainingSession) -> None:
+        """Moves the parameters into two buffers of the group."""
+        self._buffers = session.hold_parameters(2)
+        self._under_way = None
+
+    def after_forward(self, session: TrainingSession) -> None:
+        """Starts a round that is overlapped with backward."""
+        is_early = session.is_accumulating or self._under_way is not None
+        if self.is_overlapped and session.is_round and not is_early:
+            self._under_way = self._start_round(session)
+            self._buffers.mark()
+
+    def before_step(self, session: TrainingSession) -> None:
+        """Finishes an overlapped round."""
+        session.check_lost_peers()
+        if self.is_overlapped and session.is_round:
+            self._finish_round(session)
+
+    def after_step(self, session: TrainingSession) -> None:
+        """Makes the round, unless it is overlapped."""
+        if session.is_round and not self.is_overlapped:
+            self._finish_round(session)
+
+    def _start_round(self, session: TrainingSession) -> list[Handle[torch.Tensor]]:
+        self._buffers.adopt()
+        return [self.exchange(session, live, spare) for live, spare in self._buffers.pairs]
+
+    def _finish_round(self, session: TrainingSession) -> None:
+        handles, self._under_way = self._under_way, None
+        if handles is None:
+            session.finish_exchange(self._start_round(session))
+        else:
+            session.finish_exchange(handles, should_keep=self._buffers.is_written())
 
 
 class NeighborAverage(ExchangeStrategy):
@@ -28,15 +111,9 @@ class NeighborAverage(ExchangeStrategy):
 
     name = "neighbor"
     survives_loss = True
-    Options: ClassVar[type[StrategyOptions]] = NeighborOptions
+    Options = NeighborOptions
     options: NeighborOptions
-    topology: Topology
     _weights: Weights | WeightsRule | None = None
-
-    def set_group(self, group: Group) -> None:
-        """Makes the topology of the group's workers."""
-        super().set_group(group)
-        self.topology = make_topology_on(self.options.topology, group.size, group.num_machines)
 
     @property
     def is_overlapped(self) -> bool:
@@ -78,7 +155,7 @@ class HierarchicalAverage(NeighborAverage):
 
     name = "hierarchical"
     survives_loss = False
-    Options: ClassVar[type[StrategyOptions]] = HierarchicalOptions
+    Options = HierarchicalOptions
     options: HierarchicalOptions
 
     def set_group(self, group: Group) -> None:

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from shoal.core.errors import UsageError
-from shoal.group import Group
-from shoal.strategies.exchange import ExchangeStrategy
-from shoal.strategies.gradients import GroupBucket
+from shoal.strategies.all_reduce import GroupBucket
 from shoal.strategies.local_sgd import SteppedParameters
-from shoal.strategies.options import MomentumOptions, StrategyOptions
+from shoal.strategies.neighbor import ExchangeStrategy
+from shoal.strategies.options import MomentumOptions
 from shoal.strategies.session import TrainingSession
 from shoal.tensors import BucketLayout
-from shoal.topology import Topology, Weights, make_topology_on
+from shoal.topology import Weights
 
 
 class NeighborMomentum(ExchangeStrategy):
@@ -41,39 +40,29 @@ class NeighborMomentum(ExchangeStrategy):
 
     name = "momentum"
     survives_loss = True
-    Options: ClassVar[type[StrategyOptions]] = MomentumOptions
+    Options = MomentumOptions
     options: MomentumOptions
 
-    topology: Topology
     _stepped: SteppedParameters
     _buckets: list[_MomentumBuckets]
 
-    def set_group(self, group: Group) -> None:
-        """Makes the topology of the group's workers."""
-        super().set_group(group)
-        self.topology = make_topology_on(self.options.topology, group.size, group.num_machines)
-
     def start(self, session: TrainingSession) -> None:
         """Allocates what momentum travels in; momentum itself is part of the optimizer's state."""
-        _require_momentum(session.optimizer)
+        if not all(group.get("momentum") or group.get("betas") for group in session.optimizer.param_groups):
+            raise UsageError(
+                f"momentum mixes momentum buffers, and this {type(session.optimizer).__name__} has none.",
+                next_step="build it with momentum (torch.optim.SGD(…, momentum=0.9)), or take neighbor.",
+            )
         super().start(session)
         self._stepped = SteppedParameters()
-        self._buckets = [
-            _MomentumBuckets(
-                layout.pick(session.trainable),
-                GroupBucket(layout, session.empty),
-                GroupBucket(layout, session.empty),
-            )
-            for layout in BucketLayout.plan(session.trainable, max_bytes=sys.maxsize)
-        ]
+        self._buckets = []
+        for layout in BucketLayout.plan(session.trainable, max_bytes=sys.maxsize):
+            own, mixed = (GroupBucket(layout, session.empty) for _ in range(2))
+            self._buckets.append(_MomentumBuckets(layout.pick(session.trainable), own, mixed))
 
     def stop(self, session: TrainingSession) -> None:
         """Lets go of the memory."""
         self._buckets = []
-
-    def round_weights(self, session: TrainingSession) -> Weights:
-        """Gives the topology's."""
-        return self.topology.weights(session.group.rank, self.rounds)
 
     def after_step(self, session: TrainingSession) -> None:
         """Mixes parameters and momentum."""
@@ -98,8 +87,8 @@ class NeighborMomentum(ExchangeStrategy):
             for parameter, momentum in zip(buckets.parameters, buckets.mixes(is_mean=is_mean), strict=True):
                 self._take_momentum(session, parameter, momentum)
             # what was sent may be read by others until an exchange writes it
-            buckets.swap()
-        self._stepped.end_round()
+            buckets.own, buckets.mixed = buckets.mixed, buckets.own
+        self._stepped.is_round_over = True
 
     def _momentum_of(self, session: TrainingSession, parameter: nn.Parameter) -> torch.Tensor | None:
         """Its momentum in the optimizer, dense; None where this worker has none that is new."""
@@ -125,6 +114,7 @@ class NeighborMomentum(ExchangeStrategy):
         return state, "momentum_buffer" if "momentum_buffer" in state else "exp_avg"
 
 
+@dataclass(slots=True)
 class _MomentumBuckets:
     """The momentum of one dtype's parameters as it is sent and as it comes, in two buckets of the group.
 
@@ -132,10 +122,9 @@ class _MomentumBuckets:
     the weight of those that have none, and exactly 0 where all have some.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], own: GroupBucket, mixed: GroupBucket) -> None:
-        self.parameters = parameters
-        self.own = own
-        self.mixed = mixed
+    parameters: Sequence[nn.Parameter]
+    own: GroupBucket
+    mixed: GroupBucket
 
     def load(self, momenta: Sequence[torch.Tensor | None]) -> None:
         """Fill what is sent."""
@@ -155,16 +144,3 @@ class _MomentumBuckets:
             elif weight:
                 mixed.add_(own, alpha=weight)
             yield mixed
-
-    def swap(self) -> None:
-        """Let the bucket that has come be the next one that is sent."""
-        self.own, self.mixed = self.mixed, self.own
-
-
-def _require_momentum(optimizer: Optimizer) -> None:
-    for group in optimizer.param_groups:
-        if not (group.get("momentum") or group.get("betas")):
-            raise UsageError(
-                f"momentum mixes momentum buffers, and this {type(optimizer).__name__} has none.",
-                next_step="build it with momentum (torch.optim.SGD(…, momentum=0.9)), or take neighbor.",
-            )

@@ -7,9 +7,7 @@ DiLoCo's mean over everybody.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from shoal.strategies.options import NoLoCoOptions, StrategyOptions
+from shoal.strategies.options import NoLoCoOptions
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
 from shoal.tensors import Flat
@@ -26,7 +24,8 @@ class NoLoCo(Strategy):
 
     name = "noloco"
     survives_loss = True
-    Options: ClassVar[type[StrategyOptions]] = NoLoCoOptions
+    has_last_round = True  # slow weights differ even right after an outer step
+    Options = NoLoCoOptions
     options: NoLoCoOptions
     slow: Flat
     momentum: Flat
@@ -57,11 +56,6 @@ class NoLoCo(Strategy):
         """Averages parameters over the whole group; the slow weights become the same."""
         session.average_parameters()
         self.slow.copy_(session.parameters)
-
-    @property
-    def has_last_round(self) -> bool:
-        """Always: slow weights differ even right after an outer step."""
-        return True
 
     def last_round(self, session: TrainingSession) -> None:
         """Makes parameters, slow weights and buffers the mean of all, once, at the end."""

@@ -26,7 +26,6 @@ import torch
 from shoal.core import SYSTEM_CLOCK
 from shoal.core.errors import ShoalError
 from shoal.strategies.averaging import as_real
-from shoal.strategies.options import OnNonfinite
 from shoal.tensors import local_part
 
 if TYPE_CHECKING:
@@ -60,13 +59,15 @@ class _Look(NamedTuple):
 class FiniteCheck:
     """Looks at one worker's gradients and parameters in every step, while a strategy is attached."""
 
-    def __init__(self, mode: OnNonfinite, session: TrainingSession, checked: Checked) -> None:
-        self._mode = mode
+    def __init__(self, session: TrainingSession) -> None:
+        self._mode = session.options.on_nonfinite
         self._is_on_cpu = session.device.type == "cpu"
         self._rank = session.group.rank
         self._session = session
-        self._checked = checked
-        self._is_looked_at_later = mode == "warn" and checked == "before the step"
+        self._checked: Checked = "in backward" if session.shares_gradients else "before the step"
+        if session.is_alone or session.group.size == 1 or not session.strategy.checks_finite:
+            self._checked = "never"
+        self._is_looked_at_later = self._mode == "warn" and self._checked == "before the step"
         """Whether gradients are looked at when the step is over, which leaves them as they are."""
         self._own: list[torch.Tensor] = []
         """Sums of the gradients that this worker has computed since the last step."""
@@ -86,7 +87,7 @@ class FiniteCheck:
         self._is_skipped = False
         self._num_left_out = 0
         self._has_told = False
-        if checked == "in backward" and self._is_on_cpu:
+        if self._checked == "in backward" and self._is_on_cpu:
             for parameter in session.trainable:
                 session.on_gradient(parameter, self._ready)
 
@@ -94,6 +95,7 @@ class FiniteCheck:
 
     def before_step(self, step: int) -> None:
         """The gradients are final. ShoalError with `stop`; with `skip` the optimizer finds none of them."""
+        self.after_optimizer()  # the step before may have raised
         if self._checked == "never" or self._is_looked_at_later:
             return
         if self._session.is_void:
@@ -107,6 +109,12 @@ class FiniteCheck:
         hidden, self._hidden = self._hidden, []
         for parameter, gradient in zip(self._session.trainable, hidden, strict=False):
             parameter.grad = gradient
+
+    def hide_gradients(self) -> None:
+        """Leaves the optimizer nothing to do in the step that comes; afterwards they are there again."""
+        self._hidden = [parameter.grad for parameter in self._session.trainable]
+        for parameter in self._session.trainable:
+            parameter.grad = None
 
     def after_step(self, step: int) -> None:
         """The step is over; also one that was skipped."""
@@ -126,10 +134,14 @@ class FiniteCheck:
             else:
                 self._judge([_Look(step, own, parameters)])
             return
-        is_last = self._is_time_to_look()
+        num_looks = len(self._looks) + 1
+        is_last = num_looks % _LOOK_STEPS == 0 and (
+            num_looks >= _DEVICE_STEPS or SYSTEM_CLOCK.now_s() - self._looked_s >= _DEVICE_S
+        )
         # what is not finite stays so: the parameters of the last step are enough
         self._looks.append(_Look(step, own, [_norm(self._session.trainable)] if is_last else []))
         if is_last:
+            self._looked_s = SYSTEM_CLOCK.now_s()
             self._judge_pending()
             self._pending, self._looks = _Pending(self._looks), []
 
@@ -183,15 +195,6 @@ class FiniteCheck:
             return self._sums((gradient.detach(),))
         return [gradient.detach()]
 
-    def _is_time_to_look(self) -> bool:
-        if (len(self._looks) + 1) % _LOOK_STEPS:
-            return False
-        now_s = SYSTEM_CLOCK.now_s()
-        if now_s - self._looked_s < _DEVICE_S and len(self._looks) + 1 < _DEVICE_STEPS:
-            return False
-        self._looked_s = now_s
-        return True
-
     def _judge_pending(self) -> None:
         pending, self._pending = self._pending, None
         if pending is None:
@@ -241,9 +244,7 @@ class FiniteCheck:
         if is_own and self._mode == "stop":
             raise self._error(step, where)
         self._session.is_left_out = True
-        self._hidden = [parameter.grad for parameter in self._session.trainable]
-        for parameter in self._session.trainable:
-            parameter.grad = None
+        self.hide_gradients()
         if is_own:
             self._num_left_out += 1
             who = "It leaves" if self._checked == "before the step" else "All workers leave"

@@ -2,8 +2,7 @@
 
 A field stands here once. The command line, the documentation, the keyword arguments of constructors and their
 signatures all read it from here. Nothing imports torch, so that `shoal run --help` stays quick. A docstring
-under a field gives a reason that its description has no room for. `shoal run` has flags for the most common
-ones, and `--option name=value` for all.
+under a field gives a reason that its description has no room for.
 """
 
 from __future__ import annotations
@@ -70,8 +69,7 @@ class StrategyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         bool, Meta(description="measure gradient noise scale and variance; all wait for all in each step")
     ] = False
     on_nonfinite: Annotated[
-        OnNonfinite,
-        Meta(description="what to do at a NaN or an infinity: warn, skip the step, or stop"),
+        OnNonfinite, Meta(description="what to do at a NaN or an infinity: warn, skip the step, or stop")
     ] = "warn"
     batch_size: Annotated[
         Annotated[int, Meta(ge=1)] | None,
@@ -116,10 +114,15 @@ class HorovodOptions(StrategyOptions, frozen=True, kw_only=True):
     ] = "none"
 
 
-class NeighborOptions(StrategyOptions, frozen=True, kw_only=True):
-    """These options say with whom, and when, `neighbor` averages parameters."""
+class MixOptions(StrategyOptions, frozen=True, kw_only=True):
+    """These options say with whom a strategy mixes: `gradient-tracking`, or one of your own."""
 
     topology: NamedTopology = "exponential-2"
+
+
+class NeighborOptions(MixOptions, frozen=True, kw_only=True):
+    """These options say with whom, and when, `neighbor` averages parameters."""
+
     order: Annotated[
         Literal["adapt-then-combine", "adapt-while-combine"],
         Meta(description="exchange after the step, or begun after forward and finished before the step"),
@@ -180,8 +183,7 @@ class DiLoCoOptions(StrategyOptions, frozen=True, kw_only=True):
         Count, Meta(description="steps that a fragment may be under way; its outer step comes after them")
     ] = 0
     mixing: Annotated[
-        float,
-        Meta(ge=0, lt=1, description="weight of this worker's own parameters after an outer step"),
+        float, Meta(ge=0, lt=1, description="weight of this worker's own parameters after an outer step")
     ] = 0.0
     codec: Annotated[
         str, Meta(description="codec of what is sent: none, fp16, bf16, int8, top-k:0.01, …")
@@ -222,14 +224,13 @@ class PushSumOptions(StrategyOptions, frozen=True, kw_only=True):
 
     topology: DirectedTopology = "one-peer-exponential"
     min_weight: Annotated[
-        float,
-        Meta(ge=0, le=1, description="a worker whose push-sum weight is below this keeps what it has"),
+        float, Meta(ge=0, le=1, description="a worker whose push-sum weight is below this keeps what it has")
     ] = 1.0
     """The step of a worker with weight w is 1/w times as long. A worker that is faster than those that
     should give to it would lose all its weight; at 0 nothing is held back, as in the synchronous rule."""
 
 
-class SgpOptions(StrategyOptions, frozen=True, kw_only=True):
+class SgpOptions(MixOptions, frozen=True, kw_only=True):
     """These options say to whom a worker gives under `sgp`."""
 
     topology: DirectedTopology = "one-peer-exponential"
@@ -245,12 +246,6 @@ class WindowOptions(StrategyOptions, frozen=True, kw_only=True):
     codec: Annotated[
         Literal["none", "fp16", "bf16"], Meta(description="codec of the parameters that are put")
     ] = "none"
-
-
-class MixOptions(StrategyOptions, frozen=True, kw_only=True):
-    """These options say with whom a strategy mixes: `gradient-tracking`, or one of your own."""
-
-    topology: NamedTopology = "exponential-2"
 
 
 class SymmetricOptions(MixOptions, frozen=True, kw_only=True):
@@ -391,23 +386,16 @@ class OptionInfo:
 
 def describe_options(kind: type[StrategyOptions]) -> list[OptionInfo]:
     """List the options of such a struct, those of all strategies last."""
-    hints, defaults, common = (
-        get_type_hints(kind, include_extras=True),
-        kind(),
-        StrategyOptions.__struct_fields__,
-    )
+    hints, defaults = get_type_hints(kind, include_extras=True), kind()
     described = []
-    for name in sorted(kind.__struct_fields__, key=lambda name: name in common):
+    for name in sorted(kind.__struct_fields__, key=lambda name: name in StrategyOptions.__struct_fields__):
         plain, description = _plain_type(hints[name])
         described.append(OptionInfo(name, plain, getattr(defaults, name), description))
     return described
 
 
 def signature_of(kind: type[StrategyOptions]) -> inspect.Signature:
-    """Say how a strategy with such options is called, for `help()` and for notebooks.
-
-    `Strategy` gives it to its subclasses as `__signature__`; type checkers read `__init__.pyi` instead.
-    """
+    """Say how a strategy with such options is called, for `help()`; type checkers read `__init__.pyi`."""
     parameter = inspect.Parameter
     by_name = parameter.KEYWORD_ONLY
     return inspect.Signature(

@@ -8,6 +8,7 @@ strategies.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -94,9 +95,15 @@ class OuterStep:
         """Waits for the mean, and takes the outer step."""
         self.arrive()
         self.due = None
-        momenta = self.momentum.flats if self.momentum is not None and rule.momentum else None
-        for index, (copy, mean) in enumerate(zip(self.copy.flats, self._difference.flats, strict=True)):
-            _outer_step(copy, mean, None if momenta is None else momenta[index], rule)
+        momenta = self.momentum.flats if self.momentum is not None and rule.momentum else []
+        for copy, mean, momentum in itertools.zip_longest(self.copy.flats, self._difference.flats, momenta):
+            num_elements = _PIECE if copy.device.type == "cpu" else max(1, copy.numel())
+            for start in range(0, copy.numel(), num_elements):
+                piece = slice(start, start + num_elements)
+                part = copy[piece].sub_(mean[piece], alpha=rule.lr)
+                if momentum is not None:
+                    velocity = momentum[piece].mul_(rule.momentum).add_(mean[piece])
+                    part.sub_(velocity, alpha=rule.lr * rule.momentum)
         with torch.no_grad():
             for name, copy in self.copy.items():
                 parameter = local_part(self._parameters[name])
@@ -140,15 +147,3 @@ def split(named: Mapping[str, nn.Parameter], num_parts: int) -> list[dict[str, n
         end += parameter.numel()
         parts[min(num_parts - 1, int(num_parts * middle / total)) if total else 0][name] = parameter
     return [part for part in parts if part]
-
-
-def _outer_step(
-    copy: torch.Tensor, mean: torch.Tensor, momentum: torch.Tensor | None, rule: OuterRule
-) -> None:
-    size = _PIECE if copy.device.type == "cpu" else max(1, copy.numel())
-    for start in range(0, copy.numel(), size):
-        piece = slice(start, start + size)
-        part = copy[piece].sub_(mean[piece], alpha=rule.lr)
-        if momentum is not None:
-            velocity = momentum[piece].mul_(rule.momentum).add_(mean[piece])
-            part.sub_(velocity, alpha=rule.lr * rule.momentum)

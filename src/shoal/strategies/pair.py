@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from shoal.group import Group, Window, share
-from shoal.strategies.options import PairOptions, StrategyOptions
+from shoal.strategies.options import PairOptions
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.staleness import Staleness
 from shoal.strategies.strategy import Strategy
@@ -47,7 +47,7 @@ class PairAverage(Strategy):
     name = "pair"
     survives_loss = True
     is_lockstep = False
-    Options: ClassVar[type[StrategyOptions]] = PairOptions
+    Options = PairOptions
     options: PairOptions
 
     _buffers: ParameterBuffers
@@ -122,19 +122,21 @@ class PairAverage(Strategy):
     def after_step(self, session: TrainingSession) -> None:
         """Publishes the model."""
         if session.is_round:
-            self._version += 1
-            self._publish()
+            self._publish_next()
 
     def average_all(self, session: TrainingSession) -> None:
         """Averages all members: what it writes was published, what it reads is. Collective."""
         self._retire()
         while not self._buffers.is_home:
-            # Workers have done different numbers of rounds, but an exchange is one of equal buffers.
-            self._move()
+            # Workers have done different numbers of rounds, but an exchange is one of equal buffers: the same
+            # parameters move into the others.
+            self._buffers.adopt()
+            self._buffers.spare.copy_(self._buffers.live)
+            self._buffers.swap()
+            self._publish_next()
             self._retire()
         session.average_parameters()
-        self._version += 1
-        self._publish()
+        self._publish_next()
 
     def _mix(self, session: TrainingSession) -> None:
         session.check_lost_peers()
@@ -163,6 +165,10 @@ class PairAverage(Strategy):
         spare.copy_(live)
         return None
 
+    def _publish_next(self) -> None:
+        self._version += 1
+        self._publish()
+
     def _publish(self) -> None:
         for window, live in zip(self._windows, self._buffers.live.flats, strict=True):
             window.publish(live, self._version)
@@ -173,14 +179,6 @@ class PairAverage(Strategy):
         for window, spare in zip(self._windows, self._buffers.spare.flats, strict=True):
             window.reclaim(self._version - (self._buffers.num_buffers - 1))
             self.group.settle(spare)
-
-    def _move(self) -> None:
-        """The same parameters, in the other buffers."""
-        self._buffers.adopt()
-        self._buffers.spare.copy_(self._buffers.live)
-        self._buffers.swap()
-        self._version += 1
-        self._publish()
 
     def _seeded(self, version: int) -> torch.Generator:
         seed = (self.options.seed * _SEED_STRIDE + self.group.rank) * _SEED_STRIDE + version

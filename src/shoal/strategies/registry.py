@@ -44,11 +44,9 @@ class StrategyInfo:
 
     name: str
     """It is found again by this name in any process: for a class given as `module:Class`, by that."""
-    location: str
-    """It is `module:Class`."""
+    location: str  # as `module:Class`
     options: type[of.StrategyOptions] = of.StrategyOptions
-    summary: str = ""
-    """One sentence says what a round does."""
+    summary: str = ""  # one sentence about a round
     paper: str = ""
     aliases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Other systems call it so; with each name come the options that it implies."""
@@ -57,7 +55,6 @@ class StrategyInfo:
     needs_machines: bool = False
     """Whether its topology is one of machines, which must have equally many workers each."""
     needs_package: str = ""
-    """A package that does not come with Shoal."""
     is_asynchronous: bool = False
     """Whether no worker waits for another, so that each has its own pace."""
     has_own_channel: bool = False
@@ -299,8 +296,7 @@ def canonical(name: str) -> str:
 def find(name: str) -> tuple[StrategyInfo, dict[str, Any]]:
     """Find a strategy by any of its names: its row, and the options that this name implies.
 
-    Of a strategy from outside the class is imported, which imports torch. UsageError for a name that is
-    none, and for a class that is no strategy.
+    One from outside is imported. UsageError for a name that is none, and for a class that is no strategy.
     """
     own = canonical(name)
     if own in BUILT_IN:

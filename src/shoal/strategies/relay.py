@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
 from shoal.group import Group, Handle
 from shoal.group.kernels import add_differences
-from shoal.strategies.options import RelayOptions, StrategyOptions
+from shoal.strategies.options import RelayOptions
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
 from shoal.tensors import Flat, ParameterBuffers
@@ -56,6 +56,29 @@ class _Edge:
     """Of how many models what has come is the mean; 0 once the neighbour has left."""
 
 
+class RelayedModels:
+    """The means of models that have come to one place of a tree, over its edges, and are to be passed on."""
+
+    def __init__(self, place: Mapping[str, Any], edges: Sequence[_Edge]) -> None:
+        self._place = place
+        self.edges = edges
+        """One for each color."""
+        self.own = [edge for edge in edges if edge.partner is not None]
+        """Those at which there is, or was, a neighbour."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Gives copies of the means, with the number of models in each."""
+        means = [edge.come.state_dict() for edge in self.own]
+        return {**self._place, "counts": [edge.count for edge in self.own], "means": means}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up the means; those of another rank, tree or size don't count."""
+        if all(state.get(name) == value for name, value in self._place.items()):
+            for edge, count, mean in zip(self.own, state["counts"], state["means"], strict=True):
+                edge.count = int(count)
+                edge.come.load_state_dict(mean)
+
+
 class RelaySGD(Strategy):
     """`x_i ← (x_i + Σ_j m_ji) / n` after the step, over the neighbours j in the tree.
 
@@ -67,14 +90,10 @@ class RelaySGD(Strategy):
     """
 
     name = "relay"
-    Options: ClassVar[type[StrategyOptions]] = RelayOptions
+    Options = RelayOptions
     options: RelayOptions
 
     _buffers: ParameterBuffers
-    _edges: Sequence[_Edge] = ()
-    """One for each color."""
-    _last: Mapping[str, Any] | None = None
-    """What a state that was loaded has to pass on."""
 
     def set_group(self, group: Group) -> None:
         """Finds this worker's edges in the tree of the group's workers."""
@@ -83,59 +102,25 @@ class RelaySGD(Strategy):
         self._branches = tree[group.rank]
         self._num_colors = num_colors(tree)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Gives also the means of models that have come, which are to be passed on; after the block too."""
-        state = super().state_dict()
-        relayed = self._relayed() if self._edges else self._last
-        return state if relayed is None else {**state, "relayed": relayed}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up the means, before attach then. Those of another rank, tree or size don't count."""
-        super().load_state_dict({name: value for name, value in state.items() if name != "relayed"})
-        self._last = state.get("relayed")
-        if self._edges:
-            self._take_last()
-
-    @property
-    def _place(self) -> dict[str, Any]:
-        return {"tree": self.options.tree, "rank": self.group.rank, "size": self.group.size}
-
-    @property
-    def _own_edges(self) -> list[_Edge]:
-        """Those at which there is, or was, a neighbour."""
-        return [edge for edge in self._edges if edge.partner is not None]
-
-    def _relayed(self) -> dict[str, Any]:
-        edges = self._own_edges
-        means = [edge.come.state_dict() for edge in edges]
-        return {**self._place, "counts": [edge.count for edge in edges], "means": means}
-
     def start(self, session: TrainingSession) -> None:
         """Counts what has not come yet as this worker's own model."""
         self._buffers = session.hold_parameters(2)
         like = self._buffers.live
-        self._edges = [
+        edges = [
             _Edge(like.zeros_like(session.empty), like.zeros_like(session.empty))
             for _ in range(self._num_colors)
         ]
         for branch in self._branches:
-            edge = self._edges[branch.color]
-            edge.partner, edge.count = branch.partner, branch.size
+            edges[branch.color].partner, edges[branch.color].count = branch.partner, branch.size
+        place = {"tree": self.options.tree, "rank": self.group.rank, "size": self.group.size}
+        self.relayed = RelayedModels(place, edges)
         self._start_anew()
-        self._take_last()
-
-    def _take_last(self) -> None:
-        last, self._last = self._last, None
-        if last is not None and all(last.get(name) == value for name, value in self._place.items()):
-            for edge, count, mean in zip(self._own_edges, last["counts"], last["means"], strict=True):
-                edge.count = int(count)
-                edge.come.load_state_dict(mean)
 
     def stop(self, session: TrainingSession) -> None:
         """Remembers what was to be passed on."""
-        if self._edges:
-            self._ended = {"relayed": self._relayed()}
-        self._edges = ()
+        relayed: RelayedModels | None = vars(self).pop("relayed", None)
+        if relayed is not None:
+            self._ended = {"relayed": relayed.state_dict()}
 
     def before_step(self, session: TrainingSession) -> None:
         """Looks for lost peers."""
@@ -148,15 +133,14 @@ class RelaySGD(Strategy):
 
     def _relay(self, session: TrainingSession) -> None:
         self._buffers.adopt()
-        for edge in self._own_edges:
-            self._mean_into(edge.sent.flats, [other for other in self._edges if other is not edge])
+        edges = self.relayed.edges
+        for edge in self.relayed.own:
+            self._mean_into(edge.sent.flats, [other for other in edges if other is not edge])
         heads, handles = self._start_exchanges()
-        for handle in handles:
-            handle.wait()
-        session.check_lost_peers()
-        for edge, head in zip(self._edges, heads, strict=True):
+        session.wait_for(handles)
+        for edge, head in zip(edges, heads, strict=True):
             self._take_count(edge, head)
-        self._mean_into(self._buffers.spare.flats, self._edges)
+        self._mean_into(self._buffers.spare.flats, edges)
         self._buffers.swap()
 
     def _mean_into(self, out: Sequence[torch.Tensor], edges: Sequence[_Edge]) -> None:
@@ -175,8 +159,8 @@ class RelaySGD(Strategy):
         comes with the partner's name is whole.
         """
         heads, handles = [], []
-        total = 1 + sum(edge.count for edge in self._edges)
-        for edge in self._edges:
+        total = 1 + sum(edge.count for edge in self.relayed.edges)
+        for edge in self.relayed.edges:
             if edge.partner is None:
                 weights = Weights(1.0, {}, {})
             else:
@@ -206,7 +190,7 @@ class RelaySGD(Strategy):
 
     def _start_anew(self) -> None:
         """What has not come yet counts as this worker's own model."""
-        for edge in self._own_edges:
+        for edge in self.relayed.own:
             edge.come.copy_(self._buffers.live)
 
 

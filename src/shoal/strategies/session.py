@@ -1,21 +1,20 @@
 """Everything between a strategy and the user's loop, for one model and optimizer, from `attach` to the end.
 
-The session starts all workers alike, counts steps and rounds, notices steps that were skipped, looks for lost
-peers and for values that are not finite, keeps checkpoints, and ends in order. What is shared, and when, is
-left to the strategy, which sees the session's flat parameters and its group. All of it happens in the user's
-thread, inside `backward()`, `optimizer.step()` and the model's forward.
+What is shared, and when, is left to the strategy, which sees the session's flat parameters and its group. All
+of it happens in the user's thread, inside `backward()`, `optimizer.step()` and the model's forward.
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import msgspec
@@ -24,20 +23,18 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from shoal.core.errors import ShoalError, UsageError
+from shoal.core.errors import PeerLost, ShoalError, UsageError
 from shoal.core.status import tell_launcher
 from shoal.group import Group, Handle, Window, next_number, share
+from shoal.group.elastic import elastic_of
+from shoal.group.functions import others
 from shoal.group.opening import has_failed
 from shoal.group.solo import SoloGroup
-from shoal.strategies.averaging import (
-    average,
-    average_buffers,
-    consensus_distance,
-    copy_buffers,
-)
+from shoal.strategies.averaging import average, average_buffers, consensus_distance, copy_buffers
+from shoal.strategies.elastic import ElasticTraining
 from shoal.strategies.hooks import LoopHooks
 from shoal.strategies.last_round import StepCounter
-from shoal.strategies.nonfinite import Checked, FiniteCheck
+from shoal.strategies.nonfinite import FiniteCheck
 from shoal.strategies.shards import ShardReplicas, lost_mate, refuse_unsupported
 from shoal.strategies.start import (
     refuse_foreign,
@@ -80,9 +77,9 @@ class TrainingSession:
         self.optimizer = optimizer
         self.stays = stays
         self.is_open = True
-        """Whether the strategy is attached."""
         self.has_started = False
-        """Whether `Strategy.start` has been called."""
+        self.is_in_group = False
+        """Whether it has begun to start in its group, and has not been detached since."""
         self.is_skipped = False
         """Whether the round under way is one of a step that the optimizer was not called for."""
         self.is_left_out = False
@@ -93,7 +90,7 @@ class TrainingSession:
             for name, tensor in self.named_tensors.items()
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad
         }
-        known = _ids([tensor for group in optimizer.param_groups for tensor in group["params"]])
+        known = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
         taken = _shared_of(model, by_gradients=True)
         self.named_parameters = {
             name: tensor
@@ -105,24 +102,30 @@ class TrainingSession:
         self.is_sharded = any(map(is_sharded, self.named_tensors.values()))
         """Whether the workers of a machine hold one model together: parameters are DTensors, whose
         `local_part` is this worker's, and the group's members are those that hold the same parts."""
-        self._not_shared = {
+        self._not_shared: dict[str, nn.Parameter] | None = {
             name: tensor for name, tensor in trainable.items() if name not in self.named_parameters
         }
-        self._frozen = {name: tensor for name, tensor in self.named_tensors.items() if name not in trainable}
+        """What is trainable otherwise, until the first step."""
+        self._frozen = {
+            name: tensor
+            for name, tensor in self.named_tensors.items()
+            if isinstance(tensor, nn.Parameter) and name not in trainable
+        }
         self._num_optimized = _num_optimized(optimizer)
+        self._has_own_rates = bool(strategy.options.warmup_steps or strategy.options.decay_every)
         self._buffers: ParameterBuffers | None = None
-        self._memory: list[torch.Tensor] = []
         self._closings: list[Callable[[], None]] = []
-        self._window_number = -1
-        self._num_windows = 0
+        self._window_names: Iterator[str] | None = None
         self._finite: FiniteCheck | None = None
         self._counter: StepCounter | None = None
         self._equal_step = 0
         """The step after which all models were equal the last time."""
-        self._has_stepped = False
         self._announced: list[int] = []
         """Lost peers that were announced."""
         self._hooks = LoopHooks(self)
+        elastic = elastic_of(self.group)
+        self.elastic = None if elastic is None else ElasticTraining(self, elastic)
+        """What this session does where workers come and go; None elsewhere."""
 
     # What a strategy works with.
 
@@ -167,7 +170,7 @@ class TrainingSession:
     @property
     def others(self) -> list[int]:
         """The other members that are there."""
-        return [rank for rank in self.group.members if rank != self.group.rank]
+        return others(self.group)
 
     @property
     def finite(self) -> FiniteCheck:
@@ -186,10 +189,7 @@ class TrainingSession:
         return buffers.live
 
     def hold_parameters(self, num_buffers: int = 1) -> ParameterBuffers:
-        """Moves the parameters into flat memory until the end; several buffers lie in the group's.
-
-        Collective.
-        """
+        """Moves parameters into flat memory until the end, several buffers into the group's. Collective."""
         if self._buffers is not None:
             raise UsageError(
                 "the parameters are held already.",
@@ -203,25 +203,24 @@ class TrainingSession:
     def empty(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Gives memory of the group on the model's device, until the end. Collective."""
         memory = self.group.empty(num_elements, dtype, device=self.device)
-        self._memory.append(memory)
+        self.close_later(partial(self.group.free, memory))
         return memory
 
     def window(
         self, like: torch.Tensor, dtype: torch.dtype | None = None, *, sources: Sequence[int] | None
     ) -> Window:
         """Opens a window for tensors like this one, which `sources` write to, until the end. Collective."""
-        if self._window_number < 0:
+        if self._window_names is None:
             # no name is used twice, not even for a model after one that was detached
-            self._window_number = next_number(self.group, "windows of models")
-        name = f"{self.strategy.name} {self._window_number}.{self._num_windows}"
-        self._num_windows += 1
-        dtype = dtype or like.dtype
+            number = next_number(self.group, "windows of models")
+            self._window_names = (f"{self.strategy.name} {number}.{place}" for place in itertools.count())
+        name, dtype = next(self._window_names), dtype or like.dtype
         window = self.group.window(name, like.numel(), dtype, sources=sources, device=like.device)
         self.close_later(window.close)
         return window
 
     def close_later(self, close: Callable[[], None]) -> None:
-        """Calls this at the end, after the memory is given back, if all members stay in the group."""
+        """Calls this at the end, with what gives memory back, if all members stay in the group."""
         self._closings.append(close)
 
     def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
@@ -234,10 +233,14 @@ class TrainingSession:
         The weight of a peer that is lost or has left goes to one's own values.
         """
         mixed = flat.clone()
-        for handle in [self.group.exchange(each, weights) for each in mixed.flats]:
+        self.wait_for([self.group.exchange(each, weights) for each in mixed.flats])
+        return mixed
+
+    def wait_for(self, handles: Sequence[Handle[torch.Tensor]]) -> None:
+        """Waits for operations of the group, then looks for lost peers as `check_lost_peers` does."""
+        for handle in handles:
             handle.wait()
         self.check_lost_peers()
-        return mixed
 
     @property
     def learning_rates(self) -> dict[str, float]:
@@ -256,9 +259,7 @@ class TrainingSession:
         if with_peers is not None:
             return self.exchange(flat, Weights.uniform(with_peers, with_peers))
         mean = flat.clone()
-        for handle in [self.group.all_reduce(each) for each in mean.flats]:
-            handle.wait()
-        self.check_lost_peers()
+        self.wait_for([self.group.all_reduce(each) for each in mean.flats])
         return mean
 
     def random_partner(self, seed: int = 0) -> int | None:
@@ -274,9 +275,7 @@ class TrainingSession:
         With `should_keep` what came is left out, and the parameters stay what they are.
         """
         assert self._buffers is not None, "hold_parameters(2) comes first"
-        for handle in handles:
-            handle.wait()
-        self.check_lost_peers()
+        self.wait_for(handles)
         if should_keep:
             self._buffers.keep()
         self._buffers.swap()
@@ -332,6 +331,8 @@ class TrainingSession:
                 raise lost_mate(loss)
             if rank not in self._announced:
                 self._announced.append(rank)
+                if self.elastic is not None:
+                    self.elastic.notice(rank)
                 # the group has warned of the loss and its reason
                 log.info(
                     "%s on rank %d goes on without rank %d, lost in round %d: %s",
@@ -342,37 +343,50 @@ class TrainingSession:
 
     def open(self, *, should_start_equal: bool) -> None:
         """Starts all workers alike, and listens to the loop from now on. Collective."""
+        try:
+            if self.elastic is None:
+                self.enter(should_start_equal=should_start_equal)
+            else:
+                self.elastic.begin(should_start_equal=should_start_equal)
+        except BaseException:
+            self.close(is_failed=True)
+            raise
+
+    def enter(self, *, should_start_equal: bool) -> None:
+        """Starts in the group as it is now. Collective; who fails here is to detach."""
         strategy = self.strategy
         strategy.take_session(self)
         self._announced = []
         survivals_of(self.group).append(strategy.survives_loss)
-        try:
-            if self.is_alone:
-                self.strategy.checkpoints.resume(self)
-            else:
-                if self.is_sharded:
-                    self._find_replicas()
-                strategy.begin(self, should_start_equal=should_start_equal)
-            self._finite = FiniteCheck(strategy.options.on_nonfinite, self, self._checked)
-            if not self.is_alone:
-                strategy.start(self)
-                strategy.restore(self.model)
-                self.has_started = True
-                if strategy.has_last_round and self.group.size > 1 and not self.stays:
-                    is_on_device = self.device.type != "cpu"
-                    self._counter = StepCounter(self.group, strategy.steps, is_on_device=is_on_device)
-                    self._memory.append(self._counter.memory)
-                _attached.setdefault(self.model, []).append(ref(self))
-            _apply_survival(self.group)
-            self._hooks.listen()
-            if self.group.size > 1 or strategy.checkpoints.folder is not None:
-                # who is alone, and keeps no checkpoints, owes nobody an end
-                _close_at_exit(self)
-            strategy.checkpoints.restore_random()
-            strategy.status_reporter.opened(strategy.steps)
-        except BaseException:
-            self.close(is_failed=True)
-            raise
+        self.is_in_group = True
+        if self.is_alone:
+            if self.elastic is None or not self.elastic.take_over():
+                strategy.checkpoints.resume(self)
+        else:
+            if self.is_sharded:  # it shares with those alone that hold the same parts of the model
+                refuse_unsupported(self)
+                require_equal(self.group, self.named_tensors)
+                sharded = list(filter(is_sharded, self.named_tensors.values()))
+                self.group = ShardReplicas.find(self.group, sharded)
+                strategy.set_group(self.group)
+            strategy.begin(self, should_start_equal=should_start_equal)
+        self._finite = FiniteCheck(self)
+        if not self.is_alone:
+            strategy.start(self)
+            strategy.restore(self.model)
+            self.has_started = True
+            if strategy.has_last_round and self.group.size > 1 and not self.stays:
+                is_on_device = self.device.type != "cpu"
+                self._counter = StepCounter(self.group, strategy.steps, is_on_device=is_on_device)
+                self.close_later(self._counter.close)
+            _attached.setdefault(self.model, []).append(ref(self))
+        self.group.should_survive = all(survivals_of(self.group))
+        self._hooks.listen()
+        if self.group.size > 1 or self.elastic is not None or strategy.checkpoints.folder is not None:
+            # who is alone, and keeps no checkpoints, owes nobody an end
+            atexit.register(self._close_at_exit, os.getpid(), getattr(sys, "last_value", None))
+        strategy.checkpoints.restore_random()
+        strategy.status_reporter.opened(strategy.steps)
 
     def restart(self) -> None:
         """Starts anew from a checkpoint that the strategy was told to load. Collective."""
@@ -388,15 +402,42 @@ class TrainingSession:
         All members of the new group call it after the same step; the old one is left to the caller.
         """
         self.settle()
-        strategy = self.strategy
-        state = strategy.state_dict()
+        state = self.strategy.state_dict()
         self._hooks.remove()
         self._detach(should_leave=False, is_failed=True)
+        self.take_group(group, state)
+        self.open(should_start_equal=True)
+
+    def mark_equal(self) -> None:
+        """Takes note that all members have equal models now."""
+        self._equal_step = self.strategy.steps
+
+    def abandon(self) -> None:
+        """Ends without a word to the group, which this worker has left."""
+        self.is_open = False
+        self._hooks.remove()
+
+    def suspend(self) -> None:
+        """Gives the model back between two steps, inside of the optimizer's hooks; `enter` comes later."""
+        self._hooks.pause()
+        self._detach(should_leave=False, is_failed=True)
+
+    def take_group(self, group: Group, state: Mapping[str, Any]) -> None:
+        """Belongs to another group, or to one that has become another, from now on; with the common state."""
+        strategy = self.strategy
+        self.group = group
         strategy.set_group(group)
         strategy.status_reporter = StatusReporter(group, strategy.name)
         strategy.load_common_state(state)
-        self.group = group
-        self.open(should_start_equal=True)
+
+    def on_resize(self, follow: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        """Calls `follow(old_size, new_size)` whenever the group has grown or shrunk, between two steps.
+
+        For learning rates that depend on the number of workers; under `shoal run --elastic` alone.
+        """
+        if self.elastic is not None:
+            self.elastic.followers.append(follow)
+        return follow
 
     def settle(self) -> None:
         """Makes up for steps that were skipped: no step will follow the last backward pass any more."""
@@ -407,9 +448,12 @@ class TrainingSession:
         if not self.is_open:
             return
         self.is_open = False
-        self._not_shared = {}
         num_missed = self._hooks.remove()
         should_leave = not self.stays
+        if self.elastic is not None:
+            self.elastic.ended()
+            if not self.is_in_group:
+                return
         if not is_failed:
             try:
                 for _ in range(num_missed):
@@ -425,13 +469,28 @@ class TrainingSession:
                 raise
         self._detach(should_leave=should_leave, is_failed=is_failed)
 
+    def _close_at_exit(self, pid: int, earlier_error: object) -> None:
+        """Closes what nobody has closed when the program ends: a loop without `with` may forget it.
+
+        It comes before the group's own end, which was registered earlier. In a program that fails it is only
+        detached, so that the others learn of it (`group.opening`). A forked child inherits the call, and is
+        no worker.
+        """
+        if pid != os.getpid():
+            return
+        try:
+            self.close(is_failed=has_failed(earlier_error))
+        except BaseException as error:  # noqa: BLE001 - shown as any other, and the group ends as failed
+            sys.last_value = error
+            sys.excepthook(type(error), error, error.__traceback__)
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, SystemExit) and not error.code:
+        if isinstance(error, SystemExit) and not error.code and self.is_open:
             tell_launcher(early_step=self.strategy.steps)
         loss = None
         if isinstance(self.group, ShardReplicas) and isinstance(error, RuntimeError):
@@ -444,30 +503,18 @@ class TrainingSession:
         """Takes up a checkpoint, or rank 0's values; compares what cannot be taken. Collective."""
         strategy = self.strategy
         require_equal(self.group, self.named_tensors)
-        resumed = self.strategy.checkpoints.resume(self)
+        if self.elastic is not None and self.elastic.take_over():
+            return
+        resumed = strategy.checkpoints.resume(self)
         if resumed is not None:
             should_start_equal = resumed == "common"
         if strategy.is_lockstep:
-            require_same_count(self.group, strategy.name, strategy.steps, strategy.rounds)
+            require_same_count(self.group, strategy)
         if should_start_equal:
             take_values(self.group, list(self.named_tensors.values()), self.group.members[0])
         num_since = 0 if should_start_equal else strategy.steps % strategy.options.local_steps
         self._equal_step = strategy.steps - num_since
-        start_optimizers(
-            self.group,
-            self.optimizer,
-            self.named_tensors,
-            should_take_state=should_start_equal,
-            must_be_equal=strategy.shares_gradients,
-            has_loaded=resumed is not None,
-        )
-
-    def _find_replicas(self) -> None:
-        """Shares from now on with those workers alone that hold the same parts of the model. Collective."""
-        refuse_unsupported(self)
-        require_equal(self.group, self.named_tensors)
-        self.group = ShardReplicas.find(self.group, list(filter(is_sharded, self.named_tensors.values())))
-        self.strategy.set_group(self.group)
+        start_optimizers(self, should_take_state=should_start_equal, has_loaded=resumed is not None)
 
     @torch.no_grad()
     def _share_rest(self, *, should_leave: bool) -> None:
@@ -478,10 +525,9 @@ class TrainingSession:
         members = self.group.members
         period, has_had_none = strategy.options.local_steps, strategy.rounds == 0
         num_steps = strategy.steps % period or period
+        is_even = len(members) > 1
         if should_leave:
             is_even = bool(members) and self._counter is not None and self._counter.meet(strategy.steps)
-        else:
-            is_even = len(members) > 1
         is_first = self.group.rank in members[:1]  # which may leave right after
         why = "other workers have ended before it, or go on"
         if is_even:
@@ -506,22 +552,23 @@ class TrainingSession:
 
     def _detach(self, *, should_leave: bool, is_failed: bool) -> None:
         """Gives the model back, and leaves the group or gives its memory back."""
-        strategy, memory, closings, counter = self.strategy, self._memory, self._closings, self._counter
-        self._memory, self._closings, self._counter = [], [], None
-        self._window_number, self._num_windows = -1, 0
-        _forget_at_exit(self)
+        strategy, closings = self.strategy, self._closings
+        self._closings, self._counter, self._window_names = [], None, None
+        atexit.unregister(self._close_at_exit)
         if isinstance(self.group, ShardReplicas):
             self.group = self.group.inner
             strategy.set_group(self.group)
         strategy.release_session(self.model)
-        self.has_started = False
+        self.has_started = self.is_in_group = False
+        if self._finite is not None:
+            self._finite.after_optimizer()
         self._finite = None
         strategy.status_reporter.closed()
         survivals = survivals_of(self.group)
         survivals.remove(strategy.survives_loss)
         is_last = not survivals
         if not is_last:
-            _apply_survival(self.group)
+            self.group.should_survive = all(survivals)
         elif not is_failed:
             strategy.status_reporter.tell("joined")
         if not self.is_alone:
@@ -537,10 +584,6 @@ class TrainingSession:
                 self.group.leave()
                 strategy.status_reporter.tell("left")
             return
-        if counter is not None:
-            counter.close()
-        for tensor in memory:
-            self.group.free(tensor)
         for close in closings:
             close()
 
@@ -563,11 +606,31 @@ class TrainingSession:
 
     def forward_ended(self) -> None:
         """Is called after a whole forward, in training with gradients."""
-        self.strategy.after_forward(self)
+        if self.elastic is None:
+            self.strategy.after_forward(self)
+        elif self.elastic.can_share:
+            self.attempt(partial(self.strategy.after_forward, self))
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
         """Is called in backward for each parameter whose `.grad` has got its new value."""
-        self.strategy.gradient_ready(self, parameter)
+        if self.elastic is None:
+            self.strategy.gradient_ready(self, parameter)
+        elif self.elastic.can_share:
+            self.attempt(partial(self.strategy.gradient_ready, self, parameter))
+
+    def attempt(self, act: Callable[[], None]) -> bool:
+        """Does something that a lost peer may end; False if it did, and this worker goes on without it.
+
+        Only where workers come and go: elsewhere PeerLost is raised.
+        """
+        try:
+            act()
+        except PeerLost as error:
+            if self.elastic is None or self.has_closure:
+                raise
+            self.elastic.interrupt(error)
+            return False
+        return True
 
     # Autograd sees nothing of what strategies do around a step: a vector that it tracked would only grow.
 
@@ -575,30 +638,52 @@ class TrainingSession:
     def step_begins(self, num_missed: int) -> float:
         """Is called before the optimizer's step, after `num_missed` skipped ones; factor of its rates."""
         strategy = self.strategy
+        if self.elastic is not None and self.elastic.error is not None:
+            self.finite.hide_gradients()  # the step is dropped as a whole, on all workers
+            return 1.0
         if not self.is_alone:
-            if not self._has_stepped:
+            if self._not_shared is not None:
                 self.refuse_foreign()  # it may have come after attach
-                self._warn_of_unshared()
-                self._has_stepped = True
+                self._warn_of_unshared(self._not_shared)
+                self._not_shared = None
             for _ in range(num_missed):
                 self.step_skipped()
             self._publish_step()
             self.finite.before_step(strategy.steps)
             self._monitor(is_skipped=self.is_left_out)
-            strategy.before_step(self)
-        return rate_factor(strategy.options, strategy.steps) / strategy.rate_divisor
+            if not self.attempt(partial(strategy.before_step, self)):
+                self.finite.hide_gradients()
+        factor = rate_factor(strategy.options, strategy.steps) if self._has_own_rates else 1.0
+        return factor / strategy.rate_divisor
 
     @torch.no_grad()
     def step_ended(self) -> None:
         """Is called after the optimizer's step."""
         if not self.is_alone:
             self.finite.after_optimizer()
+        if self.elastic is None:
+            self._end_step()
+            return
+        if self.elastic.error is None:
+            self.attempt(self._end_step)
+        self.elastic.step_ended()
+
+    def _end_step(self) -> None:
+        if not self.is_alone:
             self.strategy.after_step(self)
         self._count_step()
 
     @torch.no_grad()
     def step_skipped(self) -> None:
         """Is called instead of both, when the optimizer did not step after a backward pass."""
+        if self.elastic is None:
+            self._skip_step()
+            return
+        if self.elastic.error is None:
+            self.attempt(self._skip_step)
+        self.elastic.step_ended()
+
+    def _skip_step(self) -> None:
         if not self.is_alone:
             self._publish_step()
             self.finite.skipped_step()
@@ -647,13 +732,6 @@ class TrainingSession:
         strategy.checkpoints.stepped(self)
         strategy.status_reporter.stepped(strategy.steps)
 
-    @property
-    def _checked(self) -> Checked:
-        """When this worker looks for gradients that are not finite."""
-        if self.is_alone or self.group.size == 1 or not self.strategy.checks_finite:
-            return "never"
-        return "in backward" if self.shares_gradients else "before the step"
-
     def _monitor(self, *, is_skipped: bool) -> None:
         monitors = self.strategy.gradient_monitors
         if monitors is not None and not self.shares_gradients:
@@ -664,15 +742,10 @@ class TrainingSession:
         if not self.is_alone:
             refuse_foreign(self.model, self.group)
 
-    def _warn_of_unshared(self) -> None:
-        """At the first step: names what has gradients, and is shared by no strategy on this model."""
-        others, self._not_shared = self._not_shared, {}
-        if not others:
-            return
+    def _warn_of_unshared(self, named: Mapping[str, nn.Parameter]) -> None:
+        """At the first step: names those that have gradients, and are shared by no strategy on this model."""
         shared = _shared_of(self.model)
-        names = [
-            name for name, tensor in others.items() if tensor.grad is not None and id(tensor) not in shared
-        ]
+        names = [name for name, each in named.items() if each.grad is not None and id(each) not in shared]
         if names:
             log.warning(
                 "%s: %s %s trained, and not by this optimizer: the workers' values were equal at the start, "
@@ -708,79 +781,23 @@ def survivals_of(group: Group) -> list[bool]:
     return survivals
 
 
-def innermost(group: Group) -> Group:
-    """Gives the group without what is wrapped around it."""
-    while isinstance(inner := getattr(group, "inner", None), Group):
-        group = inner
-    return group
-
-
 def still_there(group: Group) -> Group:
     """Gives the group; for one worker alone also after it has left, since nobody is there to miss it."""
     return SoloGroup() if group.size == 1 else group
-
-
-def _apply_survival(group: Group) -> None:
-    group.should_survive = all(survivals_of(group))
-
-
-# Sessions that nobody has closed when the program ends: a loop without `with` may forget it. They are closed
-# before their groups, the last one first. In a program that fails they are only detached, so that the others
-# learn of it (see `group.opening`).
-
-
-@dataclass(frozen=True, slots=True)
-class _AtExit:
-    session: TrainingSession
-    pid: int
-    """A forked child inherits the entry, and is no worker."""
-    earlier_error: object
-
-
-_open: list[_AtExit] = []
-
-
-def _close_at_exit(session: TrainingSession) -> None:
-    # each time anew: what was registered last is called first, and so before the group's own end
-    atexit.unregister(_close_all)
-    atexit.register(_close_all)
-    _open.append(_AtExit(session, os.getpid(), getattr(sys, "last_value", None)))
-
-
-def _forget_at_exit(session: TrainingSession) -> None:
-    _open[:] = [entry for entry in _open if entry.session is not session]
-
-
-def _close_all() -> None:
-    for entry in reversed(list(_open)):
-        if entry.pid != os.getpid():
-            continue
-        try:
-            entry.session.close(is_failed=has_failed(entry.earlier_error))
-        except BaseException as error:  # noqa: BLE001 - shown as any other, and the group ends as failed
-            sys.last_value = error
-            sys.excepthook(type(error), error, error.__traceback__)
 
 
 _attached: WeakKeyDictionary[nn.Module, list[ReferenceType[TrainingSession]]] = WeakKeyDictionary()
 """What was attached to a model, to see which of its parameters are shared."""
 
 
-def _shared_of(model: nn.Module, *, by_gradients: bool = False) -> dict[int, bool]:
+def _shared_of(model: nn.Module, *, by_gradients: bool = False) -> set[int]:
     """The parameters of a model that are shared by strategies, or by those alone that share gradients."""
-    sessions = [known() for known in _attached.get(model, ())]
-    return _ids(
-        [
-            tensor
-            for each in sessions
-            if each is not None and each.is_open and (each.shares_gradients or not by_gradients)
-            for tensor in each.trainable
-        ]
-    )
-
-
-def _ids(tensors: Sequence[torch.Tensor]) -> dict[int, bool]:
-    return {id(tensor): True for tensor in tensors}
+    return {
+        id(tensor)
+        for each in [known() for known in _attached.get(model, ())]
+        if each is not None and each.is_open and (each.shares_gradients or not by_gradients)
+        for tensor in each.trainable
+    }
 
 
 def _num_optimized(optimizer: Optimizer) -> int:

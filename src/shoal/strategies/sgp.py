@@ -9,20 +9,19 @@ however many send to whom. The asynchronous form is `push_sum`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from shoal.group import Group, share
 from shoal.strategies.averaging import mean_over
-from shoal.strategies.options import SgpOptions, StrategyOptions
+from shoal.strategies.neighbor import ExchangeStrategy
+from shoal.strategies.options import SgpOptions
 from shoal.strategies.session import TrainingSession
-from shoal.strategies.strategy import Strategy
-from shoal.tensors import ParameterBuffers
-from shoal.topology import Topology, Weights, make_topology_on
+from shoal.topology import Weights
 
 
-class StochasticGradientPush(Strategy):
+class StochasticGradientPush(ExchangeStrategy):
     """`w_i ← Σ_j p_ij w_j`, `z_i ← Σ_j p_ij w_j z_j / w_i` after the step, with `p_ij = 1/(d_j + 1)`.
 
     z are the parameters that train, and d_j is to how many j sends in this round. The optimizer's learning
@@ -33,20 +32,13 @@ class StochasticGradientPush(Strategy):
 
     name = "sgp"
     survives_loss = True
-    Options: ClassVar[type[StrategyOptions]] = SgpOptions
+    Options = SgpOptions
     options: SgpOptions
-    topology: Topology
-    _buffers: ParameterBuffers
 
     def __init__(self, group: Group | None = None, **options: Any) -> None:
         super().__init__(group, **options)
         self.weight = 1.0
         """This worker's mass: 1 on average over all."""
-
-    def set_group(self, group: Group) -> None:
-        """Makes the topology of the group's workers."""
-        super().set_group(group)
-        self.topology = make_topology_on(self.options.topology, group.size, group.num_machines)
 
     @property
     def rate_divisor(self) -> float:
@@ -58,25 +50,16 @@ class StochasticGradientPush(Strategy):
         """The weight, for reports."""
         return {"weight": self.weight}
 
-    def start(self, session: TrainingSession) -> None:
-        """Moves the parameters into two buffers of the group."""
-        self._buffers = session.hold_parameters(2)
-
-    def before_step(self, session: TrainingSession) -> None:
-        """Looks for lost peers."""
-        session.check_lost_peers()
-
-    def after_step(self, session: TrainingSession) -> None:
-        """Pushes, and takes in what comes."""
-        if session.is_round:
-            self._push(session)
-
-    def _push(self, session: TrainingSession) -> None:
+    def round_weights(self, session: TrainingSession) -> Weights:
+        """Gives shares of what others have, and of this worker's own weight."""
         rank = self.group.rank
         sources = {source: self._share(source) for source in self.topology.sources(rank, self.rounds)}
         destinations = self.topology.destinations(rank, self.rounds)
         own = self._share(rank) * self.weight
-        self.weight = self._mix(session, Weights(own, sources, dict.fromkeys(destinations, self.weight)))
+        return Weights(own, sources, dict.fromkeys(destinations, self.weight))
+
+    def _finish_round(self, session: TrainingSession) -> None:
+        self.weight = self._mix(session, self.round_weights(session))
 
     def _share(self, rank: int) -> float:
         """What a worker gives of itself to each destination, and keeps, in this round."""

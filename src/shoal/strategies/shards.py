@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import msgspec
@@ -23,6 +23,8 @@ import torch
 from shoal.core import Deadline, PeerLost
 from shoal.core.errors import UsageError
 from shoal.group import Done, Group, GroupWrapper, Handle, Loss, Reduction, share
+from shoal.group.functions import others
+from shoal.strategies.averaging import Continued
 from shoal.tensors import is_sharded
 from shoal.topology import Weights
 
@@ -79,8 +81,8 @@ class ShardReplicas(GroupWrapper):
         """Takes the mean over the replicas, in place; bits may differ, since each sums in its own order."""
         if op != "mean":
             raise UsageError(f"Shards are averaged; {op} is not supported.", next_step='take op="mean".')
-        others = [rank for rank in self.members if rank != self.rank]
-        return self.exchange(tensor, Weights.uniform(others, others))
+        peers = others(self)
+        return self.exchange(tensor, Weights.uniform(peers, peers))
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
         """Copies the replica `root`'s tensor; each shard in turn, from the same machine."""
@@ -100,7 +102,7 @@ class ShardReplicas(GroupWrapper):
             own = [part[:-_LABEL_BYTES] for part in parts if torch.equal(part[-_LABEL_BYTES:], label)]
             return [part.view(tensor.dtype).view(-1, *tensor.shape[1:]).to(tensor.device) for part in own]
 
-        return _Converted(self.inner.all_gather(labelled), pick)
+        return Continued(self.inner.all_gather(labelled), pick)
 
     def norm(self, part: float) -> float:
         """Combines the norms of all shards, each the same on its replicas, into that of all. Collective."""
@@ -155,17 +157,3 @@ def refuse_unsupported(session: TrainingSession) -> None:
                 cause="a worker sees its own shard of the gradients, or its own buffers.",
                 next_step="leave the option out; on_nonfinite=stop works.",
             )
-
-
-class _Converted(Handle[list[torch.Tensor]]):
-    """An operation whose result is converted when it is asked for."""
-
-    def __init__(self, inner: Handle[Any], convert: Callable[[Any], list[torch.Tensor]]) -> None:
-        self._inner = inner
-        self._convert = convert
-
-    def wait(self, deadline: Deadline | None = None) -> list[torch.Tensor]:
-        return self._convert(self._inner.wait(deadline))
-
-    def is_done(self) -> bool:
-        return self._inner.is_done()

@@ -6,10 +6,10 @@ is kept, decays, and is added to what is learned next: it takes the place of DiL
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from shoal.group import Group
-from shoal.strategies.options import SparseLoCoOptions, StrategyOptions
+from shoal.strategies.options import SparseLoCoOptions
 from shoal.strategies.outer_step import OuterRule, OuterStep
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
@@ -32,8 +32,9 @@ class SparseLoCo(Strategy):
 
     name = "sparse-loco"
     survives_loss = True
+    is_equal_after_round = True
     common_state = ("outer",)
-    Options: ClassVar[type[StrategyOptions]] = SparseLoCoOptions
+    Options = SparseLoCoOptions
     options: SparseLoCoOptions
     outer: OuterStep
     """The common copy, and what travels to it."""
@@ -60,11 +61,6 @@ class SparseLoCo(Strategy):
     def has_last_round(self) -> bool:
         """Whether some steps have no round of their own."""
         return self.options.local_steps > 1
-
-    @property
-    def is_equal_after_round(self) -> bool:
-        """Always: a round gives all the same parameters."""
-        return True
 
     def last_round(self, session: TrainingSession) -> None:
         """Takes an outer step: all models become the common copy, equal to the bit.

@@ -70,7 +70,7 @@ class Staleness:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Count on from there."""
+        """Counts on from there."""
         self.num_mixed, self.num_unmixed = int(state["num_mixed"]), int(state["num_unmixed"])
         self.max_behind, self._sum = int(state["max_behind"]), int(state["sum"])
         self._counts = {int(behind): int(count) for behind, count in state["histogram"].items()}

@@ -19,7 +19,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -34,6 +34,10 @@ from shoal.strategies.averaging import packed
 from shoal.tensors import DTYPES, TensorSpec, describe, is_sharded, size_bytes
 from shoal.tensors.checkpoint import flatten, is_scalar, rebuild, scalar
 from shoal.tensors.packing import reshape_dense
+
+if TYPE_CHECKING:
+    from shoal.strategies.session import TrainingSession
+    from shoal.strategies.strategy import Strategy
 
 log = logging.getLogger(__name__)
 
@@ -113,25 +117,45 @@ def take_state(group: Group, make: Callable[[], Any], root: int = 0) -> Any:
 
     A state has numbers, texts, tensors, lists and dicts. Collective; UsageError on all when it has others.
     """
-    sent = _SentState(None, [], [])
-    tensors: dict[str, torch.Tensor] = {}
-    if group.rank == root:
-        try:
-            sent.plain, tensors = flatten(make())
-            sent.names = list(tensors)
-            sent.specs = [describe(tensor) for tensor in tensors.values()]
-        except ShoalError as error:
-            sent.problem = error.what
-    sent = msgspec.convert(share(group, sent)[list(group.members).index(root)], _SentState)
+    sent, tensors = SentState.of(make) if group.rank == root else (SentState(), {})
+    sent = msgspec.convert(share(group, sent)[list(group.members).index(root)], SentState)
     if sent.problem:
         raise UsageError(
             f"what rank {root} has cannot be given to the others: {sent.problem}",
             next_step="load the same checkpoint on all workers, and attach(..., should_start_equal=False).",
         )
     if group.rank != root:
-        tensors = dict(zip(sent.names, map(_empty, sent.specs), strict=True))
+        tensors = sent.room()
     take_values(group, list(tensors.values()), root)
     return rebuild(sent.plain, tensors)
+
+
+class SentState(msgspec.Struct, array_like=True):
+    """Describes a state to who receives it, before its tensors come."""
+
+    plain: Any = None
+    names: list[str] = []
+    specs: list[TensorSpec] = []
+    problem: str = ""
+    """Why it cannot travel."""
+
+    @classmethod
+    def of(cls, make: Callable[[], Any]) -> tuple[SentState, dict[str, torch.Tensor]]:
+        """Describes what `make` gives, or its failure; the tensors are not copied."""
+        try:
+            plain, tensors = flatten(make())
+            return cls(plain, list(tensors), [describe(tensor) for tensor in tensors.values()]), tensors
+        except ShoalError as error:
+            return cls(problem=error.what), {}
+
+    def room(self) -> dict[str, torch.Tensor]:
+        """Makes memory for the tensors, by name."""
+        return dict(zip(self.names, map(_empty, self.specs), strict=True))
+
+
+def _empty(spec: TensorSpec) -> torch.Tensor:
+    dtype = DTYPES[spec.dtype]
+    return reshape_dense(torch.empty(size_bytes(spec) // dtype.itemsize, dtype=dtype), spec)
 
 
 def require_equal(group: Group, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -156,31 +180,19 @@ def require_equal(group: Group, tensors: Mapping[str, torch.Tensor]) -> None:
                 )
 
 
-def require_same_count(group: Group, strategy: str, steps: int, rounds: int) -> None:
+def require_same_count(group: Group, strategy: Strategy) -> None:
     """UsageError, on all members, when they have not done equally many: they would share at other times."""
     ranks = group.members
-    everybody = share(group, [steps, rounds])
+    everybody = share(group, [strategy.steps, strategy.rounds])
     for rank, theirs in zip(ranks, everybody, strict=True):
         if theirs != everybody[0]:
             (steps, rounds), (first_steps, first_rounds) = theirs, everybody[0]
             raise UsageError(
-                f"{strategy} on rank {rank} has done {steps} steps and {rounds} rounds, on rank {ranks[0]} "
-                f"{first_steps} and {first_rounds}.",
+                f"{strategy.name} on rank {rank} has done {steps} steps and {rounds} rounds, on rank "
+                f"{ranks[0]} {first_steps} and {first_rounds}.",
                 cause="a state of the strategy was loaded on some workers only, or is of another time.",
                 next_step="load the state of one checkpoint on all workers.",
             )
-
-
-class _SentState(msgspec.Struct, array_like=True):
-    plain: Any
-    names: list[str]
-    specs: list[TensorSpec]
-    problem: str = ""
-
-
-def _empty(spec: TensorSpec) -> torch.Tensor:
-    dtype = DTYPES[spec.dtype]
-    return reshape_dense(torch.empty(size_bytes(spec) // dtype.itemsize, dtype=dtype), spec)
 
 
 def _sharding(tensor: Any) -> list[str]:
@@ -207,21 +219,14 @@ class _Account(msgspec.Struct, array_like=True):
     has_state: bool
 
 
-def start_optimizers(
-    group: Group,
-    optimizer: Optimizer,
-    named: Mapping[str, torch.Tensor],
-    *,
-    should_take_state: bool,
-    must_be_equal: bool,
-    has_loaded: bool = False,
-) -> None:
+def start_optimizers(session: TrainingSession, *, should_take_state: bool, has_loaded: bool) -> None:
     """Compare settings, or take settings and state of rank 0 where that has state or `has_loaded` some.
 
-    Collective. What is loaded may be settings alone, such as a rate that a scheduler has changed.
-    Settings that differ are an error, on all members, where they `must_be_equal`, and a warning elsewhere.
+    Collective. What is loaded may be settings alone, such as a rate that a scheduler has changed. Settings
+    that differ are an error, on all members, where gradients are shared, and a warning elsewhere.
     """
-    own = _account(group.rank, optimizer, named)
+    group, optimizer = session.group, session.optimizer
+    own = _account(group.rank, optimizer, session.named_tensors)
     accounts = [msgspec.convert(account, _Account) for account in share(group, own)]
     first = accounts[0]
     for account in accounts:
@@ -237,7 +242,7 @@ def start_optimizers(
             optimizer.load_state_dict(state)
         return
     difference = _difference(accounts)
-    if difference and must_be_equal:
+    if difference and session.shares_gradients:
         raise UsageError(
             f"{difference}: the replicas would drift apart.",
             cause="the optimizer is built in another way there, or a checkpoint was loaded there alone.",

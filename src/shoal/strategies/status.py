@@ -51,15 +51,14 @@ class StatusReporter:
 
     def opened(self, step: int) -> None:
         """Begins, when the strategy is attached."""
-        run = run_of(self._group)
-        if not run:
+        if not self._group.run:
             return
         self._opened_s = self._tell_s = self._clock.now_s()
         tell_launcher(phase="training", step=step)
         if not board.is_wanted():
             return
         with contextlib.suppress(Exception):
-            self._note = self._first(run, step)
+            self._note = self._first(step)
             if self._note.place == 0:
                 with contextlib.suppress(Exception):
                     board.look(self._clock)  # what killed workers have left there goes
@@ -93,7 +92,7 @@ class StatusReporter:
 
     def tell(self, phase: Phase) -> None:
         """Tells the launcher where this worker is on its way, if the group is that of its run."""
-        if run_of(self._group):
+        if self._group.run:
             tell_launcher(phase=phase)
 
     def log(self, values: dict[str, Any]) -> None:
@@ -112,14 +111,15 @@ class StatusReporter:
                 # a copy: the tensor may be changed in place later, or a view that keeps a large one alive
                 self._values[name] = value.detach().clone() if is_tensor else float(value)
 
-    def _first(self, run: str, step: int) -> board.Note:
+    def _first(self, step: int) -> board.Note:
         group, everybody, pid = self._group, self._group.everybody, os.getpid()
         if self._number is None:
             self._number = group.notes.get("num_reporters", 0)
             group.notes["num_reporters"] = self._number + 1
         place = group.rank if everybody is None else everybody.rank
+        program = sys.argv[0] if sys.argv else ""
         return board.Note(
-            run=run,
+            run=group.run,
             rank=place if group.role == "server" else group.rank,
             size=group.size if everybody is None else everybody.size - group.num_servers,
             pid=pid,
@@ -130,7 +130,7 @@ class StatusReporter:
             started=started(pid),
             namespace=namespace(),
             began_s=self._clock.wall_s(),
-            program=_program(),
+            program=_plain(Path(program if program not in ("", "-c") else "python").name),
             strategy=self._strategy,
             **self._counted(step, group.stats),
         )
@@ -140,6 +140,8 @@ class StatusReporter:
         assert before is not None
         gained = [now_s - then_s for now_s, then_s in zip(stats.waited_s, self._waited_s, strict=False)]
         most = max(range(len(gained)), key=gained.__getitem__, default=None)
+        waited_s = {rank: each_s for rank, each_s in enumerate(stats.waited_s) if each_s >= _SHORTEST_WAIT_S}
+        longest = sorted(waited_s, key=waited_s.__getitem__, reverse=True)[:_MAX_AWAITED]
         counted = self._counted(step, stats)
         num_examples = counted["num_examples"]
         num_new = None if num_examples is None else max(0, num_examples - (before.num_examples or 0))
@@ -149,7 +151,7 @@ class StatusReporter:
             steps_per_s=(step - before.step) / passed_s,
             examples_per_s=None if num_new is None else num_new / passed_s,
             values=_numbers_of(self._values) or before.values,
-            waited_s=_longest(stats.waited_s),
+            waited_s={rank: round(waited_s[rank], 6) for rank in sorted(longest)},
             wait_share=min(1.0, sum(gained) / passed_s) if gained else None,
             waits_for=most if most is not None and gained[most] >= _SHORTEST_WAIT_S else None,
         )
@@ -168,13 +170,6 @@ class StatusReporter:
         }
 
 
-def run_of(group: Group) -> str:
-    """The run that a group, or one inside of it, was opened for; empty for a group of one's own making."""
-    while not group.run and isinstance(inner := getattr(group, "inner", None), Group):
-        group = inner
-    return group.run
-
-
 def _numbers_of(values: dict[str, Any]) -> dict[str, float]:
     """Those that can be read now; a device that records a graph must not be asked."""
     found: dict[str, float] = {}
@@ -184,16 +179,6 @@ def _numbers_of(values: dict[str, Any]) -> dict[str, float]:
         with contextlib.suppress(Exception):
             found[name] = float(value)
     return found
-
-
-def _longest(waited_s: Sequence[float]) -> dict[int, float]:
-    longest = sorted(range(len(waited_s)), key=waited_s.__getitem__, reverse=True)[:_MAX_AWAITED]
-    return {rank: round(waited_s[rank], 6) for rank in sorted(longest) if waited_s[rank] >= _SHORTEST_WAIT_S}
-
-
-def _program() -> str:
-    name = Path(sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c") else "python").name
-    return _plain(name)
 
 
 def _plain(name: str) -> str:

@@ -36,7 +36,6 @@ from shoal.tensors.checkpoint import NUM_KEPT
 _NUMBERS = (bool, int, float, str)
 _BASE = ("group", "options", "steps", "rounds", "gradient_monitors", "checkpoints", "status_reporter")
 """Attributes that every strategy has; they are kept elsewhere, or not at all."""
-_MISSING = object()
 
 
 class Strategy:
@@ -226,7 +225,7 @@ class Strategy:
         session = TrainingSession(self, model, optimizer, stays=stays)
         session.refuse_foreign()
         warn_of_ignored_flags(self)
-        tell_launcher(survives_loss=self.survives_loss)
+        tell_launcher(survives_loss=self.survives_loss or session.elastic is not None)
         session.open(should_start_equal=should_start_equal)
         return session
 
@@ -279,10 +278,7 @@ class Strategy:
             self.settle_round(session)
 
     def consensus_distance(self) -> float:
-        """Measures the root mean square, over members, of a member's distance from the mean of all.
-
-        Over all trainable parameters as one vector. Collective; settles first.
-        """
+        """Measures the root mean square of members' distances from their mean. Collective; settles first."""
         self.settle()
         return self.session.consensus_distance()
 
@@ -335,8 +331,9 @@ class Strategy:
         if self.gradient_monitors is not None:
             state["monitors"] = self.gradient_monitors.state_dict()
         vectors: dict[str, Any] = {}
-        for name, value in self._kept().items():
-            (vectors if isinstance(value, Flat) else state)[name] = _state_of(value)
+        for name, value in vars(self).items():
+            if _is_kept(name, value):
+                (vectors if isinstance(value, Flat) else state)[name] = _state_of(value)
         if self._session is None:
             waiting = dict(self._loaded or self._ended)
             vectors = waiting.pop("kept", {})
@@ -400,10 +397,7 @@ class Strategy:
         return self.state_dict()
 
     def completed(self, contents: Contents) -> Contents:
-        """Adds to the checkpoint of the end, on the worker that writes it, what is not on any worker.
-
-        Strategies with servers fetch the optimizer's state from them.
-        """
+        """Adds to the checkpoint of the end, on the worker that writes it, what only servers have."""
         return contents
 
     def start_at(self, step: int) -> None:
@@ -417,9 +411,15 @@ class Strategy:
 
         UsageError when `common_state` names what is not there.
         """
-        self._check_common_state()
-        is_same = self._last_model is not None and self._last_model() is model
-        if not self._loaded and is_same:
+        annotated = {name for kind in type(self).__mro__ for name in inspect.get_annotations(kind)}
+        for name in self.common_state:
+            if not hasattr(self, name) and name not in annotated:
+                raise UsageError(
+                    f"{self.name} has no attribute {name!r}, which its common_state names.",
+                    cause="the name is misspelt, or `start` does not make it.",
+                    next_step="correct the name; annotate it in the class if some runs do not have it.",
+                )
+        if not self._loaded and self._last_model is not None and self._last_model() is model:
             self._loaded = self._ended
         self._ended = {}
         self._take_loaded()
@@ -444,31 +444,16 @@ class Strategy:
         """Tells whether the strategy implements one of the algorithm's methods."""
         return getattr(type(self), method) is not getattr(Strategy, method)
 
-    def _check_common_state(self) -> None:
-        annotated = {name for kind in type(self).__mro__ for name in inspect.get_annotations(kind)}
-        for name in self.common_state:
-            if not hasattr(self, name) and name not in annotated:
-                raise UsageError(
-                    f"{self.name} has no attribute {name!r}, which its common_state names.",
-                    cause="the name is misspelt, or `start` does not make it.",
-                    next_step="correct the name; annotate it in the class if some runs do not have it.",
-                )
-
-    def _kept(self) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in vars(self).items()
-            if not name.startswith("_") and name not in _BASE and _can_be_kept(value)
-        }
-
     def _take_loaded(self) -> None:
         """Gives what was loaded to the attributes that are there; `restore` does so again, after `start`."""
         loaded = {**self._loaded, **self._loaded.get("kept", {})}
         for name, state in loaded.items():
-            if name != "kept" and not name.startswith("_") and name not in _BASE:
-                value = getattr(self, name, _MISSING)
-                if value is not _MISSING and _can_be_kept(value):
-                    setattr(self, name, _restored(value, state, name))
+            if name != "kept" and hasattr(self, name) and _is_kept(name, value := getattr(self, name)):
+                setattr(self, name, _restored(value, state, name))
+
+
+def _is_kept(name: str, value: Any) -> bool:
+    return not name.startswith("_") and name not in _BASE and _can_be_kept(value)
 
 
 def _can_be_kept(value: Any) -> bool:

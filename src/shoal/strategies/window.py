@@ -17,7 +17,7 @@ import abc
 import contextlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -25,7 +25,7 @@ from shoal.core import PeerLost
 from shoal.group import Group, Handle, Slot, Window
 from shoal.group.kernels import mix_into
 from shoal.strategies.averaging import start_mean
-from shoal.strategies.options import PushSumOptions, StrategyOptions, WindowOptions
+from shoal.strategies.options import PushSumOptions, WindowOptions
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.sgp import mass_factor, mass_model
 from shoal.strategies.staleness import Staleness
@@ -77,10 +77,13 @@ class OneSidedStrategy(Strategy):
 
     def start(self, session: TrainingSession) -> None:
         """Opens a window for each dtype."""
-        sources = self._sources()
-        flats = session.parameters.flats
+        topology, rank, turns = self.topology, self.group.rank, range(self.topology.period)
+        sources = None  # anybody, where it takes too long to say who writes to this worker, ever
+        if len(turns) <= _MANY_TURNS:
+            sources = sorted({source for turn in turns for source in topology.sources(rank, turn)})
         self._windows = [
-            session.window(flat, self._sent_dtype(flat.dtype), sources=sources) for flat in flats
+            session.window(flat, self._sent_dtype(flat.dtype), sources=sources)
+            for flat in session.parameters.flats
         ]
 
     def after_forward(self, session: TrainingSession) -> None:
@@ -127,14 +130,6 @@ class OneSidedStrategy(Strategy):
         """The type in which parameters are written."""
         return dtype
 
-    def _sources(self) -> list[int] | None:
-        """Who writes to this worker, ever; None, anybody, where that takes too long to say."""
-        if self.topology.period > _MANY_TURNS:
-            return None
-        turns = range(self.topology.period)
-        rank = self.group.rank
-        return sorted({source for turn in turns for source in self.topology.sources(rank, turn)})
-
     def _finish_round(self, session: TrainingSession) -> None:
         if not self._is_begun:
             return
@@ -145,15 +140,12 @@ class OneSidedStrategy(Strategy):
         self.end_round(session)
 
     def _slots(self, stack: contextlib.ExitStack, sources: Iterable[int]) -> dict[int, list[Slot]]:
-        """The slots of some sources, one for each window, held until the stack closes; only full ones.
-
-        One whose source was lost in the middle of a write is left out.
-        """
+        """The slots of some sources, one for each window, held until the stack closes; only full ones."""
         held = {}
         for source in sources:
             try:
                 slots = [stack.enter_context(window.slot(source)) for window in self._windows]
-            except PeerLost:
+            except PeerLost:  # in the middle of a write
                 continue
             if all(slot.num_writes for slot in slots):
                 held[source] = slots
@@ -175,7 +167,7 @@ class WindowAverage(OneSidedStrategy):
     """
 
     name = "window"
-    Options: ClassVar[type[StrategyOptions]] = WindowOptions
+    Options = WindowOptions
     options: WindowOptions
     _weights: Weights
     """Those of the round that has begun."""
@@ -239,7 +231,7 @@ class PushSum(OneSidedStrategy):
     """
 
     name = "push-sum"
-    Options: ClassVar[type[StrategyOptions]] = PushSumOptions
+    Options = PushSumOptions
     options: PushSumOptions
 
     def __init__(self, group: Group | None = None, **options: Any) -> None:

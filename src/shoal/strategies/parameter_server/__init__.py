@@ -1,7 +1,7 @@
 """`parameter-server` and `staleness-aware`: workers push gradients to servers, and pull parameters from them.
 
 `strategy` is what a user's loop sees, `client` a worker's pushes and pulls, `server` what the servers do with
-them, `channel` how the model is divided and what goes between them, `state` the optimizer's part in it.
+them, `channel` how the model is divided and what goes between them.
 """
 
 from shoal.strategies.parameter_server.strategy import ParameterServer, StalenessAwareSGD

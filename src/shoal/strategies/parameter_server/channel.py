@@ -4,6 +4,11 @@ The first ranks of the group are the servers. A worker sends a server a request,
 which parameters it was computed from, and then the gradient of each shard. The server tells in a reply how
 much of all that it has handled until now; a later reply replaces an earlier one.
 
+The numbers of the optimizer's groups (lr, momentum, betas) go with each push, so that a schedule on a worker
+counts on the servers. Its state lies with them, that of its own shards with each; the worker that writes a
+checkpoint takes it from there, piece by piece, and no other has a part in that: at the end workers leave one
+by one.
+
 Parameters come back in one of two ways. In host memory the server publishes each shard, and workers read it
 there. Where all members have their models on GPUs, gradients and parameters stay on them: the server puts
 each shard into a slot at the worker, and no processor waits for a GPU to know that memory is free again.
@@ -11,25 +16,29 @@ each shard into a slot at the worker, and no processor waits for a GPU to know t
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from torch.optim import Optimizer
 
-from shoal.core.errors import UsageError
-from shoal.group import Group, Handle, Window, share
+from shoal.core.errors import CheckpointError, UsageError
+from shoal.group import Group, Handle, Slot, Window, share
+from shoal.strategies.averaging import packed
 from shoal.strategies.messages import Packing
 from shoal.strategies.options import ParameterServerOptions
-from shoal.strategies.parameter_server.state import PIECE_BYTES, OptimizerNumbers
+from shoal.strategies.session import TrainingSession
+from shoal.strategies.start import SentState
 from shoal.tensors import ALIGNMENT_BYTES, DTYPES, BucketLayout, TensorSpec, describe, size_bytes
+from shoal.tensors.checkpoint import rebuild
 from shoal.tensors.codecs import codec_from_name
-from shoal.tensors.codecs.base import FormatCodec
 from shoal.tensors.dtypes import dtype_name
 from shoal.tensors.flat import views_over
 from shoal.tensors.packing import reshape_dense
@@ -40,8 +49,11 @@ SHARD_BYTES = 4 * 2**20
 """The size of a shard of small parameters: short enough that pushing, applying and pulling overlap."""
 MAX_SHARDS = 256
 """The most shards of one server; a group has names for so many."""
+PIECE_BYTES = 2**20
+"""The size of the pieces in which a server sends its optimizer's state."""
 _NAME = "parameter-server"
 _NEXT_VERSION = f"{_NAME}'s next version"
+_SIZE = struct.Struct("<q")
 _REQUEST = struct.Struct("<h")
 _REPLY = struct.Struct("<qqq")
 DELIVERY = struct.Struct("<q")
@@ -89,10 +101,7 @@ class ParameterShard:
     def move(
         self, parameters: Sequence[torch.nn.Parameter], flat: torch.Tensor
     ) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Moves the shard's parameters into flat memory; gives each with the tensor that it has there.
-
-        On the CPU each has a storage of its own, so that saving or copying one takes no other along.
-        """
+        """Moves the shard's parameters into flat memory; gives each with the tensor that it has there."""
         moved = list(zip(self.layout.pick(parameters), views_over(self.layout, flat), strict=True))
         for parameter, tensor in moved:
             tensor.copy_(parameter.detach())
@@ -156,7 +165,6 @@ class RequestKind(enum.IntEnum):
     """What a worker asks of a server."""
 
     NONE = -1
-    """No request is under way."""
     PUSH = 0
     SKIP = 1
     """A step without gradients: nothing follows, and it counts."""
@@ -165,7 +173,6 @@ class RequestKind(enum.IntEnum):
     SEND_STATE = 3
     """The server sends its optimizer's state and its parameters to this worker alone."""
     LEAVE = 4
-    """The worker leaves the group."""
     DETACH = 5
     """The worker stays in the group, and will take part in giving the memory back."""
 
@@ -183,8 +190,7 @@ class WorkerRequest(NamedTuple):
     """What a worker sends before its gradients."""
 
     kind: RequestKind
-    numbers: Sequence[float] = ()
-    """The numbers of its optimizer."""
+    numbers: Sequence[float] = ()  # of its optimizer
     versions: Sequence[int] = ()
     """The version that it has read of each shard of this server."""
     gradients: Sequence[Sequence[int]] = ()
@@ -220,6 +226,115 @@ class ServerReply:
         return cls(num_handled, released, num_refused, msgspec.msgpack.decode(summary) if summary else None)
 
 
+# --- the optimizer ---
+
+
+class OptimizerNumbers:
+    """The numbers of an optimizer's groups, in an order that is the same wherever it was built alike.
+
+    What is no number (nesterov, foreach) stays as it was at attach.
+    """
+
+    names: list[tuple[int, str, int | None]]
+    """For each number its group, its name, and the position in a tuple if it is in one."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._groups = optimizer.param_groups
+        self.names = [
+            (number, name, position)
+            for number, group in enumerate(optimizer.param_groups)
+            for name in sorted(group)
+            if name != "params"
+            for position in _positions(group[name])
+        ]
+        self._last: list[float] | None = None
+
+    def read(self, rate_factor: float = 1.0) -> list[float]:
+        """Gives the numbers as they are now, learning rates times a factor."""
+        read = []
+        for number, name, position in self.names:
+            value = self._groups[number][name]
+            value = float(value if position is None else value[position])
+            read.append(value * (rate_factor if name == "lr" else 1.0))
+        return read
+
+    def write(self, values: Sequence[float], rate_factor: float = 1.0) -> None:
+        """Makes the numbers what they were elsewhere; nearly free when they are that already."""
+        places = zip(values, self.names, strict=True)
+        values = [value * (rate_factor if name == "lr" else 1.0) for value, (_, name, _) in places]
+        if values == self._last:
+            return
+        self._last = values
+        for value, (number, name, position) in zip(values, self.names, strict=True):
+            group = self._groups[number]
+            if position is None:
+                group[name] = _replaced(group[name], value)
+            else:
+                parts = list(group[name])
+                parts[position] = _replaced(parts[position], value)
+                group[name] = type(group[name])(parts)
+
+
+def _positions(value: Any) -> Sequence[int | None]:
+    """Finds the numbers in a value; None stands for the value itself."""
+    if isinstance(value, list | tuple):
+        return [place for place, part in enumerate(value) if _is_number(part)]
+    return [None] if _is_number(value) else []
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _replaced(value: Any, number: float) -> Any:
+    """Gives the number in the type of the value that it replaces."""
+    if isinstance(value, torch.Tensor):
+        return value.fill_(number)
+    return int(number) if isinstance(value, int) and number.is_integer() else number
+
+
+def send_state(window: Window, to: int, state: Any) -> None:
+    """Sends a state; returns when `to` has it, or is gone. What cannot travel is the receiver's error."""
+    head, tensors = SentState.of(lambda: state)
+    piece = torch.zeros(PIECE_BYTES, dtype=torch.uint8)
+
+    def send(message: torch.Tensor) -> None:
+        for part in torch.split(message, PIECE_BYTES):
+            piece[: part.numel()] = part
+            window.send(to, piece, note=_SIZE.pack(message.numel())).wait()
+
+    send(torch.frombuffer(bytearray(msgspec.msgpack.encode(head)), dtype=torch.uint8))
+    for bucket, _ in packed(list(tensors.values())):
+        send(bucket.flat.view(torch.uint8))
+
+
+def receive_state(next_slot: Callable[[], contextlib.AbstractContextManager[Slot]]) -> Any:
+    """Receives what `send_state` sent, slot by slot; CheckpointError when that was not possible."""
+
+    def receive() -> torch.Tensor:
+        message: torch.Tensor | None = None
+        num_bytes = 0
+        while message is None or num_bytes < message.numel():
+            with next_slot() as slot:
+                if message is None:
+                    message = torch.empty(*_SIZE.unpack(slot.note), dtype=torch.uint8)
+                part = message[num_bytes : num_bytes + PIECE_BYTES]
+                part.copy_(slot.tensor[: part.numel()])
+                num_bytes += part.numel()
+        return message
+
+    head = msgspec.msgpack.decode(receive().numpy().data, type=SentState)
+    if head.problem:
+        raise CheckpointError(f"a server's state cannot be had: {head.problem}")
+    tensors = head.room()
+    for bucket, members in packed(list(tensors.values())):
+        bucket.flat.view(torch.uint8).copy_(receive())
+        bucket.store(members)
+    return rebuild(head.plain, tensors)
+
+
 # --- where it goes ---
 
 
@@ -227,36 +342,33 @@ class ServerChannel:
     """The shards and the windows of workers and servers, who open it together."""
 
     def __init__(
-        self,
-        group: Group,
-        num_servers: int,
-        parameters: Sequence[torch.Tensor],
-        numbers: OptimizerNumbers,
-        options: ParameterServerOptions,
-        device: torch.device | None,
+        self, group: Group, session: TrainingSession, options: ParameterServerOptions, *, is_on_devices: bool
     ) -> None:
-        """Opens it, collectively; UsageError on all when they have different options or parameters.
-
-        `device` is this member's GPU where all members have their models on GPUs, else None.
-        """
+        """Opens it for everybody, collectively; UsageError on all when their parameters or options differ."""
+        num_servers = session.group.num_servers
         self.group, self.num_servers, self.options = group, num_servers, options
-        self.numbers, self.device = numbers, device
+        self.numbers = numbers = OptimizerNumbers(session.optimizer)
+        self.device = device = session.device if is_on_devices else None
+        """This member's GPU, where all members have their models on GPUs."""
         self.workers = range(num_servers, group.size)
         self.compensates = options.delay_compensation > 0
         num_copies = 1 + len(self.workers) if self.compensates else 1
         max_shards = max(3, MAX_SHARDS // num_copies) if device is None else 1
-        self.shards = plan_shards(parameters, num_servers, max_shards)
+        self.shards = plan_shards(session.trainable, num_servers, max_shards)
         self._require_equal([[shard.layout for shard in self.shards], numbers.names, options])
         codec = codec_from_name(options.compression)
-        self.packings = [_packing(codec, shard) for shard in self.shards]
+        self.packings: list[Packing | None] = []
         """How compressed gradients travel, in host memory; None for those that go as they are."""
+        for shard in self.shards:
+            packing = Packing.plan(codec, TensorSpec(dtype_name(shard.dtype), (shard.num_elements,)))
+            self.packings.append(None if packing.is_plain or not shard.layout.slots else packing)
         self.by_server = [
             [shard for shard in self.shards if shard.server == server] for server in range(num_servers)
         ]
         self.first_version: int = max(share(group, group.notes.get(_NEXT_VERSION, 0)))
         """The first version of all shards: those of a name never fall, not even with another model."""
-        is_server = group.rank < num_servers
         nobody = range(0)
+        is_server = group.rank < num_servers
         workers, servers = (self.workers, nobody) if is_server else (nobody, range(num_servers))
         widths = [len(shards) + sum(len(shard.layout.slots) for shard in shards) for shards in self.by_server]
         width = len(numbers.names) + max(widths)
@@ -315,9 +427,9 @@ class ServerChannel:
 
     def send(self, server: int, request: WorkerRequest) -> Handle[None]:
         """Sends a request, once the server has taken the one before."""
-        values = [*request.numbers, *map(float, request.versions), *itertools.chain(*request.gradients)]
-        vector = torch.zeros(self.requests.num_elements, dtype=torch.float64)
-        vector[: len(values)] = torch.tensor(values, dtype=torch.float64)
+        values = [*request.numbers, *request.versions, *itertools.chain(*request.gradients)]
+        rest = [0] * (self.requests.num_elements - len(values))
+        vector = torch.tensor([*values, *rest], dtype=torch.float64)
         return self.requests.send(server, vector, note=_REQUEST.pack(request.kind))
 
     def receive(self, worker: int) -> WorkerRequest:
@@ -340,20 +452,13 @@ class ServerChannel:
 
     def close(self) -> None:
         """Gives everything back; collective."""
-        for window in (self.requests, self.replies, *self.gradients, self.states):
+        parameters = itertools.chain(*self._parameters)
+        for window in (self.requests, self.replies, *self.gradients, self.states, *parameters):
             window.close()
-        for windows in self._parameters:
-            for window in windows:
-                window.close()
-        for flat in (*self.flats, *(flat for flats in self.copies for flat in flats)):
+        for flat in (*self.flats, *itertools.chain(*self.copies)):
             self.group.free(flat)
 
     def keep_version(self, last_version: int) -> None:
         """Remembers the last version that a server has given, so that the next model begins above it."""
         notes = self.group.notes
         notes[_NEXT_VERSION] = max(notes.get(_NEXT_VERSION, 0), last_version + 1)
-
-
-def _packing(codec: FormatCodec, shard: ParameterShard) -> Packing | None:
-    packing = Packing.plan(codec, TensorSpec(dtype_name(shard.dtype), (shard.num_elements,)))
-    return None if packing.is_plain or not shard.layout.slots else packing

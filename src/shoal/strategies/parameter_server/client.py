@@ -26,8 +26,8 @@ from shoal.strategies.parameter_server.channel import (
     ServerChannel,
     ServerReply,
     WorkerRequest,
+    receive_state,
 )
-from shoal.strategies.parameter_server.state import receive_state
 from shoal.strategies.session import TrainingSession
 from shoal.tensors import describe
 from shoal.tensors.codecs import ErrorFeedback, codec_from_name
@@ -48,6 +48,7 @@ class ServerClient:
     def __init__(self, channel: ServerChannel, session: TrainingSession) -> None:
         parameters = session.trainable
         self._channel = channel
+        self._optimizer = session.optimizer
         is_cpu = session.device.type == "cpu"
         self._is_staged = channel.device is None and not is_cpu
         """Whether the model is on a GPU, and what travels in host memory."""
@@ -109,7 +110,7 @@ class ServerClient:
             presence[number] = [Presence.WITHHELD] * len(presence[number])
         for server, shards in enumerate(channel.by_server):
             present = [presence[shard.number] for shard in shards]
-            self._send(server, RequestKind.PUSH, numbers, present)
+            self._send(server, WorkerRequest(RequestKind.PUSH, numbers, gradients=present))
         for shard in channel.shards:
             self._expected[shard.server] += 1
             self._due[shard.number] = self._expected[shard.server]
@@ -204,19 +205,30 @@ class ServerClient:
 
     def pull(self) -> None:
         """Reads every shard once its server has handled what was pushed, and lets this worker go on."""
-        channel = self._channel
+        if self._channel.device is None:
+            self._read_all()
+        for shard in self._channel.shards:
+            if self._channel.device is not None:
+                self._take(shard)
+            self.pulled_bytes[shard.server] += shard.num_elements * shard.dtype.itemsize
+        self._adopt()
+        self.num_pulls += 1
+
+    def _read_all(self) -> None:
+        """Reads what the servers have published in host memory."""
         if self._is_staged:
             _synchronize(self._flats)  # the last pull may still be on its way to the GPU
-        waiting = list(channel.shards) if channel.device is None else []
+        into = self._staging if self._is_staged else self._flats
+        waiting = list(self._channel.shards)
         reading: list[tuple[ParameterShard, Handle[int | None]]] = []
         while waiting:
             due = [shard for shard in waiting if self._is_due(shard)]
             waiting = [shard for shard in waiting if not self._is_due(shard)]
-            reading += [(shard, self._read(shard)) for shard in due]
+            for shard in due:
+                window = self._channel.parameters(shard, self._channel.group.rank)
+                reading.append((shard, window.read(shard.server, into[shard.number])))
             if not due:
                 self._listen()
-        for shard in channel.shards if channel.device is not None else ():
-            self._take(shard)
         for shard, handle in reading:
             version = handle.wait()
             if version is None:
@@ -224,21 +236,12 @@ class ServerClient:
             self._versions[shard.number] = version
             if self._is_staged:
                 self._flats[shard.number].copy_(self._staging[shard.number], non_blocking=True)
-        for shard in channel.shards:
-            self.pulled_bytes[shard.server] += shard.num_elements * shard.dtype.itemsize
-        self._adopt()
-        self.num_pulls += 1
 
     def _is_due(self, shard: ParameterShard) -> bool:
         reply = self._replies[shard.server]
         if self._channel.options.mode == "bounded" and reply.released < self._clock:
             return False
         return reply.num_handled >= self._due[shard.number]
-
-    def _read(self, shard: ParameterShard) -> Handle[int | None]:
-        """Begins to read what a server has published in host memory."""
-        window = self._channel.parameters(shard, self._channel.group.rank)
-        return window.read(shard.server, (self._staging if self._is_staged else self._flats)[shard.number])
 
     def _take(self, shard: ParameterShard) -> None:
         """Takes what a server has put on this worker's GPU, once the GPU has done that."""
@@ -272,24 +275,27 @@ class ServerClient:
         self.ask(RequestKind.MEET)
         self.pull()
 
-    def take_states(self) -> list[Any]:
-        """Gives what each server's optimizer keeps, and takes its parameters; nobody else takes part."""
-        states = []
+    def take_optimizer(self) -> dict[str, Any]:
+        """Makes one `state_dict` of the servers' optimizers, and takes their parameters; no other takes part.
+
+        Each server has state for its own shards alone, by positions among all parameters.
+        """
+        merged: dict[int, Any] = {}
         for server, shards in enumerate(self._channel.by_server):
             self._ask(server, RequestKind.SEND_STATE)
             self.finish_push()
             state, flats = receive_state(partial(self._next_slot, self._channel.states, server))
-            states.append(state)
+            merged.update(state)
             for shard, flat in zip(shards, flats, strict=True):
                 self._flats[shard.number].copy_(flat)
         self.wait_for_all()
         self._adopt()
-        return states
+        return {**self._optimizer.state_dict(), "state": merged}
 
     def ask(self, kind: RequestKind) -> None:
         """Sends all servers a request that no gradients follow, and waits until they have handled it."""
         for server in range(self._channel.num_servers):
-            self._ask(server, kind, self._channel.numbers.read())
+            self._ask(server, kind)
         self.finish_push()
         self.wait_for_all()
 
@@ -307,22 +313,15 @@ class ServerClient:
             parameter.data = parameter.detach().clone()
         self._moved, self._flats, self._staging, self._gathered = [], [], [], {}
 
-    def _ask(self, server: int, kind: RequestKind, numbers: Sequence[float] = ()) -> None:
+    def _ask(self, server: int, kind: RequestKind) -> None:
         self._expected[server] += 1
         for shard in self._channel.by_server[server]:
             self._due[shard.number] = self._expected[server]
-        self._send(server, kind, numbers)
+        self._send(server, WorkerRequest(kind, self._channel.numbers.read()))
 
-    def _send(
-        self,
-        server: int,
-        kind: RequestKind,
-        numbers: Sequence[float],
-        gradients: Sequence[Sequence[int]] = (),
-    ) -> None:
+    def _send(self, server: int, request: WorkerRequest) -> None:
         versions = [self._versions[shard.number] for shard in self._channel.by_server[server]]
-        request = WorkerRequest(kind, numbers, versions, gradients)
-        self._handles.append(self._channel.send(server, request))
+        self._handles.append(self._channel.send(server, request._replace(versions=versions)))
 
     # --- waiting ---
 

@@ -1,9 +1,7 @@
 """What a parameter server does: take requests and gradients of the workers, apply them, and say so.
 
-It runs in the main thread, asleep while there is nothing to do, until all workers have left or are lost.
-`AsyncServer` applies each gradient as it comes (`async`, `bounded`). `SyncServer` makes one update of the
-average of the first gradients of a step, and drops the rest (`sync`). A `ServedShard` is a part of the model,
-which the user's own optimizer changes in place.
+It runs in the main thread, asleep while there is nothing to do, until all workers have left or are lost. The
+user's own optimizer changes the model in place, shard by shard.
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ from shoal.strategies.parameter_server.channel import (
     ServerChannel,
     ServerReply,
     WorkerRequest,
+    send_state,
 )
-from shoal.strategies.parameter_server.state import send_state
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.staleness import Staleness
 from shoal.tensors.codecs.base import is_finite
@@ -213,6 +211,9 @@ class WorkerState:
 class AsyncServer:
     """Serves the workers of one channel, and applies each gradient as it comes: `async` and `bounded`."""
 
+    _num_aggregate = 0
+    """The gradients that make one update, where they are averaged."""
+
     def __init__(self, channel: ServerChannel, session: TrainingSession) -> None:
         self._channel = channel
         self._options = channel.options
@@ -220,6 +221,8 @@ class AsyncServer:
         own = channel.by_server[channel.group.rank]
         self._shards = [ServedShard(shard, channel, session) for shard in own]
         self._workers = [WorkerState(rank) for rank in channel.workers]
+        self._late: list[WorkerState] = []
+        """Too late for the update under way (`sync`): they go on when it is done, and hear nothing before."""
         self._turn = 0
         self._told: dict[int, Handle[None]] = {}
         self._pause_s = _SHORTEST_S
@@ -227,10 +230,7 @@ class AsyncServer:
         self.counts = dict.fromkeys(COUNTS, 0)
 
     def run(self, beat: Callable[[], None]) -> bool:
-        """Serves until nobody is left; tells whether all that came to the end stay in the group.
-
-        `beat` is called often, whether there is anything to do or not.
-        """
+        """Serves until nobody is left, calling `beat` often; tells whether all that came to the end stay."""
         while self._open():
             if self._move():
                 self._pause_s = _SHORTEST_S
@@ -315,25 +315,22 @@ class AsyncServer:
         self._end_request(worker)
         if self._release(worker, worker.clock + 1):
             self._deliver(worker)
-        self._finish_round(worker)
+        worker.clock += 1
+        self._release_all()
         self._tell(worker)
 
     def _miss(self, worker: WorkerState) -> None:
         """Goes on without a worker that has left or is lost."""
         loss = self._channel.group.lost.get(worker.rank)
         if loss is not None:
+            num_left, num_wanted = len(self._open()), self._num_aggregate
+            shortage = f", with {num_left} instead of {num_wanted} gradients for an update"
             log.warning(
                 "server %d goes on without worker %d%s: %s",
-                self._channel.group.rank,
-                worker.rank - self._channel.num_servers,
-                self._shortage(),
-                loss.reason,
-            )
+                self._channel.group.rank, worker.rank - self._channel.num_servers,
+                shortage if num_left < num_wanted else "", loss.reason,
+            )  # fmt: skip
         self._release_all()
-
-    def _shortage(self) -> str:
-        """Says what is missing for an update now."""
-        return ""
 
     # --- gradients ---
 
@@ -393,10 +390,8 @@ class AsyncServer:
                 yield None
 
     def _accepts(self, worker: WorkerState, gradient: torch.Tensor) -> bool:
-        """Tells whether a shard is finite: one that is not would spoil the model for all workers.
-
-        On GPUs the workers have looked, and withhold what is not (`ServerClient._prepare`).
-        """
+        """Tells whether a shard is finite: one that is not would spoil the model for all workers."""
+        # on GPUs the workers have looked, and withhold what is not (`ServerClient._prepare`)
         if self._channel.device is not None or not gradient.numel() or is_finite(gradient):
             return True
         self._refuse(worker)
@@ -419,13 +414,10 @@ class AsyncServer:
         worker.position += 1
         if worker.position == len(self._shards):
             worker.request = NO_REQUEST
-            self._finish_round(worker)
+            worker.clock += 1
+            self._release_all()
         if not is_told:
             self._tell(worker)
-
-    def _finish_round(self, worker: WorkerState) -> None:
-        worker.clock += 1
-        self._release_all()
 
     # --- who may go on ---
 
@@ -447,12 +439,14 @@ class AsyncServer:
 
     def _deliver(self, worker: WorkerState, shards: Sequence[ServedShard] | None = None) -> None:
         """Lets a worker have the parameters of these shards, or of all."""
-        for shard in self._shards if shards is None else shards:
-            shard.deliver(worker.rank, worker.reply)
+        if worker not in self._late:
+            for shard in self._shards if shards is None else shards:
+                shard.deliver(worker.rank, worker.reply)
 
     def _tell(self, worker: WorkerState) -> None:
-        note = worker.reply.to_note()
-        self._told[worker.rank] = self._channel.replies.put(worker.rank, torch.zeros(1), note=note)
+        if worker not in self._late:
+            note = worker.reply.to_note()
+            self._told[worker.rank] = self._channel.replies.put(worker.rank, torch.zeros(1), note=note)
 
     # --- waiting ---
 
@@ -496,8 +490,6 @@ class SyncServer(AsyncServer):
         super().__init__(channel, session)
         self._num_aggregate = self._options.num_aggregate or len(self._workers)
         self._chosen: list[WorkerState] = []
-        self._late: list[WorkerState] = []
-        """Too late for the update under way: they go on when it is done."""
         self._position = 0
         """The shard that is averaged next."""
 
@@ -563,7 +555,10 @@ class SyncServer(AsyncServer):
                 shard.apply(mean, [Presence.SENT in each for each in presences])
         self._position = (position + 1) % len(self._shards)
         for worker in list(self._chosen):
-            self._finish_chosen(worker)
+            if worker.is_pushing:
+                self._finish_shard(worker)
+            elif not self._position:
+                super()._skip(worker)
         if not self._position:
             self._chosen.clear()
             late, self._late = self._late, []
@@ -572,31 +567,11 @@ class SyncServer(AsyncServer):
                 self._tell(worker)
         return True
 
-    def _finish_chosen(self, worker: WorkerState) -> None:
-        if worker.is_pushing:
-            self._finish_shard(worker)
-        elif not self._position:
-            super()._skip(worker)
-
-    def _deliver(self, worker: WorkerState, shards: Sequence[ServedShard] | None = None) -> None:
-        if worker not in self._late:
-            super()._deliver(worker, shards)
-
-    def _tell(self, worker: WorkerState) -> None:
-        if worker not in self._late:
-            super()._tell(worker)
-
     def _miss(self, worker: WorkerState) -> None:
         for workers in (self._chosen, self._late):
             if worker in workers:
                 workers.remove(worker)
         super()._miss(worker)
-
-    def _shortage(self) -> str:
-        num_left = len(self._open())
-        if num_left >= self._num_aggregate:
-            return ""
-        return f", with {num_left} instead of {self._num_aggregate} gradients for an update"
 
     def _awaited(self) -> int | None:
         if self._is_updating:

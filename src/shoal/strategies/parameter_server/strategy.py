@@ -8,9 +8,9 @@ where it does not pull: its step is hidden from it by gradients of None.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,18 +22,15 @@ from shoal.core.status import tell_launcher
 from shoal.group import Group, share
 from shoal.strategies.averaging import own_model
 from shoal.strategies.checkpointing import Contents
-from shoal.strategies.options import ParameterServerOptions, StalenessAwareOptions, StrategyOptions
+from shoal.strategies.options import ParameterServerOptions, StalenessAwareOptions
 from shoal.strategies.parameter_server.channel import RequestKind, ServerChannel
 from shoal.strategies.parameter_server.client import ServerClient
 from shoal.strategies.parameter_server.server import AsyncServer, SyncServer
-from shoal.strategies.parameter_server.state import (
-    OptimizerNumbers,
-    merge_states,
-    take_first_worker,
-)
 from shoal.strategies.session import TrainingSession, rate_factor
 from shoal.strategies.staleness import Staleness
+from shoal.strategies.start import require_equal, take_state, take_values
 from shoal.strategies.strategy import Strategy
+from shoal.tensors.checkpoint import flatten
 
 log = logging.getLogger(__name__)
 
@@ -50,18 +47,17 @@ class ParameterServer(Strategy):
     name = "parameter-server"
     survives_loss = True
     is_lockstep = False
+    has_own_replica = False  # the servers' parameters are everybody's
     checks_finite = False  # servers refuse gradients that are not finite, and they go nowhere else
-    Options: ClassVar[type[StrategyOptions]] = ParameterServerOptions
+    Options = ParameterServerOptions
     options: ParameterServerOptions
 
     def __init__(self, group: Group | None = None, **options: Any) -> None:
         super().__init__(group, **options)
         _check(self.options)
         self._client: ServerClient | None = None
-        self._channel: ServerChannel | None = None
         self._sums: list[torch.Tensor | None] = []
         """The gradients since the last push, where there are several steps to a push."""
-        self._hidden: list[tuple[nn.Parameter, torch.Tensor | None]] = []
         self._is_void = False
         self._num_refused = 0
         self._stats: dict[str, Any] = {}
@@ -72,11 +68,6 @@ class ParameterServer(Strategy):
     def is_alone(self) -> bool:
         """Whether there is nothing to share; where there are servers, also one worker shares."""
         return self.group.everybody is None and self.group.size == 1
-
-    @property
-    def has_own_replica(self) -> bool:
-        """Is false: the servers' parameters are everybody's."""
-        return False
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -116,10 +107,7 @@ class ParameterServer(Strategy):
         return super().attach(model, optimizer, stays=stays, should_start_equal=should_start_equal)
 
     def serve(self, model: nn.Module, optimizer: Optimizer) -> bool:
-        """Takes part as a server until the workers detach; tells whether they stay and may attach once more.
-
-        The server's part of the model is on the device of `model`.
-        """
+        """Takes part as a server until the workers detach; tells whether they stay, and may attach again."""
         everybody = self.group.everybody
         if everybody is None or self.group.role != "server":
             raise UsageError(
@@ -160,35 +148,32 @@ class ParameterServer(Strategy):
         return self._client
 
     def begin(self, session: TrainingSession, *, should_start_equal: bool) -> None:
-        """Takes up a checkpoint, and gives everybody the first worker's values."""
+        """Takes up a checkpoint, which the first worker then gives to everybody."""
         everybody = self.group.everybody
         assert everybody is not None
         everybody.barrier().wait()
         everybody.should_survive = False
         self.checkpoints.resume(session)
-        self._channel = self._open_channel(everybody, session)
 
     def start(self, session: TrainingSession) -> None:
-        """Opens the way to the servers."""
-        assert self._channel is not None
-        self._client = ServerClient(self._channel, session)
+        """Gives everybody the first worker's values, and opens the way to the servers."""
+        everybody = self.group.everybody
+        assert everybody is not None
+        channel = self._open_channel(everybody, session)
+        self._client = ServerClient(channel, session)
         self._num_refused = 0
         self._sums = [None] * len(session.trainable)
-        session.close_later(self._channel.close)
-        self._channel.group.barrier().wait()
-        self._channel.group.should_survive = True
+        session.close_later(channel.close)
+        everybody.barrier().wait()
+        everybody.should_survive = True
 
     def _open_channel(self, everybody: Group, session: TrainingSession) -> ServerChannel:
-        num_servers = self.group.num_servers
-        first_worker = next(rank for rank in everybody.members if rank >= num_servers)
-        are_all_on_devices = take_first_worker(everybody, first_worker, session)
-        numbers = OptimizerNumbers(session.optimizer)
-        device = session.device if are_all_on_devices else None
-        return ServerChannel(everybody, num_servers, session.trainable, numbers, self.options, device)
+        first_worker = next(rank for rank in everybody.members if rank >= self.group.num_servers)
+        is_on_devices = take_first_worker(everybody, first_worker, session)
+        return ServerChannel(everybody, session, self.options, is_on_devices=is_on_devices)
 
     def before_step(self, session: TrainingSession) -> None:
         """Pushes the gradients, and hides them from the worker's own optimizer."""
-        self._restore()
         if session.has_closure:
             raise UsageError(
                 f"{self.name} cannot step with a closure: the servers have gradients, and no data.",
@@ -197,18 +182,17 @@ class ParameterServer(Strategy):
         # a GradScaler leaves it to fused optimizers to divide by the scale, and to do nothing with an inf
         self._is_void = session.is_void
         if self._is_void:
-            self._hide(session)
+            session.finite.hide_gradients()
             return
         gradients = self._summed(session)
         if not session.is_round:
             return
         self._connected.push(gradients, rate_factor(self.options, self.steps))
         if self._is_pulling:
-            self._hide(session)
+            session.finite.hide_gradients()
 
     def after_step(self, session: TrainingSession) -> None:
         """Pulls the parameters."""
-        self._restore()
         if self._is_void:
             self.skip_step(session)
         elif session.is_round:
@@ -247,18 +231,6 @@ class ParameterServer(Strategy):
                 self._sums[index] = dense.clone() if known is None else known.add_(dense)
         return self._sums
 
-    def _hide(self, session: TrainingSession) -> None:
-        """Leaves the worker's own optimizer nothing to do in this step."""
-        self._hidden = [(parameter, parameter.grad) for parameter in session.trainable]
-        for parameter, _ in self._hidden:
-            parameter.grad = None
-
-    def _restore(self) -> None:
-        """Gives back what was hidden from the optimizer."""
-        for parameter, gradient in self._hidden:
-            parameter.grad = gradient
-        self._hidden = []
-
     def average_all(self, session: TrainingSession) -> None:
         """Lets everybody take the one model as it is now."""
         self._meet()
@@ -281,7 +253,7 @@ class ParameterServer(Strategy):
             return optimizer
         if self.group.rank == self.group.members[0]:
             try:
-                optimizer = merge_states(session.optimizer, self._client.take_states())
+                optimizer = self._client.take_optimizer()
             except CheckpointError as error:
                 problem = error.what
         problems = [told for told in share(self.group, problem) if told]
@@ -299,7 +271,7 @@ class ParameterServer(Strategy):
         """Adds what the servers have."""
         if self._client is None:
             return contents
-        optimizer = merge_states(self.session.optimizer, self._client.take_states())
+        optimizer = self._client.take_optimizer()
         return replace(contents, model=own_model(self.session.model), optimizer=optimizer)
 
     # --- the end ---
@@ -315,10 +287,9 @@ class ParameterServer(Strategy):
     def stop(self, session: TrainingSession) -> None:
         """Moves the parameters back into private memory."""
         self._stats = self.stats
-        self._restore()
         if self._client is not None:
             self._client.release()
-        self._client = self._channel = None
+        self._client = None
         self._sums = []
 
 
@@ -331,7 +302,7 @@ class StalenessAwareSGD(ParameterServer):
     """
 
     name = "staleness-aware"
-    Options: ClassVar[type[StrategyOptions]] = StalenessAwareOptions
+    Options = StalenessAwareOptions
     options: StalenessAwareOptions
 
 
@@ -353,3 +324,47 @@ def _check(options: ParameterServerOptions) -> None:
             "delay_compensation is for modes async and bounded: in sync there are no delays.",
             next_step="leave it at 0.",
         )
+
+
+def take_first_worker(group: Group, root: int, session: TrainingSession) -> bool:
+    """Makes parameters, buffers, and the optimizer's settings and state of rank `root` everybody's.
+
+    Where its optimizer has no state, others keep theirs. UsageError on all when one is of another kind. Tells
+    whether all members have their models on GPUs.
+    """
+    require_equal(group, session.named_tensors)
+    take_values(group, list(session.named_tensors.values()), root)
+    optimizer = session.optimizer
+    shape = [sorted(optimizer.defaults), [len(part["params"]) for part in optimizer.param_groups]]
+    has_state, is_on_device = any(optimizer.state.values()), session.device.type != "cpu"
+    told = dict(zip(group.members, share(group, [has_state + 2 * is_on_device, shape]), strict=True))
+    first = next(iter(told))
+    for rank, (_, theirs) in told.items():
+        if theirs != told[first][1]:
+            raise UsageError(
+                f"rank {rank} of workers and servers has another optimizer than rank {first}.",
+                next_step="build the same one, with the same groups of parameters, on all.",
+            )
+    if told[root][0] & 1:
+        state = take_state(group, optimizer.state_dict, root)
+        if group.rank != root:
+            optimizer.load_state_dict(state)
+    else:
+        settings = take_state(group, lambda: [_settings(each) for each in optimizer.param_groups], root)
+        if group.rank != root:
+            for mine, theirs in zip(optimizer.param_groups, settings, strict=True):
+                mine.update(theirs)
+    return all(flags & 2 for flags, _ in told.values())
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Gives those settings of an optimizer's group that can be sent."""
+    settings = {}
+    for name, value in group.items():
+        try:
+            flatten(value)
+        except UsageError:
+            continue
+        if name != "params":
+            settings[name] = value
+    return settings

@@ -1,0 +1,354 @@
+"""A session in a run whose workers come and go (`shoal run --elastic`).
+
+Between two steps the group becomes another one: after the step that the coordinator of the run names, or when
+a lost peer has ended what this worker was doing. A step that could not be shared is dropped as a whole: the
+optimizer finds no gradients, the step does not count, and its examples come again. Then all who are in the
+next group start in it as at the beginning of training, with this difference: who has trained has the state,
+and who has not takes it.
+
+Where models are equal on all workers (`all-reduce`), each says by a hash what it holds. Most of those who are
+furthest on are right, and all others take parameters, buffers, the optimizer's state and the strategy's from
+them, from several at once. Elsewhere those who have trained go on from the mean of their models, new workers
+too, and these take the rest from one of them.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import msgspec
+import torch
+
+from shoal.core import Address, Deadline, LoopThread, Peer, PeerId, PeerLost
+from shoal.core.elastic import LeavingRun
+from shoal.core.status import tell_launcher
+from shoal.data.course import merge
+from shoal.data.kept import kept_loaders
+from shoal.group import share
+from shoal.group.elastic import ElasticGroup
+from shoal.strategies.averaging import has_mean, packed_on_devices
+from shoal.strategies.start import take_state
+from shoal.tensors.transfer import HeldState, StateDonor, StateTaker
+
+if TYPE_CHECKING:
+    from shoal.strategies.session import TrainingSession
+
+log = logging.getLogger(__name__)
+_TRANSFER_S = 3600.0
+"""A state that is larger than the lines between workers carry in an hour is not taken."""
+
+_sessions: WeakKeyDictionary[ElasticGroup, list[ElasticTraining]] = WeakKeyDictionary()
+"""What is attached in a group, in the order in which all workers attach it."""
+
+
+class _Account(msgspec.Struct, array_like=True):
+    """What one worker says of its session when a generation begins."""
+
+    rank: int
+    has_trained: bool
+    steps: int
+    rounds: int
+    generation: int
+    """The last one in which its session has started, and its rank and the number of workers there."""
+    old_rank: int
+    old_size: int
+    places: list[Any]
+    """How far its loaders are."""
+    noticed: dict[int, list[Any]]
+    """How far they were when it noticed the loss of a rank of that generation."""
+
+
+class ElasticTraining:
+    """What a session does beside training, in a group whose workers come and go."""
+
+    def __init__(self, session: TrainingSession, group: ElasticGroup) -> None:
+        self.followers: list[Callable[[int, int], None]] = []
+        """Are told the old and the new number of workers, when it has changed."""
+        self.error: PeerLost | None = None
+        """Why this worker cannot go on in the present group."""
+        self.has_trained = False
+        """Whether the session has started in a group, and has a state."""
+        self.kept_state: dict[str, Any] = {}
+        """The strategy's, as it was when the session was whole the last time."""
+        self._session = session
+        self._group = group
+        self._generation, self._rank, self._size = 0, 0, 0
+        self._noticed: dict[int, list[Any]] = {}
+
+    @property
+    def can_share(self) -> bool:
+        """Whether there is somebody to share with, and nothing has failed."""
+        return self.error is None and not self._session.is_alone
+
+    def begin(self, *, should_start_equal: bool) -> None:
+        """Starts in the group, in the next generation if this one is over. Collective."""
+        group, attached = self._group, _sessions.setdefault(self._group, [])
+        group.link.is_lockstep = self._session.strategy.is_lockstep
+        attached.append(self)
+        if group.is_pending or (len(attached) == 1 and group.is_due(0)):
+            _regroup(group, None)
+            return
+        try:
+            self._session.enter(should_start_equal=should_start_equal)
+            self._entered()
+        except PeerLost as error:
+            _regroup(group, error)
+
+    def ended(self) -> None:
+        """Takes note of the session's end."""
+        attached = _sessions.get(self._group, [])
+        if self in attached:
+            attached.remove(self)
+
+    def interrupt(self, error: PeerLost) -> None:
+        """Ends the present generation for this worker, because of a loss."""
+        self.error = self.error or error
+
+    def notice(self, rank: int) -> None:
+        """Remembers how far this worker was when it noticed the loss of another."""
+        self._noticed.setdefault(rank, _places(self._group))
+
+    def step_ended(self) -> None:
+        """Looks, between two steps, whether the group is to become another one."""
+        group, loaders = self._group, kept_loaders(self._group)
+        if self.error is not None:
+            loaders.roll_back()
+            _regroup(group, self.error)
+            return
+        loaders.mark()
+        if _sessions[group][0] is self and group.is_due(self._session.steps):
+            _regroup(group, None)
+
+    def take_over(self) -> bool:
+        """Takes from those who have trained what this worker lacks; False if nobody has. Collective."""
+        session, strategy, group = self._session, self._session.strategy, self._session.group
+        own = _Account(
+            group.rank,
+            self.has_trained,
+            strategy.steps,
+            strategy.rounds,
+            self._generation,
+            self._rank,
+            self._size,
+            _places(self._group),
+            self._noticed,
+        )
+        accounts = [msgspec.convert(each, _Account, strict=False) for each in share(group, own)]
+        trained = [each for each in accounts if each.has_trained]
+        if not trained:
+            return False
+        ahead = max(trained, key=lambda each: (each.steps, -each.rank))
+        if strategy.shares_gradients:
+            self._take_equal([each.rank for each in trained if each.steps == ahead.steps])
+        else:
+            self._take_mean([each.rank for each in trained], ahead.rank)
+        strategy.steps, strategy.rounds = ahead.steps, ahead.rounds
+        self._divide_anew(trained, ahead.rank)
+        session.mark_equal()
+        if group.rank == ahead.rank:
+            _tell(self._group, accounts, ahead.steps)
+        return True
+
+    # What a session has, and takes.
+
+    def _state(self, *, has_means: bool) -> dict[str, Any]:
+        """Gives what a worker needs to go on as this one; without parameters where these are averaged."""
+        session = self._session
+        extra = session.model.state_dict()  # what modules keep beside tensors (`get_extra_state`)
+        return {
+            "tensors": {
+                name: tensor.detach()
+                for name, tensor in session.named_tensors.items()
+                if not has_means or not has_mean(tensor)
+            },
+            "model": {name: value for name, value in extra.items() if not isinstance(value, torch.Tensor)},
+            "optimizer": session.optimizer.state_dict(),
+            "strategy": session.strategy.state_dict(),
+        }
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        session = self._session
+        with torch.no_grad():
+            for name, value in state["tensors"].items():
+                session.named_tensors[name].copy_(value)
+        if state["model"]:
+            session.model.load_state_dict(state["model"], strict=False)
+        session.optimizer.load_state_dict(state["optimizer"])
+        session.strategy.load_common_state(state["strategy"])
+
+    def _take_equal(self, ahead: Sequence[int]) -> None:
+        """Takes the state that most of those hold who are furthest on, unless this worker holds it."""
+        group = self._session.group
+        held = HeldState(self._state(has_means=False)) if group.rank in ahead else None
+        names = share(group, "" if held is None else held.name)
+        counted = collections.Counter(name for name in names if name)
+        name = max(counted, key=lambda each: (counted[each], -names.index(each)))
+        if group.rank in ahead and names[group.rank] != name:
+            log.warning(
+                "rank %d differs from most other workers after step %d, and takes their model.",
+                group.rank, self._session.steps,
+            )  # fmt: skip
+        donors = [rank for rank, theirs in enumerate(names) if theirs == name]
+        self._transfer(held, name, donors)
+
+    def _take_mean(self, trained: Sequence[int], first: int) -> None:
+        """Goes on from the mean of those who have trained; who has not takes the rest from the first."""
+        group = self._session.group
+        is_trained = group.rank in trained
+        means = [tensor.detach() for tensor in self._session.named_tensors.values() if has_mean(tensor)]
+        if len(trained) > 1 or len(trained) < group.size:
+            with torch.no_grad():
+                for bucket, members in packed_on_devices(means):
+                    bucket.flat.mul_(float(is_trained))
+                    group.all_reduce(bucket.flat, "sum").wait()
+                    bucket.flat.div_(len(trained))
+                    bucket.store(members)
+        if len(trained) == group.size:
+            return
+        held = HeldState(self._state(has_means=True)) if group.rank == first else None
+        name = share(group, "" if held is None else held.name)[first]
+        self._transfer(held, name, [first], [rank for rank in range(group.size) if rank not in trained])
+
+    def _transfer(
+        self, held: HeldState | None, name: str, donors: Sequence[int], takers: Sequence[int] | None = None
+    ) -> None:
+        """Moves a state from the donors to the takers, by default all others. Collective."""
+        group = self._session.group
+        takers = [rank for rank in range(group.size) if rank not in donors] if takers is None else takers
+        if not takers:
+            return
+        make_transport = self._group.make_transport
+        if make_transport is None:  # no network of its own: over the group
+            state = take_state(group, lambda: self._state(has_means=len(donors) == 1), donors[0])
+            if group.rank in takers:
+                self._load(state)
+            return
+        with contextlib.ExitStack() as stack:
+            loop = stack.enter_context(LoopThread("shoal-state"))
+            transport, host = make_transport()
+            loop.run(transport.__aenter__(), Deadline.after(10.0))
+            stack.callback(lambda: loop.run(transport.__aexit__(None, None, None), Deadline.after(10.0)))
+            address = ""
+            if held is not None and group.rank in donors:
+                StateDonor(transport).hold(held)
+                address = str(loop.run(transport.listen(Address(host, 0)), Deadline.after(10.0)))
+            told = share(group, [address, str(transport.peer_id or "")])
+            if group.rank in takers:
+                peers = [_peer(*told[rank]) for rank in donors]
+                taker, deadline = StateTaker(transport, name), Deadline.after(_TRANSFER_S)
+                self._load(loop.run(taker.take(peers, deadline), deadline))
+            group.barrier().wait()  # donors stay until all have it
+
+    def _divide_anew(self, trained: Sequence[_Account], first: int) -> None:
+        """Divides what is left of the loaders' epochs among those who are there now."""
+        group, loaders = self._session.group, kept_loaders(self._group)
+        if _sessions[self._group][0] is not self:
+            return  # the loaders are the group's: they have been divided with its first session
+        newest = max(each.generation for each in trained)
+        known = [each for each in trained if each.generation == newest]
+        size = known[0].old_size
+        states = take_state(group, loaders.states, first)
+        merged: list[Mapping[str, Any] | None] = []
+        for number, state in enumerate(states):
+            others = {each.old_rank: each.places[number] for each in known if number < len(each.places)}
+            others = {rank: place for rank, place in others.items() if place is not None}
+            if state is None or not others:
+                merged.append(None)
+                continue
+            gone = [rank for rank in range(size) if rank not in others]
+            for rank in gone:
+                seen = [
+                    each.noticed[rank][number]
+                    for each in known
+                    if rank in each.noticed and number < len(each.noticed[rank])
+                ]
+                seen = [place for place in seen if place is not None]
+                if seen:
+                    others[rank] = min(seen, key=lambda place: (place[0], len(place[1]), place[2]))
+            merged.append(merge(state, others, size, lost=gone))
+        loaders.move(group.rank, group.size, merged)
+
+    def _entered(self) -> None:
+        """Takes note that the session has started in the present generation."""
+        form, old_size = self._group.form, self._size
+        assert form is not None, "no generation"
+        self.has_trained, self.error = True, None
+        self._generation, self._rank, self._size = form.generation, self._group.rank, self._group.size
+        self._noticed = {}
+        if old_size and old_size != self._size:
+            for follow in self.followers:
+                follow(old_size, self._size)
+
+
+def _regroup(group: ElasticGroup, error: PeerLost | None) -> None:
+    """Forms the next generation, and starts all that is attached in it; SystemExit if this worker leaves."""
+    while True:
+        attached = _sessions[group]
+        states = [_put_aside(each) for each in attached]
+        steps = max((each._session.steps for each in attached), default=0)
+        is_fresh = not any(each.has_trained for each in attached)
+        try:
+            group.regroup(steps, is_fresh=is_fresh, error=error)
+        except LeavingRun as leaving:
+            _leave(attached, leaving)
+        try:
+            for each, state in zip(attached, states, strict=True):
+                each._session.take_group(each._session.group, state)
+                each._session.enter(should_start_equal=True)
+                each._entered()
+        except PeerLost as failure:
+            error = failure
+        else:
+            return
+
+
+def _put_aside(elastic: ElasticTraining) -> dict[str, Any]:
+    """Takes a session out of the present group; gives the strategy's state."""
+    session = elastic._session
+    strategy = session.strategy
+    if not elastic.has_trained or session.has_started:
+        state: dict[str, Any] = {
+            "strategy": strategy.name,
+            "steps": strategy.steps,
+            "rounds": strategy.rounds,
+        }
+        with contextlib.suppress(PeerLost):  # what was under way cannot be waited for
+            state = strategy.state_dict()
+        elastic.kept_state = state
+    if session.is_in_group:
+        session.suspend()
+    return elastic.kept_state
+
+
+def _leave(attached: Sequence[ElasticTraining], leaving: LeavingRun) -> None:
+    log.warning("this worker leaves: %s", leaving.what)
+    for each in list(attached):
+        each.ended()
+        each._session.abandon()
+    tell_launcher(phase="left")
+    raise SystemExit(0)
+
+
+def _places(group: ElasticGroup) -> list[Any]:
+    states = kept_loaders(group).states()
+    return [state and [state["epoch"], state["legs"], state["num_taken"]] for state in states]
+
+
+def _peer(address: str, peer_id: str) -> Peer:
+    return Peer(Address.parse(address), PeerId.parse(peer_id) if peer_id else None)
+
+
+def _tell(group: ElasticGroup, accounts: Sequence[_Account], steps: int) -> None:
+    num_new = sum(not each.has_trained for each in accounts)
+    form = group.form
+    assert form is not None, "no generation"
+    log.warning(
+        "generation %d: %d worker%s from step %d on%s",
+        form.generation, len(accounts), "" if len(accounts) == 1 else "s", steps,
+        f", {num_new} of them new" if num_new else "",
+    )  # fmt: skip
