@@ -38,7 +38,7 @@ strategy = shoal.from_args(group)
 loader = shoal.shard(loader, group, seed=args.seed)
 
 with strategy.attach(model, optimizer):
-    for epoch in range(args.epochs):
+    for epoch in range(loader.epoch, args.epochs):
         num_seen, num_right, total_loss = 0, 0, 0.0
         for x, y in loader:
             optimizer.zero_grad()

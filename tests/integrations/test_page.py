@@ -39,9 +39,8 @@ def test_the_page_is_of_all_variables():
     from shoal.launch.settings import LaunchSettings, Meeting, variables_of_all, variables_of_one
 
     settings = LaunchSettings(("x",), 1, env="torchrun")
-    variables = variables_of_all(settings, "run", Meeting("127.0.0.1", 1)) | variables_of_one(
-        "torchrun", 0, 0, 1
-    )
+    variables = variables_of_all(settings, Meeting("127.0.0.1", 1))
+    variables |= variables_of_one("torchrun", 0, 0, 1)
     own = {name for name in variables if name.startswith("SHOAL_")} - {"SHOAL_RUN", "SHOAL_RUN_SECRET"}
     assert own == set(re.findall(r"`(SHOAL_\w+)`", PAGE))
 
