@@ -335,3 +335,34 @@ def test_whatever_happens_all_who_are_there_end_in_one_generation(seed):
                 run.kill(number)
     run.settle(6000)
     run.check_one_generation()
+
+
+def finish(run: Run, number: int) -> None:
+    """Its program has come to its end: it leaves its group in order."""
+    run.ended(number, has_left=True)
+
+
+@pytest.mark.parametrize("has_lost", [False, True])
+@pytest.mark.parametrize("comes_late", [False, True])
+def test_who_comes_while_the_others_finish_is_sent_home_also_after_a_loss(has_lost, comes_late):
+    run = Run(3, seed=3)
+    run.settle()
+    joiner = run.start()
+    if not comes_late:
+        run.workers[joiner].wait()
+    if has_lost:
+        run.kill(2)
+    for number in range(2 if has_lost else 3):
+        finish(run, number)
+    assert run.coordinator.has_state
+    assert run.coordinator.num_short == 0
+    run.settle()
+    assert run.workers[joiner].reason == "the other workers have finished"
+
+
+def test_a_run_that_has_ended_after_a_loss_is_short_of_nobody():
+    run = Run(2, seed=4)
+    run.settle()
+    run.kill(1)
+    finish(run, 0)
+    assert run.coordinator.num_short == 0

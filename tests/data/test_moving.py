@@ -150,3 +150,17 @@ def test_an_elastic_group_of_one_has_an_order_that_others_can_join():
 def test_what_is_divided_once_for_all_is_refused():
     with pytest.raises(UsageError, match="come and go"):
         shard(DATASET, Place(0, 2))
+
+
+@pytest.mark.parametrize("kind", ["in order", "shuffled"])
+def test_what_a_lost_worker_had_taken_last_is_listed(kind):
+    workers = [Worker(kind, Place(rank, 2)) for rank in range(2)]
+    for _ in range(5):
+        step_all(workers)
+    kept, lost = kept_loaders(workers[0].place), workers[1]
+    state = lost.loader.course.state_dict()
+    place = [state["epoch"], state["legs"], state["num_taken"]]
+    items = list(kept.note_lost(0, place, (1, 2), num_batches=2))
+    assert items == [*lost.seen[-2], *lost.seen[-1]]
+    assert workers[0].loader.lost_items == {0: items}
+    assert list(kept.note_lost(0, place, (1, 2), num_batches=100)) == list(itertools.chain(*lost.seen))

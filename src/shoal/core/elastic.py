@@ -194,6 +194,8 @@ class Coordinator:
         """Whether a member of this generation was lost."""
         self._has_formed = False
         """Whether a worker has ever been in a group."""
+        self._has_finished = False
+        """Whether a worker that has trained has ended in order by itself: its training is over."""
         self._num_failures = 0
         self._gatherings: dict[str, dict[int, bytes]] = {}
         """By name: what the workers of this generation have given, by number."""
@@ -209,6 +211,8 @@ class Coordinator:
         worker = self._workers.pop(number, None)
         if worker is None:
             return
+        if has_left and not worker.is_fresh and not worker.is_leaving:
+            self._has_finished = True
         if worker.state == "training" and not has_left:
             self._has_lost = True
             self._fail_forming(number)
@@ -256,14 +260,15 @@ class Coordinator:
 
     @property
     def has_state(self) -> bool:
-        """Whether somebody has what was learned; also when nothing has been, or nobody is left."""
-        workers = self._workers.values()
-        return not self._has_formed or not workers or any(not worker.is_fresh for worker in workers)
+        """Whether somebody has what was learned, or needs it no more."""
+        if not self._has_formed or self._has_finished or not self._workers:
+            return True
+        return any(not worker.is_fresh for worker in self._workers.values())
 
     @property
     def num_short(self) -> int:
         """How many workers are missing for the next generation to form, when all have stopped for it."""
-        if not self.is_changing or self._in_state("training"):
+        if not self._workers or not self.is_changing or self._in_state("training"):
             return 0
         staying = [worker for worker in self._workers.values() if not worker.is_leaving]
         return max(0, self.min_workers - len(staying))
@@ -332,8 +337,7 @@ class Coordinator:
             return  # the first generation is that of all who were started for it
         self._dismiss_leaving()
         waiting = self._in_state("waiting")
-        if self._has_formed and not self._has_lost and all(worker.is_fresh for worker in waiting):
-            # those who trained have ended in order
+        if self._has_finished and all(worker.is_fresh for worker in waiting):
             for worker in waiting:
                 self._dismiss(worker, "the other workers have finished")
             return

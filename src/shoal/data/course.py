@@ -10,7 +10,7 @@ one, over the items that nobody has taken. So does a run whose number of workers
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -55,6 +55,11 @@ class Course:
         self._resumed: Iteration | None = None
         self.num_moves = 0
         """How often the workers have changed; an iteration that was under way goes on in another part."""
+        self.items_per_batch = 1
+        self.order_of: Callable[[Iteration], Iterable[Any]] | None = None
+        """Gives the items of an epoch in their order, where that can be known again."""
+        self.lost_items: dict[int, list[Any]] = {}
+        """By epoch: what lost workers had taken, and what may be missing from what was learned."""
         self._marked: tuple[Iteration, int] | None = None
         """The iteration and its number of taken items at the last `mark`, or when it began."""
 
@@ -95,12 +100,34 @@ class Course:
         self.load_state_dict(state)
         self._marked = None
 
+    def note_lost(self, place: Sequence[Any], part: Part, num_batches: int) -> Sequence[Any]:
+        """Adds the last batches that a lost worker has taken to `lost_items`, and gives their items.
+
+        `place` is its [epoch, legs, num_taken], `part` what part of the data it had. Without a known order
+        there are no items.
+        """
+        epoch, legs, num_taken = place
+        if self.order_of is None or num_taken >= ALL:
+            return ()
+        left_out = self.part_of(self.order_of(Iteration(epoch, legs)), legs, part)
+        first = max(0, num_taken - num_batches * self.items_per_batch)
+        items = list(itertools.islice(left_out, first, num_taken))
+        self.lost_items.setdefault(epoch, []).extend(items)
+        return items
+
+    @staticmethod
+    def part_of(
+        items: Iterable[T], legs: Sequence[Sequence[int]], part: Part, *, is_rest: bool = False
+    ) -> Iterator[T]:
+        """Gives one part of what the legs before have left."""
+        for leg in legs:
+            items = _rest(items, leg)
+        return part.take(items, is_rest=is_rest or bool(legs))
+
     def own(self, items: Iterable[T], iteration: Iteration) -> Iterator[T]:
         """The items of this worker, without those that were taken before `iteration` began."""
         num_taken = iteration.num_taken
-        for leg in iteration.legs:
-            items = _rest(items, leg)
-        own = self.part.take(items, is_rest=num_taken > 0 or bool(iteration.legs))
+        own = self.part_of(items, iteration.legs, self.part, is_rest=num_taken > 0)
         return itertools.islice(own, min(num_taken, ALL), None)
 
     def state_dict(self) -> dict[str, Any]:

@@ -80,6 +80,15 @@ class ShardedLoader(DataLoader[T_co]):
         """Of the iteration that begins next: after a resume the one that was under way."""
         return self.course.epoch
 
+    @property
+    def lost_items(self) -> Mapping[int, Sequence[Any]]:
+        """By epoch: what workers had taken last that were lost, and what may be missing from the model.
+
+        Under `shoal run --elastic`, where a lost worker had not shared what it had learned from them. Items
+        are what the loader's sampler gives: numbers of examples.
+        """
+        return self.course.lost_items
+
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch; without it each iteration is the one after the last."""
         self.course.epoch = epoch
@@ -116,6 +125,7 @@ class ShardedLoader(DataLoader[T_co]):
             orders[key] = ShardSampler(sampler, part, seed=self._seed, keeps_order=self._keeps_order)
         order = cast(ShardSampler, orders[key])
         self._course = order.course
+        order.course.items_per_batch = 1 if is_custom else loader.batch_size or 1
         return {name: order, **({} if self._keeps_order else {"generator": torch.Generator()}), **plain}
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:

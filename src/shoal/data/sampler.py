@@ -49,6 +49,8 @@ class ShardSampler(Sampler[Any]):
         if num_items is not None and not keeps_order:
             part.check(num_items)
         self.course = Course(part, num_items, own_generators(sampler) if keeps_order else ())
+        if num_items is not None and not keeps_order:
+            self.course.order_of = self._items
         self._sampler = sampler
         self._seed = seed
         self._keeps_order = keeps_order

@@ -177,6 +177,7 @@ class Launcher:
         if self._live is not None and self._ending is None:
             reason = self._live.look(now_s)
             if reason:
+                self._output.say(f"the run ends: {reason}")
                 self._end(Ending(now_s, reason, 1))
         if self._ending is None:
             self._look_at_stops(now_s)

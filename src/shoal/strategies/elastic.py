@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _TRANSFER_S = 3600.0
 """A state that is larger than the lines between workers carry in an hour is not taken."""
+_MAX_LISTED = 20
+"""So many lost examples are named in the log; the loader's `lost_items` has all of them."""
 
 _sessions: WeakKeyDictionary[ElasticGroup, list[ElasticTraining]] = WeakKeyDictionary()
 """What is attached in a group, in the order in which all workers attach it."""
@@ -270,8 +272,25 @@ class ElasticTraining:
                 seen = [place for place in seen if place is not None]
                 if seen:
                     others[rank] = min(seen, key=lambda place: (place[0], len(place[1]), place[2]))
+                    self._list_lost(number, others[rank], (rank, size), is_speaker=group.rank == first)
             merged.append(merge(state, others, size, lost=gone))
         loaders.move(group.rank, group.size, merged)
+
+    def _list_lost(
+        self, number: int, place: Sequence[Any], part: tuple[int, int], *, is_speaker: bool
+    ) -> None:
+        """Lists what a lost worker has taken since it last shared what it had learned."""
+        strategy = self._session.strategy
+        if strategy.shares_gradients:
+            return  # a step counts for all workers, or is done again by the others
+        num_batches = strategy.steps % max(1, strategy.options.local_steps) + 1
+        items = kept_loaders(self._group).note_lost(number, place, part, num_batches)
+        if items and is_speaker:
+            shown = ", ".join(map(str, items[:_MAX_LISTED])) + (", ..." if len(items) > _MAX_LISTED else "")
+            log.warning(
+                "epoch %d: %d examples that the lost worker had taken last may be missing from the model: %s",
+                place[0] + 1, len(items), shown,
+            )  # fmt: skip
 
     def _entered(self) -> None:
         """Takes note that the session has started in the present generation."""
