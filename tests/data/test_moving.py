@@ -164,3 +164,23 @@ def test_what_a_lost_worker_had_taken_last_is_listed(kind):
     assert items == [*lost.seen[-2], *lost.seen[-1]]
     assert workers[0].loader.lost_items == {0: items}
     assert list(kept.note_lost(0, place, (1, 2), num_batches=100)) == list(itertools.chain(*lost.seen))
+
+
+def test_what_was_taken_of_the_next_epoch_is_not_given_again():
+    workers = [Worker("shuffled", Place(rank, 2)) for rank in range(2)]  # 61 examples: rank 0 has one more
+    slow, fast = workers
+    while fast.step():
+        pass
+    fast.seen, fast.iterator = [], iter(fast.loader)
+    fast.step()
+    of_next = fast.seen[-1]
+    regroup(workers, 2)
+    for worker in workers:  # what was left of the epoch
+        while worker.step():
+            pass
+    for worker in workers:
+        worker.seen, worker.iterator = [], iter(worker.loader)
+        while worker.step():
+            pass
+    later = [item for worker in workers for batch in worker.seen for item in batch]
+    assert sorted([*of_next, *later]) == list(range(NUM_EXAMPLES))

@@ -58,6 +58,8 @@ class Waiting(ElasticMessage, frozen=True):
     """Whether it has trained in no generation yet, and has no state to give."""
     lost: tuple[int, ...] = ()
     """The numbers of the workers because of which it could not go on."""
+    note: bytes = b""
+    """What the others shall know of it if it leaves now."""
 
 
 class Reached(ElasticMessage, frozen=True):
@@ -106,6 +108,8 @@ class Form(ElasticMessage, frozen=True):
 
     generation: int
     places: tuple[WorkerPlace, ...]
+    left: tuple[tuple[int, bytes], ...] = ()
+    """The numbers and notes of the workers that have left since the last generation."""
 
     def rank_of(self, number: int) -> int:
         """Finds the rank of the worker with this number."""
@@ -161,6 +165,7 @@ class _Worker:
     lost: tuple[int, ...] = ()
     suspected_s: float | None = None
     """Since when others have lost it."""
+    note: bytes = b""
     is_forming: bool = False
     """Whether it was told to form a group, and has neither done so nor failed."""
 
@@ -197,6 +202,8 @@ class Coordinator:
         self._has_finished = False
         """Whether a worker that has trained has ended in order by itself: its training is over."""
         self._num_failures = 0
+        self._left: dict[int, bytes] = {}
+        """The notes of those that have left since a generation has formed."""
         self._gatherings: dict[str, dict[int, bytes]] = {}
         """By name: what the workers of this generation have given, by number."""
 
@@ -246,6 +253,8 @@ class Coordinator:
                 if message.generation == self.generation and worker.state == "training":
                     worker.is_forming = worker.is_fresh = False
                     self._has_formed = True
+                    if not any(each.is_forming for each in self._workers.values()):
+                        self._left.clear()
 
     # What follows from it.
 
@@ -297,7 +306,7 @@ class Coordinator:
     def _stopped(self, worker: _Worker, message: Waiting) -> None:
         was_training = worker.state == "training"
         worker.state, worker.is_fresh, worker.lost = "waiting", message.is_fresh, message.lost
-        worker.suspected_s, worker.is_forming = None, False
+        worker.suspected_s, worker.is_forming, worker.note = None, False, message.note
         if was_training and (message.lost or self._step is None):
             self._has_lost = True
             self._fail_forming(worker.number)
@@ -353,7 +362,7 @@ class Coordinator:
         for worker in waiting:
             worker.state, worker.lost, worker.is_forming = "training", (), True
         for place in places:
-            self._send(place.number, Form(self.generation, places))
+            self._send(place.number, Form(self.generation, places, tuple(self._left.items())))
 
     def _dismiss_leaving(self) -> None:
         """Lets those go that are to leave; who alone has what was learned goes a generation later."""
@@ -366,6 +375,7 @@ class Coordinator:
 
     def _dismiss(self, worker: _Worker, reason: str) -> None:
         del self._workers[worker.number]
+        self._left[worker.number] = worker.note
         self._send(worker.number, Leave(reason))
 
     def _leave_out_unreachable(self, waiting: Sequence[_Worker]) -> None:

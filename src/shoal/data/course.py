@@ -55,6 +55,8 @@ class Course:
         self._resumed: Iteration | None = None
         self.num_moves = 0
         """How often the workers have changed; an iteration that was under way goes on in another part."""
+        self._ahead: dict[int, list[list[int]]] = {}
+        """The legs of an epoch that only others had begun when the workers changed."""
         self.items_per_batch = 1
         self.order_of: Callable[[Iteration], Iterable[Any]] | None = None
         """Gives the items of an epoch in their order, where that can be known again."""
@@ -76,7 +78,7 @@ class Course:
     def begin(self) -> Iteration:
         """The next epoch, or what is left of the one that an earlier run had begun."""
         resumed, self._resumed = self._resumed if self.is_resuming else None, None
-        self._current = resumed or Iteration(self.epoch)
+        self._current = resumed or Iteration(self.epoch, self._ahead.pop(self.epoch, []))
         self._marked = self._current, self._current.num_taken
         self.epoch += 1
         return self._current
@@ -100,18 +102,19 @@ class Course:
         self.load_state_dict(state)
         self._marked = None
 
-    def note_lost(self, place: Sequence[Any], part: Part, num_batches: int) -> Sequence[Any]:
+    def note_lost(self, place: Sequence[Any], part: Part, num_batches: int, spread: int = 0) -> Sequence[Any]:
         """Adds the last batches that a lost worker has taken to `lost_items`, and gives their items.
 
-        `place` is its [epoch, legs, num_taken], `part` what part of the data it had. Without a known order
-        there are no items.
+        `place` is its [epoch, legs, num_taken], where it may have taken `spread` items more or fewer; `part`
+        is what part of the data it had. Without a known order there are no items.
         """
         epoch, legs, num_taken = place
         if self.order_of is None or num_taken >= ALL:
             return ()
         left_out = self.part_of(self.order_of(Iteration(epoch, legs)), legs, part)
-        first = max(0, num_taken - num_batches * self.items_per_batch)
-        items = list(itertools.islice(left_out, first, num_taken))
+        spread += self.items_per_batch if spread else 0
+        first = max(0, num_taken - num_batches * self.items_per_batch - spread)
+        items = list(itertools.islice(left_out, first, num_taken + spread))
         self.lost_items.setdefault(epoch, []).extend(items)
         return items
 
@@ -134,8 +137,9 @@ class Course:
         """Of this worker; `merge` makes one for all of them."""
         current = self._current
         if current is None or current.is_over:
-            current = self._resumed or Iteration(self.epoch)
+            current = self._resumed or Iteration(self.epoch, self._ahead.get(self.epoch, []))
         return {
+            "ahead": self._ahead.get(current.epoch + 1, []),
             "epoch": current.epoch,
             "legs": current.legs,
             "num_taken": current.num_taken,
@@ -154,6 +158,7 @@ class Course:
         self.epoch = state["epoch"]
         self._current = None
         self._resumed = Iteration(self.epoch, legs, num_taken or 0, state["order"])
+        self._ahead = {self.epoch + 1: [list(leg) for leg in state.get("ahead", ())]}
         for generator, known in zip(self._generators, state["generators"], strict=False):
             generator.set_state(known)
         return True
@@ -165,14 +170,21 @@ def merge(
     """One state for any number of workers, of this worker's and each rank's [epoch, legs, num_taken].
 
     The earliest epoch counts, and who is ahead has taken all of it, as has who has left; the lost have taken
-    what the most of the others have.
+    what the most of the others have. What was taken of the epoch after it is kept for when that begins.
     """
     epoch, legs = min((theirs[0], theirs[1]) for theirs in others.values())
     taken = {rank: theirs[2] if theirs[0] == epoch else ALL for rank, theirs in others.items()}
     most = max(theirs[2] for theirs in others.values() if theirs[0] == epoch)
     leg = [taken.get(rank, most if rank in lost else ALL) for rank in range(size)]
     order = own["order"] if own["epoch"] == epoch else None
-    return {**own, "epoch": epoch, "legs": [*legs, leg], "num_taken": None, "order": order}
+    ahead = own.get("ahead", []) if own["epoch"] == epoch else []
+    begun = {rank: theirs for rank, theirs in others.items() if theirs[0] == epoch + 1 and theirs[2]}
+    if begun:
+        before = next(theirs[1] for theirs in begun.values())
+        ahead = [*before, [begun[rank][2] if rank in begun else 0 for rank in range(size)]]
+    return {
+        **own, "epoch": epoch, "legs": [*legs, leg], "num_taken": None, "order": order, "ahead": ahead
+    }  # fmt: skip
 
 
 def _rest(items: Iterable[T], leg: Sequence[int]) -> Iterator[T]:

@@ -54,7 +54,7 @@ class KeptLoaders:
                 course.roll_back()
 
     def note_lost(
-        self, number: int, place: Sequence[Any], part: tuple[int, int], num_batches: int
+        self, number: int, place: Sequence[Any], part: tuple[int, int], num_batches: int, spread: int = 0
     ) -> Sequence[Any]:
         """Notes the last batches that a lost worker took of a loader, and gives their items.
 
@@ -63,7 +63,7 @@ class KeptLoaders:
         course = self._courses[number]() if number < len(self._courses) else None
         if course is None:
             return ()
-        return course.note_lost(place, Part(*part, course.part.remainder), num_batches)
+        return course.note_lost(place, Part(*part, course.part.remainder), num_batches, spread)
 
     def move(self, rank: int, size: int, states: Sequence[Mapping[str, Any] | None]) -> None:
         """Goes on as worker `rank` of `size`, from states that `merge` has made of all workers' states.

@@ -219,6 +219,8 @@ class ElasticGroup(GroupWrapper):
         listen on; None where only the group carries anything."""
         self.form: Form | None = None
         """The generation that this worker is in, or was in last."""
+        self.left_notes: dict[int, bytes] = {}
+        """By number: the notes of workers that have left; whoever has used them clears them."""
         self._open_generation = open_generation
         self._watchers: list[WeakMethod[Callable[[], None]]] = []
         super().__init__(provisional)
@@ -244,11 +246,13 @@ class ElasticGroup(GroupWrapper):
             return link.due_step is not None
         return link.due_step is not None and steps >= link.due_step
 
-    def regroup(self, steps: int, *, is_fresh: bool, error: BaseException | None = None) -> None:
+    def regroup(
+        self, steps: int, *, is_fresh: bool, error: BaseException | None = None, note: bytes = b""
+    ) -> None:
         """Leaves this generation, and returns in the next one.
 
-        With an error this worker does not leave in order, and the others learn of it. LeavingRun when it is
-        in no generation any more.
+        The others are given the note if this worker is in no generation any more. With an error this worker
+        does not leave in order, and the others learn of it. LeavingRun when it is in no generation any more.
         """
         lost, old, forming_s = self._numbers_behind(error), self.inner, _FIRST_FORMING_S
         with contextlib.suppress(ShoalError):
@@ -257,8 +261,9 @@ class ElasticGroup(GroupWrapper):
             else:
                 old.close(error)
         while True:
-            self.link.send(Waiting(is_fresh, lost))
+            self.link.send(Waiting(is_fresh, lost, note))
             form = self._wait_for_form()
+            self.left_notes.update(form.left)
             self.link.begin(form, steps)
             try:
                 inner = self._open_generation(form, self, Deadline.after(forming_s))

@@ -61,8 +61,12 @@ class _Account(msgspec.Struct, array_like=True):
     old_size: int
     places: list[Any]
     """How far its loaders are."""
+    dropped: list[Any]
+    """How far they were when it dropped a step, if it has just done so."""
     noticed: dict[int, list[Any]]
     """How far they were when it noticed the loss of a rank of that generation."""
+    left: dict[int, list[Any]]
+    """How far the loaders of ranks of that generation were that have left in order."""
 
 
 class ElasticTraining:
@@ -81,6 +85,7 @@ class ElasticTraining:
         self._group = group
         self._generation, self._rank, self._size = 0, 0, 0
         self._noticed: dict[int, list[Any]] = {}
+        self._dropped: list[Any] = []
 
     @property
     def can_share(self) -> bool:
@@ -109,20 +114,29 @@ class ElasticTraining:
 
     def interrupt(self, error: PeerLost) -> None:
         """Ends the present generation for this worker, because of a loss."""
+        if self.error is None and isinstance(error.peer, int) and not self._session.strategy.shares_gradients:
+            self.notice(error.peer)
         self.error = self.error or error
 
     def notice(self, rank: int) -> None:
         """Remembers how far this worker was when it noticed the loss of another."""
         self._noticed.setdefault(rank, _places(self._group))
 
-    def step_ended(self) -> None:
-        """Looks, between two steps, whether the group is to become another one."""
+    def step_ended(self, *, is_dropped: bool) -> None:
+        """Looks, between two steps, whether the group is to become another one.
+
+        After a dropped step the loaders give its examples again, unless it turns out that others have done
+        the step with what this worker gave to it.
+        """
         group, loaders = self._group, kept_loaders(self._group)
-        if self.error is not None:
+        if is_dropped:
+            self._dropped = _places(group)
             loaders.roll_back()
+        else:
+            loaders.mark()
+        if self.error is not None:
             _regroup(group, self.error)
             return
-        loaders.mark()
         if _sessions[group][0] is self and group.is_due(self._session.steps):
             _regroup(group, None)
 
@@ -138,7 +152,9 @@ class ElasticTraining:
             self._rank,
             self._size,
             _places(self._group),
+            self._dropped,
             self._noticed,
+            self._places_left(),
         )
         accounts = [msgspec.convert(each, _Account, strict=False) for each in share(group, own)]
         trained = [each for each in accounts if each.has_trained]
@@ -150,6 +166,10 @@ class ElasticTraining:
         else:
             self._take_mean([each.rank for each in trained], ahead.rank)
         strategy.steps, strategy.rounds = ahead.steps, ahead.rounds
+        if strategy.shares_gradients:
+            for each in trained:
+                if each.steps < ahead.steps and each.dropped:
+                    each.places = each.dropped  # its gradients are in the step that is taken over
         self._divide_anew(trained, ahead.rank)
         session.mark_equal()
         if group.rank == ahead.rank:
@@ -262,43 +282,63 @@ class ElasticTraining:
             if state is None or not others:
                 merged.append(None)
                 continue
+            left = {rank: places for each in known for rank, places in each.left.items()}
+            others |= {rank: left[rank][number] for rank in left if number < len(left[rank])}
             gone = [rank for rank in range(size) if rank not in others]
             for rank in gone:
-                seen = [
+                noticed = [
                     each.noticed[rank][number]
                     for each in known
                     if rank in each.noticed and number < len(each.noticed[rank])
                 ]
-                seen = [place for place in seen if place is not None]
-                if seen:
-                    others[rank] = min(seen, key=lambda place: (place[0], len(place[1]), place[2]))
-                    self._list_lost(number, others[rank], (rank, size), is_speaker=group.rank == first)
+                noticed = [place for place in noticed if place is not None]
+                if not noticed and self._session.strategy.is_lockstep:
+                    continue  # it has left after the same step as the others
+                seen = noticed or [place for other, place in others.items() if other not in gone]
+                place = min(seen, key=lambda place: (place[0], len(place[1]), place[2]))
+                most = max(theirs[2] for theirs in seen if theirs[:2] == place[:2])
+                others[rank] = place
+                self._list_lost(number, place, most, (rank, size), is_speaker=group.rank == first)
             merged.append(merge(state, others, size, lost=gone))
         loaders.move(group.rank, group.size, merged)
 
     def _list_lost(
-        self, number: int, place: Sequence[Any], part: tuple[int, int], *, is_speaker: bool
+        self, number: int, place: Sequence[Any], most: int, part: tuple[int, int], *, is_speaker: bool
     ) -> None:
-        """Lists what a lost worker has taken since it last shared what it had learned."""
+        """Lists what a worker that has gone has taken since it last shared what it had learned.
+
+        Where workers do not go in lockstep, how far it was is known only as well as the others, of which the
+        furthest has taken `most`, are together.
+        """
         strategy = self._session.strategy
         if strategy.shares_gradients:
             return  # a step counts for all workers, or is done again by the others
         num_batches = strategy.steps % max(1, strategy.options.local_steps) + 1
-        items = kept_loaders(self._group).note_lost(number, place, part, num_batches)
+        spread = 0 if strategy.is_lockstep else most - place[2] + 1
+        items = kept_loaders(self._group).note_lost(number, place, part, num_batches, spread)
         if items and is_speaker:
             shown = ", ".join(map(str, items[:_MAX_LISTED])) + (", ..." if len(items) > _MAX_LISTED else "")
             log.warning(
-                "epoch %d: %d examples that the lost worker had taken last may be missing from the model: %s",
-                place[0] + 1, len(items), shown,
+                "epoch %d: %d examples of a worker that has gone may be missing from the model%s: %s",
+                place[0] + 1, len(items), "" if strategy.is_lockstep else ", or come twice", shown,
             )  # fmt: skip
+
+    def note(self) -> bytes:
+        """Says how far this worker's loaders are, for the others if it leaves now."""
+        return msgspec.msgpack.encode([self._generation, self._rank, _places(self._group)])
+
+    def _places_left(self) -> dict[int, list[Any]]:
+        notes = [msgspec.msgpack.decode(note) for note in self._group.left_notes.values() if note]
+        return {rank: places for generation, rank, places in notes if generation == self._generation}
 
     def _entered(self) -> None:
         """Takes note that the session has started in the present generation."""
         form, old_size = self._group.form, self._size
         assert form is not None, "no generation"
         self.has_trained, self.error = True, None
+        self._group.left_notes.clear()
         self._generation, self._rank, self._size = form.generation, self._group.rank, self._group.size
-        self._noticed = {}
+        self._noticed, self._dropped = {}, []
         if old_size and old_size != self._size:
             for follow in self.followers:
                 follow(old_size, self._size)
@@ -312,7 +352,8 @@ def _regroup(group: ElasticGroup, error: PeerLost | None) -> None:
         steps = max((each._session.steps for each in attached), default=0)
         is_fresh = not any(each.has_trained for each in attached)
         try:
-            group.regroup(steps, is_fresh=is_fresh, error=error)
+            note = attached[0].note() if attached else b""
+            group.regroup(steps, is_fresh=is_fresh, error=error, note=note)
         except LeavingRun as leaving:
             _leave(attached, leaving)
         try:

@@ -664,9 +664,11 @@ class TrainingSession:
         if self.elastic is None:
             self._end_step()
             return
-        if self.elastic.error is None:
-            self.attempt(self._end_step)
-        self.elastic.step_ended()
+        is_dropped = self.elastic.error is not None  # the optimizer found no gradients
+        steps = self.strategy.steps
+        if not is_dropped and not self.attempt(self._end_step) and self.strategy.steps == steps:
+            self.strategy.steps += 1  # the optimizer has made the step, though nobody could share it
+        self.elastic.step_ended(is_dropped=is_dropped)
 
     def _end_step(self) -> None:
         if not self.is_alone:
@@ -681,7 +683,7 @@ class TrainingSession:
             return
         if self.elastic.error is None:
             self.attempt(self._skip_step)
-        self.elastic.step_ended()
+        self.elastic.step_ended(is_dropped=False)
 
     def _skip_step(self) -> None:
         if not self.is_alone:

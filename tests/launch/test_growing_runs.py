@@ -1,0 +1,127 @@
+"""Real workers that come and go while a run trains: no restart, equal models, each example once."""
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from launch.growing import GrowingRun
+from shoal.core import UsageError
+from shoal.launch.live import ask_to_scale
+from shoal.strategies import BUILT_IN
+
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc"),
+    pytest.mark.timeout(240),
+]
+NUM_EXAMPLES = 203
+NUM_TRIES = int(os.environ.get("SHOAL_NUM_CHANGES", "20"))
+NAMES = sorted(
+    name
+    for name in BUILT_IN
+    if name not in ("ddp", "horovod", "hierarchical", "parameter-server", "staleness-aware")
+)
+
+
+def check_examples(run):
+    """Each example once in each epoch that is over, but for those that were listed.
+
+    Whether the last step of a killed worker counted, the others know and its notes do not.
+    """
+    notes = run.notes()
+    listed = defaultdict(list)
+    for note in notes:
+        for epoch, items in note.get("lost", {}).items():
+            listed[int(epoch)] += items
+    last = {note["pid"]: note for note in notes if "taken" in note or "step" in note}
+    open_ends = [note for note in last.values() if "taken" in note]
+    counts = run.items_by_epoch()
+    for epoch in sorted(counts)[:-1]:
+        uncertain = {item for note in open_ends if note["epoch"] == epoch for item in note["items"]}
+        uncertain.update(listed[epoch])
+        missing = set(range(NUM_EXAMPLES)) - set(counts[epoch])
+        assert missing <= uncertain, (epoch, missing, listed)
+        assert {item for item, count in counts[epoch].items() if count > 1} <= uncertain, (epoch, listed)
+
+
+def test_a_run_grows_loses_a_worker_and_shrinks_without_a_restart(tmp_path):
+    with GrowingRun(tmp_path, 2, "--strategy", "all-reduce") as run:
+        run.wait_for_size(2)
+        first = run.pids()
+        assert run.scale(3).what == "1 worker will join the 2 that are there"
+        run.wait_for_size(3)
+        (joiner,) = set(run.pids()) - set(first)
+        lost_s = time.time()
+        os.kill(joiner, signal.SIGKILL)
+        run.wait_for_size(2, lost_s)
+        assert run.scale(1).what == "1 of 2 workers will leave"
+        run.wait_for_size(1)
+        assert not run.scale(9).is_done
+        assert run.finish() == 0
+        (last,) = [note["pid"] for note in run.notes() if note.get("finished")]
+        sizes = [note["resized"] for note in run.notes() if "resized" in note and note["pid"] == last]
+        assert sizes == [[2, 3], [3, 2], [2, 1]]
+        apart = [step for step, models in run.models_by_step().items() if len(models) > 1]
+        assert apart == []
+        check_examples(run)
+        assert not [line for line in run.lines if "restart" in line]
+
+
+def test_a_run_that_nobody_knows_cannot_be_scaled():
+    with pytest.raises(UsageError, match="No launcher of a run nobody"):
+        ask_to_scale("nobody", 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", NAMES)
+def test_every_strategy_grows_and_goes_on_after_a_loss(tmp_path, strategy):
+    with GrowingRun(tmp_path, 3, "--strategy", strategy, pause_s=0.02) as run:
+        run.wait_for_size(3)
+        lost_s = time.time()
+        os.kill(run.alive()[0], signal.SIGKILL)
+        run.wait_for_size(2, lost_s)
+        came_s = time.time()
+        run.scale(4)
+        run.wait_for_size(4, came_s)
+        left_s = time.time()
+        run.scale(2)
+        run.wait_for_size(2, left_s)
+        assert run.finish() == 0
+        check_examples(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(NUM_TRIES))
+def test_losses_while_a_run_changes(tmp_path, seed):
+    """A worker that gives or takes a state is killed, or two at once, or one is stopped."""
+    dice = random.Random(f"growing {seed}")
+    with GrowingRun(tmp_path, 3, "--strategy", "all-reduce", "--patience", "0.4", width=200_000) as run:
+        run.wait_for_size(3)
+        known = run.pids()
+        run.scale(dice.choice([4, 5]))
+        run.wait_until(lambda: len(run.pids()) > 3, "a worker that comes")
+        time.sleep(dice.uniform(0, 0.6))  # somewhere while it takes the state, or before, or after
+        came = [pid for pid in run.pids() if pid not in known]
+        victims = {
+            "joiner": lambda: [came[0]],
+            "donor": lambda: [dice.choice(known)],
+            "two": lambda: dice.sample([*known, came[0]], 2),
+            "stopped": lambda: [dice.choice([*known, came[0]])],
+        }
+        kind = dice.choice(sorted(victims))
+        lost_s = time.time()
+        for pid in victims[kind]():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP if kind == "stopped" else signal.SIGKILL)
+        run.wait_until(
+            lambda: len({note["pid"] for note in run.steps(lost_s + 3)}) >= 2, f"steps after a loss: {kind}"
+        )
+        assert run.finish() == 0, run.lines
+        apart = [step for step, models in run.models_by_step().items() if len(models) > 1]
+        assert apart == [], kind
+        check_examples(run)
