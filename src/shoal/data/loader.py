@@ -94,7 +94,8 @@ class ShardedLoader(DataLoader[T_co]):
         self.course.epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return self._counted(self._batches())
+        epoch = self.epoch  # before loading processes begin to read
+        return self._counted(self._batches(), epoch)
 
     def _batches(self) -> Iterator[Any]:
         """Begins to read what this worker has of the epoch that comes, or of what is left of one."""
@@ -128,18 +129,20 @@ class ShardedLoader(DataLoader[T_co]):
         order.course.items_per_batch = 1 if is_custom else loader.batch_size or 1
         return {name: order, **({} if self._keeps_order else {"generator": torch.Generator()}), **plain}
 
-    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """What the loop has got, not what was read ahead of it, is what a checkpoint counts."""
+    def _counted(self, batches: Iterator[Any], epoch: int) -> Iterator[Any]:
+        """What the loop has got, not what was read ahead of it, is what a checkpoint counts.
+
+        When the workers change, what is left is divided anew. Then the loop may go back to an epoch that
+        others have not ended; it goes on until its own has ended, too.
+        """
         course, iteration = self.course, None
         is_stream = isinstance(self.dataset, IterableDataset)
         num_items = 1 if is_stream or self.batch_size is None else self.batch_size
         is_batched = self.batch_sampler is not None
-        num_moves = -1
+        num_moves = course.num_moves
         try:
-            while num_moves != course.num_moves:  # the workers have changed: what is left is divided anew
-                if num_moves >= 0:
-                    batches = self._batches()
-                num_moves, iteration = course.num_moves, None
+            while True:
+                iteration = None
                 if is_stream:
                     iteration = course.begin()
                     batches = course.own(batches, iteration)
@@ -151,6 +154,9 @@ class ShardedLoader(DataLoader[T_co]):
                     yield batch
                     if num_moves != course.num_moves:
                         break
+                if num_moves == course.num_moves and (course.num_moves == 0 or course.epoch > epoch):
+                    break
+                num_moves, batches = course.num_moves, self._batches()
         finally:
             iteration = iteration or course.current
             if iteration is not None:
