@@ -98,7 +98,8 @@ class KeptLoaders:
 _kept: WeakKeyDictionary[object, KeptLoaders] = WeakKeyDictionary()
 
 
-def _innermost(group: object) -> object:
+def innermost(group: object) -> object:
+    """Finds the group inside of all wrappers; an elastic group is one, whatever it has inside."""
     while not getattr(group, "is_elastic", False) and (inner := getattr(group, "inner", None)) is not None:
         group = inner
     return group
@@ -107,7 +108,7 @@ def _innermost(group: object) -> object:
 def kept_loaders(group: object) -> KeptLoaders:
     """Those of a group; wrappers around one group share them."""
     try:
-        return _kept.setdefault(_innermost(group), KeptLoaders())
+        return _kept.setdefault(innermost(group), KeptLoaders())
     except TypeError:  # what only has a rank and a size has no checkpoints either
         return KeptLoaders()
 
