@@ -96,6 +96,19 @@ def test_all_leave_but_one_and_one_is_left_alone():
     check_examples(lives, num_most=5)
 
 
+@pytest.mark.parametrize("strategy", ["all-reduce", "local-sgd"])
+def test_who_was_left_alone_gives_all_that_it_has_learned(strategy):
+    """Its steps count on, and a taker with one donor alone takes parameters, too."""
+    script = "".join(fault("kill", 0.1, number) for number in (0, 1, 3)) + fault("join", 0.25)
+    outcomes, lives = run(strategy, script)
+    assert check_ends(outcomes, killed=[0, 1, 3]) == [2, 4]
+    steps = [step for _, step, _, _ in lives[2].trail]
+    assert steps == sorted(steps)
+    if strategy == "all-reduce":
+        check_equal(lives)
+        assert lives[2].final == lives[4].final
+
+
 def test_steps_of_a_script_are_those_of_its_worker():
     script = '[[fault]]\nkind = "leave"\nat_step = 20\npeer = "rank:2"'
     outcomes, _ = run("all-reduce", script)
