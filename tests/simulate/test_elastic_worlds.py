@@ -96,6 +96,14 @@ def test_all_leave_but_one_and_one_is_left_alone():
     check_examples(lives, num_most=5)
 
 
+def test_a_loss_before_the_first_step_divides_the_data_anew():
+    outcomes, lives = run("all-reduce", fault("kill", 0.007, 0) + fault("kill", 0.008, 2))
+    assert check_ends(outcomes, killed=[0, 2]) == [1, 3]
+    assert lives[0].attached_s is None
+    check_equal(lives)
+    check_examples(lives, num_most=2)
+
+
 @pytest.mark.parametrize("strategy", ["all-reduce", "local-sgd"])
 def test_who_was_left_alone_gives_all_that_it_has_learned(strategy):
     """Its steps count on, and a taker with one donor alone takes parameters, too."""
@@ -151,7 +159,7 @@ def tries_of(seed):
 def check_try(seed, strategy):
     script, killed, left = tries_of(seed)
     outcomes, lives = run(strategy, script)
-    num_workers = len(outcomes)
+    num_workers = 1 + max(lives)
     finished = check_ends(outcomes, killed, [*left, *range(4, num_workers)])
     assert finished
     if strategy == "all-reduce":

@@ -76,6 +76,16 @@ class KeptLoaders:
             if course is not None:
                 course.move(Part(rank, size, course.part.remainder), state or course.state_dict())
 
+    def place(self, rank: int, size: int) -> None:
+        """Begins as worker `rank` of `size`: the group that they were divided for was another one.
+
+        That is so when workers are lost, or come, before anybody has trained.
+        """
+        for known in self._courses:
+            course = known()
+            if course is not None and (course.part.rank, course.part.size) != (rank, size):
+                course.move(Part(rank, size, course.part.remainder), course.state_dict())
+
     def load(self, states: Sequence[Mapping[str, Any] | None], first: Sequence[Course] = ()) -> None:
         """Go on from there, also those that come later; `first` are those that the first states are of.
 

@@ -161,6 +161,7 @@ class ElasticTraining:
         accounts = [msgspec.convert(each, _Account, strict=False) for each in share(group, own)]
         trained = [each for each in accounts if each.has_trained]
         if not trained:
+            kept_loaders(self._group).place(group.rank, group.size)
             return False
         ahead = max(trained, key=lambda each: (each.steps, -each.rank))
         if strategy.shares_gradients:
