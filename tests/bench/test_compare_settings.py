@@ -13,6 +13,7 @@ from shoal.bench.compare_settings import (
     notes_of,
     read_config,
     stragglers_of,
+    without_servers,
 )
 from shoal.core import UsageError
 from shoal.simulate.world import Compute, World
@@ -121,3 +122,11 @@ def test_servers_are_there_for_those_that_need_them_and_chances_follow_the_seed(
 def test_what_cannot_be_is_refused(fields, message):
     with pytest.raises(UsageError, match=message):
         config_of(**fields)
+
+
+def test_strategies_with_servers_do_not_take_part_while_workers_come_and_go():
+    contenders, notes = without_servers(compared(["all"], {}), ["all"])
+    assert "parameter-server" not in [each.name for each in contenders]
+    assert "parameter-server and staleness-aware" in notes[0]
+    with pytest.raises(UsageError, match="parameter-server cannot be compared while workers come and go"):
+        without_servers(compared(["parameter-server"], {}), ["parameter-server"])

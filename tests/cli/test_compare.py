@@ -118,13 +118,16 @@ def test_what_cannot_be_is_refused(call, flags, message):
     assert config is None
 
 
-def test_every_command_of_the_page_is_understood(call, monkeypatch):
+def test_every_command_of_the_page_is_understood(call, monkeypatch, tmp_path):
     some = torch.zeros(100, 784), torch.arange(100) % 10
     monkeypatch.setattr(classified, "_mnist", lambda train, folder: some)
     page = Path(__file__).parents[2] / "docs" / "compare.md"
-    (block,) = re.findall(r"```shoal\n(.*?)```", page.read_text(), re.DOTALL)
+    block = "".join(re.findall(r"```shoal\n(.*?)```", page.read_text(), re.DOTALL))
+    (churn,) = re.findall(r"```toml\n(# churn.toml\n.*?)```", page.read_text(), re.DOTALL)
+    (tmp_path / "churn.toml").write_text(churn)
+    monkeypatch.chdir(tmp_path)
     commands = [shlex.split(line) for line in block.splitlines() if line.startswith("shoal compare")]
-    assert len(commands) >= 5
+    assert len(commands) >= 6
     for _, _, *flags in commands:
         code, error, _ = call(*flags)
         assert code == 0, error

@@ -184,3 +184,46 @@ def test_an_interrupt_ends_one_that_looks():
     with pytest.raises(KeyboardInterrupt):
         run(look, tick)
     assert ended == [0]
+
+
+def test_a_program_that_is_added_begins_at_that_time():
+    seen = []
+    turns = Turns()
+
+    def later(turn):
+        seen.append(("later", turn.now_s))
+        turn.pause(turn.now_s + 2.0)
+        seen.append(("later", turn.now_s))
+
+    def first(turn):
+        turn.pause(4.0)
+        seen.append(("first", turn.now_s))
+
+    turns.call_at(1.0, lambda: turns.add("later", later))
+    turns.run([("first", first)])
+    assert seen == [("later", 1.0), ("later", 3.0), ("first", 4.0)]
+    assert [turn.name for turn in turns.turns] == ["first", "later"]
+
+
+@pytest.mark.parametrize("wait", ["park", "pause", "computing", "not begun"])
+def test_who_is_interrupted_raises_at_that_time(wait):
+    seen = []
+    turns = Turns()
+
+    def program(turn):
+        seen.append("begun")
+        try:
+            if wait == "park":
+                turn.park("nothing")
+            elif wait == "pause":
+                turn.pause(5.0)
+            else:
+                turn.spend(5.0)
+                turn.look_up()
+        finally:
+            seen.append(turn.now_s)
+
+    turns.call_at(0.0 if wait == "not begun" else 2.0, lambda: turns.turns[0].interrupt(KeyError("out")))
+    turns.run([("program", program)])
+    assert isinstance(turns.turns[0].error, KeyError)
+    assert seen == ([] if wait == "not begun" else ["begun", 2.0])

@@ -186,3 +186,19 @@ def test_one_that_is_an_epoch_ahead_goes_back_and_then_on_in_its_own():
     assert slow.loader.epoch == fast.loader.epoch == 2
     seen = Counter(item for worker in workers for batch in worker.seen for item in batch)
     assert seen == Counter(dict.fromkeys(range(NUM_EXAMPLES), 2))
+
+
+def test_a_wrapper_around_an_elastic_group_does_not_hide_it():
+    """A worker that comes alone draws the orders that all agree on, and not those of a group of one."""
+
+    @dataclass(eq=False)
+    class Wrapper:
+        inner: object
+        rank: int = 0
+        size: int = 1
+
+    place = Place(0, 1)
+    loader = shard(DataLoader(DATASET, batch_size=2, shuffle=True), Wrapper(place), seed=3)
+    plain = shard(DataLoader(DATASET, batch_size=2, shuffle=True), Place(0, 1), seed=3)
+    assert [batch[0].tolist() for batch in loader] == [batch[0].tolist() for batch in plain]
+    assert kept_loaders(place).states() == kept_loaders(Wrapper(place)).states() != []

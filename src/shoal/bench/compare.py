@@ -58,6 +58,7 @@ class Try(msgspec.Struct, frozen=True):
             strategy=self.contender.strategy,
             options=self.contender.options,
             num_workers=config.world.num_workers,
+            num_joining=config.world.num_joining,
             steps=config.steps,
             eval_every=config.eval_every,
             batch_size=config.batch_size,

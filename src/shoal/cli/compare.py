@@ -77,6 +77,14 @@ def compare(
     faults: Annotated[
         Path | None, typer.Option(metavar="FILE", help="What goes wrong, and when.", show_default=False)
     ] = None,
+    elastic: Annotated[
+        bool,
+        typer.Option(
+            "--elastic",
+            help="After a loss the others go on in a smaller group, under every strategy. So it is in any "
+            "case where --faults has workers join or leave.",
+        ),
+    ] = False,
     split: Annotated[
         str, typer.Option(help="How examples are divided: iid, dirichlet:CONCENTRATION.")
     ] = "iid",
@@ -149,6 +157,7 @@ def compare(
         compute_of,
         notes_of,
         stragglers_of,
+        without_servers,
     )
     from shoal.bench.compare_summary import summarize_compare
     from shoal.bench.compare_tables import compare_items, latex_of
@@ -174,8 +183,11 @@ def compare(
         workers_per_machine = WORKERS_PER_MACHINE
         links = "as any others" if between == "workers" else "for nothing"
         notes.append(f"{workers_per_machine} workers make a machine; they reach each other {links}.")
-    network = Profile() if profile == IDEAL else Profile.load(profile)
     script = None if faults is None else FaultScript.load(faults)
+    if elastic or (script is not None and script.changes_workers):
+        contenders, left_out = without_servers(contenders, named)
+        notes += left_out
+    network = Profile() if profile == IDEAL else Profile.load(profile)
     if script is not None:
         script.check_names(network.places)
     world = World(
@@ -185,6 +197,7 @@ def compare(
         between=between,
         compute=Compute(step_ms=compute_of(compute_ms), factors=stragglers_of(listed(stragglers))),
         faults=script,
+        elastic=elastic,
         seed=seed,
     )
     steps = steps or (min(SHORT_STEPS, facts.steps) if short else facts.steps)

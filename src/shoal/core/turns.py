@@ -48,6 +48,7 @@ class Turn:
         self._num_looks = 0
         self._is_looking = False
         """Whether it has done nothing since it last waited as one that only looks."""
+        self._interruption: BaseException | None = None
 
     @property
     def now_s(self) -> float:
@@ -114,6 +115,18 @@ class Turn:
         """Have it go on at a time, or now; for another thread or call."""
         self._turns._queue(max(at_s, self._turns.now_s), self)
 
+    def interrupt(self, error: BaseException) -> None:
+        """Have it raise this where it waits, now; for another thread or call."""
+        if not self.is_over:
+            self._interruption = error
+            self.wake(self._turns.now_s)
+
+    def _check_interruption(self) -> None:
+        error, self._interruption = self._interruption, None
+        if error is not None:
+            self._debt_s = 0.0
+            raise error
+
 
 class Turns:
     """Threads that take turns, and the clock that they share."""
@@ -121,6 +134,7 @@ class Turns:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.turns: list[Turn] = []
+        self._threads: list[threading.Thread] = []
         self._heap: list[tuple[float, int, int, Turn | Callable[[], None]]] = []
         self._num_entries = 0
         self._current: Turn | None = None
@@ -147,24 +161,28 @@ class Turns:
         self._num_entries += 1
         heapq.heappush(self._heap, (max(at_s, self.now_s), _CALL, self._num_entries, call))
 
+    def add(self, name: str, program: Callable[[Turn], None]) -> Turn:
+        """Have another program begin now; for a thread whose turn it is, or a call."""
+        turn = Turn(self, len(self.turns), name)
+        thread = threading.Thread(target=self._live, args=(turn, program), name=name, daemon=True)
+        self.turns.append(turn)
+        self._threads.append(thread)
+        self._queue(self.now_s, turn)
+        thread.start()
+        return turn
+
     def run(self, programs: Sequence[tuple[str, Callable[[Turn], None]]]) -> None:
         """Run programs, each with a name, to their ends; what one raises is kept in its turn's `error`.
 
         ShoalError when all that are left wait for each other; an interrupt ends all of them.
         """
-        self.turns = [Turn(self, number, name) for number, (name, _) in enumerate(programs)]
-        threads = [
-            threading.Thread(target=self._live, args=(turn, program), name=turn.name, daemon=True)
-            for turn, (_, program) in zip(self.turns, programs, strict=True)
-        ]
-        for turn, thread in zip(self.turns, threads, strict=True):
-            self._queue(0.0, turn)
-            thread.start()
+        for name, program in programs:
+            self.add(name, program)
         try:
             self._pass_on(None)
         finally:
             self._is_ending = True
-            for turn, thread in zip(self.turns, threads, strict=True):
+            for turn, thread in zip(self.turns, self._threads, strict=True):
                 turn._go.release()
                 thread.join()
         if self._failure is not None:
@@ -175,6 +193,7 @@ class Turns:
         turn._go.acquire()
         if not self._is_ending:
             try:
+                turn._check_interruption()
                 program(turn)
             except BaseException as error:  # noqa: BLE001 - whoever runs the world decides
                 turn.error = error
@@ -213,6 +232,7 @@ class Turns:
         following = self._next()
         if following is turn and turn is not None:
             self._current = turn
+            turn._check_interruption()
             return
         self._current = following
         (self._home if following is None else following._go).release()
@@ -224,6 +244,7 @@ class Turns:
         else:
             turn._go.acquire()
             self._check_going()
+            turn._check_interruption()
 
     def _check_going(self) -> None:
         if self._is_ending:

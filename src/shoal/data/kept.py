@@ -76,6 +76,16 @@ class KeptLoaders:
             if course is not None:
                 course.move(Part(rank, size, course.part.remainder), state or course.state_dict())
 
+    def place(self, rank: int, size: int) -> None:
+        """Begins as worker `rank` of `size`: the group that they were divided for was another one.
+
+        That is so when workers are lost, or come, before anybody has trained.
+        """
+        for known in self._courses:
+            course = known()
+            if course is not None and (course.part.rank, course.part.size) != (rank, size):
+                course.move(Part(rank, size, course.part.remainder), course.state_dict())
+
     def load(self, states: Sequence[Mapping[str, Any] | None], first: Sequence[Course] = ()) -> None:
         """Go on from there, also those that come later; `first` are those that the first states are of.
 
@@ -98,7 +108,8 @@ class KeptLoaders:
 _kept: WeakKeyDictionary[object, KeptLoaders] = WeakKeyDictionary()
 
 
-def _innermost(group: object) -> object:
+def innermost(group: object) -> object:
+    """Finds the group inside of all wrappers; an elastic group is one, whatever it has inside."""
     while not getattr(group, "is_elastic", False) and (inner := getattr(group, "inner", None)) is not None:
         group = inner
     return group
@@ -107,7 +118,7 @@ def _innermost(group: object) -> object:
 def kept_loaders(group: object) -> KeptLoaders:
     """Those of a group; wrappers around one group share them."""
     try:
-        return _kept.setdefault(_innermost(group), KeptLoaders())
+        return _kept.setdefault(innermost(group), KeptLoaders())
     except TypeError:  # what only has a rank and a size has no checkpoints either
         return KeptLoaders()
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from shoal.core import UsageError
-from shoal.data.kept import kept_loaders
+from shoal.data.kept import innermost, kept_loaders
 from shoal.data.loader import ShardedLoader
 from shoal.data.parts import Part, Remainder
 from shoal.data.sampler import refuse_divided
@@ -91,7 +91,8 @@ def shard(data: Any, group: Placed, *, seed: int = 0, remainder: Remainder = "dr
     `remainder` says what becomes of items that do not go round. 'drop' and 'repeat' give all workers equally
     many; with 'uneven' let a worker that is done call `strategy.join()`, or leave the `attach` block.
     """
-    part, is_elastic = Part(group.rank, group.size, remainder), getattr(group, "is_elastic", False)
+    part = Part(group.rank, group.size, remainder)
+    is_elastic = getattr(innermost(group), "is_elastic", False)
     if part.size > 1 or is_elastic:
         refuse_divided(data.dataset if isinstance(data, DataLoader) else data)
     if isinstance(data, DataLoader):

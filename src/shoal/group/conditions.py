@@ -18,6 +18,7 @@ import torch
 
 from shoal.core import Address, Deadline, PeerLost, ShoalError
 from shoal.group.base import Done, Group, Handle, Snapshot, Window, Write
+from shoal.group.elastic import elastic_of
 from shoal.group.functions import others, spread_over_ranks
 from shoal.group.operations import Bytes, ClockSleeper, GroupWrapper, OperationPlan
 from shoal.topology import MachineWeights, Weights
@@ -29,6 +30,7 @@ from shoal.transport.conditions.faults import (
     Duplicate,
     Event,
     Kill,
+    LeaveWorld,
     Pause,
     Reorder,
     Schedule,
@@ -157,6 +159,9 @@ class Faulty(GroupWrapper):
 
     Other kinds need a network: UsageError. `end` is called instead of both signals where it is given.
     Of a group whose first members are servers, `first_rank` is the one that a script calls `rank:0`.
+    Around an elastic group a script names workers by their numbers, which they keep; `check_script` is the
+    caller's affair then, and so is what happens at a time to those who may be in no group: `kill`, `join` and
+    `leave` with `at_s`. `leave` is called for one with `at_step`.
     Without `should_stretch` nobody is slow by itself: whoever makes its time pass asks for its `slowness`.
     """
 
@@ -168,30 +173,37 @@ class Faulty(GroupWrapper):
         seed: int = 0,
         sleeper: ClockSleeper | None = None,
         end: Callable[[], None] | None = None,
+        leave: Callable[[], None] | None = None,
         first_rank: int = 0,
         should_stretch: bool = True,
     ) -> None:
         super().__init__(inner)
         self._script = script if isinstance(script, FaultScript) else FaultScript.load(script)
         self._seed = seed
-        _check(self._script, inner, first_rank)
+        self._elastic = elastic_of(inner)
+        if self._elastic is None:
+            self._script.refuse_changes(_WHAT)
+            check_script(self._script, inner.size - first_rank, inner.num_machines)
         self._sleeper = sleeper or ClockSleeper()
         self._end = end or (lambda: os.kill(os.getpid(), signal.SIGKILL))
         self._stop = end or (lambda: os.kill(os.getpid(), signal.SIGSTOP))
+        self._leave = leave or (lambda: None)
         self._should_stretch = should_stretch
-        self._draws = [Draws(seed, "group", str(rank), str(inner.rank)) for rank in range(inner.size)]
+        self._first_rank = first_rank
+        self._naming = Schedule(self._script, seed)
+        self._known_draws: dict[int, Draws] = {}
         self.restart()
         self._returned_s = self._started_s
         """Since when the worker has been on its own."""
-        self._names = [self._names_of(rank, first_rank) for rank in range(inner.size)]
+        self._meet()
 
     def hold(self) -> None:
         """Has nothing of the script happen until `restart`."""
         self._schedule = Schedule(FaultScript(), self._seed)
 
-    def restart(self) -> None:
-        """Has the script begin now: times and steps count from here."""
-        self._started_s = self._sleeper.clock.now_s()
+    def restart(self, at_s: float | None = None) -> None:
+        """Has the script begin now, or at a time that is past: times and steps count from here."""
+        self._started_s = self._sleeper.clock.now_s() if at_s is None else at_s
         self._step = -1
         self._schedule = Schedule(self._script, self._seed)
         self._effects = [Effects()] * self.size
@@ -309,8 +321,11 @@ class Faulty(GroupWrapper):
         """Has the script catch up, and this worker suffer what it says."""
         now_s = self._advance()
         for event in self._own_events():
-            if isinstance(event.fault, Kill):
+            is_callers = self._elastic is not None and event.fault.at_step is None
+            if isinstance(event.fault, Kill) and not is_callers:
                 self._end()
+            elif isinstance(event.fault, LeaveWorld) and not is_callers:
+                self._leave()
             elif isinstance(event.fault, Pause) and event.fault.for_s is not None:
                 self._sleeper.sleep(max(0.0, event.ends_s - now_s))
             elif isinstance(event.fault, Pause) and event not in self._stopped:
@@ -326,10 +341,13 @@ class Faulty(GroupWrapper):
         """Brings the script up to now, in seconds since its start."""
         now_s = self._sleeper.clock.now_s() - self._started_s
         if self._schedule.advance(now_s, self._step):
-            events, own = self._schedule.events, self._names[self.rank]
-            self._effects = [effects_on(events, names, own, self._started_s) for names in self._names]
-            self._reverse = [effects_on(events, own, names, self._started_s) for names in self._names]
+            self._find_effects()
         return now_s
+
+    def _find_effects(self) -> None:
+        events, own = self._schedule.events, self._names[self.rank]
+        self._effects = [effects_on(events, names, own, self._started_s) for names in self._names]
+        self._reverse = [effects_on(events, own, names, self._started_s) for names in self._names]
 
     def _cut(self, sources: Iterable[int]) -> list[int]:
         """Finds those of them whose message does not come this time."""
@@ -351,11 +369,35 @@ class Faulty(GroupWrapper):
             damage(tensor, self._draws[rank])
         return tensor
 
-    def _names_of(self, rank: int, first_rank: int) -> tuple[str | None, ...]:
-        if rank < first_rank:
+    def _adopt_anew(self) -> None:
+        super()._adopt_anew()
+        self._meet()
+        self._find_effects()
+
+    def _meet(self) -> None:
+        """Finds what the script calls the members, and their random numbers, which go on."""
+        form = None if self._elastic is None else self._elastic.form
+        numbers, machines = list(range(self.size)), list(self.machines)
+        if self._elastic is not None:
+            numbers = [self._elastic.link.number]
+        if form is not None:
+            numbers = [place.number for place in form.places]
+            machines = [place.machine for place in form.places]
+        own = numbers[self.rank]
+        for number in numbers:
+            if number not in self._known_draws:
+                self._known_draws[number] = Draws(self._seed, "group", str(number), str(own))
+        self._draws = [self._known_draws[number] for number in numbers]
+        self._names = [
+            self._names_of(number - self._first_rank, machine)
+            for number, machine in zip(numbers, machines, strict=True)
+        ]
+
+    def _names_of(self, number: int, machine: int) -> tuple[str | None, ...]:
+        if number < 0:
             return ()
-        peers = Address("rank", rank - first_rank), Address("machine", self.machines[rank])
-        return tuple(name for peer in peers for name in self._schedule.names_of(peer, None))
+        peers = Address("rank", number), Address("machine", machine)
+        return tuple(name for peer in peers for name in self._naming.names_of(peer, None))
 
 
 class _FaultyHandle(Handle[T]):
@@ -391,10 +433,10 @@ def _unreachable(rank: int) -> PeerLost:
     )
 
 
-def _check(script: FaultScript, group: Group, first_rank: int) -> None:
+def check_script(script: FaultScript, num_workers: int, num_machines: int) -> None:
     """Raises UsageError for what a group cannot do, and for whom it does not know."""
-    known = ["rank:*", *(f"rank:{rank}" for rank in range(group.size - first_rank))]
-    known += ["machine:*", *(f"machine:{machine}" for machine in range(group.num_machines))]
+    known = ["rank:*", *(f"rank:{rank}" for rank in range(num_workers))]
+    known += ["machine:*", *(f"machine:{machine}" for machine in range(num_machines))]
     named = [(f"peers.{name}", pattern, known) for name, pattern in script.peers.items()]
     for index, fault in enumerate(script.fault):
         reason = _impossible(fault)

@@ -99,6 +99,10 @@ class CoordinatorLink(abc.ABC):
     def wait_until_due(self) -> None:
         """Waits until it is known after which step all stop."""
 
+    def stepped(self, steps: int) -> None:
+        """Takes note of how many steps this worker has done."""
+        self.steps = steps
+
     def begin(self, form: Form, steps: int) -> None:
         """Begins a generation, after so many steps."""
         self._generation = form.generation
@@ -237,7 +241,7 @@ class ElasticGroup(GroupWrapper):
     def is_due(self, steps: int) -> bool:
         """Tells whether this generation ends after so many steps; waits if that is not known yet."""
         link = self.link
-        link.steps = steps
+        link.stepped(steps)
         if link.last_step is None:
             return False
         if link.due_step is None and steps >= link.last_step:

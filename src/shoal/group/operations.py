@@ -226,9 +226,13 @@ class GroupWrapper(Group):
 
     def __init__(self, inner: Group) -> None:
         self._adopt(inner)
-        on_change = getattr(inner, "on_change", None)
-        if on_change is not None:  # an elastic group has another size after it
-            on_change(self._adopt_anew)
+        GroupWrapper.on_change(self, self._adopt_anew)
+
+    def on_change(self, watcher: Callable[[], None]) -> None:
+        """Calls a method whenever the group inside has become another one; only an elastic group does."""
+        on_change = getattr(self.inner, "on_change", None)
+        if on_change is not None:
+            on_change(watcher)
 
     def _adopt(self, inner: Group) -> None:
         """Takes over what is said of the group inside."""

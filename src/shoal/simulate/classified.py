@@ -32,7 +32,7 @@ class _Classified(Task):
         super().__init__(job)
         self._train, self._labels = self._training()
         self._test = self._tests()
-        parts = divide(self._labels.numpy(), job.num_workers, job.split, job.seed)
+        parts = divide(self._labels.numpy(), job.num_parts, job.split, job.seed)
         self._parts = [torch.from_numpy(part) for part in parts]
 
     def _training(self) -> tuple[Batch, torch.Tensor]:

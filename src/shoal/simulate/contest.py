@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ import msgspec
 from shoal.core import ShoalError, UsageError
 from shoal.group.conditions import Faulty
 from shoal.simulate.course import course_of
+from shoal.simulate.elastic import ElasticWorld
 from shoal.simulate.exact import Worker, run_exact
 from shoal.simulate.job import Job, WorkerLog
 from shoal.simulate.record import CourseRecord
@@ -38,6 +40,8 @@ class Errand(msgspec.Struct, frozen=True, kw_only=True):
 def run_task(errand: dict[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
     """For `bench.pool`: a plain Errand, and a plain CourseRecord of it."""
     given = msgspec.convert(errand, Errand, str_keys=True)
+    if given.world.is_elastic:  # what a real run says of each change is here said of virtual ones
+        logging.getLogger("shoal.strategies.elastic").setLevel(logging.ERROR)
     return run_job(given.job, given.world, given.executor).plain()
 
 
@@ -46,9 +50,11 @@ def run_job(job: Job, world: World, executor: Executor = "exact") -> CourseRecor
 
     UsageError where job, world and executor don't fit each other.
     """
-    if job.num_workers != world.num_workers:
+    theirs, ours = (job.num_workers, job.num_joining), (world.num_workers, world.num_joining)
+    if theirs != ours:
         raise UsageError(
-            f"A job of {job.num_workers} workers does not fit a world of {world.num_workers}.",
+            f"A job of {theirs[0]} workers, and {theirs[1]} that join, does not fit a world of {ours[0]} "
+            f"and {ours[1]}.",
             next_step="give both as many.",
         )
     task = make_task(job)
@@ -76,24 +82,31 @@ class Ran(msgspec.Struct, frozen=True):
 
 def run_workers(task: Task, world: World) -> Ran:
     """A job whose workers have a thread each; one in which all wait for each other is a result too."""
-    trainers = [Trainer(task, rank) for rank in range(world.num_workers)]
-    logs = [trainer.log for trainer in trainers]
+    trainers = {rank: Trainer(task, rank) for rank in range(world.num_workers)}
     start = _Start(world.num_workers)
 
     def live(worker: Worker) -> dict[int, int]:
         if worker.group.role == "server":
             return serve(task, worker.group)
-        start.await_with(worker.scripts)
+        if worker.is_joining:
+            trainers[worker.rank] = Trainer(task, worker.rank)
+            trainers[worker.rank].train(worker.group, worker.clock, worker.charged)
+            return {}
+        start.await_with(worker)
         trainers[worker.rank].train(worker.group, worker.clock, worker.charged, start.begin)
         return {}
 
+    broken, outcomes = "", []
     try:
         outcomes = run_exact(world, live)
     except ShoalError as error:
-        return Ran(logs, broken=first_line(error))
+        broken = first_line(error)
+    logs = [trainers[rank].log for rank in sorted(trainers)]
+    if broken:
+        return Ran(logs, broken=broken)
     for outcome in outcomes:
         if outcome.role == "worker" and outcome.error is not None:
-            logs[outcome.rank].ended = first_line(outcome.error)
+            trainers[outcome.rank].log.ended = first_line(outcome.error)
     counted = [outcome.value for outcome in outcomes if outcome.role == "server" and outcome.value]
     return Ran(logs, counted[0] if counted else {})
 
@@ -103,13 +116,15 @@ class _Start:
 
     def __init__(self, num_workers: int) -> None:
         self._num_awaited = num_workers
-        self._scripts: list[Faulty] = []
+        self._scripts: list[Faulty | ElasticWorld] = []
 
-    def await_with(self, scripts: list[Faulty]) -> None:
+    def await_with(self, worker: Worker) -> None:
         """One worker gets ready: until all begin nothing happens to it."""
-        for script in scripts:
+        self._scripts += worker.scripts
+        if worker.elastic is not None and worker.elastic not in self._scripts:
+            self._scripts.append(worker.elastic)
+        for script in self._scripts:
             script.hold()
-        self._scripts += scripts
 
     def begin(self) -> None:
         """One worker begins."""

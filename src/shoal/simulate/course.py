@@ -40,6 +40,7 @@ def course_of(
         waited_s=[log.waited_s for log in logs],
         staleness=_added([*(log.staleness for log in logs), served or {}]),
         ended={log.rank: log.ended for log in logs if log.ended and not log.is_done(task.job.steps)},
+        num_joined=sum(log.is_joining for log in logs),
         error=error,
     )
 
@@ -58,9 +59,10 @@ class State:
 def states_of(logs: Sequence[WorkerLog], eval_every: int) -> Iterator[State]:
     """Whenever workers have done `eval_every` more steps on average, from the first model to the last."""
     begun = [log for log in logs if log.snapshots]
-    if not begun:
+    first = [log for log in begun if not log.is_joining]
+    if not first:
         return
-    origin_s = max(log.snapshots[0].at_s for log in begun)
+    origin_s = max(log.snapshots[0].at_s for log in first)
     events = sorted(
         (
             (max(0.0, snapshot.at_s - origin_s), log.rank, snapshot)
@@ -77,7 +79,7 @@ def states_of(logs: Sequence[WorkerLog], eval_every: int) -> Iterator[State]:
         latest = {rank: last[rank] for rank in sorted(last) if at_s <= ends_s[rank]} or dict(last)
         mean_step = sum(each.step for each in latest.values()) / len(latest)
         is_last = index == len(events) - 1
-        if len(last) < len(begun) or (mean_step < num_due * eval_every and not is_last):
+        if any(log.rank not in last for log in first) or (mean_step < num_due * eval_every and not is_last):
             continue
         num_due = math.floor(mean_step / eval_every) + 1
         moved_bytes = sum(each.sent_bytes + each.received_bytes for each in last.values())

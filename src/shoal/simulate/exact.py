@@ -15,6 +15,7 @@ from typing import Generic, Literal, TypeVar
 from torch import nn
 
 from shoal.core import Address, Clock, PeerLost, ShoalError
+from shoal.core.elastic import LeavingRun
 from shoal.core.turns import Ended, Turn, Turns
 from shoal.group.base import Group
 from shoal.group.conditions import Faulty
@@ -23,6 +24,7 @@ from shoal.group.operations import ClockSleeper
 from shoal.group.simulated import SimulatedGroup, SimulatedNetwork
 from shoal.group.solo import SoloGroup
 from shoal.simulate.charging import charged
+from shoal.simulate.elastic import ElasticWorld
 from shoal.simulate.world import StepCosts, World
 from shoal.transport import Conditions
 
@@ -43,6 +45,8 @@ class Outcome(Generic[T]):
     value: T | None
     error: ShoalError | None
     """What ended it before its time."""
+    has_left: bool = False
+    """Whether it was told to leave before its time, as the script or the end of the others' work wanted."""
 
 
 class Worker:
@@ -54,6 +58,10 @@ class Worker:
         self.clock = clock
         self.scripts: list[Faulty] = []
         """Of its faults, where the world has some; begun when its groups were made. They slow its work."""
+        self.elastic: ElasticWorld | None = None
+        """Where workers come and go: what else the script does, to all of them."""
+        self.is_joining = rank >= world.num_workers
+        """Whether it has come to a world that trains, and is in no group before it has a model."""
         self._turn = turn
         self._costs = StepCosts(world, rank)
         self._forward_share = world.compute.forward_share
@@ -92,8 +100,11 @@ def run_exact(
     """Run `work` in every worker, and `serve` (or `work` too) in every server, to their ends.
 
     Workers first, by rank. A worker that a fault has killed, or that has raised an error of Shoal's, is an
-    outcome; any other exception is raised when all have ended.
+    outcome; any other exception is raised when all have ended. Where workers come and go, `rank` is a number
+    that a worker keeps: those that join have the numbers after the others.
     """
+    if world.is_elastic:
+        return _run_elastic(world, work)
     turns = Turns()
     conditions = Conditions(world.profile, seed=world.seed)
     homes = world.addresses()
@@ -141,7 +152,62 @@ def run_exact(
     return outcomes
 
 
-def _faulty(world: World, group: Group, turns: Turns, first_rank: int = 0) -> Faulty:
+def _run_elastic(world: World, work: Callable[[Worker], T]) -> list[Outcome[T]]:
+    turns = Turns()
+    values: dict[int, T] = {}
+    threads: dict[int, Turn] = {}
+
+    def start(number: int) -> Turn:
+        threads[number] = turns.add(f"rank {number}", partial(live, number))
+        return threads[number]
+
+    def live(number: int, turn: Turn) -> None:
+        has_left = False
+        try:
+            with elastic.open(number) as group:
+                worker = Worker(number, group, turn, turns.clock, world)
+                worker.elastic = elastic
+                if world.faults is not None:
+                    faulty = _faulty(world, group, turns, leave=partial(elastic.leave, number))
+                    faulty.restart(elastic.faults_began_s)
+                    worker.group, worker.scripts = faulty, [faulty]
+                values[number] = work(worker)
+            has_left = True
+        except BaseException as error:
+            has_left = _has_left(error)
+            raise
+        finally:
+            elastic.ended(number, has_left=has_left)
+
+    elastic = ElasticWorld(
+        world,
+        turns,
+        Conditions(world.profile, seed=world.seed),
+        start,
+        lambda turn: turn.interrupt(Killed()),
+    )
+    elastic.begin()
+    turns.run([])
+    outcomes = []
+    for number in sorted(threads):
+        has_left = _has_left(threads[number].error)
+        error = None if has_left else _error_of(threads[number])
+        outcomes.append(Outcome(number, "worker", values.get(number), error, has_left))
+    return outcomes
+
+
+def _has_left(error: BaseException | None) -> bool:
+    """Tells whether a worker has ended because it was told to leave."""
+    return isinstance(error, LeavingRun) or (isinstance(error, SystemExit) and not error.code)
+
+
+def _faulty(
+    world: World,
+    group: Group,
+    turns: Turns,
+    first_rank: int = 0,
+    leave: Callable[[], None] | None = None,
+) -> Faulty:
     assert world.faults is not None
     return Faulty(
         group,
@@ -149,6 +215,7 @@ def _faulty(world: World, group: Group, turns: Turns, first_rank: int = 0) -> Fa
         seed=world.seed,
         sleeper=_VirtualSleeper(turns),
         end=_kill,
+        leave=leave,
         first_rank=first_rank,
         should_stretch=False,
     )

@@ -19,6 +19,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     strategy: str
     options: dict[str, Any] = {}
     num_workers: int
+    num_joining: int = 0
+    """Workers that come later, with data of their own; whoever goes takes its own along."""
     steps: int
     eval_every: int
     """Steps of a worker from one snapshot to the next; the first is before the first step."""
@@ -35,6 +37,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 "Without workers, steps or examples nothing is trained.", next_step="give 1 or more."
             )
         check_split(self.split)
+
+    @property
+    def num_parts(self) -> int:
+        """Among how many workers the data is divided: all that are there at any time."""
+        return self.num_workers + self.num_joining
 
 
 class ModelSnapshot(msgspec.Struct, kw_only=True):
@@ -61,6 +68,8 @@ class WorkerLog(msgspec.Struct, kw_only=True):
     """Rounds by how far behind the model was that was mixed; of asynchronous strategies."""
     ended: str = ""
     """Why it did not do all its steps; empty when it did."""
+    is_joining: bool = False
+    """Whether it came when the others trained already."""
     ended_at_s: float | None = None
     """When that was, by its clock; its model counts no longer."""
 

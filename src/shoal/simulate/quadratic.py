@@ -46,7 +46,7 @@ class Quadratic(Task):
         super().__init__(job)
         concentration = check_split(job.split)
         self._spread = 0.0 if concentration is None else 1 / (1 + concentration)
-        self._all = [self._rows_of(rank) for rank in range(job.num_workers)]
+        self._all = [self._rows_of(rank) for rank in range(job.num_parts)]
         self._hessian = torch.stack([rows.T @ rows for rows, _ in self._all]).mean(0)
         pull = torch.stack([rows.T @ values for rows, values in self._all]).mean(0)
         self.optimum = torch.linalg.solve(self._hessian, pull)

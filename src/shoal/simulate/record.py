@@ -44,6 +44,8 @@ class CourseRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Of all workers: rounds by exactly how far behind the model was; empty for synchronous strategies."""
     ended: dict[int, str] = {}
     """Why ranks did not do all their steps."""
+    num_joined: int = 0
+    """Workers that came later."""
     error: str = ""
     """What was wrong with the whole of it (it diverged, it could not start); else empty."""
 
@@ -62,7 +64,7 @@ class CourseRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def has_ended_early(self) -> bool:
         """Whether nobody did all its steps: what was at the end is then no result."""
-        return len(self.ended) == self.job.num_workers
+        return len(self.ended) == self.job.num_workers + self.num_joined
 
     @property
     def has_diverged(self) -> bool:

@@ -123,6 +123,8 @@ def refuse_unfit(job: Job, world: World) -> None:
             cause=f"it knows strategies that mix linearly and in lockstep: {', '.join(RULES)}.",
             next_step=EXACT,
         )
+    if world.is_elastic:
+        raise UsageError("The stacked executor knows no workers that come and go.", next_step=EXACT)
     if world.faults is not None or world.num_servers:
         what = "faults" if world.faults is not None else "servers"
         raise UsageError(f"The stacked executor knows no {what}.", next_step=EXACT)

@@ -16,6 +16,7 @@ from torch.optim import SGD
 from shoal.core import ShoalError
 from shoal.core.clock import Clock
 from shoal.group import Group
+from shoal.group.elastic import elastic_of
 from shoal.group.observed import Metered
 from shoal.simulate.job import ModelSnapshot, WorkerLog
 from shoal.simulate.task import Task
@@ -37,7 +38,7 @@ class Trainer:
     """A worker of a job; `log` has all that is known of it, also when it ends in the middle."""
 
     def __init__(self, task: Task, rank: int) -> None:
-        self.log = WorkerLog(rank=rank, snapshots=[], waited_s=[])
+        self.log = WorkerLog(rank=rank, snapshots=[], waited_s=[], is_joining=rank >= task.job.num_workers)
         self._task = task
 
     def train(
@@ -45,7 +46,8 @@ class Trainer:
     ) -> None:
         """All steps of the job; an error of Shoal's ends them, and the others find this worker lost.
 
-        Collective: they begin together. `begin` is called right before the first step.
+        Collective: they begin together, but for one that joins. `begin` is called right before the first
+        step.
         """
         metered = Metered(group, clock)
         try:
@@ -53,6 +55,9 @@ class Trainer:
         except ShoalError as error:
             self.log.ended = first_line(error)
             group.close(error)
+        except SystemExit:
+            self.log.ended = "it has left."
+            raise
         finally:
             if not self.log.is_done(self._task.job.steps):
                 self.log.ended_at_s = clock.now_s()
@@ -63,19 +68,24 @@ class Trainer:
         batches = self._task.batches(log.rank)
         strategy = make_strategy(group, job.strategy, **job.options)
         with charged(model), strategy.attach(model, optimizer, stays=True):
-            group.barrier().wait()
+            if not log.is_joining:
+                group.barrier().wait()
             group.reset()
             waited_before_s = list(group.stats.waited_s)
-            self._look(0, model, group, clock)
+            self._look(strategy.steps, model, group, clock)
             begin()
-            for step in range(1, job.steps + 1):
+            # where workers come and go a step may have to be done again, or others have done some before
+            while strategy.steps < job.steps:
                 inputs, labels = next(batches)
                 optimizer.zero_grad()
                 self._task.loss(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
-                if step % job.eval_every == 0 or step == job.steps:
-                    pairs = zip(group.stats.waited_s, waited_before_s, strict=True)
-                    log.waited_s = [now_s - before_s for now_s, before_s in pairs]
+                step = strategy.steps
+                is_due = step % job.eval_every == 0 or step == job.steps
+                if is_due and step > log.snapshots[-1].step:
+                    if elastic_of(group) is None:  # ranks are others in each generation
+                        pairs = zip(group.stats.waited_s, waited_before_s, strict=True)
+                        log.waited_s = [now_s - before_s for now_s, before_s in pairs]
                     log.staleness = staleness_of(strategy)
                     self._look(step, model, group, clock)
 

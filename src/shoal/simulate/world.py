@@ -40,6 +40,9 @@ class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Whose links the profile describes; with "machines" those inside a machine cost nothing."""
     compute: Compute = Compute()
     faults: FaultScript | None = None
+    elastic: bool = False
+    """Whether the others go on in a smaller group when a worker is lost, whatever the strategy; so it is in
+    any case where faults let workers join or leave."""
     patience: float = 1.0
     seed: int = 0
 
@@ -49,7 +52,14 @@ class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 f"A world of {self.num_workers} workers and {self.num_servers} servers is none.",
                 next_step="give 1 worker or more.",
             )
-        unknown = [rank for rank in self.compute.factors if not 0 <= rank < self.num_workers]
+        if self.is_elastic and self.num_servers:
+            raise UsageError(
+                "A world with parameter servers does not grow or shrink while it trains yet.",
+                next_step="leave out what lets workers join or leave, or take a strategy without servers.",
+            )
+        unknown = [
+            rank for rank in self.compute.factors if not 0 <= rank < self.num_workers + self.num_joining
+        ]
         if unknown:
             raise UsageError(
                 f"There is no rank {unknown[0]} among {self.num_workers} workers to be slow.",
@@ -61,15 +71,29 @@ class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Workers and servers."""
         return self.num_workers + self.num_servers
 
+    @property
+    def num_joining(self) -> int:
+        """How many workers come later, by the script."""
+        return 0 if self.faults is None else self.faults.num_joining
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether workers come and go."""
+        return self.elastic or (self.faults is not None and self.faults.changes_workers)
+
     def machine_of(self, rank: int) -> int:
         """Of a worker's rank."""
         return 0 if self.workers_per_machine is None else rank // self.workers_per_machine
 
     def addresses(self) -> list[Address]:
         """What the profile calls each worker."""
+        return [self.address_of(rank) for rank in range(self.num_workers)]
+
+    def address_of(self, rank: int) -> Address:
+        """What the profile calls one worker."""
         if self.between == "machines":
-            return [Address("machine", self.machine_of(rank)) for rank in range(self.num_workers)]
-        return [Address("rank", rank) for rank in range(self.num_workers)]
+            return Address("machine", self.machine_of(rank))
+        return Address("rank", rank)
 
     @property
     def num_machines(self) -> int:

@@ -79,6 +79,8 @@ class ElasticTraining:
         """Why this worker cannot go on in the present group."""
         self.has_trained = False
         """Whether the session has started in a group, and has a state."""
+        self.is_whole = False
+        """Whether the session has started in the present group; not so while it starts."""
         self.kept_state: dict[str, Any] = {}
         """The strategy's, as it was when the session was whole the last time."""
         self._session = session
@@ -159,6 +161,7 @@ class ElasticTraining:
         accounts = [msgspec.convert(each, _Account, strict=False) for each in share(group, own)]
         trained = [each for each in accounts if each.has_trained]
         if not trained:
+            kept_loaders(self._group).place(group.rank, group.size)
             return False
         ahead = max(trained, key=lambda each: (each.steps, -each.rank))
         if strategy.shares_gradients:
@@ -246,7 +249,8 @@ class ElasticTraining:
             return
         make_transport = self._group.make_transport
         if make_transport is None:  # no network of its own: over the group
-            state = take_state(group, lambda: self._state(has_means=len(donors) == 1), donors[0])
+            has_means = not self._session.strategy.shares_gradients
+            state = take_state(group, lambda: self._state(has_means=has_means), donors[0])
             if group.rank in takers:
                 self._load(state)
             return
@@ -335,7 +339,7 @@ class ElasticTraining:
         """Takes note that the session has started in the present generation."""
         form, old_size = self._group.form, self._size
         assert form is not None, "no generation"
-        self.has_trained, self.error = True, None
+        self.has_trained, self.is_whole, self.error = True, True, None
         self._group.left_notes.clear()
         self._generation, self._rank, self._size = form.generation, self._group.rank, self._group.size
         self._noticed, self._dropped = {}, []
@@ -371,7 +375,7 @@ def _put_aside(elastic: ElasticTraining) -> dict[str, Any]:
     """Takes a session out of the present group; gives the strategy's state."""
     session = elastic._session
     strategy = session.strategy
-    if not elastic.has_trained or session.has_started:
+    if not elastic.has_trained or elastic.is_whole:
         state: dict[str, Any] = {
             "strategy": strategy.name,
             "steps": strategy.steps,
@@ -380,6 +384,7 @@ def _put_aside(elastic: ElasticTraining) -> dict[str, Any]:
         with contextlib.suppress(PeerLost):  # what was under way cannot be waited for
             state = strategy.state_dict()
         elastic.kept_state = state
+    elastic.is_whole = False
     if session.is_in_group:
         session.suspend()
     return elastic.kept_state

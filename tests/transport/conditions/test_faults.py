@@ -70,6 +70,11 @@ def touched(text, *, at=(1.0, 0)):
         ("[[fault]]\nkind = 'kill'\npeer = 'a:1'\ncount = 1", "'count' picks among 'peers', not of 'peer'"),
         ("[[fault]]\nkind = 'kill'\npeers = ['a:1']\ncount = 2", "it cannot pick 2 of 1 peers"),
         ("[[fault]]\nkind = 'kill'\ncount = 1", "it cannot pick 1 of 0 peers"),
+        ("[[fault]]\nkind = 'join'\npeer = 'rank:4'", "who joins has no name before"),
+        ("[[fault]]\nkind = 'join'\nat_step = 4", "does no steps; say 'at_s'"),
+        ("[[fault]]\nkind = 'join'\nfor_s = 4", "who joins stays"),
+        ("[[fault]]\nkind = 'leave'\nat_s = 4", "it does not say who leaves"),
+        ("[[fault]]\nkind = 'leave'\npeer = 'a:1'\nfor_s = 4", "who leaves does not come back"),
         ("[peers]\na = 'b'", r"at peers\.a: 'b' is no address"),
     ],
 )

@@ -56,6 +56,7 @@ class Conditions:
         self._schedule: Schedule | None = None
         if script is not None:
             script.check_names(self.profile.places)
+            script.refuse_changes()
             self._schedule = Schedule(script, seed)
         # where all ways are alike, it need not be looked for again for each of a simulation's links
         self._only_way = None if self.profile.ways.between else self.profile.way_between(_ANY, _ANY)

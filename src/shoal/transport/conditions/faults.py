@@ -93,6 +93,35 @@ class Kill(Fault, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="ki
         return super().check()
 
 
+class JoinWorld(Fault, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="join"):
+    """So many workers as `count` says, one without it, come to a simulated world while it trains.
+
+    They are called by the numbers after those of the workers before them, in the order of the script.
+    """
+
+    def check(self) -> str:
+        """Why it contradicts itself, or nothing."""
+        if self.peer is not None or self.peers is not None:
+            return "who joins has no name before: it gets the next number; 'count' says how many join"
+        if self.at_step is not None:
+            return "who is not there yet does no steps; say 'at_s'"
+        if self.for_s is not None or self.for_steps is not None:
+            return "who joins stays; let it 'leave' later"
+        return super().check()
+
+
+class LeaveWorld(Fault, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="leave"):
+    """The worker of a simulated world leaves it in order, between two steps."""
+
+    def check(self) -> str:
+        """Why it contradicts itself, or nothing."""
+        if self.peer is None and self.peers is None and self.count is None:
+            return "it does not say who leaves: give 'peer', 'peers', or 'count' of those in [peers]"
+        if self.for_s is not None or self.for_steps is not None:
+            return "who leaves does not come back; a 'join' brings another worker"
+        return super().check()
+
+
 class Pause(Fault, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="pause"):
     """Nothing leaves the peer and nothing reaches it; afterwards everything does."""
 
@@ -141,7 +170,9 @@ class Reorder(LinkFault, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     by_ms: Positive = 50.0
 
 
-AnyFault = Kill | Pause | Skew | Slow | Partition | Drop | Corrupt | Duplicate | Reorder
+AnyFault = (
+    Kill | Pause | Skew | Slow | Partition | Drop | Corrupt | Duplicate | Reorder | JoinWorld | LeaveWorld
+)
 
 
 class FaultScript(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -151,6 +182,24 @@ class FaultScript(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     description: str = ""
     peers: dict[str, str] = {}
     fault: list[AnyFault] = []
+
+    @property
+    def num_joining(self) -> int:
+        """How many workers it lets join."""
+        return sum(fault.count or 1 for fault in self.fault if isinstance(fault, JoinWorld))
+
+    @property
+    def changes_workers(self) -> bool:
+        """Whether it lets workers join or leave."""
+        return any(isinstance(fault, JoinWorld | LeaveWorld) for fault in self.fault)
+
+    def refuse_changes(self, what: str = "The fault script") -> None:
+        """UsageError for a script that lets workers join or leave, where the members are fixed."""
+        for index, fault in enumerate(self.fault):
+            if isinstance(fault, JoinWorld | LeaveWorld):
+                kind = fault.__struct_config__.tag
+                reason = f"workers {kind} in worlds of virtual time alone, as those of `shoal compare` are"
+                documents.refuse(what, f"fault[{index}]", reason)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -180,7 +229,8 @@ class FaultScript(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for index, fault in enumerate(self.fault):
             reason = fault.check()
             candidates = fault.peers or list(self.peers)
-            if not reason and fault.count is not None and fault.count > len(candidates):
+            is_picked = fault.count is not None and not isinstance(fault, JoinWorld)
+            if not reason and is_picked and (fault.count or 0) > len(candidates):
                 reason = f"it cannot pick {fault.count} of {len(candidates)} peers"
             if reason:
                 documents.refuse(what, f"fault[{index}]", reason)
@@ -280,7 +330,7 @@ class Schedule:
 
 
 def _settle(fault: AnyFault, everybody: list[str], seed: int, index: int) -> list[list[str]]:
-    if fault.count is None:
+    if fault.count is None or isinstance(fault, JoinWorld):
         return fault.groups()
     choice = random.Random(digest_of(seed, "count", str(index)))
     return [choice.sample(fault.peers or everybody, fault.count)]

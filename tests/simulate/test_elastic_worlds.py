@@ -1,0 +1,214 @@
+"""Worlds whose workers join, leave and are lost: nobody hangs, models stay equal, no example counts twice."""
+
+import random
+from dataclasses import asdict
+
+import pytest
+
+from shoal.core import UsageError
+from shoal.simulate.contest import run_job
+from shoal.simulate.exact import run_exact
+from shoal.simulate.job import Job
+from shoal.simulate.world import World
+from shoal.strategies import BUILT_IN
+from shoal.transport import FaultScript
+from simulate.churning import NUM_EPOCHS, check_ends, check_equal, check_examples, run
+
+WITH_SERVERS, OUTSIDE = ("parameter-server", "staleness-aware"), ("ddp", "horovod")
+STRATEGIES = [name for name in BUILT_IN if name not in (*WITH_SERVERS, *OUTSIDE)]
+OFTEN_LOCAL = ("local-sgd", "diloco", "noloco", "sparse-loco")
+"""Their own rounds are longer than these runs."""
+JOIN = '[[fault]]\nkind = "join"\nat_s = 0.05\n'
+KILL = '[[fault]]\nkind = "kill"\nat_s = 0.12\npeer = "rank:1"\n'
+LEAVE = '[[fault]]\nkind = "leave"\nat_s = 0.18\npeer = "rank:2"\n'
+CHURN = JOIN + KILL + LEAVE
+NUM_TRIES, NUM_QUICK_TRIES = 100, 10
+
+
+def fault(kind, at_s, number=None):
+    named = "" if number is None else f'peer = "rank:{number}"\n'
+    return f'[[fault]]\nkind = "{kind}"\nat_s = {at_s}\n{named}'
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_workers_come_and_go_under_every_strategy(strategy):
+    options = {"local_steps": 4} if strategy in OFTEN_LOCAL else {}
+    outcomes, lives = run(strategy, CHURN, options=options)
+    assert check_ends(outcomes, killed=[1], left=[2]) == [0, 3, 4]
+    assert [outcome.rank for outcome in outcomes] == [0, 1, 2, 3, 4]
+    assert outcomes[1].error is not None
+    assert outcomes[2].has_left
+    joined = lives[4]
+    assert joined.trail[0][1] > 1  # it went on where the others were
+    again, lives_again = run(strategy, CHURN, options=options)
+    assert str(again) == str(outcomes)
+    assert {number: asdict(life) for number, life in lives.items()} == {
+        number: asdict(life) for number, life in lives_again.items()
+    }
+
+
+@pytest.mark.parametrize("script", [JOIN, KILL, LEAVE, CHURN], ids=["join", "kill", "leave", "all of them"])
+def test_all_reduce_stays_equal_and_each_example_counts_once(script):
+    outcomes, lives = run("all-reduce", script)
+    finished = check_ends(outcomes, killed=[1], left=[2])
+    check_equal(lives)
+    check_examples(lives, num_most=5)
+    assert len({lives[number].final for number in finished}) == 1
+    assert len({lives[number].steps for number in finished}) == 1
+
+
+def test_sizes_are_told_and_the_run_grows_at_once():
+    _, lives = run("all-reduce", CHURN)
+    assert lives[0].sizes == [(4, 5), (5, 4), (4, 3)]
+    assert lives[4].sizes == [(5, 4), (4, 3)]
+    assert lives[4].attached_s - lives[4].began_s < 0.3
+
+
+def test_the_next_step_follows_a_loss_soon():
+    _, lives = run("all-reduce", KILL)
+    following = [at_s for _, _, _, at_s in lives[0].trail if at_s > lives[1].ended_s]
+    assert following[0] - lives[1].ended_s < 0.2
+
+
+def test_a_world_that_is_asked_to_be_elastic_survives_a_kill_and_others_do_not():
+    outcomes, _ = run("all-reduce", KILL)
+    assert check_ends(outcomes, killed=[1]) == [0, 2, 3]
+    job = {"task": "quadratic", "strategy": "all-reduce", "num_workers": 4, "steps": 40, "eval_every": 10}
+    faults = FaultScript.parse(KILL)
+    for elastic in (False, True):
+        record = run_job(Job(**job), World(num_workers=4, faults=faults, elastic=elastic))
+        assert record.has_ended_early is not elastic
+
+
+def test_who_comes_when_the_others_are_done_is_sent_home():
+    _, lives = run("all-reduce", "")
+    nearly = lives[0].ended_s - 0.02
+    outcomes, lives = run("all-reduce", fault("join", nearly))
+    assert check_ends(outcomes, left=[4]) == [0, 1, 2, 3]
+    outcomes, _ = run("all-reduce", fault("join", 100.0))
+    assert [outcome.rank for outcome in outcomes] == [0, 1, 2, 3]
+
+
+def test_all_leave_but_one_and_one_is_left_alone():
+    script = "".join(fault("leave", 0.1, number) for number in (0, 1, 2))
+    outcomes, lives = run("all-reduce", script)
+    assert check_ends(outcomes, left=[0, 1, 2]) == [3]
+    check_examples(lives, num_most=5)
+
+
+def test_a_loss_before_the_first_step_divides_the_data_anew():
+    outcomes, lives = run("all-reduce", fault("kill", 0.007, 0) + fault("kill", 0.008, 2))
+    assert check_ends(outcomes, killed=[0, 2]) == [1, 3]
+    assert lives[0].attached_s is None
+    check_equal(lives)
+    check_examples(lives, num_most=2)
+
+
+@pytest.mark.parametrize("strategy", ["all-reduce", "local-sgd"])
+def test_who_was_left_alone_gives_all_that_it_has_learned(strategy):
+    """Its steps count on, and a taker with one donor alone takes parameters, too."""
+    script = "".join(fault("kill", 0.1, number) for number in (0, 1, 3)) + fault("join", 0.25)
+    outcomes, lives = run(strategy, script)
+    assert check_ends(outcomes, killed=[0, 1, 3]) == [2, 4]
+    steps = [step for _, step, _, _ in lives[2].trail]
+    assert steps == sorted(steps)
+    if strategy == "all-reduce":
+        check_equal(lives)
+        assert lives[2].final == lives[4].final
+
+
+def test_steps_of_a_script_are_those_of_its_worker():
+    script = '[[fault]]\nkind = "leave"\nat_step = 20\npeer = "rank:2"'
+    outcomes, _ = run("all-reduce", script)
+    assert check_ends(outcomes, left=[2]) == [0, 1, 3]
+    assert outcomes[2].has_left
+
+
+def tries_of(seed):
+    """A script, who is killed in it, and who leaves.
+
+    In turns: anything at any time; a giver of state is killed, or a taker; two are lost at once; one is lost
+    while the run grows.
+    """
+    draw = random.Random(seed)
+    kind = seed % 5
+    if kind == 0:
+        script, killed, left, num_workers = "", [], [], 4
+        for _ in range(draw.randint(2, 5)):
+            what, at_s = draw.choice(["join", "kill", "leave"]), draw.uniform(0.0, 0.4)
+            if what == "join":
+                script, num_workers = script + fault(what, at_s), num_workers + 1
+            else:
+                number = draw.randrange(1, num_workers)  # one stays
+                script += fault(what, at_s, number)
+                (killed if what == "kill" else left).append(number)
+        return script, killed, left
+    if kind == 3:
+        first, second = draw.sample(range(4), 2)
+        at_s = draw.uniform(0.0, 0.4)
+        return fault("kill", at_s, first) + fault("kill", at_s, second), [first, second], []
+    join = fault("join", draw.uniform(0.0, 0.3))
+    _, lives = run("all-reduce", join)
+    # the state is taken right before the new worker is attached
+    begins_s = lives[4].attached_s - 0.06 if kind in (1, 2) else lives[4].began_s
+    number = 4 if kind == 2 else draw.randrange(4)
+    at_s = draw.uniform(begins_s, lives[4].attached_s)
+    return join + fault("kill", at_s, number), [number], []
+
+
+def check_try(seed, strategy):
+    script, killed, left = tries_of(seed)
+    outcomes, lives = run(strategy, script)
+    num_workers = 1 + max(lives)
+    finished = check_ends(outcomes, killed, [*left, *range(4, num_workers)])
+    assert finished
+    if strategy == "all-reduce":
+        check_equal(lives)
+        check_examples(lives, num_most=max(num_workers, 5))
+        assert max(max(life.trained, default=0) for life in lives.values()) == NUM_EPOCHS - 1
+
+
+@pytest.mark.parametrize("seed", range(NUM_QUICK_TRIES))
+def test_losses_at_random_times(seed):
+    check_try(seed, "all-reduce")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["all-reduce", "local-sgd", "neighbor"])
+def test_a_hundred_losses_at_random_times(strategy):
+    for seed in range(NUM_TRIES):
+        check_try(seed, strategy)
+
+
+# Contests.
+
+
+def job_of(strategy="all-reduce", **changes):
+    given = {"task": "quadratic", "num_workers": 4, "num_joining": 1, "steps": 60, "eval_every": 10}
+    return Job(**{**given, "strategy": strategy, **changes})
+
+
+def test_a_contest_under_churn():
+    world = World(num_workers=4, faults=FaultScript.parse(CHURN))
+    record = run_job(job_of(), world)
+    assert record.ended.keys() == {1, 2}
+    assert record.ended[2] == "it has left."
+    assert record.num_joined == 1
+    assert not record.has_ended_early
+    assert not record.error
+    assert record.moments[-1].step == 60
+    assert record.moments[-1].consensus_distance < 1e-12
+    assert record == run_job(job_of(), world)
+
+
+def test_what_cannot_be():
+    faults = FaultScript.parse(CHURN)
+    world = World(num_workers=4, faults=faults)
+    with pytest.raises(UsageError, match="knows no workers that come and go"):
+        run_job(job_of(), world, "stacked")
+    with pytest.raises(UsageError, match="and 0 that join, does not fit a world of 4 and 1"):
+        run_job(job_of(num_joining=0), world)
+    with pytest.raises(UsageError, match="parameter servers does not grow or shrink"):
+        World(num_workers=4, num_servers=1, faults=faults)
+    with pytest.raises(UsageError, match="no worker is called 'rank:5'"):
+        run_exact(World(num_workers=4, faults=FaultScript.parse(CHURN + fault("kill", 1, 5))), lambda _: None)
