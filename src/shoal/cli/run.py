@@ -278,12 +278,13 @@ def run(
         parse_options,
         parse_variables,
     )
+    from shoal.launch.head import Engine, LocalEngine
     from shoal.launch.hosts import SshSettings, open_hosts
 
     settle_own_streams()
     check_engine(engine, address, hosts or hostfile)
     ssh = SshSettings(ssh_port, ssh_user, tuple(ssh_option or ()), remote_python, remote_cwd, start_timeout)
-    machines = open_hosts(hosts, hostfile, ssh)
+    machines = open_hosts(hosts, hostfile, ssh, is_elastic=elastic)
     options = parse_options(option or [])
     options.update({name: value for name, value in named.items() if value is not None})
     if num_workers is None:
@@ -292,8 +293,7 @@ def run(
         machines.check(min_np or num_workers, num_servers)
     if elastic:
         check_elastic(strategy, num_servers, env)
-        num_slots = num_cores() if machines is None else machines.num_slots
-        min_np, max_np = min_np or 1, max_np or max(num_workers, num_slots)
+        min_np = min_np or 1
     local_size = machines.slots_of_first if workers_per_machine is None and machines else workers_per_machine
     chosen, options = check_choice(strategy, options, num_workers, local_size)
     settings = LaunchSettings(
@@ -328,8 +328,11 @@ def run(
 
         outcome = run_on_ray(settings, address, output, RaySettings(start_timeout_s=start_timeout))
     else:
-        is_elsewhere = machines is not None and machines.is_elsewhere
-        outcome = launch(settings, output, machines if is_elsewhere else None, start_timeout)
+        source: Engine | None = machines
+        if machines is None or not machines.is_elsewhere:
+            num_slots = num_cores() if machines is None else machines.num_slots
+            source = LocalEngine(max_np or max(num_workers, num_slots)) if elastic else None
+        outcome = launch(settings, output, source, start_timeout)
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)
 

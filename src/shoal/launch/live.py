@@ -14,7 +14,7 @@ import select
 import signal
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -22,9 +22,10 @@ import msgspec
 from shoal.core.elastic import Coordinator, DownMessage, MessageReader, UpMessage, encode_message
 from shoal.core.errors import ProtocolError, ShoalError, UsageError
 from shoal.core.run_options import SILENCE_S
-from shoal.launch.head import RunWorkers
+from shoal.launch.head import AgentHandle, RunWorkers
 from shoal.launch.polling import Interest
 from shoal.launch.settings import LaunchSettings
+from shoal.launch.worker import Worker
 
 SHORT_S = 120.0
 """A run with fewer workers than --min-np waits so long for more."""
@@ -48,7 +49,11 @@ class ScaleAnswer(msgspec.Struct, frozen=True):
 class LiveRun:
     """A run whose workers come and go, as its launcher sees it; from the launcher's thread."""
 
-    def __init__(self, settings: LaunchSettings, run: RunWorkers, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, settings: LaunchSettings, run: RunWorkers, say: Callable[[str], None], num_wanted: int
+    ) -> None:
+        self._num_wanted = num_wanted
+        """How many workers the user has asked for last: a host that comes back gets the missing ones."""
         self._settings = settings
         self._run = run
         self._say = say
@@ -64,6 +69,7 @@ class LiveRun:
 
     def begin(self) -> None:
         """Take note of the first workers, and answer requests from now on."""
+        self._coordinator.addresses = self._run.addresses
         for number, machine in self._run.machines.items():
             self._coordinator.add(number, machine)
         with contextlib.suppress(OSError):  # without it nobody can scale the run, which trains all the same
@@ -101,35 +107,64 @@ class LiveRun:
                     self._coordinator.take(number, message)
             except ProtocolError as error:
                 self._coordinator.give_up(number, error.what)
+        self._look_at_hosts()
         self._look_at_workers(now_s)
         self._coordinator.advance(now_s)
         return self._look_at_shortage(now_s)
 
     def scale(self, size: int) -> str:
         """Start workers, or let the newest leave, until there are so many; return what will happen."""
-        if not self._settings.min_workers <= size <= self._settings.max_workers:
+        most = self._settings.elastic.max_workers
+        if size < self._settings.min_workers or (most is not None and size > most):
             raise UsageError(
                 f"{size} workers are not between --min-np {self._settings.min_workers} and "
                 f"--max-np {self._settings.max_workers} of this run."
             )
-        going = [worker for worker in self._run.all if worker.is_alive and worker.rank not in self._retired]
+        going = self._going
         num_more = size - len(going)
+        if num_more > self._run.num_free:
+            raise UsageError(
+                f"The hosts of this run have {self._run.num_free} free slots, and {num_more} are needed."
+            )
+        self._num_wanted = size
         for _ in range(num_more):
-            worker = self._run.add()
-            if worker is None:
-                raise UsageError("There is no free slot on the hosts of this run.")
-            self._coordinator.add(worker.rank, self._run.machines[worker.rank])
+            self._start_worker()
         leaving = [worker.rank for worker in going[size:]]
-        for number in leaving:
-            self._retired[number] = None
-        self._coordinator.retire(leaving)
+        self._retire(leaving)
         if num_more > 0:
             return f"{num_more} worker{'s' if num_more > 1 else ''} will join the {len(going)} that are there"
         return (
             f"{len(leaving)} of {len(going)} workers will leave" if leaving else f"there are {size} workers"
         )
 
+    @property
+    def _going(self) -> list[Worker]:
+        """The workers that are there, and are not to leave."""
+        return [worker for worker in self._run.all if worker.is_alive and worker.rank not in self._retired]
+
+    def _start_worker(self, where: AgentHandle | None = None) -> Worker | None:
+        worker = self._run.add(where)
+        if worker is not None:
+            self._coordinator.add(worker.rank, self._run.machines[worker.rank])
+        return worker
+
+    def _retire(self, numbers: Sequence[int]) -> None:
+        self._retired |= dict.fromkeys(numbers)
+        self._coordinator.retire(numbers)
+
     # What happens to workers.
+
+    def _look_at_hosts(self) -> None:
+        """Start workers on hosts that have come, or come back."""
+        arrived, self._run.arrived = self._run.arrived, []
+        for agent in arrived:
+            self._coordinator.addresses = self._run.addresses
+            num_missing = self._num_wanted - len(self._going)
+            started = [self._start_worker(agent) for _ in range(min(num_missing, agent.num_free))]
+            numbers = [worker.rank for worker in started if worker is not None]
+            if numbers:
+                what = "worker" if len(numbers) == 1 else "workers"
+                self._say(f"{what} {', '.join(map(str, numbers))} will join on {agent.host}")
 
     def _look_at_workers(self, now_s: float) -> None:
         limit_s = SILENCE_S * self._settings.options.patience
@@ -148,10 +183,9 @@ class LiveRun:
     def _replace(self) -> None:
         """Start another worker for one that was lost, as long as restarts are left."""
         if self._num_replaced < self._settings.elastic.max_restarts:
-            worker = self._run.add()
+            worker = self._start_worker()
             if worker is not None:
                 self._num_replaced += 1
-                self._coordinator.add(worker.rank, self._run.machines[worker.rank])
                 self._say(f"worker {worker.rank} is started in its place")
 
     def _look_at_shortage(self, now_s: float) -> str:

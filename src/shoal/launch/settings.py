@@ -127,8 +127,13 @@ class LaunchSettings:
 
     @property
     def max_workers(self) -> int:
-        """The most workers that a restart takes."""
-        return self.num_workers if self.elastic.max_workers is None else self.elastic.max_workers
+        """The most workers that a restart takes, or that an elastic run has at any time.
+
+        Without a limit an elastic run has one for each slot of its hosts, here for each core.
+        """
+        if self.elastic.max_workers is not None:
+            return self.elastic.max_workers
+        return max(self.num_workers, num_cores()) if self.elastic.is_live else self.num_workers
 
 
 @dataclass(frozen=True, slots=True)
