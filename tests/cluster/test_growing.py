@@ -1,7 +1,9 @@
 """Runs over two machines that grow and shrink while they train: by `shoal scale`, a crash, and a return."""
 
+import json
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -36,9 +38,13 @@ def train(run_on, two, tmp_path):
     return train
 
 
-def scale(machine, run, size):
+def name_of(run):
     run.wait_for(lambda: "`shoal scale" in run.err, "its name")
-    name = re.search(r"`shoal scale (\S+) N`", run.err)[1]
+    return re.search(r"`shoal scale (\S+) N`", run.err)[1]
+
+
+def scale(machine, run, size):
+    name = name_of(run)
     done = machine.run(sys.executable, "-m", "shoal", "scale", name, size)
     assert done.returncode == 0, done.stderr
 
@@ -57,6 +63,11 @@ def test_a_run_is_scaled_over_two_machines(train, two, tmp_path):
     run = train(2)
     scale(two[0], run, 6)
     wait_for_size(run, 6)
+    time.sleep(1.5)  # workers note once a second how far they are
+    shown = json.loads(two[0].run(sys.executable, "-m", "shoal", "top", name_of(run), "--json", "-").stdout)
+    assert (shown["result"]["num_workers"], shown["result"]["size"]) == (6, 6)
+    assert shown["result"]["generation"] > 1
+    assert {worker.get("place", 0) for worker in shown["jobs"][0]["workers"]} == set(range(6))
     scale(two[0], run, 3)
     wait_for_size(run, 3)
     told = ends(run, tmp_path)
