@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -74,6 +75,24 @@ def test_a_run_is_scaled_over_two_machines(train, two, tmp_path):
     assert len(told) == 3, run.err
     assert len(set(told)) == 1, "parameters are equal to the bit"
     assert told[0].endswith("size 3")
+
+
+def test_a_machine_joins_by_itself_and_leaves(run_on, two, tmp_path):
+    a, b = two
+    secret = tmp_path / "secret"
+    a.run(sys.executable, "-m", "shoal", "keys", "secret", "--file", secret, check=True)
+    words = ["--elastic", "-np", 2, "--secret-file", secret, "--elastic-port", 4711, PROGRAM, tmp_path]
+    run = run_on(a, *words)
+    run.pids(2)
+    joining = b.start(*b.shoal_words("--join", f"{a.address}:4711", "--secret-file", secret, "-np", 2))
+    wait_for_size(run, 4)
+    joining.send_signal(signal.SIGINT)
+    wait_for_size(run, 2)
+    _, complaint = joining.communicate(timeout=60)
+    assert joining.returncode == 0, complaint
+    told = ends(run, tmp_path)
+    assert len(told) == 2
+    assert len(set(told)) == 1, "parameters are equal to the bit"
 
 
 @pytest.mark.parametrize("strategy", ["all-reduce", "local-sgd"])

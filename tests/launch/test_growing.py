@@ -1,6 +1,8 @@
 """Hosts and workers that come and go while a run goes on, as its launcher sees them; nobody trains here."""
 
 import os
+import signal
+import socket
 import sys
 import threading
 from functools import partial
@@ -9,10 +11,13 @@ import pytest
 
 from launch.programs import Done, Recorder
 from launch.stations import Children
-from shoal.core.errors import UsageError
+from shoal.core import Address
+from shoal.core.errors import PeerError, UsageError
 from shoal.core.run_options import RunOptions
 from shoal.launch import Elastic, LaunchSettings, launch
+from shoal.launch.joining import JoinPort, join_run
 from shoal.launch.live import ask_to_scale
+from shoal.transport import SwarmSecret
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="workers are started on POSIX only")
 NUMBER = 'import json\nnumber = json.loads(os.environ["SHOAL_RUN"]).get("number", 0)\n'
@@ -101,3 +106,47 @@ def test_a_run_keeps_its_limits(start, tmp_path, size, most):
 def test_who_asks_for_a_run_that_is_not_there_is_told_so():
     with pytest.raises(UsageError, match="No launcher of a run nobody"):
         ask_to_scale("nobody", 3)
+
+
+@pytest.mark.parametrize("ending", ["leaves", "killed"])
+def test_a_machine_joins_by_itself_and_its_workers_leave_with_it(start, tmp_path, shoal_run, ending):
+    name, joiners = tmp_path.name, []
+    body = f"{NUMBER}print('here', number, flush=True)\nwait_for('end')"
+
+    def end_joiner():
+        joiners[0].send_signal(signal.SIGINT if ending == "leaves" else signal.SIGKILL)
+
+    when = {
+        "here 0": lambda: joiners.append(shoal_run("--join", name, "-np", 2)),
+        "here 2": end_joiner,
+        "leaves the run" if ending == "leaves" else "is lost with": (tmp_path / "end").touch,
+    }
+    done = start(body, 1, None, when, options=RunOptions(run_id=name))
+    out, complaint = joiners[0].communicate(timeout=20)
+    host = socket.gethostname()
+    assert done.outcome.exit_code == 0, done.said
+    assert f"{host} has joined with 2 slots" in done.said, complaint
+    assert f"workers 1, 2 will join on {host}" in done.said
+    if ending == "leaves":
+        assert joiners[0].returncode == 0, complaint
+        assert "has left the run, or the run is over" in out + complaint
+
+
+def test_who_has_another_secret_does_not_join(tmp_path):
+    port = JoinPort(SwarmSecret.parse("s" * 40))
+    address = port.open()
+    try:
+        with pytest.raises(PeerError):
+            join_run(Address("127.0.0.1", address.port), SwarmSecret.parse("t" * 40), 1)
+        assert list(port.take()) == []
+    finally:
+        port.close()
+
+
+def test_without_a_secret_only_this_machine_reaches_the_port():
+    port = JoinPort()
+    try:
+        assert port.open().host == "127.0.0.1"
+        assert port.secret_text
+    finally:
+        port.close()

@@ -34,6 +34,7 @@ from shoal.launch.protocol import (
     AgentHello,
     Beat,
     Hold,
+    HostLeaves,
     JobFailed,
     LinkSaid,
     OfWorker,
@@ -138,6 +139,8 @@ class AgentHandle:
     is_lost: bool = False
     is_refusing: bool = False
     """Whether it could not start what it was told to; it is not tried again."""
+    has_joined: bool = False
+    """Whether its machine has come by itself (`shoal run --join`)."""
     is_leaving: bool = False
     """Whether its host leaves the run: it gets no more workers."""
 
@@ -239,7 +242,7 @@ class Gathering:
         while True:
             now_s = SYSTEM_CLOCK.now_s()
             for agent in self._waiting():
-                _hear_hello(agent, now_s)
+                hear_hello(agent, now_s)
             for agent in self._waiting() if now_s >= end_s else ():
                 agent.error = PeerUnreachable(
                     f"{agent.host} has not answered within {limit_s:g} s.",
@@ -290,7 +293,8 @@ class Gathering:
         return [agent for agent in self._agents if agent.hello is None and agent.error is None]
 
 
-def _hear_hello(agent: AgentHandle, now_s: float) -> None:
+def hear_hello(agent: AgentHandle, now_s: float) -> None:
+    """Take the hello of an agent, if it has come, or note why it cannot take part."""
     host = agent.host
     try:
         for hello in agent.channel.take():
@@ -336,7 +340,7 @@ class _Reconnection:
                 self.is_over = self.attempt is None
                 self.due_s = now_s + _RETRY_ANSWER_S
             return None
-        _hear_hello(self.attempt, now_s)
+        hear_hello(self.attempt, now_s)
         if self.attempt.hello is not None:
             return self.attempt
         if self.attempt.error is not None or now_s >= self.due_s:
@@ -410,6 +414,17 @@ class RunWorkers:
         agent.channel.send(Hold(self._is_held))
         self._late.append(agent)
         self.arrived.append(agent)
+
+    @property
+    def leaving(self) -> list[AgentHandle]:
+        """The agents whose hosts want to leave."""
+        return [agent for agent in self._agents if agent.is_leaving and not agent.is_lost]
+
+    def dismiss(self, agent: AgentHandle) -> None:
+        """Let a host go whose workers have all ended."""
+        agent.is_lost = True
+        agent.copies.close()
+        agent.channel.close()
 
     @property
     def num_free(self) -> int:
@@ -574,7 +589,9 @@ class RunWorkers:
                 self._lose(agent, now_s, what)
                 return
             raise PeerRefused(what, peer=agent.host, cause=message.cause, next_step=message.next_step)
-        if isinstance(message, TimelinePart):
+        if isinstance(message, HostLeaves):
+            agent.is_leaving = True
+        elif isinstance(message, TimelinePart):
             self._parts.take(message.rank, message.data)
         elif isinstance(message, Seen):
             agent.copies.take(message.sightings, agent.host)
@@ -593,7 +610,7 @@ class RunWorkers:
         for worker in agent.workers:
             worker.lose(now_s)
         agent.channel.abandon()
-        if self._engine is not None and not agent.is_refusing:
+        if self._engine is not None and not agent.is_refusing and not agent.has_joined:
             self._reconnections.append(_Reconnection(agent, now_s + _FIRST_RETRY_S))
 
 

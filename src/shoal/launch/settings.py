@@ -9,12 +9,16 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from shoal.core.errors import UsageError
 from shoal.core.placement import PLACING_VARIABLES, TORCHRUN_VARIABLES, num_cores
 from shoal.core.run_options import RUN_ID_VARIABLE, SECRET_VARIABLE, Env, RunOptions
+
+if TYPE_CHECKING:
+    from shoal.transport import SwarmSecret
 
 _SECRET_BYTES = 32
 JOINING_VARIABLE = "SHOAL_JOINING"
@@ -51,6 +55,10 @@ class Elastic:
     Then `max_restarts` workers that are lost are replaced, and the run waits when fewer than `min_workers`
     are there.
     """
+    join_secret: SwarmSecret | None = None
+    """By which machines join a live run by themselves; None lets only this machine's own user join."""
+    join_port: int | None = None
+    """The port where they do, 0 for any; None opens none before somebody on this machine asks for it."""
 
     def __post_init__(self) -> None:
         if self.max_restarts < 0:
