@@ -163,3 +163,32 @@ def test_a_loss_that_is_no_number_is_shown_as_such_and_as_null_in_json():
     assert [one["values"]["loss"] for one in document["jobs"][0]["workers"]] == [None, 1.0]
     assert 'name="loss"} NaN\n' in found.metrics
     assert 'name="norm"} +Inf\n' in found.metrics
+
+
+def test_an_elastic_run_shows_its_generation_and_who_has_come_and_gone(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    source, pins = JobSource("job", ManualClock(wall_s=NOW_S)), {}
+    looks = [(1, [0, 1]), (2, [0, 1, 2]), (3, [2, 0])]
+    shots = []
+    for generation, numbers in looks:
+        for one in pins.values():
+            one.remove()
+        for rank, number in enumerate(numbers):
+            pins[number] = pin(f"job-{number}")
+            pins[number].write(note(rank, "job", size=len(numbers), place=number, generation=generation))
+        shots.append(source.look())
+    assert [dict(shot.terminal.figures)["generation"] for shot in shots] == ["1", "2", "3"]
+    assert [dict(shot.terminal.figures)["workers"] for shot in shots] == ["2 of 2", "3 of 3", "2 of 2"]
+    assert [shot.result["generation"] for shot in shots] == [1, 2, 3]
+    host = shots[0].document["jobs"][0]["workers"][0]["host"]
+    assert shots[0].terminal.notes == ()
+    assert shots[2].terminal.notes == (f"worker 2 on {host} has joined.", f"worker 1 on {host} has left.")
+    assert [line.split()[:2] for line in text(shots[2].terminal)[2:]] == [["2", "0"], ["0", "1"]]
+
+
+def test_a_lost_worker_is_not_shown_any_more_once_an_elastic_run_has_gone_on_without_it():
+    there = [sighting(rank, generation=2, place=rank + 1) for rank in (0, 1)]
+    lost = sighting(2, generation=1, place=0, state="gone")
+    assert len(text(shot(*there, lost).terminal)) == 2 + 2
+    still = sighting(2, generation=2, place=3, state="gone")
+    assert len(text(shot(*there, still).terminal)) == 2 + 3

@@ -366,3 +366,12 @@ def test_a_run_that_has_ended_after_a_loss_is_short_of_nobody():
     run.kill(1)
     finish(run, 0)
     assert run.coordinator.num_short == 0
+
+
+def test_workers_are_told_by_which_address_others_reach_their_machine():
+    run = Run(3, seed=4)
+    run.coordinator.addresses = {1: "10.0.0.2"}
+    run.settle(500)
+    form = run.workers[0].form
+    assert form is not None
+    assert {place.number: place.address for place in form.places} == {0: "", 1: "10.0.0.2", 2: ""}

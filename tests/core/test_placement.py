@@ -1,6 +1,7 @@
 import pytest
 
 from shoal.core import Address, Placement, UsageError
+from shoal.core.run_options import RunOptions
 
 TORCHRUN = {
     "RANK": "5",
@@ -187,3 +188,14 @@ def test_slurm_without_a_list_of_machines():
     assert Placement.from_environment(step).rendezvous is None
     launched = step | {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.4"}
     assert Placement.from_environment(launched).rendezvous.host == "10.0.0.4"
+
+
+def test_other_launchers_name_the_checkpoint_by_variables():
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "SHOAL_CHECKPOINT": "/shared", "SHOAL_CHECKPOINT_EVERY": "50"}
+    options = RunOptions.from_environment(torchrun)
+    assert (options.checkpoint, options.checkpoint_every) == ("/shared", 50)
+    own = RunOptions(run_id="r", checkpoint="/flag")
+    environ = {**torchrun, **own.to_environment(), "SHOAL_RUN_ID": "r"}
+    assert RunOptions.from_environment(environ).checkpoint == "/flag"
+    with pytest.raises(UsageError, match="no number of steps"):
+        RunOptions.from_environment({**torchrun, "SHOAL_CHECKPOINT_EVERY": "often"})

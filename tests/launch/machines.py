@@ -3,8 +3,10 @@
     with two_machines(tmp_path) as (a, b):
         done = a.shoal_run("-np", 4, "-H", f"{a.address}:2,{b.address}:2", program)
 
-Needs root, `ip` and sshd: without them the test is skipped. Machines share the file system and the process
-table; what tells them apart is their network. Everything is taken down at the end, whatever has happened.
+Needs root, `ip` and sshd: without them the test is skipped. `linked_machines` needs no sshd: a script takes
+the place of ssh and starts what it is told in the namespace, so that a cut cable does not cut it. Machines
+share the file system and the process table; what tells them apart is their network. Everything is taken down
+at the end, whatever has happened.
 """
 
 import contextlib
@@ -87,6 +89,14 @@ class Machine:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
+    def crash(self):
+        """Kill all its processes, and have nobody start others by the stand-in for ssh until `recover`."""
+        (self.folder / f"down-{self.address}").touch()
+        self.kill()
+
+    def recover(self):
+        (self.folder / f"down-{self.address}").unlink()
+
     def unplug(self):
         """Cut its cable: it runs on, and nobody hears of it."""
         _ip("link", "set", self.link, "down")
@@ -146,6 +156,24 @@ def two_machines(folder, count=2, *, has_sshd=True):
         (folder / "known_hosts").write_text("".join(known))
         for machine in machines:
             machine.start_sshd()
+        yield machines
+
+
+@contextlib.contextmanager
+def linked_machines(folder, count=2):
+    """So many machines with a script in the place of ssh."""
+    with two_machines(folder, count, has_sshd=False) as machines:
+        script = folder / "ssh"
+        names = "".join(f"{one.address}) name={one.name};;\n" for one in machines)
+        script.write_text(
+            '#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\n'
+            f'[ ! -e "{folder}/down-$2" ] || {{ echo "ssh: No route to host" >&2; exit 255; }}\n'
+            f'case "$2" in\n{names}esac\nexport SSH_CONNECTION="{machines[0].address} 1 $2 22"\n'
+            'exec ip netns exec "$name" sh -c "$3"\n'
+        )
+        script.chmod(0o755)
+        for machine in machines:
+            machine.variables["PATH"] = f"{folder}:{os.environ['PATH']}"
         yield machines
 
 

@@ -52,5 +52,9 @@ class Children(Engine):
             for name, channel in self.channels.items()
         ]
 
+    def reopen(self, lost):
+        channel = self.channels[lost.machine] = PipeChannel(lost.machine, [sys.executable, *AGENT])
+        return AgentHandle(channel, self._slots, lost.machine, has_own_disks=self._has_own_disks)
+
     def signal(self, name, number=signal.SIGKILL):
         os.kill(self.channels[name].pid, number)

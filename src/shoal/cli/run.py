@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,10 +23,14 @@ from shoal.cli.host_flags import (
     SshPort,
     SshUser,
 )
-from shoal.core import UsageError
+from shoal.cli.output import say
+from shoal.core import Address, UsageError
 from shoal.core.run_options import AllReduceChoice, EncryptChoice, Env, RunOptions
 from shoal.strategies.options import describe_options
 from shoal.strategies.registry import BUILT_IN
+
+if TYPE_CHECKING:
+    from shoal.transport import SwarmSecret
 
 STRATEGY_FLAGS = (
     *("topology", "local_steps", "warmup_steps", "global_average_every", "decay_every", "alpha", "order"),
@@ -65,13 +69,13 @@ def _with_strategy_flags(verb: Callable[..., None]) -> Callable[..., None]:
 @_with_strategy_flags
 def run(
     program: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="PROGRAM",
             help="x.py, python x.py, -m module, or any executable. All arguments after it go to the program.",
             show_default=False,
         ),
-    ],
+    ] = None,
     num_workers: Annotated[
         int | None,
         typer.Option(
@@ -193,6 +197,32 @@ def run(
             "their number, and the others go on after a loss under every strategy.",
         ),
     ] = False,
+    join: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JOB",
+            help="Give this machine to a run with --elastic, for -np workers of it, and start no other "
+            "run. JOB is its name on this machine, as `shoal top` shows it, or HOST:PORT of its launcher.",
+        ),
+    ] = None,
+    elastic_port: Annotated[
+        int | None,
+        typer.Option(
+            metavar="PORT",
+            min=0,
+            max=65535,
+            help="With --elastic: other machines join at this port. 0 takes a free one. Without a "
+            "secret, only this machine can join.",
+        ),
+    ] = None,
+    secret_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A secret of `shoal keys secret`: with --elastic, machines that have it may join; with "
+            "--join, that of the run. Default: SHOAL_SECRET.",
+        ),
+    ] = None,
     max_restarts: Annotated[
         int,
         typer.Option(
@@ -278,12 +308,18 @@ def run(
         parse_options,
         parse_variables,
     )
+    from shoal.launch.head import Engine, LocalEngine
     from shoal.launch.hosts import SshSettings, open_hosts
 
     settle_own_streams()
+    if join is not None:
+        _join(join, num_workers or num_cores(), secret_file, program)
+        return
+    if elastic_port is not None and not elastic:
+        raise UsageError("--elastic-port is for runs with --elastic.", next_step="add --elastic.")
     check_engine(engine, address, hosts or hostfile)
     ssh = SshSettings(ssh_port, ssh_user, tuple(ssh_option or ()), remote_python, remote_cwd, start_timeout)
-    machines = open_hosts(hosts, hostfile, ssh)
+    machines = open_hosts(hosts, hostfile, ssh, is_elastic=elastic)
     options = parse_options(option or [])
     options.update({name: value for name, value in named.items() if value is not None})
     if num_workers is None:
@@ -292,12 +328,11 @@ def run(
         machines.check(min_np or num_workers, num_servers)
     if elastic:
         check_elastic(strategy, num_servers, env)
-        num_slots = num_cores() if machines is None else machines.num_slots
-        min_np, max_np = min_np or 1, max_np or max(num_workers, num_slots)
+        min_np = min_np or 1
     local_size = machines.slots_of_first if workers_per_machine is None and machines else workers_per_machine
     chosen, options = check_choice(strategy, options, num_workers, local_size)
     settings = LaunchSettings(
-        command=command_of(program, is_module=is_module),
+        command=command_of(program or (), is_module=is_module),
         num_workers=num_workers,
         options=RunOptions(
             strategy=chosen,
@@ -319,7 +354,9 @@ def run(
         log_dir=log_dir,
         variables=parse_variables(variable or []),
         allows_failures=allow_failures,
-        elastic=Elastic(max_restarts, min_np, max_np, elastic),
+        elastic=Elastic(
+            max_restarts, min_np, max_np, elastic, _secret_of(secret_file) if elastic else None, elastic_port
+        ),
         env=env,
     )
     output = Terminal(has_prefix=not no_prefix)
@@ -328,10 +365,51 @@ def run(
 
         outcome = run_on_ray(settings, address, output, RaySettings(start_timeout_s=start_timeout))
     else:
-        is_elsewhere = machines is not None and machines.is_elsewhere
-        outcome = launch(settings, output, machines if is_elsewhere else None, start_timeout)
+        source: Engine | None = machines
+        if machines is None or not machines.is_elsewhere:
+            num_slots = num_cores() if machines is None else machines.num_slots
+            source = LocalEngine(max_np or max(num_workers, num_slots)) if elastic else None
+        outcome = launch(settings, output, source, start_timeout)
     if outcome.exit_code:
         raise typer.Exit(outcome.exit_code)
+
+
+def _secret_of(path: Path | None) -> SwarmSecret | None:
+    """Read the secret that was given, by file or by environment, if any."""
+    from shoal.transport import SwarmSecret
+
+    return SwarmSecret.from_environment() if path is None else SwarmSecret.load(path)
+
+
+def _join(job: str, num_slots: int, secret_file: Path | None, program: list[str] | None) -> None:
+    """Be a machine of another run until it, or the user, ends that."""
+    from shoal.launch.joining import join_run
+    from shoal.launch.live import ask_where_to_join
+    from shoal.transport import SwarmSecret
+
+    if program:
+        raise UsageError(
+            f"--join {job} starts no program of its own.",
+            cause="workers run that of the run which they join.",
+            next_step=f"leave {program[0]} out; start in the folder where that program lies.",
+        )
+    secret = _secret_of(secret_file)
+    if ":" in job:
+        address = Address.parse(job)
+    else:
+        answer = ask_where_to_join(job)
+        if not answer.is_done:
+            raise UsageError(answer.what, next_step="`shoal top` shows the runs of this machine.")
+        address = Address.parse(answer.address)
+        secret = SwarmSecret.parse(answer.secret) if answer.secret else secret
+    if secret is None:
+        raise UsageError(
+            f"Without its secret nobody joins the run at {address}.",
+            next_step="copy the file that the run was started with, and give it as --secret-file.",
+        )
+    say(f"joins the run at {address} with {num_slots} slots; Ctrl-C lets its workers leave.")
+    join_run(address, secret, num_slots)
+    say("has left the run, or the run is over.")
 
 
 def _encrypt_choice(*, encrypt: bool, plain: bool) -> EncryptChoice:

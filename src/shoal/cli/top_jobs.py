@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -37,6 +37,13 @@ class Job:
     workers: tuple[Sighting, ...]
     """Servers too."""
     up_s: float
+    changes: tuple[str, ...] = ()
+    """Who has joined and left an elastic run while it was watched, the last ones."""
+
+    @property
+    def generation(self) -> int:
+        """Of an elastic run, the newest group that a worker is in; 0 for other runs."""
+        return max(one.note.generation for one in self.workers)
 
     @property
     def first(self) -> Sighting:
@@ -67,6 +74,7 @@ class Job:
             "program": note.program,
             "strategy": note.strategy,
             "size": note.size,
+            **({"generation": self.generation} if self.generation else {}),
             "num_workers": len(self.live),
             "num_hosts": len({one.note.host for one in self.workers}),
             "num_stopped": states["stopped"],
@@ -87,13 +95,27 @@ class JobSource:
     def __init__(self, run: str | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
         self._run = run
         self._clock = clock
+        self._seen: dict[str, dict[int, str]] = {}
+        """By run, by number: the workers of elastic runs that were there at the last look."""
+        self._changes: dict[str, list[str]] = {}
 
     def look(self) -> Shot:
         """Read the board; UsageError for a name that fits several jobs."""
         jobs = jobs_of(look(self._clock), self._clock.wall_s())
         if self._run is not None:
             jobs = _named(jobs, self._run)
-        return shot_of(jobs)
+        return shot_of([self._followed(job) if job.generation else job for job in jobs])
+
+    def _followed(self, job: Job) -> Job:
+        """Add who has come and gone since the first look."""
+        now = {one.note.place: f"worker {one.note.place} on {one.note.host}" for one in job.live}
+        before = self._seen.get(job.run, now)
+        changes = self._changes.setdefault(job.run, [])
+        changes += [f"{before[number]} has left." for number in before if number not in now]
+        changes += [f"{now[number]} has joined." for number in now if number not in before]
+        del changes[:-_MAX_NAMED]
+        self._seen[job.run] = now
+        return replace(job, changes=tuple(changes))
 
 
 def jobs_of(sightings: Iterable[Sighting], wall_s: float) -> list[Job]:
@@ -101,6 +123,7 @@ def jobs_of(sightings: Iterable[Sighting], wall_s: float) -> list[Job]:
     by_run: dict[str, list[Sighting]] = {}
     for sighting in sightings:
         by_run.setdefault(sighting.note.run, []).append(sighting.now())
+    by_run = {run: _of_present(found) for run, found in by_run.items()}
     jobs = [
         Job(
             run,
@@ -110,6 +133,12 @@ def jobs_of(sightings: Iterable[Sighting], wall_s: float) -> list[Job]:
         for run, found in by_run.items()
     ]
     return sorted(jobs, key=lambda job: (job.up_s, job.run))
+
+
+def _of_present(found: list[Sighting]) -> list[Sighting]:
+    """Leave out workers of an elastic run that are gone and without whom it has gone on since."""
+    newest = max(one.note.generation for one in found)
+    return [one for one in found if one.state != "gone" or one.note.generation == newest]
 
 
 def shot_of(jobs: Sequence[Job]) -> Shot:
@@ -149,6 +178,7 @@ def _view(job: Job) -> View:
     steps = [one.note.step for one in job.live]
     figures = [
         ("workers", f"{len(job.live)} of {note.size}"),
+        ("generation", str(job.generation) if job.generation else _NOTHING),
         ("step", _span(steps)),
         ("examples/s", _rate(job.examples_per_s)),
         *((name, _number(job.mean(name))) for name in _names(job)),
@@ -176,6 +206,7 @@ def _table(job: Job, shown: Sequence[Sighting], hosts: Sequence[str]) -> Table:
     num_strategies = len({(note.number, note.strategy) for note in notes})
     columns: list[tuple[Column, list[str]]] = [
         (Column("worker", "left"), [_name(one) for one in shown]),
+        (Column("rank"), [str(note.rank) for note in notes] if job.generation else []),
         (Column("host", "left"), [note.host for note in notes] if len(hosts) > 1 else []),
         (Column("strategy", "left"), [note.strategy for note in notes] if num_strategies > 1 else []),
         (Column("step"), [f"{note.step:,}" for note in notes]),
@@ -196,6 +227,7 @@ def _table(job: Job, shown: Sequence[Sighting], hosts: Sequence[str]) -> Table:
 def _notes(job: Job) -> Iterator[str]:
     if len(job.workers) > _MAX_ROWS:
         yield f"The first {_MAX_ROWS} of {len(job.workers)} are shown; --json FILE has all."
+    yield from job.changes
     num_there = len({one.note.rank for one in job.workers if one.note.role == "worker"})
     if num_there < job.first.note.size:
         yield (
@@ -251,11 +283,16 @@ def _names(job: Job) -> list[str]:
 
 
 def _name(one: Sighting) -> str:
-    return str(one.note.rank) if one.note.role == "worker" else _called(one)
+    return _number_of(one) if one.note.role == "worker" else _called(one)
 
 
 def _called(one: Sighting) -> str:
-    return f"{one.note.role} {one.note.rank}"
+    return f"{one.note.role} {_number_of(one)}"
+
+
+def _number_of(one: Sighting) -> str:
+    """The rank, or the number of a worker of an elastic run, which stays while ranks change."""
+    return str(one.note.place if one.note.generation else one.note.rank)
 
 
 def _wait(one: Sighting) -> str:

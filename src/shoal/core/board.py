@@ -58,7 +58,9 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
     number: int = 0
     """Of the strategy in its process, which may have several."""
     place: int = 0
-    """Its rank as the launcher counts, servers first."""
+    """Its rank as the launcher counts, servers first; in an elastic run its number, which stays."""
+    generation: int = 0
+    """Of an elastic run: the group that it is in; 0 in other runs."""
     started: str = ""
     """When the process began, as `processes.started` says it."""
     namespace: str = ""

@@ -27,7 +27,7 @@ Everything here is pure: messages come in, messages go out, time is told.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
@@ -101,6 +101,8 @@ class WorkerPlace(msgspec.Struct, frozen=True):
 
     number: int
     machine: int
+    address: str = ""
+    """By which workers of other machines reach its machine, where the launcher knows that."""
 
 
 class Form(ElasticMessage, frozen=True):
@@ -189,6 +191,8 @@ class Coordinator:
         self.members: tuple[int, ...] = ()
         """The numbers of its workers, by rank."""
         self.min_workers = min_workers
+        self.addresses: dict[int, str] = {}
+        """By number of the machine: the address by which the others reach it, where that is known."""
         self._send = send
         self._expel = expel
         self._workers: dict[int, _Worker] = {}
@@ -354,7 +358,7 @@ class Coordinator:
         waiting = self._in_state("waiting")
         if len(waiting) < max(1, self.min_workers):
             return
-        places = _in_order(waiting)
+        places = _in_order(waiting, self.addresses)
         self.generation += 1
         self.members = tuple(place.number for place in places)
         self._is_preparing, self._step, self._has_lost = False, None, False
@@ -391,12 +395,12 @@ class Coordinator:
         self.give_up(worst.number, "other workers cannot connect to it")
 
 
-def _in_order(workers: Sequence[_Worker]) -> tuple[WorkerPlace, ...]:
+def _in_order(workers: Sequence[_Worker], addresses: Mapping[int, str]) -> tuple[WorkerPlace, ...]:
     """Puts those of one machine side by side, and first those that have a state to give."""
     ordered = sorted(workers, key=lambda worker: (worker.is_fresh, worker.number))
     machines = list(dict.fromkeys(worker.machine for worker in ordered))
     return tuple(
-        WorkerPlace(worker.number, machine)
+        WorkerPlace(worker.number, machine, addresses.get(machine, ""))
         for machine in machines
         for worker in ordered
         if worker.machine == machine

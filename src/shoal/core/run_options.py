@@ -18,6 +18,8 @@ RUN_ID_VARIABLE = "SHOAL_RUN_ID"
 """The name of one start of a run, another one after a restart."""
 TORCHRUN_ID_VARIABLE = "TORCHELASTIC_RUN_ID"
 """torchrun's name for a run, which `shoal run --env torchrun` sets too."""
+CHECKPOINT_VARIABLE, CHECKPOINT_EVERY_VARIABLE = "SHOAL_CHECKPOINT", "SHOAL_CHECKPOINT_EVERY"
+"""What --checkpoint and --checkpoint-every are under other launchers."""
 Env = Literal["shoal", "torchrun"]
 """Whose variables tell workers their place: Shoal's alone, or torchrun's as well."""
 EncryptChoice = Literal["auto", "always", "never"]
@@ -77,7 +79,7 @@ class RunOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         environ = os.environ if environ is None else environ
         text = environ.get(VARIABLE)
         if text is None:
-            return cls()
+            return cls._of_other_launcher(environ)
         try:
             options = decode_json(text, cls)
         except msgspec.DecodeError as error:
@@ -86,7 +88,20 @@ class RunOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
                 cause="it was set by hand, or by another version of Shoal.",
                 next_step=f"unset {VARIABLE}, or start through `shoal run`.",
             ) from None
-        return options if options.run_id == own_run_id(environ) else cls()
+        return options if options.run_id == own_run_id(environ) else cls._of_other_launcher(environ)
+
+    @classmethod
+    def _of_other_launcher(cls, environ: Mapping[str, str]) -> RunOptions:
+        """What can be asked for without `shoal run`: torchrun, MPI and Slurm have no flags of ours."""
+        folder, every = environ.get(CHECKPOINT_VARIABLE), environ.get(CHECKPOINT_EVERY_VARIABLE)
+        if not folder:
+            return cls()
+        if every is not None and (not every.isdecimal() or int(every) < 1):
+            raise UsageError(
+                f"{CHECKPOINT_EVERY_VARIABLE}={every!r} is no number of steps.",
+                next_step="set it to 1 or more.",
+            )
+        return cls(checkpoint=folder, checkpoint_every=None if every is None else int(every))
 
     def to_environment(self) -> dict[str, str]:
         """The variable that workers are started with."""

@@ -145,6 +145,7 @@ def _open_elastic(placement: Placement, settings: GroupSettings, options: RunOpt
         placed = place_in(form, link.number, placement.rendezvous)
         named = msgspec.structs.replace(
             settings,
+            network_interface=options.network_interface or form.places[placed.rank].address or None,
             key=f"{settings.key} {form.generation}",
             on_split="ignore",  # the coordinator says who goes on
             meeting_s=max(0.1, deadline.remaining_s),
@@ -158,7 +159,8 @@ def _open_elastic(placement: Placement, settings: GroupSettings, options: RunOpt
         if group.num_machines > 1:
             from shoal.group.cluster.rendezvous import own_address
 
-            host = own_address(options.network_interface, placement.rendezvous)
+            told = "" if group.form is None else group.form.places[group.rank].address
+            host = own_address(options.network_interface or told, placement.rendezvous)
         return StreamTransport(membership=Membership(Identity.generate(), secret)), host
 
     group = ElasticGroup(link, SoloGroup(settings.patience), open_generation, make_transport)

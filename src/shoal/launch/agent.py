@@ -27,6 +27,7 @@ from shoal.launch.protocol import (
     Beat,
     Decoder,
     Down,
+    HostLeaves,
     JobFailed,
     MessageStream,
     PauseBeats,
@@ -48,10 +49,14 @@ _LAST_FLUSH_S = 2.0
 class Agent:
     """The agent of one start of a run; `run` ends when nothing of it is left here."""
 
-    def __init__(self, source: int, sink: int) -> None:
+    def __init__(
+        self, source: int, sink: int, hello: AgentHello | None = None, *, is_guest: bool = False
+    ) -> None:
+        self._is_guest = is_guest
+        """Whether this machine has come by itself: asked to end, it lets its workers leave first."""
         self._stream: MessageStream[Down] = MessageStream(source, sink, Decoder(Down))
         self._stream.queue += MAGIC
-        self._workers = LocalChannel(introduce())
+        self._workers = LocalChannel(hello or introduce())
         self._is_ending = self._is_paused = False
         self._heard_s = self._beat_s = SYSTEM_CLOCK.now_s()
         self._patience = 1.0
@@ -70,7 +75,10 @@ class Agent:
         self._wait()
         now_s = SYSTEM_CLOCK.now_s()
         if any(number != signal.SIGTSTP for number in self._inbox.take()):
-            self._is_ending = True
+            self._is_ending = not self._is_guest
+            if self._is_guest:
+                self._is_guest = False
+                self._stream.send(HostLeaves())
         self._obey(now_s)
         self._pass_on()
         if now_s - self._beat_s >= BEAT_S:
@@ -124,11 +132,12 @@ class Agent:
             self._wait()
 
 
-def introduce() -> AgentHello:
-    """Say whether and how this machine can take part."""
+def introduce(reached_at: str = "", head_address: str = "") -> AgentHello:
+    """Say whether and how this machine can take part; by default the addresses are those that ssh tells."""
     # 'client address, port, server address, port', as sshd sets it
     words = os.environ.get("SSH_CONNECTION", "").split()
-    head_address, _, reached_at, _ = words if len(words) == 4 else [""] * 4
+    if not reached_at and not head_address:
+        head_address, _, reached_at, _ = words if len(words) == 4 else [""] * 4
     return AgentHello(
         version=__version__,
         host=socket.gethostname(),

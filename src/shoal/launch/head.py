@@ -34,6 +34,7 @@ from shoal.launch.protocol import (
     AgentHello,
     Beat,
     Hold,
+    HostLeaves,
     JobFailed,
     LinkSaid,
     OfWorker,
@@ -60,6 +61,10 @@ FORWARDED = ("SHOAL_", "PYTHON", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "PY
 """Variables of the head that begin so reach the workers of other machines; more by `-x NAME`."""
 _OWN = (VARIABLE, SECRET_VARIABLE, "PYTHONHOME", "CUDA_VISIBLE_DEVICES")
 """What would be wrong there."""
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
+"""A lost host is tried to be reached again after so long, doubled after each time in vain."""
+_RETRY_ANSWER_S = 15.0
+"""It has so long to answer."""
 
 
 class Copies:
@@ -132,6 +137,12 @@ class AgentHandle:
     copies: Copies = field(default_factory=Copies)
     heard_s: float = 0.0
     is_lost: bool = False
+    is_refusing: bool = False
+    """Whether it could not start what it was told to; it is not tried again."""
+    has_joined: bool = False
+    """Whether its machine has come by itself (`shoal run --join`)."""
+    is_leaving: bool = False
+    """Whether its host leaves the run: it gets no more workers."""
 
     @property
     def host(self) -> str:
@@ -144,8 +155,13 @@ class AgentHandle:
         return [worker for worker in self.workers if worker.is_alive]
 
     @property
+    def can_take(self) -> bool:
+        """Whether it is there, and may get workers."""
+        return not self.is_lost and not self.is_leaving
+
+    @property
     def num_free(self) -> int:
-        """How many more workers it can take."""
+        """How many more workers there is room for on it."""
         return self.slots - len(self.alive)
 
     @property
@@ -170,6 +186,13 @@ class Engine(ABC):
         what an earlier call gave has been closed. An agent that cannot be reached is one whose channel ends
         before it has said AgentHello.
         """
+
+    def reopen(self, lost: AgentHandle) -> AgentHandle | None:
+        """Return another agent on a host that was lost while an elastic run trains; None where none can be.
+
+        It has not answered yet. Errors are those of a host that cannot be reached.
+        """
+        return None
 
 
 class LocalEngine(Engine):
@@ -219,7 +242,7 @@ class Gathering:
         while True:
             now_s = SYSTEM_CLOCK.now_s()
             for agent in self._waiting():
-                _hear_hello(agent, now_s)
+                hear_hello(agent, now_s)
             for agent in self._waiting() if now_s >= end_s else ():
                 agent.error = PeerUnreachable(
                     f"{agent.host} has not answered within {limit_s:g} s.",
@@ -237,15 +260,23 @@ class Gathering:
             for number in inbox.take():
                 return number
 
-    def choose(self, num_processes: int) -> list[AgentHandle]:
-        """Return those that get workers, filled in order; the others are closed."""
+    def choose(self, num_processes: int, *, should_keep: bool = False) -> list[AgentHandle]:
+        """Return those that get workers, filled in order; the others are closed.
+
+        With `should_keep` all are returned, for workers that come later; those that are absent count as lost.
+        """
         for agent in self.present:
             agent.num_processes = min(agent.slots, num_processes)
             num_processes -= agent.num_processes
-            if agent.num_processes == 0:
+            if agent.num_processes == 0 and not should_keep:
                 agent.channel.close()
         assert num_processes == 0
-        return [agent for agent in self.present if agent.num_processes > 0]
+        if not should_keep:
+            return [agent for agent in self.present if agent.num_processes > 0]
+        for agent, _ in self.absent:
+            agent.is_lost = True
+            agent.channel.abandon()
+        return [*self.present, *(agent for agent, _ in self.absent)]
 
     def complaint(self) -> ShoalError:
         """Return the errors of all that are absent as one."""
@@ -262,7 +293,8 @@ class Gathering:
         return [agent for agent in self._agents if agent.hello is None and agent.error is None]
 
 
-def _hear_hello(agent: AgentHandle, now_s: float) -> None:
+def hear_hello(agent: AgentHandle, now_s: float) -> None:
+    """Take the hello of an agent, if it has come, or note why it cannot take part."""
     host = agent.host
     try:
         for hello in agent.channel.take():
@@ -288,41 +320,122 @@ def _hear_hello(agent: AgentHandle, now_s: float) -> None:
         agent.error = agent.channel.explain()
 
 
+@dataclass
+class _Reconnection:
+    """The attempts to reach a lost host again."""
+
+    lost: AgentHandle
+    due_s: float
+    """When the next attempt begins, or the present one ends in vain."""
+    pause_s: float = _FIRST_RETRY_S
+    attempt: AgentHandle | None = None
+    is_over: bool = False
+    """Whether there is no way to reach it."""
+
+    def look(self, engine: Engine, now_s: float) -> AgentHandle | None:
+        """Begin an attempt, or see how it goes; return the agent once it has answered."""
+        if self.attempt is None:
+            if now_s >= self.due_s:
+                self.attempt = engine.reopen(self.lost)
+                self.is_over = self.attempt is None
+                self.due_s = now_s + _RETRY_ANSWER_S
+            return None
+        hear_hello(self.attempt, now_s)
+        if self.attempt.hello is not None:
+            return self.attempt
+        if self.attempt.error is not None or now_s >= self.due_s:
+            self.close()
+            self.pause_s = min(2 * self.pause_s, _LONGEST_RETRY_S)
+            self.due_s = now_s + self.pause_s
+        return None
+
+    def close(self) -> None:
+        """End the present attempt."""
+        if self.attempt is not None:
+            self.attempt.channel.abandon()
+        self.attempt = None
+
+
 class RunWorkers:
     """All workers of one start, by rank, wherever they run; used by one launcher, from its thread.
 
     A host is lost when the way to its agent ends, or when nothing has come from it for a while: agents beat.
-    The channels are somebody else's to close.
+    An elastic run tries to reach it again by its engine. The channels of the first agents are somebody else's
+    to close; those that come later are closed here.
     """
 
-    def __init__(self, settings: LaunchSettings, agents: Sequence[AgentHandle], output: Output) -> None:
+    def __init__(
+        self,
+        settings: LaunchSettings,
+        agents: Sequence[AgentHandle],
+        output: Output,
+        engine: Engine | None = None,
+    ) -> None:
         self.all: list[Worker] = []
         self.said: list[tuple[int, bytes]] = []
         """What workers of an elastic run have said to its coordinator: whose, and the bytes."""
+        self.arrived: list[AgentHandle] = []
+        """Agents that have come to an elastic run, or come back, and that nobody has looked at yet."""
         self._settings = settings
         self._output = output
-        self._agents = agents
+        self._agents = list(agents)
+        self._engine = engine if settings.elastic.is_live else None
+        self._late: list[AgentHandle] = []
+        self._reconnections: list[_Reconnection] = []
         self._parts = Parts(settings)
         self._is_held = False
         self._beat_s = 0.0
 
     def start(self, logs: LogFiles) -> None:
         """Give each agent its job; what was started is ended with its channel when this fails."""
-        meeting = meeting_of(self._agents, self._settings.options.network_interface)
+        present = [agent for agent in self._agents if not agent.is_lost]
+        meeting = meeting_of(present, self._settings.options.network_interface)
         self._shared, self._logs = variables_of_all(self._settings, meeting), logs
-        shared = self._shared
-        for agent, posts in zip(self._agents, place(self._agents, self._settings.env), strict=True):
+        shared, now_s = self._shared, SYSTEM_CLOCK.now_s()
+        self._reconnections = [_Reconnection(agent, now_s) for agent in self._agents if agent.is_lost]
+        for agent, posts in zip(present, place(present, self._settings.env), strict=True):
             agent.workers = [
                 Worker(post.rank, agent.channel, self._output, logs, local_rank)
                 for local_rank, post in enumerate(posts)
             ]
             agent.heard_s = SYSTEM_CLOCK.now_s()
             self.all += agent.workers
-            agent.channel.send(self._job(agent, shared, posts))
+            if posts:
+                agent.channel.send(self._job(agent, shared, posts))
 
-    def add(self) -> Worker | None:
-        """Start one more worker, on the agent with the most free slots; None when there is no slot."""
-        agents = [agent for agent in self._agents if not agent.is_lost and agent.num_free > 0]
+    def admit(self, agent: AgentHandle) -> None:
+        """Take in an agent that has answered, on a host that has come, or come back."""
+        known = [other.machine for other in self._agents]
+        if agent.machine in known:
+            self._agents[known.index(agent.machine)] = agent
+        else:
+            self._agents.append(agent)
+        agent.heard_s = SYSTEM_CLOCK.now_s()
+        agent.channel.send(Hold(self._is_held))
+        self._late.append(agent)
+        self.arrived.append(agent)
+
+    @property
+    def leaving(self) -> list[AgentHandle]:
+        """The agents whose hosts want to leave."""
+        return [agent for agent in self._agents if agent.is_leaving and not agent.is_lost]
+
+    def dismiss(self, agent: AgentHandle) -> None:
+        """Let a host go whose workers have all ended."""
+        agent.is_lost = True
+        agent.copies.close()
+        agent.channel.close()
+
+    @property
+    def num_free(self) -> int:
+        """How many more workers the hosts that are there can take."""
+        return sum(agent.num_free for agent in self._agents if agent.can_take)
+
+    def add(self, where: AgentHandle | None = None) -> Worker | None:
+        """Start one more worker, by default on the agent with the most free slots; None without a slot."""
+        agents = [agent for agent in self._agents if agent.can_take and agent.num_free > 0]
+        if where is not None:
+            agents = [agent for agent in agents if agent is where]
         if not agents:
             return None
         agent = max(agents, key=lambda agent: agent.num_free)
@@ -337,7 +450,12 @@ class RunWorkers:
         self._logs.add(number)
         agent.workers.append(worker)
         self.all.append(worker)
-        agent.channel.send(self._job(agent, self._shared, [Post(number, own)]))
+        try:
+            agent.channel.send(self._job(agent, self._shared, [Post(number, own)]))
+        except ShoalError as error:  # of a child of this process
+            self._output.say(error.what)
+            worker.lose(SYSTEM_CLOCK.now_s())
+            return None
         return worker
 
     def machine_of(self, agent: AgentHandle) -> int:
@@ -348,6 +466,15 @@ class RunWorkers:
     def machines(self) -> dict[int, int]:
         """By number of the worker: that of its machine."""
         return {worker.rank: self.machine_of(agent) for agent in self._agents for worker in agent.workers}
+
+    @property
+    def addresses(self) -> dict[int, str]:
+        """By number of the machine: the address by which the others reach it, where that is known."""
+        there = [agent for agent in self._agents if agent.hello is not None and not agent.is_lost]
+        if len({agent.machine for agent in there}) < 2:
+            return {}
+        found = {self.machine_of(agent): _outward_address(agent, there) for agent in there}
+        return {machine: address for machine, address in found.items() if _is_outward(address)}
 
     @property
     def run_name(self) -> str:
@@ -364,7 +491,9 @@ class RunWorkers:
         if is_full != self._is_held:
             self._is_held = is_full
             self._tell_all(Hold(is_full))
-        return [one for agent in self._agents if not agent.is_lost for one in agent.channel.interests()]
+        attempts = [one.attempt for one in self._reconnections if one.attempt is not None]
+        agents = [*(agent for agent in self._agents if not agent.is_lost), *attempts]
+        return [one for agent in agents for one in agent.channel.interests()]
 
     def look(self, now_s: float) -> None:
         """Take what agents tell, and give up hosts that tell nothing."""
@@ -374,6 +503,22 @@ class RunWorkers:
         if now_s - self._beat_s >= BEAT_S:
             self._beat_s = now_s
             self._tell_all(Beat())
+        for reconnection in list(self._reconnections):
+            self._reconnect(reconnection, now_s)
+
+    def _reconnect(self, reconnection: _Reconnection, now_s: float) -> None:
+        assert self._engine is not None, "no elastic run"
+        try:
+            agent = reconnection.look(self._engine, now_s)
+        except ShoalError as error:
+            self._output.say(f"{reconnection.lost.host} is not tried again: {error.what}")
+            self._reconnections.remove(reconnection)
+            return
+        if agent is not None or reconnection.is_over:
+            self._reconnections.remove(reconnection)
+        if agent is not None:
+            self._output.say(f"{agent.host} is back")
+            self.admit(agent)
 
     def is_uncertain(self, now_s: float) -> bool:
         """Whether a host has missed beats, so that it may soon be known as lost with its workers."""
@@ -392,6 +537,12 @@ class RunWorkers:
                 worker.signal_group(signal.SIGKILL)
             worker.finish_output(now_s)
         self._parts.close()
+        for reconnection in self._reconnections:
+            reconnection.close()
+        for agent in self._late:
+            agent.channel.hang_up()
+        for agent in self._late:
+            agent.channel.close()
         for agent in self._agents:
             agent.copies.close()
 
@@ -422,7 +573,8 @@ class RunWorkers:
         except ProtocolError as error:
             self._lose(agent, now_s, error.what)
             return
-        if not agent.is_awaited:
+        is_watched = self._settings.elastic.is_live and bool(agent.host) and not agent.is_lost
+        if not agent.is_awaited and not is_watched:
             return
         if not agent.channel.is_open:
             self._lose(agent, now_s, agent.channel.explain().what)
@@ -432,8 +584,14 @@ class RunWorkers:
     def _take(self, agent: AgentHandle, message: Up, now_s: float) -> None:
         if isinstance(message, JobFailed):
             what = f"On {agent.host}: {message.what}"
+            if self._settings.elastic.is_live and any(worker.told.phase for worker in self.all):
+                agent.is_refusing = True
+                self._lose(agent, now_s, what)
+                return
             raise PeerRefused(what, peer=agent.host, cause=message.cause, next_step=message.next_step)
-        if isinstance(message, TimelinePart):
+        if isinstance(message, HostLeaves):
+            agent.is_leaving = True
+        elif isinstance(message, TimelinePart):
             self._parts.take(message.rank, message.data)
         elif isinstance(message, Seen):
             agent.copies.take(message.sightings, agent.host)
@@ -446,11 +604,14 @@ class RunWorkers:
         agent.is_lost = True
         agent.copies.close()
         alive = [worker.rank for worker in agent.workers if worker.is_alive]
-        if alive:
-            self._output.say(f"{agent.host} is lost with {name_ranks(alive)}: {why}")
+        if alive or self._settings.elastic.is_live:
+            whom = f" with {name_ranks(alive)}" if alive else ""
+            self._output.say(f"{agent.host} is lost{whom}: {why}")
         for worker in agent.workers:
             worker.lose(now_s)
         agent.channel.abandon()
+        if self._engine is not None and not agent.is_refusing and not agent.has_joined:
+            self._reconnections.append(_Reconnection(agent, now_s + _FIRST_RETRY_S))
 
 
 def place(agents: Sequence[AgentHandle], env: Env = "shoal") -> list[list[Post]]:
@@ -490,17 +651,18 @@ def meeting_of(agents: Sequence[AgentHandle], interface: str | None) -> Meeting:
                 )
         address = next(iter(first.addresses.get(interface, ())), interface)
     else:
-        address = "127.0.0.1" if num_machines == 1 else _outward_address(agents)
+        address = "127.0.0.1" if num_machines == 1 else _outward_address(first, agents)
     return Meeting(address, first.hello.free_port, num_machines)
 
 
-def _outward_address(agents: Sequence[AgentHandle]) -> str:
-    first = agents[0].hello
-    assert first is not None
-    own = [address for found in first.addresses.values() for address in found if _is_outward(address)]
+def _outward_address(agent: AgentHandle, agents: Sequence[AgentHandle]) -> str:
+    """Return the address by which the machines of the others reach that of an agent."""
+    hello = agent.hello
+    assert hello is not None
+    own = [address for found in hello.addresses.values() for address in found if _is_outward(address)]
     # by ssh this is the way to a machine that is known to work
-    told = [agents[0].address, first.reached_at]
-    told += [agent.hello.head_address for agent in agents if agent.hello and not first.reached_at]
+    told = [agent.address, hello.reached_at]
+    told += [other.hello.head_address for other in agents if other.hello and not hello.reached_at]
     for address in told:
         if address and _is_outward(address) and (address in own or not own):
             return address

@@ -119,19 +119,29 @@ def is_here(name: str) -> bool:
     return all(is_own(str(address[4][0])) for address in found)
 
 
-def open_hosts(text: str | None, hostfile: Path | None, ssh: SshSettings) -> Hosts | None:
+def open_hosts(
+    text: str | None, hostfile: Path | None, ssh: SshSettings, *, is_elastic: bool = False
+) -> Hosts | None:
     """Return the hosts of -H or --hostfile, None without either; nothing is connected yet."""
     if text is not None and hostfile is not None:
         raise UsageError("-H and --hostfile are both given.", next_step="leave one of them out.")
     if hostfile is not None:
-        return Hosts(read_hostfile(hostfile), ssh, hostfile)
-    return None if text is None else Hosts(parse_hosts(text), ssh)
+        return Hosts(read_hostfile(hostfile), ssh, hostfile, is_elastic=is_elastic)
+    return None if text is None else Hosts(parse_hosts(text), ssh, is_elastic=is_elastic)
 
 
 class Hosts(Engine):
     """Agents on hosts, reached by ssh or, on this machine, as a child process."""
 
-    def __init__(self, hosts: list[Host], ssh: SshSettings, hostfile: Path | None = None) -> None:
+    def __init__(
+        self,
+        hosts: list[Host],
+        ssh: SshSettings,
+        hostfile: Path | None = None,
+        *,
+        is_elastic: bool = False,
+    ) -> None:
+        self._is_elastic = is_elastic
         self._hosts = _join_here(hosts)
         self._ssh = ssh
         self._hostfile = hostfile
@@ -166,15 +176,21 @@ class Hosts(Engine):
     def open(self, min_processes: int, max_processes: int, *, is_restart: bool) -> list[AgentHandle]:
         """Connect those that are needed when the number is fixed, else all, since some may not answer.
 
-        A restart reads the host file again, so that hosts may come and go.
+        An elastic run has use for all of them. A restart reads the host file again, so that hosts may come
+        and go.
         """
         if is_restart and self._hostfile is not None:
             self._hosts = _join_here(read_hostfile(self._hostfile))
         self.check(min_processes, 0)
         hosts = self._hosts
-        if not is_restart and min_processes == max_processes:
+        if not is_restart and not self._is_elastic and min_processes == max_processes:
             hosts = _first(hosts, max_processes)
         return [self._open(host) for host in hosts]
+
+    def reopen(self, lost: AgentHandle) -> AgentHandle | None:
+        """Connect a host of the list once more; None for one that has joined by itself."""
+        host = next((host for host in self._hosts if host.name == lost.machine), None)
+        return None if host is None else self._open(host)
 
     def _open(self, host: Host) -> AgentHandle:
         if is_here(host.name):

@@ -104,11 +104,14 @@ class _RestartingRun:
                 raise gathering.complaint()
             for agent, error in gathering.absent:
                 self._output.say(f"goes on without {agent.host}: {error.what}")
-            settings = replace(settings, num_workers=num_workers)
-            chosen = gathering.choose(num_workers + num_servers)
+            num_wanted, settings = settings.num_workers, replace(settings, num_workers=num_workers)
+            is_live = settings.elastic.is_live
+            chosen = gathering.choose(num_workers + num_servers, should_keep=is_live)
             if is_restart:
                 self._tell_restart(settings, chosen)
-            return Launcher(settings, self._output, chosen, self._inbox).run(self._started_s)
+            run = RunWorkers(settings, chosen, self._output, self._engine)
+            live = LiveRun(settings, run, self._output.say, num_wanted) if is_live else None
+            return Launcher(settings, self._output, run, self._inbox, live).run(self._started_s)
 
     def _tell_restart(self, settings: LaunchSettings, chosen: Sequence[AgentHandle]) -> None:
         *others, last = dict.fromkeys(agent.host for agent in chosen)
@@ -127,16 +130,21 @@ class Launcher:
     """One start of all workers, by agents that have answered."""
 
     def __init__(
-        self, settings: LaunchSettings, output: Output, agents: Sequence[AgentHandle], inbox: SignalInbox
+        self,
+        settings: LaunchSettings,
+        output: Output,
+        run: RunWorkers,
+        inbox: SignalInbox,
+        live: LiveRun | None = None,
     ) -> None:
         self._settings = settings
         self._output = output
         self._inbox = inbox
-        self._run = RunWorkers(settings, agents, output)
+        self._run = run
         self._workers = self._run.all
         self._failures = Failures(settings, self._workers, output)
         self._stops = Stops(self._workers, SILENCE_S * settings.options.patience, output.say)
-        self._live = LiveRun(settings, self._run, output.say) if settings.elastic.is_live else None
+        self._live = live
         self._ending: Ending | None = None
         self._signals_left: list[int] = []
         self._next_signal_s = 0.0

@@ -2,7 +2,7 @@
 
 It holds the coordinator of the run (`core.elastic`), passes on what workers and coordinator say to each
 other, starts workers and lets them leave, and answers `shoal scale` on a socket of this machine that has no
-file.
+file. Other machines may join by themselves (`joining`).
 """
 
 from __future__ import annotations
@@ -14,17 +14,22 @@ import select
 import signal
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from shoal.core.elastic import Coordinator, DownMessage, MessageReader, UpMessage, encode_message
 from shoal.core.errors import ProtocolError, ShoalError, UsageError
 from shoal.core.run_options import SILENCE_S
-from shoal.launch.head import RunWorkers
+from shoal.launch.head import AgentHandle, RunWorkers, hear_hello
 from shoal.launch.polling import Interest
 from shoal.launch.settings import LaunchSettings
+from shoal.launch.worker import Worker
+
+if TYPE_CHECKING:
+    from shoal.launch.joining import JoinPort
 
 SHORT_S = 120.0
 """A run with fewer workers than --min-np waits so long for more."""
@@ -32,23 +37,35 @@ _ANSWER_S = 10.0
 _MAX_REQUEST_BYTES = 1 << 12
 
 
-class ScaleRequest(msgspec.Struct, frozen=True):
+class ScaleRequest(msgspec.Struct, frozen=True, tag=True):
     """What `shoal scale` asks of a launcher."""
 
     size: int
 
 
-class ScaleAnswer(msgspec.Struct, frozen=True):
+class AddressRequest(msgspec.Struct, frozen=True, tag=True):
+    """What `shoal run --join` asks of a launcher on its machine."""
+
+
+class LauncherAnswer(msgspec.Struct, frozen=True):
     """What the launcher answers."""
 
     is_done: bool
     what: str
+    address: str = ""
+    """Where a machine joins."""
+    secret: str = ""
+    """By which it does, where the user has given none."""
 
 
 class LiveRun:
     """A run whose workers come and go, as its launcher sees it; from the launcher's thread."""
 
-    def __init__(self, settings: LaunchSettings, run: RunWorkers, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, settings: LaunchSettings, run: RunWorkers, say: Callable[[str], None], num_wanted: int
+    ) -> None:
+        self._num_wanted = num_wanted
+        """How many workers the user has asked for last: a host that comes back gets the missing ones."""
         self._settings = settings
         self._run = run
         self._say = say
@@ -61,11 +78,19 @@ class LiveRun:
         """Since when workers are missing."""
         self._listener: socket.socket | None = None
         self._requests: list[socket.socket] = []
+        self._port: JoinPort | None = None
+        self._address = ""
+        self._coming: list[tuple[AgentHandle, float]] = []
+        """Agents that have joined by themselves and have not said hello yet, and how long they may take."""
 
     def begin(self) -> None:
         """Take note of the first workers, and answer requests from now on."""
+        self._coordinator.addresses = self._run.addresses
         for number, machine in self._run.machines.items():
             self._coordinator.add(number, machine)
+        elastic = self._settings.elastic
+        if elastic.join_secret is not None or elastic.join_port is not None:
+            self._open_port()
         with contextlib.suppress(OSError):  # without it nobody can scale the run, which trains all the same
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listener.bind(address_of(self._run.run_name))
@@ -80,6 +105,11 @@ class LiveRun:
             if one is not None:
                 one.close()
         self._listener, self._requests = None, []
+        for agent, _ in self._coming:
+            agent.channel.close()
+        if self._port is not None:
+            self._port.close()
+        self._port = None
 
     def interests(self) -> list[Interest]:
         """Say what the launcher's poll should wait for."""
@@ -88,6 +118,7 @@ class LiveRun:
             wanted.append((self._listener.fileno(), select.POLLIN, self._accept))
         return [
             *wanted,
+            *(one for agent, _ in self._coming for one in agent.channel.interests()),
             *((one.fileno(), select.POLLIN, partial(self._answer, one)) for one in self._requests),
         ]
 
@@ -101,35 +132,110 @@ class LiveRun:
                     self._coordinator.take(number, message)
             except ProtocolError as error:
                 self._coordinator.give_up(number, error.what)
+        self._look_at_port(now_s)
+        self._look_at_hosts()
         self._look_at_workers(now_s)
         self._coordinator.advance(now_s)
         return self._look_at_shortage(now_s)
 
     def scale(self, size: int) -> str:
         """Start workers, or let the newest leave, until there are so many; return what will happen."""
-        if not self._settings.min_workers <= size <= self._settings.max_workers:
+        most = self._settings.elastic.max_workers
+        if size < self._settings.min_workers or (most is not None and size > most):
             raise UsageError(
                 f"{size} workers are not between --min-np {self._settings.min_workers} and "
                 f"--max-np {self._settings.max_workers} of this run."
             )
-        going = [worker for worker in self._run.all if worker.is_alive and worker.rank not in self._retired]
+        going = self._going
         num_more = size - len(going)
+        if num_more > self._run.num_free:
+            raise UsageError(
+                f"The hosts of this run have {self._run.num_free} free slots, and {num_more} are needed."
+            )
+        self._num_wanted = size
         for _ in range(num_more):
-            worker = self._run.add()
-            if worker is None:
-                raise UsageError("There is no free slot on the hosts of this run.")
-            self._coordinator.add(worker.rank, self._run.machines[worker.rank])
+            self._start_worker()
         leaving = [worker.rank for worker in going[size:]]
-        for number in leaving:
-            self._retired[number] = None
-        self._coordinator.retire(leaving)
+        self._retire(leaving)
         if num_more > 0:
             return f"{num_more} worker{'s' if num_more > 1 else ''} will join the {len(going)} that are there"
         return (
             f"{len(leaving)} of {len(going)} workers will leave" if leaving else f"there are {size} workers"
         )
 
+    @property
+    def _going(self) -> list[Worker]:
+        """The workers that are there, and are not to leave."""
+        return [worker for worker in self._run.all if worker.is_alive and worker.rank not in self._retired]
+
+    def _start_worker(self, where: AgentHandle | None = None) -> Worker | None:
+        worker = self._run.add(where)
+        if worker is not None:
+            self._coordinator.add(worker.rank, self._run.machines[worker.rank])
+        return worker
+
+    def _retire(self, numbers: Sequence[int]) -> None:
+        self._retired |= dict.fromkeys(numbers)
+        self._coordinator.retire(numbers)
+
     # What happens to workers.
+
+    def _look_at_hosts(self) -> None:
+        """Start workers on hosts that have come, or come back."""
+        arrived, self._run.arrived = self._run.arrived, []
+        for agent in arrived:
+            self._coordinator.addresses = self._run.addresses
+            if agent.has_joined:
+                most = self._settings.elastic.max_workers
+                num_more = agent.num_free if most is None else min(agent.num_free, most - len(self._going))
+                self._num_wanted = max(self._num_wanted, len(self._going) + num_more)
+            num_missing = self._num_wanted - len(self._going)
+            started = [self._start_worker(agent) for _ in range(min(num_missing, agent.num_free))]
+            numbers = [worker.rank for worker in started if worker is not None]
+            if numbers:
+                what = "worker" if len(numbers) == 1 else "workers"
+                self._say(f"{what} {', '.join(map(str, numbers))} will join on {agent.host}")
+
+        for agent in self._run.leaving:
+            staying = [worker.rank for worker in agent.alive if worker.rank not in self._retired]
+            if staying:
+                self._say(f"{agent.host} leaves the run, and its workers with it")
+                self._num_wanted = max(1, self._num_wanted - len(staying))
+                self._retire(staying)
+            elif not agent.alive and all(worker.is_silent for worker in agent.workers):
+                self._say(f"{agent.host} has left")
+                self._run.dismiss(agent)
+
+    def _look_at_port(self, now_s: float) -> None:
+        """Greet machines that join by themselves."""
+        if self._port is None:
+            return
+        self._coming += [(agent, now_s + _ANSWER_S) for agent in self._port.take()]
+        for agent, end_s in list(self._coming):
+            hear_hello(agent, now_s)
+            if agent.hello is not None:
+                self._say(f"{agent.host} has joined with {agent.slots} slots")
+                self._run.admit(agent)
+            elif agent.error is not None or now_s > end_s:
+                why = agent.error.what if agent.error is not None else "it says nothing."
+                self._say(f"{agent.host} cannot join: {why}")
+                agent.channel.close()
+            else:
+                continue
+            self._coming.remove((agent, end_s))
+
+    def _open_port(self) -> None:
+        """Let other machines join."""
+        from shoal.launch.joining import JoinPort  # the transport takes a moment to import
+
+        elastic = self._settings.elastic
+        port = JoinPort(elastic.join_secret, elastic.join_port or 0)
+        self._address, self._port = str(port.open()), port
+        if elastic.join_secret is None:
+            self._say(f"`shoal run --join {self._run.run_name}` on this machine joins this run")
+        else:
+            number = self._address.rpartition(":")[2]
+            self._say(f"`shoal run --join HOST:{number} --secret-file FILE` joins this run, with this HOST")
 
     def _look_at_workers(self, now_s: float) -> None:
         limit_s = SILENCE_S * self._settings.options.patience
@@ -148,10 +254,9 @@ class LiveRun:
     def _replace(self) -> None:
         """Start another worker for one that was lost, as long as restarts are left."""
         if self._num_replaced < self._settings.elastic.max_restarts:
-            worker = self._run.add()
+            worker = self._start_worker()
             if worker is not None:
                 self._num_replaced += 1
-                self._coordinator.add(worker.rank, self._run.machines[worker.rank])
                 self._say(f"worker {worker.rank} is started in its place")
 
     def _look_at_shortage(self, now_s: float) -> str:
@@ -201,12 +306,23 @@ class LiveRun:
         self._requests.remove(request)
         with request, contextlib.suppress(OSError):
             try:
-                asked = msgspec.json.decode(request.recv(_MAX_REQUEST_BYTES), type=ScaleRequest)
-                answer = ScaleAnswer(True, self.scale(asked.size))
-                self._say(f"shoal scale {asked.size}: {answer.what}")
+                asked = msgspec.json.decode(
+                    request.recv(_MAX_REQUEST_BYTES), type=ScaleRequest | AddressRequest
+                )
+                if isinstance(asked, ScaleRequest):
+                    answer = LauncherAnswer(True, self.scale(asked.size))
+                    self._say(f"shoal scale {asked.size}: {answer.what}")
+                else:
+                    answer = self._tell_address()
             except (ShoalError, msgspec.DecodeError) as error:
-                answer = ScaleAnswer(False, error.what if isinstance(error, ShoalError) else str(error))
+                answer = LauncherAnswer(False, error.what if isinstance(error, ShoalError) else str(error))
             request.sendall(msgspec.json.encode(answer))
+
+    def _tell_address(self) -> LauncherAnswer:
+        if self._port is None:
+            self._open_port()
+        assert self._port is not None
+        return LauncherAnswer(True, "", self._address.replace("0.0.0.0", "127.0.0.1"), self._port.secret_text)
 
 
 def address_of(run: str) -> str:
@@ -215,14 +331,23 @@ def address_of(run: str) -> str:
     return f"\0shoal-{digest}"
 
 
-def ask_to_scale(run: str, size: int) -> ScaleAnswer:
+def ask_to_scale(run: str, size: int) -> LauncherAnswer:
     """Ask the launcher of a run on this machine for another number of workers; UsageError without one."""
+    return _ask(run, ScaleRequest(size))
+
+
+def ask_where_to_join(run: str) -> LauncherAnswer:
+    """Ask the launcher of a run on this machine for its port; UsageError without one."""
+    return _ask(run, AddressRequest())
+
+
+def _ask(run: str, request: ScaleRequest | AddressRequest) -> LauncherAnswer:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as launcher:
         launcher.settimeout(_ANSWER_S)
         try:
             launcher.connect(address_of(run))
-            launcher.sendall(msgspec.json.encode(ScaleRequest(size)))
-            return msgspec.json.decode(launcher.recv(_MAX_REQUEST_BYTES), type=ScaleAnswer)
+            launcher.sendall(msgspec.json.encode(request))
+            return msgspec.json.decode(launcher.recv(_MAX_REQUEST_BYTES), type=LauncherAnswer)
         except (OSError, msgspec.DecodeError):
             raise UsageError(
                 f"No launcher of a run {run} that can be scaled answers on this machine.",

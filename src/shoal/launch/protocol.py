@@ -119,6 +119,10 @@ class Beat(Message, frozen=True):
     """Up and down: the sender is still here."""
 
 
+class HostLeaves(Message, frozen=True):
+    """Up: this machine has joined by itself and wants to leave; its workers are to leave in order first."""
+
+
 class Seen(Message, frozen=True):
     """Up, with a beat: how far workers there are, all that have noted it."""
 
@@ -197,7 +201,7 @@ class WorkerEnded(OfWorker, frozen=True):
 
 
 _OfWorker = Started | Wrote | TimelinePart | WorkerTold | LinkSaid | Stopped | Exited | WorkerEnded
-Up = AgentHello | Beat | Seen | JobFailed | _OfWorker
+Up = AgentHello | Beat | HostLeaves | Seen | JobFailed | _OfWorker
 Down = WorkerJob | Signal | Hold | PauseBeats | Beat | LinkAnswer
 
 

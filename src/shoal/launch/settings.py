@@ -9,12 +9,16 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from shoal.core.errors import UsageError
 from shoal.core.placement import PLACING_VARIABLES, TORCHRUN_VARIABLES, num_cores
 from shoal.core.run_options import RUN_ID_VARIABLE, SECRET_VARIABLE, Env, RunOptions
+
+if TYPE_CHECKING:
+    from shoal.transport import SwarmSecret
 
 _SECRET_BYTES = 32
 JOINING_VARIABLE = "SHOAL_JOINING"
@@ -51,6 +55,10 @@ class Elastic:
     Then `max_restarts` workers that are lost are replaced, and the run waits when fewer than `min_workers`
     are there.
     """
+    join_secret: SwarmSecret | None = None
+    """By which machines join a live run by themselves; None lets only this machine's own user join."""
+    join_port: int | None = None
+    """The port where they do, 0 for any; None opens none before somebody on this machine asks for it."""
 
     def __post_init__(self) -> None:
         if self.max_restarts < 0:
@@ -127,8 +135,13 @@ class LaunchSettings:
 
     @property
     def max_workers(self) -> int:
-        """The most workers that a restart takes."""
-        return self.num_workers if self.elastic.max_workers is None else self.elastic.max_workers
+        """The most workers that a restart takes, or that an elastic run has at any time.
+
+        Without a limit an elastic run has one for each slot of its hosts, here for each core.
+        """
+        if self.elastic.max_workers is not None:
+            return self.elastic.max_workers
+        return max(self.num_workers, num_cores()) if self.elastic.is_live else self.num_workers
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,6 @@ from shoal.strategies.start import (
     start_optimizers,
     take_values,
 )
-from shoal.strategies.status import StatusReporter
 from shoal.tensors import BucketLayout, Flat, ParameterBuffers, is_sharded
 from shoal.topology import Weights
 
@@ -427,7 +426,7 @@ class TrainingSession:
         strategy = self.strategy
         self.group = group
         strategy.set_group(group)
-        strategy.status_reporter = StatusReporter(group, strategy.name)
+        strategy.status_reporter = strategy.status_reporter.moved(group)
         strategy.load_common_state(state)
 
     def on_resize(self, follow: Callable[[int, int], None]) -> Callable[[int, int], None]:

@@ -24,6 +24,7 @@ from shoal.core.processes import namespace, started
 from shoal.core.status import Phase, tell_launcher
 from shoal.data.kept import kept_loaders
 from shoal.group import Group, GroupStats
+from shoal.group.elastic import elastic_of
 
 _MAX_AWAITED = 8
 _MAX_VALUES = 32
@@ -42,12 +43,19 @@ class StatusReporter:
         self._pin: board.Pin | None = None
         self._note: board.Note | None = None
         self._number: int | None = None
+        self._began_s: float | None = None
         self._noted_s = 0.0
         self._due_s = 0.0
         self._opened_s = 0.0
         self._tell_s: float | None = None
         """When the launcher is told the step again; None when nobody is."""
         self._waited_s: Sequence[float] = ()
+
+    def moved(self, group: Group) -> StatusReporter:
+        """Gives the reporter of the same strategy in another group, which is to be opened."""
+        other = StatusReporter(group, self._strategy, self._clock)
+        other._number, other._began_s = self._number, self._began_s
+        return other
 
     def opened(self, step: int) -> None:
         """Begins, when the strategy is attached."""
@@ -116,7 +124,14 @@ class StatusReporter:
         if self._number is None:
             self._number = group.notes.get("num_reporters", 0)
             group.notes["num_reporters"] = self._number + 1
+        if self._began_s is None:
+            self._began_s = self._clock.wall_s()
         place = group.rank if everybody is None else everybody.rank
+        generation = 0
+        elastic = elastic_of(group)
+        if elastic is not None and elastic.form is not None:
+            # ranks change from one generation to the next, and the launcher counts by numbers
+            place, generation = elastic.link.number, elastic.form.generation
         program = sys.argv[0] if sys.argv else ""
         return board.Note(
             run=group.run,
@@ -127,9 +142,10 @@ class StatusReporter:
             role=group.role,
             number=self._number,
             place=place,
+            generation=generation,
             started=started(pid),
             namespace=namespace(),
-            began_s=self._clock.wall_s(),
+            began_s=self._began_s,
             program=_plain(Path(program if program not in ("", "-c") else "python").name),
             strategy=self._strategy,
             **self._counted(step, group.stats),
