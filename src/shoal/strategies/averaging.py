@@ -7,24 +7,21 @@ that all members get equal bits; what a codec loses is left to `ErrorFeedback`.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import msgspec
 import torch
 from torch import nn
 
 from shoal.core import Deadline
 from shoal.group import Group, Handle
 from shoal.group.functions import others
-from shoal.tensors import ALIGNMENT_BYTES, Bucket, BucketLayout, local_part
-from shoal.tensors.codecs import Codec, Encoded, ErrorFeedback, codec_from_name, decode, read_meta
-from shoal.tensors.memory import bytes_of, tensor_over
+from shoal.tensors import Bucket, BucketLayout, local_part
+from shoal.tensors.codecs import Codec, ErrorFeedback, codec_from_name, decode
+from shoal.tensors.codecs.formats import from_bytes, to_bytes
 from shoal.topology import Weights
 
 T = TypeVar("T")
-_HEAD = struct.Struct("<Q")
 PACK_BYTES = 64 * 2**20
 """Of one operation: few of them, and little memory beside the model."""
 
@@ -161,38 +158,6 @@ def start_coded_mean(group: Group, tensor: torch.Tensor, codec: Codec, slot: str
     return Continued(group.all_gather(to_bytes(codec.encode(tensor, slot))), finish)
 
 
-def to_bytes(encoded: Encoded) -> torch.Tensor:
-    """One flat tensor of bytes: the meta and the buffers, each buffer from a 64-byte boundary on."""
-    buffers = [bytes_of(buffer) for buffer in encoded.buffers]
-    head = msgspec.msgpack.encode([encoded.meta, [len(buffer) for buffer in buffers]])
-    end = _aligned(_HEAD.size + len(head))
-    places = []
-    for buffer in buffers:
-        places.append(end)
-        end = _aligned(end + len(buffer))
-    packed = torch.zeros(end, dtype=torch.uint8)
-    memory = packed.numpy().data
-    memory[: _HEAD.size] = _HEAD.pack(len(head))
-    memory[_HEAD.size : _HEAD.size + len(head)] = head
-    for place, buffer in zip(places, buffers, strict=True):
-        if len(buffer):
-            packed[place : place + len(buffer)].copy_(tensor_over(buffer))
-    return packed
-
-
-def from_bytes(packed: torch.Tensor) -> Encoded:
-    """What `to_bytes` was given, over the same memory."""
-    memory = packed.numpy().data
-    (size,) = _HEAD.unpack(memory[: _HEAD.size])
-    meta, sizes = msgspec.msgpack.decode(memory[_HEAD.size : _HEAD.size + size])
-    end = _aligned(_HEAD.size + size)
-    buffers = []
-    for size in sizes:
-        buffers.append(memory[end : end + size])
-        end = _aligned(end + size)
-    return Encoded(read_meta(meta), buffers)
-
-
 class Continued(Handle[T]):
     """An operation whose result is made of that of another one, when it is first asked for."""
 
@@ -212,7 +177,3 @@ class Continued(Handle[T]):
     def is_done(self) -> bool:
         """Tells whether the other one is over."""
         return self._first is None or self._first.is_done()
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -32,13 +32,13 @@ from torch.optim import Optimizer
 from shoal.core.errors import CheckpointError, UsageError
 from shoal.group import Group, Handle, Slot, Window, share
 from shoal.strategies.averaging import packed
-from shoal.strategies.messages import Packing
 from shoal.strategies.options import ParameterServerOptions
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.start import SentState
 from shoal.tensors import ALIGNMENT_BYTES, DTYPES, BucketLayout, TensorSpec, describe, size_bytes
 from shoal.tensors.checkpoint import rebuild
 from shoal.tensors.codecs import codec_from_name
+from shoal.tensors.codecs.formats import Packing
 from shoal.tensors.dtypes import dtype_name
 from shoal.tensors.flat import views_over
 from shoal.tensors.packing import reshape_dense

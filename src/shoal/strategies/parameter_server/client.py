@@ -17,7 +17,6 @@ import torch
 
 from shoal.core import Deadline, PeerLost
 from shoal.group import Handle, Slot, Window
-from shoal.strategies.messages import Packing
 from shoal.strategies.parameter_server.channel import (
     DELIVERY,
     ParameterShard,
@@ -32,6 +31,7 @@ from shoal.strategies.session import TrainingSession
 from shoal.tensors import describe
 from shoal.tensors.codecs import ErrorFeedback, codec_from_name
 from shoal.tensors.codecs.base import is_finite
+from shoal.tensors.codecs.formats import Packing
 from shoal.tensors.memory import copy_into
 from shoal.tensors.packing import densify
 
