@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from shoal.group import Group
-from shoal.strategies.averaging import as_real, packed, start_mean
+from shoal.group.functions import start_mean
+from shoal.strategies.averaging import as_real, packed
 
 EMA = 0.9
 """What is kept of the old value at each step."""

@@ -34,9 +34,8 @@ from shoal.group import Group, Handle, Slot, Window, share
 from shoal.strategies.averaging import packed
 from shoal.strategies.options import ParameterServerOptions
 from shoal.strategies.session import TrainingSession
-from shoal.strategies.start import SentState
 from shoal.tensors import ALIGNMENT_BYTES, DTYPES, BucketLayout, TensorSpec, describe, size_bytes
-from shoal.tensors.checkpoint import rebuild
+from shoal.tensors.checkpoint import SentState, rebuild
 from shoal.tensors.codecs import codec_from_name
 from shoal.tensors.codecs.formats import Packing
 from shoal.tensors.dtypes import dtype_name
