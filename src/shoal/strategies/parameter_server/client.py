@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from shoal.core import Deadline, PeerLost
 from shoal.group import Handle, Slot, Window
 from shoal.strategies.parameter_server.channel import (
-    DELIVERY,
     ParameterShard,
     Presence,
     RequestKind,
@@ -249,8 +249,8 @@ class ServerClient:
         # what is there may be of an earlier push; and nothing more comes where a pull follows a pull
         while self._taken[shard.number] < self._due[shard.number]:
             with self._next_slot(window, shard.server) as slot:
-                (self._versions[shard.number],) = DELIVERY.unpack_from(slot.note)
-                reply = ServerReply.from_note(slot.note[DELIVERY.size :])
+                version, reply = msgspec.msgpack.decode(slot.note, type=tuple[int, ServerReply])
+                self._versions[shard.number] = version
                 self._taken[shard.number] = reply.num_handled
                 if reply.num_handled > self._replies[shard.server].num_handled:
                     self._replies[shard.server] = reply
@@ -331,7 +331,7 @@ class ServerClient:
         for server in self._wait(window):
             with window.slot(server) as slot:
                 if slot.num_writes:
-                    self._replies[server] = ServerReply.from_note(slot.note)
+                    self._replies[server] = msgspec.msgpack.decode(slot.note, type=ServerReply)
                     slot.clear()
 
     @contextlib.contextmanager
