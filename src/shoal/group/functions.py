@@ -46,7 +46,7 @@ def start_mean(group: Group, tensor: torch.Tensor) -> Handle[torch.Tensor]:
 
 
 def start_copy(group: Group, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
-    """In place, from `root`; who finds it gone keeps what it has, so that its loss ends nothing."""
+    """Copies in place from `root`; who finds it gone keeps what it has, so that its loss ends nothing."""
     if group.rank != root:
         return group.exchange(tensor, Weights(0.0, {root: 1.0}, {}))
     return group.exchange(tensor, Weights(1.0, {}, dict.fromkeys(others(group), 1.0)))

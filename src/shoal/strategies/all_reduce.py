@@ -85,7 +85,7 @@ class GradientAllReduce(GradientStrategy):
         self._has_asked_size = is_named or self.options.bucket_mib != AllReduceOptions().bucket_mib
 
     def start(self, session: TrainingSession) -> None:
-        """Makes the buckets."""
+        """Makes the buckets in which gradients, or parameters, travel."""
         parameters = session.trainable
         if not self.shares_gradients:
             self._copies = [

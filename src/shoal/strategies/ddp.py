@@ -64,13 +64,13 @@ class TorchDDP(GradientStrategy):
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """As DDP's `no_sync`: forward and backward passes inside share nothing."""
+        """Does what DDP's `no_sync` does: forward and backward passes inside share nothing."""
         no_sync = contextlib.nullcontext() if self._module is None else self._module.no_sync()
         with super().accumulate(), no_sync:
             yield
 
     def start(self, session: TrainingSession) -> None:
-        """Wraps the model."""
+        """Sends the model's forward through torch's DistributedDataParallel."""
         open_process_group(self.group, session.device, self._exit)
         if not self.shares_gradients or not session.trainable:
             return
@@ -88,7 +88,7 @@ class TorchDDP(GradientStrategy):
         return self._module is None
 
     def last_round(self, session: TrainingSession) -> None:
-        """Averages parameters."""
+        """Averages the parameters by torch.distributed."""
         if len(self.group.members) < self.group.size:
             raise ShoalError("torch.distributed averages over all workers, and some have ended.")
         world = dist.group.WORLD
@@ -160,7 +160,7 @@ def _routed(model: nn.Module, module: DistributedDataParallel) -> Iterator[None]
 
 
 def wrap(model: nn.Module, options: DDPOptions, *, should_start_equal: bool) -> DistributedDataParallel:
-    """Torch's wrapper around a model, in the process group that is open."""
+    """Puts torch's wrapper around a model, in the process group that is open."""
     settings: dict[str, Any] = {_BUFFERS: options.should_broadcast_buffers, "init_sync": should_start_equal}
     return DistributedDataParallel(
         model,

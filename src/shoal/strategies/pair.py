@@ -120,7 +120,7 @@ class PairAverage(Strategy):
             self._mix(session)
 
     def after_step(self, session: TrainingSession) -> None:
-        """Publishes the model."""
+        """Publishes the model, for others to pull."""
         if session.is_round:
             self._publish_next()
 

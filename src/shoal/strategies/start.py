@@ -104,7 +104,7 @@ def _refusal(what: str, group: Group) -> UsageError:
 
 
 def take_values(group: Group, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
-    """Those of `root`, into tensors of the same shapes and dtypes; of DTensors its part. Collective."""
+    """Copies the values of `root` into equal tensors; of DTensors its part. Collective."""
     for bucket, mine in packed([tensor.detach() for tensor in tensors]):
         group.broadcast(bucket.flat.view(torch.uint8), root).wait()
         if group.rank != root:

@@ -425,7 +425,7 @@ class Strategy:
         self._loaded = {}
 
     def take_session(self, session: TrainingSession) -> None:
-        """Begins a session."""
+        """Takes note of the session that begins."""
         self._session = session
 
     def release_session(self, model: nn.Module) -> None:

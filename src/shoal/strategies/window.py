@@ -64,7 +64,7 @@ class OneSidedStrategy(Strategy):
 
     @abc.abstractmethod
     def begin_round(self, session: TrainingSession) -> None:
-        """Writes to neighbours."""
+        """Writes the parameters into the windows of neighbours."""
 
     @abc.abstractmethod
     def end_round(self, session: TrainingSession) -> None:
