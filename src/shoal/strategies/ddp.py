@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.core.errors import ShoalError, UsageError
 from shoal.group import Group, GroupWrapper, share
-from shoal.group.cluster.collectives import destroy_world
+from shoal.group.cluster.collectives import destroy_world, is_world_open
 from shoal.strategies.all_reduce import GradientStrategy
 from shoal.strategies.options import DDPOptions
 from shoal.strategies.session import TrainingSession
@@ -174,13 +174,7 @@ def wrap(model: nn.Module, options: DDPOptions, *, should_start_equal: bool) -> 
 def open_process_group(group: Group, device: torch.device, stack: contextlib.ExitStack) -> None:
     """Use torch.distributed as the user has set it up, or set it up until the stack closes. Collective."""
     backend = _backend(group, device)  # which may bring it up: the group may be one of torch.distributed's
-    if dist.is_initialized():
-        if (dist.get_rank(), dist.get_world_size()) != (group.rank, group.size):
-            raise UsageError(
-                f"rank {group.rank} of {group.size} is rank {dist.get_rank()} of {dist.get_world_size()} in "
-                "torch.distributed.",
-                next_step="let the group and torch.distributed have the same ranks.",
-            )
+    if is_world_open(group.rank, group.size):
         return
     with contextlib.ExitStack() as until_met:
         # gloo connects at once, NCCL with the first operation
