@@ -154,17 +154,16 @@ class GradientAllReduce(GradientStrategy):
 
     def last_round(self, session: TrainingSession) -> None:
         """Averages parameters; nothing is written until all has arrived."""
-        with torch.no_grad():
-            handles = []
-            for bucket, parameters in self._copies:
-                for view, parameter in zip(bucket.views, parameters, strict=True):
-                    view.copy_(parameter)
-                handles.append(self.group.all_reduce(bucket.memory))
-            for handle in handles:
-                handle.wait()
-            for bucket, parameters in self._copies:
-                for view, parameter in zip(bucket.views, parameters, strict=True):
-                    parameter.copy_(view)
+        handles = []
+        for bucket, parameters in self._copies:
+            for view, parameter in zip(bucket.views, parameters, strict=True):
+                view.copy_(parameter)
+            handles.append(self.group.all_reduce(bucket.memory))
+        for handle in handles:
+            handle.wait()
+        for bucket, parameters in self._copies:
+            for view, parameter in zip(bucket.views, parameters, strict=True):
+                parameter.copy_(view)
 
     def stop(self, session: TrainingSession) -> None:
         """Moves gradients back into private memory."""

@@ -112,10 +112,8 @@ class RelaySGD(Strategy):
 
     def after_step(self, session: TrainingSession) -> None:
         """Passes models on along the tree."""
-        if session.is_round:
-            self._relay(session)
-
-    def _relay(self, session: TrainingSession) -> None:
+        if not session.is_round:
+            return
         self._buffers.adopt()
         edges = self.relayed.edges
         for edge in self.relayed.own:
