@@ -37,6 +37,8 @@ from shoal.tensors.packing import densify
 
 _LOOK_S = 0.25
 """After so long a worker that waits looks whether a server is lost."""
+_DELIVERY = msgspec.msgpack.Decoder(tuple[int, ServerReply])
+"""Reads the note of parameters that are put on a worker's GPU: their version, and the reply."""
 
 Gradients = Sequence[torch.Tensor | None]
 """The gradients of all parameters, or of those of a shard."""
@@ -249,7 +251,7 @@ class ServerClient:
         # what is there may be of an earlier push; and nothing more comes where a pull follows a pull
         while self._taken[shard.number] < self._due[shard.number]:
             with self._next_slot(window, shard.server) as slot:
-                version, reply = msgspec.msgpack.decode(slot.note, type=tuple[int, ServerReply])
+                version, reply = _DELIVERY.decode(slot.note)
                 self._versions[shard.number] = version
                 self._taken[shard.number] = reply.num_handled
                 if reply.num_handled > self._replies[shard.server].num_handled:
