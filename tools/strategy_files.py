@@ -23,10 +23,10 @@ Written by tools/strategy_files.py from the registry.
 
 from typing import Any, Literal
 
+from shoal.core.run_options import OptionInfo as OptionInfo
 from shoal.group import Group
 from shoal.strategies.options import (
     WAITS_FOR_ALL as WAITS_FOR_ALL,
-    OptionInfo as OptionInfo,
     StrategyOptions as StrategyOptions,
     describe_options as describe_options,
 )

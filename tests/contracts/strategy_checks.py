@@ -33,9 +33,9 @@ from shoal.core import DeadlineExceeded
 from shoal.group import Handle
 from shoal.group.observed import Metered
 from shoal.group.operations import GroupWrapper
-from shoal.strategies.relay import branches
 from shoal.tensors import ALIGNMENT_BYTES, BucketLayout
 from shoal.topology import make_topology
+from shoal.topology.trees import branches
 
 # --- alone ---
 

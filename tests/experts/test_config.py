@@ -78,11 +78,11 @@ def test_options_tell_of_every_field():
     told = {option.name: option for option in options()}
     assert tuple(told) == HostingConfig.__struct_fields__
     assert all(option.description for option in told.values())
-    assert (told["hidden_dim"].kind, told["hidden_dim"].default) == (int, 1024)
-    assert (told["num_experts"].kind, told["num_experts"].default) == (int, None)
-    assert told["join"].kind is tuple
-    assert told["adopt"].kind is bool
-    assert told["lr"].kind is float
+    assert (told["hidden_dim"].value_type, told["hidden_dim"].default) == (int, 1024)
+    assert (told["num_experts"].value_type, told["num_experts"].default) == (int, None)
+    assert told["join"].value_type is tuple
+    assert told["adopt"].value_type is bool
+    assert told["lr"].value_type is float
     assert told["precision"].choices == typing.get_args(Precision)
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from shoal.core import UsageError
-from shoal.strategies.averaging import from_bytes, make_codec, start_coded_mean, to_bytes
+from shoal.strategies.averaging import make_codec, start_coded_mean
 from shoal.tensors.codecs import ErrorFeedback, Int8, Plain, TopK, decode
+from shoal.tensors.codecs.formats import from_bytes, to_bytes
 
 
 @pytest.mark.parametrize("codec", [Plain(), Int8(64), TopK(0.1)])

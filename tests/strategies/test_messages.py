@@ -8,9 +8,9 @@ from torch import nn
 
 from shoal import models
 from shoal.strategies.all_reduce import flagged_bytes
-from shoal.strategies.messages import Format
 from shoal.tensors import BucketLayout, Flat
 from shoal.tensors.codecs import codec_from_name
+from shoal.tensors.codecs.formats import Format
 
 DOCS = Path(__file__).parents[2] / "docs" / "strategies.md"
 

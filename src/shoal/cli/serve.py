@@ -27,7 +27,8 @@ from shoal.report.units import scale_for
 
 if TYPE_CHECKING:
     from shoal.core.loop import LoopThread
-    from shoal.experts.config import HostingConfig, OptionInfo
+    from shoal.core.run_options import OptionInfo
+    from shoal.experts.config import HostingConfig
     from shoal.experts.hosting import Hosting
     from shoal.experts.status_line import Moment
 
@@ -39,11 +40,11 @@ _METAVARS = {"listen": "HOST:PORT", "join": "HOST:PORT", "checkpoint_dir": "DIR"
 
 def _flag(option: OptionInfo) -> inspect.Parameter:
     flag = f"--{option.name.replace('_', '-')}"
-    kind: Any = option.kind
+    kind: Any = option.value_type
     names = [flag, *_ALIASES.get(option.name, ())]
-    if option.kind is bool:
+    if option.value_type is bool:
         names = [f"{flag}/--no-{flag.removeprefix('--')}"]
-    elif option.kind is tuple:
+    elif option.value_type is tuple:
         kind = list[str]
     elif option.choices:
         kind = Literal[option.choices]

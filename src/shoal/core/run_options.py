@@ -1,10 +1,16 @@
-"""What `shoal run` was asked for, as its workers find it in their environment."""
+"""What `shoal run` was asked for, as its workers find it in their environment; and options as such.
+
+An option is a field of a struct, `Annotated[TYPE, Meta(description=…)]`, where its name, type, default and
+description stand alone: flags, help texts and documentation are made of them.
+"""
 
 from __future__ import annotations
 
 import os
+import types
 from collections.abc import Mapping
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -115,3 +121,57 @@ def own_run_id(environ: Mapping[str, str]) -> str:
     """
     run_id = environ.get(RUN_ID_VARIABLE, "")
     return run_id if environ.get(TORCHRUN_ID_VARIABLE, run_id) == run_id else ""
+
+
+@dataclass(frozen=True, slots=True)
+class OptionInfo:
+    """One option, as help texts and documentation show it."""
+
+    name: str
+    """It has underscores, as in code."""
+    type: Any
+    """It is the field's type without its limits."""
+    default: Any
+    description: str
+
+    @property
+    def kind(self) -> str:
+        """It is 'int', 'float', 'bool', 'text', or the choices as 'a|b'."""
+        if self.choices:
+            return "|".join(self.choices)
+        return self.value_type.__name__ if self.value_type in (int, float, bool) else "text"
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The texts that it may be, where not all are allowed."""
+        return get_args(self._plain) if get_origin(self._plain) is Literal else ()
+
+    @property
+    def value_type(self) -> Any:
+        """The class of its values: bool, int, float, str, or tuple for what may be given often."""
+        return str if self.choices else get_origin(self._plain) or self._plain
+
+    @property
+    def _plain(self) -> Any:
+        """The type of a value that is not None."""
+        if get_origin(self.type) in (Union, types.UnionType):
+            return next(part for part in get_args(self.type) if part is not types.NoneType)
+        return self.type
+
+
+def describe_struct(kind: type[msgspec.Struct]) -> list[OptionInfo]:
+    """List the fields of a struct, all of which have defaults, in order."""
+    hints, defaults = get_type_hints(kind, include_extras=True), kind()
+    plain = {name: _without_limits(hints[name]) for name in kind.__struct_fields__}
+    return [OptionInfo(name, type_, getattr(defaults, name), text) for name, (type_, text) in plain.items()]
+
+
+def _without_limits(hint: Any) -> tuple[Any, str]:
+    """Take the limits out of a field's type; the outermost description comes with it."""
+    description = ""
+    while get_origin(hint) is Annotated:
+        hint, *notes = get_args(hint)
+        description = description or next((note.description for note in notes if note.description), "")
+    if get_origin(hint) in (Union, types.UnionType):
+        hint = Union[tuple(_without_limits(part)[0] for part in get_args(hint))]  # noqa: UP007
+    return hint, description

@@ -7,16 +7,15 @@ offer the options. What they do is `hosting`'s.
 from __future__ import annotations
 
 import re
-import types
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from shoal.core.errors import UsageError
+from shoal.core.run_options import OptionInfo, describe_struct
 from shoal.experts.clipping import DEFAULT_FACTOR, GradientClip
 
 Count = Annotated[int, Meta(ge=1)]
@@ -211,35 +210,6 @@ def load_config(path: Path | None, given: Mapping[str, Any]) -> HostingConfig:
     return config
 
 
-@dataclass(frozen=True, slots=True)
-class OptionInfo:
-    """One field, for whoever offers it."""
-
-    name: str
-    kind: type
-    """bool, int, float, str, or tuple for texts that may be given often."""
-    choices: tuple[str, ...]
-    default: Any
-    description: str
-
-
 def options() -> list[OptionInfo]:
-    """Every field of the configuration, in order."""
-    hints = get_type_hints(HostingConfig, include_extras=True)
-    defaults = HostingConfig()
-    return [_option(name, hints[name], getattr(defaults, name)) for name in HostingConfig.__struct_fields__]
-
-
-def _option(name: str, hint: Any, default: Any) -> OptionInfo:
-    description = ""
-    while True:
-        if get_origin(hint) is Annotated:
-            hint, *notes = get_args(hint)
-            description = description or next((note.description for note in notes if note.description), "")
-        elif get_origin(hint) in (Union, types.UnionType):
-            hint = next(part for part in get_args(hint) if part is not type(None))
-        else:
-            break
-    if get_origin(hint) is Literal:
-        return OptionInfo(name, str, get_args(hint), default, description)
-    return OptionInfo(name, get_origin(hint) or hint, (), default, description)
+    """List the fields of the configuration, in order."""
+    return describe_struct(HostingConfig)

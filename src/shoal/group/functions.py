@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from typing import Any, Self, TypeVar
 
 import msgspec
 import torch
 
-from shoal.core import UsageError
+from shoal.core import Deadline, UsageError
 from shoal.group.base import Group, Handle
 from shoal.topology import MachineWeights, Weights
+
+T = TypeVar("T")
 
 
 def others(group: Group) -> list[int]:
@@ -33,6 +35,21 @@ def announce(group: Group, num_operations: int) -> None:
 def pair_gossip(group: Group, tensor: torch.Tensor, peer: int, weight: float = 0.5) -> Handle[torch.Tensor]:
     """Takes `(1 − weight) · own + weight · peer's` in place; a collective in which each may name another."""
     return group.exchange(tensor, Weights(1 - weight, {peer: weight}))
+
+
+def start_mean(group: Group, tensor: torch.Tensor) -> Handle[torch.Tensor]:
+    """Starts a mean in place, over the members that are there; on one machine others' bits may differ."""
+    if group.num_machines > 1:  # one worker of each sends, once, and all get equal bits
+        return group.all_reduce(tensor)
+    peers = others(group)
+    return group.exchange(tensor, Weights.uniform(peers, peers))
+
+
+def start_copy(group: Group, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
+    """Copies in place from `root`; who finds it gone keeps what it has, so that its loss ends nothing."""
+    if group.rank != root:
+        return group.exchange(tensor, Weights(0.0, {root: 1.0}, {}))
+    return group.exchange(tensor, Weights(1.0, {}, dict.fromkeys(others(group), 1.0)))
 
 
 def exchange_machines(
@@ -81,6 +98,27 @@ def span(group: Group, name: str) -> Iterator[None]:
     else:
         with group.timeline.span(name):
             yield
+
+
+class Continued(Handle[T]):
+    """An operation whose result is made of that of another one, when it is first asked for."""
+
+    _result: T
+
+    def __init__(self, first: Handle[Any], finish: Callable[[Any], T]) -> None:
+        self._first: Handle[Any] | None = first
+        self._finish = finish
+
+    def wait(self, deadline: Deadline | None = None) -> T:
+        """Gives the result, made of the other one's once that is there."""
+        if self._first is not None:
+            self._result = self._finish(self._first.wait(deadline))
+            self._first = None
+        return self._result
+
+    def is_done(self) -> bool:
+        """Tells whether the other one is over."""
+        return self._first is None or self._first.is_done()
 
 
 _CHOOSING, _TICKET = range(2)

@@ -9,7 +9,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from shoal.strategies.options import WAITS_FOR_ALL, OptionInfo, StrategyOptions, describe_options
+from shoal.core.run_options import OptionInfo
+from shoal.strategies.options import WAITS_FOR_ALL, StrategyOptions, describe_options
 from shoal.strategies.registry import (
     BUILT_IN,
     StrategyInfo,

@@ -85,7 +85,7 @@ class GradientAllReduce(GradientStrategy):
         self._has_asked_size = is_named or self.options.bucket_mib != AllReduceOptions().bucket_mib
 
     def start(self, session: TrainingSession) -> None:
-        """Makes the buckets."""
+        """Makes the buckets in which gradients, or parameters, travel."""
         parameters = session.trainable
         if not self.shares_gradients:
             self._copies = [
@@ -154,17 +154,16 @@ class GradientAllReduce(GradientStrategy):
 
     def last_round(self, session: TrainingSession) -> None:
         """Averages parameters; nothing is written until all has arrived."""
-        with torch.no_grad():
-            handles = []
-            for bucket, parameters in self._copies:
-                for view, parameter in zip(bucket.views, parameters, strict=True):
-                    view.copy_(parameter)
-                handles.append(self.group.all_reduce(bucket.memory))
-            for handle in handles:
-                handle.wait()
-            for bucket, parameters in self._copies:
-                for view, parameter in zip(bucket.views, parameters, strict=True):
-                    parameter.copy_(view)
+        handles = []
+        for bucket, parameters in self._copies:
+            for view, parameter in zip(bucket.views, parameters, strict=True):
+                view.copy_(parameter)
+            handles.append(self.group.all_reduce(bucket.memory))
+        for handle in handles:
+            handle.wait()
+        for bucket, parameters in self._copies:
+            for view, parameter in zip(bucket.views, parameters, strict=True):
+                parameter.copy_(view)
 
     def stop(self, session: TrainingSession) -> None:
         """Moves gradients back into private memory."""

@@ -7,41 +7,19 @@ that all members get equal bits; what a codec loses is left to `ErrorFeedback`.
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
 
-import msgspec
 import torch
 from torch import nn
 
-from shoal.core import Deadline
 from shoal.group import Group, Handle
-from shoal.group.functions import others
-from shoal.tensors import ALIGNMENT_BYTES, Bucket, BucketLayout, local_part
-from shoal.tensors.codecs import Codec, Encoded, ErrorFeedback, codec_from_name, decode, read_meta
-from shoal.tensors.memory import bytes_of, tensor_over
-from shoal.topology import Weights
+from shoal.group.functions import Continued, start_copy, start_mean
+from shoal.tensors import Bucket, BucketLayout, local_part
+from shoal.tensors.codecs import Codec, ErrorFeedback, codec_from_name, decode
+from shoal.tensors.codecs.formats import from_bytes, to_bytes
 
-T = TypeVar("T")
-_HEAD = struct.Struct("<Q")
 PACK_BYTES = 64 * 2**20
 """Of one operation: few of them, and little memory beside the model."""
-
-
-def start_mean(group: Group, tensor: torch.Tensor) -> Handle[torch.Tensor]:
-    """Starts a mean in place, over the members that are there; on one machine others' bits may differ."""
-    if group.num_machines > 1:  # one worker of each sends, once, and all get equal bits
-        return group.all_reduce(tensor)
-    peers = others(group)
-    return group.exchange(tensor, Weights.uniform(peers, peers))
-
-
-def start_copy(group: Group, tensor: torch.Tensor, root: int = 0) -> Handle[torch.Tensor]:
-    """In place, from `root`; who finds it gone keeps what it has, so that its loss ends nothing."""
-    if group.rank != root:
-        return group.exchange(tensor, Weights(0.0, {root: 1.0}, {}))
-    return group.exchange(tensor, Weights(1.0, {}, dict.fromkeys(others(group), 1.0)))
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
@@ -159,60 +137,3 @@ def start_coded_mean(group: Group, tensor: torch.Tensor, codec: Codec, slot: str
         return tensor.mul_(1 / len(parts))
 
     return Continued(group.all_gather(to_bytes(codec.encode(tensor, slot))), finish)
-
-
-def to_bytes(encoded: Encoded) -> torch.Tensor:
-    """One flat tensor of bytes: the meta and the buffers, each buffer from a 64-byte boundary on."""
-    buffers = [bytes_of(buffer) for buffer in encoded.buffers]
-    head = msgspec.msgpack.encode([encoded.meta, [len(buffer) for buffer in buffers]])
-    end = _aligned(_HEAD.size + len(head))
-    places = []
-    for buffer in buffers:
-        places.append(end)
-        end = _aligned(end + len(buffer))
-    packed = torch.zeros(end, dtype=torch.uint8)
-    memory = packed.numpy().data
-    memory[: _HEAD.size] = _HEAD.pack(len(head))
-    memory[_HEAD.size : _HEAD.size + len(head)] = head
-    for place, buffer in zip(places, buffers, strict=True):
-        if len(buffer):
-            packed[place : place + len(buffer)].copy_(tensor_over(buffer))
-    return packed
-
-
-def from_bytes(packed: torch.Tensor) -> Encoded:
-    """What `to_bytes` was given, over the same memory."""
-    memory = packed.numpy().data
-    (size,) = _HEAD.unpack(memory[: _HEAD.size])
-    meta, sizes = msgspec.msgpack.decode(memory[_HEAD.size : _HEAD.size + size])
-    end = _aligned(_HEAD.size + size)
-    buffers = []
-    for size in sizes:
-        buffers.append(memory[end : end + size])
-        end = _aligned(end + size)
-    return Encoded(read_meta(meta), buffers)
-
-
-class Continued(Handle[T]):
-    """An operation whose result is made of that of another one, when it is first asked for."""
-
-    _result: T
-
-    def __init__(self, first: Handle[Any], finish: Callable[[Any], T]) -> None:
-        self._first: Handle[Any] | None = first
-        self._finish = finish
-
-    def wait(self, deadline: Deadline | None = None) -> T:
-        """Gives the result, made of the other one's once that is there."""
-        if self._first is not None:
-            self._result = self._finish(self._first.wait(deadline))
-            self._first = None
-        return self._result
-
-    def is_done(self) -> bool:
-        """Tells whether the other one is over."""
-        return self._first is None or self._first.is_done()
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.core.errors import ShoalError, UsageError
 from shoal.group import Group, GroupWrapper, share
-from shoal.group.cluster.collectives import destroy_world
+from shoal.group.cluster.collectives import destroy_world, is_world_open
 from shoal.strategies.all_reduce import GradientStrategy
 from shoal.strategies.options import DDPOptions
 from shoal.strategies.session import TrainingSession
@@ -64,13 +64,13 @@ class TorchDDP(GradientStrategy):
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """As DDP's `no_sync`: forward and backward passes inside share nothing."""
+        """Does what DDP's `no_sync` does: forward and backward passes inside share nothing."""
         no_sync = contextlib.nullcontext() if self._module is None else self._module.no_sync()
         with super().accumulate(), no_sync:
             yield
 
     def start(self, session: TrainingSession) -> None:
-        """Wraps the model."""
+        """Sends the model's forward through torch's DistributedDataParallel."""
         open_process_group(self.group, session.device, self._exit)
         if not self.shares_gradients or not session.trainable:
             return
@@ -88,7 +88,7 @@ class TorchDDP(GradientStrategy):
         return self._module is None
 
     def last_round(self, session: TrainingSession) -> None:
-        """Averages parameters."""
+        """Averages the parameters by torch.distributed."""
         if len(self.group.members) < self.group.size:
             raise ShoalError("torch.distributed averages over all workers, and some have ended.")
         world = dist.group.WORLD
@@ -160,7 +160,7 @@ def _routed(model: nn.Module, module: DistributedDataParallel) -> Iterator[None]
 
 
 def wrap(model: nn.Module, options: DDPOptions, *, should_start_equal: bool) -> DistributedDataParallel:
-    """Torch's wrapper around a model, in the process group that is open."""
+    """Puts torch's wrapper around a model, in the process group that is open."""
     settings: dict[str, Any] = {_BUFFERS: options.should_broadcast_buffers, "init_sync": should_start_equal}
     return DistributedDataParallel(
         model,
@@ -174,13 +174,7 @@ def wrap(model: nn.Module, options: DDPOptions, *, should_start_equal: bool) -> 
 def open_process_group(group: Group, device: torch.device, stack: contextlib.ExitStack) -> None:
     """Use torch.distributed as the user has set it up, or set it up until the stack closes. Collective."""
     backend = _backend(group, device)  # which may bring it up: the group may be one of torch.distributed's
-    if dist.is_initialized():
-        if (dist.get_rank(), dist.get_world_size()) != (group.rank, group.size):
-            raise UsageError(
-                f"rank {group.rank} of {group.size} is rank {dist.get_rank()} of {dist.get_world_size()} in "
-                "torch.distributed.",
-                next_step="let the group and torch.distributed have the same ranks.",
-            )
+    if is_world_open(group.rank, group.size):
         return
     with contextlib.ExitStack() as until_met:
         # gloo connects at once, NCCL with the first operation

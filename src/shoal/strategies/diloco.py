@@ -23,8 +23,7 @@ class DiLoCo(Strategy):
 
     Fragment f of F is sent after step `local_steps · (f + 1) / F` of each period, and its outer step is taken
     `overlap_steps` later. The user's optimizer keeps its state throughout. Buffers are averaged once a
-    period. Goes on without a lost peer, except with a codec and several machines while an average is under
-    way.
+    period. Goes on without lost peers.
     """
 
     name = "diloco"

@@ -61,7 +61,7 @@ class ExactDiffusion(ExchangeStrategy):
         self._stepped = self._buffers.live.zeros_like()
 
     def after_step(self, session: TrainingSession) -> None:
-        """Corrects, then combines."""
+        """Adds the correction to the step, then mixes with the neighbours."""
         if session.is_skipped or session.is_void:
             if session.is_round:
                 self._combine(session)

@@ -84,19 +84,18 @@ class GradientTracking(ExchangeStrategy):
 
     def _follow_gradients(self, session: TrainingSession, scale: torch.Tensor | None) -> None:
         """`y + (g − g')`, before any mixing: also what is right where the mixing fails."""
-        with torch.no_grad():
-            for (name, tracker), last in zip(self.tracker.items(), self.gradient.views, strict=True):
-                found = session.named_parameters[name].grad
-                last.neg_()
-                if found is None:
-                    tracker.add_(last)
-                    last.zero_()
-                    continue
-                gradient = found.to_dense() if found.is_sparse else found
-                if scale is not None:
-                    gradient = gradient / scale
-                tracker.add_(last.add_(gradient))
-                last.copy_(gradient)
+        for (name, tracker), last in zip(self.tracker.items(), self.gradient.views, strict=True):
+            found = session.named_parameters[name].grad
+            last.neg_()
+            if found is None:
+                tracker.add_(last)
+                last.zero_()
+                continue
+            gradient = found.to_dense() if found.is_sparse else found
+            if scale is not None:
+                gradient = gradient / scale
+            tracker.add_(last.add_(gradient))
+            last.copy_(gradient)
 
     def _mix_trackers(self, session: TrainingSession) -> None:
         flats = zip(self.tracker.flats, self._mixed.flats, strict=True)
@@ -105,13 +104,12 @@ class GradientTracking(ExchangeStrategy):
 
     def _hand_out(self, session: TrainingSession, scale: torch.Tensor | None) -> None:
         """A parameter that no worker has used stays without a gradient."""
-        with torch.no_grad():
-            for name, tracker in self.tracker.items():
-                parameter = session.named_parameters[name]
-                gradient = parameter.grad
-                if gradient is not None and not gradient.is_sparse:
-                    gradient.copy_(tracker)
-                elif gradient is not None or bool(tracker.any()):
-                    gradient = parameter.grad = tracker.clone()
-                if gradient is not None and scale is not None:
-                    gradient.mul_(scale)
+        for name, tracker in self.tracker.items():
+            parameter = session.named_parameters[name]
+            gradient = parameter.grad
+            if gradient is not None and not gradient.is_sparse:
+                gradient.copy_(tracker)
+            elif gradient is not None or bool(tracker.any()):
+                gradient = parameter.grad = tracker.clone()
+            if gradient is not None and scale is not None:
+                gradient.mul_(scale)

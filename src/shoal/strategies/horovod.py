@@ -96,7 +96,7 @@ class HorovodAllReduce(GradientStrategy):
                 parameter.grad.copy_(mean)
 
     def last_round(self, session: TrainingSession) -> None:
-        """Averages parameters."""
+        """Averages the parameters by Horovod."""
         self.average_all(session)
 
     def average_all(self, session: TrainingSession) -> None:
@@ -120,7 +120,7 @@ class HorovodAllReduce(GradientStrategy):
 
 
 def load_horovod() -> Any:
-    """Horovod's part for torch; UsageError where it is not installed."""
+    """Imports Horovod's part for torch; UsageError where it is not installed."""
     try:
         return importlib.import_module("horovod.torch")
     except ImportError as error:

@@ -101,11 +101,10 @@ class LocalSGD(Strategy):
         tensors = [mine[label] if label in mine else _zeros(session, label) for label in labels]
         # they go with the same weights as the state, also when a worker is lost meanwhile
         parts = torch.tensor([float(label in mine) for label in labels], dtype=torch.float64)
-        with torch.no_grad():
-            average(self.group, [*tensors, parts] if is_partial else tensors)
-            for label, part in zip(labels, parts.tolist(), strict=True):
-                if label in mine:
-                    _store(session, label, mine[label].div_(part) if is_partial else mine[label])
+        average(self.group, [*tensors, parts] if is_partial else tensors)
+        for label, part in zip(labels, parts.tolist(), strict=True):
+            if label in mine:
+                _store(session, label, mine[label].div_(part) if is_partial else mine[label])
         self._stepped.is_round_over = True
 
     def _stepped_state(self, session: TrainingSession) -> dict[_Label, torch.Tensor]:

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from shoal.group import Group
-from shoal.strategies.averaging import as_real, packed, start_mean
+from shoal.group.functions import start_mean
+from shoal.strategies.averaging import as_real, packed
 
 EMA = 0.9
 """What is kept of the old value at each step."""
@@ -36,7 +37,7 @@ class Monitors:
         self._variance: float | None = None
 
     def values(self) -> dict[str, float]:
-        """What is known by now."""
+        """Gives the estimates that are known by now."""
         known = {}
         if self._noise is not None and self._signal:
             known["gradient_noise_scale"] = self._noise / self._signal
@@ -45,7 +46,7 @@ class Monitors:
         return known
 
     def observe(self, small: float, big: float, variance: float, num_workers: int) -> None:
-        """One step's squared norms, of local gradients (mean over workers) and of the averaged one."""
+        """Takes in a step's squared norms: of local gradients (mean over workers), of the averaged one."""
         if num_workers < 2 or not all(map(math.isfinite, (small, big, variance))):
             return  # nobody to compare with, or an inf under a GradScaler
         b_small, b_big = self._batch_size, self._batch_size * num_workers
@@ -58,7 +59,7 @@ class Monitors:
     def observe_buckets(
         self, buckets: Sequence[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]], num_workers: int
     ) -> None:
-        """One step's E[g] and E[g²], tensor by tensor; of complex ones, the squares of both parts."""
+        """Takes in a step's E[g] and E[g²], tensor by tensor; of complex ones, the squares of both parts."""
         norms = []
         for means, squares in buckets:
             for mean, square in zip(map(as_real, means), map(as_real, squares), strict=True):
@@ -77,7 +78,7 @@ class Monitors:
     def observe_locally(
         self, group: Group, parameters: Sequence[torch.Tensor], *, is_skipped: bool = False
     ) -> None:
-        """One step of a strategy that leaves gradients local: averaged for this alone. Collective."""
+        """Takes in a step whose gradients stay local, and are averaged for this alone. Collective."""
         nothing = torch.nan if is_skipped else 0.0  # then all leave the step out
         gradients = [
             torch.full_like(parameter, nothing)
@@ -95,11 +96,11 @@ class Monitors:
         self.observe_buckets(buckets, num_workers)
 
     def state_dict(self) -> dict[str, Any]:
-        """The running estimates."""
+        """Gives the running estimates, for a checkpoint."""
         return {"noise": self._noise, "signal": self._signal, "variance": self._variance}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from them."""
+        """Continues from the estimates of a checkpoint."""
         self._noise, self._signal, self._variance = (state[key] for key in ("noise", "signal", "variance"))
 
 

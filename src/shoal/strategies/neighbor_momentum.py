@@ -72,7 +72,7 @@ class NeighborMomentum(ExchangeStrategy):
             self._share_all(session, self.round_weights(session))
 
     def average_all(self, session: TrainingSession) -> None:
-        """Averages momentum, too."""
+        """Averages the momentum of all members with their parameters."""
         self._share_all(session, Weights.uniform(session.others, session.others), is_mean=True)
 
     def _share_all(self, session: TrainingSession, weights: Weights, *, is_mean: bool = False) -> None:

@@ -94,7 +94,7 @@ class FiniteCheck:
     # What the strategy reports, in the order of a step.
 
     def before_step(self, step: int) -> None:
-        """The gradients are final. ShoalError with `stop`; with `skip` the optimizer finds none of them."""
+        """Looks at the final gradients. ShoalError with `stop`; with `skip` the optimizer finds none."""
         self.after_optimizer()  # the step before may have raised
         if self._checked == "never" or self._is_looked_at_later:
             return
@@ -105,7 +105,7 @@ class FiniteCheck:
             self._leave_out(step)
 
     def after_optimizer(self) -> None:
-        """The optimizer has stepped, if it was to."""
+        """Gives hidden gradients back: the optimizer has stepped, if it was to."""
         hidden, self._hidden = self._hidden, []
         for parameter, gradient in zip(self._session.trainable, hidden, strict=False):
             parameter.grad = gradient
@@ -117,7 +117,7 @@ class FiniteCheck:
             parameter.grad = None
 
     def after_step(self, step: int) -> None:
-        """The step is over; also one that was skipped."""
+        """Looks at the parameters of a step that is over; also of one that was skipped."""
         if self._checked == "never":
             return
         is_skipped, self._is_skipped = self._is_skipped, False
@@ -146,12 +146,12 @@ class FiniteCheck:
             self._pending, self._looks = _Pending(self._looks), []
 
     def skipped_step(self) -> None:
-        """A GradScaler has found an infinity, and the optimizer does not step."""
+        """Forgets the gradients of a step that a GradScaler leaves out, since it has found an infinity."""
         self._own = []
         self._is_skipped = True
 
     def refused(self, step: int, consequence: str) -> None:
-        """A gradient of this worker was not finite, and nobody has used it. ShoalError with `stop`."""
+        """Tells of an own gradient that was not finite and that nobody used. ShoalError with `stop`."""
         if self._first_received is not None:
             return
         where = _first(self._gradients()) or "a gradient holds nan or inf"
@@ -161,7 +161,7 @@ class FiniteCheck:
         self._tell(f"{self._what(step, where)} {consequence}")
 
     def closed(self, *, speaks_for_all: bool) -> None:
-        """The loop has ended well. One worker says so if the model is spoiled: maybe no other has."""
+        """Ends with the loop. One worker says so if the model is spoiled: maybe no other has."""
         self._judge_pending()
         self._judge(self._looks)
         if self._num_left_out > 1:

@@ -8,15 +8,14 @@ under a field gives a reason that its description has no room for.
 from __future__ import annotations
 
 import inspect
-import types
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from shoal.core.errors import UsageError
+from shoal.core.run_options import OptionInfo, describe_struct
 
 Count = Annotated[int, Meta(ge=0)]
 Factor = Annotated[float, Meta(ge=0)]
@@ -362,36 +361,9 @@ def read_options(kind: type[O], values: Mapping[str, Any], strategy: str) -> O:
         raise UsageError(f"an option of {strategy} does not fit: {error}.") from None
 
 
-@dataclass(frozen=True, slots=True)
-class OptionInfo:
-    """One option, as help texts and documentation show it."""
-
-    name: str
-    """It has underscores, as in code."""
-    type: Any
-    """It is the field's type without its limits."""
-    default: Any
-    description: str
-
-    @property
-    def kind(self) -> str:
-        """It is 'int', 'float', 'bool', 'text', or the choices as 'a|b'."""
-        plain = self.type
-        if get_origin(plain) in (Union, types.UnionType):
-            plain = next(part for part in get_args(plain) if part is not types.NoneType)
-        if get_origin(plain) is Literal:
-            return "|".join(get_args(plain))
-        return plain.__name__ if plain in (int, float, bool) else "text"
-
-
 def describe_options(kind: type[StrategyOptions]) -> list[OptionInfo]:
     """List the options of such a struct, those of all strategies last."""
-    hints, defaults = get_type_hints(kind, include_extras=True), kind()
-    described = []
-    for name in sorted(kind.__struct_fields__, key=lambda name: name in StrategyOptions.__struct_fields__):
-        plain, description = _plain_type(hints[name])
-        described.append(OptionInfo(name, plain, getattr(defaults, name), description))
-    return described
+    return sorted(describe_struct(kind), key=lambda one: one.name in StrategyOptions.__struct_fields__)
 
 
 def signature_of(kind: type[StrategyOptions]) -> inspect.Signature:
@@ -408,14 +380,3 @@ def signature_of(kind: type[StrategyOptions]) -> inspect.Signature:
             ),
         ]
     )
-
-
-def _plain_type(hint: Any) -> tuple[Any, str]:
-    """Take the limits out of a field's type; the outermost description comes with it."""
-    description = ""
-    while get_origin(hint) is Annotated:
-        hint, *notes = get_args(hint)
-        description = next((note.description for note in notes if note.description), description)
-    if get_origin(hint) in (Union, types.UnionType):
-        hint = Union[tuple(_plain_type(part)[0] for part in get_args(hint))]  # noqa: UP007
-    return hint, description

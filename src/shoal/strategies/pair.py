@@ -116,11 +116,24 @@ class PairAverage(Strategy):
 
     def before_step(self, session: TrainingSession) -> None:
         """Mixes one half of a random peer's model in."""
-        if self._is_published:
-            self._mix(session)
+        if not self._is_published:
+            return
+        session.check_lost_peers()
+        others = session.others
+        if not others:
+            return
+        self._retire()
+        self._buffers.adopt()
+        peer = others[int(torch.randint(len(others), (), generator=self.generator))]
+        places = zip(self._windows, self._buffers.pairs, strict=True)
+        pulled = [self._pull(window, live, spare, peer) for window, (live, spare) in places]
+        known = [version for version in pulled if version is not None]
+        self.staleness.note(self._version - min(known) if known else None)
+        self._buffers.swap()
+        self._is_published = False
 
     def after_step(self, session: TrainingSession) -> None:
-        """Publishes the model."""
+        """Publishes the model, for others to pull."""
         if session.is_round:
             self._publish_next()
 
@@ -137,21 +150,6 @@ class PairAverage(Strategy):
             self._retire()
         session.average_parameters()
         self._publish_next()
-
-    def _mix(self, session: TrainingSession) -> None:
-        session.check_lost_peers()
-        others = session.others
-        if not others:
-            return
-        self._retire()
-        self._buffers.adopt()
-        peer = others[int(torch.randint(len(others), (), generator=self.generator))]
-        places = zip(self._windows, self._buffers.pairs, strict=True)
-        pulled = [self._pull(window, live, spare, peer) for window, (live, spare) in places]
-        known = [version for version in pulled if version is not None]
-        self.staleness.note(self._version - min(known) if known else None)
-        self._buffers.swap()
-        self._is_published = False
 
     def _pull(self, window: Window, live: torch.Tensor, spare: torch.Tensor, peer: int) -> int | None:
         """Fills a spare buffer with the mean of the live one and the peer's; the version of the latter."""

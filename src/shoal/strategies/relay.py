@@ -8,9 +8,9 @@ speaks with more than its neighbours, and where workers' data differ the limit i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -21,25 +21,9 @@ from shoal.strategies.session import TrainingSession
 from shoal.strategies.strategy import Strategy
 from shoal.tensors import Flat, ParameterBuffers
 from shoal.topology import Weights
+from shoal.topology.trees import branches, num_colors
 
 log = logging.getLogger(__name__)
-Kind = Literal["binary", "chain"]
-
-_PARENTS: dict[Kind, Callable[[int], int]] = {
-    "binary": lambda rank: (rank - 1) // 2,
-    "chain": lambda rank: rank - 1,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """One edge of the tree, seen from one of its ends."""
-
-    color: int
-    """Edges that meet in a rank have different ones, so that those of one color are pairs."""
-    partner: int
-    size: int
-    """How many ranks lie beyond it, the partner included."""
 
 
 @dataclass(slots=True)
@@ -128,10 +112,8 @@ class RelaySGD(Strategy):
 
     def after_step(self, session: TrainingSession) -> None:
         """Passes models on along the tree."""
-        if session.is_round:
-            self._relay(session)
-
-    def _relay(self, session: TrainingSession) -> None:
+        if not session.is_round:
+            return
         self._buffers.adopt()
         edges = self.relayed.edges
         for edge in self.relayed.own:
@@ -192,24 +174,3 @@ class RelaySGD(Strategy):
         """What has not come yet counts as this worker's own model."""
         for edge in self.relayed.own:
             edge.come.copy_(self._buffers.live)
-
-
-def branches(kind: Kind, size: int) -> list[list[Branch]]:
-    """Gives each rank's edges in a tree of `size` ranks, in order of color."""
-    parent_of = _PARENTS[kind]
-    below = [1] * size
-    for rank in range(size - 1, 0, -1):
-        below[parent_of(rank)] += below[rank]
-    found: list[list[Branch]] = [[] for _ in range(size)]
-    for rank in range(1, size):
-        parent = parent_of(rank)
-        taken = {branch.color for branch in found[parent]}
-        color = next(number for number in range(size) if number not in taken)
-        found[parent].append(Branch(color, rank, below[rank]))
-        found[rank].append(Branch(color, parent, size - below[rank]))
-    return [sorted(own, key=lambda branch: branch.color) for own in found]
-
-
-def num_colors(tree: Sequence[Sequence[Branch]]) -> int:
-    """Counts the meetings that a round takes."""
-    return max((branch.color + 1 for own in tree for branch in own), default=0)

@@ -23,8 +23,7 @@ import torch
 from shoal.core import Deadline, PeerLost
 from shoal.core.errors import UsageError
 from shoal.group import Done, Group, GroupWrapper, Handle, Loss, Reduction, share
-from shoal.group.functions import others
-from shoal.strategies.averaging import Continued
+from shoal.group.functions import Continued, others
 from shoal.tensors import is_sharded
 from shoal.topology import Weights
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shoal.group import Handle
-from shoal.strategies.averaging import Continued
+from shoal.group.functions import Continued
 from shoal.strategies.neighbor import ExchangeStrategy
 from shoal.strategies.options import SmaOptions
 from shoal.strategies.session import TrainingSession

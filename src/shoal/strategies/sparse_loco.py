@@ -25,9 +25,9 @@ class SparseLoCo(Strategy):
     their ranks, so that the copies stay equal to the bit. The user's optimizer keeps its state; buffers are
     averaged in each round.
 
-    Goes on without lost peers, with several machines not if one is lost in the middle of a round. Should some
-    members have counted a lost one's last part and others not, their copies stay that far apart until
-    `global_average_every` averages them. Codec and copy are on the CPU, wherever the model is.
+    Goes on without lost peers. Should some members have counted a lost one's last part and others not, their
+    copies stay that far apart until `global_average_every` averages them. Codec and copy are on the CPU,
+    wherever the model is.
     """
 
     name = "sparse-loco"

@@ -21,7 +21,7 @@ class Staleness:
         self._counts: dict[int, int] = {}
 
     def note(self, behind: int | None) -> None:
-        """One round; a peer that is ahead has a negative number, and None is a round without a peer."""
+        """Counts a round; a peer that is ahead has a negative number, and None is a round without a peer."""
         if behind is None:
             self.num_unmixed += 1
             return
@@ -33,7 +33,7 @@ class Staleness:
 
     @property
     def mean_behind(self) -> float:
-        """Over all rounds that mixed; a peer that is ahead counts as 0."""
+        """The mean over all rounds that mixed; a peer that is ahead counts as 0."""
         return self._sum / self.num_mixed if self.num_mixed else 0.0
 
     @property
@@ -50,7 +50,7 @@ class Staleness:
         return classes
 
     def summary(self) -> dict[str, Any]:
-        """All of it as plain values for a report."""
+        """Gives all of it as plain values, for a report."""
         return {
             "num_mixed": self.num_mixed,
             "num_unmixed": self.num_unmixed,
@@ -60,7 +60,7 @@ class Staleness:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts."""
+        """Gives the counts, for a checkpoint."""
         return {
             "num_mixed": self.num_mixed,
             "num_unmixed": self.num_unmixed,

@@ -28,12 +28,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shoal.core.errors import ShoalError, UsageError
+from shoal.core.errors import UsageError
 from shoal.group import Group, share
 from shoal.strategies.averaging import packed
-from shoal.tensors import DTYPES, TensorSpec, describe, is_sharded, size_bytes
-from shoal.tensors.checkpoint import flatten, is_scalar, rebuild, scalar
-from shoal.tensors.packing import reshape_dense
+from shoal.tensors import is_sharded
+from shoal.tensors.checkpoint import SentState, is_scalar, rebuild, scalar
 
 if TYPE_CHECKING:
     from shoal.strategies.session import TrainingSession
@@ -105,7 +104,7 @@ def _refusal(what: str, group: Group) -> UsageError:
 
 
 def take_values(group: Group, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
-    """Those of `root`, into tensors of the same shapes and dtypes; of DTensors its part. Collective."""
+    """Copies the values of `root` into equal tensors; of DTensors its part. Collective."""
     for bucket, mine in packed([tensor.detach() for tensor in tensors]):
         group.broadcast(bucket.flat.view(torch.uint8), root).wait()
         if group.rank != root:
@@ -128,34 +127,6 @@ def take_state(group: Group, make: Callable[[], Any], root: int = 0) -> Any:
         tensors = sent.room()
     take_values(group, list(tensors.values()), root)
     return rebuild(sent.plain, tensors)
-
-
-class SentState(msgspec.Struct, array_like=True):
-    """Describes a state to who receives it, before its tensors come."""
-
-    plain: Any = None
-    names: list[str] = []
-    specs: list[TensorSpec] = []
-    problem: str = ""
-    """Why it cannot travel."""
-
-    @classmethod
-    def of(cls, make: Callable[[], Any]) -> tuple[SentState, dict[str, torch.Tensor]]:
-        """Describes what `make` gives, or its failure; the tensors are not copied."""
-        try:
-            plain, tensors = flatten(make())
-            return cls(plain, list(tensors), [describe(tensor) for tensor in tensors.values()]), tensors
-        except ShoalError as error:
-            return cls(problem=error.what), {}
-
-    def room(self) -> dict[str, torch.Tensor]:
-        """Makes memory for the tensors, by name."""
-        return dict(zip(self.names, map(_empty, self.specs), strict=True))
-
-
-def _empty(spec: TensorSpec) -> torch.Tensor:
-    dtype = DTYPES[spec.dtype]
-    return reshape_dense(torch.empty(size_bytes(spec) // dtype.itemsize, dtype=dtype), spec)
 
 
 def require_equal(group: Group, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -31,9 +31,8 @@ from shoal.strategies.registry import warn_of_ignored_flags
 from shoal.strategies.session import TrainingSession, still_there
 from shoal.strategies.status import StatusReporter
 from shoal.tensors import Flat
-from shoal.tensors.checkpoint import NUM_KEPT
+from shoal.tensors.checkpoint import NUM_KEPT, can_be_kept, kept_state, restored
 
-_NUMBERS = (bool, int, float, str)
 _BASE = ("group", "options", "steps", "rounds", "gradient_monitors", "checkpoints", "status_reporter")
 """Attributes that every strategy has; they are kept elsewhere, or not at all."""
 
@@ -333,7 +332,7 @@ class Strategy:
         vectors: dict[str, Any] = {}
         for name, value in vars(self).items():
             if _is_kept(name, value):
-                (vectors if isinstance(value, Flat) else state)[name] = _state_of(value)
+                (vectors if isinstance(value, Flat) else state)[name] = kept_state(value)
         if self._session is None:
             waiting = dict(self._loaded or self._ended)
             vectors = waiting.pop("kept", {})
@@ -426,7 +425,7 @@ class Strategy:
         self._loaded = {}
 
     def take_session(self, session: TrainingSession) -> None:
-        """Begins a session."""
+        """Takes note of the session that begins."""
         self._session = session
 
     def release_session(self, model: nn.Module) -> None:
@@ -449,42 +448,8 @@ class Strategy:
         loaded = {**self._loaded, **self._loaded.get("kept", {})}
         for name, state in loaded.items():
             if name != "kept" and hasattr(self, name) and _is_kept(name, value := getattr(self, name)):
-                setattr(self, name, _restored(value, state, name))
+                setattr(self, name, restored(value, state, name))
 
 
 def _is_kept(name: str, value: Any) -> bool:
-    return not name.startswith("_") and name not in _BASE and _can_be_kept(value)
-
-
-def _can_be_kept(value: Any) -> bool:
-    if isinstance(value, list):
-        return bool(value) and all(map(_can_be_kept, value))
-    is_known = value is None or isinstance(value, (*_NUMBERS, torch.Generator))
-    return is_known or hasattr(value, "load_state_dict")
-
-
-def _state_of(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_state_of(part) for part in value]
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    return value.state_dict() if hasattr(value, "state_dict") else value
-
-
-def _restored(value: Any, state: Any, name: str) -> Any:
-    """The attribute with what was saved of it: written in place where it can be."""
-    if isinstance(value, list):
-        if len(value) != len(state):
-            raise UsageError(
-                f"the state has {len(state)} {name}, not {len(value)}.",
-                next_step=f"take the number of {name} that it was saved with.",
-            )
-        return [_restored(*pair, name) for pair in zip(value, state, strict=True)]
-    if isinstance(value, torch.Generator):
-        value.set_state(state)
-    elif hasattr(value, "load_state_dict"):
-        if state is not None:
-            value.load_state_dict(state)
-    elif state is None or isinstance(state, _NUMBERS):
-        return state
-    return value
+    return not name.startswith("_") and name not in _BASE and can_be_kept(value)

@@ -23,8 +23,8 @@ import torch
 
 from shoal.core import PeerLost
 from shoal.group import Group, Handle, Slot, Window
+from shoal.group.functions import start_mean
 from shoal.group.kernels import mix_into
-from shoal.strategies.averaging import start_mean
 from shoal.strategies.options import PushSumOptions, WindowOptions
 from shoal.strategies.session import TrainingSession
 from shoal.strategies.sgp import mass_factor, mass_model
@@ -64,7 +64,7 @@ class OneSidedStrategy(Strategy):
 
     @abc.abstractmethod
     def begin_round(self, session: TrainingSession) -> None:
-        """Writes to neighbours."""
+        """Writes the parameters into the windows of neighbours."""
 
     @abc.abstractmethod
     def end_round(self, session: TrainingSession) -> None:

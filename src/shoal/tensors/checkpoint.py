@@ -27,7 +27,7 @@ import re
 import secrets
 import shutil
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,9 +37,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from shoal.core import SYSTEM_CLOCK
-from shoal.core.errors import CheckpointError, UsageError
+from shoal.core.errors import CheckpointError, ShoalError, UsageError
 from shoal.core.files import sha256_of, sync_folder, written
 from shoal.core.processes import namespace, started, state_of
+from shoal.tensors.dtypes import DTYPES
+from shoal.tensors.packing import reshape_dense
+from shoal.tensors.specs import TensorSpec, describe, size_bytes
 
 log = logging.getLogger(__name__)
 
@@ -406,6 +409,72 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         seen.append(plain.untyped_storage().data_ptr())
         apart[name] = plain
     return apart
+
+
+class SentState(msgspec.Struct, array_like=True):
+    """Describes a state to who receives it, before its tensors come."""
+
+    plain: Any = None
+    names: list[str] = []
+    specs: list[TensorSpec] = []
+    problem: str = ""
+    """Why it cannot travel."""
+
+    @classmethod
+    def of(cls, make: Callable[[], Any]) -> tuple[SentState, dict[str, torch.Tensor]]:
+        """Describes what `make` gives, or its failure; the tensors are not copied."""
+        try:
+            plain, tensors = flatten(make())
+            return cls(plain, list(tensors), [describe(tensor) for tensor in tensors.values()]), tensors
+        except ShoalError as error:
+            return cls(problem=error.what), {}
+
+    def room(self) -> dict[str, torch.Tensor]:
+        """Makes memory for the tensors, by name."""
+        return dict(zip(self.names, map(_empty, self.specs), strict=True))
+
+
+def _empty(spec: TensorSpec) -> torch.Tensor:
+    dtype = DTYPES[spec.dtype]
+    return reshape_dense(torch.empty(size_bytes(spec) // dtype.itemsize, dtype=dtype), spec)
+
+
+# --- objects whose attributes are kept ---
+
+
+def can_be_kept(value: Any) -> bool:
+    """Says whether the state of an attribute can be kept: a number, a text, a generator, what has a state."""
+    if isinstance(value, list):
+        return bool(value) and all(map(can_be_kept, value))
+    return is_scalar(value) or isinstance(value, torch.Generator) or hasattr(value, "load_state_dict")
+
+
+def kept_state(value: Any) -> Any:
+    """Returns the state of an attribute that can be kept."""
+    if isinstance(value, list):
+        return [kept_state(part) for part in value]
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def restored(value: Any, state: Any, name: str) -> Any:
+    """Returns the attribute with what was kept of it: written in place where it can be."""
+    if isinstance(value, list):
+        if len(value) != len(state):
+            raise UsageError(
+                f"the state has {len(state)} {name}, not {len(value)}.",
+                next_step=f"take the number of {name} that it was saved with.",
+            )
+        return [restored(*pair, name) for pair in zip(value, state, strict=True)]
+    if isinstance(value, torch.Generator):
+        value.set_state(state)
+    elif hasattr(value, "load_state_dict"):
+        if state is not None:
+            value.load_state_dict(state)
+    elif is_scalar(state):
+        return state
+    return value
 
 
 # --- folders ---

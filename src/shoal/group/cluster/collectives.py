@@ -727,13 +727,7 @@ class TorchOperations:
 
     def bring_up(self, tensor: torch.Tensor) -> None:
         """Initialises torch.distributed, unless the program has; all members do it together."""
-        if dist.is_initialized():
-            if (dist.get_rank(), dist.get_world_size()) != (self._rank, self._size):
-                raise UsageError(
-                    f"rank {self._rank} of {self._size} is rank {dist.get_rank()} of "
-                    f"{dist.get_world_size()} in torch.distributed.",
-                    next_step="let the group and torch.distributed have the same ranks.",
-                )
+        if is_world_open(self._rank, self._size):
             self.is_up = True
             return
         backend = self._backend or "nccl"
@@ -773,6 +767,18 @@ class TorchOperations:
             return None
 
         return PendingStep(look)
+
+
+def is_world_open(rank: int, size: int) -> bool:
+    """Tells whether the program has brought torch.distributed up; UsageError if its ranks are others."""
+    is_open = dist.is_initialized()
+    if is_open and (dist.get_rank(), dist.get_world_size()) != (rank, size):
+        raise UsageError(
+            f"rank {rank} of {size} is rank {dist.get_rank()} of {dist.get_world_size()} in "
+            "torch.distributed.",
+            next_step="let the group and torch.distributed have the same ranks.",
+        )
+    return is_open
 
 
 def destroy_world() -> None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,13 +31,12 @@ from torch.optim import Optimizer
 from shoal.core.errors import CheckpointError, UsageError
 from shoal.group import Group, Handle, Slot, Window, share
 from shoal.strategies.averaging import packed
-from shoal.strategies.messages import Packing
 from shoal.strategies.options import ParameterServerOptions
 from shoal.strategies.session import TrainingSession
-from shoal.strategies.start import SentState
 from shoal.tensors import ALIGNMENT_BYTES, DTYPES, BucketLayout, TensorSpec, describe, size_bytes
-from shoal.tensors.checkpoint import rebuild
+from shoal.tensors.checkpoint import SentState, rebuild
 from shoal.tensors.codecs import codec_from_name
+from shoal.tensors.codecs.formats import Packing
 from shoal.tensors.dtypes import dtype_name
 from shoal.tensors.flat import views_over
 from shoal.tensors.packing import reshape_dense
@@ -53,11 +51,6 @@ PIECE_BYTES = 2**20
 """The size of the pieces in which a server sends its optimizer's state."""
 _NAME = "parameter-server"
 _NEXT_VERSION = f"{_NAME}'s next version"
-_SIZE = struct.Struct("<q")
-_REQUEST = struct.Struct("<h")
-_REPLY = struct.Struct("<qqq")
-DELIVERY = struct.Struct("<q")
-"""The note of parameters that are put on a worker's GPU begins with their version, then a `ServerReply`."""
 
 
 # --- how the model is divided ---
@@ -200,9 +193,8 @@ class WorkerRequest(NamedTuple):
 NO_REQUEST = WorkerRequest(RequestKind.NONE)
 
 
-@dataclass(slots=True)
-class ServerReply:
-    """What a server has done for one worker until now."""
+class ServerReply(msgspec.Struct, array_like=True):
+    """What a server has done for one worker until now; it travels as the note of a write."""
 
     num_handled: int = 0
     """Shards of gradients, and requests that none follow."""
@@ -212,18 +204,6 @@ class ServerReply:
     """Shards that held a NaN or an infinity, and were not applied."""
     summary: dict[str, Any] | None = None
     """What the server has counted, with the last reply."""
-
-    def to_note(self) -> bytes:
-        """Encodes it as it travels."""
-        summary = b"" if self.summary is None else msgspec.msgpack.encode(self.summary)
-        return _REPLY.pack(self.num_handled, self.released, self.num_refused) + summary
-
-    @classmethod
-    def from_note(cls, note: bytes) -> ServerReply:
-        """Decodes what `to_note` gave."""
-        num_handled, released, num_refused = _REPLY.unpack_from(note)
-        summary = note[_REPLY.size :]
-        return cls(num_handled, released, num_refused, msgspec.msgpack.decode(summary) if summary else None)
 
 
 # --- the optimizer ---
@@ -303,7 +283,7 @@ def send_state(window: Window, to: int, state: Any) -> None:
     def send(message: torch.Tensor) -> None:
         for part in torch.split(message, PIECE_BYTES):
             piece[: part.numel()] = part
-            window.send(to, piece, note=_SIZE.pack(message.numel())).wait()
+            window.send(to, piece, note=b"%d" % message.numel()).wait()
 
     send(torch.frombuffer(bytearray(msgspec.msgpack.encode(head)), dtype=torch.uint8))
     for bucket, _ in packed(list(tensors.values())):
@@ -319,7 +299,7 @@ def receive_state(next_slot: Callable[[], contextlib.AbstractContextManager[Slot
         while message is None or num_bytes < message.numel():
             with next_slot() as slot:
                 if message is None:
-                    message = torch.empty(*_SIZE.unpack(slot.note), dtype=torch.uint8)
+                    message = torch.empty(int(slot.note), dtype=torch.uint8)
                 part = message[num_bytes : num_bytes + PIECE_BYTES]
                 part.copy_(slot.tensor[: part.numel()])
                 num_bytes += part.numel()
@@ -430,7 +410,7 @@ class ServerChannel:
         values = [*request.numbers, *request.versions, *itertools.chain(*request.gradients)]
         rest = [0] * (self.requests.num_elements - len(values))
         vector = torch.tensor([*values, *rest], dtype=torch.float64)
-        return self.requests.send(server, vector, note=_REQUEST.pack(request.kind))
+        return self.requests.send(server, vector, note=bytes([request.kind]))
 
     def receive(self, worker: int) -> WorkerRequest:
         """Takes a worker's next request, on a server; NO_REQUEST while there is none."""
@@ -439,7 +419,7 @@ class ServerChannel:
         with self.requests.slot(worker) as slot:
             if not slot.num_writes:
                 return NO_REQUEST
-            kind = RequestKind(*_REQUEST.unpack(slot.note))
+            kind = RequestKind(slot.note[0])
             values = iter(slot.tensor.tolist())
             slot.clear()
         shards = self.by_server[self.group.rank]

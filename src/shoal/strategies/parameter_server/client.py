@@ -13,13 +13,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from shoal.core import Deadline, PeerLost
 from shoal.group import Handle, Slot, Window
-from shoal.strategies.messages import Packing
 from shoal.strategies.parameter_server.channel import (
-    DELIVERY,
     ParameterShard,
     Presence,
     RequestKind,
@@ -32,11 +31,14 @@ from shoal.strategies.session import TrainingSession
 from shoal.tensors import describe
 from shoal.tensors.codecs import ErrorFeedback, codec_from_name
 from shoal.tensors.codecs.base import is_finite
+from shoal.tensors.codecs.formats import Packing
 from shoal.tensors.memory import copy_into
 from shoal.tensors.packing import densify
 
 _LOOK_S = 0.25
 """After so long a worker that waits looks whether a server is lost."""
+_DELIVERY = msgspec.msgpack.Decoder(tuple[int, ServerReply])
+"""Reads the note of parameters that are put on a worker's GPU: their version, and the reply."""
 
 Gradients = Sequence[torch.Tensor | None]
 """The gradients of all parameters, or of those of a shard."""
@@ -249,8 +251,8 @@ class ServerClient:
         # what is there may be of an earlier push; and nothing more comes where a pull follows a pull
         while self._taken[shard.number] < self._due[shard.number]:
             with self._next_slot(window, shard.server) as slot:
-                (self._versions[shard.number],) = DELIVERY.unpack_from(slot.note)
-                reply = ServerReply.from_note(slot.note[DELIVERY.size :])
+                version, reply = _DELIVERY.decode(slot.note)
+                self._versions[shard.number] = version
                 self._taken[shard.number] = reply.num_handled
                 if reply.num_handled > self._replies[shard.server].num_handled:
                     self._replies[shard.server] = reply
@@ -331,7 +333,7 @@ class ServerClient:
         for server in self._wait(window):
             with window.slot(server) as slot:
                 if slot.num_writes:
-                    self._replies[server] = ServerReply.from_note(slot.note)
+                    self._replies[server] = msgspec.msgpack.decode(slot.note, type=ServerReply)
                     slot.clear()
 
     @contextlib.contextmanager

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 
 from shoal.core import Deadline
 from shoal.group import Handle, Window
 from shoal.group.kernels import mix_into
 from shoal.strategies.parameter_server.channel import (
-    DELIVERY,
     NO_REQUEST,
     ParameterShard,
     Presence,
@@ -142,9 +142,8 @@ class ServedShard:
                 if worker in self._puts:
                     self._puts[worker].wait()
                 source = self._copies[worker].copy_(self.flat)
-            self._puts[worker] = window.put(
-                worker, source, note=DELIVERY.pack(self.version) + reply.to_note()
-            )
+            note = msgspec.msgpack.encode((self.version, reply))
+            self._puts[worker] = window.put(worker, source, note=note)
         elif self._copies:
             with window.changing(self.version):
                 self._copies[worker].copy_(self.flat)
@@ -445,7 +444,7 @@ class AsyncServer:
 
     def _tell(self, worker: WorkerState) -> None:
         if worker not in self._late:
-            note = worker.reply.to_note()
+            note = msgspec.msgpack.encode(worker.reply)
             self._told[worker.rank] = self._channel.replies.put(worker.rank, torch.zeros(1), note=note)
 
     # --- waiting ---

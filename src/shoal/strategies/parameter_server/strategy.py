@@ -192,7 +192,7 @@ class ParameterServer(Strategy):
             session.finite.hide_gradients()
 
     def after_step(self, session: TrainingSession) -> None:
-        """Pulls the parameters."""
+        """Pulls the parameters, once the gradients have been sent."""
         if self._is_void:
             self.skip_step(session)
         elif session.is_round:
