@@ -26,6 +26,7 @@ FIRST = (
     "contracts",
     "core",
     "data",
+    "dht",
     "models",
     "report",
     "simulate",
