@@ -1,6 +1,6 @@
 """How many strangers are answered."""
 
-from shoal.transport.datagrams.allowances import Allowance
+from shoal.transport.datagrams.limits import Allowance
 
 
 def test_so_many_in_a_second():

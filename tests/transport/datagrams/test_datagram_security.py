@@ -9,10 +9,10 @@ import pytest
 from shoal.core import Address, DeadlineExceeded, Peer, PeerLost, PeerRefused
 from shoal.core.identity import Identity
 from shoal.transport import Reply
-from shoal.transport.datagrams.hellos import HELLO_BYTES, Hello, SealedGreetings, Welcome
-from shoal.transport.datagrams.newcomers import MAX_NEWCOMERS_A_HOST
-from shoal.transport.datagrams.packets import PREFIX, SEALED, Kind, encode_frames, encode_request
-from shoal.transport.datagrams.sealing import AeadSeal
+from shoal.transport.datagrams.handshake import HELLO_BYTES, Hello, SealedGreetings, Welcome
+from shoal.transport.datagrams.limits import MAX_NEWCOMERS_A_HOST
+from shoal.transport.datagrams.sessions import AeadSeal
+from shoal.transport.datagrams.wire import PREFIX, SEALED, Kind, encode_frames, encode_request
 from shoal.transport.frames import encode
 from shoal.transport.trust.access import Access
 from shoal.transport.trust.membership import Membership

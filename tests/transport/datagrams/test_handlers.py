@@ -7,7 +7,7 @@ import pytest
 
 from shoal.core import Address, Deadline, Peer, PeerBusy, Scope
 from shoal.transport.budget import ByteBudget
-from shoal.transport.datagrams.handlers import Handlers, ServedCall
+from shoal.transport.datagrams.callee import Handlers, ServedCall
 from shoal.transport.messages import Head, Reply
 
 PEER = Peer(Address("127.0.0.1", 1))

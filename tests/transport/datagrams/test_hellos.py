@@ -6,8 +6,15 @@ import pytest
 
 from shoal.core import PeerId
 from shoal.core.identity import Identity
-from shoal.transport.datagrams.hellos import HELLO_BYTES, Greetings, Hello, Refusal, SealedGreetings, Welcome
-from shoal.transport.datagrams.packets import MIN_PACKET_BYTES, SEALED, Kind, UnreadablePacket
+from shoal.transport.datagrams.handshake import (
+    HELLO_BYTES,
+    Greetings,
+    Hello,
+    Refusal,
+    SealedGreetings,
+    Welcome,
+)
+from shoal.transport.datagrams.wire import MIN_PACKET_BYTES, SEALED, Kind, UnreadablePacket
 from shoal.transport.trust.membership import Membership
 from shoal.transport.trust.secret import SwarmSecret
 

@@ -1,7 +1,7 @@
 """Which calls were served, and how much of it is remembered."""
 
-from shoal.transport.datagrams import kept
-from shoal.transport.datagrams.kept import ENTRY_BYTES, FORGOTTEN, NEW, RUNNING, KeptAnswers
+from shoal.transport.datagrams import callee
+from shoal.transport.datagrams.callee import ENTRY_BYTES, FORGOTTEN, NEW, RUNNING, KeptAnswers
 
 
 class FakeHub:
@@ -51,7 +51,7 @@ def test_a_hostile_oldest_costs_nothing():
 
 
 def test_the_oldest_answers_go_first_and_their_calls_stay_known(monkeypatch):
-    monkeypatch.setattr(kept, "MAX_KEPT", 10)
+    monkeypatch.setattr(callee, "MAX_KEPT", 10)
     answers = KeptAnswers(FakeHub())
     for call_id in range(25):
         answers.keep(call_id, b"answer", 6)
@@ -60,9 +60,9 @@ def test_the_oldest_answers_go_first_and_their_calls_stay_known(monkeypatch):
 
 
 def test_bytes_are_bounded_for_a_session_and_for_all(monkeypatch):
-    monkeypatch.setattr(kept, "ENTRY_BYTES", 0)
-    monkeypatch.setattr(kept, "MAX_KEPT_BYTES", 100)
-    monkeypatch.setattr(kept, "MAX_KEPT_BYTES_IN_ALL", 150)
+    monkeypatch.setattr(callee, "ENTRY_BYTES", 0)
+    monkeypatch.setattr(callee, "MAX_KEPT_BYTES", 100)
+    monkeypatch.setattr(callee, "MAX_KEPT_BYTES_IN_ALL", 150)
     hub = FakeHub()
     one, other = KeptAnswers(hub), KeptAnswers(hub)
     for call_id in range(10):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shoal.transport.datagrams import newcomers
-from shoal.transport.datagrams.newcomers import Newcomers
+from shoal.transport.datagrams import limits
+from shoal.transport.datagrams.limits import Newcomers
 
 
 class Stranger:
@@ -13,8 +13,8 @@ class Stranger:
 
 @pytest.fixture(autouse=True)
 def _few(monkeypatch):
-    monkeypatch.setattr(newcomers, "MAX_NEWCOMERS", 10)
-    monkeypatch.setattr(newcomers, "MAX_NEWCOMERS_A_HOST", 4)
+    monkeypatch.setattr(limits, "MAX_NEWCOMERS", 10)
+    monkeypatch.setattr(limits, "MAX_NEWCOMERS_A_HOST", 4)
 
 
 def test_a_host_pushes_out_its_own_only():

@@ -7,7 +7,7 @@ import pytest
 
 from shoal.core import Address, Deadline, Peer, PeerId, PeerRefused
 from shoal.transport import Head, Reply
-from shoal.transport.datagrams.parking import KEPT_S, MAX_PARKED, MAX_PARKED_BYTES, PARKED, Parking
+from shoal.transport.datagrams.callee import KEPT_S, MAX_PARKED, MAX_PARKED_BYTES, PARKED, Parking
 from shoal.transport.routes import Routes
 from transport.lossy import run_virtual
 

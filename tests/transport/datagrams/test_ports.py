@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from shoal.core import Address
-from shoal.transport.datagrams.packets import PREFIX
-from shoal.transport.datagrams.ports import Port
 from shoal.transport.datagrams.sessions import Stats, peer_at
+from shoal.transport.datagrams.transport import Port
+from shoal.transport.datagrams.wire import PREFIX
 
 
 class FakeHub:

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from shoal.transport.datagrams.packets import HEADER_BYTES
-from shoal.transport.datagrams.sealing import REPLAY_WINDOW, AeadSeal, BareSeal, ReplayWindow, Tokens
+from shoal.transport.datagrams.sessions import REPLAY_WINDOW, AeadSeal, BareSeal, ReplayWindow, Tokens
+from shoal.transport.datagrams.wire import HEADER_BYTES
 
 A, B = ("10.0.0.1", 4000), ("10.0.0.2", 4000)
 

@@ -5,16 +5,17 @@ import random
 import pytest
 
 from shoal.core import Address, Peer
-from shoal.transport.datagrams.packets import COUNTER, MAX_PACKET_BYTES, PREFIX, UnreadablePacket, Working
-from shoal.transport.datagrams.sealing import AeadSeal, BareSeal
 from shoal.transport.datagrams.sessions import (
     INITIAL_TIMEOUT_S,
     MAX_TIMEOUT_S,
     MIN_TIMEOUT_S,
+    AeadSeal,
+    BareSeal,
     RoundTrips,
     Session,
     Stats,
 )
+from shoal.transport.datagrams.wire import COUNTER, MAX_PACKET_BYTES, PREFIX, UnreadablePacket, Working
 from shoal.transport.frames import encode
 
 PEER = Peer(Address("10.0.0.1", 1))

@@ -22,10 +22,9 @@ from shoal.core import (
     VersionMismatch,
 )
 from shoal.transport import Limits, Reply, StreamTransport
-from shoal.transport.datagrams.asking import MAX_SPAN
-from shoal.transport.datagrams.hub import WINDOW
-from shoal.transport.datagrams.packets import MAX_PACKET_BYTES, Kind
-from shoal.transport.datagrams.transport import DatagramTransport
+from shoal.transport.datagrams.caller import MAX_SPAN
+from shoal.transport.datagrams.transport import WINDOW, DatagramTransport
+from shoal.transport.datagrams.wire import MAX_PACKET_BYTES, Kind
 from shoal.transport.frames import encode
 from shoal.transport.memory import ALIGNMENT_BYTES, aligned_memory
 from transport.lossy import Air, open_on, run_virtual

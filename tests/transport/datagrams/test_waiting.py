@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from shoal.core import Deadline
-from shoal.transport.datagrams.waiting import Alarms, Line
+from shoal.transport.datagrams.limits import Alarms, Line
 from transport.lossy import run_virtual
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import msgspec
 
@@ -19,38 +21,72 @@ from shoal.core import (
     Peer,
     PeerId,
     PeerLost,
+    Scope,
+    StandingScope,
     UsageError,
 )
+from shoal.core.fork import close_in_children, keep_in_children
 from shoal.transport.budget import ByteBudget
-from shoal.transport.datagrams.connecting import ConnectingHub
-from shoal.transport.datagrams.outcomes import AskOverStream
-from shoal.transport.datagrams.packets import MAX_FRAME_BYTES
-from shoal.transport.datagrams.parking import PARKED
-from shoal.transport.datagrams.pending import PendingCall, State
+from shoal.transport.complaints import Complaints
+from shoal.transport.datagrams.callee import PARKED, Answerer, Parking
+from shoal.transport.datagrams.caller import Asker, AskOverStream, PendingCall, State, no_welcome
+from shoal.transport.datagrams.handshake import Greeter, Greetings, SealedGreetings
+from shoal.transport.datagrams.limits import Alarms, Grievances, Line, make_room, shed
+from shoal.transport.datagrams.sessions import Session, Stats, peer_at
+from shoal.transport.datagrams.wire import (
+    HEADER_BYTES,
+    LEFT,
+    MAGIC,
+    MAX_FRAME_BYTES,
+    MAX_PACKET_BYTES,
+    PREFIX,
+    REFUSED,
+    SEALED,
+    SESSION_BYTES,
+    VERSION,
+    Kind,
+)
 from shoal.transport.frames import Mode
 from shoal.transport.limits import Limits
+from shoal.transport.memory import BufferPool
 from shoal.transport.messages import Allocate, Channel, Head, Reply, Serve, ServeChannel, Transport
 from shoal.transport.networks.network import Network, SocketNetwork
+from shoal.transport.networks.sockets import unreachable
 from shoal.transport.payloads import byte_views, encode_head
 from shoal.transport.routes import Routes
-from shoal.transport.trust.membership import Membership, check_may_listen
+from shoal.transport.trust.membership import Membership, check_may_listen, is_loopback
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from shoal.transport.streams.transport import StreamTransport
 
+log = logging.getLogger(__name__)
+
+WINDOW = 64
+"""Requests that may be unanswered at once; more would only fill the queues between here and there."""
 _MAX_REST_BYTES = MAX_FRAME_BYTES - 10  # of a request, without its tag and id
-_CALL, _ONE_WAY = int(Mode.CALL), int(Mode.ONE_WAY)
+_CALL, _ONE_WAY, _DATA = int(Mode.CALL), int(Mode.ONE_WAY), int(Kind.DATA)
+_GREETINGS = (Kind.HELLO, Kind.WELCOME, Kind.REFUSAL)
+_ACCESS_S = 1.0  # how soon a peer that is denied is gone
+_DENIED = "it may no longer talk to this peer."
+_CLOSING_S = 1.0  # for what the system had no room for
 
 
-class DatagramTransport(ConnectingHub):
+class DatagramTransport:
     """Calls over UDP; open it with `async with` on the loop that it should live on.
 
     A request that does not fit into a datagram goes over `streams` to the same address, as does an answer
     that does not fit into a few; without streams such calls fail with LimitExceeded or PeerRefused. A handler
     runs once for a call, however often its request arrives.
     """
+
+    loop: asyncio.AbstractEventLoop
+    alarms: Alarms
+    window: Line
+    scope: Scope
+    _greeter: Greeter
+    _opening: asyncio.Lock
 
     def __init__(
         self,
@@ -63,20 +99,38 @@ class DatagramTransport(ConnectingHub):
         routes: Routes | None = None,
         streams: StreamTransport | None = None,
     ) -> None:
-        limits = limits or Limits()
-        budget = streams.budget if streams is not None else ByteBudget(limits.max_bytes_in_flight)
-        super().__init__(
-            network or SocketNetwork(),
-            membership,
-            peer_id,
-            limits,
-            routes or (streams.routes if streams is not None else Routes()),
-            budget,
-            has_streams=streams is not None,
-        )
+        self.network = network or SocketNetwork()
         self.streams = streams
+        self.limits = limits or Limits()
+        self.routes = routes or (streams.routes if streams is not None else Routes())
+        self.budget = streams.budget if streams is not None else ByteBudget(self.limits.max_bytes_in_flight)
+        self.peer_id = membership.peer_id if membership is not None else peer_id
+        self.clock = self.network.clock
+        self.random = self.network.random
+        self.pool = BufferPool()
+        self.stats = Stats()
+        self.complaints = Complaints(log, self.clock)
+        self._grievances = Grievances(self.complaints, self.clock)
+        self.parking = Parking(self.routes, self.random) if streams is not None else None
+        """None where there are no streams."""
+        self.is_open = False
+        self.is_watching = True
+        """Whether somebody looks after who may talk; else `watch` must be called before serving anybody."""
+        self.kept_bytes = 0
+        """What all sessions keep for their callers."""
+        self.sessions: dict[bytes, Session] = {}
+        """By the id that packets to this peer are marked with."""
+        self._membership = None if self.network.is_simulated else membership
+        self.access = self._membership.access if self._membership is not None else None
         self._is_insecure = is_insecure or self.network.is_simulated
         self._closing = contextlib.AsyncExitStack()
+        self._askers: dict[Peer, Asker] = {}
+        self._ports: list[Port] = []
+        self._dirty: list[Session] = []
+        self._is_flush_due = False
+        self._access_timer: asyncio.TimerHandle | None = None
+        self._access_version = -1
+        self._watched_packets = 0
 
     async def __aenter__(self) -> Self:
         if self.is_open:
@@ -253,6 +307,374 @@ class DatagramTransport(ConnectingHub):
                 next_step="send or ask for less at once, or use an Endpoint.",
             )
         return self.streams
+
+    # --- the way to a peer: a socket that reaches it, and a session with it ---
+
+    async def _connect(self, peer: Peer, deadline: Deadline) -> Asker:
+        """A session that new calls may use; concurrent callers share one greeting."""
+        if (known := self._known_by_address(peer)) is not None:
+            return known
+        try:
+            async with asyncio.timeout(deadline.timeout_s):
+                while True:  # a session may be replaced by another while it greets, or right after
+                    asker = self._askers.get(peer)
+                    if asker is None:
+                        where, port = await self._way_to(peer)
+                        asker = self._askers.get(peer) or self.open_asker(peer, where, port)
+                    if asker.state is State.READY:
+                        return asker
+                    await asker.wait_for_welcome()
+        except TimeoutError:
+            raise no_welcome(peer) from None
+
+    def _known_by_address(self, peer: Peer) -> Asker | None:
+        """A session that was begun with whoever is at the peer's address, and it was this peer."""
+        asker = self._askers.get(Peer(peer.address)) if peer.id is not None else None
+        if asker is None or asker.state is not State.READY or asker.peer.id != peer.id:
+            return None
+        asker.target = peer  # whoever comes to be at this address later is not asked in its place
+        self._askers[peer] = asker
+        return asker
+
+    async def _way_to(self, peer: Peer) -> tuple[tuple[Any, ...], Port]:
+        """A peer's address as sockets know it, and the socket to ask from."""
+        try:
+            where = await self.network.resolve(peer.address)
+            port = await self._port_for(where)
+        except (UsageError, TimeoutError):  # the second is the deadline's
+            raise
+        except (OSError, ValueError) as error:
+            raise unreachable(peer, error) from error
+        self._require_open()
+        return where, port
+
+    async def _port_for(self, where: tuple[Any, ...]) -> Port:
+        """A socket to ask from, the one that listens where there is one: then both ways have one address."""
+        async with self._opening:  # those who ask at the same time share one
+            for port in self._ports:
+                if port.can_reach(where):
+                    return port
+            if self.network.is_simulated:
+                address = Address(getattr(self.network, "name", "localhost"), 0)
+            else:
+                address = Address("0.0.0.0" if len(where) == 2 else "::", 0)
+            return await self._open_port(address, is_listening=False)
+
+    def _require_open(self) -> None:
+        if not self.is_open:
+            raise UsageError("The transport is not open.", next_step="use it inside 'async with'.")
+
+    # --- opening and closing ---
+
+    @contextlib.asynccontextmanager
+    async def _opened(self) -> AsyncIterator[None]:
+        """Between opening and closing."""
+        self.loop = asyncio.get_running_loop()
+        self.alarms = Alarms(self.loop)
+        self.window = Line(self.loop, WINDOW)
+        self._opening = asyncio.Lock()
+        membership = self._membership
+        self._greeter = Greeter(
+            self,
+            Greetings(self.peer_id, self.random)
+            if membership is None
+            else SealedGreetings(membership, self.random),
+        )
+        self.is_watching = self.access is None
+        standing = StandingScope("datagram transport")
+        self.scope = await standing.open()
+        self.is_open = True
+        try:
+            yield
+        finally:
+            self.is_open = False
+            try:
+                self._leave()
+                await standing.close()
+            finally:
+                if self.parking is not None:
+                    self.parking.close()
+                self.complaints.flush()
+                self.pool.clear()
+                ports, self._ports = self._ports, []
+                for port in ports:  # all of them, before anything is waited for
+                    port.begin_closing()
+                for port in ports:
+                    await port.close()
+
+    def _leave(self) -> None:
+        """Tell those who wait, on either side."""
+        self.flush()
+        for session in tuple(self.sessions.values()):
+            try:
+                if session.num_open:
+                    session.leave("the peer is stopping.")
+            except Exception:
+                log.exception("%s cannot be told that this peer is stopping", session.peer)
+            session.close("the transport was closed.")
+        self.sessions.clear()
+        self._askers.clear()
+        self._dirty.clear()
+        self.alarms.close()
+        if self._access_timer is not None:
+            self._access_timer.cancel()
+            self._access_timer = None
+
+    # --- sockets ---
+
+    async def _open_port(self, address: Address, *, is_listening: bool) -> Port:
+        port = Port(self, self._greeter, is_listening=is_listening)
+        await self.network.open_datagrams(address, port)
+        if not self.is_open:  # closed meanwhile
+            await port.close()
+        else:
+            self._ports.append(port)
+        return port
+
+    async def stop_listening(self, address: Address) -> None:
+        """Close the socket that listens there."""
+        for port in tuple(self._ports):
+            if port.where[:2] == (address.host, address.port):
+                self._ports.remove(port)
+                await port.close()
+
+    # --- what sessions and ports tell ---
+
+    def on_dirty(self, session: Session) -> None:
+        """A session has frames to send at the end of this turn of the loop."""
+        self._dirty.append(session)
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            self.loop.call_soon(self._flush_turn)
+
+    def _flush_turn(self) -> None:
+        self._is_flush_due = False
+        self.flush()
+
+    def flush(self) -> None:
+        """Send the frames of all sessions now."""
+        if self._dirty:
+            dirty, self._dirty = self._dirty, []
+            for session in dirty:
+                try:
+                    session.flush()
+                except Exception:
+                    log.exception("the session with %s is ended: its packets cannot be made", session.peer)
+                    self.drop(session, "its packets could not be made.")
+
+    def jitter(self, share: float) -> float:
+        """A random factor around 1, by up to this share."""
+        return 1.0 + share * (2.0 * self.random.random() - 1.0)
+
+    def on_bad_packet(self, peer: Peer, why: str) -> None:
+        """A packet was dropped."""
+        self.stats.refused += 1
+        self.complain_once("dropped a packet", peer, why)
+
+    def on_replay(self, peer: Peer) -> None:
+        """A packet came that had come before."""
+        self.stats.duplicates += 1
+        self.complain_once("dropped a packet", peer, "it came twice: the network repeats, or somebody does.")
+
+    def complain_once(self, what: str, peer: Peer, why: str) -> None:
+        """One log line for this host and reason in ten minutes."""
+        self._grievances.add(what, peer, why)
+
+    # --- sessions ---
+
+    def open_asker(
+        self, target: Peer, where: tuple[Any, ...], port: Port, not_before_s: float = 0.0
+    ) -> Asker:
+        """Begin a session, in the place of an earlier one with the same target."""
+        asker = Asker(self, port, target, where, self.random.randbytes(SESSION_BYTES))
+        self.make_room()  # whom to ask is the program's own affair, and not refused
+        earlier = self._askers.get(target)
+        if earlier is not None:
+            earlier.retire()
+        self.sessions[asker.id] = asker
+        self._askers[target] = asker
+        now_s = self.loop.time()
+        if now_s < not_before_s:
+            self.alarms.set(not_before_s, asker)
+        else:
+            asker.greet(now_s)
+        return asker
+
+    def new_hello(self, asker: Asker) -> bytes:
+        """A greeting; each is another one, so that a copy of it can keep nobody out."""
+        return self._greeter.new_hello(asker)
+
+    def on_retired(self, asker: Asker) -> None:
+        """It takes no new calls, or is closed."""
+        for name in (asker.target, Peer(asker.target.address)):
+            if self._askers.get(name) is asker:
+                del self._askers[name]
+        self._greeter.forget_asker(asker)
+        if asker.state is State.CLOSED:
+            self.sessions.pop(asker.id, None)
+
+    def prove(
+        self, answerer: Answerer, packet: bytes, where: tuple[Any, ...], port: Port, token: bytes
+    ) -> bool:
+        """Whether a token shows that the caller receives there; asks for one where it does not."""
+        return self._greeter.admission.prove(answerer, packet, where, port, token)
+
+    def on_left(self, answerer: Answerer) -> None:
+        """The caller has ended the session."""
+        self.drop(answerer, "its caller has left.")
+
+    def drop(self, session: Session, reason: str, code: str = LEFT) -> None:
+        """End a session and forget it."""
+        session.close(reason, code)
+        self.sessions.pop(session.id, None)
+
+    def make_room(self) -> bool:
+        """Whether there is room for one more session, at the price of others that nobody uses."""
+        return make_room(self, num_newcomers=len(self._greeter.admission.newcomers))
+
+    def shed(self) -> None:
+        """Too much is kept for callers: forget some."""
+        shed(self)
+
+    # --- who may talk ---
+
+    def watch(self) -> None:
+        """End the sessions of peers that may no longer talk, now and once a second while there is traffic."""
+        access = self.access
+        if access is None:
+            return
+        access.refresh()
+        has_changed = access.version != self._access_version  # who greets is looked at then
+        self._access_version = access.version
+        for session in tuple(self.sessions.values()) if has_changed else ():
+            peer_id = session.peer.id
+            if session.seal is not None and peer_id is not None and not access.is_allowed(peer_id):
+                self.complain_once("ended a session", session.peer, _DENIED)
+                session.leave("this peer may no longer talk to it.", REFUSED)
+                self.drop(session, _DENIED, REFUSED)
+        self.is_watching = True
+        self._watched_packets = self.stats.packets_in
+        self._access_timer = self.loop.call_later(_ACCESS_S, self._watch_on)
+
+    def _watch_on(self) -> None:
+        is_quiet = self.stats.packets_in == self._watched_packets
+        if is_quiet and not any(session.num_open for session in self.sessions.values()):
+            self.is_watching, self._access_timer = False, None
+        else:
+            self.watch()
+
+
+class Port(asyncio.DatagramProtocol):
+    """Receives for all sessions of a socket."""
+
+    def __init__(self, hub: DatagramTransport, greeter: Greeter, *, is_listening: bool) -> None:
+        self._hub = hub
+        self._sessions = hub.sessions
+        self._stats = hub.stats
+        self._greeter = greeter
+        self.is_listening = is_listening
+        """Whether strangers may begin a session here; a socket that was opened only to ask takes none."""
+        self._carrier: asyncio.DatagramTransport | None = None
+        self._is_full = False
+        self._is_closing = False
+        self._closed = asyncio.Event()
+        self._descriptor: int | None = None
+        self.where: tuple[Any, ...] = ()
+        """Its own address."""
+
+    # --- what asyncio calls ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The socket is there."""
+        self._carrier = cast("asyncio.DatagramTransport", transport)
+        self.where = tuple(transport.get_extra_info("sockname"))
+        socket = transport.get_extra_info("socket")
+        if socket is not None:
+            self._descriptor = socket.fileno()
+            close_in_children(self._descriptor)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The socket is gone."""
+        if self._descriptor is not None:
+            keep_in_children(self._descriptor)
+        self._carrier = None
+        self._closed.set()
+
+    def pause_writing(self) -> None:
+        """The system takes no more: what is sent now is lost, as on a full line."""
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        """There is room again."""
+        self._is_full = False
+
+    def error_received(self, exc: Exception) -> None:
+        """Some packet could not be delivered; which one is not known, and its call tries again."""
+        self._stats.unheard += 1
+
+    def datagram_received(self, data: bytes, addr: tuple[Any, ...]) -> None:
+        """A packet has come."""
+        hub, stats = self._hub, self._stats
+        if not hub.is_open:
+            return
+        stats.packets_in += 1
+        stats.bytes_in += len(data)
+        if not hub.is_watching:
+            hub.watch()
+        if data[:3] == PREFIX and len(data) >= HEADER_BYTES:
+            kind = data[3]
+            if kind == _DATA and len(data) <= MAX_PACKET_BYTES:
+                session = self._sessions.get(data[4:12])
+                if session is not None:
+                    session.receive(data, addr, self)
+                else:
+                    self._greeter.on_stray(data, addr, self)
+            else:
+                self._on_greeting(kind, data, addr)
+        elif data[:2] == MAGIC and len(data) >= 12 and data[2] != VERSION:
+            self._greeter.on_other_version(data, addr, self)
+        else:
+            hub.on_bad_packet(peer_at(addr), "bytes that are no packet of Shoal's.")
+        hub.flush()
+
+    def _on_greeting(self, kind: int, data: bytes, where: tuple[Any, ...]) -> None:
+        greeter = self._greeter
+        if kind == Kind.UNKNOWN:
+            greeter.on_unknown(data)
+        elif (kind & ~SEALED) in _GREETINGS and len(data) <= MAX_PACKET_BYTES:
+            greeter.on_greeting(kind, data, where, self)
+        else:
+            self._hub.on_bad_packet(peer_at(where), "a packet of no known kind.")
+
+    # --- sending ---
+
+    def can_reach(self, where: tuple[Any, ...]) -> bool:
+        """Whether an address can be sent to from here: the same family, and not elsewhere from loopback."""
+        is_same_family = len(self.where) == len(where)
+        return is_same_family and (is_loopback(where[0]) or not is_loopback(self.where[0]))
+
+    def send(self, packet: bytes, where: tuple[Any, ...]) -> None:
+        """Send one packet, or lose it."""
+        if self._carrier is None or self._is_full:
+            self._stats.unheard += 1
+            return
+        self._carrier.sendto(packet, where)
+        self._stats.packets_out += 1
+        self._stats.bytes_out += len(packet)
+
+    def begin_closing(self) -> None:
+        """Close the socket as soon as what waits is sent."""
+        if self._carrier is not None and not self._is_closing:
+            self._is_closing = True
+            self._carrier.close()
+
+    async def close(self) -> None:
+        """Send what waits, and close the socket; its port is free when this returns."""
+        if self._carrier is not None:
+            self.begin_closing()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSING_S):
+                    await self._closed.wait()
 
 
 def _into(pick: Callable[[Head], Any], method: str, head: Head) -> Any:

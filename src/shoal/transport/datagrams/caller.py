@@ -1,0 +1,549 @@
+"""The caller's side of datagrams: calls that are sent again until they are answered or their time is over."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from shoal.core import (
+    Deadline,
+    DeadlineExceeded,
+    Peer,
+    PeerBusy,
+    PeerError,
+    PeerId,
+    PeerLost,
+    PeerRefused,
+    ProtocolError,
+    ShoalError,
+    VersionMismatch,
+)
+from shoal.core.scope import settle
+from shoal.transport.datagrams.callee import copy_in, fill_all
+from shoal.transport.datagrams.limits import Line
+from shoal.transport.datagrams.sessions import (
+    INITIAL_TIMEOUT_S,
+    MIN_CALLER_CONTENT_BYTES,
+    TOKEN_BYTES,
+    BareSeal,
+    RoundTrips,
+    Session,
+)
+from shoal.transport.datagrams.wire import (
+    BUSY,
+    LEFT,
+    MAX_PARTS,
+    REFUSED,
+    VERSION,
+    Answer,
+    Challenge,
+    Failure,
+    Goodbye,
+    Parked,
+    Part,
+    UnreadablePacket,
+    Working,
+    decode_outcome,
+    encode_request,
+    renumbered,
+)
+from shoal.transport.errors import from_wire
+from shoal.transport.frames import UNREADABLE, ErrorHead, decode_payload, encode
+from shoal.transport.messages import Head, Reply
+from shoal.transport.payloads import fitting_views
+
+if TYPE_CHECKING:
+    from shoal.transport.datagrams.transport import DatagramTransport, Port
+
+JITTER = 0.1
+_ENDINGS: dict[str, type[PeerError]] = {LEFT: PeerLost, REFUSED: PeerRefused, BUSY: PeerBusy}
+
+
+MAX_SPAN = 2048
+"""Ids between the oldest open call and the newest; a session that has more is replaced by a new one, since
+the callee remembers every call from the oldest on."""
+_MAX_WAIT_S = 8.0
+_SILENT_SENDS = 4
+_SILENT_S = 8.0  # a peer so silent may have forgotten the session, and be kept from saying so
+
+
+class Asker(Session):
+    """A session that this side has begun, to ask.
+
+    It greets until it is greeted back, takes calls while it is READY, and ends them with itself.
+    """
+
+    _min_content_bytes = MIN_CALLER_CONTENT_BYTES
+    hub: DatagramTransport
+
+    def __init__(
+        self, hub: DatagramTransport, port: Port, peer: Peer, where: tuple[Any, ...], session_id: bytes
+    ) -> None:
+        super().__init__(hub, port, peer, where, session_id)
+        self.target = peer
+        """Whom callers asked for; `peer` tells who it is."""
+        self.state = State.GREETING
+        self.round_trips = RoundTrips()
+        self.waiters: list[asyncio.Future[None]] = []
+        self.heard_at_s: float | None = None
+        self.places = Line(hub.loop, 0)
+        """How many calls the other side takes at once."""
+        self.token: bytes | None = None
+        self.hellos: dict[bytes, bytes] = {}
+        """Those sent so far, by their salts."""
+        self.num_hellos = 0
+        self.greeted_at_s = 0.0
+        self._greets_at_s = 0.0
+        self._next_id = 1
+        self.pending: dict[int, PendingCall] = {}
+
+    # --- the way from a greeting to its end ---
+
+    @property
+    def num_open(self) -> int:
+        """Calls that wait for an answer."""
+        return len(self.pending)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether both sides know each other."""
+        return self.state in (State.READY, State.RETIRED)
+
+    @property
+    def is_over(self) -> bool:
+        """For the alarm of its hello."""
+        return self.state is not State.GREETING
+
+    def on_alarm(self, now_s: float) -> None:
+        """No welcome has come in time: greet again, as long as somebody waits for it."""
+        if now_s < self._greets_at_s:
+            return  # it has greeted since
+        if not self.pending and all(waiter.done() for waiter in self.waiters):
+            self.close("nobody waits for it.")
+            return
+        if self.num_hellos:
+            self.round_trips.missed(now_s - self.greeted_at_s)
+        self.greet(now_s)
+
+    def greet(self, now_s: float) -> None:
+        """Send the hello, and listen for a while."""
+        self.num_hellos += 1
+        self.greeted_at_s = now_s
+        self.waiters = [waiter for waiter in self.waiters if not waiter.done()]
+        self.port.send(self.hub.new_hello(self), self.where)
+        self._greets_at_s = now_s + self.round_trips.timeout_s * self.hub.jitter(JITTER)
+        self.hub.alarms.set(self._greets_at_s, self)
+
+    async def wait_for_welcome(self) -> None:
+        """Until the other side has greeted back; a hello that seems lost is sent again at once."""
+        welcome: asyncio.Future[None] = self.hub.loop.create_future()
+        self.waiters.append(welcome)
+        now_s = self.hub.loop.time()
+        if self.num_hellos and now_s - self.greeted_at_s > INITIAL_TIMEOUT_S:
+            self.greet(now_s)
+        await welcome
+
+    def refuse(self, error: ShoalError) -> None:
+        """Nothing can be asked there."""
+        self.state = State.CLOSED
+        self.is_open = False
+        for waiter in self.waiters:
+            settle(waiter, error)
+        self.waiters.clear()
+        for call in tuple(self.pending.values()):
+            settle(call.answer, error)
+        self.places.let_all_in()
+        self.hub.on_retired(self)
+
+    def retire(self) -> None:
+        """Take no new calls; those under way may end."""
+        if self.state is State.READY:
+            self.state = State.RETIRED
+            self.hub.on_retired(self)
+            if not self.pending:
+                self.close("another session has taken its place.")
+
+    def close(self, reason: str, code: str = LEFT) -> None:
+        """End every call, oldest first."""
+        kind = _ENDINGS.get(code, PeerLost)
+        for call in self.pending.values():
+            what = f"{call.method} at {self.peer}: the session ended."
+            settle(call.answer, kind(what, peer=self.peer, cause=reason))
+        self.refuse(kind(f"The session with {self.peer} ended.", peer=self.peer, cause=reason))
+
+    def welcome(self, peer: Peer, seal: BareSeal, their_id: bytes, token: bytes, max_calls: int) -> None:
+        """The other side has greeted back."""
+        self.peer = peer
+        self.begin(seal, their_id)
+        self.token = token
+        max_calls = max(1, min(max_calls, self.hub.limits.max_calls))
+        self.places = Line(self.hub.loop, max_calls - len(self.pending))
+        self.state = State.READY
+        now_s = self.hub.loop.time()
+        if self.num_hellos == 1:
+            self.round_trips.observe(now_s - self.greeted_at_s)
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self.waiters.clear()
+        for call in self.pending.values():  # of an earlier session
+            call.sent_at_s = now_s
+            self.resend(call)
+
+    def inherit(self, earlier: Asker, counter: int) -> None:
+        """Go on for a session of which the other side did not know the packet with this counter.
+
+        Calls that may safely be made again move here: those sent once, in that packet or a later one. Earlier
+        packets may have come while the session was known.
+        """
+        self.round_trips = earlier.round_trips
+        self.waiters = earlier.waiters
+        earlier.waiters = []
+        for call in tuple(earlier.pending.values()):
+            if call.num_sends > 1 or call.is_working or call.parts or call.counter < counter:
+                continue  # it may have been served already: `earlier` tells its caller so
+            del earlier.pending[call.id]
+            call.asker = self
+            call.id = self._next_id
+            call.frame = renumbered(call.frame, call.id)
+            self._next_id += 1
+            self.pending[call.id] = call
+
+    # --- calls ---
+
+    def ask(
+        self, method: str, rest: bytes, into: Any, deadline: Deadline, expires_at_s: float
+    ) -> PendingCall:
+        """Send a request; whoever asks must `end` the call, whatever became of it."""
+        hub = self.hub
+        loop = hub.loop
+        call_id = self._next_id
+        self._next_id = call_id + 1
+        frame = encode_request(call_id, rest)
+        now_s = loop.time()
+        wait_s = self.round_trips.timeout_s
+        call = PendingCall(
+            call_id, self, method, frame, into, deadline, expires_at_s, loop.create_future(), now_s, wait_s
+        )
+        self.pending[call_id] = call
+        self.queue(frame)
+        call.counter = self._counter
+        due_at_s = now_s + wait_s
+        hub.alarms.set(min(expires_at_s, due_at_s), call)
+        self.used_at_s = now_s
+        if call_id - self._oldest() > MAX_SPAN:
+            self.retire()
+        return call
+
+    def end(self, call: PendingCall) -> None:
+        """Forget a call; one that was not answered is cancelled at the peer."""
+        if self.pending.pop(call.id, None) is None:
+            return
+        if call.has_place:
+            self.leave_window(call)
+        if not call.is_settled and self.is_settled:
+            self.queue(encode((2, call.id)))
+        if not call.answer.cancel() and not call.answer.cancelled():
+            call.answer.exception()  # a one-way call's failure is nobody's
+        self.places.give_back()
+        if self.state is State.RETIRED and not self.pending:
+            self.flush()  # its cancellation
+            self.close("its last call has ended.")
+
+    def on_overdue(self, call: PendingCall, now_s: float) -> None:
+        """The alarm of a call: ask again, or give up at its deadline."""
+        if now_s >= call.expires_at_s:
+            settle(call.answer, late(self, call, now_s))
+            return
+        if now_s < call.quiet_until_s:
+            self.hub.alarms.set(min(call.quiet_until_s, call.expires_at_s), call)
+            return
+        if call.has_place:
+            self.leave_window(call)
+        if self.is_settled:
+            if not call.is_working:
+                self.round_trips.missed(call.wait_s)
+            call.num_sends += 1
+            self.hub.stats.resent += 1
+            self.resend(call)
+            heard_at_s = self.greeted_at_s if self.heard_at_s is None else self.heard_at_s
+            is_silent = call.num_sends > _SILENT_SENDS and now_s - heard_at_s > _SILENT_S
+            if is_silent and not call.is_working:
+                self.retire()  # new calls greet again
+        call.wait_s = min(_MAX_WAIT_S, 2 * call.wait_s) * self.hub.jitter(JITTER)
+        self.hub.alarms.set(min(now_s + call.wait_s, call.expires_at_s), call)
+
+    def resend(self, call: PendingCall) -> None:
+        """Send a request again, or ask for the parts of its answer that are missing."""
+        if call.parts is not None:
+            missing = [index for index, part in enumerate(call.parts) if part is None]
+            self.queue(encode((3, call.id, missing)))
+        else:
+            self.queue(call.frame)
+            call.counter = self._counter
+
+    def leave_window(self, call: PendingCall) -> None:
+        """Something has come back, or will not: another request may be sent."""
+        call.has_place = False
+        self.hub.window.give_back()
+
+    def _oldest(self) -> int:
+        for call_id in self.pending:
+            return call_id
+        return self._next_id
+
+    # --- what comes back ---
+
+    def _send(self) -> None:
+        if self.token is not None:  # until the other side has shown that it believes this address
+            self._frames.insert(0, encode((4, self.token)))
+        super()._send()
+
+    def receive(self, packet: bytes, where: tuple[Any, ...], port: Port) -> None:
+        """Answers have come; where from does not matter, since they are genuine."""
+        frames = self.read(packet, where)
+        if frames is None:
+            return
+        self.heard_at_s = self.hub.loop.time()
+        if frames.frames and type(frames.frames[0]) is not Challenge:
+            self.token = None  # this address is believed
+        for frame in frames.frames:
+            handler = HANDLERS.get(type(frame))
+            if handler is not None:
+                handler(self, frame)
+
+
+class State(enum.Enum):
+    """How far a session has come."""
+
+    GREETING = 1
+    READY = 2
+    RETIRED = 3  # finishes the calls that it has
+    CLOSED = 4
+
+
+class PendingCall(msgspec.Struct, eq=False):
+    """One call that has been sent and not yet answered."""
+
+    id: int
+    asker: Asker
+    method: str
+    frame: bytes
+    into: Any
+    deadline: Deadline
+    expires_at_s: float
+    answer: asyncio.Future[Reply]
+    sent_at_s: float
+    wait_s: float
+    counter: int = 0
+    """Of the first packet with it in its session."""
+    num_sends: int = 1
+    has_place: bool = True
+    """In the window of unanswered packets."""
+    is_settled: bool = False
+    is_working: bool = False
+    quiet_until_s: float = 0.0
+    """Not to be sent again before this: its handler is at it."""
+    parts: list[bytes | None] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """For its alarm."""
+        return self.answer.done()
+
+    def on_alarm(self, now_s: float) -> None:
+        """No answer has come in time."""
+        self.asker.on_overdue(self, now_s)
+
+
+_SILENCE = (
+    "nothing was heard from it: the host is down, a firewall drops the packets, it has another secret or "
+    "none, or what listens there is no Shoal peer."
+)
+_WORKING_WAIT_S = 1.0  # a call that is being served is asked about this seldom, at first
+
+
+class AskOverStream(Exception):
+    """The answer is too large for datagrams: take it over a stream with this ticket."""
+
+    def __init__(self, ticket: bytes, size_bytes: int) -> None:
+        super().__init__()
+        self.ticket = ticket
+        self.size_bytes = size_bytes
+
+
+def _call_of(asker: Asker, call_id: int) -> PendingCall | None:
+    call = asker.pending.get(call_id)
+    if call is None or call.answer.done():
+        asker.hub.stats.duplicates += 1
+        return None
+    if call.has_place:
+        asker.leave_window(call)
+    return call
+
+
+def _on_answer(asker: Asker, frame: Answer) -> None:
+    call = _call_of(asker, frame.id)
+    if call is None:
+        return
+    if call.num_sends == 1:  # else nobody knows which of them was answered (Karn's rule)
+        asker.round_trips.observe((asker.heard_at_s or 0.0) - call.sent_at_s)
+    _settle(asker, call, frame)
+
+
+def _settle(asker: Asker, call: PendingCall, frame: Answer) -> None:
+    call.is_settled = True
+    try:
+        reply = Reply(decode_payload(frame.payload))
+        if frame.buffers or call.into is not None:
+            reply.buffers = _take_in(asker, call, reply.payload, frame.buffers)
+    except Exception as error:  # noqa: BLE001 - whatever the caller's allocate raises belongs to the caller
+        call.answer.set_exception(_unusable(asker, call, error))
+    else:
+        call.answer.set_result(reply)
+
+
+def _take_in(asker: Asker, call: PendingCall, payload: Any, buffers: list[bytes]) -> list[memoryview]:
+    sizes = [len(buffer) for buffer in buffers]
+    asker.hub.limits.check_sizes(sizes)
+    given = call.into
+    if given is None:
+        return copy_in(asker.hub.pool, buffers)
+    if callable(given):
+        given = given(Head(call.method, payload, sizes, asker.peer, call.deadline))
+    views = fitting_views(given or (), sizes)
+    fill_all(views, buffers)
+    return views
+
+
+def _on_failure(asker: Asker, frame: Failure) -> None:
+    call = _call_of(asker, frame.id)
+    if call is not None:
+        _fail(asker, call, frame)
+
+
+def _fail(asker: Asker, call: PendingCall, frame: Failure) -> None:
+    call.is_settled = True
+    head = ErrorHead(frame.code, frame.what, frame.cause, frame.next_step)
+    call.answer.set_exception(from_wire(head, asker.peer, call.method))
+
+
+def _on_part(asker: Asker, frame: Part) -> None:
+    call = _call_of(asker, frame.id)
+    if call is None:
+        return
+    if call.parts is None and 2 <= frame.num_parts <= MAX_PARTS:
+        call.parts = [None] * frame.num_parts
+    parts = call.parts
+    if parts is None or len(parts) != frame.num_parts or not 0 <= frame.index < len(parts):
+        asker.hub.on_bad_packet(asker.peer, "a part of an answer that does not fit to the others.")
+        return
+    parts[frame.index] = frame.data
+    arrived = [part for part in parts if part is not None]
+    if len(arrived) < len(parts):
+        return
+    try:
+        outcome = decode_outcome(b"".join(arrived))
+    except UnreadablePacket as error:
+        call.is_settled = True
+        settle(call.answer, _unusable(asker, call, error))
+        return
+    if isinstance(outcome, Answer):
+        _settle(asker, call, outcome)
+    else:
+        _fail(asker, call, outcome)
+
+
+def _on_working(asker: Asker, frame: Working) -> None:
+    call = _call_of(asker, frame.id)
+    if call is not None:
+        call.is_working = True
+        call.wait_s = max(call.wait_s, _WORKING_WAIT_S)
+        call.quiet_until_s = asker.hub.loop.time() + call.wait_s
+
+
+def _on_parked(asker: Asker, frame: Parked) -> None:
+    call = _call_of(asker, frame.id)
+    if call is not None:
+        call.is_settled = True
+        call.answer.set_exception(AskOverStream(frame.ticket, frame.size_bytes))
+
+
+def _on_challenge(asker: Asker, frame: Challenge) -> None:
+    """The other side sees another address than before: prove it, and ask again."""
+    if len(frame.token) != TOKEN_BYTES:
+        asker.hub.on_bad_packet(asker.peer, "a challenge that does not follow the protocol.")
+    elif frame.token != asker.token:
+        asker.token = frame.token
+        for call in asker.pending.values():
+            call.num_sends += 1  # it may be served twice elsewhere, were it made again
+            asker.resend(call)
+
+
+def _on_goodbye(asker: Asker, frame: Goodbye) -> None:
+    asker.close(frame.reason[:200], frame.code)
+
+
+def _unusable(asker: Asker, call: PendingCall, error: Exception) -> Exception:
+    if isinstance(error, ShoalError) or not isinstance(error, (*UNREADABLE, UnreadablePacket)):
+        return error
+    return ProtocolError(f"The answer of {asker.peer} to {call.method} cannot be read: {error}.")
+
+
+def late(asker: Asker, call: PendingCall, now_s: float) -> DeadlineExceeded:
+    """The error of a call whose time is over."""
+    if asker.state is State.GREETING or asker.heard_at_s is None:
+        cause = _SILENCE
+    elif call.is_working:
+        cause = f"its handler was at it; {now_s - asker.heard_at_s:.1f} s ago the peer was heard from."
+    else:
+        ago_s = now_s - asker.heard_at_s
+        cause = f"it was asked {call.num_sends} times; the peer was heard from {ago_s:.1f} s ago."
+    return DeadlineExceeded(
+        f"{call.method} at {asker.peer} was not answered before its deadline.", cause=cause
+    )
+
+
+def no_welcome(peer: Peer) -> DeadlineExceeded:
+    """The error for a peer that does not greet back."""
+    return DeadlineExceeded(
+        f"No connection to {peer} before the deadline.",
+        cause=_SILENCE,
+        next_step="check the address, that its UDP port is reachable, and that both have the same secret.",
+    )
+
+
+def other_peer(target: Peer, peer_id: PeerId | None) -> PeerRefused:
+    """The error for a target whose address another peer has."""
+    other = peer_id.short if peer_id else "nobody in particular"
+    expected = target.id.short if target.id else "nobody in particular"
+    return PeerRefused(
+        f"The peer at {target.address} is {other}, not {expected}.",
+        peer=target,
+        cause="another peer has taken that address.",
+        next_step="look the peer up again.",
+    )
+
+
+def other_version(peer: Peer, version: int) -> VersionMismatch:
+    """The error for a peer that cannot be understood."""
+    return VersionMismatch(
+        f"{peer} speaks another version of the datagram protocol ({version}) than this peer ({VERSION}).",
+        next_step="install the same Shoal version on both sides; `shoal --version` tells it.",
+    )
+
+
+HANDLERS: dict[type[Any], Callable[[Asker, Any], None]] = {
+    Answer: _on_answer,
+    Failure: _on_failure,
+    Part: _on_part,
+    Working: _on_working,
+    Parked: _on_parked,
+    Challenge: _on_challenge,
+    Goodbye: _on_goodbye,
+}
+"""What to do with a frame; other kinds are not for callers."""

@@ -1,0 +1,523 @@
+"""First contact: a signed hello each way, then keys that only the two peers have, and a proof of address.
+
+The seal of a greeting, under a key that every member of the swarm has, tells outsiders apart at the price of
+one failed decryption; the signature, with the peer's own key, tells who greets. A session's keys come from a
+Diffie-Hellman exchange besides the secret: a member that knows the secret still cannot read or forge what two
+others say.
+
+A stranger is answered with one packet, never larger than what it sent, and is remembered only in lists of
+bounded length. Whoever has proven its address cannot be pushed out of its session by anybody who has not.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from shoal.core import Peer, PeerError, PeerId, PeerRefused
+from shoal.core.ids import ID_BYTES
+from shoal.transport.datagrams.callee import Answerer
+from shoal.transport.datagrams.caller import Asker, State, other_peer, other_version
+from shoal.transport.datagrams.limits import Allowance, Newcomers
+from shoal.transport.datagrams.sessions import TOKEN_BYTES, AeadSeal, BareSeal, Tokens, peer_at
+from shoal.transport.datagrams.wire import (
+    BUSY,
+    COUNTER,
+    HEADER_BYTES,
+    MIN_PACKET_BYTES,
+    PREFIX,
+    SEALED,
+    SESSION_BYTES,
+    TAG_BYTES,
+    VERSION,
+    Kind,
+    UnreadablePacket,
+    version_answer,
+)
+from shoal.transport.frames import UNREADABLE, encode
+
+if TYPE_CHECKING:
+    from shoal.transport.datagrams.transport import DatagramTransport, Port
+    from shoal.transport.trust.access import Access
+    from shoal.transport.trust.membership import Membership
+
+_MAX_HELLOS = 4  # that a welcome may still answer; earlier ones are lost
+_MAX_ANSWERS_A_S = 1000  # to packets of sessions that are not known here, or of another version
+_GREET_AGAIN_S = 0.2
+
+
+class Greeter:
+    """All greetings of one transport."""
+
+    def __init__(self, hub: DatagramTransport, greetings: Greetings) -> None:
+        self._hub = hub
+        self._greetings = greetings
+        self._greeting: dict[bytes, Asker] = {}  # by the salt of their hello
+        self._asking: dict[bytes, Asker] = {}  # by the session id that their packets are marked with
+        self.admission = Admission(hub, greetings)
+        self._answers = Allowance(_MAX_ANSWERS_A_S)
+
+    # --- asking ---
+
+    def new_hello(self, asker: Asker) -> bytes:
+        """A greeting; each is another one, so that a copy of it can keep nobody out."""
+        hub = self._hub
+        salt = hub.random.randbytes(SALT_BYTES)
+        target = asker.target.id.digest if asker.target.id else b""
+        hello = Hello(salt, self._greetings.ephemeral, asker.id, target, hub.clock.wall_s())
+        packet = asker.hellos[salt] = self._greetings.write(Kind.HELLO, hello)
+        self._greeting[salt] = asker
+        if len(asker.hellos) > _MAX_HELLOS:
+            oldest = next(iter(asker.hellos))
+            del asker.hellos[oldest]
+            self._greeting.pop(oldest, None)
+        return packet
+
+    def forget_asker(self, asker: Asker) -> None:
+        """It takes no new calls."""
+        self._end_greeting(asker)
+        if asker.state is not State.RETIRED and self._asking.get(asker.their_id) is asker:
+            del self._asking[asker.their_id]
+
+    def _end_greeting(self, asker: Asker) -> None:
+        for salt in asker.hellos:
+            self._greeting.pop(salt, None)
+        asker.hellos.clear()
+
+    def on_unknown(self, packet: bytes) -> None:
+        """The other side does not know a session: greet again, with the calls that may be made again."""
+        hub = self._hub
+        asker = self._asking.get(packet[4:12])
+        counter = COUNTER.unpack_from(packet, 12)[0]
+        if asker is None or counter >= asker.num_sent:
+            hub.stats.refused += 1
+            return
+        if not self._greetings.is_genuine_unknown(packet, asker.peer.id):
+            hub.stats.refused += 1
+            return
+        if (
+            asker.num_open and asker.state is State.READY
+        ):  # in place of a retired one there is another already
+            not_before_s = asker.greeted_at_s + _GREET_AGAIN_S
+            heir = hub.open_asker(asker.target, asker.where, asker.port, not_before_s)
+            heir.inherit(asker, counter)
+        asker.close("it does not know this session any more; it was started again, most likely.")
+
+    def _on_welcome(self, peer_id: PeerId | None, welcome: Welcome) -> None:
+        sizes = (len(welcome.salt), len(welcome.session_id), len(welcome.token))
+        if sizes != (SALT_BYTES, SESSION_BYTES, TOKEN_BYTES) or welcome.session_id in self._asking:
+            raise UnreadablePacket("a welcome that does not follow the protocol.")
+        asker = self._greeting[welcome.hello_salt]
+        target = asker.target
+        peer = Peer(target.address, peer_id)
+        if target.id is not None and peer_id != target.id:
+            asker.refuse(other_peer(target, peer_id))
+            return
+        if not is_allowed(self._hub.access, peer_id):
+            self._hub.complain_once("asked nothing", peer, DENIED)
+            asker.refuse(PeerRefused(f"{peer} is not asked: {DENIED}", peer=peer))
+            return
+        seal = self._greetings.session_seal(welcome, peer_id, welcome.hello_salt)
+        self._end_greeting(asker)
+        self._asking[welcome.session_id] = asker
+        asker.welcome(peer, seal, welcome.session_id, welcome.token, welcome.max_calls)
+
+    def _on_refusal(self, peer_id: PeerId | None, refusal: Refusal) -> None:
+        asker = self._greeting[refusal.hello_salt]
+        peer = Peer(asker.target.address, peer_id)
+        error: PeerError = PeerRefused(
+            f"{peer} does not talk to this peer: {refusal.reason[:200]}", peer=peer
+        )
+        asker.refuse(error)
+
+    # --- what comes ---
+
+    def on_greeting(self, kind: int, packet: bytes, where: tuple[Any, ...], port: Port) -> None:
+        """A hello, a welcome or a refusal."""
+        hub, greetings = self._hub, self._greetings
+        plain_kind = kind & ~SEALED
+        if plain_kind == Kind.HELLO and not port.is_listening:
+            hub.stats.refused += 1
+            return
+        if bool(kind & SEALED) != greetings.is_sealed:
+            hub.stats.refused += 1
+            why = "it has no secret." if greetings.is_sealed else "it has a swarm secret, this peer has none."
+            hub.complain_once("refused a greeting", peer_at(where), why)
+            return
+        if plain_kind == Kind.HELLO and self.admission.is_repeated(packet, where, port):
+            return
+        try:
+            greeting = greetings.open(packet)
+            if plain_kind == Kind.HELLO:
+                self.admission.on_hello(greeting, packet, where, port)
+            elif greeting.body.hello_salt not in self._greeting:
+                hub.stats.duplicates += 1
+            elif plain_kind == Kind.WELCOME:
+                self._on_welcome(greetings.verified(greeting), greeting.body)
+            else:
+                self._on_refusal(greetings.verified(greeting), greeting.body)
+        except UnreadablePacket as error:
+            hub.stats.refused += 1
+            hub.complain_once("refused a greeting", peer_at(where), str(error))
+
+    # --- strangers ---
+
+    def on_stray(self, packet: bytes, where: tuple[Any, ...], port: Port) -> None:
+        """A packet of a session that is not known here."""
+        self._hub.stats.refused += 1
+        if port.is_listening and len(packet) >= _UNKNOWN_BYTES and self._may_answer():
+            port.send(self._greetings.unknown(packet), where)
+
+    def on_other_version(self, packet: bytes, where: tuple[Any, ...], port: Port) -> None:
+        """A packet of another version of the protocol, or the answer to one of ours."""
+        hub = self._hub
+        hub.stats.refused += 1
+        version = packet[2]
+        if packet[3] == Kind.VERSION:
+            for asker in tuple(self._greeting.values()):
+                if any(hello[4:12] == packet[4:12] for hello in asker.hellos.values()):
+                    asker.refuse(other_version(asker.target, version))
+            return
+        hub.complain_once("refused a packet", peer_at(where), f"it speaks version {version}, not {VERSION}.")
+        if port.is_listening and len(packet) >= MIN_PACKET_BYTES and self._may_answer():
+            port.send(version_answer(packet), where)
+
+    def _may_answer(self) -> bool:
+        return self._answers.take(self._hub.loop.time())
+
+
+_UNKNOWN_BYTES = 48  # the size of the answer to a stray packet
+
+
+MAX_CLOCK_GAP_S = 300.0
+"""A hello older or newer than this is refused: it may be a recorded one."""
+DENIED = "it is not on this peer's list of those who may talk."
+_FULL = "it serves as many callers as it can."
+_MAX_REMEMBERED = 4096  # hellos that were answered
+_MAX_ADDRESSES = 3  # from which the same hello is answered: more are copies of it
+_MAX_STALE_A_S = 100  # answers to hellos of another time, which are signed
+
+
+class Admission:
+    """The door of one transport."""
+
+    def __init__(self, hub: DatagramTransport, greetings: Greetings) -> None:
+        self._hub = hub
+        self._greetings = greetings
+        self._tokens = Tokens(hub.random)
+        self.newcomers = Newcomers(hub.sessions)
+        self._answered: dict[tuple[bytes, Any], bytes] = {}
+        self._seen: dict[bytes, int] = {}
+        self._stale_answers = Allowance(_MAX_STALE_A_S)
+
+    def is_repeated(self, packet: bytes, where: tuple[Any, ...], port: Port) -> bool:
+        """Whether a hello was answered before; that answer is sent again to the same address."""
+        nonce = packet[4:16]
+        if (answer := self._answered.get((nonce, where))) is not None:
+            self._hub.stats.duplicates += 1
+            port.send(answer, where)
+            return True
+        if self._seen.get(nonce, 0) >= _MAX_ADDRESSES:
+            self._hub.on_replay(peer_at(where))
+            return True
+        return False
+
+    def on_hello(self, greeting: Greeting, packet: bytes, where: tuple[Any, ...], port: Port) -> None:
+        """Answer a hello; UnreadablePacket when it does not follow the protocol."""
+        hello = greeting.body
+        if len(hello.salt) != SALT_BYTES or len(hello.session_id) != SESSION_BYTES:
+            raise UnreadablePacket("a hello that does not follow the protocol.")
+        if why := self._untimely(hello):
+            self._on_stale_hello(why, hello, packet, where, port)
+            return
+        peer_id = self._greetings.verified(greeting)
+        _remember(self._seen, packet[4:16], self._seen.get(packet[4:16], 0) + 1)
+        hub = self._hub
+        peer = Peer(peer_at(where).address, peer_id)
+        reason = self._objection(peer_id, hello)
+        if reason:
+            hub.stats.refused += 1
+            hub.complain_once("refused a hello", peer, reason)
+            answer = self._greetings.write(Kind.REFUSAL, Refusal(hello.salt, reason))
+        else:
+            answer = self._admit(peer, hello, packet[4:16], where, port)
+        if len(answer) <= len(packet):  # never more than it sent
+            _remember(self._answered, (packet[4:16], where), answer)
+            port.send(answer, where)
+
+    def _on_stale_hello(
+        self, why: str, hello: Hello, packet: bytes, where: tuple[Any, ...], port: Port
+    ) -> None:
+        """Recorded ones can be had in any number: they cost no check of a signature, and few an answer."""
+        hub = self._hub
+        hub.stats.refused += 1
+        hub.complain_once("refused a hello", peer_at(where), why)
+        if self._stale_answers.take(hub.loop.time()):
+            answer = self._greetings.write(Kind.REFUSAL, Refusal(hello.salt, why))
+            if len(answer) <= len(packet):
+                port.send(answer, where)
+
+    def _untimely(self, hello: Hello) -> str:
+        """Why a hello is not of this time, or nothing."""
+        gap_s = hello.wall_s - self._hub.clock.wall_s()
+        if not self._greetings.is_sealed or abs(gap_s) <= MAX_CLOCK_GAP_S:
+            return ""
+        return f"the hello's time is {gap_s:+.0f} s off: a clock is wrong, or it was recorded."
+
+    def _objection(self, peer_id: PeerId | None, hello: Hello) -> str:
+        """Why a peer may not talk here, or nothing."""
+        me = self._greetings.peer_id
+        if hello.target and (me is None or hello.target != me.digest):
+            return f"another peer is expected here: this one is {me.short if me else 'nobody in particular'}."
+        return "" if is_allowed(self._hub.access, peer_id) else DENIED
+
+    def _admit(self, peer: Peer, hello: Hello, nonce: bytes, where: tuple[Any, ...], port: Port) -> bytes:
+        """Begin a session whose address is not proven yet; the welcome to send."""
+        hub, greetings = self._hub, self._greetings
+        answerer = Answerer(hub, port, peer, where, hub.random.randbytes(SESSION_BYTES))
+        answerer.hello_nonce = nonce
+        salt = hub.random.randbytes(SALT_BYTES)
+        answerer.begin(greetings.session_seal(hello, peer.id, salt), hello.session_id)
+        self.newcomers.add(answerer)
+        token = self._tokens.make(where, answerer.id, hub.loop.time())
+        return greetings.write(
+            Kind.WELCOME,
+            Welcome(hello.salt, salt, greetings.ephemeral, answerer.id, token, hub.limits.max_calls),
+        )
+
+    def prove(
+        self, answerer: Answerer, packet: bytes, where: tuple[Any, ...], port: Port, token: bytes
+    ) -> bool:
+        """Whether a token shows that the caller receives there; asks for one where it does not."""
+        hub = self._hub
+        now_s = hub.loop.time()
+        if self._tokens.is_good(token, where, answerer.id, now_s):
+            if not answerer.is_proven:
+                self.newcomers.remove(answerer)
+                _remember(self._seen, answerer.hello_nonce, _MAX_ADDRESSES)  # a copy of it is worth nothing
+                self._answered.pop((answerer.hello_nonce, answerer.where), None)
+                if not hub.make_room():
+                    port.send(answerer.packet([encode((11, _FULL, BUSY))]), where)
+                    hub.drop(answerer, _FULL)
+                    return False
+            return True
+        challenge = answerer.packet([encode((10, self._tokens.make(where, answerer.id, now_s)))])
+        if len(challenge) <= len(packet):
+            port.send(challenge, where)
+        return False
+
+
+def is_allowed(access: Access | None, peer_id: PeerId | None) -> bool:
+    """Whether a peer may talk; one without an id only where no list is kept."""
+    return access is None or (peer_id is not None and access.is_allowed(peer_id))
+
+
+def _remember(memory: dict[Any, Any], key: Any, value: Any) -> None:
+    """As the latest; the one that was not met for longest is forgotten."""
+    memory.pop(key, None)
+    memory[key] = value
+    if len(memory) > _MAX_REMEMBERED:
+        del memory[next(iter(memory))]
+
+
+NONCE_BYTES = 12
+SALT_BYTES = 16
+GREETING_BYTES = 16  # header and nonce in front of a greeting
+HELLO_BYTES = 352
+"""A hello is padded to this size: no welcome or refusal is larger."""
+
+
+class Hello(msgspec.Struct, array_like=True, frozen=True):
+    """Begins a session; everything random in it is made for this one session, but for the ephemeral key."""
+
+    salt: bytes
+    ephemeral: bytes
+    session_id: bytes
+    """What packets to the one who greets are marked with."""
+    target: bytes
+    """The peer id that is expected there, or nothing."""
+    wall_s: float
+
+
+class Welcome(msgspec.Struct, array_like=True, frozen=True):
+    """Answers a hello, whose salt it repeats."""
+
+    hello_salt: bytes
+    salt: bytes
+    ephemeral: bytes
+    session_id: bytes
+    token: bytes
+    max_calls: int
+
+
+class Refusal(msgspec.Struct, array_like=True, frozen=True):
+    """Says no to a hello, whose salt it repeats."""
+
+    hello_salt: bytes
+    reason: str
+
+
+class _Envelope(msgspec.Struct, array_like=True, frozen=True):
+    """Who greets: a public key and a signature, or a claimed peer id where nothing is sealed."""
+
+    who: bytes
+    signature: bytes
+    body: bytes
+    padding: bytes = b""
+
+
+class Greeting(NamedTuple):
+    """A greeting that has been opened; nobody knows yet who wrote it."""
+
+    kind: int
+    envelope: _Envelope
+    body: Any
+
+
+_envelope_decoder = msgspec.msgpack.Decoder(_Envelope)
+_body_decoders: dict[int, msgspec.msgpack.Decoder[Any]] = {
+    Kind.HELLO: msgspec.msgpack.Decoder(Hello),
+    Kind.WELCOME: msgspec.msgpack.Decoder(Welcome),
+    Kind.REFUSAL: msgspec.msgpack.Decoder(Refusal),
+}
+
+
+class Greetings:
+    """Makes and reads greetings, bare: a peer is whom it claims to be."""
+
+    is_sealed = False
+
+    def __init__(self, peer_id: PeerId | None, source: random.Random) -> None:
+        self.peer_id = peer_id
+        self.ephemeral = b""
+        self._random = source
+
+    def write(self, kind: Kind, body: Hello | Welcome | Refusal) -> bytes:
+        """A greeting as it is sent."""
+        content = encode(body)
+        who, signature = self._signed(kind, content)
+        size_bytes = HELLO_BYTES if kind is Kind.HELLO else 0
+        sealed_bytes = GREETING_BYTES + TAG_BYTES * self.is_sealed
+        envelope = encode((who, signature, content, b""))
+        missing_bytes = size_bytes - sealed_bytes - len(envelope)
+        if missing_bytes > 0:
+            # from 256 bytes on the padding's own length takes a byte more
+            envelope = encode((who, signature, content, bytes(missing_bytes - (missing_bytes > 255))))
+        header = PREFIX + bytes([kind | self.is_sealed * SEALED]) + self._random.randbytes(NONCE_BYTES)
+        return self._seal(header, envelope)
+
+    def open(self, packet: bytes) -> Greeting:
+        """What a greeting says; by whom is to be `verified` before it is believed."""
+        kind = packet[3] & ~SEALED
+        try:
+            envelope = _envelope_decoder.decode(self._open(packet))
+            return Greeting(kind, envelope, _body_decoders[kind].decode(envelope.body))
+        except UNREADABLE:
+            raise UnreadablePacket("a greeting that does not follow the protocol.") from None
+
+    def verified(self, greeting: Greeting) -> PeerId | None:
+        """Who greets; UnreadablePacket when it is not whom it claims to be."""
+        return self._check(greeting.kind, greeting.envelope)
+
+    def session_seal(self, theirs: Hello | Welcome, their_id: PeerId | None, my_salt: bytes) -> BareSeal:
+        """What protects the packets of the session that two greetings have begun."""
+        return BareSeal()
+
+    def unknown(self, packet: bytes) -> bytes:
+        """What a packet of a session that nobody knows is answered: its session id and counter again."""
+        return PREFIX + bytes([Kind.UNKNOWN]) + packet[4:HEADER_BYTES]
+
+    def is_genuine_unknown(self, packet: bytes, their_id: PeerId | None) -> bool:
+        """Whether this peer, rather than a passer-by, says that it does not know a session."""
+        return len(packet) == HEADER_BYTES
+
+    def _signed(self, kind: int, content: bytes) -> tuple[bytes, bytes]:
+        return (self.peer_id.digest if self.peer_id else b""), b""
+
+    def _check(self, kind: int, envelope: _Envelope) -> PeerId | None:
+        if len(envelope.who) not in (0, ID_BYTES):
+            raise UnreadablePacket("a greeting with a peer id of the wrong length.")
+        return PeerId(envelope.who) if envelope.who else None
+
+    def _seal(self, header: bytes, envelope: bytes) -> bytes:
+        return header + envelope
+
+    def _open(self, packet: bytes) -> bytes:
+        return packet[GREETING_BYTES:]
+
+
+class SealedGreetings(Greetings):
+    """Greetings of a swarm's member."""
+
+    is_sealed = True
+
+    def __init__(self, membership: Membership, source: random.Random) -> None:
+        super().__init__(membership.peer_id, source)
+        self._membership = membership
+        self._swarm = AESGCM(membership.secret.derive("datagram greeting"))
+        self._ephemeral_key = X25519PrivateKey.generate()
+        self.ephemeral = self._ephemeral_key.public_key().public_bytes_raw()
+        self._public_key = membership.identity.public_key.public_bytes_raw()
+
+    def session_seal(self, theirs: Hello | Welcome, their_id: PeerId | None, my_salt: bytes) -> BareSeal:
+        """Keys for both directions; UnreadablePacket when the other side's half is no key."""
+        mine = self._membership.peer_id.digest
+        their = their_id.digest if their_id else b""
+        try:
+            shared = self._ephemeral_key.exchange(X25519PublicKey.from_public_bytes(theirs.ephemeral))
+        except ValueError:
+            raise UnreadablePacket("a greeting without a usable key.") from None
+        derive = self._membership.secret.derive
+        sending = derive("datagram", shared, mine, their, my_salt, theirs.salt)
+        receiving = derive("datagram", shared, their, mine, theirs.salt, my_salt)
+        return AeadSeal(sending, receiving)
+
+    def unknown(self, packet: bytes) -> bytes:
+        """The same, sealed for the swarm and naming this peer: an outsider must not be able to end sessions.
+
+        It could have any member answer a packet that it saw; what another peer says of a session is worth
+        nothing.
+        """
+        header = super().unknown(packet)
+        nonce = self._random.randbytes(NONCE_BYTES)
+        return header + nonce + self._swarm.encrypt(nonce, b"", header + self._membership.peer_id.digest)
+
+    def is_genuine_unknown(self, packet: bytes, their_id: PeerId | None) -> bool:
+        """Whether a member says in this peer's name that it does not know a session."""
+        header, nonce = packet[:HEADER_BYTES], packet[HEADER_BYTES : HEADER_BYTES + NONCE_BYTES]
+        named = header + (their_id.digest if their_id else b"")
+        try:
+            return self._swarm.decrypt(nonce, packet[HEADER_BYTES + NONCE_BYTES :], named) == b""
+        except (InvalidTag, ValueError):
+            return False
+
+    def _signed(self, kind: int, content: bytes) -> tuple[bytes, bytes]:
+        return self._public_key, self._membership.identity.sign(_signed_text(kind, content))
+
+    def _check(self, kind: int, envelope: _Envelope) -> PeerId | None:
+        try:
+            key = Ed25519PublicKey.from_public_bytes(envelope.who)
+            key.verify(envelope.signature, _signed_text(kind, envelope.body))
+        except (InvalidSignature, ValueError):
+            raise UnreadablePacket("a greeting whose signature is not of the peer that it names.") from None
+        return PeerId.of_public_key(envelope.who)
+
+    def _seal(self, header: bytes, envelope: bytes) -> bytes:
+        return header + self._swarm.encrypt(header[4:], envelope, header)
+
+    def _open(self, packet: bytes) -> bytes:
+        header = packet[:GREETING_BYTES]
+        try:
+            return self._swarm.decrypt(header[4:], packet[GREETING_BYTES:], header)
+        except (InvalidTag, ValueError):
+            raise UnreadablePacket("a greeting that was sealed with another secret.") from None
+
+
+def _signed_text(kind: int, content: bytes) -> bytes:
+    return b"shoal datagram greeting %d:" % kind + content
