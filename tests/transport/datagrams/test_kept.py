@@ -1,7 +1,7 @@
 """Which calls were served, and how much of it is remembered."""
 
 from shoal.transport.datagrams import callee
-from shoal.transport.datagrams.callee import ENTRY_BYTES, FORGOTTEN, NEW, RUNNING, KeptAnswers
+from shoal.transport.datagrams.callee import ENTRY_BYTES, FORGOTTEN, NEW, RUNNING, AnswerCache
 
 
 class FakeHub:
@@ -14,7 +14,7 @@ class FakeHub:
 
 def test_an_answer_is_kept_until_its_caller_has_gone_on():
     hub = FakeHub()
-    answers = KeptAnswers(hub)
+    answers = AnswerCache(hub)
     assert answers.get(1) is NEW
     answers.mark(1, RUNNING)
     answers.keep(2, b"two", 3)
@@ -30,7 +30,7 @@ def test_an_answer_is_kept_until_its_caller_has_gone_on():
 
 def test_answers_that_come_out_of_order_leave_no_bytes_behind():
     hub = FakeHub()
-    answers = KeptAnswers(hub)
+    answers = AnswerCache(hub)
     answers.mark(1, RUNNING)
     for call_id in (9, 2, 3, 1):
         answers.keep(call_id, b"answer", 6)
@@ -43,7 +43,7 @@ def test_answers_that_come_out_of_order_leave_no_bytes_behind():
 
 
 def test_a_hostile_oldest_costs_nothing():
-    answers = KeptAnswers(FakeHub())
+    answers = AnswerCache(FakeHub())
     answers.keep(5, b"five", 4)
     assert answers.forget_before(2**63) == []
     assert answers.oldest == 2**63
@@ -52,7 +52,7 @@ def test_a_hostile_oldest_costs_nothing():
 
 def test_the_oldest_answers_go_first_and_their_calls_stay_known(monkeypatch):
     monkeypatch.setattr(callee, "MAX_KEPT", 10)
-    answers = KeptAnswers(FakeHub())
+    answers = AnswerCache(FakeHub())
     for call_id in range(25):
         answers.keep(call_id, b"answer", 6)
     assert [answers.get(call_id) is FORGOTTEN for call_id in range(25)] == [True] * 15 + [False] * 10
@@ -64,7 +64,7 @@ def test_bytes_are_bounded_for_a_session_and_for_all(monkeypatch):
     monkeypatch.setattr(callee, "MAX_KEPT_BYTES", 100)
     monkeypatch.setattr(callee, "MAX_KEPT_BYTES_IN_ALL", 150)
     hub = FakeHub()
-    one, other = KeptAnswers(hub), KeptAnswers(hub)
+    one, other = AnswerCache(hub), AnswerCache(hub)
     for call_id in range(10):
         one.keep(call_id, bytes(30), 30)
     assert one.size_bytes == 90

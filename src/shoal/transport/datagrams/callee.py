@@ -39,6 +39,7 @@ from shoal.transport.datagrams.wire import (
     Goodbye,
     Proof,
     Request,
+    SocketAddress,
     cut,
     encode_failure,
 )
@@ -58,7 +59,7 @@ from shoal.transport.payloads import (
 from shoal.transport.routes import Route, Routes
 
 if TYPE_CHECKING:
-    from shoal.transport.datagrams.transport import DatagramTransport, Port
+    from shoal.transport.datagrams.transport import DatagramSocket, DatagramTransport
 
 log = logging.getLogger(__name__)
 
@@ -68,20 +69,25 @@ _ONE_WAY = int(Mode.ONE_WAY)
 _NEVER = Deadline.never()
 
 
-class Answerer(Session):
+class CalleeSession(Session):
     """A session that the other side has begun, to ask."""
 
-    hub: DatagramTransport
+    transport: DatagramTransport
 
     def __init__(
-        self, hub: DatagramTransport, port: Port, peer: Peer, where: tuple[Any, ...], session_id: bytes
+        self,
+        transport: DatagramTransport,
+        socket: DatagramSocket,
+        peer: Peer,
+        where: SocketAddress,
+        session_id: bytes,
     ) -> None:
-        super().__init__(hub, port, peer, where, session_id)
+        super().__init__(transport, socket, peer, where, session_id)
         self.is_proven = False
         """Whether the caller has shown that it receives where its packets come from."""
         self.hello_nonce = b""
-        self.kept = KeptAnswers(hub)
-        self._handlers = Handlers(hub, self._on_reply, self._on_error)
+        self.kept = AnswerCache(transport)
+        self._handlers = Handlers(transport, self._on_reply, self._on_error)
 
     @property
     def num_open(self) -> int:
@@ -93,7 +99,7 @@ class Answerer(Session):
         """Whether both sides know each other, and where."""
         return self.is_proven and self.is_open
 
-    def receive(self, packet: bytes, where: tuple[Any, ...], port: Port) -> None:
+    def receive(self, packet: bytes, where: SocketAddress, socket: DatagramSocket) -> None:
         """Requests have come."""
         frames = self.read(packet, where)
         if frames is None:
@@ -101,11 +107,11 @@ class Answerer(Session):
         if where != self.where or not self.is_proven:
             first = frames.frames[0] if frames.frames else None
             token = first.token if type(first) is Proof else b""
-            if not self.hub.prove(self, packet, where, port, token):
+            if not self.transport.prove(self, packet, where, socket, token):
                 return
-            self.is_proven, self.where, self.port = True, where, port
+            self.is_proven, self.where, self.socket = True, where, socket
             self.peer = Peer(peer_at(where).address, self.peer.id)
-        self.used_at_s = self.hub.loop.time()
+        self.used_at_s = self.transport.loop.time()
         if frames.oldest > self.kept.oldest:
             for call_id in self.kept.forget_before(frames.oldest):
                 self._handlers.cancel(call_id)
@@ -117,7 +123,7 @@ class Answerer(Session):
             elif type(frame) is Fetch:
                 self._on_fetch(frame)
             elif type(frame) is Goodbye:
-                self.hub.on_left(self)
+                self.transport.on_left(self)
                 return
 
     def close(self, reason: str, code: str = LEFT) -> None:
@@ -132,7 +138,7 @@ class Answerer(Session):
         call_id = frame.id
         kept = self.kept.get(call_id)
         if kept is not NEW or call_id < self.kept.oldest:
-            self.hub.stats.duplicates += 1
+            self.transport.stats.duplicates += 1
             if kept is not NEW:
                 self._repeat(call_id, kept)
             return
@@ -141,11 +147,11 @@ class Answerer(Session):
             return
         try:
             route, head = self._accept(frame)
-            buffers = memory_for(route, head, frame.buffers, self.hub.pool) if frame.buffers else ()
+            buffers = memory_for(route, head, frame.buffers, self.transport.pool) if frame.buffers else ()
             reply = route.serve(head, buffers) if route.is_plain_function else None  # type: ignore[misc]
             later = reply if isinstance(reply, asyncio.Future) else None
             if later is not None or not route.is_plain_function:
-                held_bytes = min(packet_bytes + _HANDLER_BYTES, self.hub.budget.max_bytes)
+                held_bytes = min(packet_bytes + _HANDLER_BYTES, self.transport.budget.max_bytes)
                 call = ServedCall(call_id, head, buffers, frame.mode == _ONE_WAY, held_bytes)
                 self._start(route, frame, call, later)
                 return
@@ -185,10 +191,10 @@ class Answerer(Session):
 
     def _accept(self, frame: Request) -> tuple[Route, Head]:
         """Find who answers a request; raises what its caller is told when nobody does."""
-        hub = self.hub
-        if len(self._handlers) >= hub.limits.max_calls:
+        transport = self.transport
+        if len(self._handlers) >= transport.limits.max_calls:
             raise _too_many()
-        route = hub.routes.find(frame.method)
+        route = transport.routes.find(frame.method)
         if route.serve is None:
             raise PeerRefused(
                 f"{frame.method} is a channel.",
@@ -196,12 +202,12 @@ class Answerer(Session):
             )
         sizes = [len(buffer) for buffer in frame.buffers]
         if sizes:
-            hub.limits.check_sizes(sizes)
+            transport.limits.check_sizes(sizes)
         try:
             payload = decode_payload(frame.payload, route.decoder)
         except UNREADABLE as error:
             raise PeerRefused(f"the payload of {frame.method} is not what it takes: {error}.") from error
-        clock = hub.clock
+        clock = transport.clock
         timeout_ms = frame.timeout_ms
         deadline = Deadline(clock.now_s() + timeout_ms / 1000, clock) if timeout_ms > 0 else _NEVER
         return route, Head(frame.method, payload, sizes, self.peer, deadline)
@@ -247,7 +253,7 @@ class Answerer(Session):
                 if total_bytes > _MAX_ANSWER_BYTES:
                     self._park(call_id, method, reply, total_bytes)
                     return
-            frame = encode_head(method, content, self.hub.limits.max_head_bytes)
+            frame = encode_head(method, content, self.transport.limits.max_head_bytes)
             if len(frame) > _MAX_ANSWER_BYTES:
                 self._park(call_id, method, reply, len(frame))
                 return
@@ -260,14 +266,14 @@ class Answerer(Session):
         self._send_outcome(call_id, frame)
 
     def _park(self, call_id: int, method: str, reply: Reply, size_bytes: int) -> None:
-        parking = self.hub.parking
+        parking = self.transport.parking
         if parking is None:
             raise LimitExceeded(
                 f"the answer of {method} takes {size_bytes:,} bytes, more than {MAX_PARTS} datagrams.",
                 cause="this peer answers over datagrams alone.",
                 next_step="ask for less at once, or give the peer a stream transport.",
             )
-        ticket = parking.park(reply, size_bytes, self.peer.id, self.hub.loop)
+        ticket = parking.park(reply, size_bytes, self.peer.id, self.transport.loop)
         self._send_outcome(call_id, encode((9, call_id, ticket, size_bytes)))
 
     def _fail(self, call_id: int, method: str, error: Exception) -> None:
@@ -316,11 +322,11 @@ class Handlers:
 
     def __init__(
         self,
-        hub: DatagramTransport,
+        transport: DatagramTransport,
         on_reply: Callable[[ServedCall, Any], None],
         on_error: Callable[[ServedCall, Exception], None],
     ) -> None:
-        self._hub = hub
+        self._transport = transport
         self._on_reply = on_reply
         self._on_error = on_error
         self._running: dict[int, ServedCall] = {}
@@ -332,7 +338,7 @@ class Handlers:
         """Run a handler as a task; PeerBusy when there is no room for it."""
         self._open(call, timeout_s)
         try:
-            call.work = self._hub.scope.start(self._run(route, call), name=call.head.method)
+            call.work = self._transport.scope.start(self._run(route, call), name=call.head.method)
         except UsageError:  # closing
             self._finish(call)
             raise PeerBusy("this peer is leaving.", next_step="ask another peer.") from None
@@ -349,11 +355,11 @@ class Handlers:
             raise
 
     def _open(self, call: ServedCall, timeout_s: float | None) -> None:
-        if not self._hub.budget.try_take(call.held_bytes, may_pass=True):
+        if not self._transport.budget.try_take(call.held_bytes, may_pass=True):
             raise PeerBusy("too many calls are being served already.", next_step=LATER)
         self._running[call.id] = call
         if timeout_s is not None:
-            call.timer = self._hub.loop.call_later(timeout_s, self._expire, call)
+            call.timer = self._transport.loop.call_later(timeout_s, self._expire, call)
 
     def cancel(self, call_id: int) -> None:
         """The caller of this one wants no answer, if it still runs."""
@@ -414,7 +420,7 @@ class Handlers:
         call.buffers = ()
         if call.timer is not None:
             call.timer.cancel()
-        self._hub.budget.give_back(call.held_bytes)
+        self._transport.budget.give_back(call.held_bytes)
 
 
 def _cancelled() -> PeerBusy:
@@ -443,14 +449,14 @@ Kept = Any
 """One of the above, an encoded frame, or a list of frames with the parts of an answer."""
 
 
-class KeptAnswers:
+class AnswerCache:
     """The memory of one session."""
 
-    def __init__(self, hub: DatagramTransport) -> None:
+    def __init__(self, transport: DatagramTransport) -> None:
         self.oldest = 0
         """Calls before this one are of no interest to their caller."""
         self.size_bytes = 0
-        self._hub = hub
+        self._transport = transport
         self._calls: dict[int, Kept] = {}
         self._sizes: dict[int, int] = {}  # of the answers that are kept, oldest first
 
@@ -465,8 +471,8 @@ class KeptAnswers:
             size_bytes -= ENTRY_BYTES
         self._calls[call_id] = state
         self._count(-size_bytes)
-        if self._hub.kept_bytes > MAX_KEPT_BYTES_IN_ALL:
-            self._hub.shed()
+        if self._transport.kept_bytes > MAX_KEPT_BYTES_IN_ALL:
+            self._transport.shed()
 
     def keep(self, call_id: int, answer: bytes | list[bytes], size_bytes: int) -> None:
         """Remember a call's answer."""
@@ -476,8 +482,8 @@ class KeptAnswers:
         sizes[call_id] = size_bytes
         while len(sizes) > MAX_KEPT or (self.size_bytes > MAX_KEPT_BYTES and sizes):
             self._forget_answer()
-        if self._hub.kept_bytes > MAX_KEPT_BYTES_IN_ALL:
-            self._hub.shed()
+        if self._transport.kept_bytes > MAX_KEPT_BYTES_IN_ALL:
+            self._transport.shed()
 
     def forget_before(self, oldest: int) -> Sequence[int]:
         """The caller waits for no earlier call: forget them all. Those that still run are returned."""
@@ -518,7 +524,7 @@ class KeptAnswers:
 
     def _count(self, more_bytes: int) -> None:
         self.size_bytes += more_bytes
-        self._hub.kept_bytes += more_bytes
+        self._transport.kept_bytes += more_bytes
 
 
 PARKED = "shoal.parked"

@@ -24,7 +24,7 @@ from shoal.core import (
 )
 from shoal.core.scope import settle
 from shoal.transport.datagrams.callee import copy_in, fill_all
-from shoal.transport.datagrams.limits import Line
+from shoal.transport.datagrams.limits import CallSlots
 from shoal.transport.datagrams.sessions import (
     INITIAL_TIMEOUT_S,
     MIN_CALLER_CONTENT_BYTES,
@@ -45,6 +45,7 @@ from shoal.transport.datagrams.wire import (
     Goodbye,
     Parked,
     Part,
+    SocketAddress,
     UnreadablePacket,
     Working,
     decode_outcome,
@@ -57,7 +58,7 @@ from shoal.transport.messages import Head, Reply
 from shoal.transport.payloads import fitting_views
 
 if TYPE_CHECKING:
-    from shoal.transport.datagrams.transport import DatagramTransport, Port
+    from shoal.transport.datagrams.transport import DatagramSocket, DatagramTransport
 
 JITTER = 0.1
 _ENDINGS: dict[str, type[PeerError]] = {LEFT: PeerLost, REFUSED: PeerRefused, BUSY: PeerBusy}
@@ -71,26 +72,31 @@ _SILENT_SENDS = 4
 _SILENT_S = 8.0  # a peer so silent may have forgotten the session, and be kept from saying so
 
 
-class Asker(Session):
+class CallerSession(Session):
     """A session that this side has begun, to ask.
 
     It greets until it is greeted back, takes calls while it is READY, and ends them with itself.
     """
 
     _min_content_bytes = MIN_CALLER_CONTENT_BYTES
-    hub: DatagramTransport
+    transport: DatagramTransport
 
     def __init__(
-        self, hub: DatagramTransport, port: Port, peer: Peer, where: tuple[Any, ...], session_id: bytes
+        self,
+        transport: DatagramTransport,
+        socket: DatagramSocket,
+        peer: Peer,
+        where: SocketAddress,
+        session_id: bytes,
     ) -> None:
-        super().__init__(hub, port, peer, where, session_id)
+        super().__init__(transport, socket, peer, where, session_id)
         self.target = peer
         """Whom callers asked for; `peer` tells who it is."""
-        self.state = State.GREETING
+        self.state = CallerState.GREETING
         self.round_trips = RoundTrips()
         self.waiters: list[asyncio.Future[None]] = []
         self.heard_at_s: float | None = None
-        self.places = Line(hub.loop, 0)
+        self.slots = CallSlots(transport.loop, 0)
         """How many calls the other side takes at once."""
         self.token: bytes | None = None
         self.hellos: dict[bytes, bytes] = {}
@@ -111,14 +117,14 @@ class Asker(Session):
     @property
     def is_settled(self) -> bool:
         """Whether both sides know each other."""
-        return self.state in (State.READY, State.RETIRED)
+        return self.state in (CallerState.READY, CallerState.RETIRED)
 
     @property
     def is_over(self) -> bool:
         """For the alarm of its hello."""
-        return self.state is not State.GREETING
+        return self.state is not CallerState.GREETING
 
-    def on_alarm(self, now_s: float) -> None:
+    def on_timer(self, now_s: float) -> None:
         """No welcome has come in time: greet again, as long as somebody waits for it."""
         if now_s < self._greets_at_s:
             return  # it has greeted since
@@ -134,36 +140,36 @@ class Asker(Session):
         self.num_hellos += 1
         self.greeted_at_s = now_s
         self.waiters = [waiter for waiter in self.waiters if not waiter.done()]
-        self.port.send(self.hub.new_hello(self), self.where)
-        self._greets_at_s = now_s + self.round_trips.timeout_s * self.hub.jitter(JITTER)
-        self.hub.alarms.set(self._greets_at_s, self)
+        self.socket.send(self.transport.new_hello(self), self.where)
+        self._greets_at_s = now_s + self.round_trips.timeout_s * self.transport.jitter(JITTER)
+        self.transport.timers.set(self._greets_at_s, self)
 
     async def wait_for_welcome(self) -> None:
         """Until the other side has greeted back; a hello that seems lost is sent again at once."""
-        welcome: asyncio.Future[None] = self.hub.loop.create_future()
+        welcome: asyncio.Future[None] = self.transport.loop.create_future()
         self.waiters.append(welcome)
-        now_s = self.hub.loop.time()
+        now_s = self.transport.loop.time()
         if self.num_hellos and now_s - self.greeted_at_s > INITIAL_TIMEOUT_S:
             self.greet(now_s)
         await welcome
 
     def refuse(self, error: ShoalError) -> None:
         """Nothing can be asked there."""
-        self.state = State.CLOSED
+        self.state = CallerState.CLOSED
         self.is_open = False
         for waiter in self.waiters:
             settle(waiter, error)
         self.waiters.clear()
         for call in tuple(self.pending.values()):
             settle(call.answer, error)
-        self.places.let_all_in()
-        self.hub.on_retired(self)
+        self.slots.let_all_in()
+        self.transport.on_retired(self)
 
     def retire(self) -> None:
         """Take no new calls; those under way may end."""
-        if self.state is State.READY:
-            self.state = State.RETIRED
-            self.hub.on_retired(self)
+        if self.state is CallerState.READY:
+            self.state = CallerState.RETIRED
+            self.transport.on_retired(self)
             if not self.pending:
                 self.close("another session has taken its place.")
 
@@ -180,10 +186,10 @@ class Asker(Session):
         self.peer = peer
         self.begin(seal, their_id)
         self.token = token
-        max_calls = max(1, min(max_calls, self.hub.limits.max_calls))
-        self.places = Line(self.hub.loop, max_calls - len(self.pending))
-        self.state = State.READY
-        now_s = self.hub.loop.time()
+        max_calls = max(1, min(max_calls, self.transport.limits.max_calls))
+        self.slots = CallSlots(self.transport.loop, max_calls - len(self.pending))
+        self.state = CallerState.READY
+        now_s = self.transport.loop.time()
         if self.num_hellos == 1:
             self.round_trips.observe(now_s - self.greeted_at_s)
         for waiter in self.waiters:
@@ -194,7 +200,7 @@ class Asker(Session):
             call.sent_at_s = now_s
             self.resend(call)
 
-    def inherit(self, earlier: Asker, counter: int) -> None:
+    def inherit(self, earlier: CallerSession, counter: int) -> None:
         """Go on for a session of which the other side did not know the packet with this counter.
 
         Calls that may safely be made again move here: those sent once, in that packet or a later one. Earlier
@@ -207,7 +213,7 @@ class Asker(Session):
             if call.num_sends > 1 or call.is_working or call.parts or call.counter < counter:
                 continue  # it may have been served already: `earlier` tells its caller so
             del earlier.pending[call.id]
-            call.asker = self
+            call.caller = self
             call.id = self._next_id
             call.frame = renumbered(call.frame, call.id)
             self._next_id += 1
@@ -219,8 +225,8 @@ class Asker(Session):
         self, method: str, rest: bytes, into: Any, deadline: Deadline, expires_at_s: float
     ) -> PendingCall:
         """Send a request; whoever asks must `end` the call, whatever became of it."""
-        hub = self.hub
-        loop = hub.loop
+        transport = self.transport
+        loop = transport.loop
         call_id = self._next_id
         self._next_id = call_id + 1
         frame = encode_request(call_id, rest)
@@ -233,7 +239,7 @@ class Asker(Session):
         self.queue(frame)
         call.counter = self._counter
         due_at_s = now_s + wait_s
-        hub.alarms.set(min(expires_at_s, due_at_s), call)
+        transport.timers.set(min(expires_at_s, due_at_s), call)
         self.used_at_s = now_s
         if call_id - self._oldest() > MAX_SPAN:
             self.retire()
@@ -243,14 +249,14 @@ class Asker(Session):
         """Forget a call; one that was not answered is cancelled at the peer."""
         if self.pending.pop(call.id, None) is None:
             return
-        if call.has_place:
+        if call.is_in_window:
             self.leave_window(call)
         if not call.is_settled and self.is_settled:
             self.queue(encode((2, call.id)))
         if not call.answer.cancel() and not call.answer.cancelled():
             call.answer.exception()  # a one-way call's failure is nobody's
-        self.places.give_back()
-        if self.state is State.RETIRED and not self.pending:
+        self.slots.give_back()
+        if self.state is CallerState.RETIRED and not self.pending:
             self.flush()  # its cancellation
             self.close("its last call has ended.")
 
@@ -260,22 +266,22 @@ class Asker(Session):
             settle(call.answer, late(self, call, now_s))
             return
         if now_s < call.quiet_until_s:
-            self.hub.alarms.set(min(call.quiet_until_s, call.expires_at_s), call)
+            self.transport.timers.set(min(call.quiet_until_s, call.expires_at_s), call)
             return
-        if call.has_place:
+        if call.is_in_window:
             self.leave_window(call)
         if self.is_settled:
             if not call.is_working:
                 self.round_trips.missed(call.wait_s)
             call.num_sends += 1
-            self.hub.stats.resent += 1
+            self.transport.stats.resent += 1
             self.resend(call)
             heard_at_s = self.greeted_at_s if self.heard_at_s is None else self.heard_at_s
             is_silent = call.num_sends > _SILENT_SENDS and now_s - heard_at_s > _SILENT_S
             if is_silent and not call.is_working:
                 self.retire()  # new calls greet again
-        call.wait_s = min(_MAX_WAIT_S, 2 * call.wait_s) * self.hub.jitter(JITTER)
-        self.hub.alarms.set(min(now_s + call.wait_s, call.expires_at_s), call)
+        call.wait_s = min(_MAX_WAIT_S, 2 * call.wait_s) * self.transport.jitter(JITTER)
+        self.transport.timers.set(min(now_s + call.wait_s, call.expires_at_s), call)
 
     def resend(self, call: PendingCall) -> None:
         """Send a request again, or ask for the parts of its answer that are missing."""
@@ -288,8 +294,8 @@ class Asker(Session):
 
     def leave_window(self, call: PendingCall) -> None:
         """Something has come back, or will not: another request may be sent."""
-        call.has_place = False
-        self.hub.window.give_back()
+        call.is_in_window = False
+        self.transport.window.give_back()
 
     def _oldest(self) -> int:
         for call_id in self.pending:
@@ -303,12 +309,12 @@ class Asker(Session):
             self._frames.insert(0, encode((4, self.token)))
         super()._send()
 
-    def receive(self, packet: bytes, where: tuple[Any, ...], port: Port) -> None:
+    def receive(self, packet: bytes, where: SocketAddress, socket: DatagramSocket) -> None:
         """Answers have come; where from does not matter, since they are genuine."""
         frames = self.read(packet, where)
         if frames is None:
             return
-        self.heard_at_s = self.hub.loop.time()
+        self.heard_at_s = self.transport.loop.time()
         if frames.frames and type(frames.frames[0]) is not Challenge:
             self.token = None  # this address is believed
         for frame in frames.frames:
@@ -317,7 +323,7 @@ class Asker(Session):
                 handler(self, frame)
 
 
-class State(enum.Enum):
+class CallerState(enum.Enum):
     """How far a session has come."""
 
     GREETING = 1
@@ -330,7 +336,7 @@ class PendingCall(msgspec.Struct, eq=False):
     """One call that has been sent and not yet answered."""
 
     id: int
-    asker: Asker
+    caller: CallerSession
     method: str
     frame: bytes
     into: Any
@@ -342,7 +348,7 @@ class PendingCall(msgspec.Struct, eq=False):
     counter: int = 0
     """Of the first packet with it in its session."""
     num_sends: int = 1
-    has_place: bool = True
+    is_in_window: bool = True
     """In the window of unanswered packets."""
     is_settled: bool = False
     is_working: bool = False
@@ -355,9 +361,9 @@ class PendingCall(msgspec.Struct, eq=False):
         """For its alarm."""
         return self.answer.done()
 
-    def on_alarm(self, now_s: float) -> None:
+    def on_timer(self, now_s: float) -> None:
         """No answer has come in time."""
-        self.asker.on_overdue(self, now_s)
+        self.caller.on_overdue(self, now_s)
 
 
 _SILENCE = (
@@ -376,71 +382,73 @@ class AskOverStream(Exception):
         self.size_bytes = size_bytes
 
 
-def _call_of(asker: Asker, call_id: int) -> PendingCall | None:
-    call = asker.pending.get(call_id)
+def _call_of(caller: CallerSession, call_id: int) -> PendingCall | None:
+    call = caller.pending.get(call_id)
     if call is None or call.answer.done():
-        asker.hub.stats.duplicates += 1
+        caller.transport.stats.duplicates += 1
         return None
-    if call.has_place:
-        asker.leave_window(call)
+    if call.is_in_window:
+        caller.leave_window(call)
     return call
 
 
-def _on_answer(asker: Asker, frame: Answer) -> None:
-    call = _call_of(asker, frame.id)
+def _on_answer(caller: CallerSession, frame: Answer) -> None:
+    call = _call_of(caller, frame.id)
     if call is None:
         return
     if call.num_sends == 1:  # else nobody knows which of them was answered (Karn's rule)
-        asker.round_trips.observe((asker.heard_at_s or 0.0) - call.sent_at_s)
-    _settle(asker, call, frame)
+        caller.round_trips.observe((caller.heard_at_s or 0.0) - call.sent_at_s)
+    _settle(caller, call, frame)
 
 
-def _settle(asker: Asker, call: PendingCall, frame: Answer) -> None:
+def _settle(caller: CallerSession, call: PendingCall, frame: Answer) -> None:
     call.is_settled = True
     try:
         reply = Reply(decode_payload(frame.payload))
         if frame.buffers or call.into is not None:
-            reply.buffers = _take_in(asker, call, reply.payload, frame.buffers)
+            reply.buffers = _take_in(caller, call, reply.payload, frame.buffers)
     except Exception as error:  # noqa: BLE001 - whatever the caller's allocate raises belongs to the caller
-        call.answer.set_exception(_unusable(asker, call, error))
+        call.answer.set_exception(_unusable(caller, call, error))
     else:
         call.answer.set_result(reply)
 
 
-def _take_in(asker: Asker, call: PendingCall, payload: Any, buffers: list[bytes]) -> list[memoryview]:
+def _take_in(
+    caller: CallerSession, call: PendingCall, payload: Any, buffers: list[bytes]
+) -> list[memoryview]:
     sizes = [len(buffer) for buffer in buffers]
-    asker.hub.limits.check_sizes(sizes)
+    caller.transport.limits.check_sizes(sizes)
     given = call.into
     if given is None:
-        return copy_in(asker.hub.pool, buffers)
+        return copy_in(caller.transport.pool, buffers)
     if callable(given):
-        given = given(Head(call.method, payload, sizes, asker.peer, call.deadline))
+        given = given(Head(call.method, payload, sizes, caller.peer, call.deadline))
     views = fitting_views(given or (), sizes)
     fill_all(views, buffers)
     return views
 
 
-def _on_failure(asker: Asker, frame: Failure) -> None:
-    call = _call_of(asker, frame.id)
+def _on_failure(caller: CallerSession, frame: Failure) -> None:
+    call = _call_of(caller, frame.id)
     if call is not None:
-        _fail(asker, call, frame)
+        _fail(caller, call, frame)
 
 
-def _fail(asker: Asker, call: PendingCall, frame: Failure) -> None:
+def _fail(caller: CallerSession, call: PendingCall, frame: Failure) -> None:
     call.is_settled = True
     head = ErrorHead(frame.code, frame.what, frame.cause, frame.next_step)
-    call.answer.set_exception(from_wire(head, asker.peer, call.method))
+    call.answer.set_exception(from_wire(head, caller.peer, call.method))
 
 
-def _on_part(asker: Asker, frame: Part) -> None:
-    call = _call_of(asker, frame.id)
+def _on_part(caller: CallerSession, frame: Part) -> None:
+    call = _call_of(caller, frame.id)
     if call is None:
         return
     if call.parts is None and 2 <= frame.num_parts <= MAX_PARTS:
         call.parts = [None] * frame.num_parts
     parts = call.parts
     if parts is None or len(parts) != frame.num_parts or not 0 <= frame.index < len(parts):
-        asker.hub.on_bad_packet(asker.peer, "a part of an answer that does not fit to the others.")
+        caller.transport.on_bad_packet(caller.peer, "a part of an answer that does not fit to the others.")
         return
     parts[frame.index] = frame.data
     arrived = [part for part in parts if part is not None]
@@ -450,61 +458,61 @@ def _on_part(asker: Asker, frame: Part) -> None:
         outcome = decode_outcome(b"".join(arrived))
     except UnreadablePacket as error:
         call.is_settled = True
-        settle(call.answer, _unusable(asker, call, error))
+        settle(call.answer, _unusable(caller, call, error))
         return
     if isinstance(outcome, Answer):
-        _settle(asker, call, outcome)
+        _settle(caller, call, outcome)
     else:
-        _fail(asker, call, outcome)
+        _fail(caller, call, outcome)
 
 
-def _on_working(asker: Asker, frame: Working) -> None:
-    call = _call_of(asker, frame.id)
+def _on_working(caller: CallerSession, frame: Working) -> None:
+    call = _call_of(caller, frame.id)
     if call is not None:
         call.is_working = True
         call.wait_s = max(call.wait_s, _WORKING_WAIT_S)
-        call.quiet_until_s = asker.hub.loop.time() + call.wait_s
+        call.quiet_until_s = caller.transport.loop.time() + call.wait_s
 
 
-def _on_parked(asker: Asker, frame: Parked) -> None:
-    call = _call_of(asker, frame.id)
+def _on_parked(caller: CallerSession, frame: Parked) -> None:
+    call = _call_of(caller, frame.id)
     if call is not None:
         call.is_settled = True
         call.answer.set_exception(AskOverStream(frame.ticket, frame.size_bytes))
 
 
-def _on_challenge(asker: Asker, frame: Challenge) -> None:
+def _on_challenge(caller: CallerSession, frame: Challenge) -> None:
     """The other side sees another address than before: prove it, and ask again."""
     if len(frame.token) != TOKEN_BYTES:
-        asker.hub.on_bad_packet(asker.peer, "a challenge that does not follow the protocol.")
-    elif frame.token != asker.token:
-        asker.token = frame.token
-        for call in asker.pending.values():
+        caller.transport.on_bad_packet(caller.peer, "a challenge that does not follow the protocol.")
+    elif frame.token != caller.token:
+        caller.token = frame.token
+        for call in caller.pending.values():
             call.num_sends += 1  # it may be served twice elsewhere, were it made again
-            asker.resend(call)
+            caller.resend(call)
 
 
-def _on_goodbye(asker: Asker, frame: Goodbye) -> None:
-    asker.close(frame.reason[:200], frame.code)
+def _on_goodbye(caller: CallerSession, frame: Goodbye) -> None:
+    caller.close(frame.reason[:200], frame.code)
 
 
-def _unusable(asker: Asker, call: PendingCall, error: Exception) -> Exception:
+def _unusable(caller: CallerSession, call: PendingCall, error: Exception) -> Exception:
     if isinstance(error, ShoalError) or not isinstance(error, (*UNREADABLE, UnreadablePacket)):
         return error
-    return ProtocolError(f"The answer of {asker.peer} to {call.method} cannot be read: {error}.")
+    return ProtocolError(f"The answer of {caller.peer} to {call.method} cannot be read: {error}.")
 
 
-def late(asker: Asker, call: PendingCall, now_s: float) -> DeadlineExceeded:
+def late(caller: CallerSession, call: PendingCall, now_s: float) -> DeadlineExceeded:
     """The error of a call whose time is over."""
-    if asker.state is State.GREETING or asker.heard_at_s is None:
+    if caller.state is CallerState.GREETING or caller.heard_at_s is None:
         cause = _SILENCE
     elif call.is_working:
-        cause = f"its handler was at it; {now_s - asker.heard_at_s:.1f} s ago the peer was heard from."
+        cause = f"its handler was at it; {now_s - caller.heard_at_s:.1f} s ago the peer was heard from."
     else:
-        ago_s = now_s - asker.heard_at_s
+        ago_s = now_s - caller.heard_at_s
         cause = f"it was asked {call.num_sends} times; the peer was heard from {ago_s:.1f} s ago."
     return DeadlineExceeded(
-        f"{call.method} at {asker.peer} was not answered before its deadline.", cause=cause
+        f"{call.method} at {caller.peer} was not answered before its deadline.", cause=cause
     )
 
 
@@ -537,7 +545,7 @@ def other_version(peer: Peer, version: int) -> VersionMismatch:
     )
 
 
-HANDLERS: dict[type[Any], Callable[[Asker, Any], None]] = {
+HANDLERS: dict[type[Any], Callable[[CallerSession, Any], None]] = {
     Answer: _on_answer,
     Failure: _on_failure,
     Part: _on_part,

@@ -22,10 +22,10 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from shoal.core import Peer, PeerError, PeerId, PeerRefused
 from shoal.core.ids import ID_BYTES
-from shoal.transport.datagrams.callee import Answerer
-from shoal.transport.datagrams.caller import Asker, State, other_peer, other_version
-from shoal.transport.datagrams.limits import Allowance, Newcomers
-from shoal.transport.datagrams.sessions import TOKEN_BYTES, AeadSeal, BareSeal, Tokens, peer_at
+from shoal.transport.datagrams.callee import CalleeSession
+from shoal.transport.datagrams.caller import CallerSession, CallerState, other_peer, other_version
+from shoal.transport.datagrams.limits import Allowance, UnprovenSessions
+from shoal.transport.datagrams.sessions import TOKEN_BYTES, AddressTokens, AeadSeal, BareSeal, peer_at
 from shoal.transport.datagrams.wire import (
     BUSY,
     COUNTER,
@@ -37,13 +37,14 @@ from shoal.transport.datagrams.wire import (
     TAG_BYTES,
     VERSION,
     Kind,
+    SocketAddress,
     UnreadablePacket,
     version_answer,
 )
 from shoal.transport.frames import UNREADABLE, encode
 
 if TYPE_CHECKING:
-    from shoal.transport.datagrams.transport import DatagramTransport, Port
+    from shoal.transport.datagrams.transport import DatagramSocket, DatagramTransport
     from shoal.transport.trust.access import Access
     from shoal.transport.trust.membership import Membership
 
@@ -52,144 +53,146 @@ _MAX_ANSWERS_A_S = 1000  # to packets of sessions that are not known here, or of
 _GREET_AGAIN_S = 0.2
 
 
-class Greeter:
+class Handshakes:
     """All greetings of one transport."""
 
-    def __init__(self, hub: DatagramTransport, greetings: Greetings) -> None:
-        self._hub = hub
-        self._greetings = greetings
-        self._greeting: dict[bytes, Asker] = {}  # by the salt of their hello
-        self._asking: dict[bytes, Asker] = {}  # by the session id that their packets are marked with
-        self.admission = Admission(hub, greetings)
+    def __init__(self, transport: DatagramTransport, codec: HandshakeCodec) -> None:
+        self._transport = transport
+        self._codec = codec
+        self._greeting: dict[bytes, CallerSession] = {}  # by the salt of their hello
+        self._asking: dict[bytes, CallerSession] = {}  # by the session id that their packets are marked with
+        self.admission = Admission(transport, codec)
         self._answers = Allowance(_MAX_ANSWERS_A_S)
 
     # --- asking ---
 
-    def new_hello(self, asker: Asker) -> bytes:
+    def new_hello(self, caller: CallerSession) -> bytes:
         """A greeting; each is another one, so that a copy of it can keep nobody out."""
-        hub = self._hub
-        salt = hub.random.randbytes(SALT_BYTES)
-        target = asker.target.id.digest if asker.target.id else b""
-        hello = Hello(salt, self._greetings.ephemeral, asker.id, target, hub.clock.wall_s())
-        packet = asker.hellos[salt] = self._greetings.write(Kind.HELLO, hello)
-        self._greeting[salt] = asker
-        if len(asker.hellos) > _MAX_HELLOS:
-            oldest = next(iter(asker.hellos))
-            del asker.hellos[oldest]
+        transport = self._transport
+        salt = transport.random.randbytes(SALT_BYTES)
+        target = caller.target.id.digest if caller.target.id else b""
+        hello = Hello(salt, self._codec.ephemeral, caller.id, target, transport.clock.wall_s())
+        packet = caller.hellos[salt] = self._codec.write(Kind.HELLO, hello)
+        self._greeting[salt] = caller
+        if len(caller.hellos) > _MAX_HELLOS:
+            oldest = next(iter(caller.hellos))
+            del caller.hellos[oldest]
             self._greeting.pop(oldest, None)
         return packet
 
-    def forget_asker(self, asker: Asker) -> None:
+    def forget_caller(self, caller: CallerSession) -> None:
         """It takes no new calls."""
-        self._end_greeting(asker)
-        if asker.state is not State.RETIRED and self._asking.get(asker.their_id) is asker:
-            del self._asking[asker.their_id]
+        self._end_greeting(caller)
+        if caller.state is not CallerState.RETIRED and self._asking.get(caller.their_id) is caller:
+            del self._asking[caller.their_id]
 
-    def _end_greeting(self, asker: Asker) -> None:
-        for salt in asker.hellos:
+    def _end_greeting(self, caller: CallerSession) -> None:
+        for salt in caller.hellos:
             self._greeting.pop(salt, None)
-        asker.hellos.clear()
+        caller.hellos.clear()
 
     def on_unknown(self, packet: bytes) -> None:
         """The other side does not know a session: greet again, with the calls that may be made again."""
-        hub = self._hub
-        asker = self._asking.get(packet[4:12])
+        transport = self._transport
+        caller = self._asking.get(packet[4:12])
         counter = COUNTER.unpack_from(packet, 12)[0]
-        if asker is None or counter >= asker.num_sent:
-            hub.stats.refused += 1
+        if caller is None or counter >= caller.num_sent:
+            transport.stats.refused += 1
             return
-        if not self._greetings.is_genuine_unknown(packet, asker.peer.id):
-            hub.stats.refused += 1
+        if not self._codec.is_genuine_unknown(packet, caller.peer.id):
+            transport.stats.refused += 1
             return
         if (
-            asker.num_open and asker.state is State.READY
+            caller.num_open and caller.state is CallerState.READY
         ):  # in place of a retired one there is another already
-            not_before_s = asker.greeted_at_s + _GREET_AGAIN_S
-            heir = hub.open_asker(asker.target, asker.where, asker.port, not_before_s)
-            heir.inherit(asker, counter)
-        asker.close("it does not know this session any more; it was started again, most likely.")
+            not_before_s = caller.greeted_at_s + _GREET_AGAIN_S
+            heir = transport.open_caller(caller.target, caller.where, caller.socket, not_before_s)
+            heir.inherit(caller, counter)
+        caller.close("it does not know this session any more; it was started again, most likely.")
 
     def _on_welcome(self, peer_id: PeerId | None, welcome: Welcome) -> None:
         sizes = (len(welcome.salt), len(welcome.session_id), len(welcome.token))
         if sizes != (SALT_BYTES, SESSION_BYTES, TOKEN_BYTES) or welcome.session_id in self._asking:
             raise UnreadablePacket("a welcome that does not follow the protocol.")
-        asker = self._greeting[welcome.hello_salt]
-        target = asker.target
+        caller = self._greeting[welcome.hello_salt]
+        target = caller.target
         peer = Peer(target.address, peer_id)
         if target.id is not None and peer_id != target.id:
-            asker.refuse(other_peer(target, peer_id))
+            caller.refuse(other_peer(target, peer_id))
             return
-        if not is_allowed(self._hub.access, peer_id):
-            self._hub.complain_once("asked nothing", peer, DENIED)
-            asker.refuse(PeerRefused(f"{peer} is not asked: {DENIED}", peer=peer))
+        if not is_allowed(self._transport.access, peer_id):
+            self._transport.complain_once("asked nothing", peer, DENIED)
+            caller.refuse(PeerRefused(f"{peer} is not asked: {DENIED}", peer=peer))
             return
-        seal = self._greetings.session_seal(welcome, peer_id, welcome.hello_salt)
-        self._end_greeting(asker)
-        self._asking[welcome.session_id] = asker
-        asker.welcome(peer, seal, welcome.session_id, welcome.token, welcome.max_calls)
+        seal = self._codec.session_seal(welcome, peer_id, welcome.hello_salt)
+        self._end_greeting(caller)
+        self._asking[welcome.session_id] = caller
+        caller.welcome(peer, seal, welcome.session_id, welcome.token, welcome.max_calls)
 
     def _on_refusal(self, peer_id: PeerId | None, refusal: Refusal) -> None:
-        asker = self._greeting[refusal.hello_salt]
-        peer = Peer(asker.target.address, peer_id)
+        caller = self._greeting[refusal.hello_salt]
+        peer = Peer(caller.target.address, peer_id)
         error: PeerError = PeerRefused(
             f"{peer} does not talk to this peer: {refusal.reason[:200]}", peer=peer
         )
-        asker.refuse(error)
+        caller.refuse(error)
 
     # --- what comes ---
 
-    def on_greeting(self, kind: int, packet: bytes, where: tuple[Any, ...], port: Port) -> None:
+    def on_greeting(self, kind: int, packet: bytes, where: SocketAddress, socket: DatagramSocket) -> None:
         """A hello, a welcome or a refusal."""
-        hub, greetings = self._hub, self._greetings
+        transport, codec = self._transport, self._codec
         plain_kind = kind & ~SEALED
-        if plain_kind == Kind.HELLO and not port.is_listening:
-            hub.stats.refused += 1
+        if plain_kind == Kind.HELLO and not socket.is_listening:
+            transport.stats.refused += 1
             return
-        if bool(kind & SEALED) != greetings.is_sealed:
-            hub.stats.refused += 1
-            why = "it has no secret." if greetings.is_sealed else "it has a swarm secret, this peer has none."
-            hub.complain_once("refused a greeting", peer_at(where), why)
+        if bool(kind & SEALED) != codec.is_sealed:
+            transport.stats.refused += 1
+            why = "it has no secret." if codec.is_sealed else "it has a swarm secret, this peer has none."
+            transport.complain_once("refused a greeting", peer_at(where), why)
             return
-        if plain_kind == Kind.HELLO and self.admission.is_repeated(packet, where, port):
+        if plain_kind == Kind.HELLO and self.admission.is_repeated(packet, where, socket):
             return
         try:
-            greeting = greetings.open(packet)
+            greeting = codec.open(packet)
             if plain_kind == Kind.HELLO:
-                self.admission.on_hello(greeting, packet, where, port)
+                self.admission.on_hello(greeting, packet, where, socket)
             elif greeting.body.hello_salt not in self._greeting:
-                hub.stats.duplicates += 1
+                transport.stats.duplicates += 1
             elif plain_kind == Kind.WELCOME:
-                self._on_welcome(greetings.verified(greeting), greeting.body)
+                self._on_welcome(codec.verified(greeting), greeting.body)
             else:
-                self._on_refusal(greetings.verified(greeting), greeting.body)
+                self._on_refusal(codec.verified(greeting), greeting.body)
         except UnreadablePacket as error:
-            hub.stats.refused += 1
-            hub.complain_once("refused a greeting", peer_at(where), str(error))
+            transport.stats.refused += 1
+            transport.complain_once("refused a greeting", peer_at(where), str(error))
 
     # --- strangers ---
 
-    def on_stray(self, packet: bytes, where: tuple[Any, ...], port: Port) -> None:
+    def on_stray(self, packet: bytes, where: SocketAddress, socket: DatagramSocket) -> None:
         """A packet of a session that is not known here."""
-        self._hub.stats.refused += 1
-        if port.is_listening and len(packet) >= _UNKNOWN_BYTES and self._may_answer():
-            port.send(self._greetings.unknown(packet), where)
+        self._transport.stats.refused += 1
+        if socket.is_listening and len(packet) >= _UNKNOWN_BYTES and self._may_answer():
+            socket.send(self._codec.unknown(packet), where)
 
-    def on_other_version(self, packet: bytes, where: tuple[Any, ...], port: Port) -> None:
+    def on_other_version(self, packet: bytes, where: SocketAddress, socket: DatagramSocket) -> None:
         """A packet of another version of the protocol, or the answer to one of ours."""
-        hub = self._hub
-        hub.stats.refused += 1
+        transport = self._transport
+        transport.stats.refused += 1
         version = packet[2]
         if packet[3] == Kind.VERSION:
-            for asker in tuple(self._greeting.values()):
-                if any(hello[4:12] == packet[4:12] for hello in asker.hellos.values()):
-                    asker.refuse(other_version(asker.target, version))
+            for caller in tuple(self._greeting.values()):
+                if any(hello[4:12] == packet[4:12] for hello in caller.hellos.values()):
+                    caller.refuse(other_version(caller.target, version))
             return
-        hub.complain_once("refused a packet", peer_at(where), f"it speaks version {version}, not {VERSION}.")
-        if port.is_listening and len(packet) >= MIN_PACKET_BYTES and self._may_answer():
-            port.send(version_answer(packet), where)
+        transport.complain_once(
+            "refused a packet", peer_at(where), f"it speaks version {version}, not {VERSION}."
+        )
+        if socket.is_listening and len(packet) >= MIN_PACKET_BYTES and self._may_answer():
+            socket.send(version_answer(packet), where)
 
     def _may_answer(self) -> bool:
-        return self._answers.take(self._hub.loop.time())
+        return self._answers.take(self._transport.loop.time())
 
 
 _UNKNOWN_BYTES = 48  # the size of the answer to a stray packet
@@ -207,109 +210,113 @@ _MAX_STALE_A_S = 100  # answers to hellos of another time, which are signed
 class Admission:
     """The door of one transport."""
 
-    def __init__(self, hub: DatagramTransport, greetings: Greetings) -> None:
-        self._hub = hub
-        self._greetings = greetings
-        self._tokens = Tokens(hub.random)
-        self.newcomers = Newcomers(hub.sessions)
+    def __init__(self, transport: DatagramTransport, codec: HandshakeCodec) -> None:
+        self._transport = transport
+        self._codec = codec
+        self._tokens = AddressTokens(transport.random)
+        self.unproven = UnprovenSessions(transport.sessions)
         self._answered: dict[tuple[bytes, Any], bytes] = {}
         self._seen: dict[bytes, int] = {}
         self._stale_answers = Allowance(_MAX_STALE_A_S)
 
-    def is_repeated(self, packet: bytes, where: tuple[Any, ...], port: Port) -> bool:
+    def is_repeated(self, packet: bytes, where: SocketAddress, socket: DatagramSocket) -> bool:
         """Whether a hello was answered before; that answer is sent again to the same address."""
         nonce = packet[4:16]
         if (answer := self._answered.get((nonce, where))) is not None:
-            self._hub.stats.duplicates += 1
-            port.send(answer, where)
+            self._transport.stats.duplicates += 1
+            socket.send(answer, where)
             return True
         if self._seen.get(nonce, 0) >= _MAX_ADDRESSES:
-            self._hub.on_replay(peer_at(where))
+            self._transport.on_replay(peer_at(where))
             return True
         return False
 
-    def on_hello(self, greeting: Greeting, packet: bytes, where: tuple[Any, ...], port: Port) -> None:
+    def on_hello(
+        self, greeting: Greeting, packet: bytes, where: SocketAddress, socket: DatagramSocket
+    ) -> None:
         """Answer a hello; UnreadablePacket when it does not follow the protocol."""
         hello = greeting.body
         if len(hello.salt) != SALT_BYTES or len(hello.session_id) != SESSION_BYTES:
             raise UnreadablePacket("a hello that does not follow the protocol.")
         if why := self._untimely(hello):
-            self._on_stale_hello(why, hello, packet, where, port)
+            self._on_stale_hello(why, hello, packet, where, socket)
             return
-        peer_id = self._greetings.verified(greeting)
+        peer_id = self._codec.verified(greeting)
         _remember(self._seen, packet[4:16], self._seen.get(packet[4:16], 0) + 1)
-        hub = self._hub
+        transport = self._transport
         peer = Peer(peer_at(where).address, peer_id)
         reason = self._objection(peer_id, hello)
         if reason:
-            hub.stats.refused += 1
-            hub.complain_once("refused a hello", peer, reason)
-            answer = self._greetings.write(Kind.REFUSAL, Refusal(hello.salt, reason))
+            transport.stats.refused += 1
+            transport.complain_once("refused a hello", peer, reason)
+            answer = self._codec.write(Kind.REFUSAL, Refusal(hello.salt, reason))
         else:
-            answer = self._admit(peer, hello, packet[4:16], where, port)
+            answer = self._admit(peer, hello, packet[4:16], where, socket)
         if len(answer) <= len(packet):  # never more than it sent
             _remember(self._answered, (packet[4:16], where), answer)
-            port.send(answer, where)
+            socket.send(answer, where)
 
     def _on_stale_hello(
-        self, why: str, hello: Hello, packet: bytes, where: tuple[Any, ...], port: Port
+        self, why: str, hello: Hello, packet: bytes, where: SocketAddress, socket: DatagramSocket
     ) -> None:
         """Recorded ones can be had in any number: they cost no check of a signature, and few an answer."""
-        hub = self._hub
-        hub.stats.refused += 1
-        hub.complain_once("refused a hello", peer_at(where), why)
-        if self._stale_answers.take(hub.loop.time()):
-            answer = self._greetings.write(Kind.REFUSAL, Refusal(hello.salt, why))
+        transport = self._transport
+        transport.stats.refused += 1
+        transport.complain_once("refused a hello", peer_at(where), why)
+        if self._stale_answers.take(transport.loop.time()):
+            answer = self._codec.write(Kind.REFUSAL, Refusal(hello.salt, why))
             if len(answer) <= len(packet):
-                port.send(answer, where)
+                socket.send(answer, where)
 
     def _untimely(self, hello: Hello) -> str:
         """Why a hello is not of this time, or nothing."""
-        gap_s = hello.wall_s - self._hub.clock.wall_s()
-        if not self._greetings.is_sealed or abs(gap_s) <= MAX_CLOCK_GAP_S:
+        gap_s = hello.wall_s - self._transport.clock.wall_s()
+        if not self._codec.is_sealed or abs(gap_s) <= MAX_CLOCK_GAP_S:
             return ""
         return f"the hello's time is {gap_s:+.0f} s off: a clock is wrong, or it was recorded."
 
     def _objection(self, peer_id: PeerId | None, hello: Hello) -> str:
         """Why a peer may not talk here, or nothing."""
-        me = self._greetings.peer_id
+        me = self._codec.peer_id
         if hello.target and (me is None or hello.target != me.digest):
             return f"another peer is expected here: this one is {me.short if me else 'nobody in particular'}."
-        return "" if is_allowed(self._hub.access, peer_id) else DENIED
+        return "" if is_allowed(self._transport.access, peer_id) else DENIED
 
-    def _admit(self, peer: Peer, hello: Hello, nonce: bytes, where: tuple[Any, ...], port: Port) -> bytes:
+    def _admit(
+        self, peer: Peer, hello: Hello, nonce: bytes, where: SocketAddress, socket: DatagramSocket
+    ) -> bytes:
         """Begin a session whose address is not proven yet; the welcome to send."""
-        hub, greetings = self._hub, self._greetings
-        answerer = Answerer(hub, port, peer, where, hub.random.randbytes(SESSION_BYTES))
-        answerer.hello_nonce = nonce
-        salt = hub.random.randbytes(SALT_BYTES)
-        answerer.begin(greetings.session_seal(hello, peer.id, salt), hello.session_id)
-        self.newcomers.add(answerer)
-        token = self._tokens.make(where, answerer.id, hub.loop.time())
-        return greetings.write(
+        transport, codec = self._transport, self._codec
+        callee = CalleeSession(transport, socket, peer, where, transport.random.randbytes(SESSION_BYTES))
+        callee.hello_nonce = nonce
+        salt = transport.random.randbytes(SALT_BYTES)
+        callee.begin(codec.session_seal(hello, peer.id, salt), hello.session_id)
+        self.unproven.add(callee)
+        token = self._tokens.make(where, callee.id, transport.loop.time())
+        return codec.write(
             Kind.WELCOME,
-            Welcome(hello.salt, salt, greetings.ephemeral, answerer.id, token, hub.limits.max_calls),
+            Welcome(hello.salt, salt, codec.ephemeral, callee.id, token, transport.limits.max_calls),
         )
 
     def prove(
-        self, answerer: Answerer, packet: bytes, where: tuple[Any, ...], port: Port, token: bytes
+        self, callee: CalleeSession, packet: bytes, where: SocketAddress, socket: DatagramSocket, token: bytes
     ) -> bool:
         """Whether a token shows that the caller receives there; asks for one where it does not."""
-        hub = self._hub
-        now_s = hub.loop.time()
-        if self._tokens.is_good(token, where, answerer.id, now_s):
-            if not answerer.is_proven:
-                self.newcomers.remove(answerer)
-                _remember(self._seen, answerer.hello_nonce, _MAX_ADDRESSES)  # a copy of it is worth nothing
-                self._answered.pop((answerer.hello_nonce, answerer.where), None)
-                if not hub.make_room():
-                    port.send(answerer.packet([encode((11, _FULL, BUSY))]), where)
-                    hub.drop(answerer, _FULL)
+        transport = self._transport
+        now_s = transport.loop.time()
+        if self._tokens.is_good(token, where, callee.id, now_s):
+            if not callee.is_proven:
+                self.unproven.remove(callee)
+                _remember(self._seen, callee.hello_nonce, _MAX_ADDRESSES)  # a copy of it is worth nothing
+                self._answered.pop((callee.hello_nonce, callee.where), None)
+                if not transport.make_room():
+                    socket.send(callee.packet([encode((11, _FULL, BUSY))]), where)
+                    transport.drop(callee, _FULL)
                     return False
             return True
-        challenge = answerer.packet([encode((10, self._tokens.make(where, answerer.id, now_s)))])
+        challenge = callee.packet([encode((10, self._tokens.make(where, callee.id, now_s)))])
         if len(challenge) <= len(packet):
-            port.send(challenge, where)
+            socket.send(challenge, where)
         return False
 
 
@@ -388,7 +395,7 @@ _body_decoders: dict[int, msgspec.msgpack.Decoder[Any]] = {
 }
 
 
-class Greetings:
+class HandshakeCodec:
     """Makes and reads greetings, bare: a peer is whom it claims to be."""
 
     is_sealed = False
@@ -452,8 +459,8 @@ class Greetings:
         return packet[GREETING_BYTES:]
 
 
-class SealedGreetings(Greetings):
-    """Greetings of a swarm's member."""
+class SealedHandshakeCodec(HandshakeCodec):
+    """HandshakeCodec of a swarm's member."""
 
     is_sealed = True
 

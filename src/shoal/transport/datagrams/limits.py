@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from shoal.core import Clock, Deadline, Peer
 from shoal.transport.complaints import Complaints
-from shoal.transport.datagrams.callee import MAX_KEPT_BYTES_IN_ALL, Answerer
+from shoal.transport.datagrams.callee import MAX_KEPT_BYTES_IN_ALL, CalleeSession
 from shoal.transport.datagrams.sessions import Session
 
 if TYPE_CHECKING:
@@ -20,31 +20,31 @@ if TYPE_CHECKING:
 _EARLY_S = 0.001  # loops round their timers to milliseconds and may ring a little early
 
 
-class Sleeper(Protocol):
+class Timed(Protocol):
     """Somebody who wants to be woken, unless it is over by then."""
 
     @property
     def is_over(self) -> bool:
         """Whether nobody is to be woken any more."""
 
-    def on_alarm(self, now_s: float) -> None:
+    def on_timer(self, now_s: float) -> None:
         """The time has come."""
 
 
-class Alarms:
-    """Many alarms, one timer of the loop, and none while nobody sleeps."""
+class Timers:
+    """Many timers behind one of the loop, and none while nobody waits."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._heap: list[tuple[float, int, Sleeper]] = []
+        self._heap: list[tuple[float, int, Timed]] = []
         self._num_set = 0
         self._timer: asyncio.TimerHandle | None = None
         self._rings_at_s = math.inf
 
-    def set(self, at_s: float, sleeper: Sleeper) -> None:
-        """Wake the sleeper at a time of the loop; those of the same time in order of asking."""
+    def set(self, at_s: float, timed: Timed) -> None:
+        """Wake somebody at a time of the loop; those of the same time in order of asking."""
         self._num_set += 1
-        heapq.heappush(self._heap, (at_s, self._num_set, sleeper))
+        heapq.heappush(self._heap, (at_s, self._num_set, timed))
         if at_s < self._rings_at_s:
             self._arm(at_s)
 
@@ -68,15 +68,15 @@ class Alarms:
         due = []
         while heap and (heap[0][0] <= now_s + _EARLY_S or heap[0][2].is_over):
             due.append(heapq.heappop(heap))
-        for at_s, _, sleeper in due:  # what they set anew rings in a later turn, however soon it is
-            if not sleeper.is_over:
-                sleeper.on_alarm(max(now_s, at_s))
+        for at_s, _, timed in due:  # what they set anew rings in a later turn, however soon it is
+            if not timed.is_over:
+                timed.on_timer(max(now_s, at_s))
         self._rings_at_s = math.inf
         if heap:
             self._arm(heap[0][0])
 
 
-class Line:
+class CallSlots:
     """Places that are given in order of asking; there may be fewer than are taken already."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, num_places: int) -> None:
@@ -111,7 +111,7 @@ class Line:
                 self._waiting.pop(place, None)
 
     def let_all_in(self) -> None:
-        """What the places were for is over: nobody needs to wait for one."""
+        """What the slots were for is over: nobody needs to wait for one."""
         self._num_free = max(0, self._num_free)
         while self._waiting:
             self.give_back()
@@ -143,49 +143,49 @@ class Allowance:
         return self._num_taken <= self._num_a_s
 
 
-MAX_NEWCOMERS = 4096
-MAX_NEWCOMERS_A_HOST = 256
+MAX_UNPROVEN = 4096
+MAX_UNPROVEN_A_HOST = 256
 
 
-class Newcomers:
+class UnprovenSessions:
     """The oldest of a host goes when the host has too many, the oldest of all when there are too many."""
 
     def __init__(self, sessions: dict[bytes, Session]) -> None:
         self._sessions = sessions
-        self._by_host: dict[str, dict[bytes, Answerer]] = {}
+        self._by_host: dict[str, dict[bytes, CalleeSession]] = {}
         self._num = 0
 
     def __len__(self) -> int:
         return self._num
 
-    def add(self, answerer: Answerer) -> None:
+    def add(self, callee: CalleeSession) -> None:
         """Let packets reach a new session."""
-        host = _host_of(answerer)
-        if len(self._by_host.get(host, ())) >= MAX_NEWCOMERS_A_HOST:
+        host = _host_of(callee)
+        if len(self._by_host.get(host, ())) >= MAX_UNPROVEN_A_HOST:
             self._drop_oldest(host)
-        elif self._num >= MAX_NEWCOMERS:
+        elif self._num >= MAX_UNPROVEN:
             self._drop_oldest(next(iter(self._by_host)))
-        self._by_host.setdefault(host, {})[answerer.id] = answerer
+        self._by_host.setdefault(host, {})[callee.id] = callee
         self._num += 1
-        self._sessions[answerer.id] = answerer
+        self._sessions[callee.id] = callee
 
-    def remove(self, answerer: Answerer) -> None:
+    def remove(self, callee: CalleeSession) -> None:
         """It is no newcomer any more."""
-        host = _host_of(answerer)
+        host = _host_of(callee)
         of_host = self._by_host.get(host, {})
-        if of_host.pop(answerer.id, None) is not None:
+        if of_host.pop(callee.id, None) is not None:
             self._num -= 1
             if not of_host:
                 del self._by_host[host]
 
     def _drop_oldest(self, host: str) -> None:
-        answerer = next(iter(self._by_host[host].values()))
-        self.remove(answerer)
-        self._sessions.pop(answerer.id, None)
+        callee = next(iter(self._by_host[host].values()))
+        self.remove(callee)
+        self._sessions.pop(callee.id, None)
 
 
-def _host_of(answerer: Answerer) -> str:
-    return str(answerer.where[0])
+def _host_of(callee: CalleeSession) -> str:
+    return str(callee.where[0])
 
 
 SESSIONS_A_CONNECTION = 4
@@ -193,34 +193,34 @@ SESSIONS_A_CONNECTION = 4
 _EVICTED_SHARE = 8  # one in so many sessions goes when there are too many
 
 
-def make_room(hub: DatagramTransport, *, num_newcomers: int) -> bool:
+def make_room(transport: DatagramTransport, *, num_unproven: int) -> bool:
     """Drop the sessions unused for longest when there are too many; False when all are in use."""
-    max_sessions = SESSIONS_A_CONNECTION * hub.limits.max_connections + num_newcomers
-    if len(hub.sessions) <= max_sessions:
+    max_sessions = SESSIONS_A_CONNECTION * transport.limits.max_connections + num_unproven
+    if len(transport.sessions) <= max_sessions:
         return True
-    idle = [session for session in hub.sessions.values() if session.is_settled and not session.num_open]
+    idle = [session for session in transport.sessions.values() if session.is_settled and not session.num_open]
     idle.sort(key=lambda session: session.used_at_s)
     for session in idle[: 1 + len(idle) // _EVICTED_SHARE]:
-        hub.drop(session, "it was not used for a long time.")
+        transport.drop(session, "it was not used for a long time.")
     return bool(idle)
 
 
-def shed(hub: DatagramTransport) -> None:
+def shed(transport: DatagramTransport) -> None:
     """Forget answers of the sessions that were not used for the longest time, then those sessions.
 
     That a call was served is forgotten with its session only: else it could run twice.
     """
-    keepers = [one for one in hub.sessions.values() if isinstance(one, Answerer) and one.is_proven]
+    keepers = [one for one in transport.sessions.values() if isinstance(one, CalleeSession) and one.is_proven]
     keepers.sort(key=lambda session: session.used_at_s)
     for keeper in keepers:
-        if hub.kept_bytes <= MAX_KEPT_BYTES_IN_ALL // 2:
+        if transport.kept_bytes <= MAX_KEPT_BYTES_IN_ALL // 2:
             return
         keeper.kept.shed()
     for keeper in keepers:
-        if hub.kept_bytes <= MAX_KEPT_BYTES_IN_ALL // 2:
+        if transport.kept_bytes <= MAX_KEPT_BYTES_IN_ALL // 2:
             return
         if not keeper.num_open:
-            hub.drop(keeper, "too much was kept for it.")
+            transport.drop(keeper, "too much was kept for it.")
 
 
 _MAX_REMEMBERED = 1024

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from cryptography.exceptions import InvalidTag
@@ -26,6 +26,7 @@ from shoal.transport.datagrams.wire import (
     TAG_BYTES,
     Frames,
     Kind,
+    SocketAddress,
     UnreadablePacket,
     decode_frames,
     encode_frames,
@@ -33,7 +34,7 @@ from shoal.transport.datagrams.wire import (
 from shoal.transport.frames import encode
 
 if TYPE_CHECKING:
-    from shoal.transport.datagrams.transport import DatagramTransport, Port
+    from shoal.transport.datagrams.transport import DatagramSocket, DatagramTransport
 
 INITIAL_TIMEOUT_S = 0.5
 MIN_TIMEOUT_S = 0.02
@@ -90,16 +91,21 @@ class Session:
     _min_content_bytes = 0
 
     def __init__(
-        self, hub: DatagramTransport, port: Port, peer: Peer, where: tuple[Any, ...], session_id: bytes
+        self,
+        transport: DatagramTransport,
+        socket: DatagramSocket,
+        peer: Peer,
+        where: SocketAddress,
+        session_id: bytes,
     ) -> None:
-        self.hub = hub
-        self.port = port
+        self.transport = transport
+        self.socket = socket
         self.peer = peer
         self.where = where
         self.id = session_id
         """What packets to this side are marked with."""
         self.their_id = b""
-        self.used_at_s = hub.loop.time()
+        self.used_at_s = transport.loop.time()
         self.is_open = True
         self.seal: BareSeal | None = None
         """None until both have greeted."""
@@ -133,7 +139,7 @@ class Session:
         """Send a frame with the others of this turn of the loop."""
         frames = self._frames
         if not frames:
-            self.hub.on_dirty(self)
+            self.transport.on_dirty(self)
         elif self._frames_bytes + len(frame) > MAX_FRAME_BYTES:
             self._send()
         frames.append(frame)
@@ -147,7 +153,7 @@ class Session:
     def _send(self) -> None:
         try:
             if self.seal is not None and self.is_open:
-                self.port.send(self.packet(self._frames), self.where)
+                self.socket.send(self.packet(self._frames), self.where)
         finally:
             self._frames.clear()
             self._frames_bytes = 0
@@ -163,22 +169,22 @@ class Session:
     def _oldest(self) -> int:
         return 0
 
-    def read(self, packet: bytes, where: tuple[Any, ...]) -> Frames | None:
+    def read(self, packet: bytes, where: SocketAddress) -> Frames | None:
         """The frames of a packet that is genuine and new; None, and counted, for any other."""
         content = self.seal.open(packet) if self.seal is not None else None
         if content is None:
-            self.hub.on_bad_packet(peer_at(where), "a packet that is not genuine.")
+            self.transport.on_bad_packet(peer_at(where), "a packet that is not genuine.")
             return None
         if not self.seal.is_fresh(COUNTER.unpack_from(packet, 12)[0]):  # type: ignore[union-attr]
-            self.hub.on_replay(peer_at(where))
+            self.transport.on_replay(peer_at(where))
             return None
         try:
             return decode_frames(content)
         except UnreadablePacket:
-            self.hub.on_bad_packet(peer_at(where), "frames that do not follow the protocol.")
+            self.transport.on_bad_packet(peer_at(where), "frames that do not follow the protocol.")
             return None
 
-    def receive(self, packet: bytes, where: tuple[Any, ...], port: Port) -> None:
+    def receive(self, packet: bytes, where: SocketAddress, socket: DatagramSocket) -> None:
         """A packet of this session has come."""
         raise NotImplementedError
 
@@ -194,7 +200,7 @@ class Session:
         raise NotImplementedError
 
 
-def peer_at(where: tuple[Any, ...]) -> Peer:
+def peer_at(where: SocketAddress) -> Peer:
     """A peer of which only the socket's address is known."""
     return Peer(Address(str(where[0]), where[1]))
 
@@ -275,21 +281,21 @@ class ReplayWindow:
 _WINDOW_MASK = (1 << REPLAY_WINDOW) - 1
 
 
-class Tokens:
+class AddressTokens:
     """Proofs of address that need no memory: only who receives at an address can know its token."""
 
     def __init__(self, source: random.Random) -> None:
         self._key = source.randbytes(32)
 
-    def make(self, where: tuple[Any, ...], session_id: bytes, now_s: float) -> bytes:
+    def make(self, where: SocketAddress, session_id: bytes, now_s: float) -> bytes:
         """What to send to an address for it to send back."""
         return self._token(where, session_id, int(now_s // _TOKEN_BUCKET_S))
 
-    def is_good(self, token: bytes, where: tuple[Any, ...], session_id: bytes, now_s: float) -> bool:
+    def is_good(self, token: bytes, where: SocketAddress, session_id: bytes, now_s: float) -> bool:
         """Whether a token was sent to this address, for this session, one or two minutes ago at most."""
         bucket = int(now_s // _TOKEN_BUCKET_S)
         return any(hmac.compare_digest(token, self._token(where, session_id, bucket - age)) for age in (0, 1))
 
-    def _token(self, where: tuple[Any, ...], session_id: bytes, bucket: int) -> bytes:
+    def _token(self, where: SocketAddress, session_id: bytes, bucket: int) -> bytes:
         text = b"%d:%s:%s" % (bucket, session_id, repr(where[:2]).encode())
         return hashlib.blake2b(text, key=self._key, digest_size=TOKEN_BYTES, person=b"shoal address").digest()

@@ -28,10 +28,16 @@ from shoal.core import (
 from shoal.core.fork import close_in_children, keep_in_children
 from shoal.transport.budget import ByteBudget
 from shoal.transport.complaints import Complaints
-from shoal.transport.datagrams.callee import PARKED, Answerer, Parking
-from shoal.transport.datagrams.caller import Asker, AskOverStream, PendingCall, State, no_welcome
-from shoal.transport.datagrams.handshake import Greeter, Greetings, SealedGreetings
-from shoal.transport.datagrams.limits import Alarms, Grievances, Line, make_room, shed
+from shoal.transport.datagrams.callee import PARKED, CalleeSession, Parking
+from shoal.transport.datagrams.caller import (
+    AskOverStream,
+    CallerSession,
+    CallerState,
+    PendingCall,
+    no_welcome,
+)
+from shoal.transport.datagrams.handshake import HandshakeCodec, Handshakes, SealedHandshakeCodec
+from shoal.transport.datagrams.limits import CallSlots, Grievances, Timers, make_room, shed
 from shoal.transport.datagrams.sessions import Session, Stats, peer_at
 from shoal.transport.datagrams.wire import (
     HEADER_BYTES,
@@ -45,6 +51,7 @@ from shoal.transport.datagrams.wire import (
     SESSION_BYTES,
     VERSION,
     Kind,
+    SocketAddress,
 )
 from shoal.transport.frames import Mode
 from shoal.transport.limits import Limits
@@ -82,10 +89,10 @@ class DatagramTransport:
     """
 
     loop: asyncio.AbstractEventLoop
-    alarms: Alarms
-    window: Line
+    timers: Timers
+    window: CallSlots
     scope: Scope
-    _greeter: Greeter
+    _handshakes: Handshakes
     _opening: asyncio.Lock
 
     def __init__(
@@ -124,8 +131,8 @@ class DatagramTransport:
         self.access = self._membership.access if self._membership is not None else None
         self._is_insecure = is_insecure or self.network.is_simulated
         self._closing = contextlib.AsyncExitStack()
-        self._askers: dict[Peer, Asker] = {}
-        self._ports: list[Port] = []
+        self._callers: dict[Peer, CallerSession] = {}
+        self._sockets: list[DatagramSocket] = []
         self._dirty: list[Session] = []
         self._is_flush_due = False
         self._access_timer: asyncio.TimerHandle | None = None
@@ -156,8 +163,8 @@ class DatagramTransport:
 
     def id_of(self, peer: Peer) -> PeerId | None:
         """Who has greeted back at a peer's address, as proven as greetings are; None before any has."""
-        asker = self._askers.get(peer)
-        return asker.peer.id if asker is not None and asker.state is State.READY else None
+        caller = self._callers.get(peer)
+        return caller.peer.id if caller is not None and caller.state is CallerState.READY else None
 
     # --- answering ---
 
@@ -175,8 +182,8 @@ class DatagramTransport:
         """Accept calls there; port 0 picks a free one. Returns the address that was bound."""
         self._require_open()
         check_may_listen(address, self._membership, is_insecure=self._is_insecure)
-        port = await self._open_port(address, is_listening=True)
-        return Address(*port.where[:2])
+        socket = await self._open_socket(address, is_listening=True)
+        return Address(*socket.where[:2])
 
     # --- asking ---
 
@@ -201,7 +208,7 @@ class DatagramTransport:
         except AskOverStream as parked:
             ticket, size_bytes = parked.ticket, parked.size_bytes
         finally:
-            call.asker.end(call)
+            call.caller.end(call)
         streams = self._streams_for(method, f"its answer takes {size_bytes:,} bytes")
         if callable(into):
             into = functools.partial(_into, into, method)
@@ -221,7 +228,7 @@ class DatagramTransport:
         if request is None:
             return await self._streams_for(method).notify(peer, method, payload, buffers, deadline=deadline)
         call = await self._begin(peer, method, request, deadline, None)
-        call.answer.add_done_callback(lambda _: call.asker.end(call))
+        call.answer.add_done_callback(lambda _: call.caller.end(call))
         return None
 
     def open_channel(
@@ -273,21 +280,21 @@ class DatagramTransport:
         while True:
             if not self.is_watching:
                 self.watch()  # who is denied since is not asked
-            asker = self._askers.get(peer)
-            if asker is None or asker.state is not State.READY:
-                asker = await self._connect(peer, deadline)
-            places = asker.places
-            if not places.try_take():
-                await self._wait(places.take(deadline), method, peer, "its calls at once are open already")
+            caller = self._callers.get(peer)
+            if caller is None or caller.state is not CallerState.READY:
+                caller = await self._connect(peer, deadline)
+            slots = caller.slots
+            if not slots.try_take():
+                await self._wait(slots.take(deadline), method, peer, "its calls at once are open already")
             if not window.try_take():
                 try:
                     await self._wait(window.take(deadline), method, peer, "many calls wait for answers")
                 except BaseException:
-                    places.give_back()
+                    slots.give_back()
                     raise
-            if asker.state is State.READY:
-                return asker.ask(method, request[0], into, deadline, request[1])
-            places.give_back()
+            if caller.state is CallerState.READY:
+                return caller.ask(method, request[0], into, deadline, request[1])
+            slots.give_back()
             window.give_back()
             if not self.is_open:
                 raise PeerLost(f"{method} at {peer}: the transport was closed before it was sent.", peer=peer)
@@ -310,55 +317,55 @@ class DatagramTransport:
 
     # --- the way to a peer: a socket that reaches it, and a session with it ---
 
-    async def _connect(self, peer: Peer, deadline: Deadline) -> Asker:
+    async def _connect(self, peer: Peer, deadline: Deadline) -> CallerSession:
         """A session that new calls may use; concurrent callers share one greeting."""
         if (known := self._known_by_address(peer)) is not None:
             return known
         try:
             async with asyncio.timeout(deadline.timeout_s):
                 while True:  # a session may be replaced by another while it greets, or right after
-                    asker = self._askers.get(peer)
-                    if asker is None:
-                        where, port = await self._way_to(peer)
-                        asker = self._askers.get(peer) or self.open_asker(peer, where, port)
-                    if asker.state is State.READY:
-                        return asker
-                    await asker.wait_for_welcome()
+                    caller = self._callers.get(peer)
+                    if caller is None:
+                        where, socket = await self._way_to(peer)
+                        caller = self._callers.get(peer) or self.open_caller(peer, where, socket)
+                    if caller.state is CallerState.READY:
+                        return caller
+                    await caller.wait_for_welcome()
         except TimeoutError:
             raise no_welcome(peer) from None
 
-    def _known_by_address(self, peer: Peer) -> Asker | None:
+    def _known_by_address(self, peer: Peer) -> CallerSession | None:
         """A session that was begun with whoever is at the peer's address, and it was this peer."""
-        asker = self._askers.get(Peer(peer.address)) if peer.id is not None else None
-        if asker is None or asker.state is not State.READY or asker.peer.id != peer.id:
+        caller = self._callers.get(Peer(peer.address)) if peer.id is not None else None
+        if caller is None or caller.state is not CallerState.READY or caller.peer.id != peer.id:
             return None
-        asker.target = peer  # whoever comes to be at this address later is not asked in its place
-        self._askers[peer] = asker
-        return asker
+        caller.target = peer  # whoever comes to be at this address later is not asked in its place
+        self._callers[peer] = caller
+        return caller
 
-    async def _way_to(self, peer: Peer) -> tuple[tuple[Any, ...], Port]:
+    async def _way_to(self, peer: Peer) -> tuple[SocketAddress, DatagramSocket]:
         """A peer's address as sockets know it, and the socket to ask from."""
         try:
             where = await self.network.resolve(peer.address)
-            port = await self._port_for(where)
+            socket = await self._socket_for(where)
         except (UsageError, TimeoutError):  # the second is the deadline's
             raise
         except (OSError, ValueError) as error:
             raise unreachable(peer, error) from error
         self._require_open()
-        return where, port
+        return where, socket
 
-    async def _port_for(self, where: tuple[Any, ...]) -> Port:
+    async def _socket_for(self, where: SocketAddress) -> DatagramSocket:
         """A socket to ask from, the one that listens where there is one: then both ways have one address."""
         async with self._opening:  # those who ask at the same time share one
-            for port in self._ports:
-                if port.can_reach(where):
-                    return port
+            for socket in self._sockets:
+                if socket.can_reach(where):
+                    return socket
             if self.network.is_simulated:
                 address = Address(getattr(self.network, "name", "localhost"), 0)
             else:
                 address = Address("0.0.0.0" if len(where) == 2 else "::", 0)
-            return await self._open_port(address, is_listening=False)
+            return await self._open_socket(address, is_listening=False)
 
     def _require_open(self) -> None:
         if not self.is_open:
@@ -370,15 +377,15 @@ class DatagramTransport:
     async def _opened(self) -> AsyncIterator[None]:
         """Between opening and closing."""
         self.loop = asyncio.get_running_loop()
-        self.alarms = Alarms(self.loop)
-        self.window = Line(self.loop, WINDOW)
+        self.timers = Timers(self.loop)
+        self.window = CallSlots(self.loop, WINDOW)
         self._opening = asyncio.Lock()
         membership = self._membership
-        self._greeter = Greeter(
+        self._handshakes = Handshakes(
             self,
-            Greetings(self.peer_id, self.random)
+            HandshakeCodec(self.peer_id, self.random)
             if membership is None
-            else SealedGreetings(membership, self.random),
+            else SealedHandshakeCodec(membership, self.random),
         )
         self.is_watching = self.access is None
         standing = StandingScope("datagram transport")
@@ -396,11 +403,11 @@ class DatagramTransport:
                     self.parking.close()
                 self.complaints.flush()
                 self.pool.clear()
-                ports, self._ports = self._ports, []
-                for port in ports:  # all of them, before anything is waited for
-                    port.begin_closing()
-                for port in ports:
-                    await port.close()
+                sockets, self._sockets = self._sockets, []
+                for socket in sockets:  # all of them, before anything is waited for
+                    socket.begin_closing()
+                for socket in sockets:
+                    await socket.close()
 
     def _leave(self) -> None:
         """Tell those who wait, on either side."""
@@ -413,32 +420,32 @@ class DatagramTransport:
                 log.exception("%s cannot be told that this peer is stopping", session.peer)
             session.close("the transport was closed.")
         self.sessions.clear()
-        self._askers.clear()
+        self._callers.clear()
         self._dirty.clear()
-        self.alarms.close()
+        self.timers.close()
         if self._access_timer is not None:
             self._access_timer.cancel()
             self._access_timer = None
 
     # --- sockets ---
 
-    async def _open_port(self, address: Address, *, is_listening: bool) -> Port:
-        port = Port(self, self._greeter, is_listening=is_listening)
-        await self.network.open_datagrams(address, port)
+    async def _open_socket(self, address: Address, *, is_listening: bool) -> DatagramSocket:
+        socket = DatagramSocket(self, self._handshakes, is_listening=is_listening)
+        await self.network.open_datagrams(address, socket)
         if not self.is_open:  # closed meanwhile
-            await port.close()
+            await socket.close()
         else:
-            self._ports.append(port)
-        return port
+            self._sockets.append(socket)
+        return socket
 
     async def stop_listening(self, address: Address) -> None:
         """Close the socket that listens there."""
-        for port in tuple(self._ports):
-            if port.where[:2] == (address.host, address.port):
-                self._ports.remove(port)
-                await port.close()
+        for socket in tuple(self._sockets):
+            if socket.where[:2] == (address.host, address.port):
+                self._sockets.remove(socket)
+                await socket.close()
 
-    # --- what sessions and ports tell ---
+    # --- what sessions and sockets tell ---
 
     def on_dirty(self, session: Session) -> None:
         """A session has frames to send at the end of this turn of the loop."""
@@ -482,46 +489,46 @@ class DatagramTransport:
 
     # --- sessions ---
 
-    def open_asker(
-        self, target: Peer, where: tuple[Any, ...], port: Port, not_before_s: float = 0.0
-    ) -> Asker:
+    def open_caller(
+        self, target: Peer, where: SocketAddress, socket: DatagramSocket, not_before_s: float = 0.0
+    ) -> CallerSession:
         """Begin a session, in the place of an earlier one with the same target."""
-        asker = Asker(self, port, target, where, self.random.randbytes(SESSION_BYTES))
+        caller = CallerSession(self, socket, target, where, self.random.randbytes(SESSION_BYTES))
         self.make_room()  # whom to ask is the program's own affair, and not refused
-        earlier = self._askers.get(target)
+        earlier = self._callers.get(target)
         if earlier is not None:
             earlier.retire()
-        self.sessions[asker.id] = asker
-        self._askers[target] = asker
+        self.sessions[caller.id] = caller
+        self._callers[target] = caller
         now_s = self.loop.time()
         if now_s < not_before_s:
-            self.alarms.set(not_before_s, asker)
+            self.timers.set(not_before_s, caller)
         else:
-            asker.greet(now_s)
-        return asker
+            caller.greet(now_s)
+        return caller
 
-    def new_hello(self, asker: Asker) -> bytes:
+    def new_hello(self, caller: CallerSession) -> bytes:
         """A greeting; each is another one, so that a copy of it can keep nobody out."""
-        return self._greeter.new_hello(asker)
+        return self._handshakes.new_hello(caller)
 
-    def on_retired(self, asker: Asker) -> None:
+    def on_retired(self, caller: CallerSession) -> None:
         """It takes no new calls, or is closed."""
-        for name in (asker.target, Peer(asker.target.address)):
-            if self._askers.get(name) is asker:
-                del self._askers[name]
-        self._greeter.forget_asker(asker)
-        if asker.state is State.CLOSED:
-            self.sessions.pop(asker.id, None)
+        for name in (caller.target, Peer(caller.target.address)):
+            if self._callers.get(name) is caller:
+                del self._callers[name]
+        self._handshakes.forget_caller(caller)
+        if caller.state is CallerState.CLOSED:
+            self.sessions.pop(caller.id, None)
 
     def prove(
-        self, answerer: Answerer, packet: bytes, where: tuple[Any, ...], port: Port, token: bytes
+        self, callee: CalleeSession, packet: bytes, where: SocketAddress, socket: DatagramSocket, token: bytes
     ) -> bool:
         """Whether a token shows that the caller receives there; asks for one where it does not."""
-        return self._greeter.admission.prove(answerer, packet, where, port, token)
+        return self._handshakes.admission.prove(callee, packet, where, socket, token)
 
-    def on_left(self, answerer: Answerer) -> None:
+    def on_left(self, callee: CalleeSession) -> None:
         """The caller has ended the session."""
-        self.drop(answerer, "its caller has left.")
+        self.drop(callee, "its caller has left.")
 
     def drop(self, session: Session, reason: str, code: str = LEFT) -> None:
         """End a session and forget it."""
@@ -530,7 +537,7 @@ class DatagramTransport:
 
     def make_room(self) -> bool:
         """Whether there is room for one more session, at the price of others that nobody uses."""
-        return make_room(self, num_newcomers=len(self._greeter.admission.newcomers))
+        return make_room(self, num_unproven=len(self._handshakes.admission.unproven))
 
     def shed(self) -> None:
         """Too much is kept for callers: forget some."""
@@ -564,14 +571,14 @@ class DatagramTransport:
             self.watch()
 
 
-class Port(asyncio.DatagramProtocol):
+class DatagramSocket(asyncio.DatagramProtocol):
     """Receives for all sessions of a socket."""
 
-    def __init__(self, hub: DatagramTransport, greeter: Greeter, *, is_listening: bool) -> None:
-        self._hub = hub
-        self._sessions = hub.sessions
-        self._stats = hub.stats
-        self._greeter = greeter
+    def __init__(self, transport: DatagramTransport, handshakes: Handshakes, *, is_listening: bool) -> None:
+        self._transport = transport
+        self._sessions = transport.sessions
+        self._stats = transport.stats
+        self._handshakes = handshakes
         self.is_listening = is_listening
         """Whether strangers may begin a session here; a socket that was opened only to ask takes none."""
         self._carrier: asyncio.DatagramTransport | None = None
@@ -579,7 +586,7 @@ class Port(asyncio.DatagramProtocol):
         self._is_closing = False
         self._closed = asyncio.Event()
         self._descriptor: int | None = None
-        self.where: tuple[Any, ...] = ()
+        self.where: SocketAddress = ()
         """Its own address."""
 
     # --- what asyncio calls ---
@@ -588,9 +595,9 @@ class Port(asyncio.DatagramProtocol):
         """The socket is there."""
         self._carrier = cast("asyncio.DatagramTransport", transport)
         self.where = tuple(transport.get_extra_info("sockname"))
-        socket = transport.get_extra_info("socket")
-        if socket is not None:
-            self._descriptor = socket.fileno()
+        raw = transport.get_extra_info("socket")
+        if raw is not None:
+            self._descriptor = raw.fileno()
             close_in_children(self._descriptor)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -612,15 +619,15 @@ class Port(asyncio.DatagramProtocol):
         """Some packet could not be delivered; which one is not known, and its call tries again."""
         self._stats.unheard += 1
 
-    def datagram_received(self, data: bytes, addr: tuple[Any, ...]) -> None:
+    def datagram_received(self, data: bytes, addr: SocketAddress) -> None:
         """A packet has come."""
-        hub, stats = self._hub, self._stats
-        if not hub.is_open:
+        transport, stats = self._transport, self._stats
+        if not transport.is_open:
             return
         stats.packets_in += 1
         stats.bytes_in += len(data)
-        if not hub.is_watching:
-            hub.watch()
+        if not transport.is_watching:
+            transport.watch()
         if data[:3] == PREFIX and len(data) >= HEADER_BYTES:
             kind = data[3]
             if kind == _DATA and len(data) <= MAX_PACKET_BYTES:
@@ -628,32 +635,32 @@ class Port(asyncio.DatagramProtocol):
                 if session is not None:
                     session.receive(data, addr, self)
                 else:
-                    self._greeter.on_stray(data, addr, self)
+                    self._handshakes.on_stray(data, addr, self)
             else:
                 self._on_greeting(kind, data, addr)
         elif data[:2] == MAGIC and len(data) >= 12 and data[2] != VERSION:
-            self._greeter.on_other_version(data, addr, self)
+            self._handshakes.on_other_version(data, addr, self)
         else:
-            hub.on_bad_packet(peer_at(addr), "bytes that are no packet of Shoal's.")
-        hub.flush()
+            transport.on_bad_packet(peer_at(addr), "bytes that are no packet of Shoal's.")
+        transport.flush()
 
-    def _on_greeting(self, kind: int, data: bytes, where: tuple[Any, ...]) -> None:
-        greeter = self._greeter
+    def _on_greeting(self, kind: int, data: bytes, where: SocketAddress) -> None:
+        handshakes = self._handshakes
         if kind == Kind.UNKNOWN:
-            greeter.on_unknown(data)
+            handshakes.on_unknown(data)
         elif (kind & ~SEALED) in _GREETINGS and len(data) <= MAX_PACKET_BYTES:
-            greeter.on_greeting(kind, data, where, self)
+            handshakes.on_greeting(kind, data, where, self)
         else:
-            self._hub.on_bad_packet(peer_at(where), "a packet of no known kind.")
+            self._transport.on_bad_packet(peer_at(where), "a packet of no known kind.")
 
     # --- sending ---
 
-    def can_reach(self, where: tuple[Any, ...]) -> bool:
+    def can_reach(self, where: SocketAddress) -> bool:
         """Whether an address can be sent to from here: the same family, and not elsewhere from loopback."""
         is_same_family = len(self.where) == len(where)
         return is_same_family and (is_loopback(where[0]) or not is_loopback(self.where[0]))
 
-    def send(self, packet: bytes, where: tuple[Any, ...]) -> None:
+    def send(self, packet: bytes, where: SocketAddress) -> None:
         """Send one packet, or lose it."""
         if self._carrier is None or self._is_full:
             self._stats.unheard += 1

@@ -6,7 +6,7 @@
 
 A DATA packet carries an array of small frames in MessagePack, so that several messages for one peer share a
 packet. Its session id was picked by its receiver; session id and counter are its nonce. What greetings say is
-`sealing`'s.
+`handshake`'s.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from shoal.transport.frames import UNREADABLE, ErrorHead, encode
+
+SocketAddress = tuple[Any, ...]
+"""An address as sockets write it: host and port, and two more numbers for IPv6."""
 
 MAGIC = b"\xf0D"
 VERSION = 1
