@@ -22,9 +22,10 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from shoal.core import Peer, PeerError, PeerId, PeerRefused
 from shoal.core.ids import ID_BYTES
+from shoal.core.limits import RateLimiter
 from shoal.transport.datagrams.callee import CalleeSession
 from shoal.transport.datagrams.caller import CallerSession, CallerState, other_peer, other_version
-from shoal.transport.datagrams.limits import Allowance, UnprovenSessions
+from shoal.transport.datagrams.limits import UnprovenSessions
 from shoal.transport.datagrams.sessions import TOKEN_BYTES, AddressTokens, AeadSeal, BareSeal, peer_at
 from shoal.transport.datagrams.wire import (
     BUSY,
@@ -62,7 +63,7 @@ class Handshakes:
         self._greeting: dict[bytes, CallerSession] = {}  # by the salt of their hello
         self._asking: dict[bytes, CallerSession] = {}  # by the session id that their packets are marked with
         self.admission = Admission(transport, codec)
-        self._answers = Allowance(_MAX_ANSWERS_A_S)
+        self._answers = RateLimiter(_MAX_ANSWERS_A_S, _MAX_ANSWERS_A_S)
 
     # --- asking ---
 
@@ -192,7 +193,7 @@ class Handshakes:
             socket.send(version_answer(packet), where)
 
     def _may_answer(self) -> bool:
-        return self._answers.take(self._transport.loop.time())
+        return self._answers.allows(self._transport.loop.time())
 
 
 _UNKNOWN_BYTES = 48  # the size of the answer to a stray packet
@@ -217,7 +218,7 @@ class Admission:
         self.unproven = UnprovenSessions(transport.sessions)
         self._answered: dict[tuple[bytes, Any], bytes] = {}
         self._seen: dict[bytes, int] = {}
-        self._stale_answers = Allowance(_MAX_STALE_A_S)
+        self._stale_answers = RateLimiter(_MAX_STALE_A_S, _MAX_STALE_A_S)
 
     def is_repeated(self, packet: bytes, where: SocketAddress, socket: DatagramSocket) -> bool:
         """Whether a hello was answered before; that answer is sent again to the same address."""
@@ -263,7 +264,7 @@ class Admission:
         transport = self._transport
         transport.stats.refused += 1
         transport.complain_once("refused a hello", peer_at(where), why)
-        if self._stale_answers.take(transport.loop.time()):
+        if self._stale_answers.allows(transport.loop.time()):
             answer = self._codec.write(Kind.REFUSAL, Refusal(hello.salt, why))
             if len(answer) <= len(packet):
                 socket.send(answer, where)

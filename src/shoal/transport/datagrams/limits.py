@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import heapq
 import math
-import re
 from typing import TYPE_CHECKING, Protocol
 
-from shoal.core import Clock, Deadline, Peer
-from shoal.transport.complaints import Complaints
+from shoal.core import Deadline
 from shoal.transport.datagrams.callee import MAX_KEPT_BYTES_IN_ALL, CalleeSession
 from shoal.transport.datagrams.sessions import Session
 
@@ -127,22 +124,6 @@ class CallSlots:
         self._num_free += 1
 
 
-class Allowance:
-    """So many in a second."""
-
-    def __init__(self, num_a_s: int) -> None:
-        self._num_a_s = num_a_s
-        self._since_s = 0.0
-        self._num_taken = 0
-
-    def take(self, now_s: float) -> bool:
-        """Whether there is one left."""
-        if now_s - self._since_s >= 1.0:
-            self._since_s, self._num_taken = now_s, 0
-        self._num_taken += 1
-        return self._num_taken <= self._num_a_s
-
-
 MAX_UNPROVEN = 4096
 MAX_UNPROVEN_A_HOST = 256
 
@@ -221,28 +202,3 @@ def shed(transport: DatagramTransport) -> None:
             return
         if not keeper.num_open:
             transport.drop(keeper, "too much was kept for it.")
-
-
-_MAX_REMEMBERED = 1024
-_AGAIN_S = 600.0
-_NUMBER = re.compile(r"\d+")  # in a reason: the same complaint with other figures is no new one
-
-
-class Grievances:
-    """One line for each host and reason in ten minutes, as long as there are not too many of them."""
-
-    def __init__(self, complaints: Complaints, clock: Clock) -> None:
-        self._complaints = complaints
-        self._clock = clock
-        self._said_at_s: collections.OrderedDict[tuple[str, str], float] = collections.OrderedDict()
-
-    def add(self, what: str, peer: Peer, why: str) -> None:
-        """Say what was done to whom, and why, unless that was said before."""
-        key = (peer.address.host, _NUMBER.sub("", why))
-        now_s = self._clock.now_s()
-        if now_s - self._said_at_s.get(key, -math.inf) < _AGAIN_S:
-            return
-        self._said_at_s[key] = now_s
-        if len(self._said_at_s) > _MAX_REMEMBERED:
-            self._said_at_s.popitem(last=False)
-        self._complaints.add(what, peer, why)

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import math
+import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -26,6 +27,7 @@ from shoal.core import (
     UsageError,
 )
 from shoal.core.fork import close_in_children, keep_in_children
+from shoal.core.limits import RateLimiter
 from shoal.transport.budget import ByteBudget
 from shoal.transport.complaints import Complaints
 from shoal.transport.datagrams.callee import PARKED, CalleeSession, Parking
@@ -37,7 +39,7 @@ from shoal.transport.datagrams.caller import (
     no_welcome,
 )
 from shoal.transport.datagrams.handshake import HandshakeCodec, Handshakes, SealedHandshakeCodec
-from shoal.transport.datagrams.limits import CallSlots, Grievances, Timers, make_room, shed
+from shoal.transport.datagrams.limits import CallSlots, Timers, make_room, shed
 from shoal.transport.datagrams.sessions import Session, Stats, peer_at
 from shoal.transport.datagrams.wire import (
     HEADER_BYTES,
@@ -77,6 +79,9 @@ _CALL, _ONE_WAY, _DATA = int(Mode.CALL), int(Mode.ONE_WAY), int(Kind.DATA)
 _GREETINGS = (Kind.HELLO, Kind.WELCOME, Kind.REFUSAL)
 _ACCESS_S = 1.0  # how soon a peer that is denied is gone
 _DENIED = "it may no longer talk to this peer."
+_COMPLAIN_AGAIN_S = 600.0
+_MAX_COMPLAINTS = 1024  # that are remembered
+_NUMBER = re.compile(r"\d+")
 _CLOSING_S = 1.0  # for what the system had no room for
 
 
@@ -117,7 +122,7 @@ class DatagramTransport:
         self.pool = BufferPool()
         self.stats = Stats()
         self.complaints = Complaints(log, self.clock)
-        self._grievances = Grievances(self.complaints, self.clock)
+        self._complained = RateLimiter(1 / _COMPLAIN_AGAIN_S, 1, _MAX_COMPLAINTS)
         self.parking = Parking(self.routes, self.random) if streams is not None else None
         """None where there are no streams."""
         self.is_open = False
@@ -484,8 +489,10 @@ class DatagramTransport:
         self.complain_once("dropped a packet", peer, "it came twice: the network repeats, or somebody does.")
 
     def complain_once(self, what: str, peer: Peer, why: str) -> None:
-        """One log line for this host and reason in ten minutes."""
-        self._grievances.add(what, peer, why)
+        """One log line for this host and reason in ten minutes: who sends a bad packet sends many."""
+        reason = _NUMBER.sub("", why)  # the same complaint with other figures is no new one
+        if self._complained.allows(self.clock.now_s(), (peer.address.host, reason)):
+            self.complaints.add(what, peer, why)
 
     # --- sessions ---
 
