@@ -2,8 +2,8 @@
 
 The board is a folder of this user in a place that nobody else can move it from: `$XDG_RUNTIME_DIR/shoal`, or
 one in shared memory or among the temporary files. Nothing here stops training: a board that cannot be used is
-done without, silently. `SHOAL_TOP=0` turns it off. What is noted when is `strategies.status`' to say, how it is
-shown the command line's.
+done without, silently. `SHOAL_TOP=0` turns it off. What is noted when is `strategies.status`' to say, how it
+is shown the command line's.
 """
 
 from __future__ import annotations

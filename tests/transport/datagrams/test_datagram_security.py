@@ -9,8 +9,13 @@ import pytest
 from shoal.core import Address, DeadlineExceeded, Peer, PeerLost, PeerRefused
 from shoal.core.identity import Identity
 from shoal.transport import Reply
-from shoal.transport.datagrams.handshake import HELLO_BYTES, Hello, SealedHandshakeCodec, Welcome
-from shoal.transport.datagrams.limits import MAX_UNPROVEN_A_HOST
+from shoal.transport.datagrams.handshake import (
+    HELLO_BYTES,
+    MAX_UNPROVEN_A_HOST,
+    Hello,
+    SealedHandshakeCodec,
+    Welcome,
+)
 from shoal.transport.datagrams.sessions import AeadSeal
 from shoal.transport.datagrams.wire import PREFIX, SEALED, Kind, encode_frames, encode_request
 from shoal.transport.frames import encode
@@ -235,7 +240,7 @@ def test_a_member_cannot_speak_for_another(caplog):
         assert scene.answers_to("evil") == []
         # nor with keys that it can derive from the secret and what it has seen
         packet = scene.data_packets()[-1]
-        greeting = Hello(b"s" * 16, scene.client._handshakes._codec.ephemeral, b"", b"", 0.0)
+        greeting = Hello(b"s" * 16, scene.client.handshakes._codec.ephemeral, b"", b"", 0.0)
         forged = mallory.session_seal(greeting, scene.server.peer_id, b"t" * 16)
         content = encode_frames(1, [encode_request(99, encode((0, "echo", 0, "forged")))])
         client = next(where for where, _, _ in scene.air.packets if where[0] == "client")
@@ -457,7 +462,7 @@ def test_stale_hellos_cost_no_check_of_a_signature_and_few_an_answer(monkeypatch
         await scene.still_works()
         codec = SealedHandshakeCodec(scene.swarm.member(), random.SystemRandom())
         checked = []
-        monkeypatch.setattr(scene.server._handshakes._codec, "verified", checked.append)
+        monkeypatch.setattr(scene.server.handshakes._codec, "verified", checked.append)
         for number in range(300):
             salt = number.to_bytes(16)
             hello = Hello(salt, codec.ephemeral, b"session1", b"", air_wall(scene) - 3600)
@@ -476,7 +481,7 @@ def test_a_flood_from_unproven_addresses(caplog, is_sealed):
     async def check(scene):
         await scene.still_works()
         air, source = scene.air, random.Random(1)
-        codec = scene.client._handshakes._codec
+        codec = scene.client.handshakes._codec
         flood = []
         for number in range(3000):
             where = (f"victim{number % 7}", 1 + number % 50)
@@ -516,7 +521,7 @@ def air_wall(scene):
 def test_a_session_whose_address_is_not_proven_runs_no_handler():
     async def check(scene):
         """Bare, where an attacker can make packets: it greets from its own address, asks from another."""
-        air, codec = scene.air, scene.client._handshakes._codec
+        air, codec = scene.air, scene.client.handshakes._codec
         await scene.inject(codec.write(Kind.HELLO, Hello(b"s" * 16, b"", b"session1", b"", 0.0)))
         (packet,) = scene.answers_to("evil")
         welcome = codec.open(packet).body
@@ -560,7 +565,7 @@ def test_a_socket_that_only_asks_takes_no_hello():
     async def check(scene):
         await scene.still_works()
         client = next(where for where, _, _ in scene.air.packets if where[0] == "client")
-        codec = scene.client._handshakes._codec
+        codec = scene.client.handshakes._codec
         hello = codec.write(Kind.HELLO, Hello(b"s" * 16, codec.ephemeral, b"session1", b"", air_wall(scene)))
         scene.air.deliver(EVIL, client, hello)
         await asyncio.sleep(0.1)
@@ -612,10 +617,10 @@ def test_nothing_secret_is_told(caplog):
             await scene.client.call(scene.address, "echo", 1, deadline=soon(5))
         told.append(str(caught.value))
         for transport in (scene.server, scene.client):
-            told.extend(map(repr, (transport, transport._handshakes, transport._handshakes._codec)))
+            told.extend(map(repr, (transport, transport.handshakes, transport.handshakes._codec)))
             told.extend(repr(session) + repr(session.seal) for session in transport.sessions.values())
             told.append(repr(transport._membership))
-        key = scene.server._handshakes._codec._ephemeral_key.private_bytes_raw()
+        key = scene.server.handshakes._codec._ephemeral_key.private_bytes_raw()
         assert not any(key.hex() in text for text in told)
 
     swarm = stage(check)

@@ -669,7 +669,7 @@ def test_a_peer_that_comes_late_is_found_at_once_by_a_new_caller():
                 await asyncio.sleep(0.5)
             (caller,) = client.sessions.values()
             assert len(caller.hellos) <= 4
-            assert len(client._handshakes._greeting) <= 4
+            assert len(client.handshakes._greeting) <= 4
             assert len(caller.waiters) <= 3
             await until(lambda: 0.6 < client.loop.time() - caller.greeted_at_s < 0.8)
             async with open_on(air, "server", port=7, handlers=probe.register):

@@ -2,7 +2,9 @@
 
 A caller tells with every packet which of its calls is the oldest still open; answers to earlier ones are
 forgotten. A request that comes again while its handler runs is answered with 'working', one whose answer is
-kept with that answer. No handler runs for an address that has not proven itself.
+kept with that answer. No handler runs for an address that has not proven itself. An answer that takes more
+than a few datagrams waits for its caller to take it over a stream, so that its handler, too, runs once and on
+the loop of the datagrams.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import functools
 import logging
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -63,16 +65,42 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_KEPT_BYTES = 1 << 20
+"""What is kept of one session's answers."""
+MAX_KEPT_BYTES_IN_ALL = 64 << 20
+"""What is kept of all sessions' answers."""
+ENTRY_BYTES = 200
+"""What remembering a call takes beside its answer."""
+MAX_SPAN = 2560
+"""Ids from a caller's oldest open call to its newest; a caller that keeps to its own bound has fewer."""
+TAKE_LARGE = "shoal.parked"
+"""The method by which an answer is taken over a stream."""
+LARGE_KEPT_S = 10.0
+MAX_LARGE = 256
+MAX_LARGE_BYTES = 256 * MIB
+_TICKET_BYTES = 16
 _MAX_ANSWER_BYTES = MAX_PARTS * PART_BYTES
 _HANDLER_BYTES = 4096  # what a handler that runs takes beside its packet, about
 _ONE_WAY = int(Mode.ONE_WAY)
 _NEVER = Deadline.never()
+_LATER = "try again later."
+
+
+class ServedCall(msgspec.Struct, eq=False):
+    """One call whose handler runs."""
+
+    id: int
+    head: Head
+    buffers: Sequence[memoryview]
+    is_one_way: bool
+    held_bytes: int
+    is_over: bool = False
+    work: asyncio.Future[Any] | None = None
+    timer: asyncio.TimerHandle | None = None
 
 
 class CalleeSession(Session):
-    """A session that the other side has begun, to ask."""
-
-    transport: DatagramTransport
+    """A session that the other side has begun, to call methods here."""
 
     def __init__(
         self,
@@ -87,12 +115,12 @@ class CalleeSession(Session):
         """Whether the caller has shown that it receives where its packets come from."""
         self.hello_nonce = b""
         self.kept = AnswerCache(transport)
-        self._handlers = Handlers(transport, self._on_reply, self._on_error)
+        self._running: dict[int, ServedCall] = {}
 
     @property
     def num_open(self) -> int:
         """Handlers that run."""
-        return len(self._handlers)
+        return len(self._running)
 
     @property
     def is_settled(self) -> bool:
@@ -107,14 +135,16 @@ class CalleeSession(Session):
         if where != self.where or not self.is_proven:
             first = frames.frames[0] if frames.frames else None
             token = first.token if type(first) is Proof else b""
-            if not self.transport.prove(self, packet, where, socket, token):
+            if not self.transport.handshakes.prove(self, packet, where, socket, token):
                 return
             self.is_proven, self.where, self.socket = True, where, socket
             self.peer = Peer(peer_at(where).address, self.peer.id)
         self.used_at_s = self.transport.loop.time()
         if frames.oldest > self.kept.oldest:
-            for call_id in self.kept.forget_before(frames.oldest):
-                self._handlers.cancel(call_id)
+            for call_id in _ids_between(self._running, self.kept.oldest, frames.oldest):
+                if not (call := self._running[call_id]).is_one_way:
+                    self._cancel(call)  # the frame that says so was lost
+            self.kept.forget_before(frames.oldest)
         for frame in frames.frames:
             if type(frame) is Request:
                 self._on_request(frame, len(packet))
@@ -123,13 +153,14 @@ class CalleeSession(Session):
             elif type(frame) is Fetch:
                 self._on_fetch(frame)
             elif type(frame) is Goodbye:
-                self.transport.on_left(self)
+                self.transport.drop(self, "its caller has left.")
                 return
 
     def close(self, reason: str, code: str = LEFT) -> None:
         """End every handler, oldest first."""
         self.is_open = False
-        self._handlers.cancel_all()
+        for call in tuple(self._running.values()):
+            self._cancel(call)
         self.kept.clear()
 
     # --- requests ---
@@ -137,10 +168,9 @@ class CalleeSession(Session):
     def _on_request(self, frame: Request, packet_bytes: int) -> None:
         call_id = frame.id
         kept = self.kept.get(call_id)
-        if kept is not NEW or call_id < self.kept.oldest:
+        if kept is not None or call_id < self.kept.oldest or call_id in self._running:
             self.transport.stats.duplicates += 1
-            if kept is not NEW:
-                self._repeat(call_id, kept)
+            self._repeat(call_id, kept)
             return
         if call_id - self.kept.oldest > MAX_SPAN:  # told and not remembered
             self.queue(encode_failure(call_id, to_wire(_too_many())))
@@ -153,7 +183,7 @@ class CalleeSession(Session):
             if later is not None or not route.is_plain_function:
                 held_bytes = min(packet_bytes + _HANDLER_BYTES, self.transport.budget.max_bytes)
                 call = ServedCall(call_id, head, buffers, frame.mode == _ONE_WAY, held_bytes)
-                self._start(route, frame, call, later)
+                self._start(route, call, later, frame.timeout_ms)
                 return
             if frame.mode == _ONE_WAY:
                 release(checked_reply(reply))
@@ -163,36 +193,10 @@ class CalleeSession(Session):
             return
         self._answer(call_id, frame.method, reply)
 
-    def _repeat(self, call_id: int, kept: Kept) -> None:
-        if type(kept) is bytes:
-            self.queue(kept)
-        elif type(kept) is list:
-            for part in kept:
-                self.queue(part)
-        elif kept is RUNNING:
-            self.queue(encode((8, call_id)))
-        else:
-            error = PeerBusy("its answer is kept no longer.", next_step=LATER)
-            self.queue(encode_failure(call_id, to_wire(error)))
-
-    def _on_fetch(self, frame: Fetch) -> None:
-        kept = self.kept.get(frame.id)
-        if type(kept) is list:
-            for index in frame.missing[:MAX_PARTS]:
-                if 0 <= index < len(kept):
-                    self.queue(kept[index])
-        elif kept is not NEW:
-            self._repeat(frame.id, kept)
-
-    def _on_cancel(self, call_id: int) -> None:
-        self._handlers.cancel(call_id)
-        if self.kept.get(call_id) is RUNNING:
-            self.kept.mark(call_id, FORGOTTEN)
-
     def _accept(self, frame: Request) -> tuple[Route, Head]:
         """Find who answers a request; raises what its caller is told when nobody does."""
         transport = self.transport
-        if len(self._handlers) >= transport.limits.max_calls:
+        if len(self._running) >= transport.limits.max_calls:
             raise _too_many()
         route = transport.routes.find(frame.method)
         if route.serve is None:
@@ -212,31 +216,112 @@ class CalleeSession(Session):
         deadline = Deadline(clock.now_s() + timeout_ms / 1000, clock) if timeout_ms > 0 else _NEVER
         return route, Head(frame.method, payload, sizes, self.peer, deadline)
 
+    def _repeat(self, call_id: int, kept: list[bytes] | None) -> None:
+        """Tell the caller once more how its call stands; nothing where it is of no interest to it."""
+        if kept:
+            for frame in kept:
+                self.queue(frame)
+        elif kept is not None:
+            error = PeerBusy("its answer is kept no longer.", next_step=_LATER)
+            self.queue(encode_failure(call_id, to_wire(error)))
+        elif call_id in self._running:
+            self.queue(encode((8, call_id)))
+
+    def _on_fetch(self, frame: Fetch) -> None:
+        kept = self.kept.get(frame.id)
+        if kept is not None and len(kept) > 1:
+            kept = [kept[index] for index in frame.missing[:MAX_PARTS] if 0 <= index < len(kept)]
+            if not kept:
+                return
+        self._repeat(frame.id, kept)
+
+    def _on_cancel(self, call_id: int) -> None:
+        call = self._running.get(call_id)
+        if call is not None:
+            self._cancel(call)
+            if self.kept.get(call_id) is None:
+                self.kept.keep(call_id, [])  # a copy of its request must not run
+
+    # --- handlers that take their time: each ends with its caller's deadline, and frees what it held ---
+
     def _start(
-        self, route: Route, frame: Request, call: ServedCall, later: asyncio.Future[Any] | None
+        self, route: Route, call: ServedCall, later: asyncio.Future[Any] | None, timeout_ms: int
     ) -> None:
-        """Run a handler that may wait, or await its reply; a one-way call is answered before that."""
-        timeout_s = frame.timeout_ms / 1000 if frame.timeout_ms > 0 else None
+        """Run a handler as a task, or wait for the reply that it has promised; PeerBusy without room.
+
+        A one-way call is answered before that.
+        """
+        transport = self.transport
+        if later is not None:
+            call.work = later
+            later.add_done_callback(functools.partial(self._on_done, call))
+        if not transport.budget.try_take(call.held_bytes, may_pass=True):
+            call.is_over = True
+            if later is not None:
+                later.cancel()
+            raise PeerBusy("too many calls are being served already.", next_step=_LATER)
+        self._running[call.id] = call
+        if timeout_ms > 0:
+            call.timer = transport.loop.call_later(timeout_ms / 1000, self._expire, call)
         if later is None:
-            self._handlers.start(route, call, timeout_s)
-        else:
-            self._handlers.wait_for(later, call, timeout_s)
+            try:
+                call.work = transport.scope.start(self._run(route, call), name=call.head.method)
+            except UsageError:  # closing
+                self._finish(call)
+                raise PeerBusy("this peer is leaving.", next_step="ask another peer.") from None
         if call.is_one_way:
-            self._answer(call.id, frame.method, None)
-        else:
-            self.kept.mark(call.id, RUNNING)
+            self._answer(call.id, call.head.method, None)
 
-    def _on_reply(self, call: ServedCall, returned: Any) -> None:
-        if not call.is_one_way:
-            self._answer(call.id, call.head.method, returned)
-        elif isinstance(returned, Reply):
-            release(returned)
-
-    def _on_error(self, call: ServedCall, error: Exception) -> None:
-        if call.is_one_way:
-            self._log(call.head.method, error)
+    async def _run(self, route: Route, call: ServedCall) -> None:
+        try:
+            reply = await route.serve(call.head, call.buffers)  # type: ignore[misc]
+        except asyncio.CancelledError:
+            # cancelled by what it waited for, or by the closing transport: its caller must not wait on
+            self._end(call, _cancelled())
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a handler raises is told to its caller
+            self._end(call, error)
         else:
-            self._fail(call.id, call.head.method, error)
+            self._end(call, reply)
+
+    def _on_done(self, call: ServedCall, later: asyncio.Future[Any]) -> None:
+        error = _cancelled() if later.cancelled() else later.exception()
+        if error is None or isinstance(error, Exception):
+            self._end(call, error or later.result())
+
+    def _expire(self, call: ServedCall) -> None:
+        self._end(call, DeadlineExceeded("the deadline passed before the answer was ready."))
+        if call.work is not None:
+            call.work.cancel()
+
+    def _end(self, call: ServedCall, outcome: Any) -> None:
+        """Send what a handler returned or raised, unless nobody waits for it any more."""
+        is_error = isinstance(outcome, Exception)
+        if (call.is_over or call.is_one_way) and isinstance(outcome, Reply):
+            release(outcome)
+        if call.is_over:
+            return
+        self._finish(call)
+        if is_error and call.is_one_way:
+            self._log(call.head.method, outcome)
+        elif is_error:
+            self._fail(call.id, call.head.method, outcome)
+        elif not call.is_one_way:
+            self._answer(call.id, call.head.method, outcome)
+
+    def _cancel(self, call: ServedCall) -> None:
+        self._finish(call)
+        if call.work is not None:
+            call.work.cancel()
+
+    def _finish(self, call: ServedCall) -> None:
+        """Free what a call holds."""
+        call.is_over = True
+        self._running.pop(call.id, None)
+        call.buffers = ()
+        if call.timer is not None:
+            call.timer.cancel()
+        self.transport.budget.give_back(call.held_bytes)
 
     # --- answers ---
 
@@ -251,11 +336,11 @@ class CalleeSession(Session):
                 content = (5, call_id, reply.payload, views)
                 total_bytes = sum(map(len, views))
                 if total_bytes > _MAX_ANSWER_BYTES:
-                    self._park(call_id, method, reply, total_bytes)
+                    self._keep_for_stream(call_id, method, reply, total_bytes)
                     return
             frame = encode_head(method, content, self.transport.limits.max_head_bytes)
             if len(frame) > _MAX_ANSWER_BYTES:
-                self._park(call_id, method, reply, len(frame))
+                self._keep_for_stream(call_id, method, reply, len(frame))
                 return
         except Exception as error:  # noqa: BLE001 - what cannot be sent is told to the caller
             release(reply)
@@ -265,15 +350,15 @@ class CalleeSession(Session):
             release(reply)
         self._send_outcome(call_id, frame)
 
-    def _park(self, call_id: int, method: str, reply: Reply, size_bytes: int) -> None:
-        parking = self.transport.parking
-        if parking is None:
+    def _keep_for_stream(self, call_id: int, method: str, reply: Reply, size_bytes: int) -> None:
+        large_answers = self.transport.large_answers
+        if large_answers is None:
             raise LimitExceeded(
                 f"the answer of {method} takes {size_bytes:,} bytes, more than {MAX_PARTS} datagrams.",
                 cause="this peer answers over datagrams alone.",
                 next_step="ask for less at once, or give the peer a stream transport.",
             )
-        ticket = parking.park(reply, size_bytes, self.peer.id, self.transport.loop)
+        ticket = large_answers.add(reply, size_bytes, self.peer.id, self.transport.loop)
         self._send_outcome(call_id, encode((9, call_id, ticket, size_bytes)))
 
     def _fail(self, call_id: int, method: str, error: Exception) -> None:
@@ -287,299 +372,127 @@ class CalleeSession(Session):
     def _send_outcome(self, call_id: int, frame: bytes) -> None:
         if not self.is_open or call_id < self.kept.oldest:  # its caller has left, or has given it up
             return
-        if len(frame) <= MAX_FRAME_BYTES:
-            self.kept.keep(call_id, frame, len(frame))
-            self.queue(frame)
-            return
-        parts = cut(call_id, frame)
-        self.kept.keep(call_id, parts, len(frame))
-        for part in parts:
-            self.queue(part)
+        frames = [frame] if len(frame) <= MAX_FRAME_BYTES else cut(call_id, frame)
+        self.kept.keep(call_id, frames)
+        for one in frames:
+            self.queue(one)
 
 
 def _too_many() -> PeerBusy:
-    return PeerBusy("too many calls of yours are open here already.", next_step=LATER)
-
-
-LATER = "try again later."
-
-
-class ServedCall(msgspec.Struct, eq=False):
-    """One call whose handler runs."""
-
-    id: int
-    head: Head
-    buffers: Sequence[memoryview]
-    is_one_way: bool
-    held_bytes: int
-    is_over: bool = False
-    work: asyncio.Future[Any] | None = None
-    timer: asyncio.TimerHandle | None = None
-
-
-class Handlers:
-    """The handlers that run for one session; each ends in `on_reply` or `on_error`, unless cancelled."""
-
-    def __init__(
-        self,
-        transport: DatagramTransport,
-        on_reply: Callable[[ServedCall, Any], None],
-        on_error: Callable[[ServedCall, Exception], None],
-    ) -> None:
-        self._transport = transport
-        self._on_reply = on_reply
-        self._on_error = on_error
-        self._running: dict[int, ServedCall] = {}
-
-    def __len__(self) -> int:
-        return len(self._running)
-
-    def start(self, route: Route, call: ServedCall, timeout_s: float | None) -> None:
-        """Run a handler as a task; PeerBusy when there is no room for it."""
-        self._open(call, timeout_s)
-        try:
-            call.work = self._transport.scope.start(self._run(route, call), name=call.head.method)
-        except UsageError:  # closing
-            self._finish(call)
-            raise PeerBusy("this peer is leaving.", next_step="ask another peer.") from None
-
-    def wait_for(self, later: asyncio.Future[Any], call: ServedCall, timeout_s: float | None) -> None:
-        """Wait for the reply of a handler that has begun; PeerBusy, and it is cancelled, without room."""
-        call.work = later
-        later.add_done_callback(functools.partial(self._on_done, call))
-        try:
-            self._open(call, timeout_s)
-        except PeerBusy:
-            call.is_over = True
-            later.cancel()
-            raise
-
-    def _open(self, call: ServedCall, timeout_s: float | None) -> None:
-        if not self._transport.budget.try_take(call.held_bytes, may_pass=True):
-            raise PeerBusy("too many calls are being served already.", next_step=LATER)
-        self._running[call.id] = call
-        if timeout_s is not None:
-            call.timer = self._transport.loop.call_later(timeout_s, self._expire, call)
-
-    def cancel(self, call_id: int) -> None:
-        """The caller of this one wants no answer, if it still runs."""
-        call = self._running.get(call_id)
-        if call is not None:
-            self._finish(call)
-            if call.work is not None:
-                call.work.cancel()
-
-    def cancel_all(self) -> None:
-        """End all, oldest first."""
-        for call_id in tuple(self._running):
-            self.cancel(call_id)
-
-    async def _run(self, route: Route, call: ServedCall) -> None:
-        try:
-            reply = await route.serve(call.head, call.buffers)  # type: ignore[misc]
-        except asyncio.CancelledError:
-            if not call.is_over:
-                # cancelled by what it waited for, or by the closing transport: its caller must not wait on
-                self._fail(call, _cancelled())
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever a handler raises is told to its caller
-            self._fail(call, error)
-        else:
-            self._end(call, reply)
-
-    def _on_done(self, call: ServedCall, later: asyncio.Future[Any]) -> None:
-        if later.cancelled():
-            self._fail(call, _cancelled())
-        elif (error := later.exception()) is None:
-            self._end(call, later.result())
-        elif isinstance(error, Exception):
-            self._fail(call, error)
-
-    def _end(self, call: ServedCall, reply: Any) -> None:
-        if not call.is_over:
-            self._finish(call)
-            self._on_reply(call, reply)
-        elif isinstance(reply, Reply):
-            release(reply)
-
-    def _expire(self, call: ServedCall) -> None:
-        if not call.is_over:
-            self._fail(call, DeadlineExceeded("the deadline passed before the answer was ready."))
-            if call.work is not None:
-                call.work.cancel()
-
-    def _fail(self, call: ServedCall, error: Exception) -> None:
-        if not call.is_over:
-            self._finish(call)
-            self._on_error(call, error)
-
-    def _finish(self, call: ServedCall) -> None:
-        """Free what a call holds."""
-        call.is_over = True
-        self._running.pop(call.id, None)
-        call.buffers = ()
-        if call.timer is not None:
-            call.timer.cancel()
-        self._transport.budget.give_back(call.held_bytes)
+    return PeerBusy("too many calls of yours are open here already.", next_step=_LATER)
 
 
 def _cancelled() -> PeerBusy:
     return PeerBusy("the handler was cancelled.", next_step="try again.")
 
 
-MAX_KEPT = 1024
-"""Answers that are kept for one session."""
-MAX_KEPT_BYTES = 1 << 20
-"""Bytes that one session takes."""
-MAX_KEPT_BYTES_IN_ALL = 64 << 20
-"""Bytes that all sessions take."""
-MAX_SPAN = 2560
-"""Ids from a caller's oldest open call to its newest; a caller that keeps to its own bound has fewer."""
-ENTRY_BYTES = 200
-"""What remembering a call takes beside its answer."""
-
-NEW: Any = object()
-"""A call that was never seen."""
-RUNNING: Any = object()
-"""A call whose handler runs."""
-FORGOTTEN: Any = None
-"""A call that has been served; its answer is not kept."""
-
-Kept = Any
-"""One of the above, an encoded frame, or a list of frames with the parts of an answer."""
-
-
 class AnswerCache:
-    """The memory of one session."""
+    """The answers of one session, as long as they may be asked for again.
+
+    Every call from the caller's oldest open one on is remembered, so that none runs twice. Within bounds, its
+    answer is too: as the frames that carry it, or none when they had to go.
+    """
 
     def __init__(self, transport: DatagramTransport) -> None:
         self.oldest = 0
         """Calls before this one are of no interest to their caller."""
         self.size_bytes = 0
         self._transport = transport
-        self._calls: dict[int, Kept] = {}
-        self._sizes: dict[int, int] = {}  # of the answers that are kept, oldest first
+        self._answers: dict[int, list[bytes]] = {}  # the latest last
 
-    def get(self, call_id: int) -> Kept:
-        """What is known of a call."""
-        return self._calls.get(call_id, NEW)
+    def get(self, call_id: int) -> list[bytes] | None:
+        """The frames of a call's answer, none if it is kept no longer; None for a call that is not known."""
+        return self._answers.get(call_id)
 
-    def mark(self, call_id: int, state: Kept) -> None:
-        """Remember a call without an answer: RUNNING or FORGOTTEN."""
-        size_bytes = self._sizes.pop(call_id, 0)
-        if call_id not in self._calls:
-            size_bytes -= ENTRY_BYTES
-        self._calls[call_id] = state
-        self._count(-size_bytes)
+    def keep(self, call_id: int, frames: list[bytes]) -> None:
+        """Remember that a call was served, and its answer."""
+        self._answers[call_id] = frames
+        self._count(_size_bytes(frames))
+        if self.size_bytes > MAX_KEPT_BYTES:
+            self.drop_answers(MAX_KEPT_BYTES * 3 // 4)
         if self._transport.kept_bytes > MAX_KEPT_BYTES_IN_ALL:
-            self._transport.shed()
+            self._transport.drop_answers()
 
-    def keep(self, call_id: int, answer: bytes | list[bytes], size_bytes: int) -> None:
-        """Remember a call's answer."""
-        sizes = self._sizes
-        self._count(size_bytes if call_id in self._calls else size_bytes + ENTRY_BYTES)
-        self._calls[call_id] = answer
-        sizes[call_id] = size_bytes
-        while len(sizes) > MAX_KEPT or (self.size_bytes > MAX_KEPT_BYTES and sizes):
-            self._forget_answer()
-        if self._transport.kept_bytes > MAX_KEPT_BYTES_IN_ALL:
-            self._transport.shed()
+    def drop_answers(self, to_bytes: int = 0) -> None:
+        """Forget the earliest answers until so many bytes are left, but not that their calls were served."""
+        for call_id, frames in self._answers.items():
+            if self.size_bytes <= to_bytes:
+                break
+            self._answers[call_id] = []
+            self._count(ENTRY_BYTES - _size_bytes(frames))
 
-    def forget_before(self, oldest: int) -> Sequence[int]:
-        """The caller waits for no earlier call: forget them all. Those that still run are returned."""
-        calls = self._calls
-        if oldest - self.oldest <= len(calls):
-            ids: Sequence[int] = range(self.oldest, oldest)
-        else:
-            ids = [call_id for call_id in calls if call_id < oldest]
+    def forget_before(self, oldest: int) -> None:
+        """The caller waits for no earlier call: forget them all."""
+        gone = _ids_between(self._answers, self.oldest, oldest)
+        self._count(-sum(_size_bytes(self._answers.pop(call_id)) for call_id in gone))
         self.oldest = oldest
-        running = []
-        sizes, freed_bytes = self._sizes, 0
-        for call_id in ids:
-            state = calls.pop(call_id, NEW)
-            if state is not NEW:
-                freed_bytes += sizes.pop(call_id, 0) + ENTRY_BYTES
-                if state is RUNNING:
-                    running.append(call_id)
-        self._count(-freed_bytes)
-        return running
-
-    def shed(self) -> None:
-        """Forget all answers, but not that the calls were served."""
-        for call_id in self._sizes:
-            self._calls[call_id] = FORGOTTEN
-        self._count(-sum(self._sizes.values()))
-        self._sizes.clear()
 
     def clear(self) -> None:
         """The session has ended: forget everything."""
         self._count(-self.size_bytes)
-        self._calls.clear()
-        self._sizes.clear()
-
-    def _forget_answer(self) -> None:
-        call_id = next(iter(self._sizes))
-        self._calls[call_id] = FORGOTTEN
-        self._count(-self._sizes.pop(call_id))
+        self._answers.clear()
 
     def _count(self, more_bytes: int) -> None:
         self.size_bytes += more_bytes
         self._transport.kept_bytes += more_bytes
 
 
-PARKED = "shoal.parked"
-"""The method over which an answer is taken."""
-KEPT_S = 10.0
-MAX_PARKED = 256
-MAX_PARKED_BYTES = 256 * MIB
-_TICKET_BYTES = 16
+def _size_bytes(frames: list[bytes]) -> int:
+    return ENTRY_BYTES + sum(map(len, frames))
 
 
-class _Parked(NamedTuple):
+def _ids_between(known: Mapping[int, Any], start: int, end: int) -> list[int]:
+    """The known ids from `start` to `end`, however far apart they are; earlier ones may be among them."""
+    if end - start <= len(known):
+        return [call_id for call_id in range(start, end) if call_id in known]
+    return [call_id for call_id in known if call_id < end]
+
+
+class _LargeAnswer(NamedTuple):
     reply: Reply
     size_bytes: int
     peer_id: PeerId | None
     until_s: float
 
 
-class Parking:
+class LargeAnswers:
     """Finished answers by their tickets; `take` may be called from any thread."""
 
     def __init__(self, routes: Routes, source: random.Random) -> None:
         self._random = source
-        self._parked: dict[bytes, _Parked] = {}  # oldest first
+        self._kept: dict[bytes, _LargeAnswer] = {}  # oldest first
         self._size_bytes = 0
         self._timer: asyncio.TimerHandle | None = None  # one for all: whoever takes is on another loop
         self._lock = threading.Lock()
-        routes.add(PARKED, self.take, None, bytes)
+        routes.add(TAKE_LARGE, self.take, None, bytes)
 
-    def park(
+    def add(
         self, reply: Reply, size_bytes: int, peer_id: PeerId | None, loop: asyncio.AbstractEventLoop
     ) -> bytes:
         """Keep an answer for a peer; the oldest go when there are too many, or too large ones."""
         for oldest in self._tickets():
-            is_room = self._size_bytes + size_bytes <= MAX_PARKED_BYTES
-            if is_room and len(self._parked) < MAX_PARKED:
+            is_room = self._size_bytes + size_bytes <= MAX_LARGE_BYTES
+            if is_room and len(self._kept) < MAX_LARGE:
                 break
             self._drop(oldest)
         ticket = self._random.randbytes(_TICKET_BYTES)
         with self._lock:
-            self._parked[ticket] = _Parked(reply, size_bytes, peer_id, loop.time() + KEPT_S)
+            self._kept[ticket] = _LargeAnswer(reply, size_bytes, peer_id, loop.time() + LARGE_KEPT_S)
             self._size_bytes += size_bytes
         if self._timer is None:
-            self._timer = loop.call_later(KEPT_S, self._sweep, loop)
+            self._timer = loop.call_later(LARGE_KEPT_S, self._sweep, loop)
         return ticket
 
     def take(self, head: Head, buffers: Sequence[memoryview]) -> Reply:
-        """The handler of PARKED; an answer can be taken once, by the peer that asked for it."""
-        parked = self._parked.get(head.payload)
-        peer_id = parked.peer_id if parked is not None else None
+        """The handler of TAKE_LARGE; an answer can be taken once, by the peer that asked for it."""
+        kept = self._kept.get(head.payload)
+        peer_id = kept.peer_id if kept is not None else None
         is_theirs = peer_id is None or head.peer.id is None or head.peer.id == peer_id
         taken = self._remove(head.payload) if is_theirs else None
         if taken is None:
             raise PeerRefused(
                 "the answer is not kept any longer.",
-                cause=f"answers that do not fit into datagrams are kept for {KEPT_S:g} s, and taken once.",
+                cause=f"answers that fit into no datagrams are kept for {LARGE_KEPT_S:g} s, and taken once.",
                 next_step="call again over a stream.",
             )
         return taken.reply
@@ -596,27 +509,27 @@ class Parking:
         """Drop what was not taken in time."""
         self._timer = None
         for ticket in self._tickets():
-            parked = self._parked.get(ticket)
-            if parked is not None and parked.until_s > loop.time():
-                self._timer = loop.call_at(parked.until_s, self._sweep, loop)
+            kept = self._kept.get(ticket)
+            if kept is not None and kept.until_s > loop.time():
+                self._timer = loop.call_at(kept.until_s, self._sweep, loop)
                 break
             self._drop(ticket)
 
     def _tickets(self) -> list[bytes]:
         with self._lock:
-            return list(self._parked)
+            return list(self._kept)
 
     def _drop(self, ticket: bytes) -> None:
-        parked = self._remove(ticket)
-        if parked is not None:
-            release(parked.reply)
+        kept = self._remove(ticket)
+        if kept is not None:
+            release(kept.reply)
 
-    def _remove(self, ticket: bytes) -> _Parked | None:
+    def _remove(self, ticket: bytes) -> _LargeAnswer | None:
         with self._lock:
-            parked = self._parked.pop(ticket, None)
-            if parked is not None:
-                self._size_bytes -= parked.size_bytes
-        return parked
+            kept = self._kept.pop(ticket, None)
+            if kept is not None:
+                self._size_bytes -= kept.size_bytes
+        return kept
 
 
 def copy_in(pool: BufferPool, buffers: Sequence[bytes]) -> list[memoryview]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import heapq
+import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -24,7 +26,6 @@ from shoal.core import (
 )
 from shoal.core.scope import settle
 from shoal.transport.datagrams.callee import copy_in, fill_all
-from shoal.transport.datagrams.limits import CallSlots
 from shoal.transport.datagrams.sessions import (
     INITIAL_TIMEOUT_S,
     MIN_CALLER_CONTENT_BYTES,
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from shoal.transport.datagrams.transport import DatagramSocket, DatagramTransport
 
 JITTER = 0.1
+_EARLY_S = 0.001  # loops round their timers to milliseconds and may ring a little early
 _ENDINGS: dict[str, type[PeerError]] = {LEFT: PeerLost, REFUSED: PeerRefused, BUSY: PeerBusy}
 
 
@@ -140,7 +142,7 @@ class CallerSession(Session):
         self.num_hellos += 1
         self.greeted_at_s = now_s
         self.waiters = [waiter for waiter in self.waiters if not waiter.done()]
-        self.socket.send(self.transport.new_hello(self), self.where)
+        self.socket.send(self.transport.handshakes.new_hello(self), self.where)
         self._greets_at_s = now_s + self.round_trips.timeout_s * self.transport.jitter(JITTER)
         self.transport.timers.set(self._greets_at_s, self)
 
@@ -555,3 +557,110 @@ HANDLERS: dict[type[Any], Callable[[CallerSession, Any], None]] = {
     Goodbye: _on_goodbye,
 }
 """What to do with a frame; other kinds are not for callers."""
+
+
+class Timed(Protocol):
+    """Somebody who wants to be woken, unless it is over by then."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody is to be woken any more."""
+
+    def on_timer(self, now_s: float) -> None:
+        """The time has come."""
+
+
+class Timers:
+    """Many timers behind one of the loop, and none while nobody waits."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._heap: list[tuple[float, int, Timed]] = []
+        self._num_set = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._rings_at_s = math.inf
+
+    def set(self, at_s: float, timed: Timed) -> None:
+        """Wake somebody at a time of the loop; those of the same time in order of asking."""
+        self._num_set += 1
+        heapq.heappush(self._heap, (at_s, self._num_set, timed))
+        if at_s < self._rings_at_s:
+            self._arm(at_s)
+
+    def close(self) -> None:
+        """Wake nobody any more."""
+        self._heap.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._rings_at_s = None, math.inf
+
+    def _arm(self, at_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._rings_at_s = at_s
+        self._timer = self._loop.call_at(at_s, self._ring)
+
+    def _ring(self) -> None:
+        self._timer, self._rings_at_s = None, -math.inf  # nobody arms it before the end
+        heap = self._heap
+        now_s = self._loop.time()
+        due = []
+        while heap and (heap[0][0] <= now_s + _EARLY_S or heap[0][2].is_over):
+            due.append(heapq.heappop(heap))
+        for at_s, _, timed in due:  # what they set anew rings in a later turn, however soon it is
+            if not timed.is_over:
+                timed.on_timer(max(now_s, at_s))
+        self._rings_at_s = math.inf
+        if heap:
+            self._arm(heap[0][0])
+
+
+class CallSlots:
+    """Places that are given in order of asking; there may be fewer than are taken already."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, num_places: int) -> None:
+        self._loop = loop
+        self._num_free = num_places
+        self._waiting: dict[asyncio.Future[bool], None] = {}  # in order of asking
+
+    def try_take(self) -> bool:
+        """Take a place if one is free; whoever waits has been given it already."""
+        if self._num_free > 0:
+            self._num_free -= 1
+            return True
+        return False
+
+    async def take(self, deadline: Deadline) -> bool:
+        """Wait for a place; False when the deadline has passed before there was one."""
+        if self.try_take():
+            return True
+        place: asyncio.Future[bool] = self._loop.create_future()
+        self._waiting[place] = None
+        try:
+            async with asyncio.timeout(deadline.timeout_s):
+                return await place
+        except TimeoutError:
+            return place.done() and not place.cancelled()  # given in the moment in which time was over
+        except asyncio.CancelledError:
+            if not place.cancelled() and place.done() and place.result():
+                self.give_back()  # given in the moment of being cancelled
+            raise
+        finally:
+            if place.cancelled():
+                self._waiting.pop(place, None)
+
+    def let_all_in(self) -> None:
+        """What the slots were for is over: nobody needs to wait for one."""
+        self._num_free = max(0, self._num_free)
+        while self._waiting:
+            self.give_back()
+
+    def give_back(self) -> None:
+        """Pass the place to the next in line."""
+        while self._waiting and self._num_free >= 0:
+            place = next(iter(self._waiting))
+            del self._waiting[place]
+            if not place.done():
+                place.set_result(True)
+                return
+        self._num_free += 1

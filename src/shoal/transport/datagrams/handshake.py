@@ -20,26 +20,40 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from shoal.core import Peer, PeerError, PeerId, PeerRefused
+from shoal.core import Peer, PeerId, PeerRefused
 from shoal.core.ids import ID_BYTES
 from shoal.core.limits import RateLimiter
 from shoal.transport.datagrams.callee import CalleeSession
 from shoal.transport.datagrams.caller import CallerSession, CallerState, other_peer, other_version
-from shoal.transport.datagrams.limits import UnprovenSessions
-from shoal.transport.datagrams.sessions import TOKEN_BYTES, AddressTokens, AeadSeal, BareSeal, peer_at
+from shoal.transport.datagrams.sessions import (
+    TOKEN_BYTES,
+    AddressTokens,
+    AeadSeal,
+    BareSeal,
+    Session,
+    peer_at,
+)
 from shoal.transport.datagrams.wire import (
     BUSY,
     COUNTER,
+    GREETING_BYTES,
     HEADER_BYTES,
+    HELLO_BYTES,
     MIN_PACKET_BYTES,
+    NONCE_BYTES,
     PREFIX,
+    SALT_BYTES,
     SEALED,
     SESSION_BYTES,
     TAG_BYTES,
     VERSION,
+    Envelope,
+    Hello,
     Kind,
+    Refusal,
     SocketAddress,
     UnreadablePacket,
+    Welcome,
     version_answer,
 )
 from shoal.transport.frames import UNREADABLE, encode
@@ -49,23 +63,68 @@ if TYPE_CHECKING:
     from shoal.transport.trust.access import Access
     from shoal.transport.trust.membership import Membership
 
+MAX_CLOCK_GAP_S = 300.0
+"""A hello older or newer than this is refused: it may be a recorded one."""
+MAX_UNPROVEN = 4096
+"""Sessions whose other side has not proven its address."""
+MAX_UNPROVEN_A_HOST = 256
+DENIED = "it is not on this peer's list of those who may talk."
+_FULL = "it serves as many callers as it can."
 _MAX_HELLOS = 4  # that a welcome may still answer; earlier ones are lost
+_MAX_REMEMBERED = 4096  # hellos that were answered
+_MAX_ADDRESSES = 3  # from which the same hello is answered: more are copies of it
 _MAX_ANSWERS_A_S = 1000  # to packets of sessions that are not known here, or of another version
+_MAX_STALE_A_S = 100  # answers to hellos of another time, which are signed
+_UNKNOWN_BYTES = 48  # the size of the answer to a stray packet
 _GREET_AGAIN_S = 0.2
 
 
 class Handshakes:
-    """All greetings of one transport."""
+    """First contact of one transport with others, in both roles, and what strangers are answered."""
 
     def __init__(self, transport: DatagramTransport, codec: HandshakeCodec) -> None:
         self._transport = transport
         self._codec = codec
         self._greeting: dict[bytes, CallerSession] = {}  # by the salt of their hello
         self._asking: dict[bytes, CallerSession] = {}  # by the session id that their packets are marked with
-        self.admission = Admission(transport, codec)
+        self._tokens = AddressTokens(transport.random)
+        self.unproven = UnprovenSessions(transport.sessions)
+        self._answered: dict[tuple[bytes, Any], bytes] = {}
+        self._seen: dict[bytes, int] = {}
         self._answers = RateLimiter(_MAX_ANSWERS_A_S, _MAX_ANSWERS_A_S)
+        self._stale_answers = RateLimiter(_MAX_STALE_A_S, _MAX_STALE_A_S)
 
-    # --- asking ---
+    # --- what comes ---
+
+    def on_greeting(self, kind: int, packet: bytes, where: SocketAddress, socket: DatagramSocket) -> None:
+        """A hello, a welcome or a refusal."""
+        transport, codec = self._transport, self._codec
+        plain_kind = kind & ~SEALED
+        if plain_kind == Kind.HELLO and not socket.is_listening:
+            transport.stats.refused += 1
+            return
+        if bool(kind & SEALED) != codec.is_sealed:
+            transport.stats.refused += 1
+            why = "it has no secret." if codec.is_sealed else "it has a swarm secret, this peer has none."
+            transport.complain_once("refused a greeting", peer_at(where), why)
+            return
+        if plain_kind == Kind.HELLO and self._is_repeated(packet, where, socket):
+            return
+        try:
+            greeting = codec.open(packet)
+            if plain_kind == Kind.HELLO:
+                self._on_hello(greeting, packet, where, socket)
+            elif greeting.body.hello_salt not in self._greeting:
+                transport.stats.duplicates += 1
+            elif plain_kind == Kind.WELCOME:
+                self._on_welcome(codec.verified(greeting), greeting.body)
+            else:
+                self._on_refusal(codec.verified(greeting), greeting.body)
+        except UnreadablePacket as error:
+            transport.stats.refused += 1
+            transport.complain_once("refused a greeting", peer_at(where), str(error))
+
+    # --- the caller's side ---
 
     def new_hello(self, caller: CallerSession) -> bytes:
         """A greeting; each is another one, so that a copy of it can keep nobody out."""
@@ -97,15 +156,15 @@ class Handshakes:
         transport = self._transport
         caller = self._asking.get(packet[4:12])
         counter = COUNTER.unpack_from(packet, 12)[0]
-        if caller is None or counter >= caller.num_sent:
-            transport.stats.refused += 1
-            return
-        if not self._codec.is_genuine_unknown(packet, caller.peer.id):
-            transport.stats.refused += 1
-            return
         if (
-            caller.num_open and caller.state is CallerState.READY
-        ):  # in place of a retired one there is another already
+            caller is None
+            or counter >= caller.num_sent
+            or not self._codec.is_genuine_unknown(packet, caller.peer.id)
+        ):
+            transport.stats.refused += 1
+            return
+        # in place of a retired one there is another already
+        if caller.num_open and caller.state is CallerState.READY:
             not_before_s = caller.greeted_at_s + _GREET_AGAIN_S
             heir = transport.open_caller(caller.target, caller.where, caller.socket, not_before_s)
             heir.inherit(caller, counter)
@@ -133,94 +192,11 @@ class Handshakes:
     def _on_refusal(self, peer_id: PeerId | None, refusal: Refusal) -> None:
         caller = self._greeting[refusal.hello_salt]
         peer = Peer(caller.target.address, peer_id)
-        error: PeerError = PeerRefused(
-            f"{peer} does not talk to this peer: {refusal.reason[:200]}", peer=peer
-        )
-        caller.refuse(error)
+        caller.refuse(PeerRefused(f"{peer} does not talk to this peer: {refusal.reason[:200]}", peer=peer))
 
-    # --- what comes ---
+    # --- the callee's side ---
 
-    def on_greeting(self, kind: int, packet: bytes, where: SocketAddress, socket: DatagramSocket) -> None:
-        """A hello, a welcome or a refusal."""
-        transport, codec = self._transport, self._codec
-        plain_kind = kind & ~SEALED
-        if plain_kind == Kind.HELLO and not socket.is_listening:
-            transport.stats.refused += 1
-            return
-        if bool(kind & SEALED) != codec.is_sealed:
-            transport.stats.refused += 1
-            why = "it has no secret." if codec.is_sealed else "it has a swarm secret, this peer has none."
-            transport.complain_once("refused a greeting", peer_at(where), why)
-            return
-        if plain_kind == Kind.HELLO and self.admission.is_repeated(packet, where, socket):
-            return
-        try:
-            greeting = codec.open(packet)
-            if plain_kind == Kind.HELLO:
-                self.admission.on_hello(greeting, packet, where, socket)
-            elif greeting.body.hello_salt not in self._greeting:
-                transport.stats.duplicates += 1
-            elif plain_kind == Kind.WELCOME:
-                self._on_welcome(codec.verified(greeting), greeting.body)
-            else:
-                self._on_refusal(codec.verified(greeting), greeting.body)
-        except UnreadablePacket as error:
-            transport.stats.refused += 1
-            transport.complain_once("refused a greeting", peer_at(where), str(error))
-
-    # --- strangers ---
-
-    def on_stray(self, packet: bytes, where: SocketAddress, socket: DatagramSocket) -> None:
-        """A packet of a session that is not known here."""
-        self._transport.stats.refused += 1
-        if socket.is_listening and len(packet) >= _UNKNOWN_BYTES and self._may_answer():
-            socket.send(self._codec.unknown(packet), where)
-
-    def on_other_version(self, packet: bytes, where: SocketAddress, socket: DatagramSocket) -> None:
-        """A packet of another version of the protocol, or the answer to one of ours."""
-        transport = self._transport
-        transport.stats.refused += 1
-        version = packet[2]
-        if packet[3] == Kind.VERSION:
-            for caller in tuple(self._greeting.values()):
-                if any(hello[4:12] == packet[4:12] for hello in caller.hellos.values()):
-                    caller.refuse(other_version(caller.target, version))
-            return
-        transport.complain_once(
-            "refused a packet", peer_at(where), f"it speaks version {version}, not {VERSION}."
-        )
-        if socket.is_listening and len(packet) >= MIN_PACKET_BYTES and self._may_answer():
-            socket.send(version_answer(packet), where)
-
-    def _may_answer(self) -> bool:
-        return self._answers.allows(self._transport.loop.time())
-
-
-_UNKNOWN_BYTES = 48  # the size of the answer to a stray packet
-
-
-MAX_CLOCK_GAP_S = 300.0
-"""A hello older or newer than this is refused: it may be a recorded one."""
-DENIED = "it is not on this peer's list of those who may talk."
-_FULL = "it serves as many callers as it can."
-_MAX_REMEMBERED = 4096  # hellos that were answered
-_MAX_ADDRESSES = 3  # from which the same hello is answered: more are copies of it
-_MAX_STALE_A_S = 100  # answers to hellos of another time, which are signed
-
-
-class Admission:
-    """The door of one transport."""
-
-    def __init__(self, transport: DatagramTransport, codec: HandshakeCodec) -> None:
-        self._transport = transport
-        self._codec = codec
-        self._tokens = AddressTokens(transport.random)
-        self.unproven = UnprovenSessions(transport.sessions)
-        self._answered: dict[tuple[bytes, Any], bytes] = {}
-        self._seen: dict[bytes, int] = {}
-        self._stale_answers = RateLimiter(_MAX_STALE_A_S, _MAX_STALE_A_S)
-
-    def is_repeated(self, packet: bytes, where: SocketAddress, socket: DatagramSocket) -> bool:
+    def _is_repeated(self, packet: bytes, where: SocketAddress, socket: DatagramSocket) -> bool:
         """Whether a hello was answered before; that answer is sent again to the same address."""
         nonce = packet[4:16]
         if (answer := self._answered.get((nonce, where))) is not None:
@@ -232,7 +208,7 @@ class Admission:
             return True
         return False
 
-    def on_hello(
+    def _on_hello(
         self, greeting: Greeting, packet: bytes, where: SocketAddress, socket: DatagramSocket
     ) -> None:
         """Answer a hello; UnreadablePacket when it does not follow the protocol."""
@@ -320,6 +296,33 @@ class Admission:
             socket.send(challenge, where)
         return False
 
+    # --- strangers ---
+
+    def on_stray(self, packet: bytes, where: SocketAddress, socket: DatagramSocket) -> None:
+        """A packet of a session that is not known here."""
+        self._transport.stats.refused += 1
+        if socket.is_listening and len(packet) >= _UNKNOWN_BYTES and self._may_answer():
+            socket.send(self._codec.unknown(packet), where)
+
+    def on_other_version(self, packet: bytes, where: SocketAddress, socket: DatagramSocket) -> None:
+        """A packet of another version of the protocol, or the answer to one of ours."""
+        transport = self._transport
+        transport.stats.refused += 1
+        version = packet[2]
+        if packet[3] == Kind.VERSION:
+            for caller in tuple(self._greeting.values()):
+                if any(hello[4:12] == packet[4:12] for hello in caller.hellos.values()):
+                    caller.refuse(other_version(caller.target, version))
+            return
+        transport.complain_once(
+            "refused a packet", peer_at(where), f"it speaks version {version}, not {VERSION}."
+        )
+        if socket.is_listening and len(packet) >= MIN_PACKET_BYTES and self._may_answer():
+            socket.send(version_answer(packet), where)
+
+    def _may_answer(self) -> bool:
+        return self._answers.allows(self._transport.loop.time())
+
 
 def is_allowed(access: Access | None, peer_id: PeerId | None) -> bool:
     """Whether a peer may talk; one without an id only where no list is kept."""
@@ -334,61 +337,56 @@ def _remember(memory: dict[Any, Any], key: Any, value: Any) -> None:
         del memory[next(iter(memory))]
 
 
-NONCE_BYTES = 12
-SALT_BYTES = 16
-GREETING_BYTES = 16  # header and nonce in front of a greeting
-HELLO_BYTES = 352
-"""A hello is padded to this size: no welcome or refusal is larger."""
+class UnprovenSessions:
+    """The oldest of a host goes when the host has too many, the oldest of all when there are too many."""
+
+    def __init__(self, sessions: dict[bytes, Session]) -> None:
+        self._sessions = sessions
+        self._by_host: dict[str, dict[bytes, CalleeSession]] = {}
+        self._num = 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def add(self, callee: CalleeSession) -> None:
+        """Let packets reach a new session."""
+        host = _host_of(callee)
+        if len(self._by_host.get(host, ())) >= MAX_UNPROVEN_A_HOST:
+            self._drop_oldest(host)
+        elif self._num >= MAX_UNPROVEN:
+            self._drop_oldest(next(iter(self._by_host)))
+        self._by_host.setdefault(host, {})[callee.id] = callee
+        self._num += 1
+        self._sessions[callee.id] = callee
+
+    def remove(self, callee: CalleeSession) -> None:
+        """It is no newcomer any more."""
+        host = _host_of(callee)
+        of_host = self._by_host.get(host, {})
+        if of_host.pop(callee.id, None) is not None:
+            self._num -= 1
+            if not of_host:
+                del self._by_host[host]
+
+    def _drop_oldest(self, host: str) -> None:
+        callee = next(iter(self._by_host[host].values()))
+        self.remove(callee)
+        self._sessions.pop(callee.id, None)
 
 
-class Hello(msgspec.Struct, array_like=True, frozen=True):
-    """Begins a session; everything random in it is made for this one session, but for the ephemeral key."""
-
-    salt: bytes
-    ephemeral: bytes
-    session_id: bytes
-    """What packets to the one who greets are marked with."""
-    target: bytes
-    """The peer id that is expected there, or nothing."""
-    wall_s: float
-
-
-class Welcome(msgspec.Struct, array_like=True, frozen=True):
-    """Answers a hello, whose salt it repeats."""
-
-    hello_salt: bytes
-    salt: bytes
-    ephemeral: bytes
-    session_id: bytes
-    token: bytes
-    max_calls: int
-
-
-class Refusal(msgspec.Struct, array_like=True, frozen=True):
-    """Says no to a hello, whose salt it repeats."""
-
-    hello_salt: bytes
-    reason: str
-
-
-class _Envelope(msgspec.Struct, array_like=True, frozen=True):
-    """Who greets: a public key and a signature, or a claimed peer id where nothing is sealed."""
-
-    who: bytes
-    signature: bytes
-    body: bytes
-    padding: bytes = b""
+def _host_of(callee: CalleeSession) -> str:
+    return str(callee.where[0])
 
 
 class Greeting(NamedTuple):
     """A greeting that has been opened; nobody knows yet who wrote it."""
 
     kind: int
-    envelope: _Envelope
+    envelope: Envelope
     body: Any
 
 
-_envelope_decoder = msgspec.msgpack.Decoder(_Envelope)
+_envelope_decoder = msgspec.msgpack.Decoder(Envelope)
 _body_decoders: dict[int, msgspec.msgpack.Decoder[Any]] = {
     Kind.HELLO: msgspec.msgpack.Decoder(Hello),
     Kind.WELCOME: msgspec.msgpack.Decoder(Welcome),
@@ -448,7 +446,7 @@ class HandshakeCodec:
     def _signed(self, kind: int, content: bytes) -> tuple[bytes, bytes]:
         return (self.peer_id.digest if self.peer_id else b""), b""
 
-    def _check(self, kind: int, envelope: _Envelope) -> PeerId | None:
+    def _check(self, kind: int, envelope: Envelope) -> PeerId | None:
         if len(envelope.who) not in (0, ID_BYTES):
             raise UnreadablePacket("a greeting with a peer id of the wrong length.")
         return PeerId(envelope.who) if envelope.who else None
@@ -508,7 +506,7 @@ class SealedHandshakeCodec(HandshakeCodec):
     def _signed(self, kind: int, content: bytes) -> tuple[bytes, bytes]:
         return self._public_key, self._membership.identity.sign(_signed_text(kind, content))
 
-    def _check(self, kind: int, envelope: _Envelope) -> PeerId | None:
+    def _check(self, kind: int, envelope: Envelope) -> PeerId | None:
         try:
             key = Ed25519PublicKey.from_public_bytes(envelope.who)
             key.verify(envelope.signature, _signed_text(kind, envelope.body))

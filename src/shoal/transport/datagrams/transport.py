@@ -30,16 +30,17 @@ from shoal.core.fork import close_in_children, keep_in_children
 from shoal.core.limits import RateLimiter
 from shoal.transport.budget import ByteBudget
 from shoal.transport.complaints import Complaints
-from shoal.transport.datagrams.callee import PARKED, CalleeSession, Parking
+from shoal.transport.datagrams.callee import MAX_KEPT_BYTES_IN_ALL, TAKE_LARGE, CalleeSession, LargeAnswers
 from shoal.transport.datagrams.caller import (
     AskOverStream,
     CallerSession,
     CallerState,
+    CallSlots,
     PendingCall,
+    Timers,
     no_welcome,
 )
 from shoal.transport.datagrams.handshake import HandshakeCodec, Handshakes, SealedHandshakeCodec
-from shoal.transport.datagrams.limits import CallSlots, Timers, make_room, shed
 from shoal.transport.datagrams.sessions import Session, Stats, peer_at
 from shoal.transport.datagrams.wire import (
     HEADER_BYTES,
@@ -74,6 +75,9 @@ log = logging.getLogger(__name__)
 
 WINDOW = 64
 """Requests that may be unanswered at once; more would only fill the queues between here and there."""
+SESSIONS_A_CONNECTION = 4
+"""So many sessions for each of `Limits.max_connections`: they cost much less."""
+_EVICTED_SHARE = 8  # one in so many idle sessions goes when there are too many
 _MAX_REST_BYTES = MAX_FRAME_BYTES - 10  # of a request, without its tag and id
 _CALL, _ONE_WAY, _DATA = int(Mode.CALL), int(Mode.ONE_WAY), int(Kind.DATA)
 _GREETINGS = (Kind.HELLO, Kind.WELCOME, Kind.REFUSAL)
@@ -97,7 +101,7 @@ class DatagramTransport:
     timers: Timers
     window: CallSlots
     scope: Scope
-    _handshakes: Handshakes
+    handshakes: Handshakes
     _opening: asyncio.Lock
 
     def __init__(
@@ -123,7 +127,7 @@ class DatagramTransport:
         self.stats = Stats()
         self.complaints = Complaints(log, self.clock)
         self._complained = RateLimiter(1 / _COMPLAIN_AGAIN_S, 1, _MAX_COMPLAINTS)
-        self.parking = Parking(self.routes, self.random) if streams is not None else None
+        self.large_answers = LargeAnswers(self.routes, self.random) if streams is not None else None
         """None where there are no streams."""
         self.is_open = False
         self.is_watching = True
@@ -217,7 +221,7 @@ class DatagramTransport:
         streams = self._streams_for(method, f"its answer takes {size_bytes:,} bytes")
         if callable(into):
             into = functools.partial(_into, into, method)
-        return await streams.call(peer, PARKED, ticket, deadline=deadline, into=into)
+        return await streams.call(peer, TAKE_LARGE, ticket, deadline=deadline, into=into)
 
     async def notify(
         self,
@@ -386,7 +390,7 @@ class DatagramTransport:
         self.window = CallSlots(self.loop, WINDOW)
         self._opening = asyncio.Lock()
         membership = self._membership
-        self._handshakes = Handshakes(
+        self.handshakes = Handshakes(
             self,
             HandshakeCodec(self.peer_id, self.random)
             if membership is None
@@ -404,8 +408,8 @@ class DatagramTransport:
                 self._leave()
                 await standing.close()
             finally:
-                if self.parking is not None:
-                    self.parking.close()
+                if self.large_answers is not None:
+                    self.large_answers.close()
                 self.complaints.flush()
                 self.pool.clear()
                 sockets, self._sockets = self._sockets, []
@@ -435,7 +439,7 @@ class DatagramTransport:
     # --- sockets ---
 
     async def _open_socket(self, address: Address, *, is_listening: bool) -> DatagramSocket:
-        socket = DatagramSocket(self, self._handshakes, is_listening=is_listening)
+        socket = DatagramSocket(self, self.handshakes, is_listening=is_listening)
         await self.network.open_datagrams(address, socket)
         if not self.is_open:  # closed meanwhile
             await socket.close()
@@ -514,28 +518,14 @@ class DatagramTransport:
             caller.greet(now_s)
         return caller
 
-    def new_hello(self, caller: CallerSession) -> bytes:
-        """A greeting; each is another one, so that a copy of it can keep nobody out."""
-        return self._handshakes.new_hello(caller)
-
     def on_retired(self, caller: CallerSession) -> None:
         """It takes no new calls, or is closed."""
         for name in (caller.target, Peer(caller.target.address)):
             if self._callers.get(name) is caller:
                 del self._callers[name]
-        self._handshakes.forget_caller(caller)
+        self.handshakes.forget_caller(caller)
         if caller.state is CallerState.CLOSED:
             self.sessions.pop(caller.id, None)
-
-    def prove(
-        self, callee: CalleeSession, packet: bytes, where: SocketAddress, socket: DatagramSocket, token: bytes
-    ) -> bool:
-        """Whether a token shows that the caller receives there; asks for one where it does not."""
-        return self._handshakes.admission.prove(callee, packet, where, socket, token)
-
-    def on_left(self, callee: CalleeSession) -> None:
-        """The caller has ended the session."""
-        self.drop(callee, "its caller has left.")
 
     def drop(self, session: Session, reason: str, code: str = LEFT) -> None:
         """End a session and forget it."""
@@ -543,12 +533,32 @@ class DatagramTransport:
         self.sessions.pop(session.id, None)
 
     def make_room(self) -> bool:
-        """Whether there is room for one more session, at the price of others that nobody uses."""
-        return make_room(self, num_unproven=len(self._handshakes.admission.unproven))
+        """Whether there is room for one more session, at the price of some that were unused for longest."""
+        max_sessions = SESSIONS_A_CONNECTION * self.limits.max_connections + len(self.handshakes.unproven)
+        if len(self.sessions) <= max_sessions:
+            return True
+        idle = [session for session in self.sessions.values() if session.is_settled and not session.num_open]
+        idle.sort(key=lambda session: session.used_at_s)
+        for session in idle[: 1 + len(idle) // _EVICTED_SHARE]:
+            self.drop(session, "it was not used for a long time.")
+        return bool(idle)
 
-    def shed(self) -> None:
-        """Too much is kept for callers: forget some."""
-        shed(self)
+    def drop_answers(self) -> None:
+        """Forget answers of the sessions that were not used for the longest time, then those sessions.
+
+        That a call was served is forgotten with its session only: else it could run twice.
+        """
+        callees = [one for one in self.sessions.values() if isinstance(one, CalleeSession) and one.is_proven]
+        callees.sort(key=lambda session: session.used_at_s)
+        for callee in callees:
+            if self.kept_bytes <= MAX_KEPT_BYTES_IN_ALL // 2:
+                return
+            callee.kept.drop_answers()
+        for callee in callees:
+            if self.kept_bytes <= MAX_KEPT_BYTES_IN_ALL // 2:
+                return
+            if not callee.num_open:
+                self.drop(callee, "too much was kept for it.")
 
     # --- who may talk ---
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shoal.transport.datagrams import limits
-from shoal.transport.datagrams.limits import UnprovenSessions
+from shoal.transport.datagrams import handshake
+from shoal.transport.datagrams.handshake import UnprovenSessions
 
 
 class Stranger:
@@ -13,8 +13,8 @@ class Stranger:
 
 @pytest.fixture(autouse=True)
 def _few(monkeypatch):
-    monkeypatch.setattr(limits, "MAX_UNPROVEN", 10)
-    monkeypatch.setattr(limits, "MAX_UNPROVEN_A_HOST", 4)
+    monkeypatch.setattr(handshake, "MAX_UNPROVEN", 10)
+    monkeypatch.setattr(handshake, "MAX_UNPROVEN_A_HOST", 4)
 
 
 def test_a_host_pushes_out_its_own_only():

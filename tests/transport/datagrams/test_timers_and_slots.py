@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from shoal.core import Deadline
-from shoal.transport.datagrams.limits import CallSlots, Timers
+from shoal.transport.datagrams.caller import CallSlots, Timers
 from transport.lossy import run_virtual
 
 
