@@ -30,7 +30,7 @@ from shoal.core import (
     ShoalError,
     UsageError,
 )
-from shoal.transport.datagrams.sessions import Session, peer_at
+from shoal.transport.datagrams.sessions import Session, copy_in, fill_all, peer_at
 from shoal.transport.datagrams.wire import (
     LEFT,
     MAX_FRAME_BYTES,
@@ -177,7 +177,7 @@ class CalleeSession(Session):
             return
         try:
             route, head = self._accept(frame)
-            buffers = memory_for(route, head, frame.buffers, self.transport.pool) if frame.buffers else ()
+            buffers = _memory_for(route, head, frame.buffers, self.transport.pool) if frame.buffers else ()
             reply = route.serve(head, buffers) if route.is_plain_function else None  # type: ignore[misc]
             later = reply if isinstance(reply, asyncio.Future) else None
             if later is not None or not route.is_plain_function:
@@ -386,6 +386,15 @@ def _cancelled() -> PeerBusy:
     return PeerBusy("the handler was cancelled.", next_step="try again.")
 
 
+def _memory_for(route: Route, head: Head, buffers: Sequence[bytes], pool: BufferPool) -> Sequence[memoryview]:
+    """The same bytes where a handler wants them."""
+    if route.allocate is None:
+        return copy_in(pool, buffers)
+    views = fitting_views(route.allocate(head), head.sizes)
+    fill_all(views, buffers)
+    return views
+
+
 class AnswerCache:
     """The answers of one session, as long as they may be asked for again.
 
@@ -530,27 +539,3 @@ class LargeAnswers:
             if kept is not None:
                 self._size_bytes -= kept.size_bytes
         return kept
-
-
-def copy_in(pool: BufferPool, buffers: Sequence[bytes]) -> list[memoryview]:
-    """The same bytes in aligned memory."""
-    if len(buffers) == 1:
-        return pool.copy_in([len(buffers[0])], memoryview(buffers[0]))
-    views = pool.allocate_all([len(buffer) for buffer in buffers])
-    fill_all(views, buffers)
-    return views
-
-
-def memory_for(route: Route, head: Head, buffers: Sequence[bytes], pool: BufferPool) -> Sequence[memoryview]:
-    """The same bytes where a handler wants them."""
-    if route.allocate is None:
-        return copy_in(pool, buffers)
-    views = fitting_views(route.allocate(head), head.sizes)
-    fill_all(views, buffers)
-    return views
-
-
-def fill_all(views: Sequence[memoryview], buffers: Sequence[bytes]) -> None:
-    """Copy each buffer to its place."""
-    for view, buffer in zip(views, buffers, strict=True):
-        view[:] = buffer

@@ -6,7 +6,6 @@ import asyncio
 import enum
 import heapq
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -25,7 +24,6 @@ from shoal.core import (
     VersionMismatch,
 )
 from shoal.core.scope import settle
-from shoal.transport.datagrams.callee import copy_in, fill_all
 from shoal.transport.datagrams.sessions import (
     INITIAL_TIMEOUT_S,
     MIN_CALLER_CONTENT_BYTES,
@@ -33,6 +31,8 @@ from shoal.transport.datagrams.sessions import (
     BareSeal,
     RoundTrips,
     Session,
+    copy_in,
+    fill_all,
 )
 from shoal.transport.datagrams.wire import (
     BUSY,
@@ -61,17 +61,72 @@ from shoal.transport.payloads import fitting_views
 if TYPE_CHECKING:
     from shoal.transport.datagrams.transport import DatagramSocket, DatagramTransport
 
-JITTER = 0.1
-_EARLY_S = 0.001  # loops round their timers to milliseconds and may ring a little early
-_ENDINGS: dict[str, type[PeerError]] = {LEFT: PeerLost, REFUSED: PeerRefused, BUSY: PeerBusy}
-
-
 MAX_SPAN = 2048
 """Ids between the oldest open call and the newest; a session that has more is replaced by a new one, since
 the callee remembers every call from the oldest on."""
+_JITTER = 0.1
 _MAX_WAIT_S = 8.0
+_WORKING_WAIT_S = 1.0  # a call that is being served is asked about this seldom, at first
 _SILENT_SENDS = 4
 _SILENT_S = 8.0  # a peer so silent may have forgotten the session, and be kept from saying so
+_EARLY_S = 0.001  # loops round their timers to milliseconds and may ring a little early
+_ENDINGS: dict[str, type[PeerError]] = {LEFT: PeerLost, REFUSED: PeerRefused, BUSY: PeerBusy}
+_SILENCE = (
+    "nothing was heard from it: the host is down, a firewall drops the packets, it has another secret or "
+    "none, or what listens there is no Shoal peer."
+)
+
+
+class AskOverStream(Exception):
+    """The answer is too large for datagrams: take it over a stream with this ticket."""
+
+    def __init__(self, ticket: bytes, size_bytes: int) -> None:
+        super().__init__()
+        self.ticket = ticket
+        self.size_bytes = size_bytes
+
+
+class CallerState(enum.Enum):
+    """How far a session has come."""
+
+    GREETING = 1
+    READY = 2
+    RETIRED = 3  # finishes the calls that it has
+    CLOSED = 4
+
+
+class PendingCall(msgspec.Struct, eq=False):
+    """One call that has been sent and not yet answered."""
+
+    id: int
+    caller: CallerSession
+    method: str
+    frame: bytes
+    into: Any
+    deadline: Deadline
+    expires_at_s: float
+    answer: asyncio.Future[Reply]
+    sent_at_s: float
+    wait_s: float
+    counter: int = 0
+    """Of the first packet with it in its session."""
+    num_sends: int = 1
+    is_in_window: bool = True
+    """In the window of unanswered packets."""
+    is_settled: bool = False
+    is_working: bool = False
+    quiet_until_s: float = 0.0
+    """Not to be sent again before this: its handler is at it."""
+    parts: list[bytes | None] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody waits for the answer any more."""
+        return self.answer.done()
+
+    def on_timer(self, now_s: float) -> None:
+        """No answer has come in time."""
+        self.caller.on_overdue(self, now_s)
 
 
 class CallerSession(Session):
@@ -81,7 +136,6 @@ class CallerSession(Session):
     """
 
     _min_content_bytes = MIN_CALLER_CONTENT_BYTES
-    transport: DatagramTransport
 
     def __init__(
         self,
@@ -109,8 +163,6 @@ class CallerSession(Session):
         self._next_id = 1
         self.pending: dict[int, PendingCall] = {}
 
-    # --- the way from a greeting to its end ---
-
     @property
     def num_open(self) -> int:
         """Calls that wait for an answer."""
@@ -123,8 +175,10 @@ class CallerSession(Session):
 
     @property
     def is_over(self) -> bool:
-        """For the alarm of its hello."""
+        """Whether there is nobody left to greet."""
         return self.state is not CallerState.GREETING
+
+    # --- the handshake ---
 
     def on_timer(self, now_s: float) -> None:
         """No welcome has come in time: greet again, as long as somebody waits for it."""
@@ -143,7 +197,7 @@ class CallerSession(Session):
         self.greeted_at_s = now_s
         self.waiters = [waiter for waiter in self.waiters if not waiter.done()]
         self.socket.send(self.transport.handshakes.new_hello(self), self.where)
-        self._greets_at_s = now_s + self.round_trips.timeout_s * self.transport.jitter(JITTER)
+        self._greets_at_s = now_s + self.round_trips.timeout_s * self.transport.jitter(_JITTER)
         self.transport.timers.set(self._greets_at_s, self)
 
     async def wait_for_welcome(self) -> None:
@@ -154,34 +208,6 @@ class CallerSession(Session):
         if self.num_hellos and now_s - self.greeted_at_s > INITIAL_TIMEOUT_S:
             self.greet(now_s)
         await welcome
-
-    def refuse(self, error: ShoalError) -> None:
-        """Nothing can be asked there."""
-        self.state = CallerState.CLOSED
-        self.is_open = False
-        for waiter in self.waiters:
-            settle(waiter, error)
-        self.waiters.clear()
-        for call in tuple(self.pending.values()):
-            settle(call.answer, error)
-        self.slots.let_all_in()
-        self.transport.on_retired(self)
-
-    def retire(self) -> None:
-        """Take no new calls; those under way may end."""
-        if self.state is CallerState.READY:
-            self.state = CallerState.RETIRED
-            self.transport.on_retired(self)
-            if not self.pending:
-                self.close("another session has taken its place.")
-
-    def close(self, reason: str, code: str = LEFT) -> None:
-        """End every call, oldest first."""
-        kind = _ENDINGS.get(code, PeerLost)
-        for call in self.pending.values():
-            what = f"{call.method} at {self.peer}: the session ended."
-            settle(call.answer, kind(what, peer=self.peer, cause=reason))
-        self.refuse(kind(f"The session with {self.peer} ended.", peer=self.peer, cause=reason))
 
     def welcome(self, peer: Peer, seal: BareSeal, their_id: bytes, token: bytes, max_calls: int) -> None:
         """The other side has greeted back."""
@@ -252,7 +278,7 @@ class CallerSession(Session):
         if self.pending.pop(call.id, None) is None:
             return
         if call.is_in_window:
-            self.leave_window(call)
+            self._leave_window(call)
         if not call.is_settled and self.is_settled:
             self.queue(encode((2, call.id)))
         if not call.answer.cancel() and not call.answer.cancelled():
@@ -263,15 +289,15 @@ class CallerSession(Session):
             self.close("its last call has ended.")
 
     def on_overdue(self, call: PendingCall, now_s: float) -> None:
-        """The alarm of a call: ask again, or give up at its deadline."""
+        """No answer has come in time: ask again, or give up at the deadline."""
         if now_s >= call.expires_at_s:
-            settle(call.answer, late(self, call, now_s))
+            settle(call.answer, self._late(call, now_s))
             return
         if now_s < call.quiet_until_s:
             self.transport.timers.set(min(call.quiet_until_s, call.expires_at_s), call)
             return
         if call.is_in_window:
-            self.leave_window(call)
+            self._leave_window(call)
         if self.is_settled:
             if not call.is_working:
                 self.round_trips.missed(call.wait_s)
@@ -282,7 +308,7 @@ class CallerSession(Session):
             is_silent = call.num_sends > _SILENT_SENDS and now_s - heard_at_s > _SILENT_S
             if is_silent and not call.is_working:
                 self.retire()  # new calls greet again
-        call.wait_s = min(_MAX_WAIT_S, 2 * call.wait_s) * self.transport.jitter(JITTER)
+        call.wait_s = min(_MAX_WAIT_S, 2 * call.wait_s) * self.transport.jitter(_JITTER)
         self.transport.timers.set(min(now_s + call.wait_s, call.expires_at_s), call)
 
     def resend(self, call: PendingCall) -> None:
@@ -294,7 +320,7 @@ class CallerSession(Session):
             self.queue(call.frame)
             call.counter = self._counter
 
-    def leave_window(self, call: PendingCall) -> None:
+    def _leave_window(self, call: PendingCall) -> None:
         """Something has come back, or will not: another request may be sent."""
         call.is_in_window = False
         self.transport.window.give_back()
@@ -304,12 +330,12 @@ class CallerSession(Session):
             return call_id
         return self._next_id
 
-    # --- what comes back ---
-
     def _send(self) -> None:
         if self.token is not None:  # until the other side has shown that it believes this address
             self._frames.insert(0, encode((4, self.token)))
         super()._send()
+
+    # --- what comes back: answers whole or in parts, failures, and signs of life ---
 
     def receive(self, packet: bytes, where: SocketAddress, socket: DatagramSocket) -> None:
         """Answers have come; where from does not matter, since they are genuine."""
@@ -320,202 +346,136 @@ class CallerSession(Session):
         if frames.frames and type(frames.frames[0]) is not Challenge:
             self.token = None  # this address is believed
         for frame in frames.frames:
-            handler = HANDLERS.get(type(frame))
-            if handler is not None:
-                handler(self, frame)
+            if isinstance(frame, (Answer, Failure, Part, Working, Parked)):
+                self._on_outcome(frame)
+            elif type(frame) is Challenge:
+                self._on_challenge(frame)
+            elif type(frame) is Goodbye:
+                self.close(frame.reason[:200], frame.code)
 
+    def _on_outcome(self, frame: Answer | Failure | Part | Working | Parked) -> None:
+        call = self.pending.get(frame.id)
+        if call is None or call.answer.done():
+            self.transport.stats.duplicates += 1
+            return
+        if call.is_in_window:
+            self._leave_window(call)
+        if isinstance(frame, Answer):
+            if call.num_sends == 1:  # else nobody knows which of them was answered (Karn's rule)
+                self.round_trips.observe((self.heard_at_s or 0.0) - call.sent_at_s)
+            self._settle(call, frame)
+        elif isinstance(frame, Failure):
+            self._settle(call, frame)
+        elif isinstance(frame, Part):
+            self._on_part(call, frame)
+        elif isinstance(frame, Working):
+            call.is_working = True
+            call.wait_s = max(call.wait_s, _WORKING_WAIT_S)
+            call.quiet_until_s = self.transport.loop.time() + call.wait_s
+        else:
+            call.is_settled = True
+            call.answer.set_exception(AskOverStream(frame.ticket, frame.size_bytes))
 
-class CallerState(enum.Enum):
-    """How far a session has come."""
+    def _on_part(self, call: PendingCall, frame: Part) -> None:
+        if call.parts is None and 2 <= frame.num_parts <= MAX_PARTS:
+            call.parts = [None] * frame.num_parts
+        parts = call.parts
+        if parts is None or len(parts) != frame.num_parts or not 0 <= frame.index < len(parts):
+            self.transport.on_bad_packet(self.peer, "a part of an answer that does not fit to the others.")
+            return
+        parts[frame.index] = frame.data
+        arrived = [part for part in parts if part is not None]
+        if len(arrived) == len(parts):
+            try:
+                self._settle(call, decode_outcome(b"".join(arrived)))
+            except UnreadablePacket as error:
+                call.is_settled = True
+                call.answer.set_exception(self._unreadable(call, error))
 
-    GREETING = 1
-    READY = 2
-    RETIRED = 3  # finishes the calls that it has
-    CLOSED = 4
-
-
-class PendingCall(msgspec.Struct, eq=False):
-    """One call that has been sent and not yet answered."""
-
-    id: int
-    caller: CallerSession
-    method: str
-    frame: bytes
-    into: Any
-    deadline: Deadline
-    expires_at_s: float
-    answer: asyncio.Future[Reply]
-    sent_at_s: float
-    wait_s: float
-    counter: int = 0
-    """Of the first packet with it in its session."""
-    num_sends: int = 1
-    is_in_window: bool = True
-    """In the window of unanswered packets."""
-    is_settled: bool = False
-    is_working: bool = False
-    quiet_until_s: float = 0.0
-    """Not to be sent again before this: its handler is at it."""
-    parts: list[bytes | None] | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """For its alarm."""
-        return self.answer.done()
-
-    def on_timer(self, now_s: float) -> None:
-        """No answer has come in time."""
-        self.caller.on_overdue(self, now_s)
-
-
-_SILENCE = (
-    "nothing was heard from it: the host is down, a firewall drops the packets, it has another secret or "
-    "none, or what listens there is no Shoal peer."
-)
-_WORKING_WAIT_S = 1.0  # a call that is being served is asked about this seldom, at first
-
-
-class AskOverStream(Exception):
-    """The answer is too large for datagrams: take it over a stream with this ticket."""
-
-    def __init__(self, ticket: bytes, size_bytes: int) -> None:
-        super().__init__()
-        self.ticket = ticket
-        self.size_bytes = size_bytes
-
-
-def _call_of(caller: CallerSession, call_id: int) -> PendingCall | None:
-    call = caller.pending.get(call_id)
-    if call is None or call.answer.done():
-        caller.transport.stats.duplicates += 1
-        return None
-    if call.is_in_window:
-        caller.leave_window(call)
-    return call
-
-
-def _on_answer(caller: CallerSession, frame: Answer) -> None:
-    call = _call_of(caller, frame.id)
-    if call is None:
-        return
-    if call.num_sends == 1:  # else nobody knows which of them was answered (Karn's rule)
-        caller.round_trips.observe((caller.heard_at_s or 0.0) - call.sent_at_s)
-    _settle(caller, call, frame)
-
-
-def _settle(caller: CallerSession, call: PendingCall, frame: Answer) -> None:
-    call.is_settled = True
-    try:
-        reply = Reply(decode_payload(frame.payload))
-        if frame.buffers or call.into is not None:
-            reply.buffers = _take_in(caller, call, reply.payload, frame.buffers)
-    except Exception as error:  # noqa: BLE001 - whatever the caller's allocate raises belongs to the caller
-        call.answer.set_exception(_unusable(caller, call, error))
-    else:
-        call.answer.set_result(reply)
-
-
-def _take_in(
-    caller: CallerSession, call: PendingCall, payload: Any, buffers: list[bytes]
-) -> list[memoryview]:
-    sizes = [len(buffer) for buffer in buffers]
-    caller.transport.limits.check_sizes(sizes)
-    given = call.into
-    if given is None:
-        return copy_in(caller.transport.pool, buffers)
-    if callable(given):
-        given = given(Head(call.method, payload, sizes, caller.peer, call.deadline))
-    views = fitting_views(given or (), sizes)
-    fill_all(views, buffers)
-    return views
-
-
-def _on_failure(caller: CallerSession, frame: Failure) -> None:
-    call = _call_of(caller, frame.id)
-    if call is not None:
-        _fail(caller, call, frame)
-
-
-def _fail(caller: CallerSession, call: PendingCall, frame: Failure) -> None:
-    call.is_settled = True
-    head = ErrorHead(frame.code, frame.what, frame.cause, frame.next_step)
-    call.answer.set_exception(from_wire(head, caller.peer, call.method))
-
-
-def _on_part(caller: CallerSession, frame: Part) -> None:
-    call = _call_of(caller, frame.id)
-    if call is None:
-        return
-    if call.parts is None and 2 <= frame.num_parts <= MAX_PARTS:
-        call.parts = [None] * frame.num_parts
-    parts = call.parts
-    if parts is None or len(parts) != frame.num_parts or not 0 <= frame.index < len(parts):
-        caller.transport.on_bad_packet(caller.peer, "a part of an answer that does not fit to the others.")
-        return
-    parts[frame.index] = frame.data
-    arrived = [part for part in parts if part is not None]
-    if len(arrived) < len(parts):
-        return
-    try:
-        outcome = decode_outcome(b"".join(arrived))
-    except UnreadablePacket as error:
+    def _settle(self, call: PendingCall, outcome: Answer | Failure) -> None:
+        """Give a call its answer, in the memory that its caller wants."""
         call.is_settled = True
-        settle(call.answer, _unusable(caller, call, error))
-        return
-    if isinstance(outcome, Answer):
-        _settle(caller, call, outcome)
-    else:
-        _fail(caller, call, outcome)
+        if isinstance(outcome, Failure):
+            head = ErrorHead(outcome.code, outcome.what, outcome.cause, outcome.next_step)
+            call.answer.set_exception(from_wire(head, self.peer, call.method))
+            return
+        try:
+            reply = Reply(decode_payload(outcome.payload))
+            if outcome.buffers or call.into is not None:
+                reply.buffers = self._take_in(call, reply.payload, outcome.buffers)
+        except Exception as error:  # noqa: BLE001 - whatever the caller's allocate raises belongs to the caller
+            is_unreadable = isinstance(error, UNREADABLE) and not isinstance(error, ShoalError)
+            call.answer.set_exception(self._unreadable(call, error) if is_unreadable else error)
+        else:
+            call.answer.set_result(reply)
 
+    def _take_in(self, call: PendingCall, payload: Any, buffers: list[bytes]) -> list[memoryview]:
+        sizes = [len(buffer) for buffer in buffers]
+        self.transport.limits.check_sizes(sizes)
+        given = call.into
+        if given is None:
+            return copy_in(self.transport.pool, buffers)
+        if callable(given):
+            given = given(Head(call.method, payload, sizes, self.peer, call.deadline))
+        views = fitting_views(given or (), sizes)
+        fill_all(views, buffers)
+        return views
 
-def _on_working(caller: CallerSession, frame: Working) -> None:
-    call = _call_of(caller, frame.id)
-    if call is not None:
-        call.is_working = True
-        call.wait_s = max(call.wait_s, _WORKING_WAIT_S)
-        call.quiet_until_s = caller.transport.loop.time() + call.wait_s
+    def _unreadable(self, call: PendingCall, error: Exception) -> ProtocolError:
+        return ProtocolError(f"The answer of {self.peer} to {call.method} cannot be read: {error}.")
 
+    def _on_challenge(self, frame: Challenge) -> None:
+        """The other side sees another address than before: prove it, and ask again."""
+        if len(frame.token) != TOKEN_BYTES:
+            self.transport.on_bad_packet(self.peer, "a challenge that does not follow the protocol.")
+        elif frame.token != self.token:
+            self.token = frame.token
+            for call in self.pending.values():
+                call.num_sends += 1  # it may be served twice elsewhere, were it made again
+                self.resend(call)
 
-def _on_parked(caller: CallerSession, frame: Parked) -> None:
-    call = _call_of(caller, frame.id)
-    if call is not None:
-        call.is_settled = True
-        call.answer.set_exception(AskOverStream(frame.ticket, frame.size_bytes))
+    # --- the end ---
 
+    def refuse(self, error: ShoalError) -> None:
+        """Nothing can be asked there."""
+        self.state = CallerState.CLOSED
+        self.is_open = False
+        for waiter in self.waiters:
+            settle(waiter, error)
+        self.waiters.clear()
+        for call in tuple(self.pending.values()):
+            settle(call.answer, error)
+        self.slots.let_all_in()
+        self.transport.on_retired(self)
 
-def _on_challenge(caller: CallerSession, frame: Challenge) -> None:
-    """The other side sees another address than before: prove it, and ask again."""
-    if len(frame.token) != TOKEN_BYTES:
-        caller.transport.on_bad_packet(caller.peer, "a challenge that does not follow the protocol.")
-    elif frame.token != caller.token:
-        caller.token = frame.token
-        for call in caller.pending.values():
-            call.num_sends += 1  # it may be served twice elsewhere, were it made again
-            caller.resend(call)
+    def retire(self) -> None:
+        """Take no new calls; those under way may end."""
+        if self.state is CallerState.READY:
+            self.state = CallerState.RETIRED
+            self.transport.on_retired(self)
+            if not self.pending:
+                self.close("another session has taken its place.")
 
+    def close(self, reason: str, code: str = LEFT) -> None:
+        """End every call, oldest first."""
+        kind = _ENDINGS.get(code, PeerLost)
+        for call in self.pending.values():
+            what = f"{call.method} at {self.peer}: the session ended."
+            settle(call.answer, kind(what, peer=self.peer, cause=reason))
+        self.refuse(kind(f"The session with {self.peer} ended.", peer=self.peer, cause=reason))
 
-def _on_goodbye(caller: CallerSession, frame: Goodbye) -> None:
-    caller.close(frame.reason[:200], frame.code)
-
-
-def _unusable(caller: CallerSession, call: PendingCall, error: Exception) -> Exception:
-    if isinstance(error, ShoalError) or not isinstance(error, (*UNREADABLE, UnreadablePacket)):
-        return error
-    return ProtocolError(f"The answer of {caller.peer} to {call.method} cannot be read: {error}.")
-
-
-def late(caller: CallerSession, call: PendingCall, now_s: float) -> DeadlineExceeded:
-    """The error of a call whose time is over."""
-    if caller.state is CallerState.GREETING or caller.heard_at_s is None:
-        cause = _SILENCE
-    elif call.is_working:
-        cause = f"its handler was at it; {now_s - caller.heard_at_s:.1f} s ago the peer was heard from."
-    else:
-        ago_s = now_s - caller.heard_at_s
-        cause = f"it was asked {call.num_sends} times; the peer was heard from {ago_s:.1f} s ago."
-    return DeadlineExceeded(
-        f"{call.method} at {caller.peer} was not answered before its deadline.", cause=cause
-    )
+    def _late(self, call: PendingCall, now_s: float) -> DeadlineExceeded:
+        """The error of a call whose time is over."""
+        if self.state is CallerState.GREETING or self.heard_at_s is None:
+            cause = _SILENCE
+        elif call.is_working:
+            cause = f"its handler was at it; {now_s - self.heard_at_s:.1f} s ago the peer was heard from."
+        else:
+            ago_s = now_s - self.heard_at_s
+            cause = f"it was asked {call.num_sends} times; the peer was heard from {ago_s:.1f} s ago."
+        return DeadlineExceeded(
+            f"{call.method} at {self.peer} was not answered before its deadline.", cause=cause
+        )
 
 
 def no_welcome(peer: Peer) -> DeadlineExceeded:
@@ -545,18 +505,6 @@ def other_version(peer: Peer, version: int) -> VersionMismatch:
         f"{peer} speaks another version of the datagram protocol ({version}) than this peer ({VERSION}).",
         next_step="install the same Shoal version on both sides; `shoal --version` tells it.",
     )
-
-
-HANDLERS: dict[type[Any], Callable[[CallerSession, Any], None]] = {
-    Answer: _on_answer,
-    Failure: _on_failure,
-    Part: _on_part,
-    Working: _on_working,
-    Parked: _on_parked,
-    Challenge: _on_challenge,
-    Goodbye: _on_goodbye,
-}
-"""What to do with a frame; other kinds are not for callers."""
 
 
 class Timed(Protocol):

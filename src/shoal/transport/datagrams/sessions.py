@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import random
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,6 +23,7 @@ from shoal.transport.datagrams.wire import (
     HEADER_BYTES,
     LEFT,
     MAX_FRAME_BYTES,
+    MIN_PACKET_BYTES,
     PREFIX,
     TAG_BYTES,
     Frames,
@@ -32,6 +34,7 @@ from shoal.transport.datagrams.wire import (
     encode_frames,
 )
 from shoal.transport.frames import encode
+from shoal.transport.memory import BufferPool
 
 if TYPE_CHECKING:
     from shoal.transport.datagrams.transport import DatagramSocket, DatagramTransport
@@ -39,6 +42,12 @@ if TYPE_CHECKING:
 INITIAL_TIMEOUT_S = 0.5
 MIN_TIMEOUT_S = 0.02
 MAX_TIMEOUT_S = 8.0
+TOKEN_BYTES = 8
+REPLAY_WINDOW = 1024
+"""How far a packet may be overtaken by others and still be taken."""
+MIN_CALLER_CONTENT_BYTES = MIN_PACKET_BYTES - HEADER_BYTES - TAG_BYTES
+_WINDOW_MASK = (1 << REPLAY_WINDOW) - 1
+_TOKEN_BUCKET_S = 60.0
 _GRAIN_S = 0.001  # what loops know of time
 _GOODBYES = 2  # nobody is there to repeat one that is lost
 
@@ -205,16 +214,6 @@ def peer_at(where: SocketAddress) -> Peer:
     return Peer(Address(str(where[0]), where[1]))
 
 
-MIN_CALLER_CONTENT_BYTES = 64 - HEADER_BYTES - TAG_BYTES
-"""A caller's packets are padded to 64 bytes, so that nothing a stranger is answered is larger."""
-
-
-TOKEN_BYTES = 8
-REPLAY_WINDOW = 1024
-"""How far a packet may be overtaken by others and still be taken."""
-_TOKEN_BUCKET_S = 60.0
-
-
 class BareSeal:
     """No protection: for loopback, simulated networks, and those who want none."""
 
@@ -278,9 +277,6 @@ class ReplayWindow:
         return True
 
 
-_WINDOW_MASK = (1 << REPLAY_WINDOW) - 1
-
-
 class AddressTokens:
     """Proofs of address that need no memory: only who receives at an address can know its token."""
 
@@ -299,3 +295,18 @@ class AddressTokens:
     def _token(self, where: SocketAddress, session_id: bytes, bucket: int) -> bytes:
         text = b"%d:%s:%s" % (bucket, session_id, repr(where[:2]).encode())
         return hashlib.blake2b(text, key=self._key, digest_size=TOKEN_BYTES, person=b"shoal address").digest()
+
+
+def copy_in(pool: BufferPool, buffers: Sequence[bytes]) -> list[memoryview]:
+    """The same bytes in aligned memory."""
+    if len(buffers) == 1:
+        return pool.copy_in([len(buffers[0])], memoryview(buffers[0]))
+    views = pool.allocate_all([len(buffer) for buffer in buffers])
+    fill_all(views, buffers)
+    return views
+
+
+def fill_all(views: Sequence[memoryview], buffers: Sequence[bytes]) -> None:
+    """Copy each buffer to its place."""
+    for view, buffer in zip(views, buffers, strict=True):
+        view[:] = buffer
