@@ -141,9 +141,8 @@ class CalleeSession(Session):
             self.peer = Peer(peer_at(where).address, self.peer.id)
         self.used_at_s = self.transport.loop.time()
         if frames.oldest > self.kept.oldest:
-            for call_id in _ids_between(self._running, self.kept.oldest, frames.oldest):
-                if not (call := self._running[call_id]).is_one_way:
-                    self._cancel(call)  # the frame that says so was lost
+            if self._running:
+                self._cancel_before(frames.oldest)
             self.kept.forget_before(frames.oldest)
         for frame in frames.frames:
             if type(frame) is Request:
@@ -216,11 +215,10 @@ class CalleeSession(Session):
         deadline = Deadline(clock.now_s() + timeout_ms / 1000, clock) if timeout_ms > 0 else _NEVER
         return route, Head(frame.method, payload, sizes, self.peer, deadline)
 
-    def _repeat(self, call_id: int, kept: list[bytes] | None) -> None:
+    def _repeat(self, call_id: int, kept: bytes | None) -> None:
         """Tell the caller once more how its call stands; nothing where it is of no interest to it."""
         if kept:
-            for frame in kept:
-                self.queue(frame)
+            self._send_whole_or_cut(call_id, kept)
         elif kept is not None:
             error = PeerBusy("its answer is kept no longer.", next_step=_LATER)
             self.queue(encode_failure(call_id, to_wire(error)))
@@ -229,18 +227,20 @@ class CalleeSession(Session):
 
     def _on_fetch(self, frame: Fetch) -> None:
         kept = self.kept.get(frame.id)
-        if kept is not None and len(kept) > 1:
-            kept = [kept[index] for index in frame.missing[:MAX_PARTS] if 0 <= index < len(kept)]
-            if not kept:
-                return
-        self._repeat(frame.id, kept)
+        if kept is not None and len(kept) > MAX_FRAME_BYTES:
+            parts = cut(frame.id, kept)
+            for index in frame.missing[:MAX_PARTS]:
+                if 0 <= index < len(parts):
+                    self.queue(parts[index])
+        else:
+            self._repeat(frame.id, kept)
 
     def _on_cancel(self, call_id: int) -> None:
         call = self._running.get(call_id)
         if call is not None:
             self._cancel(call)
             if self.kept.get(call_id) is None:
-                self.kept.keep(call_id, [])  # a copy of its request must not run
+                self.kept.keep(call_id, b"")  # a copy of its request must not run
 
     # --- handlers that take their time: each ends with its caller's deadline, and frees what it held ---
 
@@ -309,6 +309,12 @@ class CalleeSession(Session):
         elif not call.is_one_way:
             self._answer(call.id, call.head.method, outcome)
 
+    def _cancel_before(self, oldest: int) -> None:
+        """End the handlers of calls that nobody waits for; the frame that says so may have been lost."""
+        for call_id in _ids_between(self._running, self.kept.oldest, oldest):
+            if not (call := self._running[call_id]).is_one_way:
+                self._cancel(call)
+
     def _cancel(self, call: ServedCall) -> None:
         self._finish(call)
         if call.work is not None:
@@ -372,10 +378,15 @@ class CalleeSession(Session):
     def _send_outcome(self, call_id: int, frame: bytes) -> None:
         if not self.is_open or call_id < self.kept.oldest:  # its caller has left, or has given it up
             return
-        frames = [frame] if len(frame) <= MAX_FRAME_BYTES else cut(call_id, frame)
-        self.kept.keep(call_id, frames)
-        for one in frames:
-            self.queue(one)
+        self.kept.keep(call_id, frame)
+        self._send_whole_or_cut(call_id, frame)
+
+    def _send_whole_or_cut(self, call_id: int, outcome: bytes) -> None:
+        if len(outcome) <= MAX_FRAME_BYTES:
+            self.queue(outcome)
+            return
+        for part in cut(call_id, outcome):
+            self.queue(part)
 
 
 def _too_many() -> PeerBusy:
@@ -399,7 +410,7 @@ class AnswerCache:
     """The answers of one session, as long as they may be asked for again.
 
     Every call from the caller's oldest open one on is remembered, so that none runs twice. Within bounds, its
-    answer is too: as the frames that carry it, or none when they had to go.
+    answer is too: an encoded Answer, Failure or Parked frame, or nothing when it had to go.
     """
 
     def __init__(self, transport: DatagramTransport) -> None:
@@ -407,16 +418,16 @@ class AnswerCache:
         """Calls before this one are of no interest to their caller."""
         self.size_bytes = 0
         self._transport = transport
-        self._answers: dict[int, list[bytes]] = {}  # the latest last
+        self._answers: dict[int, bytes] = {}  # the latest last
 
-    def get(self, call_id: int) -> list[bytes] | None:
-        """The frames of a call's answer, none if it is kept no longer; None for a call that is not known."""
+    def get(self, call_id: int) -> bytes | None:
+        """A call's answer, empty if it is kept no longer; None for a call that is not known."""
         return self._answers.get(call_id)
 
-    def keep(self, call_id: int, frames: list[bytes]) -> None:
+    def keep(self, call_id: int, answer: bytes) -> None:
         """Remember that a call was served, and its answer."""
-        self._answers[call_id] = frames
-        self._count(_size_bytes(frames))
+        self._answers[call_id] = answer
+        self._count(ENTRY_BYTES + len(answer))
         if self.size_bytes > MAX_KEPT_BYTES:
             self.drop_answers(MAX_KEPT_BYTES * 3 // 4)
         if self._transport.kept_bytes > MAX_KEPT_BYTES_IN_ALL:
@@ -424,16 +435,18 @@ class AnswerCache:
 
     def drop_answers(self, to_bytes: int = 0) -> None:
         """Forget the earliest answers until so many bytes are left, but not that their calls were served."""
-        for call_id, frames in self._answers.items():
+        for call_id, answer in self._answers.items():
             if self.size_bytes <= to_bytes:
                 break
-            self._answers[call_id] = []
-            self._count(ENTRY_BYTES - _size_bytes(frames))
+            self._answers[call_id] = b""
+            self._count(-len(answer))
 
     def forget_before(self, oldest: int) -> None:
         """The caller waits for no earlier call: forget them all."""
-        gone = _ids_between(self._answers, self.oldest, oldest)
-        self._count(-sum(_size_bytes(self._answers.pop(call_id)) for call_id in gone))
+        freed_bytes = 0
+        for call_id in _ids_between(self._answers, self.oldest, oldest):
+            freed_bytes += ENTRY_BYTES + len(self._answers.pop(call_id))
+        self._count(-freed_bytes)
         self.oldest = oldest
 
     def clear(self) -> None:
@@ -444,10 +457,6 @@ class AnswerCache:
     def _count(self, more_bytes: int) -> None:
         self.size_bytes += more_bytes
         self._transport.kept_bytes += more_bytes
-
-
-def _size_bytes(frames: list[bytes]) -> int:
-    return ENTRY_BYTES + sum(map(len, frames))
 
 
 def _ids_between(known: Mapping[int, Any], start: int, end: int) -> list[int]:

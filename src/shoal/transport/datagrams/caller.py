@@ -346,7 +346,7 @@ class CallerSession(Session):
         if frames.frames and type(frames.frames[0]) is not Challenge:
             self.token = None  # this address is believed
         for frame in frames.frames:
-            if isinstance(frame, (Answer, Failure, Part, Working, Parked)):
+            if type(frame) is Answer or isinstance(frame, (Failure, Part, Working, Parked)):
                 self._on_outcome(frame)
             elif type(frame) is Challenge:
                 self._on_challenge(frame)
