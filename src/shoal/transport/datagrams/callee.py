@@ -39,9 +39,11 @@ from shoal.transport.datagrams.wire import (
     Cancel,
     Fetch,
     Goodbye,
+    Parked,
     Proof,
     Request,
     SocketAddress,
+    Working,
     cut,
     encode_failure,
 )
@@ -119,7 +121,7 @@ class CalleeSession(Session):
 
     @property
     def num_open(self) -> int:
-        """Handlers that run."""
+        """The number of handlers that run."""
         return len(self._running)
 
     @property
@@ -128,7 +130,7 @@ class CalleeSession(Session):
         return self.is_proven and self.is_open
 
     def receive(self, packet: bytes, where: SocketAddress, socket: DatagramSocket) -> None:
-        """Requests have come."""
+        """Takes a packet of requests from the caller."""
         frames = self.read(packet, where)
         if frames is None:
             return
@@ -223,7 +225,7 @@ class CalleeSession(Session):
             error = PeerBusy("its answer is kept no longer.", next_step=_LATER)
             self.queue(encode_failure(call_id, to_wire(error)))
         elif call_id in self._running:
-            self.queue(encode((8, call_id)))
+            self.queue(encode(Working(call_id)))
 
     def _on_fetch(self, frame: Fetch) -> None:
         kept = self.kept.get(frame.id)
@@ -365,7 +367,7 @@ class CalleeSession(Session):
                 next_step="ask for less at once, or give the peer a stream transport.",
             )
         ticket = large_answers.add(reply, size_bytes, self.peer.id, self.transport.loop)
-        self._send_outcome(call_id, encode((9, call_id, ticket, size_bytes)))
+        self._send_outcome(call_id, encode(Parked(call_id, ticket, size_bytes)))
 
     def _fail(self, call_id: int, method: str, error: Exception) -> None:
         self._log(method, error)

@@ -41,11 +41,14 @@ from shoal.transport.datagrams.wire import (
     REFUSED,
     VERSION,
     Answer,
+    Cancel,
     Challenge,
     Failure,
+    Fetch,
     Goodbye,
     Parked,
     Part,
+    Proof,
     SocketAddress,
     UnreadablePacket,
     Working,
@@ -109,10 +112,10 @@ class PendingCall(msgspec.Struct, eq=False):
     sent_at_s: float
     wait_s: float
     counter: int = 0
-    """Of the first packet with it in its session."""
+    """The number of the packet that carried it last."""
     num_sends: int = 1
     is_in_window: bool = True
-    """In the window of unanswered packets."""
+    """Whether it takes a slot in the window of unanswered requests."""
     is_settled: bool = False
     is_working: bool = False
     quiet_until_s: float = 0.0
@@ -201,7 +204,7 @@ class CallerSession(Session):
         self.transport.timers.set(self._greets_at_s, self)
 
     async def wait_for_welcome(self) -> None:
-        """Until the other side has greeted back; a hello that seems lost is sent again at once."""
+        """Waits until the other side has greeted back; a hello that seems lost is sent again at once."""
         welcome: asyncio.Future[None] = self.transport.loop.create_future()
         self.waiters.append(welcome)
         now_s = self.transport.loop.time()
@@ -280,7 +283,7 @@ class CallerSession(Session):
         if call.is_in_window:
             self._leave_window(call)
         if not call.is_settled and self.is_settled:
-            self.queue(encode((2, call.id)))
+            self.queue(encode(Cancel(call.id)))
         if not call.answer.cancel() and not call.answer.cancelled():
             call.answer.exception()  # a one-way call's failure is nobody's
         self.slots.give_back()
@@ -315,7 +318,7 @@ class CallerSession(Session):
         """Send a request again, or ask for the parts of its answer that are missing."""
         if call.parts is not None:
             missing = [index for index, part in enumerate(call.parts) if part is None]
-            self.queue(encode((3, call.id, missing)))
+            self.queue(encode(Fetch(call.id, missing)))
         else:
             self.queue(call.frame)
             call.counter = self._counter
@@ -332,7 +335,7 @@ class CallerSession(Session):
 
     def _send(self) -> None:
         if self.token is not None:  # until the other side has shown that it believes this address
-            self._frames.insert(0, encode((4, self.token)))
+            self._frames.insert(0, encode(Proof(self.token)))
         super()._send()
 
     # --- what comes back: answers whole or in parts, failures, and signs of life ---
@@ -564,7 +567,7 @@ class Timers:
 
 
 class CallSlots:
-    """Places that are given in order of asking; there may be fewer than are taken already."""
+    """Slots that are given in order of asking; there may be fewer than are taken already."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, num_places: int) -> None:
         self._loop = loop

@@ -47,7 +47,9 @@ from shoal.transport.datagrams.wire import (
     SESSION_BYTES,
     TAG_BYTES,
     VERSION,
+    Challenge,
     Envelope,
+    Goodbye,
     Hello,
     Kind,
     Refusal,
@@ -89,15 +91,15 @@ class Handshakes:
         self._asking: dict[bytes, CallerSession] = {}  # by the session id that their packets are marked with
         self._tokens = AddressTokens(transport.random)
         self.unproven = UnprovenSessions(transport.sessions)
-        self._answered: dict[tuple[bytes, Any], bytes] = {}
-        self._seen: dict[bytes, int] = {}
+        self._answered: dict[tuple[bytes, Any], bytes] = {}  # by a hello's nonce and where it came from
+        self._seen: dict[bytes, int] = {}  # from how many addresses a hello has come, by its nonce
         self._answers = RateLimiter(_MAX_ANSWERS_A_S, _MAX_ANSWERS_A_S)
         self._stale_answers = RateLimiter(_MAX_STALE_A_S, _MAX_STALE_A_S)
 
     # --- what comes ---
 
     def on_greeting(self, kind: int, packet: bytes, where: SocketAddress, socket: DatagramSocket) -> None:
-        """A hello, a welcome or a refusal."""
+        """Takes a hello, a welcome or a refusal."""
         transport, codec = self._transport, self._codec
         plain_kind = kind & ~SEALED
         if plain_kind == Kind.HELLO and not socket.is_listening:
@@ -287,11 +289,11 @@ class Handshakes:
                 _remember(self._seen, callee.hello_nonce, _MAX_ADDRESSES)  # a copy of it is worth nothing
                 self._answered.pop((callee.hello_nonce, callee.where), None)
                 if not transport.make_room():
-                    socket.send(callee.packet([encode((11, _FULL, BUSY))]), where)
+                    socket.send(callee.packet([encode(Goodbye(_FULL, BUSY))]), where)
                     transport.drop(callee, _FULL)
                     return False
             return True
-        challenge = callee.packet([encode((10, self._tokens.make(where, callee.id, now_s)))])
+        challenge = callee.packet([encode(Challenge(self._tokens.make(where, callee.id, now_s)))])
         if len(challenge) <= len(packet):
             socket.send(challenge, where)
         return False
@@ -330,7 +332,7 @@ def is_allowed(access: Access | None, peer_id: PeerId | None) -> bool:
 
 
 def _remember(memory: dict[Any, Any], key: Any, value: Any) -> None:
-    """As the latest; the one that was not met for longest is forgotten."""
+    """Add to a memory as its latest; what was not met for longest is forgotten."""
     memory.pop(key, None)
     memory[key] = value
     if len(memory) > _MAX_REMEMBERED:
@@ -360,7 +362,7 @@ class UnprovenSessions:
         self._sessions[callee.id] = callee
 
     def remove(self, callee: CalleeSession) -> None:
-        """It is no newcomer any more."""
+        """Forget a session here: its address is proven now."""
         host = _host_of(callee)
         of_host = self._by_host.get(host, {})
         if of_host.pop(callee.id, None) is not None:
@@ -459,7 +461,7 @@ class HandshakeCodec:
 
 
 class SealedHandshakeCodec(HandshakeCodec):
-    """HandshakeCodec of a swarm's member."""
+    """Makes and reads the greetings of a swarm's member, sealed for the swarm and signed."""
 
     is_sealed = True
 

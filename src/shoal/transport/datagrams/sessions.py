@@ -27,6 +27,7 @@ from shoal.transport.datagrams.wire import (
     PREFIX,
     TAG_BYTES,
     Frames,
+    Goodbye,
     Kind,
     SocketAddress,
     UnreadablePacket,
@@ -201,7 +202,7 @@ class Session:
         """Tell the other side that this one ends the session."""
         if self.is_settled:
             for _ in range(_GOODBYES):
-                self.queue(encode((11, reason, code)))
+                self.queue(encode(Goodbye(reason, code)))
                 self.flush()
 
     def close(self, reason: str, code: str = LEFT) -> None:
@@ -218,7 +219,7 @@ class BareSeal:
     """No protection: for loopback, simulated networks, and those who want none."""
 
     def seal(self, header: bytes, content: bytes) -> bytes:
-        """The packet to send."""
+        """Makes the packet to send."""
         return header + content
 
     def open(self, packet: bytes) -> bytes | None:
