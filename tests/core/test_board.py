@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from core.boards import NOW_S, gone, note
-from shoal.core import ManualClock, board, board_folders
+from shoal.core import ManualClock, board
 from shoal.core.board import Keeper, look, name_of_run, own_keeper, pin
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="folders have owners on POSIX only")
@@ -17,8 +17,8 @@ CLOCK = ManualClock(wall_s=NOW_S + 0.5)
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(board_folders, "_MEMORY", tmp_path / "none")
-    monkeypatch.setattr(board_folders.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setattr(board, "_MEMORY", tmp_path / "none")
+    monkeypatch.setattr(board.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
     return tmp_path / "shoal"
 
 

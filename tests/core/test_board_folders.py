@@ -2,8 +2,8 @@ import os
 
 import pytest
 
-from shoal.core import board_folders
-from shoal.core.board_folders import folders, folders_to_read, make_folder
+from shoal.core import board
+from shoal.core.board import folders, folders_to_read, make_folder
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="folders have owners on POSIX only")
 
@@ -17,9 +17,9 @@ def places(tmp_path, monkeypatch):
         place.chmod(0o700)
     (found["sessions"] / str(os.getuid())).mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(found["runtime"]))
-    monkeypatch.setattr(board_folders, "_MEMORY", found["memory"])
-    monkeypatch.setattr(board_folders, "_SESSIONS", found["sessions"])
-    monkeypatch.setattr(board_folders.tempfile, "gettempdir", lambda: str(found["tmp"]))
+    monkeypatch.setattr(board, "_MEMORY", found["memory"])
+    monkeypatch.setattr(board, "_SESSIONS", found["sessions"])
+    monkeypatch.setattr(board.tempfile, "gettempdir", lambda: str(found["tmp"]))
     return found
 
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from experts.fake_client import FakeClient, add_linear_experts, peer_at, plain_schema
 from shoal.core import SYSTEM_CLOCK, LoopThread, UsageError
+from shoal.core.limits import FailureBackoff
 from shoal.experts.last_call import NotEnoughExperts
 from shoal.experts.mixture import MixtureOfExperts
-from shoal.experts.pauses import Pauses
 from shoal.experts.schema import ExpertSchema, TensorSchema
 
 UIDS = [f"ffn.{first}.{last}" for first in range(3) for last in range(2)]
@@ -259,7 +259,7 @@ def test_who_is_slow_and_alone_is_waited_for(client, monkeypatch):
         moe.gate.projection.weight.copy_(torch.eye(2, 6))
         moe.gate.projection.bias.zero_()
     x = torch.eye(2, 6)
-    moe.experts.directory._pauses = Pauses(first_s=1e-6)
+    moe.experts.directory._backoff = FailureBackoff(first_s=1e-6)
     client.faults = {"ffn.1": "lost"}
     with pytest.raises(NotEnoughExperts):
         moe(x)
@@ -403,13 +403,13 @@ def test_who_has_failed_is_tried_again_without_being_relied_on(client):
     modules = add_linear_experts(client, UIDS, peer_of=lambda index: peer_at(index))
     moe = MixtureOfExperts(client, "ffn", 6, (3, 2), k_best=2, beam_size=3, **QUICK)
     directory = moe.experts.directory
-    directory._pauses = Pauses(first_s=0.2)
+    directory._backoff = FailureBackoff(first_s=0.2)
     x = torch.randn(40, 6)
     moe(x)
     lost = moe.last_call.experts[0].uid
     client.faults = {lost: "lost"}
     moe(x)
-    while directory._pauses.has_any(SYSTEM_CLOCK.now_s()):
+    while directory._backoff.has_any(SYSTEM_CLOCK.now_s()):
         pass
     client.faults = {lost: "hang"}
     client.calls.clear()

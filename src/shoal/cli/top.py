@@ -21,8 +21,7 @@ from shoal.cli.output import JsonFile, say, text_stream, write_json
 from shoal.cli.top_jobs import JobSource
 from shoal.cli.top_view import Shot, Source, View
 from shoal.core import SYSTEM_CLOCK
-from shoal.core.board import VARIABLE
-from shoal.core.board_folders import folders_to_read
+from shoal.core.board import VARIABLE, folders_to_read
 from shoal.core.errors import ShoalError, UsageError
 from shoal.core.ids import Address
 from shoal.core.untrusted import visible

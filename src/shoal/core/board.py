@@ -1,8 +1,9 @@
 """Where workers pin up how far they are, for `shoal top` to read: one small file each, of this user alone.
 
-Where the board is `board_folders` says. Nothing here stops training: a board that cannot be used is done
-without, silently. `SHOAL_TOP=0` turns it off. What is noted when is `strategies.status`' to say, how it is
-shown the command line's.
+The board is a folder of this user in a place that nobody else can move it from: `$XDG_RUNTIME_DIR/shoal`, or
+one in shared memory or among the temporary files. Nothing here stops training: a board that cannot be used is
+done without, silently. `SHOAL_TOP=0` turns it off. What is noted when is `strategies.status`' to say, how it
+is shown the command line's.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import contextlib
 import hashlib
 import os
 import re
+import stat
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
-from shoal.core.board_folders import folders_to_read, is_own, make_folder
 from shoal.core.clock import SYSTEM_CLOCK, Clock
 from shoal.core.processes import State, namespace, started, state_of
 
@@ -25,6 +27,8 @@ NOTE_S = 1.0
 """From one note of a worker to the next, at least."""
 STALE_S = 3 * NOTE_S
 """A note that is older, and older than three steps take, says nothing of how fast its worker is now."""
+_MEMORY = Path("/dev/shm")
+_SESSIONS = Path("/run/user")
 _MAX_BYTES = 1 << 16
 _ENDING = ".note"
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
@@ -255,3 +259,66 @@ def _rank(sighting: Sighting) -> tuple[bool, bool, float]:
 def _short(name: str) -> str:
     """A file's name of it."""
     return name if _PLAIN.fullmatch(name) else hashlib.sha256(name.encode()).hexdigest()[:24]
+
+
+# --- where the board may be ---
+
+
+def folders() -> list[Path]:
+    """Where boards may be made, the preferred one first."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    own = [Path(runtime) / "shoal"] if runtime and _is_private(Path(runtime)) else []
+    # on a disk a file that takes another one's place is written out at once: ten times as slow
+    shared = [place for place in (_MEMORY, Path(tempfile.gettempdir())) if _is_orderly(place)]
+    return [*own, *(place / f"shoal-{_user()}" for place in shared)]
+
+
+def folders_to_read() -> list[Path]:
+    """Those, and without XDG_RUNTIME_DIR the one that others of this user's sessions have it name."""
+    usual = _SESSIONS / str(_user())
+    if os.environ.get("XDG_RUNTIME_DIR") or not _is_private(usual):
+        return folders()
+    return [usual / "shoal", *folders()]
+
+
+def make_folder() -> Path | None:
+    """The first that can be used, made where there is none."""
+    for folder in folders():
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if is_own(folder):
+                return folder
+    return None
+
+
+def is_own(folder: Path) -> bool:
+    """Whether nobody else can have put anything there."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    is_private = os.name != "posix" or (found.st_uid == os.getuid() and not found.st_mode & 0o077)
+    return stat.S_ISDIR(found.st_mode) and is_private
+
+
+def _is_private(place: Path) -> bool:
+    """Whether it is this user's, and others can change nothing in it."""
+    try:
+        found = place.stat()
+    except OSError:
+        return False
+    is_safe = os.name != "posix" or (found.st_uid == os.getuid() and not found.st_mode & 0o022)
+    return stat.S_ISDIR(found.st_mode) and is_safe
+
+
+def _is_orderly(place: Path) -> bool:
+    """Whether others, if they can write there, can move and remove only what is theirs."""
+    try:
+        is_sticky = bool(place.stat().st_mode & stat.S_ISVTX)
+    except OSError:
+        return False
+    return _is_private(place) or (is_sticky and place.is_dir())
+
+
+def _user() -> int:
+    return os.getuid() if hasattr(os, "getuid") else 0

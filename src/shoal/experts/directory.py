@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from shoal.core import SYSTEM_CLOCK, Clock, Deadline, DeadlineExceeded, UsageError
+from shoal.core.limits import FailureBackoff
 from shoal.dht.declaring import ExpertAddress, get_experts
 from shoal.dht.uids import ExpertPrefix, ExpertUid
 from shoal.experts.known_grid import Coordinates, KnownGrid
-from shoal.experts.pauses import Pauses
 from shoal.experts.routing import GridTables, Place, Routes
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Directory:
         self._clock = clock
         self._lock = threading.Lock()
         self._known = KnownGrid(self.prefix.coordinates, self.grid, refresh_s)
-        self._pauses = Pauses()
+        self._backoff = FailureBackoff()
         self._open: _Open | None = None
         self._refresh_at_s = 0.0
         self._searched_at_s = clock.now_s()
@@ -92,24 +92,24 @@ class Directory:
         """Leave an expert out for a while, and see who serves it now; its peers too when they are lost."""
         now_s = self._clock.now_s()
         with self._lock:
-            self._pauses.failed(expert.uid, now_s)
+            self._backoff.failed(expert.uid, now_s)
             if is_peer_lost:
                 for peer in expert.peers:
-                    self._pauses.failed(peer.id, now_s)
+                    self._backoff.failed(peer.id, now_s)
             self._known.doubt(expert.uid.coordinates, now_s)
 
     def answered(self, expert: ExpertAddress, peer_id: object) -> None:
         """All is well with an expert and the peer that answered."""
         with self._lock:
-            self._pauses.answered(expert.uid)
-            self._pauses.answered(peer_id)
+            self._backoff.answered(expert.uid)
+            self._backoff.answered(peer_id)
             self._known.trust(expert.uid.coordinates)
 
     def is_on_trial(self, expert: ExpertAddress) -> bool:
         """Whether it has not answered since it failed, so that nobody should rely on it."""
         with self._lock:
-            return self._pauses.has_failed(expert.uid) or all(
-                self._pauses.has_failed(peer.id) for peer in expert.peers
+            return self._backoff.has_failed(expert.uid) or all(
+                self._backoff.has_failed(peer.id) for peer in expert.peers
             )
 
     def _found(self, search: _Search, deadline: Deadline) -> Routes:
@@ -132,19 +132,19 @@ class Directory:
 
     def _without_paused(self, tables: GridTables) -> GridTables:
         now_s = self._clock.now_s()
-        if not self._pauses.has_any(now_s):
+        if not self._backoff.has_any(now_s):
             return tables
         known = self._open
-        num_changes = self._pauses.num_changes
+        num_changes = self._backoff.num_changes
         if known and known.of is tables and known.num_changes == num_changes and now_s < known.until_s:
             return known.tables
         marks = [
-            self._pauses.is_paused(expert.uid, now_s)
-            or all(self._pauses.is_paused(peer.id, now_s) for peer in expert.peers)
+            self._backoff.is_paused(expert.uid, now_s)
+            or all(self._backoff.is_paused(peer.id, now_s) for peer in expert.peers)
             for expert in tables.experts
         ]
         without = tables.without(torch.tensor(marks)) if any(marks) else tables
-        self._open = _Open(without, tables, num_changes, self._pauses.next_end_s(now_s))
+        self._open = _Open(without, tables, num_changes, self._backoff.next_end_s(now_s))
         return without
 
     def _forget_old(self) -> None:
@@ -227,7 +227,7 @@ class Directory:
         with self._lock:
             for place, address in found.items():
                 if address is not None and _has_new_peer(address, self._known.expert(place)):
-                    self._pauses.answered(address.uid)  # worth a call
+                    self._backoff.answered(address.uid)  # worth a call
             self._known.note_experts(found, self._clock.now_s())
 
     async def _coordinates(self, places: list[Place], deadline: Deadline) -> dict[Place, Coordinates | None]:

@@ -9,10 +9,15 @@ import pytest
 from shoal.core import Address, DeadlineExceeded, Peer, PeerLost, PeerRefused
 from shoal.core.identity import Identity
 from shoal.transport import Reply
-from shoal.transport.datagrams.hellos import HELLO_BYTES, Hello, SealedGreetings, Welcome
-from shoal.transport.datagrams.newcomers import MAX_NEWCOMERS_A_HOST
-from shoal.transport.datagrams.packets import PREFIX, SEALED, Kind, encode_frames, encode_request
-from shoal.transport.datagrams.sealing import AeadSeal
+from shoal.transport.datagrams.handshake import (
+    HELLO_BYTES,
+    MAX_UNPROVEN_A_HOST,
+    Hello,
+    SealedHandshakeCodec,
+    Welcome,
+)
+from shoal.transport.datagrams.sessions import AeadSeal
+from shoal.transport.datagrams.wire import PREFIX, SEALED, Kind, encode_frames, encode_request
 from shoal.transport.frames import encode
 from shoal.transport.trust.access import Access
 from shoal.transport.trust.membership import Membership
@@ -227,7 +232,7 @@ def test_an_outsider_cannot_speak_for_a_member(caplog):
 def test_a_member_cannot_speak_for_another(caplog):
     async def check(scene):
         await scene.still_works()
-        mallory = SealedGreetings(scene.swarm.member(), random.SystemRandom())
+        mallory = SealedHandshakeCodec(scene.swarm.member(), random.SystemRandom())
         mallory._public_key = scene.client._membership.identity.public_key.public_bytes_raw()
         hello = Hello(b"s" * 16, mallory.ephemeral, b"session1", b"", scene.server.clock.wall_s())
         for _ in range(3):
@@ -235,7 +240,7 @@ def test_a_member_cannot_speak_for_another(caplog):
         assert scene.answers_to("evil") == []
         # nor with keys that it can derive from the secret and what it has seen
         packet = scene.data_packets()[-1]
-        greeting = Hello(b"s" * 16, scene.client._greeter._greetings.ephemeral, b"", b"", 0.0)
+        greeting = Hello(b"s" * 16, scene.client.handshakes._codec.ephemeral, b"", b"", 0.0)
         forged = mallory.session_seal(greeting, scene.server.peer_id, b"t" * 16)
         content = encode_frames(1, [encode_request(99, encode((0, "echo", 0, "forged")))])
         client = next(where for where, _, _ in scene.air.packets if where[0] == "client")
@@ -384,7 +389,7 @@ def test_what_another_member_says_of_a_session_is_worth_nothing():
 )
 def test_a_welcome_that_does_not_follow_the_protocol_harms_only_its_own_calls(caplog, changes):
     async def check(scene):
-        mallory = SealedGreetings(scene.swarm.member(), random.SystemRandom())
+        mallory = SealedHandshakeCodec(scene.swarm.member(), random.SystemRandom())
         where = ("mallory", 5)
 
         class Welcomer(asyncio.DatagramProtocol):
@@ -427,11 +432,11 @@ def test_a_session_that_cannot_send_is_dropped_and_others_go_on(caplog):
 def test_a_challenge_of_the_wrong_size_is_dropped(caplog):
     async def check(scene):
         await scene.still_works()
-        (answerer,), (asker,) = scene.server.sessions.values(), scene.client.sessions.values()
-        answerer.queue(encode((10, b"t" * 1000)))
-        answerer.flush()
+        (callee,), (caller,) = scene.server.sessions.values(), scene.client.sessions.values()
+        callee.queue(encode((10, b"t" * 1000)))
+        callee.flush()
         await asyncio.sleep(0.1)
-        assert asker.token is None
+        assert caller.token is None
         await scene.still_works()
 
     stage(check)
@@ -441,10 +446,10 @@ def test_a_challenge_of_the_wrong_size_is_dropped(caplog):
 def test_nothing_is_served_after_a_goodbye():
     async def check(scene):
         await scene.still_works()
-        (asker,) = scene.client.sessions.values()
-        asker.queue(encode((11, "leaving")))
-        asker.queue(encode_request(99, encode((0, "echo", 0, "after"))))
-        asker.flush()
+        (caller,) = scene.client.sessions.values()
+        caller.queue(encode((11, "leaving")))
+        caller.queue(encode_request(99, encode((0, "echo", 0, "after"))))
+        caller.flush()
         await asyncio.sleep(0.1)
         assert [payload for _, payload in scene.probe.seen] == ["still"]
         assert scene.server.num_sessions == 0
@@ -455,13 +460,13 @@ def test_nothing_is_served_after_a_goodbye():
 def test_stale_hellos_cost_no_check_of_a_signature_and_few_an_answer(monkeypatch):
     async def check(scene):
         await scene.still_works()
-        greetings = SealedGreetings(scene.swarm.member(), random.SystemRandom())
+        codec = SealedHandshakeCodec(scene.swarm.member(), random.SystemRandom())
         checked = []
-        monkeypatch.setattr(scene.server._greeter._greetings, "verified", checked.append)
+        monkeypatch.setattr(scene.server.handshakes._codec, "verified", checked.append)
         for number in range(300):
             salt = number.to_bytes(16)
-            hello = Hello(salt, greetings.ephemeral, b"session1", b"", air_wall(scene) - 3600)
-            scene.air.deliver(EVIL, scene.where, greetings.write(Kind.HELLO, hello))
+            hello = Hello(salt, codec.ephemeral, b"session1", b"", air_wall(scene) - 3600)
+            scene.air.deliver(EVIL, scene.where, codec.write(Kind.HELLO, hello))
         await asyncio.sleep(0.1)
         assert checked == []
         assert 1 <= len(scene.answers_to("evil")) <= 100
@@ -476,14 +481,12 @@ def test_a_flood_from_unproven_addresses(caplog, is_sealed):
     async def check(scene):
         await scene.still_works()
         air, source = scene.air, random.Random(1)
-        greetings = scene.client._greeter._greetings
+        codec = scene.client.handshakes._codec
         flood = []
         for number in range(3000):
             where = (f"victim{number % 7}", 1 + number % 50)
-            hello = Hello(
-                source.randbytes(16), greetings.ephemeral, source.randbytes(8), b"", air_wall(scene)
-            )
-            genuine = greetings.write(Kind.HELLO, hello) if number % 10 == 0 else b""
+            hello = Hello(source.randbytes(16), codec.ephemeral, source.randbytes(8), b"", air_wall(scene))
+            genuine = codec.write(Kind.HELLO, hello) if number % 10 == 0 else b""
             stray = PREFIX + bytes([Kind.DATA]) + source.randbytes(60 + number % 500)
             junk = PREFIX + bytes([Kind.HELLO | SEALED]) + source.randbytes(HELLO_BYTES)
             other = b"\xf0D\x07" + source.randbytes(100)
@@ -505,7 +508,7 @@ def test_a_flood_from_unproven_addresses(caplog, is_sealed):
             answered = sum(map(len, air.between("server", name)))
             assert 0 < answered <= received
         assert {peer_id for peer_id, _ in scene.probe.seen} == {scene.client.peer_id}
-        assert scene.server.num_sessions <= 1 + 7 * MAX_NEWCOMERS_A_HOST
+        assert scene.server.num_sessions <= 1 + 7 * MAX_UNPROVEN_A_HOST
 
     stage(check, is_sealed=is_sealed)
     assert 1 <= len(caplog.records) <= 60  # a few for each host, not one for each packet
@@ -518,10 +521,10 @@ def air_wall(scene):
 def test_a_session_whose_address_is_not_proven_runs_no_handler():
     async def check(scene):
         """Bare, where an attacker can make packets: it greets from its own address, asks from another."""
-        air, greetings = scene.air, scene.client._greeter._greetings
-        await scene.inject(greetings.write(Kind.HELLO, Hello(b"s" * 16, b"", b"session1", b"", 0.0)))
+        air, codec = scene.air, scene.client.handshakes._codec
+        await scene.inject(codec.write(Kind.HELLO, Hello(b"s" * 16, b"", b"session1", b"", 0.0)))
         (packet,) = scene.answers_to("evil")
-        welcome = greetings.open(packet).body
+        welcome = codec.open(packet).body
         header = PREFIX + bytes([Kind.DATA]) + welcome.session_id
         request = encode_request(1, encode((0, "echo", 0, "x" * 500)))
         frames = [encode((4, welcome.token)), request]
@@ -562,10 +565,8 @@ def test_a_socket_that_only_asks_takes_no_hello():
     async def check(scene):
         await scene.still_works()
         client = next(where for where, _, _ in scene.air.packets if where[0] == "client")
-        greetings = scene.client._greeter._greetings
-        hello = greetings.write(
-            Kind.HELLO, Hello(b"s" * 16, greetings.ephemeral, b"session1", b"", air_wall(scene))
-        )
+        codec = scene.client.handshakes._codec
+        hello = codec.write(Kind.HELLO, Hello(b"s" * 16, codec.ephemeral, b"session1", b"", air_wall(scene)))
         scene.air.deliver(EVIL, client, hello)
         await asyncio.sleep(0.1)
         assert scene.air.between("client", "evil") == []
@@ -616,10 +617,10 @@ def test_nothing_secret_is_told(caplog):
             await scene.client.call(scene.address, "echo", 1, deadline=soon(5))
         told.append(str(caught.value))
         for transport in (scene.server, scene.client):
-            told.extend(map(repr, (transport, transport._greeter, transport._greeter._greetings)))
+            told.extend(map(repr, (transport, transport.handshakes, transport.handshakes._codec)))
             told.extend(repr(session) + repr(session.seal) for session in transport.sessions.values())
             told.append(repr(transport._membership))
-        key = scene.server._greeter._greetings._ephemeral_key.private_bytes_raw()
+        key = scene.server.handshakes._codec._ephemeral_key.private_bytes_raw()
         assert not any(key.hex() in text for text in told)
 
     swarm = stage(check)

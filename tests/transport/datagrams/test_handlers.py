@@ -1,110 +1,119 @@
 """Replies that come later: whoever waits is told, and every reply is let go of once."""
 
 import asyncio
-import types
 
 import pytest
 
-from shoal.core import Address, Deadline, Peer, PeerBusy, Scope
-from shoal.transport.budget import ByteBudget
-from shoal.transport.datagrams.handlers import Handlers, ServedCall
-from shoal.transport.messages import Head, Reply
-
-PEER = Peer(Address("127.0.0.1", 1))
+from shoal.core import PeerBusy, RemoteFailure
+from shoal.transport import Reply
+from transport.lossy import Air, open_on, run_virtual
+from transport.wire import soon
 
 
-class Waiting:
-    """Handlers with one call, which waits for a future."""
+class Later:
+    """A server with one method, which answers with a future, and a call of it."""
 
-    def __init__(self, scope, max_bytes=100):
-        loop = asyncio.get_running_loop()
-        self.budget = ByteBudget(max_bytes)
-        hub = types.SimpleNamespace(loop=loop, scope=scope, budget=self.budget)
-        self.told = []
+    def __init__(self, server, client, address):
+        self.server = server
         self.num_released = 0
-        self.handlers = Handlers(
-            hub, lambda _, reply: self.told.append(reply), lambda _, error: self.told.append(type(error))
-        )
-        self.later = loop.create_future()
-        self.reply = Reply(on_sent=self.on_sent)
+        self.future = asyncio.get_running_loop().create_future()
+        self.reply = Reply("late", on_sent=self.on_sent)
+        server.handle("later", lambda head, buffers: self.future)
+        self._calling = lambda: client.call(address, "later", deadline=soon())
 
     def on_sent(self):
         self.num_released += 1
 
-    def begin(self):
-        head = Head("method", None, (), PEER, Deadline.never())
-        self.handlers.wait_for(self.later, ServedCall(1, head, (), False, 100), None)
+    async def begin(self, scope):
+        """Call, and wait until the handler has begun."""
+        call = scope.create_task(self._calling())
+        await asyncio.sleep(0.1)
+        return call
 
 
-def run(check, **options):
+def run(check):
     async def main():
-        async with Scope() as scope:
-            waiting = Waiting(scope, **options)
-            await check(waiting)
-            assert len(waiting.handlers) == 0
-            assert waiting.budget.used_bytes == 0
+        air = Air()
+        async with (
+            open_on(air, "server") as (server, address),
+            open_on(air, "client", listen=False) as (client, _),
+        ):
+            later = Later(server, client, address)
+            await check(later, asyncio.get_running_loop())
+            await asyncio.sleep(1)
+            assert server.num_calls == client.num_calls == 0
+            assert server.budget.used_bytes == 0
 
-    asyncio.run(main())
-
-
-async def turns():
-    for _ in range(3):
-        await asyncio.sleep(0)
+    run_virtual(main())
 
 
 def test_who_waits_is_told_the_reply_or_why_there_is_none():
-    async def check(waiting):
-        waiting.begin()
-        assert len(waiting.handlers) == 1
-        waiting.later.set_result(waiting.reply)
-        await turns()
-        assert waiting.told == [waiting.reply]
-        assert waiting.num_released == 0  # that is up to who sends it
+    async def check(later, loop):
+        call = await later.begin(loop)
+        assert later.server.num_calls == 1
+        later.future.set_result(later.reply)
+        assert (await call).payload == "late"
+        assert later.num_released == 1
 
     run(check)
 
-    async def check_cancelled(waiting):
-        waiting.begin()
-        waiting.later.cancel()
-        await turns()
-        assert waiting.told == [PeerBusy]
+    async def check_cancelled(later, loop):
+        call = await later.begin(loop)
+        later.future.cancel()
+        with pytest.raises(PeerBusy, match="cancelled"):
+            await call
 
     run(check_cancelled)
 
-    async def check_failed(waiting):
-        waiting.begin()
-        waiting.later.set_exception(KeyError("no"))
-        await turns()
-        assert waiting.told == [KeyError]
+    async def check_failed(later, loop):
+        call = await later.begin(loop)
+        later.future.set_exception(KeyError("no"))
+        with pytest.raises(RemoteFailure):
+            await call
 
     run(check_failed)
 
 
 @pytest.mark.parametrize("is_done", [False, True])
-def test_a_cancelled_call_cancels_its_future_or_releases_the_reply_that_has_just_come(is_done):
-    async def check(waiting):
-        waiting.begin()
+def test_a_session_that_ends_cancels_its_futures_or_releases_the_reply_that_has_just_come(is_done):
+    async def check(later, loop):
+        call = await later.begin(loop)
         if is_done:
-            waiting.later.set_result(waiting.reply)
-        waiting.handlers.cancel(1)
-        assert waiting.later.cancelled() is not is_done
-        await turns()
-        assert waiting.num_released == is_done
-        assert waiting.told == []
+            later.future.set_result(later.reply)
+        (session,) = later.server.sessions.values()
+        later.server.drop(session, "for this test.")
+        assert later.future.cancelled() is not is_done
+        await asyncio.sleep(0)
+        assert later.num_released == is_done
+        assert later.server.num_calls == 0
+        call.cancel()
+
+    run(check)
+
+
+def test_a_call_that_is_cancelled_cancels_its_future():
+    async def check(later, loop):
+        call = await later.begin(loop)
+        call.cancel()
+        await asyncio.sleep(0.1)
+        assert later.future.cancelled()
+        assert later.num_released == 0
 
     run(check)
 
 
 @pytest.mark.parametrize("is_done", [False, True])
 def test_without_room_nothing_waits_and_the_reply_is_released(is_done):
-    async def check(waiting):
+    async def check(later, loop):
+        budget = later.server.budget
+        assert budget.try_take(budget.max_bytes)
         if is_done:
-            waiting.later.set_result(waiting.reply)
-        with pytest.raises(PeerBusy):
-            waiting.begin()
-        assert waiting.later.cancelled() is not is_done
-        await turns()
-        assert waiting.num_released == is_done
-        assert waiting.told == []
+            later.future.set_result(later.reply)
+        call = await later.begin(loop)
+        with pytest.raises(PeerBusy, match="too many calls"):
+            await call
+        assert later.future.cancelled() is not is_done
+        assert later.num_released == is_done
+        budget.give_back(budget.max_bytes)
 
-    run(check, max_bytes=0)
+    run(check)

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from shoal.transport.datagrams.packets import HEADER_BYTES
-from shoal.transport.datagrams.sealing import REPLAY_WINDOW, AeadSeal, BareSeal, ReplayWindow, Tokens
+from shoal.transport.datagrams.sessions import REPLAY_WINDOW, AddressTokens, AeadSeal, BareSeal, ReplayWindow
+from shoal.transport.datagrams.wire import HEADER_BYTES
 
 A, B = ("10.0.0.1", 4000), ("10.0.0.2", 4000)
 
@@ -50,7 +50,7 @@ def test_a_bare_seal_changes_nothing():
 
 def test_no_key_appears_in_a_repr():
     key = b"k" * 32
-    assert "kkk" not in repr(AeadSeal(key, key)) + repr(Tokens(random.Random(1)))
+    assert "kkk" not in repr(AeadSeal(key, key)) + repr(AddressTokens(random.Random(1)))
 
 
 def test_each_counter_is_fresh_once_in_any_order():
@@ -80,7 +80,7 @@ def test_a_jump_far_ahead_forgets_nothing_that_is_still_in_the_window():
 
 
 def test_a_token_is_good_for_one_address_one_session_and_a_minute_or_two():
-    tokens = Tokens(random.Random(1))
+    tokens = AddressTokens(random.Random(1))
     token = tokens.make(A, b"session1", 1000.0)
     assert tokens.is_good(token, A, b"session1", 1000.0)
     assert tokens.is_good(token, A, b"session1", 1060.0)
@@ -89,4 +89,4 @@ def test_a_token_is_good_for_one_address_one_session_and_a_minute_or_two():
     assert not tokens.is_good(token, (A[0], 4001), b"session1", 1000.0)
     assert not tokens.is_good(token, A, b"session2", 1000.0)
     assert not tokens.is_good(b"", A, b"session1", 1000.0)
-    assert not Tokens(random.Random(2)).is_good(token, A, b"session1", 1000.0)
+    assert not AddressTokens(random.Random(2)).is_good(token, A, b"session1", 1000.0)

@@ -5,16 +5,17 @@ import random
 import pytest
 
 from shoal.core import Address, Peer
-from shoal.transport.datagrams.packets import COUNTER, MAX_PACKET_BYTES, PREFIX, UnreadablePacket, Working
-from shoal.transport.datagrams.sealing import AeadSeal, BareSeal
 from shoal.transport.datagrams.sessions import (
     INITIAL_TIMEOUT_S,
     MAX_TIMEOUT_S,
     MIN_TIMEOUT_S,
+    AeadSeal,
+    BareSeal,
     RoundTrips,
     Session,
     Stats,
 )
+from shoal.transport.datagrams.wire import COUNTER, MAX_PACKET_BYTES, PREFIX, UnreadablePacket, Working
 from shoal.transport.frames import encode
 
 PEER = Peer(Address("10.0.0.1", 1))
@@ -62,14 +63,14 @@ def test_frames_of_a_turn_share_a_packet():
     one = session()
     for number in range(10):
         one.queue(encode((8, number)))
-    assert one.hub.dirty == [one]
-    assert one.port.sent == []
+    assert one.transport.dirty == [one]
+    assert one.socket.sent == []
     one.flush()
-    (packet,) = one.port.sent
+    (packet,) = one.socket.sent
     assert packet.startswith(PREFIX + b"\x04theirsid" + COUNTER.pack(0))
     assert one.read(packet, ELSEWHERE).frames == [Working(number) for number in range(10)]
     one.flush()
-    assert len(one.port.sent) == 1
+    assert len(one.socket.sent) == 1
 
 
 def test_frames_that_do_not_fit_take_several_packets_in_order():
@@ -77,9 +78,9 @@ def test_frames_that_do_not_fit_take_several_packets_in_order():
     for number in range(50):
         one.queue(encode((7, number, 0, 2, bytes(100))))
     one.flush()
-    assert all(len(packet) <= MAX_PACKET_BYTES for packet in one.port.sent)
-    assert len(one.port.sent) == 5
-    ids = [frame.id for packet in one.port.sent for frame in one.read(packet, ELSEWHERE).frames]
+    assert all(len(packet) <= MAX_PACKET_BYTES for packet in one.socket.sent)
+    assert len(one.socket.sent) == 5
+    ids = [frame.id for packet in one.socket.sent for frame in one.read(packet, ELSEWHERE).frames]
     assert ids == list(range(50))
     assert one.num_sent == 5
 
@@ -89,8 +90,8 @@ def test_a_packet_that_comes_twice_is_read_once():
     packet = one.packet([encode((8, 1))])
     assert one.read(packet, ELSEWHERE) is not None
     assert one.read(packet, ELSEWHERE) is None
-    assert one.hub.replays == 1
-    assert one.hub.blamed == ["10.0.0.66"]  # not the peer whose packet it is
+    assert one.transport.replays == 1
+    assert one.transport.blamed == ["10.0.0.66"]  # not the peer whose packet it is
 
 
 def test_what_is_not_genuine_or_not_readable_is_dropped():
@@ -100,15 +101,15 @@ def test_what_is_not_genuine_or_not_readable_is_dropped():
     bare = session()
     assert bare.read(packet[:20] + b"nonsense", ELSEWHERE) is None
     assert session(has_begun=False).read(packet, ELSEWHERE) is None
-    assert len(one.hub.bad) == len(bare.hub.bad) == 1
-    assert one.hub.blamed == ["10.0.0.66"]
+    assert len(one.transport.bad) == len(bare.transport.bad) == 1
+    assert one.transport.blamed == ["10.0.0.66"]
 
 
 def test_nothing_is_sent_before_the_greetings():
     one = session(has_begun=False)
     one.queue(encode((8, 1)))
     one.flush()
-    assert one.port.sent == []
+    assert one.socket.sent == []
     with pytest.raises(UnreadablePacket):
         one.packet([])
 

@@ -22,10 +22,9 @@ from shoal.core import (
     VersionMismatch,
 )
 from shoal.transport import Limits, Reply, StreamTransport
-from shoal.transport.datagrams.asking import MAX_SPAN
-from shoal.transport.datagrams.hub import WINDOW
-from shoal.transport.datagrams.packets import MAX_PACKET_BYTES, Kind
-from shoal.transport.datagrams.transport import DatagramTransport
+from shoal.transport.datagrams.caller import MAX_SPAN
+from shoal.transport.datagrams.transport import WINDOW, DatagramTransport
+from shoal.transport.datagrams.wire import MAX_PACKET_BYTES, Kind
 from shoal.transport.frames import encode
 from shoal.transport.memory import ALIGNMENT_BYTES, aligned_memory
 from transport.lossy import Air, open_on, run_virtual
@@ -644,14 +643,14 @@ def test_a_session_that_is_replaced_right_after_its_welcome_leaves_nobody_behind
         ):
             call = asyncio.ensure_future(client.call(address, "echo", 1, deadline=soon(5)))
             await asyncio.sleep(0)
-            (asker,) = client.sessions.values()
-            welcome = asker.welcome
+            (caller,) = client.sessions.values()
+            welcome = caller.welcome
 
             def replaced(*greeting):
                 welcome(*greeting)
-                client.open_asker(asker.target, asker.where, asker.port)
+                client.open_caller(caller.target, caller.where, caller.socket)
 
-            asker.welcome = replaced
+            caller.welcome = replaced
             assert (await call).payload == 1
             assert client.num_sessions == 1  # the one that was ready has gone
 
@@ -668,11 +667,11 @@ def test_a_peer_that_comes_late_is_found_at_once_by_a_new_caller():
                 with pytest.raises(DeadlineExceeded):
                     await client.call(address, "echo", 0, deadline=soon(0.01))
                 await asyncio.sleep(0.5)
-            (asker,) = client.sessions.values()
-            assert len(asker.hellos) <= 4
-            assert len(client._greeter._greeting) <= 4
-            assert len(asker.waiters) <= 3
-            await until(lambda: 0.6 < client.loop.time() - asker.greeted_at_s < 0.8)
+            (caller,) = client.sessions.values()
+            assert len(caller.hellos) <= 4
+            assert len(client.handshakes._greeting) <= 4
+            assert len(caller.waiters) <= 3
+            await until(lambda: 0.6 < client.loop.time() - caller.greeted_at_s < 0.8)
             async with open_on(air, "server", port=7, handlers=probe.register):
                 await client.call(address, "echo", 2, deadline=soon(0.1))
                 await patient
@@ -746,8 +745,8 @@ def test_a_session_that_takes_no_new_calls_still_cancels_its_last_one():
         ):
             call = asyncio.ensure_future(client.call(address, "block", 1, deadline=soon(100)))
             await asyncio.sleep(1)
-            (asker,) = client.sessions.values()
-            asker.retire()
+            (caller,) = client.sessions.values()
+            caller.retire()
             call.cancel()
             await asyncio.sleep(0.1)
             assert client.num_sessions == server.num_calls == 0
@@ -762,9 +761,9 @@ def test_what_is_queued_is_sent_before_the_transport_closes():
         async with open_on(air, "server", handlers=probe.register) as (_, address):
             async with open_on(air, "client", listen=False) as (client, _):
                 await client.call(address, "echo", 1, deadline=soon())
-                (asker,) = client.sessions.values()
+                (caller,) = client.sessions.values()
                 before = len(air.between("client", "server"))
-                asker.queue(encode((2, 99)))
+                caller.queue(encode((2, 99)))
             assert len(air.between("client", "server")) == before + 1
 
     run_virtual(check())
@@ -784,7 +783,7 @@ def test_sockets_are_closed_whatever_happens(what_fails):
             if what_fails == "leaving":
                 server._leave = fail
             else:
-                server._ports[0].close = fail
+                server._sockets[0].close = fail
             with pytest.raises(ZeroDivisionError):
                 await server.__aexit__(None, None, None)
         await asyncio.sleep(0)

@@ -1,38 +1,54 @@
 """What two peers share once they have greeted each other: numbered, sealed packets with frames in them.
 
-A session goes one way: one side asks (`asking`), the other answers (`answering`). Two peers that ask each
-other have two.
+A session goes one way: one side calls (`caller`), the other answers (`callee`). Two peers that call each
+other have two. Both directions have a key of their own and count their packets; a packet that comes twice is
+refused.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import hashlib
+import hmac
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from shoal.core import Address, Peer
-from shoal.transport.datagrams.packets import (
+from shoal.transport.datagrams.wire import (
     COUNTER,
     HEADER_BYTES,
     LEFT,
     MAX_FRAME_BYTES,
+    MIN_PACKET_BYTES,
     PREFIX,
     TAG_BYTES,
     Frames,
+    Goodbye,
     Kind,
+    SocketAddress,
     UnreadablePacket,
     decode_frames,
     encode_frames,
 )
-from shoal.transport.datagrams.sealing import BareSeal
 from shoal.transport.frames import encode
+from shoal.transport.memory import BufferPool
 
 if TYPE_CHECKING:
-    from shoal.transport.datagrams.ports import Hub, Port
+    from shoal.transport.datagrams.transport import DatagramSocket, DatagramTransport
 
 INITIAL_TIMEOUT_S = 0.5
 MIN_TIMEOUT_S = 0.02
 MAX_TIMEOUT_S = 8.0
+TOKEN_BYTES = 8
+REPLAY_WINDOW = 1024
+"""How far a packet may be overtaken by others and still be taken."""
+MIN_CALLER_CONTENT_BYTES = MIN_PACKET_BYTES - HEADER_BYTES - TAG_BYTES
+_WINDOW_MASK = (1 << REPLAY_WINDOW) - 1
+_TOKEN_BUCKET_S = 60.0
 _GRAIN_S = 0.001  # what loops know of time
 _GOODBYES = 2  # nobody is there to repeat one that is lost
 
@@ -84,15 +100,22 @@ class Session:
 
     _min_content_bytes = 0
 
-    def __init__(self, hub: Hub, port: Port, peer: Peer, where: tuple[Any, ...], session_id: bytes) -> None:
-        self.hub = hub
-        self.port = port
+    def __init__(
+        self,
+        transport: DatagramTransport,
+        socket: DatagramSocket,
+        peer: Peer,
+        where: SocketAddress,
+        session_id: bytes,
+    ) -> None:
+        self.transport = transport
+        self.socket = socket
         self.peer = peer
         self.where = where
         self.id = session_id
         """What packets to this side are marked with."""
         self.their_id = b""
-        self.used_at_s = hub.loop.time()
+        self.used_at_s = transport.loop.time()
         self.is_open = True
         self.seal: BareSeal | None = None
         """None until both have greeted."""
@@ -126,7 +149,7 @@ class Session:
         """Send a frame with the others of this turn of the loop."""
         frames = self._frames
         if not frames:
-            self.hub.on_dirty(self)
+            self.transport.on_dirty(self)
         elif self._frames_bytes + len(frame) > MAX_FRAME_BYTES:
             self._send()
         frames.append(frame)
@@ -140,7 +163,7 @@ class Session:
     def _send(self) -> None:
         try:
             if self.seal is not None and self.is_open:
-                self.port.send(self.packet(self._frames), self.where)
+                self.socket.send(self.packet(self._frames), self.where)
         finally:
             self._frames.clear()
             self._frames_bytes = 0
@@ -156,22 +179,22 @@ class Session:
     def _oldest(self) -> int:
         return 0
 
-    def read(self, packet: bytes, where: tuple[Any, ...]) -> Frames | None:
+    def read(self, packet: bytes, where: SocketAddress) -> Frames | None:
         """The frames of a packet that is genuine and new; None, and counted, for any other."""
         content = self.seal.open(packet) if self.seal is not None else None
         if content is None:
-            self.hub.on_bad_packet(peer_at(where), "a packet that is not genuine.")
+            self.transport.on_bad_packet(peer_at(where), "a packet that is not genuine.")
             return None
         if not self.seal.is_fresh(COUNTER.unpack_from(packet, 12)[0]):  # type: ignore[union-attr]
-            self.hub.on_replay(peer_at(where))
+            self.transport.on_replay(peer_at(where))
             return None
         try:
             return decode_frames(content)
         except UnreadablePacket:
-            self.hub.on_bad_packet(peer_at(where), "frames that do not follow the protocol.")
+            self.transport.on_bad_packet(peer_at(where), "frames that do not follow the protocol.")
             return None
 
-    def receive(self, packet: bytes, where: tuple[Any, ...], port: Port) -> None:
+    def receive(self, packet: bytes, where: SocketAddress, socket: DatagramSocket) -> None:
         """A packet of this session has come."""
         raise NotImplementedError
 
@@ -179,7 +202,7 @@ class Session:
         """Tell the other side that this one ends the session."""
         if self.is_settled:
             for _ in range(_GOODBYES):
-                self.queue(encode((11, reason, code)))
+                self.queue(encode(Goodbye(reason, code)))
                 self.flush()
 
     def close(self, reason: str, code: str = LEFT) -> None:
@@ -187,10 +210,104 @@ class Session:
         raise NotImplementedError
 
 
-def peer_at(where: tuple[Any, ...]) -> Peer:
+def peer_at(where: SocketAddress) -> Peer:
     """A peer of which only the socket's address is known."""
     return Peer(Address(str(where[0]), where[1]))
 
 
-MIN_CALLER_CONTENT_BYTES = 64 - HEADER_BYTES - TAG_BYTES
-"""A caller's packets are padded to 64 bytes, so that nothing a stranger is answered is larger."""
+class BareSeal:
+    """No protection: for loopback, simulated networks, and those who want none."""
+
+    def seal(self, header: bytes, content: bytes) -> bytes:
+        """Makes the packet to send."""
+        return header + content
+
+    def open(self, packet: bytes) -> bytes | None:
+        """The content of a packet, None when it is not genuine."""
+        return packet[HEADER_BYTES:]
+
+    def is_fresh(self, counter: int) -> bool:
+        """Whether a genuine packet comes for the first time; ask once for each."""
+        return True
+
+
+class AeadSeal(BareSeal):
+    """AES-256-GCM with a key for each direction of one session; the packet's counter is its nonce."""
+
+    def __init__(self, sending_key: bytes, receiving_key: bytes) -> None:
+        self._encrypt = AESGCM(sending_key).encrypt
+        self._decrypt = AESGCM(receiving_key).decrypt
+        self._window = ReplayWindow()
+        self.is_fresh = self._window.is_fresh  # type: ignore[method-assign]
+
+    def seal(self, header: bytes, content: bytes) -> bytes:
+        """The packet to send; a header must never be used twice."""
+        return header + self._encrypt(header[8:], content, header)
+
+    def open(self, packet: bytes) -> bytes | None:
+        """The content of a packet, None when it is not genuine."""
+        header = packet[:HEADER_BYTES]
+        try:
+            return self._decrypt(header[8:], packet[HEADER_BYTES:], header)
+        except (InvalidTag, ValueError):
+            return None
+
+
+class ReplayWindow:
+    """Which of the last counters have come (as RFC 4303, section 3.4.3)."""
+
+    __slots__ = ("_highest", "_seen")
+
+    def __init__(self) -> None:
+        self._highest = -1
+        self._seen = 0  # bit n: the counter n below the highest
+
+    def is_fresh(self, counter: int) -> bool:
+        """Whether this counter comes for the first time and is not too old; ask once for each packet."""
+        ahead = counter - self._highest
+        if ahead > 0:
+            self._highest = counter
+            self._seen = (self._seen << ahead | 1) & _WINDOW_MASK if ahead < REPLAY_WINDOW else 1
+            return True
+        if ahead <= -REPLAY_WINDOW:
+            return False
+        bit = 1 << -ahead
+        if self._seen & bit:
+            return False
+        self._seen |= bit
+        return True
+
+
+class AddressTokens:
+    """Proofs of address that need no memory: only who receives at an address can know its token."""
+
+    def __init__(self, source: random.Random) -> None:
+        self._key = source.randbytes(32)
+
+    def make(self, where: SocketAddress, session_id: bytes, now_s: float) -> bytes:
+        """What to send to an address for it to send back."""
+        return self._token(where, session_id, int(now_s // _TOKEN_BUCKET_S))
+
+    def is_good(self, token: bytes, where: SocketAddress, session_id: bytes, now_s: float) -> bool:
+        """Whether a token was sent to this address, for this session, one or two minutes ago at most."""
+        bucket = int(now_s // _TOKEN_BUCKET_S)
+        return any(hmac.compare_digest(token, self._token(where, session_id, bucket - age)) for age in (0, 1))
+
+    def _token(self, where: SocketAddress, session_id: bytes, bucket: int) -> bytes:
+        text = b"%d:%s:%s" % (bucket, session_id, repr(where[:2]).encode())
+        return hashlib.blake2b(text, key=self._key, digest_size=TOKEN_BYTES, person=b"shoal address").digest()
+
+
+def copy_in(pool: BufferPool, buffers: Sequence[bytes]) -> list[memoryview]:
+    """The same bytes in aligned memory."""
+    if len(buffers) == 1:
+        return pool.copy_in([len(buffers[0])], memoryview(buffers[0]))
+    views = pool.allocate_all([len(buffer) for buffer in buffers])
+    fill_all(views, buffers)
+    return views
+
+
+def fill_all(views: Sequence[memoryview], buffers: Sequence[bytes]) -> None:
+    """Copy each buffer to its place."""
+    for view, buffer in zip(views, buffers, strict=True):
+        view[:] = buffer

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
+import logging
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import msgspec
 
@@ -19,38 +22,87 @@ from shoal.core import (
     Peer,
     PeerId,
     PeerLost,
+    Scope,
+    StandingScope,
     UsageError,
 )
+from shoal.core.fork import close_in_children, keep_in_children
+from shoal.core.limits import RateLimiter
 from shoal.transport.budget import ByteBudget
-from shoal.transport.datagrams.connecting import ConnectingHub
-from shoal.transport.datagrams.outcomes import AskOverStream
-from shoal.transport.datagrams.packets import MAX_FRAME_BYTES
-from shoal.transport.datagrams.parking import PARKED
-from shoal.transport.datagrams.pending import PendingCall, State
+from shoal.transport.complaints import Complaints
+from shoal.transport.datagrams.callee import MAX_KEPT_BYTES_IN_ALL, TAKE_LARGE, CalleeSession, LargeAnswers
+from shoal.transport.datagrams.caller import (
+    AskOverStream,
+    CallerSession,
+    CallerState,
+    CallSlots,
+    PendingCall,
+    Timers,
+    no_welcome,
+)
+from shoal.transport.datagrams.handshake import HandshakeCodec, Handshakes, SealedHandshakeCodec
+from shoal.transport.datagrams.sessions import Session, Stats, peer_at
+from shoal.transport.datagrams.wire import (
+    HEADER_BYTES,
+    LEFT,
+    MAGIC,
+    MAX_FRAME_BYTES,
+    MAX_PACKET_BYTES,
+    PREFIX,
+    REFUSED,
+    SEALED,
+    SESSION_BYTES,
+    VERSION,
+    Kind,
+    SocketAddress,
+)
 from shoal.transport.frames import Mode
 from shoal.transport.limits import Limits
+from shoal.transport.memory import BufferPool
 from shoal.transport.messages import Allocate, Channel, Head, Reply, Serve, ServeChannel, Transport
 from shoal.transport.networks.network import Network, SocketNetwork
+from shoal.transport.networks.sockets import unreachable
 from shoal.transport.payloads import byte_views, encode_head
 from shoal.transport.routes import Routes
-from shoal.transport.trust.membership import Membership, check_may_listen
+from shoal.transport.trust.membership import Membership, check_may_listen, is_loopback
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from shoal.transport.streams.transport import StreamTransport
 
+log = logging.getLogger(__name__)
+
+WINDOW = 64
+"""Requests that may be unanswered at once; more would only fill the queues between here and there."""
+SESSIONS_A_CONNECTION = 4
+"""So many sessions for each of `Limits.max_connections`: they cost much less."""
+_EVICTED_SHARE = 8  # one in so many idle sessions goes when there are too many
 _MAX_REST_BYTES = MAX_FRAME_BYTES - 10  # of a request, without its tag and id
-_CALL, _ONE_WAY = int(Mode.CALL), int(Mode.ONE_WAY)
+_CALL, _ONE_WAY, _DATA = int(Mode.CALL), int(Mode.ONE_WAY), int(Kind.DATA)
+_GREETINGS = (Kind.HELLO, Kind.WELCOME, Kind.REFUSAL)
+_ACCESS_S = 1.0  # how soon a peer that is denied is gone
+_DENIED = "it may no longer talk to this peer."
+_COMPLAIN_AGAIN_S = 600.0
+_MAX_COMPLAINTS = 1024  # that are remembered
+_NUMBER = re.compile(r"\d+")
+_CLOSING_S = 1.0  # for what the system had no room for
 
 
-class DatagramTransport(ConnectingHub):
+class DatagramTransport:
     """Calls over UDP; open it with `async with` on the loop that it should live on.
 
     A request that does not fit into a datagram goes over `streams` to the same address, as does an answer
     that does not fit into a few; without streams such calls fail with LimitExceeded or PeerRefused. A handler
     runs once for a call, however often its request arrives.
     """
+
+    loop: asyncio.AbstractEventLoop
+    timers: Timers
+    window: CallSlots
+    scope: Scope
+    handshakes: Handshakes
+    _opening: asyncio.Lock
 
     def __init__(
         self,
@@ -63,20 +115,38 @@ class DatagramTransport(ConnectingHub):
         routes: Routes | None = None,
         streams: StreamTransport | None = None,
     ) -> None:
-        limits = limits or Limits()
-        budget = streams.budget if streams is not None else ByteBudget(limits.max_bytes_in_flight)
-        super().__init__(
-            network or SocketNetwork(),
-            membership,
-            peer_id,
-            limits,
-            routes or (streams.routes if streams is not None else Routes()),
-            budget,
-            has_streams=streams is not None,
-        )
+        self.network = network or SocketNetwork()
         self.streams = streams
+        self.limits = limits or Limits()
+        self.routes = routes or (streams.routes if streams is not None else Routes())
+        self.budget = streams.budget if streams is not None else ByteBudget(self.limits.max_bytes_in_flight)
+        self.peer_id = membership.peer_id if membership is not None else peer_id
+        self.clock = self.network.clock
+        self.random = self.network.random
+        self.pool = BufferPool()
+        self.stats = Stats()
+        self.complaints = Complaints(log, self.clock)
+        self._complained = RateLimiter(1 / _COMPLAIN_AGAIN_S, 1, _MAX_COMPLAINTS)
+        self.large_answers = LargeAnswers(self.routes, self.random) if streams is not None else None
+        """None where there are no streams."""
+        self.is_open = False
+        self.is_watching = True
+        """Whether somebody looks after who may talk; else `watch` must be called before serving anybody."""
+        self.kept_bytes = 0
+        """What all sessions keep for their callers."""
+        self.sessions: dict[bytes, Session] = {}
+        """By the id that packets to this peer are marked with."""
+        self._membership = None if self.network.is_simulated else membership
+        self.access = self._membership.access if self._membership is not None else None
         self._is_insecure = is_insecure or self.network.is_simulated
         self._closing = contextlib.AsyncExitStack()
+        self._callers: dict[Peer, CallerSession] = {}
+        self._sockets: list[DatagramSocket] = []
+        self._dirty: list[Session] = []
+        self._is_flush_due = False
+        self._access_timer: asyncio.TimerHandle | None = None
+        self._access_version = -1
+        self._watched_packets = 0
 
     async def __aenter__(self) -> Self:
         if self.is_open:
@@ -102,8 +172,8 @@ class DatagramTransport(ConnectingHub):
 
     def id_of(self, peer: Peer) -> PeerId | None:
         """Who has greeted back at a peer's address, as proven as greetings are; None before any has."""
-        asker = self._askers.get(peer)
-        return asker.peer.id if asker is not None and asker.state is State.READY else None
+        caller = self._callers.get(peer)
+        return caller.peer.id if caller is not None and caller.state is CallerState.READY else None
 
     # --- answering ---
 
@@ -121,8 +191,8 @@ class DatagramTransport(ConnectingHub):
         """Accept calls there; port 0 picks a free one. Returns the address that was bound."""
         self._require_open()
         check_may_listen(address, self._membership, is_insecure=self._is_insecure)
-        port = await self._open_port(address, is_listening=True)
-        return Address(*port.where[:2])
+        socket = await self._open_socket(address, is_listening=True)
+        return Address(*socket.where[:2])
 
     # --- asking ---
 
@@ -147,11 +217,11 @@ class DatagramTransport(ConnectingHub):
         except AskOverStream as parked:
             ticket, size_bytes = parked.ticket, parked.size_bytes
         finally:
-            call.asker.end(call)
+            call.caller.end(call)
         streams = self._streams_for(method, f"its answer takes {size_bytes:,} bytes")
         if callable(into):
             into = functools.partial(_into, into, method)
-        return await streams.call(peer, PARKED, ticket, deadline=deadline, into=into)
+        return await streams.call(peer, TAKE_LARGE, ticket, deadline=deadline, into=into)
 
     async def notify(
         self,
@@ -167,7 +237,7 @@ class DatagramTransport(ConnectingHub):
         if request is None:
             return await self._streams_for(method).notify(peer, method, payload, buffers, deadline=deadline)
         call = await self._begin(peer, method, request, deadline, None)
-        call.answer.add_done_callback(lambda _: call.asker.end(call))
+        call.answer.add_done_callback(lambda _: call.caller.end(call))
         return None
 
     def open_channel(
@@ -219,21 +289,21 @@ class DatagramTransport(ConnectingHub):
         while True:
             if not self.is_watching:
                 self.watch()  # who is denied since is not asked
-            asker = self._askers.get(peer)
-            if asker is None or asker.state is not State.READY:
-                asker = await self._connect(peer, deadline)
-            places = asker.places
-            if not places.try_take():
-                await self._wait(places.take(deadline), method, peer, "its calls at once are open already")
+            caller = self._callers.get(peer)
+            if caller is None or caller.state is not CallerState.READY:
+                caller = await self._connect(peer, deadline)
+            slots = caller.slots
+            if not slots.try_take():
+                await self._wait(slots.take(deadline), method, peer, "its calls at once are open already")
             if not window.try_take():
                 try:
                     await self._wait(window.take(deadline), method, peer, "many calls wait for answers")
                 except BaseException:
-                    places.give_back()
+                    slots.give_back()
                     raise
-            if asker.state is State.READY:
-                return asker.ask(method, request[0], into, deadline, request[1])
-            places.give_back()
+            if caller.state is CallerState.READY:
+                return caller.ask(method, request[0], into, deadline, request[1])
+            slots.give_back()
             window.give_back()
             if not self.is_open:
                 raise PeerLost(f"{method} at {peer}: the transport was closed before it was sent.", peer=peer)
@@ -253,6 +323,382 @@ class DatagramTransport(ConnectingHub):
                 next_step="send or ask for less at once, or use an Endpoint.",
             )
         return self.streams
+
+    # --- the way to a peer: a socket that reaches it, and a session with it ---
+
+    async def _connect(self, peer: Peer, deadline: Deadline) -> CallerSession:
+        """A session that new calls may use; concurrent callers share one greeting."""
+        if (known := self._known_by_address(peer)) is not None:
+            return known
+        try:
+            async with asyncio.timeout(deadline.timeout_s):
+                while True:  # a session may be replaced by another while it greets, or right after
+                    caller = self._callers.get(peer)
+                    if caller is None:
+                        where, socket = await self._way_to(peer)
+                        caller = self._callers.get(peer) or self.open_caller(peer, where, socket)
+                    if caller.state is CallerState.READY:
+                        return caller
+                    await caller.wait_for_welcome()
+        except TimeoutError:
+            raise no_welcome(peer) from None
+
+    def _known_by_address(self, peer: Peer) -> CallerSession | None:
+        """A session that was begun with whoever is at the peer's address, and it was this peer."""
+        caller = self._callers.get(Peer(peer.address)) if peer.id is not None else None
+        if caller is None or caller.state is not CallerState.READY or caller.peer.id != peer.id:
+            return None
+        caller.target = peer  # whoever comes to be at this address later is not asked in its place
+        self._callers[peer] = caller
+        return caller
+
+    async def _way_to(self, peer: Peer) -> tuple[SocketAddress, DatagramSocket]:
+        """A peer's address as sockets know it, and the socket to ask from."""
+        try:
+            where = await self.network.resolve(peer.address)
+            socket = await self._socket_for(where)
+        except (UsageError, TimeoutError):  # the second is the deadline's
+            raise
+        except (OSError, ValueError) as error:
+            raise unreachable(peer, error) from error
+        self._require_open()
+        return where, socket
+
+    async def _socket_for(self, where: SocketAddress) -> DatagramSocket:
+        """A socket to ask from, the one that listens where there is one: then both ways have one address."""
+        async with self._opening:  # those who ask at the same time share one
+            for socket in self._sockets:
+                if socket.can_reach(where):
+                    return socket
+            if self.network.is_simulated:
+                address = Address(getattr(self.network, "name", "localhost"), 0)
+            else:
+                address = Address("0.0.0.0" if len(where) == 2 else "::", 0)
+            return await self._open_socket(address, is_listening=False)
+
+    def _require_open(self) -> None:
+        if not self.is_open:
+            raise UsageError("The transport is not open.", next_step="use it inside 'async with'.")
+
+    # --- opening and closing ---
+
+    @contextlib.asynccontextmanager
+    async def _opened(self) -> AsyncIterator[None]:
+        """Between opening and closing."""
+        self.loop = asyncio.get_running_loop()
+        self.timers = Timers(self.loop)
+        self.window = CallSlots(self.loop, WINDOW)
+        self._opening = asyncio.Lock()
+        membership = self._membership
+        self.handshakes = Handshakes(
+            self,
+            HandshakeCodec(self.peer_id, self.random)
+            if membership is None
+            else SealedHandshakeCodec(membership, self.random),
+        )
+        self.is_watching = self.access is None
+        standing = StandingScope("datagram transport")
+        self.scope = await standing.open()
+        self.is_open = True
+        try:
+            yield
+        finally:
+            self.is_open = False
+            try:
+                self._leave()
+                await standing.close()
+            finally:
+                if self.large_answers is not None:
+                    self.large_answers.close()
+                self.complaints.flush()
+                self.pool.clear()
+                sockets, self._sockets = self._sockets, []
+                for socket in sockets:  # all of them, before anything is waited for
+                    socket.begin_closing()
+                for socket in sockets:
+                    await socket.close()
+
+    def _leave(self) -> None:
+        """Tell those who wait, on either side."""
+        self.flush()
+        for session in tuple(self.sessions.values()):
+            try:
+                if session.num_open:
+                    session.leave("the peer is stopping.")
+            except Exception:
+                log.exception("%s cannot be told that this peer is stopping", session.peer)
+            session.close("the transport was closed.")
+        self.sessions.clear()
+        self._callers.clear()
+        self._dirty.clear()
+        self.timers.close()
+        if self._access_timer is not None:
+            self._access_timer.cancel()
+            self._access_timer = None
+
+    # --- sockets ---
+
+    async def _open_socket(self, address: Address, *, is_listening: bool) -> DatagramSocket:
+        socket = DatagramSocket(self, self.handshakes, is_listening=is_listening)
+        await self.network.open_datagrams(address, socket)
+        if not self.is_open:  # closed meanwhile
+            await socket.close()
+        else:
+            self._sockets.append(socket)
+        return socket
+
+    async def stop_listening(self, address: Address) -> None:
+        """Close the socket that listens there."""
+        for socket in tuple(self._sockets):
+            if socket.where[:2] == (address.host, address.port):
+                self._sockets.remove(socket)
+                await socket.close()
+
+    # --- what sessions and sockets tell ---
+
+    def on_dirty(self, session: Session) -> None:
+        """A session has frames to send at the end of this turn of the loop."""
+        self._dirty.append(session)
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            self.loop.call_soon(self._flush_turn)
+
+    def _flush_turn(self) -> None:
+        self._is_flush_due = False
+        self.flush()
+
+    def flush(self) -> None:
+        """Send the frames of all sessions now."""
+        if self._dirty:
+            dirty, self._dirty = self._dirty, []
+            for session in dirty:
+                try:
+                    session.flush()
+                except Exception:
+                    log.exception("the session with %s is ended: its packets cannot be made", session.peer)
+                    self.drop(session, "its packets could not be made.")
+
+    def jitter(self, share: float) -> float:
+        """A random factor around 1, by up to this share."""
+        return 1.0 + share * (2.0 * self.random.random() - 1.0)
+
+    def on_bad_packet(self, peer: Peer, why: str) -> None:
+        """A packet was dropped."""
+        self.stats.refused += 1
+        self.complain_once("dropped a packet", peer, why)
+
+    def on_replay(self, peer: Peer) -> None:
+        """A packet came that had come before."""
+        self.stats.duplicates += 1
+        self.complain_once("dropped a packet", peer, "it came twice: the network repeats, or somebody does.")
+
+    def complain_once(self, what: str, peer: Peer, why: str) -> None:
+        """One log line for this host and reason in ten minutes: who sends a bad packet sends many."""
+        reason = _NUMBER.sub("", why)  # the same complaint with other figures is no new one
+        if self._complained.allows(self.clock.now_s(), (peer.address.host, reason)):
+            self.complaints.add(what, peer, why)
+
+    # --- sessions ---
+
+    def open_caller(
+        self, target: Peer, where: SocketAddress, socket: DatagramSocket, not_before_s: float = 0.0
+    ) -> CallerSession:
+        """Begin a session, in the place of an earlier one with the same target."""
+        caller = CallerSession(self, socket, target, where, self.random.randbytes(SESSION_BYTES))
+        self.make_room()  # whom to ask is the program's own affair, and not refused
+        earlier = self._callers.get(target)
+        if earlier is not None:
+            earlier.retire()
+        self.sessions[caller.id] = caller
+        self._callers[target] = caller
+        now_s = self.loop.time()
+        if now_s < not_before_s:
+            self.timers.set(not_before_s, caller)
+        else:
+            caller.greet(now_s)
+        return caller
+
+    def on_retired(self, caller: CallerSession) -> None:
+        """It takes no new calls, or is closed."""
+        for name in (caller.target, Peer(caller.target.address)):
+            if self._callers.get(name) is caller:
+                del self._callers[name]
+        self.handshakes.forget_caller(caller)
+        if caller.state is CallerState.CLOSED:
+            self.sessions.pop(caller.id, None)
+
+    def drop(self, session: Session, reason: str, code: str = LEFT) -> None:
+        """End a session and forget it."""
+        session.close(reason, code)
+        self.sessions.pop(session.id, None)
+
+    def make_room(self) -> bool:
+        """Whether there is room for one more session, at the price of some that were unused for longest."""
+        max_sessions = SESSIONS_A_CONNECTION * self.limits.max_connections + len(self.handshakes.unproven)
+        if len(self.sessions) <= max_sessions:
+            return True
+        idle = [session for session in self.sessions.values() if session.is_settled and not session.num_open]
+        idle.sort(key=lambda session: session.used_at_s)
+        for session in idle[: 1 + len(idle) // _EVICTED_SHARE]:
+            self.drop(session, "it was not used for a long time.")
+        return bool(idle)
+
+    def drop_answers(self) -> None:
+        """Forget answers of the sessions that were not used for the longest time, then those sessions.
+
+        That a call was served is forgotten with its session only: else it could run twice.
+        """
+        callees = [one for one in self.sessions.values() if isinstance(one, CalleeSession) and one.is_proven]
+        callees.sort(key=lambda session: session.used_at_s)
+        for callee in callees:
+            if self.kept_bytes <= MAX_KEPT_BYTES_IN_ALL // 2:
+                return
+            callee.kept.drop_answers()
+        for callee in callees:
+            if self.kept_bytes <= MAX_KEPT_BYTES_IN_ALL // 2:
+                return
+            if not callee.num_open:
+                self.drop(callee, "too much was kept for it.")
+
+    # --- who may talk ---
+
+    def watch(self) -> None:
+        """End the sessions of peers that may no longer talk, now and once a second while there is traffic."""
+        access = self.access
+        if access is None:
+            return
+        access.refresh()
+        has_changed = access.version != self._access_version  # who greets is looked at then
+        self._access_version = access.version
+        for session in tuple(self.sessions.values()) if has_changed else ():
+            peer_id = session.peer.id
+            if session.seal is not None and peer_id is not None and not access.is_allowed(peer_id):
+                self.complain_once("ended a session", session.peer, _DENIED)
+                session.leave("this peer may no longer talk to it.", REFUSED)
+                self.drop(session, _DENIED, REFUSED)
+        self.is_watching = True
+        self._watched_packets = self.stats.packets_in
+        self._access_timer = self.loop.call_later(_ACCESS_S, self._watch_on)
+
+    def _watch_on(self) -> None:
+        is_quiet = self.stats.packets_in == self._watched_packets
+        if is_quiet and not any(session.num_open for session in self.sessions.values()):
+            self.is_watching, self._access_timer = False, None
+        else:
+            self.watch()
+
+
+class DatagramSocket(asyncio.DatagramProtocol):
+    """Receives for all sessions of a socket."""
+
+    def __init__(self, transport: DatagramTransport, handshakes: Handshakes, *, is_listening: bool) -> None:
+        self._transport = transport
+        self._sessions = transport.sessions
+        self._stats = transport.stats
+        self._handshakes = handshakes
+        self.is_listening = is_listening
+        """Whether strangers may begin a session here; a socket that was opened only to ask takes none."""
+        self._carrier: asyncio.DatagramTransport | None = None
+        self._is_full = False
+        self._is_closing = False
+        self._closed = asyncio.Event()
+        self._descriptor: int | None = None
+        self.where: SocketAddress = ()
+        """Its own address."""
+
+    # --- what asyncio calls ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The socket is there."""
+        self._carrier = cast("asyncio.DatagramTransport", transport)
+        self.where = tuple(transport.get_extra_info("sockname"))
+        raw = transport.get_extra_info("socket")
+        if raw is not None:
+            self._descriptor = raw.fileno()
+            close_in_children(self._descriptor)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The socket is gone."""
+        if self._descriptor is not None:
+            keep_in_children(self._descriptor)
+        self._carrier = None
+        self._closed.set()
+
+    def pause_writing(self) -> None:
+        """The system takes no more: what is sent now is lost, as on a full line."""
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        """There is room again."""
+        self._is_full = False
+
+    def error_received(self, exc: Exception) -> None:
+        """Some packet could not be delivered; which one is not known, and its call tries again."""
+        self._stats.unheard += 1
+
+    def datagram_received(self, data: bytes, addr: SocketAddress) -> None:
+        """A packet has come."""
+        transport, stats = self._transport, self._stats
+        if not transport.is_open:
+            return
+        stats.packets_in += 1
+        stats.bytes_in += len(data)
+        if not transport.is_watching:
+            transport.watch()
+        if data[:3] == PREFIX and len(data) >= HEADER_BYTES:
+            kind = data[3]
+            if kind == _DATA and len(data) <= MAX_PACKET_BYTES:
+                session = self._sessions.get(data[4:12])
+                if session is not None:
+                    session.receive(data, addr, self)
+                else:
+                    self._handshakes.on_stray(data, addr, self)
+            else:
+                self._on_greeting(kind, data, addr)
+        elif data[:2] == MAGIC and len(data) >= 12 and data[2] != VERSION:
+            self._handshakes.on_other_version(data, addr, self)
+        else:
+            transport.on_bad_packet(peer_at(addr), "bytes that are no packet of Shoal's.")
+        transport.flush()
+
+    def _on_greeting(self, kind: int, data: bytes, where: SocketAddress) -> None:
+        handshakes = self._handshakes
+        if kind == Kind.UNKNOWN:
+            handshakes.on_unknown(data)
+        elif (kind & ~SEALED) in _GREETINGS and len(data) <= MAX_PACKET_BYTES:
+            handshakes.on_greeting(kind, data, where, self)
+        else:
+            self._transport.on_bad_packet(peer_at(where), "a packet of no known kind.")
+
+    # --- sending ---
+
+    def can_reach(self, where: SocketAddress) -> bool:
+        """Whether an address can be sent to from here: the same family, and not elsewhere from loopback."""
+        is_same_family = len(self.where) == len(where)
+        return is_same_family and (is_loopback(where[0]) or not is_loopback(self.where[0]))
+
+    def send(self, packet: bytes, where: SocketAddress) -> None:
+        """Send one packet, or lose it."""
+        if self._carrier is None or self._is_full:
+            self._stats.unheard += 1
+            return
+        self._carrier.sendto(packet, where)
+        self._stats.packets_out += 1
+        self._stats.bytes_out += len(packet)
+
+    def begin_closing(self) -> None:
+        """Close the socket as soon as what waits is sent."""
+        if self._carrier is not None and not self._is_closing:
+            self._is_closing = True
+            self._carrier.close()
+
+    async def close(self) -> None:
+        """Send what waits, and close the socket; its port is free when this returns."""
+        if self._carrier is not None:
+            self.begin_closing()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSING_S):
+                    await self._closed.wait()
 
 
 def _into(pick: Callable[[Head], Any], method: str, head: Head) -> Any:

@@ -1,4 +1,4 @@
-"""Greetings: who they come from, and that nobody else could have written them."""
+"""HandshakeCodec: who they come from, and that nobody else could have written them."""
 
 import random
 
@@ -6,8 +6,15 @@ import pytest
 
 from shoal.core import PeerId
 from shoal.core.identity import Identity
-from shoal.transport.datagrams.hellos import HELLO_BYTES, Greetings, Hello, Refusal, SealedGreetings, Welcome
-from shoal.transport.datagrams.packets import MIN_PACKET_BYTES, SEALED, Kind, UnreadablePacket
+from shoal.transport.datagrams.handshake import (
+    HELLO_BYTES,
+    HandshakeCodec,
+    Hello,
+    Refusal,
+    SealedHandshakeCodec,
+    Welcome,
+)
+from shoal.transport.datagrams.wire import MIN_PACKET_BYTES, SEALED, Kind, UnreadablePacket
 from shoal.transport.trust.membership import Membership
 from shoal.transport.trust.secret import SwarmSecret
 
@@ -16,24 +23,24 @@ OTHER = SwarmSecret.parse("the secret of another swarm, long enough")
 
 
 def sealed(secret=SECRET):
-    return SealedGreetings(Membership(Identity.generate(), secret), random.SystemRandom())
+    return SealedHandshakeCodec(Membership(Identity.generate(), secret), random.SystemRandom())
 
 
 def bare(peer_id=None):
-    return Greetings(peer_id, random.Random(1))
+    return HandshakeCodec(peer_id, random.Random(1))
 
 
-def hello_of(greetings, target=b""):
-    return Hello(b"s" * 16, greetings.ephemeral, b"session1", target, 1e9)
+def hello_of(codec, target=b""):
+    return Hello(b"s" * 16, codec.ephemeral, b"session1", target, 1e9)
 
 
-def welcome_of(greetings):
-    return Welcome(b"s" * 16, b"t" * 16, greetings.ephemeral, b"session2", b"token678", 1024)
+def welcome_of(codec):
+    return Welcome(b"s" * 16, b"t" * 16, codec.ephemeral, b"session2", b"token678", 1024)
 
 
-def read(greetings, packet):
-    greeting = greetings.open(packet)
-    return greetings.verified(greeting), greeting.body
+def read(codec, packet):
+    greeting = codec.open(packet)
+    return codec.verified(greeting), greeting.body
 
 
 def test_a_sealed_hello_tells_who_wrote_it():
@@ -52,11 +59,11 @@ def test_a_bare_hello_tells_who_it_claims_to_be():
     assert read(bare(), bare().write(Kind.HELLO, hello_of(bare())))[0] is None
 
 
-@pytest.mark.parametrize("greetings", [sealed(), bare()])
-def test_answers_are_not_larger_than_a_hello(greetings):
-    assert len(greetings.write(Kind.WELCOME, welcome_of(greetings))) <= HELLO_BYTES
-    assert len(greetings.write(Kind.REFUSAL, Refusal(b"s" * 16, "x" * 110))) <= HELLO_BYTES
-    assert len(greetings.unknown(bytes(100))) <= MIN_PACKET_BYTES
+@pytest.mark.parametrize("codec", [sealed(), bare()])
+def test_answers_are_not_larger_than_a_hello(codec):
+    assert len(codec.write(Kind.WELCOME, welcome_of(codec))) <= HELLO_BYTES
+    assert len(codec.write(Kind.REFUSAL, Refusal(b"s" * 16, "x" * 110))) <= HELLO_BYTES
+    assert len(codec.unknown(bytes(100))) <= MIN_PACKET_BYTES
 
 
 def test_another_secret_opens_nothing():
@@ -138,6 +145,6 @@ def test_only_a_member_can_say_that_a_session_is_unknown():
 
 
 def test_nothing_secret_in_a_repr():
-    greetings = sealed()
-    assert "secret of" not in repr(greetings)
-    assert greetings.ephemeral.hex() not in repr(greetings)
+    codec = sealed()
+    assert "secret of" not in repr(codec)
+    assert codec.ephemeral.hex() not in repr(codec)

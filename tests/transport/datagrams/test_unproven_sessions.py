@@ -2,8 +2,8 @@
 
 import pytest
 
-from shoal.transport.datagrams import newcomers
-from shoal.transport.datagrams.newcomers import Newcomers
+from shoal.transport.datagrams import handshake
+from shoal.transport.datagrams.handshake import UnprovenSessions
 
 
 class Stranger:
@@ -13,13 +13,13 @@ class Stranger:
 
 @pytest.fixture(autouse=True)
 def _few(monkeypatch):
-    monkeypatch.setattr(newcomers, "MAX_NEWCOMERS", 10)
-    monkeypatch.setattr(newcomers, "MAX_NEWCOMERS_A_HOST", 4)
+    monkeypatch.setattr(handshake, "MAX_UNPROVEN", 10)
+    monkeypatch.setattr(handshake, "MAX_UNPROVEN_A_HOST", 4)
 
 
 def test_a_host_pushes_out_its_own_only():
     sessions = {}
-    some = Newcomers(sessions)
+    some = UnprovenSessions(sessions)
     first = Stranger("quiet", 0)
     some.add(first)
     for number in range(100):
@@ -30,7 +30,7 @@ def test_a_host_pushes_out_its_own_only():
 
 def test_there_are_never_too_many():
     sessions = {}
-    some = Newcomers(sessions)
+    some = UnprovenSessions(sessions)
     for number in range(100):
         some.add(Stranger(f"host{number}", 1))
     assert len(some) == len(sessions) == 10
@@ -39,7 +39,7 @@ def test_there_are_never_too_many():
 
 def test_who_has_proven_itself_is_not_pushed_out_any_more():
     sessions = {}
-    some = Newcomers(sessions)
+    some = UnprovenSessions(sessions)
     proven = Stranger("host", 0)
     some.add(proven)
     some.remove(proven)

@@ -1,15 +1,53 @@
-"""Who is left out for a while after failing: twice as long with every failure in a row."""
+"""How often something may happen: the rate limiter of the project, and its back-off after failures."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable
 
-_MAX_NAMES = 10_000
+MAX_KEYS = 4096
+_MAX_FAILED = 10_000  # names that a back-off remembers
 
 
-class Pauses:
-    """Of anything that has a name. Times are those of one monotonic clock, given by the caller."""
+class RateLimiter:
+    """A token bucket for each key: so much at once, then so much a second.
+
+    A key is whoever is limited, as the caller of `take` tells them apart. A bounded number of keys is
+    remembered; the one that was silent for longest is forgotten first. Times are those of any one clock.
+    """
+
+    def __init__(self, num_a_s: float, burst: float, max_keys: int = MAX_KEYS) -> None:
+        self._num_a_s = num_a_s
+        self._burst = burst
+        self._max_keys = max_keys
+        self._taken: dict[Hashable, tuple[float, float]] = {}  # how much, and when that was so; oldest first
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def take(self, key: Hashable, num: float, now_s: float) -> float:
+        """Take so many: 0.0, or the seconds to wait until there are enough, nothing being taken.
+
+        More than a whole burst may be taken by who has taken nothing, and is waited for afterwards.
+        """
+        taken, at_s = self._taken.pop(key, (0.0, now_s))
+        taken = max(0.0, taken - (now_s - at_s) * self._num_a_s)
+        excess = taken + min(num, self._burst) - self._burst
+        self._taken[key] = (taken if excess > 0 else taken + num, now_s)
+        if len(self._taken) > self._max_keys:
+            del self._taken[next(iter(self._taken))]
+        return excess / self._num_a_s if excess > 0 else 0.0
+
+    def allows(self, now_s: float, key: Hashable = None) -> bool:
+        """Take one, if there is one."""
+        return self.take(key, 1, now_s) == 0.0
+
+
+class FailureBackoff:
+    """Who is left out for a while after failing: twice as long with every failure in a row.
+
+    Of anything that has a name. Times are those of one monotonic clock, given by the caller.
+    """
 
     def __init__(self, first_s: float = 2.0, longest_s: float = 60.0) -> None:
         self._first_s = first_s
@@ -30,7 +68,7 @@ class Pauses:
         if now_s < until_s:
             return
         length_s = min(2 * length_s or self._first_s, self._longest_s)
-        if name not in self._paused and len(self._paused) >= _MAX_NAMES:
+        if name not in self._paused and len(self._paused) >= _MAX_FAILED:
             self._forget_some()
         self._paused[name] = (now_s + length_s, length_s)
         self.num_changes += 1

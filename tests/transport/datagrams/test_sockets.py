@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from shoal.core import Address
-from shoal.transport.datagrams.packets import PREFIX
-from shoal.transport.datagrams.ports import Port
 from shoal.transport.datagrams.sessions import Stats, peer_at
+from shoal.transport.datagrams.transport import DatagramSocket
+from shoal.transport.datagrams.wire import PREFIX
 
 
 class FakeHub:
@@ -22,7 +22,7 @@ class FakeHub:
         pass
 
 
-class Greeter:
+class Handshakes:
     def __init__(self):
         self.heard = []
 
@@ -49,7 +49,7 @@ class Carrier(asyncio.DatagramTransport):
 
 
 def opened(where=("127.0.0.1", 1)):
-    port = Port(FakeHub(), Greeter(), is_listening=True)
+    port = DatagramSocket(FakeHub(), Handshakes(), is_listening=True)
     carrier = Carrier(where)
     port.connection_made(carrier)
     return port, carrier
@@ -97,7 +97,7 @@ def test_packets_go_to_whom_they_concern():
         b"\xf0D\x02\x04" + body,
     ):
         port.datagram_received(packet, ("10.0.0.1", 1))
-    assert port._greeter.heard == ["stray", "unknown", "greeting", "greeting", "version"]
+    assert port._handshakes.heard == ["stray", "unknown", "greeting", "greeting", "version"]
     for packet in (
         b"",
         b"\xf0",
@@ -110,11 +110,11 @@ def test_packets_go_to_whom_they_concern():
         b"GET / HTTP/1.1\r\n\r\n" * 4,
     ):
         port.datagram_received(packet, ("10.0.0.1", 1))
-    assert len(port._greeter.heard) == 5
-    assert len(port._hub.bad) == 9
-    port._hub.is_open = False  # closing: nobody is served any more
+    assert len(port._handshakes.heard) == 5
+    assert len(port._transport.bad) == 9
+    port._transport.is_open = False  # closing: nobody is served any more
     port.datagram_received(PREFIX + b"\x04" + body, ("10.0.0.1", 1))
-    assert len(port._greeter.heard) == 5
+    assert len(port._handshakes.heard) == 5
 
 
 def test_a_peer_is_named_by_its_sockets_address():

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from shoal.transport.datagrams.packets import (
+from shoal.transport.datagrams.wire import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
     MAX_PACKET_BYTES,

@@ -5,8 +5,8 @@
     | magic | version | kind | nonce (12 bytes)     | greeting, sealed ...      HELLO, WELCOME, REFUSAL
 
 A DATA packet carries an array of small frames in MessagePack, so that several messages for one peer share a
-packet. Its session id was picked by its receiver; session id and counter are its nonce. What greetings say is
-`sealing`'s.
+packet. Its session id was picked by its receiver; session id and counter are its nonce. A greeting is an
+Envelope with a Hello, a Welcome or a Refusal in it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from shoal.transport.frames import UNREADABLE, ErrorHead, encode
+
+SocketAddress = tuple[Any, ...]
+"""An address as sockets write it: host and port, and two more numbers for IPv6."""
 
 MAGIC = b"\xf0D"
 VERSION = 1
@@ -29,6 +33,12 @@ MIN_PACKET_BYTES = 64
 HEADER_BYTES = 20
 TAG_BYTES = 16
 SESSION_BYTES = 8
+NONCE_BYTES = 12
+SALT_BYTES = 16
+GREETING_BYTES = 16
+"""Header and nonce in front of a greeting."""
+HELLO_BYTES = 352
+"""A hello is padded to this size: no welcome or refusal is larger."""
 COUNTER = struct.Struct("<Q")
 MAX_FRAME_BYTES = MAX_PACKET_BYTES - HEADER_BYTES - TAG_BYTES - 32
 """All frames of a packet together; the rest is for the array around them, `oldest` and a Proof."""
@@ -52,6 +62,51 @@ SEALED = 0x80
 
 LEFT, REFUSED, BUSY = "", "refused", "busy"
 """Why a session ends: its peer goes, may not talk there, or finds no room."""
+
+
+# --- greetings ---
+
+
+class Hello(msgspec.Struct, array_like=True, frozen=True):
+    """Begins a session; everything random in it is made for this one session, but for the ephemeral key."""
+
+    salt: bytes
+    ephemeral: bytes
+    session_id: bytes
+    """What packets to the one who greets are marked with."""
+    target: bytes
+    """The peer id that is expected there, or nothing."""
+    wall_s: float
+
+
+class Welcome(msgspec.Struct, array_like=True, frozen=True):
+    """Answers a hello, whose salt it repeats."""
+
+    hello_salt: bytes
+    salt: bytes
+    ephemeral: bytes
+    session_id: bytes
+    token: bytes
+    max_calls: int
+
+
+class Refusal(msgspec.Struct, array_like=True, frozen=True):
+    """Says no to a hello, whose salt it repeats."""
+
+    hello_salt: bytes
+    reason: str
+
+
+class Envelope(msgspec.Struct, array_like=True, frozen=True):
+    """Who greets: a public key and a signature, or a claimed peer id where nothing is sealed."""
+
+    who: bytes
+    signature: bytes
+    body: bytes
+    padding: bytes = b""
+
+
+# --- frames of a session ---
 
 
 class Request(msgspec.Struct, array_like=True, tag=1, frozen=True):
